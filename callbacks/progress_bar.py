@@ -147,7 +147,7 @@ class Screen(Protocol):
 
 
 @final
-class Lines:
+class Lines(Screen):
     """Write a line for each view, for log files."""
 
     def draw(self, view: View) -> None:
@@ -161,7 +161,7 @@ class Lines:
 
 
 @final
-class Terminal:
+class Terminal(Screen):
     """Draw a bar in the last line of a terminal; printed text appears above it."""
 
     def __init__(self) -> None:

@@ -122,17 +122,30 @@ DEFINITIONS: Final = Definitions()
 
 
 def find(name: str) -> Any:
-    """In a pickle: see `Definitions.find`."""
+    """In a pickle: see `Definitions.find`.
+
+    Args:
+        name: see `Definitions.find`.
+    """
     return DEFINITIONS.find(name)
 
 
 def make(name: str, maker: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """In a pickle: see `Definitions.make`."""
+    """In a pickle: see `Definitions.make`.
+
+    Args:
+        name, maker, arguments: see `Definitions.make`.
+    """
     return DEFINITIONS.make(name, maker, arguments)
 
 
 def fill(value: Any, state: tuple[str, str | None, Callable[[Any, Any], None], Any]) -> None:
-    """In a pickle: see `Definitions.fill`."""
+    """In a pickle: see `Definitions.fill`.
+
+    Args:
+        value: definition to fill.
+        state: further arguments of `Definitions.fill`.
+    """
     DEFINITIONS.fill(value, *state)
 
 

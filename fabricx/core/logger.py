@@ -142,16 +142,33 @@ class FourMethods(Protocol):
     """Minimal protocol of a logger of any class; `Logger` has more methods."""
 
     def open(self, run_dir: Path) -> None:
-        """Create files and connections in the run's folder; a second call does nothing."""
+        """Create files and connections in the run's folder; a second call does nothing.
+
+        Args:
+            run_dir: the run's folder.
+        """
 
     def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Write metrics of a step (weight updates so far)."""
+        """Write metrics of a step (weight updates so far).
+
+        Args:
+            metrics: values by name.
+            step: number of weight updates so far.
+        """
 
     def log_hyperparams(self, params: Mapping[str, Any]) -> None:
-        """Write the run's hyperparameters."""
+        """Write the run's hyperparameters.
+
+        Args:
+            params: nested hyperparameters by name.
+        """
 
     def close(self, status: Ending) -> None:
-        """Finish; a second call does nothing."""
+        """Finish; a second call does nothing.
+
+        Args:
+            status: ending of the run.
+        """
 
 
 @final

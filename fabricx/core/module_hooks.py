@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 class ModuleHooks:
     """Hooks of a module; a hook that is not overridden costs nothing.
 
-    `hooks.md` in this folder has the order of all hooks, which `fabricx/loop/fit.py` follows.
+    `hooks.md` in this folder has the order of all hooks, which `fabricx/loop/fit.py` follows. `Callback` describes the
+    arguments of hooks that callbacks have, too.
     """
 
     if TYPE_CHECKING:
@@ -25,7 +26,13 @@ class ModuleHooks:
     # -- what has to be trained ---------------------------------------------------------------------------------
 
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
-        """Return the prediction for a batch; calls the module unless overridden."""
+        """Return the prediction for a batch; calls the module unless overridden.
+
+        Args:
+            batch: batch on the device; the first element of a list or tuple is the input of the module.
+            batch_idx: index of the batch.
+            dataloader_idx: number of the data loader.
+        """
         inputs = batch[0] if isinstance(batch, (list, tuple)) else batch
         return self(inputs)  # type: ignore[operator]
 
@@ -49,6 +56,9 @@ class ModuleHooks:
         and so are logged means; this costs an all-reduce of a number in each step. With 0, the batch is ignored.
         Strategies that step without this number raise an error before training: local_sgd, mode="bounded", rounds.
 
+        Args:
+            batch: batch on the device.
+
         >>> import torch, fabricx as fx
         >>> class Tokens(fx.Module):
         ...     def batch_weight(self, batch):
@@ -59,7 +69,12 @@ class ModuleHooks:
         raise NotImplementedError
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Compute gradients."""
+        """Compute gradients.
+
+        Args:
+            loss: scaled loss, shape [].
+            args, kwargs: further arguments of `manual_backward`.
+        """
         loss.backward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def configure_gradient_clipping(
@@ -68,7 +83,13 @@ class ModuleHooks:
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Clip the global gradient; calls `self.clip_gradients` with the trainer's settings."""
+        """Clip the global gradient; calls `self.clip_gradients` with the trainer's settings.
+
+        Args:
+            optimizer: optimizer whose gradients are clipped.
+            gradient_clip_val: the trainer's limit; None for no clipping.
+            gradient_clip_algorithm: "norm" or "value"; None for "norm".
+        """
         self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)  # type: ignore[attr-defined]
 
     def optimizer_step(
@@ -78,15 +99,33 @@ class ModuleHooks:
         optimizer: Any,
         optimizer_closure: Callable[[], Any] | None = None,
     ) -> None:
-        """Update the weights; `optimizer_closure` returns the loss, and recomputes it in further calls."""
+        """Update the weights; `optimizer_closure` returns the loss, and recomputes it in further calls.
+
+        Args:
+            epoch: number of the epoch.
+            batch_idx: index of the batch.
+            optimizer: optimizer to step.
+            optimizer_closure: returns the loss of the batch; recomputes loss and gradients when it is called again.
+        """
         optimizer.step(optimizer_closure)
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
-        """Reset the gradients."""
+        """Reset the gradients.
+
+        Args:
+            epoch: number of the epoch.
+            batch_idx: index of the batch.
+            optimizer: optimizer whose gradients are reset.
+        """
         optimizer.zero_grad()
 
     def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
-        """Advance a scheduler; `metric` is the monitored value, or None."""
+        """Advance a scheduler; `metric` is the monitored value, or None.
+
+        Args:
+            scheduler: scheduler that is due.
+            metric: newest value of the monitored metric; None for a scheduler without one.
+        """
         scheduler.step() if metric is None else scheduler.step(metric)
 
     # -- data ---------------------------------------------------------------------------------------------------
@@ -111,17 +150,33 @@ class ModuleHooks:
         return None
 
     def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return a batch, changed before its transfer to the device."""
+        """Return a batch, changed before its transfer to the device.
+
+        Args:
+            batch: batch of the data loader.
+            dataloader_idx: number of the data loader.
+        """
         return batch
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a batch to the device; override for types that fabricx doesn't support."""
+        """Move a batch to the device; override for types that fabricx doesn't support.
+
+        Args:
+            batch: result of `on_before_batch_transfer`.
+            device: this rank's device.
+            dataloader_idx: number of the data loader.
+        """
         from fabricx.core.transfer import to_device
 
         return to_device(batch, device)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
-        """Return a batch, changed on the device."""
+        """Return a batch, changed on the device.
+
+        Args:
+            batch: batch on the device.
+            dataloader_idx: number of the data loader.
+        """
         return batch
 
     # -- moments ------------------------------------------------------------------------------------------------

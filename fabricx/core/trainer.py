@@ -161,23 +161,50 @@ class TrainerProtocol(Protocol):
         ...
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the main rank only."""
+        """Print on the main rank only.
+
+        Args:
+            args, kwargs: arguments of the built-in `print`.
+        """
         ...
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
-        """Gather tensors of all ranks."""
+        """Gather tensors of all ranks.
+
+        Args:
+            data: nested tensors, of the same shapes on all ranks.
+            sync_grads: gradients flow back to the ranks.
+
+        Returns:
+            `data` with tensors of shape [world_size, ...]; as it is, under a strategy for a single rank.
+        """
         ...
 
     def manual_backward(self, loss: Tensor, *args: Any, **options: Any) -> None:
-        """Compute gradients in manual optimization."""
+        """Compute gradients in manual optimization.
+
+        Args:
+            loss: loss of this rank, shape [].
+            args, options: further arguments of `Tensor.backward`.
+        """
         ...
 
     def clip_gradients(self, optimizer: Optimizer, limit: float | None, algorithm: str | None) -> None:
-        """Clip the gradients of an optimizer's parameters."""
+        """Clip the gradients of an optimizer's parameters.
+
+        Args:
+            optimizer: optimizer whose gradients are clipped.
+            limit: limit of the norm or of each element; None or 0 clips nothing.
+            algorithm: "norm" or "value"; None for "norm".
+        """
         ...
 
     def request_stop(self, reason: str) -> None:
-        """Request that all ranks stop."""
+        """Request that all ranks stop.
+
+        Args:
+            reason: reason that the run prints.
+        """
         ...
 
     def finish_checkpoint(self) -> bool:
@@ -189,5 +216,17 @@ class TrainerProtocol(Protocol):
         after: Callable[[], None] | None = None, failed: Callable[[], None] | None = None,
         single_file: bool | None = None,
     ) -> Path:  # fmt: skip
-        """Write a checkpoint; all ranks call this at the same point."""
+        """Write a checkpoint; all ranks call this at the same point.
+
+        Args:
+            path: folder or file of the checkpoint.
+            weights_only: save the weights, without the state of the run.
+            wait: return when the checkpoint is complete.
+            after: called on the main rank, in a thread, when the checkpoint is complete.
+            failed: called on every rank if the disk was full.
+            single_file: write a file for `torch.load` instead of a folder; None for the module's setting.
+
+        Returns:
+            the path of the checkpoint.
+        """
         ...

@@ -280,7 +280,11 @@ class SignedConnection:
         self._sent = self._received = 0
 
     def send_bytes(self, data: bytes) -> None:
-        """Send a message."""
+        """Send a message.
+
+        Args:
+            data: content of the message, which is sent with its signature.
+        """
         self._connection.send_bytes(sign(self._key, [self._ours, self._sent], data))
         self._sent += 1
 

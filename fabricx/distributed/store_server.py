@@ -21,7 +21,11 @@ UNPROVEN: Final = 512  # maximum connections before authentication; a further co
 
 
 def pack(*parts: bytes) -> bytes:
-    """Join byte strings to one message."""
+    """Join byte strings to one message.
+
+    Args:
+        parts: contents, each of less than 4 GiB.
+    """
     return b"".join(len(part).to_bytes(4, "little") + part for part in parts)
 
 

@@ -177,7 +177,7 @@ class ElasticController:
 
     @property
     def _stuck(self) -> bool:
-        """Return whether the survivors can't continue without a replacement, and none will come."""
+        """Return whether the survivors can't continue without a replacement, and no replacement will start."""
         return self._elastic.fixed and self._broken and not self._coming and self.wanted() is None
 
     def _died_early(self, worker: int) -> bool:
@@ -198,7 +198,7 @@ class ElasticController:
         """Change the number of workers.
 
         Args:
-            workers: from now on.
+            workers: new number of workers.
 
         Returns:
             the answer for the user.
@@ -279,7 +279,7 @@ class ElasticController:
         self._outbox.clear()
 
     def _patience(self) -> float:
-        """Return the seconds to wait from an event to the next generation; none for a replacement that won't come."""
+        """Return the seconds to wait from an event to the next generation; 0 if no replacement will start."""
         comes = bool(self._coming) or self.wanted() is not None
         return self._elastic.waits if self._dead and comes else SETTLE_S
 

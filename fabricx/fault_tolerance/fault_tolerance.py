@@ -46,13 +46,13 @@ class Recovery(RankRecords):
 
 
 def set_up(session: Session) -> FaultTolerance:
-    """Return the fault tolerance of a run, as far as the supervisor and the strategy support it.
+    """Return the fault tolerance of a run: as much as the supervisor and the strategy support.
 
     If replicas of the weights exist and lost workers are replaced, records of progress suffice. For unreplicated state,
     or if all processes are restarted, in-memory checkpoints are needed.
 
     Args:
-        session: its world and its strategy are set up.
+        session: this rank's session, with world and strategy set up.
     """
     member, strategy = membership(), session.strategy
     members = member if member.changes else None

@@ -74,7 +74,7 @@ class HeartbeatMonitor:
             life.reached, life.since, life.reported_s = reached, now, 0.0
 
     def over(self, rank: int) -> None:
-        """Stop to monitor a process.
+        """Stop monitoring a process.
 
         Args:
             rank: rank of the process.
@@ -127,7 +127,7 @@ class HeartbeatMonitor:
         return rank in self._lives and not self.frozen(rank)
 
     def news(self, name: Callable[[int], str] = "rank {}".format) -> str | None:
-        """Return a report on a pause of unusual length; again when it has doubled. None without such a pause.
+        """Return a report on an unusually long pause, and a further report when the pause has doubled; else None.
 
         Args:
             name: returns the name of a process by its rank.

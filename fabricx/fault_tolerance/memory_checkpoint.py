@@ -126,7 +126,7 @@ class Copies:
 
     Args:
         folder: folder of the files.
-        worker: its copies are written.
+        worker: number of the worker whose copies are written.
         slot: number of the files; by default the worker.
     """
 

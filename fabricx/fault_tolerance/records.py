@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class RankRecords(FaultTolerance):
-    """Records what other ranks need if this rank dies.
+    """Records the state of this rank from which other ranks continue if this rank dies.
 
     Args:
         session: this rank's session; its world and its strategy are set up.

@@ -83,11 +83,11 @@ def _record_at(
 
 
 def recover(session: Session, ft: RankRecords, error: Exception) -> None:
-    """Continue in the next generation after an error that a dead worker has caused.
+    """Continue in the next generation of the process group, after an error caused by the death of a worker.
 
     Args:
         session: this rank's session.
-        ft: its fault tolerance.
+        ft: fault tolerance of the session.
         error: this rank's error.
 
     Raises:
@@ -111,7 +111,7 @@ def take_part(session: Session, ft: RankRecords) -> None:
 
     Args:
         session: this rank's session.
-        ft: its fault tolerance.
+        ft: fault tolerance of the session.
     """
     if session.world.newcomer:
         membership().send("ready")
@@ -153,7 +153,7 @@ def _join_others(session: Session, ft: RankRecords, *, holds: bool) -> None:
 
     Args:
         session: this rank's session.
-        ft: its fault tolerance.
+        ft: fault tolerance of the session.
         holds: this rank was a member before; False for a replacement.
     """
     group_member = membership()
@@ -275,7 +275,7 @@ def _agree(
 
     Args:
         session: this rank's session.
-        ft: its fault tolerance.
+        ft: fault tolerance of the session.
         generation: the generation that agrees.
         member: contribution of this rank.
         point: start of the interrupted batch, if any.

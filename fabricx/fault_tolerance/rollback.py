@@ -104,7 +104,7 @@ def roll_back(session: Session, ft: RankRecords, *, newcomer: bool) -> int:
     """Restore all members from the newest complete in-memory checkpoint; collective.
 
     Args:
-        session: its world has the members.
+        session: this rank's session, whose world has the members.
         newcomer: this rank is a replacement or newcomer.
 
     Returns:
@@ -123,7 +123,7 @@ def restore_newest(session: Session, ft: RankRecords) -> bool:
     """Restore in-memory checkpoints of earlier processes, if they are newer than the selected checkpoint; collective.
 
     Args:
-        session: before training.
+        session: this rank's session, before training.
 
     Returns:
         whether they were restored; the same on all ranks.

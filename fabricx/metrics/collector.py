@@ -99,7 +99,14 @@ class Logbook:
         self, name: str, value: Any, bar: bool, to_logger: bool, on_step: bool | None, on_epoch: bool | None,
         reduce_fx: Any, batch_size: int | None, add_dataloader_idx: bool, joined: bool,
     ) -> None:  # fmt: skip
-        """Add a value; the arguments are those of `Module.log`."""
+        """Add a value; the arguments are those of `Module.log`.
+
+        Args:
+            name, value, on_step, on_epoch, reduce_fx, batch_size, add_dataloader_idx: see `Module.log`.
+            bar: the progress bar shows the value.
+            to_logger: loggers receive the value.
+            joined: the value is reduced over ranks.
+        """
         if self._mute:
             return
         if self.loader is not None:

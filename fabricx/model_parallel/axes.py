@@ -1,4 +1,4 @@
-"""The axes of a device mesh: which ranks compute a share of the data together, and which train different shares."""
+"""The axes of a device mesh: groups of ranks that compute a share of the data together or train different shares."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def context_blocks(module: nn.Module, blocks: str | Sequence[str], run: Callable
 
 @final
 class ContextParallel:
-    """Shards the sequence between the first and the last block; all else is computed whole on each rank.
+    """Shards the sequence from the first to the last block; the rest of a step is computed whole on each rank.
 
     The step thus sees whole batches, logits and losses, which are equal on all ranks. Gradients of parameters have to
     be averaged over the ranks.
@@ -238,11 +238,11 @@ class ContextParallel:
 
     @property
     def lengths(self) -> list[list[int]]:
-        """Return numbers that the trial has seen, for `adopt`, as plain data."""
+        """Return the sequence lengths of the trial, for `adopt` on another rank, as plain data."""
         return self._mode.lengths
 
     def adopt(self, step: Callable[[], Any], lengths: Sequence[Sequence[int]]) -> None:
-        """Do what `check` does, without the comparison, which other ranks have made already.
+        """Prepare the step as `check` does, without the comparison, which other ranks have made already.
 
         Args:
             step: computes the training step for two samples.

@@ -1,4 +1,4 @@
-"""How the tensors of a module are divided over the model axes of a mesh, and whole states of a divided module."""
+"""The division of a module's tensors over the model axes of a mesh, and whole states of a divided module."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Division:
         self._names: dict[int, str] = {}
 
     def copies(self, parameter: Tensor) -> float:
-        """Return how many ranks hold each element of a parameter's gradient on this rank.
+        """Return the number of ranks that hold each element of this rank's gradient of a parameter.
 
         Args:
             parameter: parameter of the module; a DTensor if data parallelism shards it.

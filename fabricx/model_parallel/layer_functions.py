@@ -24,7 +24,7 @@ class Weight:
 
     Attributes:
         name: name of the parameter in the root module.
-        layer: how its layer is sharded.
+        layer: sharding of the layer that has the weight.
         placement: placement of the parameter.
     """
 

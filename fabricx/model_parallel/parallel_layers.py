@@ -78,7 +78,7 @@ def placements_of(module: nn.Module, layer: Layer, ranks: int) -> dict[str, Plac
 
     Args:
         module: the layer, with whole parameters.
-        layer: how it is sharded.
+        layer: sharding of the layer.
         ranks: number of ranks.
 
     Raises:

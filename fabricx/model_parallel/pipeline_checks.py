@@ -1,4 +1,4 @@
-"""Steps of evaluations under a pipeline, checked before the module is divided; and what a pipeline refuses."""
+"""Checks of a pipeline before the module is divided: steps of evaluations, and options that it does not support."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLOSURE: Final = (
 def check_evaluation(
     module: nn.Module, chain: Chain, cuts: Sequence[tuple[int, int]], stages: int, step: str, run: Callable[[], Any]
 ) -> None:  # fmt: skip
-    """Check that the last stage can compute a validation, test or predict step from what the stages exchange.
+    """Check that the last stage can compute a validation, test or predict step from the tensors that stages exchange.
 
     Args:
         module: the user's module, not divided yet, in evaluation mode.

@@ -64,7 +64,7 @@ def divide(costs: Sequence[float], chunks: int, joined: Mapping[int, str] | None
 
 @dataclass(frozen=True)
 class Stage:
-    """What a rank of the pipeline holds and computes.
+    """The blocks that a rank of the pipeline holds and computes, with their time and memory.
 
     Attributes:
         blocks: numbers of the first and last block of each chunk.
@@ -82,7 +82,7 @@ class Stage:
 def stages_of(
     chain: Chain, cuts: Cuts, stages: int, kind: str, virtual: int, microbatches: int, rows: int
 ) -> list[Stage]:  # fmt: skip
-    """Return what each rank of a pipeline holds.
+    """Return the blocks, relative time and predicted memory of each rank of a pipeline.
 
     Args:
         chain: chain of the module.
@@ -111,7 +111,11 @@ def stages_of(
 def describe(
     chain: Chain, cuts: Cuts, stages: int, kind: str, virtual: int, microbatches: int, rows: int
 ) -> Iterator[str]:  # fmt: skip
-    """Yield lines about a pipeline, for the main rank; arguments as of `stages_of`."""
+    """Yield the lines about a pipeline that the main rank prints.
+
+    Args:
+        chain, cuts, stages, kind, virtual, microbatches, rows: see `stages_of`.
+    """
     idle = simulate(kind, stages, virtual, microbatches, costs=_times(chain, cuts)).idle
     name = f"interleaved {kind}" if virtual > 1 else kind
     yield f"pipeline: {stages} stages, {name}, {microbatches} microbatches, predicted idle time {idle:.0%}"

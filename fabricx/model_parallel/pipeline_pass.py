@@ -106,7 +106,7 @@ class Links:
 
 @final
 class Pass:
-    """The forward of a chunk for one microbatch, and what its backward needs.
+    """The forward of a chunk for one microbatch, with the tensors that its backward needs.
 
     Args:
         chain: chain of the module.
@@ -146,7 +146,7 @@ class Pass:
         return self._next > self._begin
 
     def call(self, number: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute a block, or stand in for it.
+        """Compute a block of this chunk; return substitutes for the outputs of any other block.
 
         Args:
             number: number of the block.
@@ -244,7 +244,7 @@ class Pass:
         ]
 
     def _received_arguments(self) -> list[Any]:
-        """Return what the chunk before has sent, by the entries of the chain."""
+        """Return the tensors and values that the previous chunk has sent, by the entries of the chain."""
         header = self._received_header()
         arriving = self._arguments if self._arguments is not None else self._expected(header)
         self._arguments, values = arriving, []

@@ -1,4 +1,4 @@
-"""One run of a step, observed: where each parameter is used, and which tensors pass from block to block.
+"""Observes a run of the training step: where each parameter is used, and which tensors pass between blocks.
 
 A *position* is a part of the step: -1 before the blocks, i in block i and in the code between it and the next block, n
 after the last of n blocks. A *boundary* b is a place where the pipeline can be cut: between block b - 1 and block b.
@@ -128,7 +128,7 @@ class Trace(TorchDispatchMode):
         self.entries[number] = tuple(paths)
 
     def _move(self, position: int) -> None:
-        """Begin a position; find the buffers that were written in the one before."""
+        """Begin a position; find the buffers that were written in the previous position."""
         self._paused = True
         for name in self._buffers:
             if self._position in self.uses.get(name, ()) and not _same(self._buffers[name], self._values.get(name)):

@@ -91,7 +91,7 @@ def scaled_dot_product_attention(
     activations: Activations, query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Any:  # fmt: skip
-    """Do what `F.scaled_dot_product_attention` does, for tensors that are sharded by heads.
+    """Compute `F.scaled_dot_product_attention` of tensors that are sharded by heads.
 
     Args:
         activations: activations of the group.

@@ -24,7 +24,7 @@ class StepChanged(FabricxError):
 
 @dataclass
 class Record:
-    """What a step computed.
+    """Loss, outputs and gradient norms that a step has computed, to compare with another record.
 
     Attributes:
         loss: loss of the step; None without a loss.
@@ -89,8 +89,8 @@ def check_unchanged(
     """Compare the steps of a module before and after it was parallelised.
 
     Args:
-        before: of one process.
-        after: of the parallelised module, on the same samples.
+        before: record of one process.
+        after: record of the parallelised module, on the same samples.
         sharded: names of parameters of which each rank has a part.
         ranks: number of ranks of the parallelised module.
         remedy: sentences for the message; by default it is completed by the pattern of a plan.
@@ -124,8 +124,8 @@ def first_difference(before: Record, after: Record) -> str:
     """Return the name of the submodule whose output differs first; "" if none does.
 
     Args:
-        before: of one process.
-        after: of the parallelised module.
+        before: record of one process.
+        after: record of the parallelised module.
     """
     tolerance = max(before.tolerance, after.tolerance)
     for (name, wanted), (other, computed) in zip(before.outputs, after.outputs, strict=False):

@@ -30,7 +30,7 @@ from fabricx.parameter_server.worker.shared_memory_weights import SharedWeights,
 
 @dataclass(frozen=True)
 class Design:
-    """Who steps, and when; the result of a strategy's options.
+    """Whether servers or workers step, and by which protocol: the result of a strategy's options.
 
     Attributes:
         settings: behaviour of the servers.
@@ -52,7 +52,7 @@ class Design:
 
 @dataclass(frozen=True)
 class Trained:
-    """What a worker trains.
+    """The module, parameters and optimizers that a worker trains.
 
     Attributes:
         module: the user's module.
@@ -73,9 +73,9 @@ class Connection:
     """A worker's part in the exchange of a generation of workers; by default of no exchange.
 
     Attributes:
-        protocol: when this worker pushes and pulls.
+        protocol: decides when this worker pushes gradients and pulls weights.
         exchange: with the other workers.
-        parameters: whose gradients are exchanged.
+        parameters: parameters of which gradients are exchanged.
         undo: functions that remove hooks.
     """
 

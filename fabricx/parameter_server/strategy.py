@@ -55,7 +55,7 @@ class ServedStrategy(
     def _design_with(
         self, settings: Settings, asynchronous: Asynchronous | None, *, servers_step: bool, rank: int | None = None
     ) -> None:  # fmt: skip
-        """Define who steps, and when.
+        """Store the design that follows from the options, and check that it is possible.
 
         Args:
             settings, asynchronous, servers_step, rank: see `Design`.

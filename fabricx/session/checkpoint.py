@@ -67,7 +67,7 @@ def begin_from_weights(session: Session) -> None:
     Called before the strategy copies weights: a new run begins at step 0, with these weights on all ranks.
 
     Args:
-        session: whose strategy has placed the module.
+        session: this rank's session, whose strategy has placed the module.
     """
     path = session.overridden.ckpt_path
     if path is None or session.world.newcomer:  # a newcomer receives the weights of the other ranks

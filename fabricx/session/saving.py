@@ -139,7 +139,11 @@ def _begin_checkpoint(
 
 @contextlib.contextmanager
 def weights_as_state_dict(state: dict[str, Any]) -> Iterator[None]:
-    """Add entries during hooks by which hooks of Lightning read them: the position, and weights to read or replace."""
+    """Add entries during hooks by which hooks of Lightning read them: the position, and weights to read or replace.
+
+    Args:
+        state: content of a checkpoint; changed in place, and by the hooks.
+    """
     weights = state["state_dict"] = state["strategy"]["module"]
     position = {"epoch": state["state"]["epoch"], "global_step": state["state"]["step"]} if "state" in state else {}
     state.update(position)
@@ -196,6 +200,10 @@ def run_state(session: Session) -> dict[str, Any]:
 
 
 def global_batch(session: Session) -> int:
-    """Return the number of samples per update; 0 if unknown."""
+    """Return the number of samples per update; 0 if unknown.
+
+    Args:
+        session: this rank's session.
+    """
     whole = int(getattr(session.data.train_feed, "global_batch", 0)) * session.options.accumulate_grad_batches
     return whole if session.serving.global_updates else whole // max(1, session.state.ranks)

@@ -61,11 +61,11 @@ class Session:
         options: the run's options.
         state: position of the run, which checkpoints save.
         world: the ranks; another object after each change of the ranks.
-        strategy: how training is distributed.
+        strategy: method of distributed training.
         module, datamodule: of the user.
         callbacks, loggers: of the run.
         data: loaders and feeds.
-        metrics: what is logged.
+        metrics: logged values, their sums, and the loggers.
         stop, failures: records of the run, which remain after it.
         balance: shares of the ranks in each global batch.
         run_dir: folder of the run.

@@ -49,7 +49,7 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
     """The Trainer without the calls that start runs: what hooks and the library use.
 
     Attributes:
-        strategy: how training is distributed.
+        strategy: method of distributed training, by name, path or object.
         callbacks, loggers: of the runs.
         state: position of the run, which checkpoints save.
         module, datamodule: of the newest call; None before.
@@ -136,7 +136,7 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
             loaders: loaders that the caller passed, for training and for evaluation.
             module, datamodule: of the user.
             world: the ranks.
-            strategy: how training is distributed.
+            strategy: method of distributed training, by name, path or object.
             writes: the run writes metrics.
         """
         data = RunData(stage, loaders, module, datamodule, self, strategy, self.state, self.balance, self.batches)

@@ -29,7 +29,7 @@ def set_up_module(session: Session, ckpt_path: str | Path | None) -> None:
     """Convert and move the module, and load its data.
 
     Args:
-        session: whose module has all layers, after `configure_model`.
+        session: this rank's session, whose module has all layers, after `configure_model`.
         ckpt_path: checkpoint from which the run starts.
     """
     module = session.module

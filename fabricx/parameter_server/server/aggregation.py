@@ -26,7 +26,7 @@ class Part:
         worker: number of the sender.
         push: the message.
         gradient: gradient of the lease.
-        base: version of the weights with which it was computed.
+        base: version of the weights with which the gradient was computed.
         outbox: vector to the worker.
     """
 
@@ -38,11 +38,11 @@ class Part:
 
 
 class Aggregation(ABC):
-    """When gradients become updates.
+    """Decides when the gradients that arrive become an update.
 
     Args:
         shard: the server's part of the model.
-        ledger: ledger of the leases.
+        ledger: granted leases, and those of which a gradient was received.
         counts: statistics of the server, updated in place.
     """
 
@@ -81,7 +81,7 @@ class Aggregation(ABC):
         raise TypeError(f"{type(self).__name__} holds no updates")
 
     def apply(self, worker: int, message: Apply) -> None:
-        """Make a held update when all workers have requested it.
+        """Record that a worker requests a held update; make the update when all workers have requested it.
 
         Args:
             worker: number of the sender.

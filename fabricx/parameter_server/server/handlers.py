@@ -1,4 +1,8 @@
-"""The table of messages that a server supports: when a message can be processed, and the reaction to it."""
+"""The table of messages that a server supports: when a message can be processed, and the reaction to it.
+
+In this file a function with a `worker` is a condition (`Handler.ready`), and a function with a `sender` is a reaction
+(`Handler.handle`); `Handler` describes their arguments and results.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +57,10 @@ class Handler:
 
     Attributes:
         kind: type of the messages.
-        handle: processes a message that is ready; returns the reply.
-        ready: whether a message of a worker can be processed now; until then its worker waits.
+        handle: called with the state, the sender and a message that is ready; processes the message and returns the
+            reply, None without a reply.
+        ready: called with the state, the number of a worker and its message; returns whether the message can be
+            processed now. Until then the worker waits.
         repeatable: a message may be processed again when it is sent again; the replies to other messages are kept.
         journaled: whether a message must be replayed to restore the state.
     """
@@ -83,19 +89,19 @@ def handles(
 
 
 def begin(state: ServerState, sender: Sender, message: Begin) -> Reply:
-    """Begin with the weights and optimizers of the first worker."""
+    """Initialise this server with the weights and optimizers of the first worker; reply with the counts of updates."""
     state.begin(message)
     return state.shard.reply()
 
 
 def may_pull(state: ServerState, worker: int, message: Pull) -> bool:
-    """Return whether the requested version exists, and the bound of the staleness admits a further computing worker."""
+    """Return whether the requested version exists, and whether the staleness bound admits one more computing worker."""
     may_begin = not message.to_train or state.order.may_begin(worker)
     return state.shard.version >= message.version and may_begin
 
 
 def pull(state: ServerState, sender: Sender, message: Pull) -> Reply:
-    """Send weights or the newest sum."""
+    """Write the weights, or the newest sum of gradients, to the sender's vector."""
     if message.to_train:
         state.order.begins(sender.worker, state.shard.version)
     return state.shard.send_values(sender.worker, message, sender.inbox, sender.outbox)
@@ -107,7 +113,7 @@ def may_push(state: ServerState, worker: int, message: Push) -> bool:
 
 
 def push(state: ServerState, sender: Sender, message: Push) -> Pushed | None:
-    """Use a gradient, unless it is too late or the sender does not hold its leases."""
+    """Add a gradient to an update, unless it is too late, or the sender no longer holds the leases of the gradient."""
     worker, ledger = sender.worker, state.ledger
     in_order, base = state.order.has_place(worker), state.order.pushed(worker)
     used = not ledger.is_leased or ledger.accepts(worker, message.leases, in_order=in_order)
@@ -139,14 +145,14 @@ def is_held(state: ServerState, worker: int, message: Norm | Apply) -> bool:
 
 
 def norm(state: ServerState, sender: Sender, message: Norm) -> Reply:
-    """Send the squares of the 2-norms of pieces of a held gradient."""
+    """Reply with the squared 2-norms of pieces of a held gradient."""
     gradient = state.updates.held(message.clock).dense
     squares = [float(gradient[start:stop].square().sum()) for start, stop in state.shard.spans(message.pieces)]
     return state.shard.reply(squares)
 
 
 def apply(state: ServerState, sender: Sender, message: Apply) -> None:
-    """Make a held update, when all workers have sent this message."""
+    """Make a held update when the last worker has sent this message, unless the update was made before."""
     if state.shard.version <= message.clock:
         state.updates.apply(sender.worker, message)
 
@@ -155,12 +161,12 @@ def apply(state: ServerState, sender: Sender, message: Apply) -> None:
 
 
 def open_section(state: ServerState, sender: Sender, message: Open) -> None:
-    """Begin a section of the data, if it is new."""
+    """Begin a section of the data, unless another worker has begun the same section."""
     state.open(message)
 
 
 def may_ask(state: ServerState, worker: int, message: Ask) -> bool:
-    """Return whether a lease is available, the section is over, or the worker does not wait."""
+    """Return whether the reply is certain now: a lease is available, the section is over, or the worker won't wait."""
     leases = state.ledger.leases
     if message.section != leases.section or not message.wait:
         return True
@@ -168,7 +174,7 @@ def may_ask(state: ServerState, worker: int, message: Ask) -> bool:
 
 
 def ask(state: ServerState, sender: Sender, message: Ask) -> Granted:
-    """Grant a lease."""
+    """Grant a lease of the section; after the section's end the reply says that it is over."""
     if message.section != state.ledger.leases.section:
         return Granted(None, over=True)
     granted = state.ledger.grant(sender.worker)
@@ -177,7 +183,7 @@ def ask(state: ServerState, sender: Sender, message: Ask) -> Granted:
 
 
 def close_section(state: ServerState, sender: Sender, message: Close) -> None:
-    """End the distribution of leases early."""
+    """End a section early: grant no new leases, except to complete a global batch."""
     if message.section == state.ledger.leases.section:
         state.ledger.close()
 
@@ -186,22 +192,22 @@ def close_section(state: ServerState, sender: Sender, message: Close) -> None:
 
 
 def have(state: ServerState, sender: Sender, message: Have) -> None:
-    """Record the weights that a worker has."""
+    """Record the weights of the sender, to which its next compressed difference refers."""
     state.shard.set_weights_of(sender.worker, message.weights)
 
 
 def average(state: ServerState, sender: Sender, message: Average) -> Reply:
-    """Start a moving average of the weights."""
+    """Start a moving average of the weights, unless an average exists."""
     state.shard.keep_average(message.rule, message.step, message.values)
     return state.shard.reply()
 
 
 def tell(state: ServerState, sender: Sender, message: Tell) -> Reply:
-    """Send other state."""
-    return state.shard.reply(TOLD[message.what](state, message))
+    """Reply with the state that the message names; see `READABLE`."""
+    return state.shard.reply(READABLE[message.what](state, message))
 
 
-TOLD: Final[Mapping[str, Callable[[ServerState, Tell], Any]]] = {
+READABLE: Final[Mapping[str, Callable[[ServerState, Tell], Any]]] = {
     "optimizers": lambda state, message: state.shard.optimizers(),
     "velocity": lambda state, message: state.shard.velocity,
     "weights": lambda state, message: state.shard.values,
@@ -217,7 +223,7 @@ class _Handlers(dict[type[Any], Handler]):
         raise TypeError(f"a server does not support messages of type {kind.__name__}")
 
 
-# By the type of a message; a message of any other type is an error.
+# Handlers by the type of the message; looking up another type raises TypeError.
 HANDLERS: Final[Mapping[type[Any], Handler]] = _Handlers(
     {
         handler.kind: handler

@@ -64,7 +64,7 @@ class Journal:
         if self._number and HANDLERS[type(message)].journaled(message):
             spans = _carried(server.begun, message)
             raw = inbox.view(torch.uint8).numpy().data
-            self._write(("said", worker, number, message, spans), [raw[start:stop] for start, stop in spans])
+            self._write(("message", worker, number, message, spans), [raw[start:stop] for start, stop in spans])
 
     def record_joined(self, worker: int, *, resumes: bool) -> None:
         """Record that a worker is about to join.
@@ -86,7 +86,7 @@ class Journal:
             self._write(("left", worker), [])
 
     def snapshot_if_due(self, server: Server, message: Any) -> None:
-        """Take a snapshot at the begin, and when replaying all records would take long.
+        """Take a snapshot at the beginning, and when replaying all records would take long.
 
         Args:
             server: server to save.

@@ -52,7 +52,7 @@ class LeaseLedger:
         self._counts.dealt += leases.count
 
     def grant(self, worker: int) -> Granted:
-        """Grant the next lease, if the worker can receive a lease.
+        """Grant the next lease to a worker, if one is available for it.
 
         Args:
             worker: number of the worker.
@@ -68,7 +68,7 @@ class LeaseLedger:
         self._counts.dealt += self.leases.count - before
 
     def accepts(self, worker: int, leases: Sequence[int], *, in_order: bool) -> bool:
-        """Return whether to use a gradient: for each lease, each server uses a single gradient.
+        """Return whether a gradient is to be used: each server uses a single gradient of each lease.
 
         The server that grants leases accepts the gradient of the worker that holds the lease. If the sender does not
         hold it any more (its link was lost, or it was assumed dead), the gradient of the present or the next holder is
@@ -93,7 +93,7 @@ class LeaseLedger:
         return True
 
     def use(self, leases: Sequence[int]) -> None:
-        """Count leases with a gradient in the weights, or without a gradient.
+        """Count leases as used: their gradient is in the weights, or their samples gave no gradient.
 
         Args:
             leases: numbers of the leases.
@@ -115,7 +115,7 @@ class LeaseLedger:
             self.leases.done(lease)
 
     def take_back(self, leases: Sequence[int]) -> None:
-        """Return leases, which will be granted again.
+        """Make leases available again; the server will grant them to the next workers that request a lease.
 
         Args:
             leases: numbers of the leases.

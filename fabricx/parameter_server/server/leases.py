@@ -13,10 +13,11 @@ from fabricx.parameter_server.wire.messages import Granted
 class Leases:
     """The leases of a section, granted to workers on request.
 
-    A part of a global batch belongs to the clock of that batch. It can be granted while at most `bound` earlier batches
-    are incomplete. An update is therefore the gradient of all samples of its batch, whichever workers have computed the
-    parts, and there is one update per batch. With `by_worker`, the bound is that of Ho et al. (NIPS 2013): a worker's
-    clock is the number of parts that it has completed, at most `bound` more than that of the slowest worker.
+    A section is the data between two meetings of all workers. A lease is a part of a global batch, which a worker
+    trains. A part of a global batch belongs to the clock of that batch. It can be granted while at most `bound` earlier
+    batches are incomplete. An update is therefore the gradient of all samples of its batch, whichever workers have
+    computed the parts, and there is one update per batch. With `by_worker`, the bound is that of Ho et al. (NIPS 2013):
+    a worker's clock is the number of parts that it has completed, at most `bound` more than that of the slowest worker.
 
     Args:
         section: number of the section.
@@ -30,7 +31,7 @@ class Leases:
 
     Attributes:
         count: see Args; `close` reduces it.
-        lead: maximum clocks by which a worker was ahead.
+        lead: largest number of clocks by which a worker was ahead.
         resting: workers that have completed their part of an update that is still incomplete.
     """
 
@@ -128,7 +129,7 @@ class Leases:
             del self._open[batch]
 
     def take_back(self, lease: int) -> None:
-        """Return a part, which will be granted again.
+        """Make a part available again; it will be granted to the next worker that requests a part.
 
         Args:
             lease: number of the part.
@@ -137,7 +138,7 @@ class Leases:
             heapq.heappush(self._returned, lease)
 
     def left(self, worker: int) -> None:
-        """Remove a worker and return its parts.
+        """Remove a worker, and make the parts that it holds available again.
 
         Args:
             worker: number of the worker.

@@ -64,6 +64,8 @@ def serve(
 
 @final
 class _Serving:
+    """A running server: the state machine, a listener for workers, a thread for each worker, and the journal."""
+
     def __init__(
         self, store: Store, key: str, secret: bytes, workers: int, deals: bool, files: list[Path],
         records: ServerRecords,

@@ -88,7 +88,7 @@ class ServerRecords:
             self._file.write("applied", applied=[self._applied.popleft() for _ in range(len(self._applied))])
 
     def close(self) -> None:
-        """End `wait_and_write`."""
+        """Make `wait_and_write` return, at the end of the server."""
         self._over.set()
 
     def end(self) -> None:

@@ -13,12 +13,12 @@ from fabricx.parameter_server.wire.messages import Begin, Counts
 
 @final
 class Server:
-    """Keeps a part of the weights for several workers.
+    """Stores a part of the weights, and updates it with the gradients of several workers.
 
     A message is processed when it is `ready`; until then its worker waits, and all waiting messages are checked again
-    after each processed message. Therefore the transport of messages (threads, a simulation) makes no decisions. The
+    after each processed message. The transport of messages (threads, or a simulation) therefore decides nothing. The
     state is a function of the sequence of messages: a server that replays the sequence has the same state, bit for bit.
-    The reaction to each type of messages is in `handlers.HANDLERS`.
+    `handlers.HANDLERS` has the reaction to each type of message.
 
     Args:
         workers: initial number of workers.
@@ -35,7 +35,7 @@ class Server:
 
     @property
     def broken(self) -> bool:
-        """Return whether a worker has left, for which the other workers in lockstep would wait."""
+        """Return whether a worker has disconnected; workers in lockstep would wait for it without end."""
         return bool(self.state.departed)
 
     @property
@@ -128,7 +128,7 @@ class Server:
     # -- workers --------------------------------------------------------------------------------------------------
 
     def left(self, worker: int) -> None:
-        """Remove a worker, and return its leases without a gradient.
+        """Remove a worker; leases for which it has pushed no gradient can be granted again.
 
         Args:
             worker: number of the worker.

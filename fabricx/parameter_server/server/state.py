@@ -22,12 +22,12 @@ class ServerState:
 
     Attributes:
         counts: statistics.
-        departed: workers that have left.
+        departed: numbers of the workers that have disconnected.
         ledger: leases of the data.
         order: order of updates that bounds the staleness.
         is_begun: `begin` was called.
         shard: weights or sums, and optimizers.
-        updates: when gradients become updates.
+        updates: aggregation, which decides when gradients become updates.
     """
 
     shard: ModelShard
@@ -41,7 +41,7 @@ class ServerState:
         self.is_begun = False
 
     def begin(self, begin: Begin) -> None:
-        """Begin with new weights; the leases of a section that has begun stay.
+        """Initialise the server with weights; the leases of a section that has begun are kept.
 
         Args:
             begin: initialisation of the server.
@@ -78,7 +78,7 @@ class ServerState:
         self.ledger.open(leases)
 
     def left(self, worker: int) -> None:
-        """Remove a worker, and return its leases without a gradient.
+        """Remove a worker; leases for which it has pushed no gradient can be granted again.
 
         Args:
             worker: number of the worker.

@@ -7,7 +7,7 @@ from typing import final
 
 @final
 class UpdateOrder:
-    """Workers that compute a gradient, with the versions of their weights.
+    """The workers that compute a gradient at present, and the versions of their weights.
 
     With several servers, updates take turns at the server that grants the leases, before they are pushed to any server.
     Workers pull weights from the other servers afterwards, and push to them before, so the staleness on these servers
@@ -41,7 +41,7 @@ class UpdateOrder:
         return self._bases.get(worker)
 
     def left(self, worker: int) -> None:
-        """Remove a worker; if it reconnects, its gradient belongs to a lease that was returned.
+        """Remove a worker; should it reconnect, its gradient is not used, because its lease was made available again.
 
         Args:
             worker: number of the worker.
@@ -50,9 +50,9 @@ class UpdateOrder:
         self._end_turn(worker)
 
     def has_place(self, worker: int) -> bool:
-        """Return whether the other workers wait for this worker's gradient as the bound requires.
+        """Return whether a worker has a place in the order, so that the bound includes its gradient.
 
-        They do not if it has disconnected since it received its weights: its gradient must then not be used.
+        A worker that has disconnected since it received its weights has none: its gradient must not be used.
 
         Args:
             worker: number of the worker.

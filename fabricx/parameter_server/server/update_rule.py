@@ -19,7 +19,7 @@ class Rule(ABC):
     """How a server's part of the parameters changes with a gradient.
 
     Attributes:
-        values: what workers pull, flat.
+        values: weights or sums that workers pull, flat.
         sums: the values are the newest sum of gradients; otherwise they are weights.
         velocity: velocity of an outer optimizer, flat; None without.
     """

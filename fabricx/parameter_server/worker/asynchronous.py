@@ -65,7 +65,7 @@ class Asynchronous(WorkerProtocol[Client]):
         self._restart(step, module)
 
     def _restart(self, step: int, module: nn.Module | None) -> None:
-        """Forget everything of an earlier run."""
+        """Reset the numbers, statistics and leases of an earlier run."""
         self.numbers = UpdateNumbers(step)
         self.statistics = RunningStatistics(module or nn.Identity())
         self.leases.section, self.leases.scheduled, self.leases.within_section = -1, step, False

@@ -25,7 +25,12 @@ class Vectors(Protocol):
     outbox: Tensor
 
     def post(self, start: int, stop: int) -> None:
-        """Send bytes [start, stop) of the outbox."""
+        """Send bytes [start, stop) of the outbox.
+
+        Args:
+            start: first byte.
+            stop: byte after the last.
+        """
 
 
 @final

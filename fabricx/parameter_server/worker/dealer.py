@@ -96,7 +96,7 @@ class LeaseDealer(LeaseState, Dealer):
         self.log_with(take_logged, new_update=self.begins_update)
 
     def next_update(self) -> int:
-        """Pull weights for the lease; returns the number of its update, as far as this worker knows."""
+        """Pull weights for the lease; returns the number of its update, by the newest version that has arrived."""
         self._protocol.before_step()
         return self._protocol.update_number()
 

@@ -59,7 +59,7 @@ class Exchange(ABC):
         self, settings: Settings, optimizers: Sequence[Optimizer] | None, version: int,
         *, velocity: Sequence[Tensor] | None = None, lost: Sequence[Tensor | None] = (),
     ) -> None:  # fmt: skip
-        """Initialise the servers, if any; the first worker does, and messages of other workers wait.
+        """Initialise the servers, if any: the first worker sends `Begin`, and servers process no other message before.
 
         Args:
             settings: behaviour of the servers.
@@ -80,7 +80,7 @@ class Exchange(ABC):
             gradients: gradients by parameter, in its shape; None for a parameter without a gradient.
             push: description of the gradient: its update and leases, and hyperparameters.
             clips: clipping of the sum over workers, in order.
-            answered: wait for the information whether the gradient is used.
+            answered: wait for the server's reply, which states whether the gradient is used.
 
         Returns:
             False if the gradient is certainly not used.

@@ -22,7 +22,7 @@ E = TypeVar("E", bound=Exchange)
 
 
 class WorkerProtocol(ABC, Generic[E]):
-    """When a worker pushes gradients and pulls weights.
+    """Decides when a worker pushes gradients and pulls weights.
 
     Args:
         settings: settings of the exchange.
@@ -34,7 +34,7 @@ class WorkerProtocol(ABC, Generic[E]):
         parameters: parameters of all optimizers, by number.
         optimizers: the user's optimizers.
         gradients: this worker's gradients.
-        timing: when pulled weights arrive.
+        timing: whether this worker waits for pulled weights before the step or during the forward.
         computing: a gradient is being computed.
         server_feedback: initial error feedback of the servers' compressed sums.
     """
@@ -79,7 +79,7 @@ class WorkerProtocol(ABC, Generic[E]):
         self._attach(parameters, optimizers, timing)
 
     def starts(self, step: int, ranks: int, module: nn.Module | None) -> None:
-        """Start to train: initialise the servers.
+        """Start training: initialise the servers, if there are any.
 
         Args:
             step: number of updates made before.
@@ -173,7 +173,7 @@ class WorkerProtocol(ABC, Generic[E]):
         """Complete an update; returns its number.
 
         Args:
-            step: number of the update, as far as this worker knows.
+            step: number of the update, as counted by this worker.
         """
 
     def weights_step(self, step: int) -> int:
@@ -193,7 +193,7 @@ class WorkerProtocol(ABC, Generic[E]):
 
     @property
     def pushes_parts(self) -> bool:
-        """Return whether this worker's gradient is only a part of the update's gradient."""
+        """Return whether this worker pushes only a part of an update's gradient; the servers sum the parts."""
         return False
 
     def hooks_see_gradients(self) -> AbstractContextManager[Any]:

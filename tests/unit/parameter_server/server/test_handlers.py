@@ -10,7 +10,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import torch
 
-from fabricx.parameter_server.server.handlers import HANDLERS, TOLD
+from fabricx.parameter_server.server.handlers import HANDLERS, READABLE
 from fabricx.parameter_server.server.server import Server
 from fabricx.parameter_server.wire import messages
 from fabricx.parameter_server.wire.messages import Ask, Begin, Close, Norm, Open, Pull, Push, Tell, Turn
@@ -61,7 +61,7 @@ def test_before_the_begin_all_other_messages_wait() -> None:
 
 def test_other_state_is_sent_under_each_name_of_the_message() -> None:
     names = get_args(get_type_hints(Tell)["what"])
-    assert set(TOLD) == set(names)
+    assert set(READABLE) == set(names)
     server = begun(aggregate=False)
     content = {name: server.handle(0, Tell(name), NONE, NONE).content for name in names}
     assert torch.equal(content["weights"], server.values)
