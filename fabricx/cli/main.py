@@ -157,12 +157,15 @@ def main() -> None:
 
 def _run(command: str, arguments: list[str]) -> None:
     from fabricx.cli.hydra_app import run_app
+    from fabricx.cli.mistakes import unread_keys
     from fabricx.config import plain
     from fabricx.scratch import private_folder
 
     interrupted: list[bool] = []
 
     def task(cfg: DictConfig) -> Any:
+        for key in unread_keys(cfg, arguments):
+            print(f"note: nothing reads the key {key}, which the command line adds", file=sys.stderr)
         if command == "plan":
             return _plan(plain(cfg))
         stopped, value = run(command, plain(cfg))

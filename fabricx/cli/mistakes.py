@@ -11,7 +11,7 @@ from typing import Any
 import hydra
 from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import MissingConfigException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from fabricx import conf
@@ -19,6 +19,7 @@ from fabricx.cli.overrides import parsed
 from fabricx.errors import did_you_mean, nearest_key
 
 _NAMED_ENTRIES = ("callbacks", "logger")  # an entry of these groups is added under any name
+_GROUPS = ("experiment", "debug", "module", "data", "strategy", "callbacks", "logger", "trainer")
 _CLASSES = {"module": "Net", "data": "Data", "strategy": "Strategy"}  # groups with a `_target_`
 
 
@@ -85,6 +86,19 @@ def config_files(folder: str | None) -> list[str]:
     """
     folders = [Path(folder)] if folder else []
     return sorted({file.stem for path in [*folders, Path(conf.__file__).parent] for file in path.glob("*.yaml")})
+
+
+def unread_keys(cfg: DictConfig, arguments: Sequence[str]) -> list[str]:
+    """Return the top-level keys that a command line adds, and no value of the configuration refers to.
+
+    Args:
+        cfg: of the command, whose own keys exist without the command line.
+        arguments: overrides of the command line.
+    """
+    added = {argument.lstrip("+").partition("=")[0] for argument in arguments if argument.startswith("+")}
+    text = OmegaConf.to_yaml(cfg, resolve=False)
+    plain_keys = [key for key in sorted(added) if re.fullmatch(r"\w+", key) and key not in _GROUPS]
+    return [key for key in plain_keys if not re.search(rf"\$\{{\.*{key}\b", text)]
 
 
 def explain(error: Exception, composition: Composition, arguments: Sequence[str]) -> str:

@@ -113,6 +113,11 @@ def _quoted(argument: str, key: str, value: str) -> str:
                 f"{argument} can't be read: a bracket or a quote has no partner. In a shell, write settings with "
                 f"brackets, quotes or spaces within quotes: '{key}=[1,2]', '{key}=\"a text\"'"
             ) from None
+        if not all(part.strip() for part in parts):
+            raise ValueError(
+                f"{argument} has an empty value between or after commas: write {key}={','.join(filter(None, parts))}; "
+                f"a text with commas is written within quotes: '{key}=\"a,b\"'"
+            ) from None
         return f"{key}={','.join(_as_text(part, parser, key) for part in parts)}"
     return argument
 

@@ -58,7 +58,8 @@ def fit(session: Session, train_batches: Callable[[Session], bool]) -> None:
     state.phase = Phase.TRAIN
     _report_eval_modes(session)
     if not newcomer and not resumed and not _unfinished(session):  # such as limit_train_batches=0
-        session.print("there is nothing to train: " + missing(session))
+        if session.options.max_steps:  # max_steps=0 sets up a run, and no more
+            session.print(f"there is nothing to train: {missing(session)}")
         session.metrics.collect(None)
         call(session.hooks.on_fit_end)
         return

@@ -6,6 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
+
+from fabricx.cli.mistakes import unread_keys
 
 
 @pytest.mark.parametrize(
@@ -65,3 +68,11 @@ def test_a_mistake_in_an_experiment_is_explained(
     said = explained(["--config-dir", "conf", "experiment=a"])
     assert message in said
     assert "Traceback" not in said
+
+
+def test_keys_that_nothing_reads_are_found() -> None:
+    cfg = OmegaConf.create(
+        {"foo": 1, "width": 3, "module": {"width": "${width}", "depth": "${sizes.depth}"}, "sizes": {}}
+    )
+    arguments = ["+foo=1", "+width=3", "+sizes={}", "+module.x=2", "seed=1", "+experiment=mine"]
+    assert unread_keys(cfg, arguments) == ["foo"]

@@ -68,6 +68,7 @@ def test_texts_of_a_sweep_are_quoted_one_by_one() -> None:
         (["--cfg"], "--cfg needs a value"),
         (["module.sizes=[1,2"], "a bracket or a quote has no partner"),
         (["module.name='a"], "a bracket or a quote has no partner"),
+        (["trainer.max_epochs=1,"], "has an empty value between or after commas: write trainer.max_epochs=1;"),
         (["strategy=ddp", "strategy=fsdp"], "strategy is set twice, to ddp and to fsdp"),
         (["runs/a/last.ckpt"], "did you mean ckpt_path=?"),
     ],
