@@ -1,4 +1,4 @@
-"""What the training loop asks of fault tolerance, for a run in which no lost rank is replaced."""
+"""The contract between the training loop and fault tolerance, for a run in which no lost rank is replaced."""
 
 from __future__ import annotations
 
