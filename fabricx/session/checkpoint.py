@@ -214,11 +214,7 @@ def restore_run(session: Session, state: dict[str, Any], *, rank: int | None) ->
         _report_reading(session)
     known = as_saved(session.callbacks, state.get("callback_arguments", {}))
     check_same_number(known, state["callbacks"])
-    if unused := [key for key, kept in state["callbacks"].items() if kept and key not in known]:
-        session.print(
-            f"the checkpoint has the state of {', '.join(unused)}, and this run has no such callback: the state is "
-            "not used"
-        )
+    _report_unused(session, {key: kept for key, kept in state["callbacks"].items() if kept and key not in known})
     for key, callback in known.items():
         if key in state["callbacks"]:
             callback.load_state_dict(state["callbacks"][key])
@@ -228,6 +224,21 @@ def restore_run(session: Session, state: dict[str, Any], *, rank: int | None) ->
     if index < len(state["ranks"]):
         RandomState.of(state["ranks"][index]["random"]).restore()
         set_generators(session.data.own_generators, state["ranks"][index].get("own", {}))
+
+
+def _report_unused(session: Session, states: Mapping[str, Any]) -> None:
+    """Report states of callbacks that this run doesn't have; without a callback for averages, weights are averages."""
+    if not states:
+        return
+    names = ", ".join(states)
+    session.print(f"the checkpoint has the state of {names}, and this run has no such callback: the state is not used")
+    averaging = [key for key, kept in states.items() if isinstance(kept, Mapping) and kept.get("averages")]
+    if averaging:
+        session.warn_once(
+            "averaged weights",
+            f"the weights of the checkpoint are the averages of {averaging[0]}, and training continues from these with "
+            "optimizers of the weights that were averaged: pass the callback to continue as before",
+        )
 
 
 def report_global_batch(session: Session) -> None:

@@ -339,3 +339,11 @@ def test_the_strategy_of_a_single_rank_gathers_nothing() -> None:
             assert (gathered["a"].shape, gathered["b"]) == ((2,), 3)
 
     fx.Trainer(max_epochs=1, **QUIET).fit(Gathers(), tiny_loader())
+
+
+def test_resuming_from_averaged_weights_without_their_callback_is_a_warning(own_folder: Path) -> None:
+    first = fx.Trainer(max_epochs=1, callbacks=[EMA()], **QUIET)
+    first.fit(TinyModule(), tiny_loader())
+    first.save_checkpoint(own_folder / "a.ckpt")
+    with pytest.warns(UserWarning, match="are the averages of EMA, and training continues from these"):
+        fx.Trainer(max_epochs=2, **QUIET).fit(TinyModule(), tiny_loader(), ckpt_path=own_folder / "a.ckpt")
