@@ -43,6 +43,10 @@ class GradientAccumulation(Callback):
                 )
         self._default: int | None = None
 
+    @property
+    def accumulates(self) -> int:
+        return max(self.scheduling.values())
+
     def batches_at(self, epoch: int, default: int = 1) -> int:
         """Return the batches per weight update in an epoch.
 

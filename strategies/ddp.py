@@ -82,6 +82,10 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         self.compression = compression
         self.powersgd_rank = powersgd_rank
         self.broadcast_buffers = broadcast_buffers
+        if static_graph:
+            self.accumulation_refused = (
+                "static_graph=True needs one backward per update, and accumulation has several; remove either"
+            )
         self._several_backwards = False
         self._computed = 0.0  # time at which the newest gradients were computed, on a CPU
         self._ddp: nn.parallel.DistributedDataParallel | None = None
@@ -241,11 +245,8 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        if self.static_graph and self._ddp is not None:
-            raise ValueError(
-                "static_graph=True needs one backward per update, and accumulate_grad_batches has several; "
-                "remove either"
-            )
+        if self._ddp is not None and self.accumulation_refused:  # a hook has set accumulate_grad_batches
+            raise ValueError(self.accumulation_refused)
         with super().accumulate(), nullcontext() if self._ddp is None else self._ddp.no_sync():
             yield
         if self._step is not None:

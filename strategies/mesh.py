@@ -107,6 +107,8 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
             )
         check_choice(type(self).__name__, "schedule", schedule, SCHEDULES)
         self.data_strategy: Strategy = plugins.build("strategies", data) if isinstance(data, str) else data
+        self.accumulation_refused = self.data_strategy.accumulation_refused
+        self.batch_weight_refused = self.data_strategy.batch_weight_refused
         if pipeline != 1:
             self.data_strategy = self._sums_for_pipeline()
             self.batch_weight_refused = (

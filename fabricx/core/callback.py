@@ -110,6 +110,11 @@ class Callback(NamesChecked):
         return 0
 
     @property
+    def accumulates(self) -> int:
+        """Return the most batches per weight update that this callback sets in `accumulate_grad_batches`; 1: none."""
+        return 1
+
+    @property
     def state_key(self) -> str:
         """Return the key of this callback's state in checkpoints."""
         return type(self).__qualname__

@@ -84,6 +84,7 @@ class Strategy(StrategyNames, NamesChecked, ABC):
     Attributes:
         traits: properties, of the class or of this strategy.
         batch_weight_refused: reason why `Module.batch_weight` is not supported; "" if it is.
+        accumulation_refused: reason why several batches per weight update are not supported; "" if they are.
         world: the ranks; set before all methods below.
         module: the user's module, on its device; None outside of a run.
         ends_window: whether the next backward is the last of an accumulation window, before an update.
@@ -91,6 +92,7 @@ class Strategy(StrategyNames, NamesChecked, ABC):
 
     traits: Traits = Traits()
     batch_weight_refused = ""
+    accumulation_refused = ""
     ends_window = True
 
     def __init_subclass__(cls, **options: Any) -> None:

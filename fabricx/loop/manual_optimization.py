@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from fabricx.distributed.collective_guard import ALL_JOIN, along, together
 from fabricx.errors import RanksDisagree
+from fabricx.session.accumulation import accumulation_set
 from fabricx.session.schedule import count_without_update
 
 if TYPE_CHECKING:
@@ -31,9 +32,10 @@ def check_options(session: Session) -> None:
     Raises:
         ValueError: such an option is set; the message gives the equivalent code for `training_step`.
     """
+    accumulates = accumulation_set(session.options, session.callbacks)
     refused = {
-        f"accumulate_grad_batches={session.options.accumulate_grad_batches}": (
-            session.options.accumulate_grad_batches != 1,
+        accumulates: (
+            bool(accumulates),
             "divide the loss by the number of batches, and call optimizer.step() and optimizer.zero_grad() after these",
         ),
         f"gradient_clip_val={session.options.gradient_clip_val}": (

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from fabricx.consistency.shared_settings import OwnSettings
+    from fabricx.core.callback import Callback
     from fabricx.core.module import Module
     from fabricx.core.options import TrainerOptions
     from fabricx.core.state import RunState
@@ -29,6 +30,19 @@ if TYPE_CHECKING:
 NO_BATCH: Final = "has no batch"
 NO_LOSS: Final = "gave no loss"
 ALL_SKIP_S: Final = 120.0  # longest wait until all ranks have published that they skip a batch without a collective
+
+
+def accumulation_set(options: TrainerOptions, callbacks: Sequence[Callback]) -> str:
+    """Return what sets several batches per weight update, at present or later; "" if nothing does.
+
+    Args:
+        options: of the run.
+        callbacks: of the run.
+    """
+    if options.accumulate_grad_batches > 1:
+        return f"accumulate_grad_batches={options.accumulate_grad_batches}"
+    several = (callback for callback in callbacks if callback.accumulates > 1)
+    return next((f"{type(callback).__name__} of {callback.accumulates} batches per update" for callback in several), "")
 
 
 class AccumulationWindow:

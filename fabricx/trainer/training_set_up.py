@@ -17,6 +17,7 @@ from fabricx.fault_tolerance import fault_tolerance
 from fabricx.loop import manual_optimization
 from fabricx.loop.update import step_optimizer
 from fabricx.metrics.objects import metric_objects
+from fabricx.session.accumulation import accumulation_set
 from fabricx.session.checkpoint import begin_from_weights
 from fabricx.trainer.trial import trial_of
 
@@ -107,11 +108,10 @@ def _set_up_optimizers(session: Session) -> None:
     comparison.compare_at_set_up(session.world, "optimizers", comparison.of_optimizers(module, optimizers, schedules))
     session.overridden.metrics_each_step = need_metrics_each_step(schedules, session.strategy)
     session.overridden.closures = frozenset(id(optimizer) for optimizer in optimizers if needs_closure(optimizer))
-    if session.overridden.closures and session.options.accumulate_grad_batches > 1:
+    if session.overridden.closures and (accumulates := accumulation_set(session.options, session.callbacks)):
         raise ValueError(
-            f"accumulate_grad_batches={session.options.accumulate_grad_batches}: an optimizer that computes the loss "
-            "several times, such as LBFGS, supports only one batch per update; remove the option and set a larger "
-            "batch_size"
+            f"{accumulates}: an optimizer that computes the loss several times, such as LBFGS, supports only one batch "
+            "per update; remove it and set a larger batch_size"
         )
     if not session.strategy.traits.lockstep:
         has_buffers = next(module.buffers(), None) is not None
@@ -143,6 +143,9 @@ def _check_options(session: Session) -> None:
         raise ValueError(session.serving.norm_clipping_refused)
     if session.overridden.batch_weight and session.world.size > 1 and session.strategy.batch_weight_refused:
         raise ValueError(session.strategy.batch_weight_refused)
+    accumulates = accumulation_set(session.options, session.callbacks)
+    if accumulates and session.world.axis("data").size > 1 and session.strategy.accumulation_refused:
+        raise ValueError(f"{accumulates}: {session.strategy.accumulation_refused}")
     clips = session.options.gradient_clip_val is not None and not session.overridden.configure_gradient_clipping
     if clips and sparse_tables(session.module):
         raise ValueError(SPARSE_CLIPPED)

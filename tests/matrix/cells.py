@@ -217,7 +217,7 @@ def _impossible(cell: Cell) -> Iterator[bool]:
     yield cell.schedule == "plateau" and cell.loop == "limit"
     # Its rates are set in a hook of each optimizer, and its average is of whole epochs.
     yield cell.callback == "swa" and (cell.manual or cell.optimizer == "own-step" or cell.loop == "stop-early")
-    # It sets the number of batches of an update itself. LBFGS is refused at the first update of several batches.
+    # It sets the number of batches of an update itself. That it is refused with LBFGS is in test_training_set_up.py.
     yield cell.callback == "scheduler" and (cell.accumulate > 1 or cell.optimizer == "lbfgs")
     if cell.callback in UNFREEZING:
         # Its frozen layer is an optimizer's only part there, or shares weights with another.

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import fabricx as fx
+from fabricx.callbacks import GradientAccumulation
+from fabricx.strategies import DDP, Mesh
 from fabricx.testing import QUIET, TinyModule, tiny_loader
 
 
@@ -18,9 +20,21 @@ class Several(TinyModule):
         return torch.optim.LBFGS(self.parameters())
 
 
-def test_an_optimizer_with_several_losses_refuses_accumulation() -> None:
-    with pytest.raises(ValueError, match=r"accumulate_grad_batches=2: .* remove the option and set a larger"):
-        fx.Trainer(max_steps=1, accumulate_grad_batches=2, **QUIET).fit(Several(), tiny_loader())
+def test_accumulation_is_refused_at_set_up_also_if_a_callback_begins_it_later() -> None:
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("accumulate_grad_batches=2", {"accumulate_grad_batches": 2}),
+        ("GradientAccumulation of 3 batches", {"callbacks": [GradientAccumulation({5: 3, 7: 1})]}),
+    ]
+    for says, options in cases:
+        with pytest.raises(ValueError, match=f"{says}.*: .* remove it and set a larger"):
+            fx.Trainer(max_steps=1, **options, **QUIET).fit(Several(), tiny_loader())
+        module = TinyModule()
+        module.automatic_optimization = False
+        with pytest.raises(ValueError, match=f"{says}.* has no effect on a manually optimised module"):
+            fx.Trainer(max_steps=1, **options, **QUIET).fit(module, tiny_loader())
+    assert "static_graph=True needs one backward per update" in DDP(static_graph=True).accumulation_refused
+    assert Mesh(data=DDP(static_graph=True)).accumulation_refused
+    assert not DDP().accumulation_refused
 
 
 def test_sparse_gradients_refuse_clipping_unless_the_module_clips() -> None:
