@@ -52,10 +52,10 @@ class ListFeed(Feed):
         self._ahead: Any = _NOTHING  # the source's state before the batch that was prefetched
         self._over = False  # the source has ended its epoch, so that its state belongs to the next epoch
         self._restored: Any = None
-        self._trained = (-1, 0)  # epoch, and batches of it that this rank has trained at its own pace
+        self._own = (-1, 0)  # epoch, and batches of it that this rank has trained at its own pace
 
     def state_dict(self) -> Any:
-        trained = {"trained": list(self._trained)} if self._trained[1] else {}
+        trained = {"trained": list(self._own)} if self._own[0] >= 0 else {}
         if not self._stateful:
             return None if self._began is None else {"began": self._began, **trained}
         source: Any = self._source
@@ -66,7 +66,7 @@ class ListFeed(Feed):
         if state is None:
             return
         epoch, trained = state.get("trained", (-1, 0))
-        self._trained = epoch, trained
+        self._own = epoch, trained
         if self._stateful and "source" in state:
             self._restored = state
         self._began = state.get("began")
@@ -119,9 +119,11 @@ class ListFeed(Feed):
                 f"{type(self._source).__name__} yields separate batches on each rank, but global batches that workers "
                 "share need a single order of the data: use a DataLoader over a map-style dataset, or apply='arrival'"
             )
-        if self._trained[0] == epoch:  # the other ranks have trained other numbers of batches
-            first = self._trained[1]
-        data, index, more = self._data(first), first, True
+        resumes = self._own[0] == epoch
+        if resumes:  # the other ranks have trained other numbers of batches, and this rank perhaps none
+            first = self._own[1]
+        self._own = epoch, first
+        data, index, more = self._data(first, resumes=resumes), first, True
         done = 0
         upcoming = self._prefetch(data)
         while more:
@@ -136,7 +138,7 @@ class ListFeed(Feed):
                     )  # fmt: skip
                     index += 1
                     if closes:
-                        self._trained = epoch, index
+                        self._own = epoch, index
                         break
             dealer.within_section = False
             states = self._world.gather_objects((upcoming is not _NOTHING, index // accumulate))
@@ -152,14 +154,20 @@ class ListFeed(Feed):
         self._ahead, self._over = (_NOTHING, True) if batch is _NOTHING else (ahead, False)
         return batch
 
-    def _data(self, first: int) -> Iterator[Any]:
-        """Return the source's batches from a position of the epoch."""
+    def _data(self, first: int, *, resumes: bool = False) -> Iterator[Any]:
+        """Return the source's batches from a position of the epoch.
+
+        Args:
+            first: position, in batches.
+            resumes: the epoch has begun before, even if no batch of it was trained.
+        """
         remaining = None if self._limit == float("inf") else _stop(self._length() - first)
         self._ahead, self._over = _NOTHING, False
         if self._restored is None:
-            if not first or self._began is None:
+            again = self._began is not None and bool(first or resumes)
+            if not again:
                 self._began = self._random()
-            if not first:
+            if not first and not again:
                 return itertools.islice(iter(self._source), remaining)
             with random_kept():  # reading again must not change the restored random state of this run
                 RandomState.of(self._began).restore()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
+import pytest
 import torch
 
 from fabricx.data.iterable import ListFeed
@@ -134,3 +136,43 @@ def test_a_length_that_promises_too_much_costs_no_batch() -> None:
     assert [(m.data, m.closes) for m in found] == [(0, False), (1, True), (2, False), (None, True)]
     assert {m.planned for m in found} == {2}
     assert sum(m.portion for m in found[2:]) == 1.0
+
+
+class Leases:
+    """Dealer that gives so many leases, and then none until the next section."""
+
+    leases_per_update = 1
+    within_section = False
+
+    def __init__(self, count: int) -> None:
+        self.count, self.lease = count, None
+
+    def open(self, section: Any) -> None:
+        self.within_section = True
+
+    def ask(self, *, wait: bool) -> Any:
+        self.count -= 1
+        return SimpleNamespace(lease=None if self.count < 0 else object())
+
+
+@pytest.mark.parametrize("trained", [0, 2])
+def test_a_rank_at_its_own_pace_goes_on_after_its_own_batches_even_if_it_has_trained_none(trained: int) -> None:
+    def section(done: int, limit: float) -> None:
+        return None
+
+    def values(feed: ListFeed, leases: int, epoch: int, first: int = 0) -> list[Any]:
+        found = []
+        for part in feed.leased(cast(Any, Leases(leases)), cast(Any, section), epoch, first=first):
+            if part.meets:
+                break
+            found.append(part.data)
+        return found
+
+    source = [torch.rand(1) for _ in range(4)]
+    feed = ListFeed(source, Rank(0, 1, Together(1)), float("inf"))
+    assert values(feed, 9, epoch=0) == source
+    assert values(feed, trained, epoch=1) == source[:trained]
+    again = ListFeed(source, Rank(0, 1, Together(1)), float("inf"))
+    again.load_state_dict(feed.state_dict())
+    assert values(again, 9, epoch=1, first=3) == source[trained:]  # the main rank has trained 3
+    assert values(again, 9, epoch=2) == source
