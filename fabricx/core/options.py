@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -24,6 +25,35 @@ _SWITCHES: Final = (
     "enable_autolog_hparams",
 )  # fmt: skip
 ACCELERATORS: Final = ("auto", "cpu", "gpu", "cuda", "mps")
+
+
+class ProfilerName(str):
+    """The name of a profiler, with the methods that modules of Lightning call; these measure nothing.
+
+    Times of a run are in its telemetry. The name is empty without a profiler.
+    """
+
+    def profile(self, action_name: str) -> AbstractContextManager[None]:
+        """Return a context for an action.
+
+        Args:
+            action_name: of the action.
+        """
+        return nullcontext()
+
+    def start(self, action_name: str) -> None:
+        """Begin an action.
+
+        Args:
+            action_name: of the action.
+        """
+
+    def stop(self, action_name: str) -> None:
+        """End an action.
+
+        Args:
+            action_name: of the action.
+        """
 
 
 class TrainerOptions:
@@ -189,7 +219,7 @@ class TrainerOptions:
         self.benchmark = benchmark
         self.inference_mode = inference_mode
         self.use_distributed_sampler = use_distributed_sampler
-        self.profiler = check_profiler(profiler)
+        self.profiler = ProfilerName(check_profiler(profiler) or "")
         self.detect_anomaly = detect_anomaly
         self.barebones = barebones
         self.enable_autolog_hparams = enable_autolog_hparams

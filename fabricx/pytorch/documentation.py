@@ -14,7 +14,6 @@ from fabricx.pytorch.names import TREE, names_of
 # Members of Lightning's classes that fabricx does not have, and what replaces them.
 ABSENT_MEMBERS: Final[Mapping[str, Mapping[str, str]]] = {
     "Trainer": {
-        "fit_loop": "trainer.current_epoch, global_step, state.batch",
         "validate_loop": "trainer.num_val_batches, val_dataloaders",
         "test_loop": "trainer.num_test_batches, test_dataloaders",
         "predict_loop": "trainer.num_predict_batches; predict returns the outputs",
@@ -38,8 +37,10 @@ ABSENT_MEMBERS: Final[Mapping[str, Mapping[str, str]]] = {
 _DIFFERS: Final[Mapping[str, str]] = {
     "trainer.global_step, max_steps": "weight updates, for any number of optimizers",
     "step of the rows of loggers": "the number of weight updates: 1 for the first batch, in Lightning 0",
+    "trainer.fit_loop": "has `max_epochs`, `min_epochs`, `max_steps` and `min_steps`; trainer.state is the position",
     "trainer.model": "the module; no strategy wraps it",
-    "trainer.accelerator, trainer.profiler": "names, not objects",
+    "trainer.accelerator": "a name, not an object",
+    "trainer.profiler": "a name; its `profile`, `start` and `stop` measure nothing",
     "trainer.strategy": "has `root_device`, `barrier`, `broadcast`, `reduce`, `all_gather` and `model`",
     "trainer.lr_schedulers, lr_scheduler_configs": "the same list of schedules",
     "trainer.logger.log_dir": "a folder of the run, by default in `runs/`",

@@ -23,9 +23,14 @@ if TYPE_CHECKING:
     from fabricx.session.session import Session
     from fabricx.session.status import StopStatus
 
+_LIMITS: Final = ("max_epochs", "min_epochs", "max_steps", "min_steps")
+_LOOP: Final = (
+    f"it has {', '.join(_LIMITS)}; trainer.current_epoch, trainer.global_step and trainer.state.batch are the position "
+    "of the run"
+)
+
 # Attributes of Trainers that fabricx doesn't have, and what replaces them.
 _SUCCESSORS: Final[Mapping[str, str]] = {
-    "fit_loop": "trainer.current_epoch, trainer.global_step and trainer.state.batch are the position of the run",
     "validate_loop": "trainer.num_val_batches and trainer.val_dataloaders describe a validation",
     "test_loop": "trainer.num_test_batches and trainer.test_dataloaders describe a test",
     "predict_loop": "predict returns the outputs; trainer.num_predict_batches is their number",
@@ -55,6 +60,29 @@ _SUCCESSORS: Final[Mapping[str, str]] = {
 }  # fmt: skip
 
 
+class FitLimits:
+    """The limits of a fit as attributes of `trainer.fit_loop`, which programs read and set between two fits.
+
+    Args:
+        trainer: has the limits.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.__dict__["_trainer"] = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _LIMITS:
+            raise AttributeError(f"trainer.fit_loop has no attribute {name!r}: {_LOOP}")
+        return getattr(self.__dict__["_trainer"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _LIMITS:
+            raise AttributeError(f"trainer.fit_loop.{name} can't be set: {_LOOP}")
+        if value is None:
+            value = -1 if name.startswith("max") else 0
+        setattr(self.__dict__["_trainer"], name, value)
+
+
 class TrainerNames:
     """Properties of the Trainer that Lightning has beside those of `TrainerInterface`."""
 
@@ -78,6 +106,11 @@ class TrainerNames:
 
     _ckpt_path: str | Path | None = None  # of the newest run
     _chosen_ckpt_path: str | Path | None = None  # assigned by the user
+
+    @property
+    def fit_loop(self) -> FitLimits:
+        """Return `max_epochs`, `min_epochs`, `max_steps` and `min_steps` under Lightning's name."""
+        return FitLimits(self)
 
     @property
     def model(self) -> Module | None:

@@ -125,3 +125,26 @@ def test_new_tensors_have_the_dtype_of_the_weights() -> None:
 def test_stages_have_lightnings_words() -> None:
     assert [stage.dataloader_prefix for stage in RunningStage] == ["train", "val", "val", "test", "predict"]
     assert [stage for stage in RunningStage if stage.evaluating] == ["sanity_check", "validate", "test"]
+
+
+def test_the_limits_of_the_fit_loop_are_those_of_the_trainer(quiet: dict[str, Any]) -> None:
+    trainer, module = fx.Trainer(max_epochs=1, **quiet), TinyModule()
+    trainer.fit(module, tiny_loader())
+    trainer.fit_loop.max_epochs += 1
+    trainer.fit(module, tiny_loader())
+    assert (trainer.fit_loop.max_epochs, trainer.current_epoch, trainer.fit_loop.max_steps) == (2, 2, -1)
+    trainer.fit_loop.max_epochs = None
+    assert trainer.max_epochs == -1
+    with pytest.raises(AttributeError, match="has no attribute 'epoch_loop': it has max_epochs"):
+        trainer.fit_loop.epoch_loop  # noqa: B018
+    with pytest.raises(AttributeError, match=r"fit_loop\.epoch_progress can't be set"):
+        trainer.fit_loop.epoch_progress = 3
+
+
+def test_the_name_of_a_profiler_has_its_methods() -> None:
+    profiler = fx.Trainer(**QUIET).profiler
+    assert profiler == ""
+    profiler.start("mine")
+    profiler.stop("mine")
+    with fx.Trainer(profiler="simple", **QUIET).profiler.profile("mine"):
+        pass
