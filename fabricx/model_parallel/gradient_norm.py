@@ -29,7 +29,8 @@ def clip_norm(
     Raises:
         ValueError: a gradient is sparse.
     """
-    gradients = [(p, _local(p.grad)) for p in parameters if p.grad is not None]
+    own = list(parameters)
+    gradients = [(p, _local(p.grad)) for p in own if p.grad is not None]
     total = torch.zeros((), dtype=torch.float64, device=world.device)
     for parameter, gradient in gradients:
         total += gradient.double().square().sum().to(total.device) / copies(parameter)
@@ -37,8 +38,10 @@ def clip_norm(
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_; without a wait for the device
     for _, gradient in gradients:
         gradient.mul_(factor.to(gradient.device, gradient.dtype))
-    dtypes = {gradient.dtype for _, gradient in gradients}
-    return norm.to(dtypes.pop() if len(dtypes) == 1 else torch.get_default_dtype())
+    dtypes = {parameter.dtype for parameter in own}  # not of gradients: a stage may have none
+    if len(dtypes) <= 1:
+        return norm.to(dtypes.pop()) if dtypes else norm
+    return norm.to(torch.get_default_dtype())
 
 
 def clip_value(parameters: Iterable[Tensor], limit: float) -> None:

@@ -42,3 +42,9 @@ def test_sparse_gradients_are_refused():
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(ValueError, match="sparse"):
         clip_norm(table.parameters(), 1.0, World(), lambda _: 1)
+
+
+def test_the_norm_has_the_precision_of_the_weights_on_a_rank_without_gradients():
+    frozen = nn.Parameter(torch.zeros(2, dtype=torch.float64), requires_grad=False)
+    assert clip_norm([frozen], 1.0, World(), lambda _: 1).dtype is torch.float64
+    assert clip_norm([nn.Parameter(torch.zeros(2))], 1.0, World(), lambda _: 1).dtype is torch.float32
