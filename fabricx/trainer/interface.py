@@ -32,6 +32,7 @@ from fabricx.session.status import FailureLog, StopStatus
 from fabricx.trainer.factory import choose_callbacks, choose_loggers, choose_strategy, launched, several_ranks
 from fabricx.trainer.names import TrainerNames
 from fabricx.trainer.run_dir import new_run_dir
+from fabricx.trainer.sessions import Sessions
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -101,11 +102,7 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         self.stop, self.failure_log = StopStatus(), FailureLog()
         self.log_settings: LogSettings | None = None
         self._world = World()  # before a run, and in a server
-        self._session: Session | None = None  # of the newest run in this process
-        self._fit_session: Session | None = None  # of the newest fit in this process
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_session": None, "_fit_session": None}
+        self._sessions = Sessions()
 
     def serve_as(self, world: World) -> World:
         """Set the world of a process that serves workers, and runs nothing itself; returns it.
@@ -153,9 +150,7 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
             session: this rank's session.
             fits: the run trains the module.
         """
-        self._session = session
-        if fits:
-            self._fit_session = session
+        self._sessions.begin(session, fits=fits)
 
     @property
     def records_of_run(self) -> dict[str, Any]:
@@ -180,14 +175,14 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         Raises:
             RuntimeError: this process has not run anything.
         """
-        if self._session is None:
+        if self._sessions.newest is None:
             raise RuntimeError("the trainer has no run in this process; read its parts in hooks of a run")
-        return self._session
+        return self._sessions.newest
 
     @property
     def world(self) -> World:
         """Return the ranks; a single rank where this process has not run anything."""
-        return self._world if self._session is None else self._session.world
+        return self._world if self._sessions.newest is None else self._sessions.newest.world
 
     @property
     def current_epoch(self) -> int:
@@ -217,8 +212,8 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
             reason: the reason of the request, for all ranks.
         """
         self.stop.requested, self.stop.reason = True, reason
-        if self._session is not None and self._session.running:
-            self._session.agreement.request(reason)
+        if self._sessions.newest is not None and self._sessions.newest.running:
+            self._sessions.newest.agreement.request(reason)
 
     @property
     def interrupted(self) -> bool:
@@ -270,34 +265,34 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
 
     @property
     def _published(self) -> Published:
-        return self.published if self._session is None else self._session.metrics.newest()
+        return self.published if self._sessions.newest is None else self._sessions.newest.metrics.newest()
 
     @property
     def progress_bar_metrics(self) -> dict[str, float]:
         """Return the values of the progress bar: this rank's newest values. Reading it synchronises with the device."""
-        if self._session is None:
+        if self._sessions.newest is None:
             return {name: float(value) for name, value in self.published.bar.items()}
-        return self._session.metrics.shown_in_bar()
+        return self._sessions.newest.metrics.shown_in_bar()
 
     @property
     def optimizers(self) -> list[Optimizer]:
         """Return the optimizers of the newest fit in this process."""
-        return [] if self._fit_session is None else self._fit_session.optimizers
+        return [] if self._sessions.fit is None else self._sessions.fit.optimizers
 
     @property
     def optimizer_handles(self) -> list[OptimizerHandle]:
         """Return the handles of the optimizers, whose steps run through the strategy."""
-        return [] if self._fit_session is None else self._fit_session.optimizer_handles
+        return [] if self._sessions.fit is None else self._sessions.fit.optimizer_handles
 
     @property
     def lr_schedulers(self) -> list[Schedule]:
         """Return the learning rate schedules of the newest fit in this process."""
-        return [] if self._fit_session is None else self._fit_session.lr_schedulers
+        return [] if self._sessions.fit is None else self._sessions.fit.lr_schedulers
 
     @property
     def train_dataloader(self) -> Any:
         """Return the training loader of the newest fit in this process."""
-        return None if self._session is None else self._session.data.train_dataloader
+        return None if self._sessions.newest is None else self._sessions.newest.data.train_dataloader
 
     @property
     def num_training_batches(self) -> int | float:
@@ -307,7 +302,7 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
     @property
     def is_last_batch(self) -> bool:
         """Return whether the present batch is the last batch of its epoch or loader."""
-        return self._session is not None and self._session.batch.is_last
+        return self._sessions.newest is not None and self._sessions.newest.batch.is_last
 
     @property
     def estimated_stepping_batches(self) -> int | float:
@@ -315,8 +310,8 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         windows: int | float = float("inf")
         if self.num_training_batches != float("inf"):
             windows = -(-self.num_training_batches // self.accumulate_grad_batches)
-            if self._fit_session is not None:  # a rank may compute its part of a global batch in several microbatches
-                feeds = self._fit_session.data.feeds
+            if self._sessions.fit is not None:  # a rank may compute its part of a global batch in several microbatches
+                feeds = self._sessions.fit.data.feeds
                 windows = (feeds[0].global_batches(self.accumulate_grad_batches) if feeds else None) or windows
         by_epochs = float("inf") if self.max_epochs in (-1, None) else windows * (self.max_epochs or 0)
         updates = as_part(self.strategy, HasServers).updates_per_batch
@@ -393,7 +388,7 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
             RuntimeError: a checkpoint cannot be saved at this point; the message names the right hook.
         """
         session, target = self._session_to_save(weights_only=weights_only), as_path(path)
-        weights_only = weights_only or (session is not self._session and session is not self._fit_session)
+        weights_only = weights_only or (session is not self._sessions.newest and session is not self._sessions.fit)
         with together():  # ranks without a sample of this batch take part
             chosen: dict[str, Any] = {"weights_only": weights_only, "wait": wait, "single_file": single_file}
             save_checkpoint(session, target, after=after, failed=failed, **chosen)
@@ -403,10 +398,10 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
 
     def _session_to_save(self, *, weights_only: bool) -> Session:
         """Return the run to save: the present run, or after it the newest fit of this process."""
-        if self._session is not None and self._session.running:
-            return self._session
-        if self._fit_session is not None:
-            return self._fit_session
+        if self._sessions.newest is not None and self._sessions.newest.running:
+            return self._sessions.newest
+        if self._sessions.fit is not None:
+            return self._sessions.fit
         if self.module is None:
             raise ValueError(
                 "save_checkpoint: this trainer has not run yet, so there is nothing to save; call it after fit, or "
@@ -437,7 +432,7 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         Raises:
             CheckpointError: the checkpoint was not written for another reason.
         """
-        session = self._fit_session
+        session = self._sessions.fit
         return session is None or finish_checkpoint(session)
 
     def print(self, *args: Any, **kwargs: Any) -> None:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from fabricx.core.optimizers import Schedule
     from fabricx.core.state import RunState
     from fabricx.distributed.world import World
-    from fabricx.session.session import Session
     from fabricx.session.status import StopStatus
+    from fabricx.trainer.sessions import Sessions
 
 _LIMITS: Final = ("max_epochs", "min_epochs", "max_steps", "min_steps")
 _LOOP: Final = (
@@ -96,7 +96,7 @@ class TrainerNames:
         num_sanity_val_steps: int
         limit_val_batches: int | float
         precision: str
-        _session: Session | None
+        _sessions: Sessions
 
         @property
         def lr_schedulers(self) -> list[Schedule]: ...
@@ -148,7 +148,8 @@ class TrainerNames:
         """Return whether a phase is in progress, or the set-up or the end of the call of this phase."""
         if self.state.phase is not Phase.IDLE:
             return self.state.phase is phase
-        return self._session is not None and self._session.running and self._session.data.stage == stage
+        session = self._sessions.newest
+        return session is not None and session.running and session.data.stage == stage
 
     @property
     def training(self) -> bool:
@@ -217,7 +218,7 @@ class TrainerNames:
         return self._loaders("predict")
 
     def _loaders(self, *stages: str) -> Any:
-        data = None if self._session is None else self._session.data
+        data = None if self._sessions.newest is None else self._sessions.newest.data
         return data.val_dataloaders if data is not None and data.stage in stages else None
 
     @property
@@ -259,7 +260,7 @@ class TrainerNames:
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
         """Return the scaler of the loss with precision="16-mixed"; None with others."""
-        return None if self._session is None else self._session.precision.scaler
+        return None if self._sessions.newest is None else self._sessions.newest.precision.scaler
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:

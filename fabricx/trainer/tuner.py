@@ -29,6 +29,7 @@ from fabricx.lightning import adapt_data, adapt_module
 from fabricx.metrics.run_metrics import Published
 from fabricx.session.status import FailureLog, StopStatus
 from fabricx.trainer.lr_finder import SWEEPS, LRFinder, RateSweep, Sweep
+from fabricx.trainer.sessions import Sessions
 
 if TYPE_CHECKING:
     from fabricx.core.callback import Callback
@@ -208,7 +209,7 @@ class Tuner:
         vars(trial).update(
             callbacks=callbacks, loggers=[], state=RunState(seed=self._trainer.state.seed), stop=StopStatus(),
             failure_log=FailureLog(), published=Published(), batches=BatchCounts(), balance=Balance(), run_dir=None,
-            configuration=None, module=None, datamodule=None, _session=None, _fit_session=None, _chosen_ckpt_path=None,
+            configuration=None, module=None, datamodule=None, _sessions=Sessions(), _chosen_ckpt_path=None,
             max_epochs=-1, max_steps=-1, min_epochs=0, min_steps=0, max_time=None, num_sanity_val_steps=0,
             enable_telemetry=False, enable_checkpointing=False, fast_dev_run=False,
         )  # fmt: skip
