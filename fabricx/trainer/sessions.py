@@ -1,4 +1,4 @@
-"""The sessions of a trainer: those of its newest run and of its newest fit in this process."""
+"""The sessions of a trainer in this process: that of the newest run, and that of the newest fit."""
 
 from __future__ import annotations
 
