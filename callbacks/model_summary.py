@@ -179,6 +179,8 @@ class ModelSummary(Callback):
         ValueError: `max_depth` is below -1.
     """
 
+    sees_whole_weights = True
+
     def __init__(self, max_depth: int = 1) -> None:
         summarize(nn.Module(), max_depth)  # report an invalid depth now, not when training begins
         self.max_depth = max_depth

@@ -34,6 +34,7 @@ from fabricx.model_parallel.divider import Divider, Settings
 from fabricx.model_parallel.elementwise import check_elementwise
 from fabricx.model_parallel.gradient_sums import GradientSums
 from fabricx.model_parallel.hidden_gradients import HiddenGradients
+from fabricx.model_parallel.hook_weights import FAILED_APART, STAGES_APART, HookWeights, paused
 from fabricx.model_parallel.mesh_report import axes_line, parameter_bytes, weights_line
 from fabricx.model_parallel.option_checks import check_options, refuse_manual_optimization
 from fabricx.model_parallel.pipeline_checks import CLOSURE
@@ -353,11 +354,11 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
             return self.data_strategy.clip_norm(parameters, max_norm)
         from fabricx.model_parallel.gradient_norm import clip_norm
 
-        with self._hidden.shown():
+        with self._shown():
             return clip_norm(parameters, max_norm, self.world, self._division.copies)
 
     def clip_value(self, parameters: Iterable[Tensor], limit: float) -> None:
-        with self._hidden.shown():
+        with self._shown():
             self.data_strategy.clip_value(parameters, limit)
 
     def hooks_see_gradients(self) -> AbstractContextManager[Any]:
@@ -365,20 +366,39 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
             return as_part(self.data_strategy, HidesGradients).hooks_see_gradients()
         return self._hidden.hide(self._division.divided())
 
+    @property
+    def divides_weights(self) -> bool:  # type: ignore[override]
+        return self.divides
+
+    def hooks_see_weights(self, name: str) -> AbstractContextManager[Any]:
+        if self._division is None or (self._tensor is None and self._pipeline is None):
+            return nullcontext()
+        apart = STAGES_APART if self._in_batch else FAILED_APART if name == "on_exception" else ""
+        return HookWeights(self._division, self._optimizers, apart=apart)
+
+    def weights_as_stored(self) -> AbstractContextManager[Any]:
+        return paused()
+
+    @contextmanager
+    def _shown(self) -> Iterator[None]:
+        """Context of code that hooks may call, in which gradients and weights are those of this rank."""
+        with self._hidden.shown(), paused():
+            yield
+
     def gradient_norm(self, optimizers: Sequence[Optimizer]) -> Tensor | None:
         if self._divider is None:
             return as_part(self.data_strategy, HidesGradients).gradient_norm(optimizers)
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-        with self._hidden.shown():
+        with self._shown():
             known = [p for group in groups for p in group["params"] if p.grad is not None]
             return self._divider.norm([p for p in known if not p.grad.is_sparse])
 
     def nonfinite_gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        with self._hidden.shown():
+        with self._shown():
             return as_part(self.data_strategy, HidesGradients).nonfinite_gradients(parameters)
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        with self._hidden.shown():
+        with self._shown():
             return self.data_strategy.optimizer_step(optimizer, closure)
 
     def after_update(self, step: int) -> int:

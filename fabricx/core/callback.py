@@ -96,6 +96,7 @@ class Callback(NamesChecked):
     needs_all_ranks: ClassVar[bool] = False  # whether every rank needs it with equal arguments (it affects all ranks)
     every_batch: ClassVar[bool] = False  # whether on_train_batch_end runs also on a rank without a sample of the batch
     keeps_weights: ClassVar[bool] = False  # whether its state has tensors of weights, by the names of parameters
+    sees_whole_weights: ClassVar[bool] = False  # a callback of fabricx that sees weights as hooks of users do
     trainer_role: ClassVar[Literal["checkpoint", "early_stopping", "progress_bar"] | None] = None  # use by the Trainer
     traces: bool = False  # whether each process records all spans in a trace
 

@@ -6,6 +6,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
 from fabricx.core.callback import Callback
@@ -50,31 +51,35 @@ class Hooks:
         trainer: passed to callbacks.
         module: the user's module.
         callbacks: callbacks in their order of calls.
+        around: returns a context for each call of a user's function, by the name of the hook; None for no context.
     """
 
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Hook: ...
 
-    def __init__(self, trainer: TrainerProtocol, module: Module, callbacks: Sequence[Callback]) -> None:
+    def __init__(
+        self, trainer: TrainerProtocol, module: Module, callbacks: Sequence[Callback],
+        around: Callable[[str], AbstractContextManager[Any]] | None = None,
+    ) -> None:  # fmt: skip
         first = [callback for callback in callbacks if not callback.watches_metrics]
         watching = [callback for callback in callbacks if callback.watches_metrics]
         watching.sort(key=lambda callback: callback.trainer_role == "checkpoint")  # checkpoints save others' decisions
         for name in CALLBACK_HOOKS | MODULE_HOOKS:
-            before = _bound(name, first, trainer, module)
+            before = _bound(name, first, trainer, module, around)
             overridden = name in MODULE_HOOKS and overrides(module, name, ModuleHooks)
-            of_module = (fitted(module, name, ModuleHooks),) if overridden else ()
-            setattr(self, name, (*before, *of_module, *_bound(name, watching, trainer, module)))
-        self.train_batch_end_watching: Hook = _bound("on_train_batch_end", watching, trainer, module)
+            of_module = (_within(around, module, name, ModuleHooks),) if overridden else ()
+            setattr(self, name, (*before, *of_module, *_bound(name, watching, trainer, module, around)))
+        self.train_batch_end_watching: Hook = _bound("on_train_batch_end", watching, trainer, module, around)
         self.train_batch_end_others = _without(self.on_train_batch_end, self.train_batch_end_watching)
         overriding = [callback for callback in first if overrides(callback, "on_train_batch_end", Callback)]
         # The same functions as in `train_batch_end_others`, in which the loop looks for them.
         self.train_batch_end_empty: Hook = tuple(
             hook for callback, hook in zip(overriding, self.on_train_batch_end, strict=False) if callback.every_batch
         )
-        self.train_epoch_end_watching: Hook = _bound("on_train_epoch_end", watching, trainer, module)
+        self.train_epoch_end_watching: Hook = _bound("on_train_epoch_end", watching, trainer, module, around)
         self.train_epoch_end_others = _without(self.on_train_epoch_end, self.train_epoch_end_watching)
-        self.validation_end_watching: Hook = _bound("on_validation_end", watching, trainer, module)
+        self.validation_end_watching: Hook = _bound("on_validation_end", watching, trainer, module, around)
         self.validation_end_others = _without(self.on_validation_end, self.validation_end_watching)
 
 
@@ -82,14 +87,37 @@ def _without(hook: Hook, last: Hook) -> Hook:
     return hook[: len(hook) - len(last)]
 
 
-def _bound(name: str, callbacks: Iterable[Callback], trainer: TrainerProtocol, module: Module) -> Hook:
+def _bound(
+    name: str, callbacks: Iterable[Callback], trainer: TrainerProtocol, module: Module,
+    around: Callable[[str], AbstractContextManager[Any]] | None,
+) -> Hook:  # fmt: skip
     if name not in CALLBACK_HOOKS:
         return ()
     return tuple(
-        functools.partial(fitted(callback, name, Callback), trainer, module)
+        functools.partial(_within(around, callback, name, Callback), trainer, module)
         for callback in callbacks
         if overrides(callback, name, Callback)
     )
+
+
+def _within(
+    around: Callable[[str], AbstractContextManager[Any]] | None, obj: Module | Callback, name: str, contract: type
+) -> Callable[..., Any]:  # fmt: skip
+    """Return a hook that is called in a context; hooks of fabricx work with the parts of a rank."""
+    function = fitted(obj, name, contract)
+    whole = isinstance(obj, Callback) and obj.sees_whole_weights
+    if around is None or (not whole and _library(getattr(obj, name))):
+        return function
+
+    def within(*args: Any) -> Any:
+        with around(name):
+            return function(*args)
+
+    return within
+
+
+def _library(method: Any) -> bool:
+    return str(getattr(method, "__module__", "")).partition(".")[0] in _FRAMEWORK
 
 
 def overrides(obj: object, name: str, contract: type) -> bool:

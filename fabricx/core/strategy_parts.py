@@ -357,12 +357,26 @@ class HidesGradients:
 
     Attributes:
         hides_gradients: hooks cannot read the gradient of an update, because a rank has only its part of the sum.
+        divides_weights: a rank may have a part of a weight, so that hooks need `hooks_see_weights`.
     """
 
     hides_gradients = False
+    divides_weights = False
 
     def hooks_see_gradients(self) -> AbstractContextManager[Any]:
         """Return a context for hooks before the update, in which gradients are the global mean or can't be read."""
+        return nullcontext()
+
+    def hooks_see_weights(self, name: str) -> AbstractContextManager[Any]:
+        """Return a context for a hook of the user, in which it sees whole weights; entered if `divides_weights`.
+
+        Args:
+            name: of the hook.
+        """
+        return nullcontext()
+
+    def weights_as_stored(self) -> AbstractContextManager[Any]:
+        """Return a context for code of fabricx that hooks call, in which a rank sees its parts of the weights."""
         return nullcontext()
 
     def gradient_norm(self, optimizers: Sequence[Optimizer]) -> Tensor | None:

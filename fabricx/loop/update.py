@@ -31,7 +31,8 @@ def zero_grad(session: Session, micro: Microbatch) -> None:
         for hook in session.hooks.on_before_zero_grad:
             hook(optimizer)
         if session.overridden.optimizer_zero_grad:
-            session.module.optimizer_zero_grad(session.state.epoch, micro.index, optimizer)
+            with session.gradients.hooks_see_weights("optimizer_zero_grad"):
+                session.module.optimizer_zero_grad(session.state.epoch, micro.index, optimizer)
         else:
             optimizer.zero_grad()
 
@@ -85,12 +86,13 @@ def step_optimizer(
             )
         with _step_with(optimizer, options):
             return step_optimizer(session, optimizer, closure)
-    session.fault_tolerance.begin_update()
-    if session.module.automatic_optimization:
-        used = closure if id(optimizer) in session.overridden.closures else None
-        session.precision.step(optimizer, session.strategy.optimizer_step, used)
-        return None
-    return manual_optimization.step(session, optimizer, closure)
+    with session.gradients.weights_as_stored():
+        session.fault_tolerance.begin_update()
+        if session.module.automatic_optimization:
+            used = closure if id(optimizer) in session.overridden.closures else None
+            session.precision.step(optimizer, session.strategy.optimizer_step, used)
+            return None
+        return manual_optimization.step(session, optimizer, closure)
 
 
 @contextlib.contextmanager
@@ -124,9 +126,10 @@ def _clip(session: Session, optimizer: Optimizer, *, own_clipping: bool) -> None
             for hook in session.hooks.on_before_optimizer_step:
                 hook(optimizer)
             if own_clipping:
-                session.module.configure_gradient_clipping(
-                    optimizer, session.options.gradient_clip_val, session.options.gradient_clip_algorithm
-                )
+                with session.gradients.hooks_see_weights("configure_gradient_clipping"):
+                    session.module.configure_gradient_clipping(
+                        optimizer, session.options.gradient_clip_val, session.options.gradient_clip_algorithm
+                    )
     if limit is not None and not own_clipping:
         session.clip_gradients(optimizer, limit, session.options.gradient_clip_algorithm)
 
@@ -142,6 +145,10 @@ def _step_with_closure(session: Session, micro: Microbatch, batch: Any, optimize
     fresh = True  # the first call returns the loss of the backward that has run already
 
     def closure() -> Any:
+        with session.gradients.weights_as_stored():
+            return computed()
+
+    def computed() -> Any:
         nonlocal fresh
         if fresh:
             fresh = False
@@ -155,7 +162,8 @@ def _step_with_closure(session: Session, micro: Microbatch, batch: Any, optimize
         session.backward(loss * ((session.window.again or micro.factor) * session.gradient_factor))
         return _global_loss(session, micro, loss.detach())
 
-    with torch.enable_grad(), session.gradients.hooks_see_gradients():
+    gradients = session.gradients
+    with torch.enable_grad(), gradients.hooks_see_gradients(), gradients.hooks_see_weights("optimizer_step"):
         session.module.optimizer_step(session.state.epoch, micro.index, session.handle_of(optimizer), closure)
     session.fault_tolerance.after_own_update(micro)
 

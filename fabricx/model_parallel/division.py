@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabricx.distributed.fsdp_internals import shard_like
+from fabricx.distributed.generations import membership
 from fabricx.distributed.world import World
+from fabricx.errors import RanksApart
+from fabricx.model_parallel.placement import replace_data
 from fabricx.model_parallel.stage_states import of_all_stages, without
 
 if TYPE_CHECKING:
     from fabricx.model_parallel.pipeline import Pipeline
     from fabricx.model_parallel.tensor_parallel import TensorParallel
+
+_MEET_S: Final = 300.0  # longer than a plot or a file that one rank makes in a hook
 
 
 @final
@@ -37,6 +44,8 @@ class Division:
     ) -> None:  # fmt: skip
         self._module, self._world, self._tensor, self._pipeline = module, world, tensor, pipeline
         self._names: dict[int, str] = {}
+        self._met = 0  # weights that hooks have gathered
+        self.changes: Counter[str] = Counter()  # of weights, by hooks
 
     def copies(self, parameter: Tensor) -> float:
         """Return the number of ranks that hold each element of this rank's gradient of a parameter.
@@ -78,6 +87,110 @@ class Division:
     def _named(self, *, duplicates: bool) -> Iterator[tuple[str, Tensor]]:
         yield from self._module.named_parameters(remove_duplicate=not duplicates)
         yield from self._module.named_buffers(remove_duplicate=not duplicates)
+
+    # -- weights in hooks ----------------------------------------------------------------------------------------
+
+    @property
+    def staged(self) -> bool:
+        """Return whether these ranks are stages of a pipeline."""
+        return self._pipeline is not None
+
+    def divided_tensors(self) -> Iterator[tuple[str, Tensor, bool]]:
+        """Yield parameters and buffers that not all ranks hold whole: name, part, and whether another stage has it."""
+        sharded = () if self._tensor is None else self._tensor.placements
+        absent = self.absent
+        for name, tensor in self._named(duplicates=False):
+            if name in sharded or self._source(name) is not None or hasattr(tensor, "full_tensor"):
+                yield name, tensor, name in absent
+
+    def _source(self, name: str) -> int | None:
+        """Return the stage that sends a tensor to stages without it; None if all stages have it."""
+        if self._pipeline is None or name not in self._pipeline.owners:
+            return None
+        owners = self._pipeline.owners[name]
+        return owners[0] if 0 < len(owners) < self._world.axis("pipeline").size else None
+
+    def empty(self, name: str, local: Tensor) -> Tensor:
+        """Return a tensor without elements in memory, with the shape of a whole tensor.
+
+        Args:
+            name: of the parameter or buffer.
+            local: part of this rank.
+        """
+        placement = None if self._tensor is None else self._tensor.placements.get(name)
+        shape = local.shape if placement is None else placement.shape
+        return torch.empty(shape, dtype=local.dtype, device="meta")
+
+    def whole_weight(self, name: str, local: Tensor) -> Tensor:
+        """Return a copy of a whole tensor; all ranks of the model call it.
+
+        Args:
+            name: of the parameter or buffer.
+            local: part of this rank, or a moment with its shape.
+
+        Raises:
+            RanksApart: other ranks do not call it, or for another tensor.
+        """
+        self._meet(name)
+        if name in self.absent:
+            whole = torch.empty(self.empty(name, local).shape, dtype=local.dtype, device=local.device)
+        else:
+            whole = self._whole(name, local).detach().clone()
+        source = self._source(name)
+        return whole if source is None else self._world.axis("pipeline").broadcast(whole, source)
+
+    def part_of(self, name: str, local: Tensor, whole: Tensor) -> Tensor:
+        """Return this rank's part of a whole tensor, without communication.
+
+        Args:
+            name: of the parameter or buffer.
+            local: present part, or a moment with its shape.
+            whole: on all ranks.
+        """
+        part = whole if self._tensor is None else self._tensor.part(name, whole)
+        return shard_like(part, local) if hasattr(local, "full_tensor") else part
+
+    @torch.no_grad()
+    def write(self, name: str, local: Tensor, whole: Tensor, *, absent: bool = False) -> None:
+        """Write a whole tensor, which all ranks have, to the parts.
+
+        Args:
+            name: of the parameter or buffer.
+            local: part of this rank, or a moment with its shape.
+            whole: new elements.
+            absent: another stage has the tensor.
+        """
+        if not absent:
+            local.copy_(self.part_of(name, local, whole))
+
+    def _meet(self, name: str) -> None:
+        """Wait for all ranks of the model, which otherwise would wait in a collective without end."""
+        world = self._world.axis("model")
+        if world.store is None or world.size == 1:
+            return
+        self._met += 1
+        prefix = f"hook/{self._world.generation}"
+        world.store.set(world.key(f"{prefix}/{self._met}/{world.rank}"), name)
+        if self._met > 2:
+            world.store.delete_key(world.key(f"{prefix}/{self._met - 2}/{world.rank}"))
+        keys = [world.key(f"{prefix}/{self._met}/{rank}") for rank in range(world.size)]
+        deadline = time.monotonic() + _MEET_S
+        while not world.store.check(keys):
+            if membership().outdated(self._world.generation):  # the collective reports the rank that has died
+                return
+            if time.monotonic() > deadline:
+                raise RanksApart(
+                    f"a hook on rank {world.rank} of {world.size} of the model reads {name}, which is divided over "
+                    f"ranks, and other ranks have not read it for {_MEET_S:g} s: read weights on all ranks, outside "
+                    "of `if trainer.is_global_zero`, such as by weight.detach().cpu()"
+                )
+            time.sleep(0.0005)
+        names = {world.store.get(key).decode() for key in keys}
+        if names != {name}:
+            raise RanksApart(
+                f"hooks of different ranks read different weights at the same moment: {', '.join(sorted(names))}. "
+                "These are divided over ranks, and all ranks have to read them in the same order"
+            )
 
     # -- states --------------------------------------------------------------------------------------------------
 
@@ -134,7 +247,7 @@ class Division:
         parameters = dict(self._module.named_parameters())
         for name, parameter in parameters.items():
             parameter.grad = None
-            parameter.data = whole["module"][name].to(parameter.device)
+            replace_data(parameter, whole["module"][name].to(parameter.device))
         for optimizer, by_name in zip(optimizers, whole["optimizers"], strict=True):
             for name, values in by_name.items():
                 device = parameters[name].device

@@ -102,7 +102,7 @@ def _view(
         return NotImplemented
     outer, *inner = after.dims
     shape, size = list(target.shape), math.prod(target.shape[inner_dim] for inner_dim in inner)
-    if any(part % size for part in parts):
+    if any(part % size for part in parts) or shape[outer] * size != sum(parts):  # joined with another dim
         return NotImplemented
     units = tuple(part // size for part in parts)
     if all(unit % ranks == 0 for unit in units):

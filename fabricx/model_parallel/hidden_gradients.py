@@ -20,7 +20,7 @@ class DividedGradient(RuntimeError):
     """A hook has read or changed a gradient of which this rank has a part only."""
 
 
-class _Part(Tensor):
+class HiddenGradient(Tensor):
     """Raises an error when it is read."""
 
     @classmethod
@@ -54,7 +54,7 @@ class HiddenGradients:
         2.0
         this gradient is divided over ranks, a
         """
-        gradients = [(p, p.grad, _hidden(p.grad)) for p in parameters if p.grad is not None]
+        gradients = [(p, p.grad, hidden(p.grad)) for p in parameters if p.grad is not None]
         self._pairs = gradients
         for parameter, _, part in gradients:
             parameter.grad = part
@@ -82,6 +82,13 @@ def _replace(pairs: Iterable[tuple[nn.Parameter, Tensor, Tensor]]) -> None:
             parameter.grad = after
 
 
-def _hidden(gradient: Tensor) -> Tensor:
+def hidden(gradient: Tensor) -> Tensor:
+    """Return a stand-in for a gradient, which raises an error when it is read.
+
+    Args:
+        gradient: of which this rank has a part only.
+    """
+    if isinstance(gradient, HiddenGradient):
+        return gradient
     stand_in = torch.zeros((), dtype=gradient.dtype, device=gradient.device).expand(gradient.shape)
-    return stand_in.as_subclass(_Part)
+    return stand_in.as_subclass(HiddenGradient)

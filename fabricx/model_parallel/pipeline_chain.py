@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from fabricx.distributed.grad_hooks import number_of_hooks
 from fabricx.distributed.sync_batchnorm import synchronised
 from fabricx.errors import nearest
 from fabricx.model_parallel.block_calls import intercept
@@ -319,6 +320,19 @@ def _notes(module: nn.Module) -> Iterator[str]:
             f"{batch[0]} normalises each microbatch by its own statistics, as with accumulate_grad_batches: set "
             "microbatches=1 for those of the whole batch"
         )
+    if hooked := [name for name, parameter in module.named_parameters() if number_of_hooks(parameter)]:
+        yield (
+            f"hooks of the gradient of {hooked[0]} see that of a microbatch, as with accumulate_grad_batches: set "
+            "microbatches=1 if they need that of the whole batch"
+        )
+    spectral = [name for name, part in module.named_modules() if _normalises_spectrally(part)]
+    if spectral:
+        yield f"{spectral[0]} makes a power iteration for each microbatch: set microbatches=1 for one in each batch"
+
+
+def _normalises_spectrally(part: nn.Module) -> bool:
+    parts = (part, *part._forward_pre_hooks.values())
+    return any(type(entry).__name__.strip("_") == "SpectralNorm" for entry in parts)
 
 
 # -- their times ------------------------------------------------------------------------------------------------------

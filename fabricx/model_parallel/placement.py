@@ -129,6 +129,29 @@ class Placement:
         return pairs
 
 
+def replace_data(parameter: Tensor, data: Tensor) -> None:
+    """Give a parameter other data, also of another shape.
+
+    The node of autograd that accumulates its gradient has the former shape, and lives as long as a graph of the
+    parameter, such as that of a loss in an attribute of the module. torch removes it if the dtype changes.
+
+    Args:
+        parameter: of a module, or a buffer.
+        data: of the same dtype.
+
+    >>> weight = torch.nn.Parameter(torch.ones(4))
+    >>> kept = weight.sum()
+    >>> replace_data(weight, torch.ones(2))
+    >>> weight.sum().backward()
+    >>> weight.grad.tolist()
+    [1.0, 1.0]
+    """
+    if parameter.requires_grad and parameter.shape != data.shape:
+        other = torch.float32 if data.dtype != torch.float32 else torch.float64
+        parameter.data = torch.empty(0, dtype=other, device=data.device)
+    parameter.data = data
+
+
 def share(rows: int, rank: int, ranks: int) -> tuple[int, int]:
     """Return the first row and the row after the last of a rank; the last ranks have fewer rows, as in `torch.chunk`.
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from fabricx.distributed.world import World
 from fabricx.model_parallel.layer_functions import LayerFunctions, Weight
 from fabricx.model_parallel.parallel_layers import placements_of
-from fabricx.model_parallel.placement import Placement
+from fabricx.model_parallel.placement import Placement, replace_data
 from fabricx.model_parallel.recomputation import recomputing
 from fabricx.model_parallel.sharded_activations import Activations
 from fabricx.model_parallel.sharded_functions import SIZES, ShardedFunctions
@@ -99,7 +99,7 @@ class TensorParallel:
     @torch.no_grad()
     def _shard(self, parameter: nn.Parameter, weight: Weight) -> None:
         if id(parameter) not in self._weights:
-            parameter.data = weight.placement.shard(parameter.data, self._world.rank)
+            replace_data(parameter, weight.placement.shard(parameter.data, self._world.rank))
             self._weights[id(parameter)] = (parameter, weight)
 
     def _entering(self, name: str, weights: Mapping[str, Weight]) -> Callable[..., None]:
@@ -152,7 +152,7 @@ class TensorParallel:
             if name in self.placements and id(parameter) not in done:
                 done.add(id(parameter))
                 parameter.grad = None
-                parameter.data = self.whole(name, parameter.data)
+                replace_data(parameter, self.whole(name, parameter.data))
         for hook in self._hooks:
             hook.remove()
         self._hooks, self.placements = [], {}

@@ -54,7 +54,7 @@ def save_checkpoint(
     ):  # otherwise a callback of fabricx saves, on all ranks in the same step
         meet_to_save(session, path, weights_only=weights_only, wait=wait, single_file=single_file)
     # inference_mode off, also within a validation: the next snapshot could not overwrite inference tensors.
-    with session.recorder.within(Span.CHECKPOINT), torch.inference_mode(False):
+    with session.recorder.within(Span.CHECKPOINT), torch.inference_mode(False), session.gradients.weights_as_stored():
         if single_file is None:
             single_file = bool(getattr(session.module, "single_file_checkpoints", False))
         _begin_checkpoint(session, path, weights_only, after, failed, single_file)

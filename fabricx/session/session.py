@@ -108,7 +108,9 @@ class Session:
         self.gradients, self.dealer = as_part(strategy, HidesGradients), as_part(strategy, DealsData).dealer
         self.gradient_factor = self._gradient_factor()
         self._note_axes()
-        self.hooks = Hooks(trainer, module, callbacks)
+        self.hooks = Hooks(
+            trainer, module, callbacks, self.gradients.hooks_see_weights if self.gradients.divides_weights else None
+        )
         self.agreement = Agreement(world)
         self.precision = Precision()
         self.optimizers: list[Optimizer] = []

@@ -366,6 +366,15 @@ class Measures(GPT):
                 nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
         self.norms.append(0.0)
 
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            for name in ("blocks.0.down.weight", "blocks.2.qkv.weight"):  # divided along columns, and in parts
+                weight = self.get_parameter(name)
+                weight.div_(weight.norm(dim=1, keepdim=True))
+            self.get_parameter("blocks.2.up.bias")[1:3] *= 0.5
+        self.log("norm", nn.utils.get_total_norm(list(self.parameters())), on_step=True, on_epoch=False)
+        self.log("state", sum(value.double().square().sum() for value in self.state_dict().values()))  # type: ignore[arg-type]
+
 
 def measured(strategy: Any, statistics: bool) -> dict[str, Any]:
     fx.seed_everything(3)

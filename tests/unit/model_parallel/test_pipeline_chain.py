@@ -351,3 +351,13 @@ def test_batch_normalisation_has_a_note():
     model = Model()
     model.blocks[0].norm = nn.BatchNorm1d(5)
     assert "blocks.0.norm normalises each microbatch by its own statistics" in observe(model).notes[0]
+
+
+def test_what_a_microbatch_sees_or_does_by_itself_has_a_note():
+    model = Model()
+    hooked, normalised = next(model.blocks[1].named_parameters())[0], next(model.blocks[2].named_children())[0]
+    model.blocks[1].get_parameter(hooked).register_hook(lambda gradient: gradient / (1 + gradient.norm()))
+    nn.utils.parametrizations.spectral_norm(model.blocks[2].get_submodule(normalised))
+    first, second = observe(model).notes
+    assert f"blocks.1.{hooked} see that of a microbatch" in first
+    assert f"blocks.2.{normalised}.parametrizations.weight.0 makes a power iteration for each microbatch" in second

@@ -1,0 +1,373 @@
+"""Hooks see the weights of one process, although each rank has a part of them or those of its stage only."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fabricx.model_parallel.division import Division
+from fabricx.model_parallel.hidden_gradients import DividedGradient, HiddenGradient, hidden
+from fabricx.model_parallel.sharded_functions import AUTOGRAD, PROPERTIES, SIZES
+
+_get: Final[Any] = {name: getattr(Tensor, name).__get__ for name in ("data", "grad")}
+_set: Final[Any] = {name: getattr(Tensor, name).__set__ for name in ("data", "grad")}
+ALIASES: Final[set[Any]] = {Tensor.detach, torch.detach, _get["data"]}
+EACH_ELEMENT: Final[set[Any]] = {
+    getattr(Tensor, name)
+    for name in (
+        "add_", "sub_", "mul_", "div_", "clamp_", "clamp_min_", "clamp_max_", "clip_", "neg_", "abs_", "pow_", "sqrt_",
+        "square_", "exp_", "tanh_", "sign_", "round_", "zero_", "fill_", "nan_to_num_", "__iadd__", "__isub__",
+        "__imul__", "__itruediv__",
+    )
+}  # fmt: skip
+_RANK_ZERO: Final = "lightning_utilities.core.rank_zero"
+
+_ONE_RANK = (
+    "a function of rank_zero_only reads {name}, which is divided over ranks: all of them have to read it, to put it "
+    "together. Read it before the function is called, such as by weight.norm() or weight.detach().cpu()"
+)
+STAGES_APART: Final = (
+    "stages of a pipeline call this hook at different moments: read weights in on_before_optimizer_step or "
+    "on_train_batch_end"
+)
+FAILED_APART: Final = (
+    "a rank that fails does so alone: other ranks would not join it. Save checkpoints during the run, such as by "
+    "ModelCheckpoint"
+)
+_STALE = "{name} has changed since this view of it was taken, and the weight is divided over ranks: take the view again"
+_MOMENTS = (
+    "the state of the optimizer for {name} is that of a single stage of the pipeline: hooks can't read it; under "
+    "strategy=ddp hooks read states of all weights"
+)
+_TIED = "another tensor can't share the memory of {name}, which is divided over ranks: use copy_"
+
+
+_GRADIENTS = (
+    "gradients of {name} in a hook: the weight is divided over ranks, and weight.detach() or weight.data has no "
+    "gradient here. Compute gradients in training_step"
+)
+
+
+class DividedWeight(RuntimeError):
+    """A hook uses a weight that is divided over ranks in a way that has no result of one process."""
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A tensor of which a rank has a part, or nothing.
+
+    Attributes:
+        name: of the parameter or buffer.
+        local: its part on this rank; or a moment of the optimizer, with this shape.
+        absent: another stage has it.
+        moment: it is a moment of the optimizer.
+    """
+
+    name: str
+    local: Tensor
+    absent: bool = False
+    moment: bool = False
+
+
+@dataclass
+class Gathered:
+    """A whole copy of a weight, whose changes are written to the parts of all ranks.
+
+    Attributes:
+        weight: of which it is a copy.
+        whole: the copy.
+        weights: of the hook.
+        written: versions of the weight (its changes by torch and by hooks) and of the copy when they were equal.
+    """
+
+    weight: Weight
+    whole: Tensor
+    weights: HookWeights
+    written: tuple[tuple[int, int], int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._note()
+
+    def _note(self) -> None:
+        self.written = self.weights.version(self.weight), self.whole._version
+
+    def check(self) -> None:
+        """Refuse the use of a view of elements that have changed.
+
+        Raises:
+            DividedWeight: the weight has changed since it was gathered.
+        """
+        if self.weights.version(self.weight) != self.written[0]:
+            raise DividedWeight(_STALE.format(name=self.weight.name))
+
+    def write(self) -> None:
+        """Write the elements to the parts of all ranks, if a function has changed them."""
+        if self.whole._version != self.written[1]:
+            self.weights.write(self.weight, self.whole)
+            self._note()
+
+
+class _Alias(Tensor):
+    """The elements of a weight without its gradient, such as `weight.detach()`: functions see the whole weight."""
+
+    weight: Weight
+    weights: HookWeights
+    local: Tensor  # which shares memory with the part of this rank
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        alias = next(value for value in tree_leaves((args, kwargs)) if isinstance(value, _Alias))
+        return alias.weights.call(func, args, kwargs or {})
+
+
+class _View(Tensor):
+    """A view of some elements of a gathered weight; what changes them changes the weight."""
+
+    gathered: Gathered
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        views = [value for value in tree_leaves((args, kwargs)) if isinstance(value, _View)]
+        for view in views:
+            view.gathered.check()
+        if func == _get["data"]:  # has versions of its own, so that changes would be lost
+            func = Tensor.detach
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+            for view in views:
+                view.gathered.write()
+            return result if _is_one_of(result, views) else _as_views(result, [view.gathered for view in views])
+
+
+@final
+class HookWeights(TorchFunctionMode):
+    """Context of a hook, in which functions of torch see whole weights; the hook's changes reach the parts.
+
+    Functions that change each element by itself, such as `weight.clamp_(-1, 1)`, are computed with the parts. All
+    others gather the weights that they read, on all ranks of the model: all of them have to call the hook.
+
+    Args:
+        division: of the module.
+        optimizers: of the module, whose moments are divided like the weights.
+        apart: why ranks call the hook at different moments, so that they can't gather; "" if they call it together.
+    """
+
+    def __init__(self, division: Division, optimizers: Sequence[Optimizer] = (), *, apart: str = "") -> None:
+        super().__init__()
+        self._division, self._optimizers, self._apart = division, optimizers, apart
+        self._known: dict[int, Weight] | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {})) if _PAUSES else self.call(func, args, kwargs or {})
+
+    def call(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        """Apply a function of torch to arguments of which some are divided weights.
+
+        Args:
+            func: function of torch.
+            args: its arguments.
+            options: its named arguments.
+
+        Raises:
+            DividedWeight: the function has no result of one process here.
+            DividedGradient: the function replaces a gradient by another part.
+        """
+        if not self._has_divided((*args, *options.values())):
+            return func(*args, **options)
+        first = self._weight(args[0]) if args else None
+        if first is not None and (func in PROPERTIES or func in AUTOGRAD or func in ALIASES or func in _set.values()):
+            return self._of_parameter(first, func, args, options)
+        if first is not None and func in EACH_ELEMENT and _plain((*args[1:], *options.values()), first):
+            if not first.absent:
+                func(_local(args[0]), *args[1:], **options)
+            self._division.changes[first.name] += 1
+            return args[0]
+        return self._of_whole(func, args, options)
+
+    def write(self, weight: Weight, whole: Tensor) -> None:
+        """Change this rank's part of a weight.
+
+        Args:
+            weight: to change.
+            whole: its new elements, on all ranks.
+        """
+        self._division.write(weight.name, weight.local, whole, absent=weight.absent)
+        self._division.changes[weight.name] += 1
+
+    def version(self, weight: Weight) -> tuple[int, int]:
+        """Return numbers that differ after each change of a weight.
+
+        Args:
+            weight: of the hook's module.
+        """
+        return weight.local._version, self._division.changes[weight.name]
+
+    # -- functions -----------------------------------------------------------------------------------------------
+
+    def _of_parameter(self, weight: Weight, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        """Return properties, gradients and aliases, which need no elements of other ranks."""
+        if func in SIZES:
+            return func(self._division.empty(weight.name, weight.local), *args[1:], **options)
+        if func in ALIASES:
+            return self._alias(weight, _local(args[0]).detach())
+        if func == _set["data"]:
+            return self._set_data(weight, args[0], args[1])
+        if func == _set["grad"]:
+            return self._set_gradient(weight, args[0], args[1])
+        if func in AUTOGRAD and isinstance(args[0], _Alias) and func != _get["grad"]:
+            raise DividedWeight(_GRADIENTS.format(name=weight.name))
+        result = func(_local(args[0]), *args[1:], **options)
+        if func == _get["grad"] and result is not None:
+            return hidden(result)
+        return args[0] if result is weight.local else result
+
+    def _alias(self, weight: Weight, local: Tensor) -> Tensor:
+        shape = self._division.empty(weight.name, weight.local).shape
+        alias = torch.zeros((), dtype=local.dtype, device=local.device).expand(shape).as_subclass(_Alias)
+        alias.weight, alias.weights, alias.local = weight, self, local
+        return alias
+
+    def _set_data(self, weight: Weight, target: Tensor, value: Tensor) -> None:
+        other = self._weight(value)
+        whole = value if other is None else self._gather(other).whole
+        if tuple(whole.shape) != tuple(self._division.empty(weight.name, weight.local).shape):
+            raise ValueError(f"{weight.name}.data: a divided weight keeps its shape, and this is {list(whole.shape)}")
+        if whole.dtype == weight.local.dtype:
+            self.write(weight, whole)
+        elif not weight.absent:
+            _local(target).data = self._division.part_of(weight.name, weight.local, whole)
+
+    def _set_gradient(self, weight: Weight, parameter: Tensor, value: Any) -> None:
+        if value is not None and self._has_divided([value]):
+            raise DividedGradient(f"the gradient of {weight.name} is divided over ranks: set a whole tensor, or None")
+        if value is None or isinstance(value, HiddenGradient):
+            parameter.grad = value
+        elif not weight.absent:
+            parameter.grad = self._division.part_of(weight.name, weight.local, value.detach())
+
+    def _of_whole(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        """Apply a function to gathered weights, and write what it changes."""
+        if func == _set["data"]:
+            raise DividedWeight(_TIED.format(name=next(w.name for w in map(self._weight, args) if w is not None)))
+        gathered: dict[int, tuple[Any, Gathered]] = {}
+
+        def replaced(value: Any) -> Any:
+            weight = self._weight(value)
+            if weight is None:
+                return value
+            if id(value) not in gathered:
+                gathered[id(value)] = value, self._gather(weight)
+            return gathered[id(value)][1].whole
+
+        result = func(*tree_map(replaced, tuple(args)), **tree_map(replaced, options))
+        for _, copy in gathered.values():
+            copy.write()
+        for value, copy in gathered.values():
+            if result is copy.whole:
+                return value
+        return _as_views(result, [copy for _, copy in gathered.values()])
+
+    def _gather(self, weight: Weight) -> Gathered:
+        """Return the whole weight; all ranks of the model call it.
+
+        Raises:
+            DividedWeight: the other ranks would not call it.
+        """
+        if self._apart:
+            raise DividedWeight(f"a hook reads {weight.name}, which is divided over ranks, and {self._apart}")
+        if weight.moment and self._division.staged:
+            raise DividedWeight(_MOMENTS.format(name=weight.name))
+        if _of_rank_zero():
+            raise DividedWeight(_ONE_RANK.format(name=weight.name))
+        with torch.inference_mode(False), torch.no_grad():
+            return Gathered(weight, self._division.whole_weight(weight.name, weight.local), self)
+
+    # -- arguments -----------------------------------------------------------------------------------------------
+
+    def _weight(self, value: Any) -> Weight | None:
+        if isinstance(value, _Alias):
+            return value.weight
+        if self._known is None:
+            self._known = {id(weight.local): weight for weight in self._weights()}
+        weight = self._known.get(id(value))
+        return weight if weight is not None and weight.local is value else None
+
+    def _weights(self) -> Iterator[Weight]:
+        for name, tensor, absent in self._division.divided_tensors():
+            yield Weight(name, tensor, absent)
+            for optimizer in self._optimizers:
+                for value in optimizer.state[tensor].values() if tensor in optimizer.state else ():
+                    if isinstance(value, Tensor) and value.shape == tensor.shape and value.dim():
+                        yield Weight(name, value, moment=True)
+
+    def _has_divided(self, values: Iterable[Any]) -> bool:
+        return any(
+            self._has_divided(value.values() if isinstance(value, dict) else value)
+            if isinstance(value, (list, tuple, dict))
+            else isinstance(value, Tensor) and self._weight(value) is not None
+            for value in values
+        )
+
+
+_PAUSES: Final[list[None]] = []
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Context of fabricx's code that a hook calls, which works with the parts."""
+    _PAUSES.append(None)
+    try:
+        yield
+    finally:
+        _PAUSES.pop()
+
+
+def _local(value: Any) -> Tensor:
+    """Return the part of an argument, as an ordinary tensor or a parameter."""
+    return value.local if isinstance(value, _Alias) else value  # type: ignore[no-any-return]
+
+
+def _plain(values: Iterable[Any], weight: Weight) -> bool:
+    """Return whether further arguments are equal for all elements of a weight."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return not tensors or (all(value.dim() == 0 for value in tensors) and not hasattr(weight.local, "full_tensor"))
+
+
+def _is_one_of(result: Any, values: Sequence[Any]) -> bool:
+    return any(result is value for value in values)
+
+
+def _as_views(result: Any, gathered: Sequence[Gathered]) -> Any:
+    """Return a result whose tensors and arrays that share memory with a copy are views of the weight."""
+    memory = {copy.whole.untyped_storage().data_ptr(): copy for copy in gathered if copy.whole.numel()}
+
+    def as_view(value: Any) -> Any:
+        if hasattr(value, "setflags") and hasattr(value, "__array_interface__"):
+            value.setflags(write=False)  # changes of an array would not reach the weight
+        if not isinstance(value, Tensor) or value.layout is not torch.strided:
+            return value
+        copy = memory.get(value.untyped_storage().data_ptr())
+        if copy is None:
+            return value
+        view = value.as_subclass(_View)
+        view.gathered = copy
+        return view
+
+    return tree_map(as_view, result)
+
+
+def _of_rank_zero() -> bool:
+    """Return whether a function decorated with `rank_zero_only` is running."""
+    frame: Any = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") != _RANK_ZERO:
+        frame = frame.f_back
+    return frame is not None
