@@ -228,7 +228,7 @@ class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
                 fragment.set(self.data_ranks.all_reduce(local.clone()).div_(self.data_ranks.size))
                 fragment.local = local, fragment.flat()
         if self.data_ranks.size > 1:
-            self._statistics.join(self.data_ranks)
+            self._statistics.join(self.data_ranks, copies)
         super().synchronize(copies, ends=ends)
 
     def _restore_local(self, *, ends_round: bool = False) -> None:

@@ -14,6 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fabricx.distributed.world import World
 
+_Buffers = tuple[Tensor, Tensor, Tensor]  # running mean and variance, and the number of batches
+
 
 @dataclass(frozen=True)
 class Share:
@@ -85,6 +87,14 @@ def _concentration(batches: int, momentum: float | None) -> float:
     return float(momentum**2 * (1.0 - rest ** (2 * batches)) / (1.0 - rest**2) / (1.0 - rest**batches) ** 2)
 
 
+def _of_layer(name: str, buffers: Mapping[str, Tensor]) -> _Buffers | None:
+    names = [f"{name}.{own}".removeprefix(".") for own in ("running_mean", "running_var", "num_batches_tracked")]
+    if any(own not in buffers for own in names):  # not saved
+        return None
+    mean, variance, tracked = (buffers[own] for own in names)
+    return mean, variance, tracked
+
+
 @final
 class JointStatistics:
     """Running statistics of the batch normalisations of a module, which ranks join.
@@ -119,24 +129,44 @@ class JointStatistics:
             for name, layer in self._layers.items()
         }
 
-    def join(self, world: World) -> None:
+    def join(self, world: World, copies: Mapping[str, Tensor] | None = None) -> None:
         """Replace the statistics of all ranks by the joint statistics; collective.
 
         Args:
             world: the ranks.
+            copies: earlier statistics, by names of buffers of the module, which are joined, too.
         """
-        if self._layers:
-            self._set(world.gather_objects(self.state_dict()))
+        if not self._layers:
+            return
+        earlier = {name: found for name in self._layers if (found := _of_layer(name, copies or {})) is not None}
+        if earlier:
+            self._write(earlier, world.gather_objects(self._state(earlier)))
+        self._set(world.gather_objects(self.state_dict()))
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's statistics and their start."""
+        return self._state(self._live())
+
+    def _live(self) -> dict[str, _Buffers]:
         return {
-            name: {
-                "start": list(self._start[name]), "elements": self._elements[name],
-                "now": [layer.running_mean.cpu(), layer.running_var.cpu(), int(layer.num_batches_tracked)],
-            }
+            name: (layer.running_mean, layer.running_var, layer.num_batches_tracked)
             for name, layer in self._layers.items()
-        }  # fmt: skip
+        }
+
+    def _state(self, buffers: Mapping[str, _Buffers]) -> dict[str, Any]:
+        state = {}
+        for name, (mean, variance, tracked) in buffers.items():
+            start = self._start[name]
+            batches, counted = int(tracked) - start[2], int(self._layers[name].num_batches_tracked) - start[2]
+            elements = self._elements[name]
+            if batches != counted:  # earlier, with batches of the same size
+                elements = elements * batches // max(1, counted)
+            state[name] = {
+                "start": list(start),
+                "elements": elements,
+                "now": [mean.cpu(), variance.cpu(), int(tracked)],
+            }
+        return state
 
     def load_states(self, states: Sequence[Mapping[str, Any]], *, own: bool) -> None:
         """Restore the statistics of this rank (`own`), or the joint statistics of all former ranks.
@@ -153,20 +183,23 @@ class JointStatistics:
             self._start[name] = mean.clone(), variance.clone(), tracked
             self._elements[name] = state["elements"]
 
-    @torch.no_grad()
     def _set(self, states: Sequence[Mapping[str, Any]]) -> None:
-        for name, layer in self._layers.items():
+        self._write(self._live(), states)
+        self.remember()
+
+    @torch.no_grad()
+    def _write(self, buffers: Mapping[str, _Buffers], states: Sequence[Mapping[str, Any]]) -> None:
+        for name, (running_mean, running_var, num_batches_tracked) in buffers.items():
             mean, variance, before = states[0][name]["start"]
             shares = [
                 Share(own_mean, own_variance, tracked - before, state[name]["elements"])
                 for state in states
                 for own_mean, own_variance, tracked in [state[name]["now"]]
             ]
-            joined = joint((mean.cpu(), variance.cpu()), before, shares, layer.momentum)
-            layer.running_mean.copy_(joined[0])
-            layer.running_var.copy_(joined[1])
-            layer.num_batches_tracked.fill_(max(state[name]["now"][2] for state in states))
-        self.remember()
+            joined = joint((mean.cpu(), variance.cpu()), before, shares, self._layers[name].momentum)
+            running_mean.copy_(joined[0])
+            running_var.copy_(joined[1])
+            num_batches_tracked.fill_(max(state[name]["now"][2] for state in states))
 
     def close(self) -> None:
         """Remove the hooks."""

@@ -98,7 +98,8 @@ def validate_in_fit(session: Session) -> None:
         _call(session, "on_validation_model_zero_grad")
     session.fault_tolerance.keep_point()
     with session.recorder.within(Span.VALIDATION):
-        session.strategy.synchronize()
+        point = session.fault_tolerance.resume_point
+        session.strategy.synchronize(None if point is None else point.buffers)
         if session.serving.weight_pulls is None:
             evaluate(session, Phase.VALIDATE, session.data.val_feeds)
             return

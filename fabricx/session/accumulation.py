@@ -78,8 +78,14 @@ class AccumulationWindow:
         self.mark: LoggedMark | None = None  # before a batch whose gradient may be dropped
         self._weight = self._share = 0.0  # weight of this rank's batches, and their share of the global batch
         self._number = 0  # of the newest microbatch, counted from 1
+        self._closed = True  # whether that is the last of its window
         self._absences: list[tuple[str, str, float]] = []
         self._together = True  # whether all ranks have reached the last backward of this rank
+
+    @property
+    def unfinished(self) -> bool:
+        """Return whether some microbatches of the window are trained, and others are not."""
+        return self._number > 0 and not self._closed
 
     def begin(self, micro: Microbatch) -> None:
         """Begin a microbatch; the first microbatch of a window resets it.
@@ -137,7 +143,7 @@ class AccumulationWindow:
             first: the first backward of the microbatch.
         """
         if first:
-            self._number += 1
+            self._number, self._closed = self._number + 1, micro.closes
             self.taken += micro.portion
         self.loss = None if loss is None else loss.detach()
 
@@ -154,7 +160,7 @@ class AccumulationWindow:
             ValueError: SyncBatchNorm needs a sample of each rank.
         """
         world = self._strategy.world.axis("data")
-        self._number += 1
+        self._number, self._closed = self._number + 1, micro.closes
         if world.size > 1 and synchronised(self._module):  # the other ranks wait for this rank's statistics
             raise ValueError(
                 f"rank {world.rank} {why}, and SyncBatchNorm needs all ranks in each batch; provide a sample for each "

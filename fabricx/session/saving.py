@@ -71,6 +71,12 @@ def _begin_checkpoint(
     began = time.monotonic()
     point = session.fault_tolerance.resume_point or (None if weights_only else session.rank_state())
     buffers = {} if point is None else point.buffers
+    if buffers and not weights_only and session.window.unfinished and session.strategy.traits.checkpoint_averages:
+        session.print(
+            f"{path} is within an accumulation window, and averages the ranks: a run that resumes from it repeats the "
+            "window from the averages, so its weights differ from those of this run. For exact resumption, save after "
+            "the last batch of a window"
+        )
     session.strategy.synchronize(buffers)
     hparams, omitted = storable(session.module.hparams)
     if omitted and session.world.main_rank:

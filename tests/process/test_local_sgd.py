@@ -142,6 +142,7 @@ class Normed(Plain):
     def __init__(self, momentum: float = 0.0) -> None:
         super().__init__(momentum)
         self.norm = nn.BatchNorm1d(6)
+        self.changes: list[float] = []
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.norm(inputs)
@@ -160,6 +161,34 @@ def test_statistics_of_batch_normalisation_are_those_of_one_process(tmp_path: Pa
         assert torch.allclose(found.norm.running_mean, wanted.norm.running_mean, rtol=0.0, atol=close)
         assert torch.allclose(found.norm.running_var, wanted.norm.running_var, rtol=close)
         assert int(found.norm.num_batches_tracked) == int(wanted.norm.num_batches_tracked) == 8
+
+
+class SavesWithin(fx.Callback):
+    """Saves after the first batch of a window and after its last."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.current_epoch == 0 and batch_idx in (1, 2):
+            before = module.norm.running_mean.clone()
+            trainer.save_checkpoint(self.folder / f"{batch_idx}")
+            module.changes.append(float((module.norm.running_mean - before).abs().max()))
+
+
+def test_a_checkpoint_within_a_window_has_the_joint_statistics_of_its_begin_and_says_that_it_is_not_exact(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    module, _ = train(
+        LocalSGD(every=3), module=Normed(), callbacks=[SavesWithin(tmp_path)], accumulate_grad_batches=2, max_epochs=1
+    )
+    first, within = (checkpoint.load(tmp_path / name)["strategy"]["module"] for name in ("1", "2"))
+    assert min(module.changes) > 0.0  # the ranks' own statistics differ
+    assert torch.equal(within["norm.running_mean"], first["norm.running_mean"])  # a resumed run repeats the window
+    assert int(within["norm.num_batches_tracked"]) == int(first["norm.num_batches_tracked"]) == 2
+    said = capfd.readouterr().out
+    assert "2 is within an accumulation window" in said
+    assert "1 is within an accumulation window" not in said
 
 
 class Skips(Plain):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from fabricx.distributed.joint_statistics import JointStatistics, Share, joint
+from fabricx.distributed.world import World
 
 
 def by_hand(start: nn.BatchNorm1d, steps: list[list[Tensor]]) -> tuple[Tensor, Tensor]:
@@ -96,6 +98,36 @@ def test_a_rank_that_returns_to_its_state_goes_on_from_the_common_start() -> Non
     statistics.close()
     own(part)
     assert statistics.state_dict()[""]["elements"] == 0
+
+
+class Pair(World):
+    """Two ranks; the other rank has given these answers."""
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value, self.answers.pop(0)]
+
+    answers: ClassVar[list[Any]] = []
+
+
+def test_statistics_of_the_begin_of_a_window_are_joined_as_they_were_then() -> None:
+    torch.manual_seed(1)
+    start = normalised(0.1)
+    own = copy.deepcopy(start)
+    statistics = JointStatistics(own)
+    first, second = torch.randn(2, 2, 5, 3, dtype=torch.float64)
+    own(first[0])
+    kept = {name: buffer.clone() for name, buffer in own.named_buffers()}
+    own(second[0])
+    Pair.answers = [state_of(start, start, [first[1]]), state_of(start, start, [first[1], second[1]])]
+    statistics.join(Pair(), kept)
+    mean, variance = by_hand(start, [[first[0], first[1]]])
+    assert torch.allclose(kept["running_mean"], mean, rtol=1e-12)
+    assert torch.allclose(kept["running_var"], variance, rtol=1e-12)
+    assert int(kept["num_batches_tracked"]) == 2
+    assert torch.allclose(own.running_mean, by_hand(start, [[*first], [*second]])[0], rtol=1e-12)
+    assert int(own.num_batches_tracked) == 3
+    Pair.answers = [statistics.state_dict()]
+    statistics.join(Pair(), {"other": torch.zeros(1)})  # statistics that are not saved have no copies
 
 
 def test_equal_statistics_stay_as_they_are_and_uncounted_elements_weight_by_batches() -> None:
