@@ -164,10 +164,9 @@ class ListFeed(Feed):
         remaining = None if self._limit == float("inf") else _stop(self._length() - first)
         self._ahead, self._over = _NOTHING, False
         if self._restored is None:
-            again = self._began is not None and bool(first or resumes)
-            if not again:
-                self._began = self._random()
-            if not first and not again:
+            if self._began is None or not (first or resumes):
+                self._began, resumes = self._random(), False
+            if not first and not resumes:
                 return itertools.islice(iter(self._source), remaining)
             with random_kept():  # reading again must not change the restored random state of this run
                 RandomState.of(self._began).restore()
