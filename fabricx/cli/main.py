@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _LOG: Final = logging.getLogger(__name__)  # to fabricx.log in the folder of the run
 STAGES = ("fit", "validate", "test", "predict")
-COMMANDS = (*STAGES, "plan", "resume", "scale", "report", "status", "checkpoint", "doctor")
+COMMANDS = (*STAGES, "plan", "simulate", "resume", "scale", "report", "status", "checkpoint", "doctor")
 _SETTINGS: Final = "[GROUP=CHOICE ...] [KEY=VALUE ...]"
 USAGE: Final = {
     "fit": f"""\
@@ -103,6 +103,7 @@ fabricx: training for PyTorch, distributed by a single setting
   fabricx test         test a checkpoint
   fabricx predict      write a checkpoint's predictions to predictions.pt in the run's folder
   fabricx plan         print how a mesh divides the module over the ranks, without training
+  fabricx simulate     predict the step of a transformer on meshes of up to thousands of devices, without any of them
   fabricx resume       continue a stopped run:  fabricx resume runs/... [trainer.max_epochs=20]
   fabricx scale        change the number of workers of a run in progress:  fabricx scale runs/... 3
   fabricx report       report a run as tables and as an HTML page; compare the runs of a sweep's folder
@@ -148,6 +149,10 @@ def main() -> None:
         from fabricx.telemetry.command import main as telemetry_command
 
         raise SystemExit(telemetry_command(command, arguments[1:]))
+    if command == "simulate":
+        from fabricx.cli.simulate import main as simulate_command
+
+        raise SystemExit(simulate_command(arguments[1:]))
     if command == "scale":
         raise SystemExit(_scale(arguments[1:]))
     if command == "resume":

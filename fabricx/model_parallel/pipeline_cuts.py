@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final, Protocol
 
-from fabricx.model_parallel.pipeline_chain import Chain
-from fabricx.model_parallel.pipeline_schedule import simulate
+from fabricx.model_parallel.pipeline_schedule import held, schedule, simulate
+
+if TYPE_CHECKING:
+    from fabricx.model_parallel.pipeline_chain import Chain
 
 Cuts = list[tuple[int, int]]
 STATE: Final = 4  # copies of a weight: itself, its gradient and two moments
@@ -49,17 +52,32 @@ def divide(costs: Sequence[float], chunks: int, joined: Mapping[int, str] | None
         following: dict[int, tuple[float, Cuts]] = {}
         for end in ends:
             options = [
-                (
-                    max(slowest, sums[end] - sums[begin] + costs[0] * (number == 1) + costs[-1] * last),
-                    [*cuts, (begin, end)],
-                )
-                for begin, (slowest, cuts) in best.items()
+                (max(slowest, sums[end] - sums[begin] + costs[0] * (number == 1) + costs[-1] * last), begin)
+                for begin, (slowest, _) in best.items()
                 if begin < end
             ]
             if options:
-                following[end] = min(options, key=lambda option: option[0])
+                slowest, begin = min(options, key=lambda option: option[0])
+                following[end] = slowest, [*best[begin][1], (begin, end)]
         best = following
     return best[len(inner)][1]
+
+
+class Measured(Protocol):
+    """Times, weights and activations of a module: before the blocks, of each block, after the blocks.
+
+    Attributes:
+        costs: relative times.
+        sizes: bytes of the weights.
+        saved: bytes of the activations that a sample stores.
+    """
+
+    @property
+    def costs(self) -> Sequence[float]: ...
+    @property
+    def sizes(self) -> Sequence[float]: ...
+    @property
+    def saved(self) -> Sequence[float]: ...
 
 
 @dataclass(frozen=True)
@@ -70,22 +88,27 @@ class Stage:
         blocks: numbers of the first and last block of each chunk.
         cost: part of the time of a step.
         parameters: bytes of weights.
-        memory: predicted bytes of weights, gradients, two moments and stored activations.
+        activations: predicted bytes of stored activations.
     """
 
     blocks: tuple[tuple[int, int], ...]
     cost: float
-    parameters: int
-    memory: float
+    parameters: float
+    activations: float
+
+    @property
+    def memory(self) -> float:
+        """Return the predicted bytes of weights, gradients, two moments and stored activations."""
+        return STATE * self.parameters + self.activations
 
 
 def stages_of(
-    chain: Chain, cuts: Cuts, stages: int, kind: str, virtual: int, microbatches: int, rows: int
+    chain: Measured, cuts: Cuts, stages: int, kind: str, virtual: int, microbatches: int, rows: int
 ) -> list[Stage]:  # fmt: skip
     """Return the blocks, relative time and predicted memory of each rank of a pipeline.
 
     Args:
-        chain: chain of the module.
+        chain: `Chain` of the module, or a prediction of it.
         cuts: result of `divide`.
         stages: ranks along the pipeline.
         kind: schedule.
@@ -93,19 +116,26 @@ def stages_of(
         microbatches: microbatches of a batch.
         rows: samples of a batch.
     """
-    held = simulate(kind, stages, virtual, microbatches).held
-    total, last, loads = sum(chain.costs) or 1.0, len(chain.blocks) + 1, []
+    total, last, loads = sum(chain.costs) or 1.0, len(chain.costs) - 1, []
     for rank in range(stages):
         chunks = [cuts[chunk * stages + rank] for chunk in range(virtual)]
         places = {block + 1 for begin, end in chunks for block in range(begin, end)}  # places in the lists of the chain
         places |= ({0} if rank == 0 else set()) | ({last} if rank == stages - 1 else set())
-        weights = sum(chain.sizes[position] for position in places)
-        saved = sum(chain.saved[position] for position in places) * rows / microbatches * held[rank] / virtual
-        blocks = tuple((begin, end - 1) for begin, end in chunks)
+        stored = _held(kind, rank, stages, virtual, microbatches)
         loads.append(
-            Stage(blocks, sum(chain.costs[position] for position in places) / total, weights, STATE * weights + saved)
+            Stage(
+                tuple((begin, end - 1) for begin, end in chunks),
+                sum(chain.costs[position] for position in places) / total,
+                sum(chain.sizes[position] for position in places),
+                sum(chain.saved[position] for position in places) * rows / microbatches * stored / virtual,
+            )
         )
     return loads
+
+
+@functools.lru_cache(4096)
+def _held(kind: str, rank: int, stages: int, virtual: int, microbatches: int) -> int:
+    return held(schedule(kind, rank, stages, virtual, microbatches))
 
 
 def describe(
@@ -116,7 +146,7 @@ def describe(
     Args:
         chain, cuts, stages, kind, virtual, microbatches, rows: see `stages_of`.
     """
-    idle = simulate(kind, stages, virtual, microbatches, costs=_times(chain, cuts)).idle
+    idle = simulate(kind, stages, virtual, microbatches, costs=times_of(chain, cuts)).idle
     name = f"interleaved {kind}" if virtual > 1 else kind
     yield f"pipeline: {stages} stages, {name}, {microbatches} microbatches, predicted idle time {idle:.0%}"
     for rank, stage in enumerate(stages_of(chain, cuts, stages, kind, virtual, microbatches, rows)):
@@ -131,8 +161,13 @@ def describe(
     yield from (f"  note: {note}" for note in chain.notes)
 
 
-def _times(chain: Chain, cuts: Cuts) -> list[float]:
-    """Return the time of each chunk."""
+def times_of(chain: Measured, cuts: Cuts) -> list[float]:
+    """Return the time of each chunk; equal times if one is 0.
+
+    Args:
+        chain: see `stages_of`.
+        cuts: result of `divide`.
+    """
     times = [sum(chain.costs[begin + 1 : end + 1]) for begin, end in cuts]
     times[0] += chain.costs[0]
     times[-1] += chain.costs[-1]

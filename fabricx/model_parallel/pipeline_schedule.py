@@ -148,16 +148,35 @@ def simulate(
     Raises:
         RuntimeError: the ranks wait for each other.
     """
+    lists = [schedule(kind, rank, stages, virtual, microbatches) for rank in range(stages)]
+    times = (forward, input_gradient, weight_gradient)
+    return replay(lists, virtual, times=times, costs=costs, transfer=transfer)
+
+
+def replay(
+    lists: Sequence[Sequence[Action]], virtual: int, *, times: tuple[float, float, float] = (1.0, 1.0, 1.0),
+    costs: Sequence[float] = (), transfer: float = 0.0,
+) -> Simulation:  # fmt: skip
+    """Simulate ranks that compute given actions in their order.
+
+    Args:
+        lists: actions by rank, of a schedule or as a run has recorded them.
+        virtual: chunks of each rank.
+        times: durations of forward, input gradient and weight gradient of a microbatch on a whole rank.
+        costs: relative times of the chunks of the pipeline; equal if empty.
+        transfer: time of a message between two stages.
+
+    Raises:
+        RuntimeError: the ranks wait for each other.
+    """
+    stages = len(lists)
     chunks = stages * virtual
     weights = [cost * chunks / sum(costs) for cost in costs] or [1.0] * chunks
     duration: dict[Kind, float] = {
-        "forward": forward, "backward": input_gradient + weight_gradient, "input_gradient": input_gradient,
-        "weight_gradient": weight_gradient,
+        "forward": times[0], "backward": times[1] + times[2], "input_gradient": times[1], "weight_gradient": times[2],
     }  # fmt: skip
-    lists = [schedule(kind, rank, stages, virtual, microbatches) for rank in range(stages)]
     done: dict[tuple[str, int, int], float] = {}
-    clock, held, most, position = [0.0] * stages, [0] * stages, [0] * stages, [0] * stages
-    busy = 0.0
+    clock, position, busy = [0.0] * stages, [0] * stages, 0.0
     while any(position[rank] < len(lists[rank]) for rank in range(stages)):
         moved = False
         for rank in range(stages):
@@ -171,15 +190,27 @@ def simulate(
                 busy += spent
                 clock[rank] = max(clock[rank], ready) + spent
                 done[_direction(action.kind), chunk, action.microbatch] = clock[rank]
-                held[rank] += {"forward": 1, "input_gradient": 0}.get(action.kind, -1)
-                most[rank] = max(most[rank], held[rank])
                 position[rank] += 1
                 moved = True
         if not moved:
-            raise RuntimeError(
-                f"{kind} with {stages} stages, {virtual} chunks and {microbatches} microbatches: deadlock"
-            )
-    return Simulation(1.0 - busy / stages / max(clock), tuple(most), max(clock))
+            raise RuntimeError(f"a schedule with {stages} stages and {virtual} chunks of each is a deadlock")
+    return Simulation(1.0 - busy / stages / max(clock), tuple(held(actions) for actions in lists), max(clock))
+
+
+def held(actions: Sequence[Action]) -> int:
+    """Return the largest number of pairs (chunk, microbatch) whose activations a rank stores at a time.
+
+    Args:
+        actions: actions of the rank.
+
+    >>> held(schedule("1f1b", 0, 4, 1, 8))
+    4
+    """
+    stored = most = 0
+    for action in actions:
+        stored += {"forward": 1, "input_gradient": 0}.get(action.kind, -1)
+        most = max(most, stored)
+    return most
 
 
 def _direction(kind: Kind) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from fabricx.model_parallel.traffic import boundary_elements
 from fabricx.testing import run_ranks
 from tests.process.stages import LENGTH, STEPS, WIDTH, WORDS, Language, alone, batches, compare, make, staged
 
@@ -39,9 +40,9 @@ def test_stages_train_what_one_process_trains(ranks: int) -> None:
     for number, (model, options, rows) in enumerate(cases_of(ranks)):
         found = [rank[number] for rank in by_rank]
         compare(found, alone(make(Language, **model), batches(rows)))
-        # Traffic: an activation and a gradient for each boundary, 2 (p v - 1) B T C, and the tied weights.
+        # Traffic: an activation and a gradient for each boundary, and the tied weights.
         chunks = ranks * options.get("virtual", 1)
-        theory = 2 * (chunks - 1) * rows * LENGTH * WIDTH * 8
+        theory = boundary_elements(chunks, rows * LENGTH * WIDTH) * 8
         theory += 2 * WORDS * WIDTH * 8 if model.get("tied") else 0
         assert theory <= found[0]["sent"] / STEPS <= 1.02 * theory + 2000 * chunks / STEPS
         # A stage stores its own weights, and has optimizer states for these only.

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from fabricx.model_parallel.pipeline_schedule import SCHEDULES, Action, check_schedule, schedule, simulate
+from fabricx.model_parallel.pipeline_schedule import SCHEDULES, Action, check_schedule, replay, schedule, simulate
 
 CASES = [
     (kind, stages, virtual, microbatches)
@@ -94,3 +94,10 @@ def test_options_that_do_not_fit_are_refused(arguments, message):
 def test_an_unknown_schedule_names_the_known_ones():
     with pytest.raises((ValueError, LookupError), match="1f1b"):
         check_schedule("1f1", 2, 1, 4)
+
+
+def test_actions_that_a_run_has_recorded_are_simulated_like_a_schedule():
+    lists = [schedule("1f1b", rank, 4, 1, 8) for rank in range(4)]
+    assert replay(lists, 1) == simulate("1f1b", 4, 1, 8)
+    with pytest.raises(RuntimeError, match="deadlock"):
+        replay([lists[0], lists[1][::-1], *lists[2:]], 1)

@@ -1,0 +1,137 @@
+"""What a step of a mesh sends, stores and waits for is what the cost model predicts, by counts; see docs/scaling.md."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
+
+import fabricx as fx
+from fabricx.model_parallel.cost import HALF, predicted_parts, sent_bytes
+from fabricx.model_parallel.dimensions import Cluster, Layout
+from fabricx.model_parallel.pipeline_cuts import STATE, stages_of
+from fabricx.model_parallel.pipeline_schedule import replay
+from fabricx.model_parallel.traffic import Exchange, data_exchange
+from fabricx.strategies import Mesh
+from fabricx.testing import QUIET, run_ranks
+from tests.process.llama import MODEL, Llama
+
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
+ROWS, BYTES = 4, 4  # samples of a data rank; bytes of an element in these runs
+MOST = 1.02  # of theory: batches are compared over ranks, and the use of parameters
+VOCABULARY = {"embed": "vocab", "head": "head"}
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the bytes of collectives: inputs of reductions, outputs of gathers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = {"reduced": 0, "gathered": 0, "scattered": 0}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = func.__name__
+            kinds = {
+                "reduce_scatter": "scattered",
+                "allreduce": "reduced",
+                "all_reduce": "reduced",
+                "gather": "gathered",
+            }
+            kind = next((kind for part, kind in kinds.items() if part in name), None)
+            if kind is not None:
+                tensors = tree_leaves(args[kind == "scattered"])  # of c10d: outputs are the first arguments
+                self.found[kind] += sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+        return output
+
+
+class Counts(fx.Callback):
+    """Counts the second step, in which shapes were announced and optimizer states exist."""
+
+    def __init__(self) -> None:
+        self.collectives, self.actions, self.before = Collectives(), [], 0  # type: ignore[var-annotated]
+        self.found: dict[str, Any] = {}
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            if (pipeline := trainer.strategy._pipeline) is not None:
+                expect, self.before = pipeline._expect, pipeline.transfers.sent_bytes
+                pipeline._expect = lambda passes, now, then: self.actions.append(now) or expect(passes, now, then)
+            self.collectives.__enter__()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            self.collectives.__exit__(None, None, None)
+            self.found |= {"exchanged": self.collectives.found, "stored": stored(module, trainer.optimizers[0])}
+            if (pipeline := trainer.strategy._pipeline) is not None:
+                sent = pipeline.transfers.sent_bytes - self.before
+                self.found |= {"sent": sent, "cuts": pipeline.cuts, "actions": self.actions}
+
+
+def stored(module: Any, optimizer: Any) -> int:
+    """Return the bytes of weights, gradients and moments."""
+    found = 0
+    for parameter in module.parameters():
+        moments = [value for value in optimizer.state.get(parameter, {}).values() if value.dim()]
+        for tensor in (parameter, parameter.grad, *moments):
+            if tensor is not None:
+                local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+                found += min(local.nbytes, local.untyped_storage().nbytes())  # placeholders have no memory
+    return found
+
+
+def step(strategy: Mesh, recompute: bool) -> dict[str, Any]:
+    counts, ids = Counts(), torch.randint(MODEL.vocabulary, (32, MODEL.sequence))
+    options: dict[str, Any] = {**QUIET, "max_steps": 2}
+    trainer = fx.Trainer(
+        devices=torch.distributed.get_world_size(), strategy=strategy, callbacks=[counts], **options
+    )  # fmt: skip
+    trainer.fit(Llama(recompute), DataLoader(ids, ROWS))  # type: ignore[arg-type]
+    return counts.found
+
+
+CASES: dict[str, tuple[Mesh, Layout]] = {
+    "tensor": (Mesh(tensor=2, plan=VOCABULARY), Layout(tensor=2, recompute=True)),
+    "sequence": (Mesh(tensor=2, plan=VOCABULARY, sequence=True), Layout(tensor=2, sequence=True)),
+    "context": (Mesh(context=2), Layout(context=2)),
+    "fsdp": (Mesh(data="fsdp"), Layout(data=2, sharded=True)),
+    "pipeline": (Mesh(pipeline=2), Layout(data=2, pipeline=2, microbatches=4)),
+    "fsdp x pipeline": (Mesh(pipeline=2, data="fsdp"), Layout(data=2, pipeline=2, sharded=True, microbatches=4)),
+}
+
+
+def near(found: float, theory: float) -> bool:
+    return theory <= found <= MOST * theory
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_sends_stores_and_waits_for_what_the_cost_model_predicts(name: str) -> None:
+    strategy, sizes = CASES[name]
+    layout = replace(sizes, rows=ROWS)
+    ranks = run_ranks(step, layout.devices, strategy, layout.recompute)
+    p, m = layout.pipeline, layout.microbatches
+    # Stages are cut by measured times, so that the cuts of a run differ.
+    cuts = [tuple(cut) for cut in ranks[0].get("cuts", [(0, MODEL.layers)])]
+    stages = stages_of(predicted_parts(MODEL, Cluster(), layout), cuts, p, layout.schedule, 1, m, ROWS)
+    sent = sent_bytes(MODEL, layout, stages)
+    exchanged = [Exchange(**rank["exchanged"]).sent(2) for rank in ranks]  # each axis here has two ranks
+    activations = (sent["tensor"] + sent["context"]) * BYTES / HALF
+    weights = max(stage.parameters for stage in stages) / BYTES
+    data = data_exchange(weights, sharded=layout.sharded, pipelined=p > 1, kept=MODEL.ends(1)).total
+    theory = activations + data.in_bytes(BYTES, BYTES).sent(layout.data * layout.context)
+    assert near(max(exchanged), theory), (max(exchanged), theory)
+    for rank, stage in zip(ranks, [stage for _ in range(layout.devices // p) for stage in stages], strict=True):
+        memory = STATE * stage.parameters / layout.shards
+        assert near(rank["stored"], memory), (rank["stored"], memory)
+    if p > 1:
+        assert sum(rank["sent"] for rank in ranks[:p]) == sent["pipeline"] * p * BYTES / HALF
+        idle = replay([rank["actions"] for rank in ranks[:p]], 1).idle
+        assert idle == pytest.approx((p - 1) / (m + p - 1))  # in slots

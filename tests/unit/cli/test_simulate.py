@@ -1,0 +1,48 @@
+from __future__ import annotations
+
+import pytest
+
+from fabricx.cli.simulate import KEYS, main, simulated
+
+SMALL = ["layers=4", "hidden=64", "heads=4", "kv_heads=2", "ffn=128", "vocabulary=100", "sequence=64", "batch=16"]
+
+
+def test_it_prints_a_table_a_chart_and_traffic(capsys):
+    assert main([*SMALL, "devices=2,4", "mesh.data=fsdp"]) == 0
+    said = capsys.readouterr().out
+    assert "a step of 16 x 64 tokens" in said
+    assert said.count("data 2 (fsdp)") == 1
+    assert "GB that a rank sends in a step" in said
+
+
+def test_settings_change_the_cluster_the_mesh_and_the_units():
+    lines = simulated(
+        [*SMALL, "devices=4", "tflops=100", "between_gb_s=12.5", "node=4", "mesh.pipeline=2", "mesh.tensor=2"]
+    )
+    assert "a device: 100 TFLOP/s" in lines[1]
+    assert "within a node of 4, 12.5 GB/s to other nodes" in lines[2]
+    assert any("data 1 x pipeline 2 x tensor 2" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("laers=3", "Did you mean 'layers'?"),
+        ("layers=0", "layers=0: must be a whole number, 1 or more"),
+        ("devices=8,x", "devices=x: must be a whole number"),
+        ("tflops=fast", "tflops=fast: must be a positive number"),
+        ("mesh.data=all", "mesh.data=all: must be ddp or fsdp"),
+        ("heads=5", "heads have to divide hidden"),
+        ("batch=16", "batch is given twice"),
+    ],
+)
+def test_mistakes_are_errors_that_name_the_remedy(argument, message, capsys):
+    arguments = [a for a in SMALL if a == argument or not a.startswith(argument.partition("=")[0] + "=")]
+    assert main([*arguments, argument]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_the_help_names_the_keys(capsys):
+    assert main(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert all(key in said for key in KEYS)
