@@ -232,7 +232,9 @@ def _report_unused(session: Session, states: Mapping[str, Any]) -> None:
         return
     names = ", ".join(states)
     session.print(f"the checkpoint has the state of {names}, and this run has no such callback: the state is not used")
-    averaging = [key for key, kept in states.items() if isinstance(kept, Mapping) and kept.get("averages")]
+    # With "live", the averages are the checkpoint's weights; other callbacks keep averages beside these.
+    averaged = {key: kept for key, kept in states.items() if isinstance(kept, Mapping) and "live" in kept}
+    averaging = [key for key, kept in averaged.items() if kept.get("averages")]
     if averaging:
         session.warn_once(
             "averaged weights",

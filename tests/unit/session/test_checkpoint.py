@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 import fabricx as fx
-from fabricx.callbacks import EMA, EarlyStopping, ModelCheckpoint
+from fabricx.callbacks import EMA, EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
 from fabricx.core.strategy_parts import HasServers, as_part
 from fabricx.session.checkpoint import _print_global_batch
 from fabricx.strategies import DDP, AsyncSGD, ParameterServer
@@ -347,3 +347,17 @@ def test_resuming_from_averaged_weights_without_their_callback_is_a_warning(own_
     first.save_checkpoint(own_folder / "a.ckpt")
     with pytest.warns(UserWarning, match="are the averages of EMA, and training continues from these"):
         fx.Trainer(max_epochs=2, **QUIET).fit(TinyModule(), tiny_loader(), ckpt_path=own_folder / "a.ckpt")
+
+
+def test_averages_beside_the_trained_weights_are_no_reason_for_a_warning(
+    own_folder: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    class Saves(fx.Callback):
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            trainer.save_checkpoint(own_folder / "a.ckpt")
+
+    averaging = StochasticWeightAveraging(0.1, swa_epoch_start=0)
+    fx.Trainer(max_epochs=2, callbacks=[averaging, Saves()], **QUIET).fit(TinyModule(), tiny_loader())
+    recwarn.clear()
+    fx.Trainer(max_epochs=3, **QUIET).fit(TinyModule(), tiny_loader(), ckpt_path=own_folder / "a.ckpt")
+    assert [str(found.message) for found in recwarn if "averages" in str(found.message)] == []
