@@ -172,9 +172,7 @@ def main() -> None:
         }
         compare(title, ways, 1.05, rounds)
     sent = tensor_exchange(LAYERS, ROWS * LENGTH * WIDTH).total.in_bytes(4, 4).sent(2)
-    print(
-        f"\na rank sends {sent / 2**20:.1f} MiB in a step along tensor=2, as tests/process/test_mesh_theory.py counts"
-    )
+    print(f"\na rank sends {sent / 2**20:.1f} MiB in a step along tensor=2, by formula")
 
 
 if __name__ == "__main__":

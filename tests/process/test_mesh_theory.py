@@ -54,26 +54,38 @@ class Collectives(TorchDispatchMode):
 
 
 class Counts(fx.Callback):
-    """Counts the second step, in which shapes were announced and optimizer states exist."""
+    """Counts the second step, in which shapes were announced and optimizer states exist; outside of hooks."""
 
     def __init__(self) -> None:
-        self.collectives, self.actions, self.before = Collectives(), [], 0  # type: ignore[var-annotated]
         self.found: dict[str, Any] = {}
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            if (pipeline := trainer.strategy._pipeline) is not None:
-                expect, self.before = pipeline._expect, pipeline.transfers.sent_bytes
-                pipeline._expect = lambda passes, now, then: self.actions.append(now) or expect(passes, now, then)
-            self.collectives.__enter__()
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        strategy, calls = trainer.strategy, []
+        compute, update = strategy.forward_backward, strategy.optimizer_step
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 1:
-            self.collectives.__exit__(None, None, None)
-            self.found |= {"exchanged": self.collectives.found, "stored": stored(module, trainer.optimizers[0])}
-            if (pipeline := trainer.strategy._pipeline) is not None:
-                sent = pipeline.transfers.sent_bytes - self.before
-                self.found |= {"sent": sent, "cuts": pipeline.cuts, "actions": self.actions}
+        def counted(*args: Any) -> Any:
+            calls.append(0)
+            if len(calls) != 2:
+                return compute(*args)
+            pipeline, actions, before = strategy._pipeline, [], 0
+            if pipeline is not None:
+                expect, before = pipeline._expect, pipeline.transfers.sent_bytes
+                pipeline._expect = lambda passes, now, then: actions.append(now) or expect(passes, now, then)
+            with Collectives() as collectives:
+                outputs = compute(*args)
+            self.found["exchanged"] = collectives.found
+            if pipeline is not None:
+                sent = pipeline.transfers.sent_bytes - before
+                self.found |= {"sent": sent, "cuts": pipeline.cuts, "actions": actions}
+            return outputs
+
+        def updated(optimizer: Any, *args: Any) -> Any:
+            result = update(optimizer, *args)
+            with strategy._hidden.shown():
+                self.found["stored"] = stored(module, optimizer)
+            return result
+
+        strategy.forward_backward, strategy.optimizer_step = counted, updated
 
 
 def stored(module: Any, optimizer: Any) -> int:
