@@ -390,8 +390,7 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
             return as_part(self.data_strategy, HidesGradients).gradient_norm(optimizers)
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
         with self._shown():
-            known = [p for group in groups for p in group["params"] if p.grad is not None]
-            return self._divider.norm([p for p in known if not p.grad.is_sparse])
+            return self._divider.norm([p for group in groups for p in group["params"]])
 
     def nonfinite_gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         with self._shown():

@@ -386,7 +386,8 @@ class HidesGradients:
             optimizers: optimizers of the parameters.
         """
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-        gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None and not p.grad.is_sparse]
+        known = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+        gradients = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in known]
         if not gradients:
             return None
         norm: Any = nn.utils.get_total_norm(gradients)

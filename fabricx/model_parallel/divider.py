@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -289,11 +288,11 @@ class Divider:
 
     def _trial_norm(self, parameters: Iterable[Tensor]) -> Tensor:
         """Return the norm of the gradient of this data rank's samples; data ranks may have different samples."""
-        from fabricx.model_parallel.gradient_norm import clip_norm
+        from fabricx.model_parallel.gradient_norm import total_norm
 
         assert self.division is not None
         copies, shares = self.division.copies, self._world.axis("data").size
-        return clip_norm(parameters, math.inf, self._world.axis("model"), lambda parameter: copies(parameter) / shares)
+        return total_norm(parameters, self._world.axis("model"), lambda parameter: copies(parameter) / shares)
 
     def norm(self, parameters: Iterable[Tensor]) -> Tensor:
         """Return the norm of the gradient of all ranks.
@@ -301,10 +300,10 @@ class Divider:
         Args:
             parameters: this rank's parameters, with gradients.
         """
-        from fabricx.model_parallel.gradient_norm import clip_norm
+        from fabricx.model_parallel.gradient_norm import total_norm
 
         assert self.division is not None
-        return clip_norm(parameters, math.inf, self._world, self.division.copies)
+        return total_norm(parameters, self._world, self.division.copies)
 
 
 def _gradients(run: Callable[[], Any]) -> float:

@@ -95,12 +95,17 @@ class Division:
         """Return whether these ranks are stages of a pipeline."""
         return self._pipeline is not None
 
-    def divided_tensors(self) -> Iterator[tuple[str, Tensor, bool]]:
-        """Yield parameters and buffers that not all ranks hold whole: name, part, and whether another stage has it."""
+    def divided_tensors(self, *, also_shared: bool = False) -> Iterator[tuple[str, Tensor, bool]]:
+        """Yield parameters and buffers that not all ranks hold whole: name, part, and whether another stage has it.
+
+        Args:
+            also_shared: yield those that all stages of a pipeline hold, too.
+        """
         sharded = () if self._tensor is None else self._tensor.placements
         absent = self.absent
         for name, tensor in self._named(duplicates=False):
-            if name in sharded or self._source(name) is not None or hasattr(tensor, "full_tensor"):
+            shared = also_shared and self._pipeline is not None
+            if shared or name in sharded or self._source(name) is not None or hasattr(tensor, "full_tensor"):
                 yield name, tensor, name in absent
 
     def _source(self, name: str) -> int | None:

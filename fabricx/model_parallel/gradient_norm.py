@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,15 +30,38 @@ def clip_norm(
         ValueError: a gradient is sparse.
     """
     own = list(parameters)
-    gradients = [(p, _local(p.grad)) for p in own if p.grad is not None]
-    total = torch.zeros((), dtype=torch.float64, device=world.device)
-    for parameter, gradient in gradients:
-        total += gradient.double().square().sum().to(total.device) / copies(parameter)
-    norm = world.all_reduce(total).sqrt()
+    gradients = [_local(p.grad) for p in own if p.grad is not None]
+    norm = _total(own, world, copies)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_; without a wait for the device
-    for _, gradient in gradients:
+    for gradient in gradients:
         gradient.mul_(factor.to(gradient.device, gradient.dtype))
-    dtypes = {parameter.dtype for parameter in own}  # not of gradients: a stage may have none
+    return _as_weights(norm, own)
+
+
+def total_norm(parameters: Iterable[Tensor], world: World, copies: Callable[[Tensor], float]) -> Tensor:
+    """Return the 2-norm of gradients, shape []; each element counts once, also of sparse gradients. One all-reduce.
+
+    Args:
+        parameters: this rank's parameters, with gradients that are complete.
+        world: all ranks that have parts of the model.
+        copies: number of ranks of `world` that have the same elements of a parameter's gradient.
+    """
+    own = list(parameters)
+    return _as_weights(_total(own, world, copies), own)
+
+
+def _total(parameters: Sequence[Tensor], world: World, copies: Callable[[Tensor], float]) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64, device=world.device)
+    for parameter in parameters:
+        if (gradient := parameter.grad) is not None:
+            values = gradient.coalesce().values() if gradient.is_sparse else _local(gradient)
+            total += values.double().square().sum().to(total.device) / copies(parameter)
+    return world.all_reduce(total).sqrt()
+
+
+def _as_weights(norm: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    """Return a norm in the precision of the weights."""
+    dtypes = {parameter.dtype for parameter in parameters}  # not of gradients: a stage may have none
     if len(dtypes) <= 1:
         return norm.to(dtypes.pop()) if dtypes else norm
     return norm.to(torch.get_default_dtype())

@@ -36,8 +36,8 @@ _ONE_RANK = (
     "together. Read it before the function is called, such as by weight.norm() or weight.detach().cpu()"
 )
 STAGES_APART: Final = (
-    "stages of a pipeline call this hook at different moments: read weights in on_before_optimizer_step or "
-    "on_train_batch_end"
+    "stages of a pipeline call this hook at different moments, for each microbatch: use weights in "
+    "on_before_optimizer_step or on_train_batch_end"
 )
 FAILED_APART: Final = (
     "a rank that fails does so alone: other ranks would not join it. Save checkpoints during the run, such as by "
@@ -187,6 +187,8 @@ class HookWeights(TorchFunctionMode):
         if first is not None and (func in PROPERTIES or func in AUTOGRAD or func in ALIASES or func in _set.values()):
             return self._of_parameter(first, func, args, options)
         if first is not None and func in EACH_ELEMENT and _plain((*args[1:], *options.values()), first):
+            if self._apart == STAGES_APART:
+                raise DividedWeight(f"a hook changes {first.name}, and {self._apart}")
             if not first.absent:
                 func(_local(args[0]), *args[1:], **options)
             self._division.changes[first.name] += 1
@@ -302,7 +304,7 @@ class HookWeights(TorchFunctionMode):
         return weight if weight is not None and weight.local is value else None
 
     def _weights(self) -> Iterator[Weight]:
-        for name, tensor, absent in self._division.divided_tensors():
+        for name, tensor, absent in self._division.divided_tensors(also_shared=self._apart == STAGES_APART):
             yield Weight(name, tensor, absent)
             for optimizer in self._optimizers:
                 for value in optimizer.state[tensor].values() if tensor in optimizer.state else ():

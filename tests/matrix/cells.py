@@ -50,7 +50,7 @@ WAYS: dict[str, Callable[[], Strategy]] = {
     "local_sgd-2": lambda: LocalSGD(every=2),
     "reproducible": Reproducible,
 }
-# In chosen cells only, not in lists of pairs and triples.
+# In cells of a single feature and in chosen cells, not in lists of pairs and triples.
 MESH_WAYS: dict[str, Callable[[], Strategy]] = {
     "tensor": lambda: Mesh(tensor=2),
     "pipeline": lambda: Mesh(pipeline=2, microbatches=3),
@@ -368,7 +368,7 @@ def _on_more_ranks(cell: Cell, chance: random.Random, excluded: Callable[[Cell],
 def single_features(ranks: int) -> list[Cell]:
     """Return each strategy with each value of each feature alone: the table of the docs."""
     cells = []
-    for way in WAYS:
+    for way in WAYS | MESH_WAYS:
         place = _completed({"way": way}).ranks
         plain = Cell(way, ranks=place if place == 1 or way == "hsdp" else ranks)
         values = [(name, value) for name, known in FEATURES.items() if name != "ranks" for value in known]

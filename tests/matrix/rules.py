@@ -45,6 +45,7 @@ WITHIN_STEP = {"on_before_zero_grad", "on_before_backward", "on_after_backward",
 DIVIDED = {"ps2-server", "ps2-overlap", "ps2-server-fp16"}
 ELSEWHERE = ("ps", "bounded", "async", "rounds", "local_sgd")  # no rank has the weights of each update
 APART = UNEQUAL_PACE  # ranks go at their own pace
+_MICROBATCHES = 15  # calls of a pipeline until the first update, with those of the trial
 REFUSALS = (
     Refusal(
         lambda c: c.manual and c.way == "ddp-static" and c.ranks > 1,
@@ -198,7 +199,7 @@ REFUSALS = (
         "Servers and averaging support real numbers only. Train `torch.view_as_real` of the parameter.",
     ),
     Refusal(
-        lambda c: c.data == "promised" and c.ranks > 1 and c.loop != "limit",
+        lambda c: c.data == "promised" and c.data_ranks > 1 and c.loop != "limit",
         "ended after 1 batches of this epoch, although its length or limit_train_batches promised more",
         "The lengths of the loaders determine the weight of each batch. "
         "Remove a wrong `__len__`, or set `limit_train_batches` to an existing number.",
@@ -269,10 +270,72 @@ REFUSALS = (
         "Use `ddp` or `fsdp`, or change `requires_grad` only.",
     ),
     Refusal(
+        lambda c: c.manual and c.way in TOGETHER_RANKS,
+        "with manual optimization",
+        "Layers or blocks are divided after a trial of the step, which has no optimizers; a stage has no loss. "
+        "Use automatic optimization, `ddp` or `fsdp`.",
+    ),
+    Refusal(
+        lambda c: c.optimizer == "lbfgs" and c.way in TOGETHER_RANKS,
+        "LBFGS needs all gradients as a single vector|computes the loss again in its step, such as LBFGS",
+        "LBFGS needs all gradients on a rank, and the loss several times. Use AdamW or SGD.",
+        steps=_MICROBATCHES,
+    ),
+    Refusal(
+        lambda c: c.clip == "module" and c.way in TOGETHER_RANKS,
+        "this gradient is divided over ranks",
+        "No rank has the whole gradient. Call `self.clip_gradients`, or set `gradient_clip_val`.",
+        steps=_MICROBATCHES,
+    ),
+    Refusal(
+        lambda c: c.model == "sync-batchnorm" and c.way in TOGETHER_RANKS,
+        "sync_batchnorm with strategy=",
+        "Ranks that compute the same samples would count them several times. Use GroupNorm or LayerNorm.",
+    ),
+    Refusal(
+        lambda c: c.model == "compiled" and c.way in TOGETHER_RANKS,
+        "a compiled module can.t be divided",
+        "A compiled module cannot be divided. Remove `compile`.",
+    ),
+    Refusal(
+        lambda c: c.data == "combined" and c.way in TOGETHER_RANKS,
+        "model parallelism runs the training step",
+        "The trial of the step reads two samples of a single loader. Combine the data sets, or use `ddp`.",
+    ),
+    Refusal(
+        lambda c: c.model == "shared" and c.way == "pipeline",
+        "finds no chain of blocks",
+        "A stage of a pipeline computes each of its blocks once. Name other blocks by `blocks`.",
+        steps=_MICROBATCHES,
+    ),
+    Refusal(
+        lambda c: c.model == "sparse" and c.way == "pipeline",
+        "sums no sparse gradients",
+        "Stages sum dense gradients only. Use `sparse=False`, or `ddp`.",
+    ),
+    Refusal(
+        lambda c: c.change == "on_after_backward" and c.way == "pipeline",
+        "call this hook at different moments",
+        "Stages call this hook for each microbatch, while others are being computed. "
+        "Change weights in `on_before_optimizer_step`.",
+        steps=_MICROBATCHES,
+    ),
+    Refusal(
+        lambda c: c.data == "weighted" and c.way == "pipeline",
+        "batch_weight with a pipeline",
+        "A microbatch is weighted by its samples. Return a loss that is the mean over samples.",
+    ),
+    Refusal(
+        lambda c: c.loop == "no-loss" and c.way == "pipeline",
+        "returned None after it has called the model",
+        "Other stages have computed the batch already. Return None before the model is called, or a loss of zero.",
+        steps=24,  # a batch without a loss comes later
+    ),
+    Refusal(
         lambda c: c.save in WITHIN_STEP,
         "a training step is running",
         "Weights, random states and data position are inconsistent within a step. Save in `on_train_batch_end`.",
-        steps=12,  # reproducible computes a global batch in as many parts
+        steps=_MICROBATCHES,  # reproducible computes a global batch in 12 parts
     ),
 )  # fmt: skip
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import HashStore
 
 from fabricx.distributed.world import World
+from fabricx.errors import RanksApart
+from fabricx.model_parallel import division as divisions
 from fabricx.model_parallel import placeholders
 from fabricx.model_parallel.division import Division
 
@@ -97,3 +101,36 @@ def test_divided_parameters_are_sharded_ones_or_all_of_a_stage() -> None:
     assert [parameter is built["a"].weight for parameter in tensor.divided()] == [True]
     stages = Division(built, world(), None, Stages())  # type: ignore[arg-type]
     assert len(list(stages.divided())) == 3
+
+
+def test_hooks_gather_a_weight_that_all_ranks_read_and_others_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = HashStore()
+    model = World(size=2, store=store)
+    division = Division(module(2), World(size=2, store=store, axes={"model": model}), Halves(), None)  # type: ignore[arg-type]
+    half = torch.ones(2, 1)
+    for number in (1, 2, 3):
+        store.set(model.key(f"hook/0/{number}/1"), "a.weight")  # the other rank
+        assert division.whole_weight("a.weight", half).tolist() == [[1.0], [1.0], [11.0], [11.0]]
+    assert not store.check([model.key("hook/0/1/0")])  # which no rank needs any more
+    store.set(model.key("hook/0/4/1"), "b.weight")
+    with pytest.raises(RanksApart, match=r"at the same moment: a\.weight, b\.weight"):
+        division.whole_weight("a.weight", half)
+    monkeypatch.setattr(divisions, "_MEET_S", 0.0)
+    with pytest.raises(RanksApart, match=r"read weights on all ranks, outside of `if trainer.is_global_zero`"):
+        division.whole_weight("a.weight", half)
+
+
+def test_weights_that_not_all_ranks_hold_whole_are_named() -> None:
+    built = module(2)
+    placeholders.release(built, ["b.weight"])
+    stages = Division(built, world(), None, Stages())  # type: ignore[arg-type]
+    found = [(name, absent) for name, _, absent in stages.divided_tensors()]
+    assert found == [("a.weight", False), ("b.weight", True)]  # both stages hold `c`
+    assert [name for name, _, _ in stages.divided_tensors(also_shared=True)] == ["a.weight", "b.weight", "c.weight"]
+    halves = Division(built, World(), Halves(), None)  # type: ignore[arg-type]
+    assert [name for name, _, _ in halves.divided_tensors()] == ["a.weight"]
+    local = torch.zeros(2, 1)
+    halves.write("a.weight", local, torch.arange(4.0).view(4, 1))
+    assert local.tolist() == [[0.0], [1.0]]
+    halves.write("a.weight", local, torch.ones(4, 1), absent=True)
+    assert local.tolist() == [[0.0], [1.0]]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fabricx.distributed.world import World
-from fabricx.model_parallel.gradient_norm import clip_norm, clip_value
+from fabricx.model_parallel.gradient_norm import clip_norm, clip_value, total_norm
 
 
 def with_gradients(*gradients):
@@ -42,6 +42,13 @@ def test_sparse_gradients_are_refused():
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(ValueError, match="sparse"):
         clip_norm(table.parameters(), 1.0, World(), lambda _: 1)
+
+
+def test_the_norm_counts_sparse_gradients():
+    table = nn.Embedding(4, 2, sparse=True)
+    table(torch.tensor([1, 1])).sum().backward()  # a row of [2, 2], twice
+    [parameter, _] = with_gradients(torch.tensor([1.0]))
+    assert total_norm([*table.parameters(), parameter], World(), lambda _: 1) == 3.0
 
 
 def test_the_norm_has_the_precision_of_the_weights_on_a_rank_without_gradients():
