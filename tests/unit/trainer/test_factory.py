@@ -69,7 +69,10 @@ def test_loggers_are_flags_objects_and_lists() -> None:
 
 @pytest.mark.parametrize("wrong", [CSVLogger, FourMethods, "csv", object()])
 def test_what_is_no_logger_is_an_error_that_names_the_methods(wrong: Any) -> None:
-    with pytest.raises(ValueError, match="is not a logger: it needs open, log_metrics, log_hyperparams and close"):
+    with pytest.raises(
+        ValueError,
+        match="with the methods open, log_metrics, log_hyperparams and close",
+    ):
         choose_loggers([wrong])
 
 
