@@ -1,4 +1,4 @@
-"""Hooks see the weights of one process, although each rank has a part of them or those of its stage only."""
+"""Hooks see whole weights, although each rank stores a part of each weight, or only the weights of its stage."""
 
 from __future__ import annotations
 
@@ -49,8 +49,6 @@ _MOMENTS = (
     "strategy=ddp hooks read states of all weights"
 )
 _TIED = "another tensor can't share the memory of {name}, which is divided over ranks: use copy_"
-
-
 _GRADIENTS = (
     "gradients of {name} in a hook: the weight is divided over ranks, and weight.detach() or weight.data has no "
     "gradient here. Compute gradients in training_step"
@@ -63,13 +61,13 @@ class DividedWeight(RuntimeError):
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor of which a rank has a part, or nothing.
+    """A parameter, buffer or optimizer moment that is divided over ranks.
 
     Attributes:
-        name: of the parameter or buffer.
-        local: its part on this rank; or a moment of the optimizer, with this shape.
-        absent: another stage has it.
-        moment: it is a moment of the optimizer.
+        name: name of the parameter or buffer.
+        local: part on this rank; for a moment, the part of the moment.
+        absent: whether only another stage stores the tensor.
+        moment: whether the tensor is a moment of the optimizer.
     """
 
     name: str
@@ -83,10 +81,10 @@ class Gathered:
     """A whole copy of a weight, whose changes are written to the parts of all ranks.
 
     Attributes:
-        weight: of which it is a copy.
-        whole: the copy.
-        weights: of the hook.
-        written: versions of the weight (its changes by torch and by hooks) and of the copy when they were equal.
+        weight: divided weight.
+        whole: copy with all elements.
+        weights: context of the hook.
+        written: versions of the weight (changes by torch, changes by hooks) and of the copy when both were equal.
     """
 
     weight: Weight
@@ -121,7 +119,7 @@ class _Alias(Tensor):
 
     weight: Weight
     weights: HookWeights
-    local: Tensor  # which shares memory with the part of this rank
+    local: Tensor  # shares memory with the part of this rank
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -130,7 +128,7 @@ class _Alias(Tensor):
 
 
 class _View(Tensor):
-    """A view of some elements of a gathered weight; what changes them changes the weight."""
+    """A view of some elements of a gathered weight; changes of the view are written to the weight."""
 
     gathered: Gathered
 
@@ -139,7 +137,7 @@ class _View(Tensor):
         views = [value for value in tree_leaves((args, kwargs)) if isinstance(value, _View)]
         for view in views:
             view.gathered.check()
-        if func == _get["data"]:  # has versions of its own, so that changes would be lost
+        if func == _get["data"]:  # a version counter of its own would hide changes
             func = Tensor.detach
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
@@ -152,13 +150,13 @@ class _View(Tensor):
 class HookWeights(TorchFunctionMode):
     """Context of a hook, in which functions of torch see whole weights; the hook's changes reach the parts.
 
-    Functions that change each element by itself, such as `weight.clamp_(-1, 1)`, are computed with the parts. All
-    others gather the weights that they read, on all ranks of the model: all of them have to call the hook.
+    Elementwise functions in place, such as `weight.clamp_(-1, 1)`, are computed with the parts. Other functions gather
+    the weights that they read, so all ranks of the model have to call the hook.
 
     Args:
-        division: of the module.
-        optimizers: of the module, whose moments are divided like the weights.
-        apart: why ranks call the hook at different moments, so that they can't gather; "" if they call it together.
+        division: division of the module.
+        optimizers: optimizers of the module; their moments are divided like the weights.
+        apart: reason why ranks call the hook at different moments, and can't gather; "" if all call it together.
     """
 
     def __init__(self, division: Division, optimizers: Sequence[Optimizer] = (), *, apart: str = "") -> None:
@@ -170,12 +168,12 @@ class HookWeights(TorchFunctionMode):
         return func(*args, **(kwargs or {})) if _PAUSES else self.call(func, args, kwargs or {})
 
     def call(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
-        """Apply a function of torch to arguments of which some are divided weights.
+        """Apply a function of torch whose arguments include divided weights.
 
         Args:
             func: function of torch.
-            args: its arguments.
-            options: its named arguments.
+            args: positional arguments.
+            options: named arguments.
 
         Raises:
             DividedWeight: the function has no result of one process here.
@@ -199,8 +197,8 @@ class HookWeights(TorchFunctionMode):
         """Change this rank's part of a weight.
 
         Args:
-            weight: to change.
-            whole: its new elements, on all ranks.
+            weight: weight to change.
+            whole: new elements, equal on all ranks.
         """
         self._division.write(weight.name, weight.local, whole, absent=weight.absent)
         self._division.changes[weight.name] += 1
@@ -209,14 +207,14 @@ class HookWeights(TorchFunctionMode):
         """Return numbers that differ after each change of a weight.
 
         Args:
-            weight: of the hook's module.
+            weight: weight of the hook's module.
         """
         return weight.local._version, self._division.changes[weight.name]
 
     # -- functions -----------------------------------------------------------------------------------------------
 
     def _of_parameter(self, weight: Weight, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
-        """Return properties, gradients and aliases, which need no elements of other ranks."""
+        """Return a property, gradient or alias, without elements of other ranks."""
         if func in SIZES:
             return func(self._division.empty(weight.name, weight.local), *args[1:], **options)
         if func in ALIASES:
@@ -257,7 +255,7 @@ class HookWeights(TorchFunctionMode):
             parameter.grad = self._division.part_of(weight.name, weight.local, value.detach())
 
     def _of_whole(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
-        """Apply a function to gathered weights, and write what it changes."""
+        """Apply a function to gathered weights, and write its changes to the parts."""
         if func == _set["data"]:
             raise DividedWeight(_TIED.format(name=next(w.name for w in map(self._weight, args) if w is not None)))
         gathered: dict[int, tuple[Any, Gathered]] = {}
@@ -282,7 +280,7 @@ class HookWeights(TorchFunctionMode):
         """Return the whole weight; all ranks of the model call it.
 
         Raises:
-            DividedWeight: the other ranks would not call it.
+            DividedWeight: the other ranks would not gather the weight.
         """
         if self._apart:
             raise DividedWeight(f"a hook reads {weight.name}, which is divided over ranks, and {self._apart}")
