@@ -17,7 +17,7 @@ from fabricx.distributed.world import World
 from tests.matrix.cells import BOUNDED, SERVERS_STEP, TOGETHER_RANKS, UNEQUAL_PACE, Cell
 from tests.matrix.fits import Found, fit, needs_own_oracle, reference_of
 from tests.matrix.module import make_module
-from tests.matrix.rules import refusal, refusals, tolerance
+from tests.matrix.rules import TRIAL_STEPS, refusal, refusals, tolerance
 
 # What gloo, and a client of servers, say where another rank has raised an error.
 _PEER_GONE = r"Connection (closed|reset) by peer|ServerLost: server \d+ has ended"
@@ -47,7 +47,8 @@ def problems(cell: Cell, found: Sequence[Found], oracle: Found) -> list[str]:
     expected = refusal(cell)
     if expected is not None:
         says = "|".join(one.says for one in refusals(cell))  # any of them may be seen first
-        return list(_refused_wrongly(found, says, expected.steps))
+        trial = TRIAL_STEPS if cell.way in TOGETHER_RANKS else 0
+        return list(_refused_wrongly(found, says, max(expected.steps, trial)))
     if oracle.error:
         return [f"the oracle failed: {oracle.error}"]
     failed = [f"rank {rank}: {one.error}" for rank, one in enumerate(found) if one.error]

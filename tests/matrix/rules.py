@@ -45,6 +45,7 @@ WITHIN_STEP = {"on_before_zero_grad", "on_before_backward", "on_after_backward",
 DIVIDED = {"ps2-server", "ps2-overlap", "ps2-server-fp16"}
 ELSEWHERE = ("ps", "bounded", "async", "rounds", "local_sgd")  # no rank has the weights of each update
 APART = UNEQUAL_PACE  # ranks go at their own pace
+TRIAL_STEPS = 6  # calls of the training step before a mesh divides a module, at most
 _MICROBATCHES = 15  # calls of a pipeline until the first update, with those of the trial
 REFUSALS = (
     Refusal(

@@ -49,7 +49,8 @@ def all_triples() -> Iterator[Cell]:
 def refused() -> list[Cell]:
     """Return a cell of each refusal, for each strategy that has it: the simplest.
 
-    In the short form one strategy is enough for what is seen in training only: ranks have to be started anew after it.
+    In the short form one strategy is enough for what is seen in training only, since ranks have to be started anew
+    after it, and one of the meshes, whose trial takes long.
     """
     found: dict[tuple[int, str], Cell] = {}
     alone = single_features(2)
@@ -60,11 +61,10 @@ def refused() -> list[Cell]:
     ]  # fmt: skip
     pairs = [dataclasses.replace(cell, **more) for cell in alone for more in others]
     for cell in (*alone, *(pair for pair in pairs if exists(pair))):
-        if cell.way in MESH_WAYS and not SOAK:  # some are in MESHES
-            continue
         for number, one in enumerate(REFUSALS):
             if one.matches(cell):
-                found.setdefault((number, cell.way if SOAK or not one.steps else ""), cell)
+                each = SOAK or not (one.steps or cell.way in MESH_WAYS)
+                found.setdefault((number, cell.way if each else ""), cell)
     return list(found.values())
 
 
@@ -186,8 +186,6 @@ MESHES = (
     "pipeline ranks=2 update=several data=uneven log=objects loop=evaluate",
     "tensor ranks=2 model=sparse change=on_train_batch_end",  # the norm of a gradient, and weights in a hook
     "pipeline ranks=2 change=on_train_batch_end",
-    "tensor ranks=2 model=compiled",
-    "pipeline ranks=2 data=weighted",
 )
 
 
