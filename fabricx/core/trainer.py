@@ -22,10 +22,8 @@ class TrainerProtocol(Protocol):
     """Attributes and methods of the trainer that hooks may use; `fabricx.Trainer` documents them and has more."""
 
     strategy: Strategy
-    state: RunState
     callbacks: list[Any]  # of Callback, whose hooks receive this protocol
     loggers: list[Logger]
-    run_dir: Path | None
     configuration: dict[str, Any] | None
     device_ids: list[int]
     num_nodes: int
@@ -45,6 +43,16 @@ class TrainerProtocol(Protocol):
     @property
     def session(self) -> Any:
         """Return the parts of the present run, a `fabricx.session.session.Session`."""
+        ...
+
+    @property
+    def state(self) -> RunState:
+        """Return the position of the run."""
+        ...
+
+    @property
+    def run_dir(self) -> Path | None:
+        """Return the folder of the run."""
         ...
 
     @property

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import secrets
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
-
-import torch
 
 from fabricx.checkpoint.storage import as_path, is_local
 from fabricx.core.callback import recovery_policy_of
@@ -36,8 +33,8 @@ from fabricx.trainer.worker_run import elastic_policy, run_in_workers
 
 if TYPE_CHECKING:
     from fabricx.core.strategy import Strategy
-    from fabricx.fault_tolerance.controller import ElasticPolicy
     from fabricx.trainer.interface import TrainerInterface
+    from fabricx.trainer.result import RunRecords
 
 _USES: Final = {"fit": "continues from", "validate": "validates", "test": "tests", "predict": "predicts with"}
 
@@ -74,25 +71,38 @@ def dispatch(trainer: TrainerInterface, job: Job) -> Any:
 def _run(trainer: TrainerInterface, job: Job) -> Any:
     check_job(job)
     check_callbacks(trainer, job)
-    _begin(trainer, fits=job.stage == "fit")
-    servers = as_part(trainer.strategy, HasServers).servers
+    strategy, callbacks, records, fits = trainer.strategy, trainer.callbacks, trainer.records, job.stage == "fit"
+    records.begin(fits=fits)
+    servers = as_part(strategy, HasServers).servers
     if (launched := cluster_run.launched_server(servers)) is not None:
         server = trainer.serve_as(World(rank=launched.rank, local_rank=launched.local_rank, job=next_job()))
-        cluster_run.serve_launch(trainer.strategy, launched, server.job, fits=job.stage == "fit")
+        cluster_run.serve_launch(strategy, launched, server.job, fits=fits)
         return []  # a server has no results
-    here = worlds.current() or cluster_run.join_launch(trainer, trainer.strategy)
+    here = worlds.current() or cluster_run.join_launch(trainer, strategy)
     alone = here is None or (here.size == 1 and not cluster_run.is_launched())
-    needs_workers = alone and _needs_workers(trainer, job)
-    if needs_workers and job.stage == "fit":
+    needs_workers = alone and (len(trainer.device_ids) * trainer.num_nodes > 1 or (fits and servers > 0))
+    if needs_workers and fits:
         check_before_pickling(job.module)
-    if not alone and job.stage == "fit" and servers and not cluster_run.is_launched():
-        _refuse_missing_servers(trainer.strategy, servers)
+    if not alone and fits and servers and not cluster_run.is_launched():
+        _refuse_missing_servers(strategy, servers)
+    writes, main = fits and trainer.writes, here is None or here.main_rank
     with contextlib.ExitStack() as stack:
-        if job.stage == "fit" and here is not None:
-            _continue_launch(trainer, job, here, stack)
-        elastic = elastic_policy(trainer.strategy, trainer.callbacks) if needs_workers and job.stage == "fit" else None
-        _prepare_run_dir(trainer, job, here, elastic, stack)
-        aggregator = _aggregate(trainer, job, here, stack, separate=needs_workers)
+        root = Path(trainer.default_root_dir)
+        if fits and here is not None and (policy := recovery_policy_of(callbacks)) is not None and policy.snapshots:
+            trainer.failure_log.errors = _continue_launch(records, job, here, root, strategy, stack)
+        elastic = elastic_policy(strategy, callbacks) if needs_workers and fits else None
+
+        def lock(run_dir: Path) -> None:
+            if writes and main:
+                stack.enter_context(exclusive_run(run_dir, "" if elastic is None else ELASTIC))
+
+        _prepare_run_dir(records, job, here, root, trainer.checkpoint_callback, lock)
+        aggregator = None
+        if writes and trainer.enable_telemetry:
+            if main:
+                board = any(logger.shows_telemetry for logger in trainer.loggers)
+                aggregator = _aggregate(records, stack, board=board, separate=needs_workers)
+            decided_by_main_rank(here, lambda: None)  # other ranks continue when the records of the run exist
         if needs_workers:
             return run_in_workers(trainer, job, aggregator, elastic)
         signals = (signal.SIGINT, *termination_signals())
@@ -101,27 +111,9 @@ def _run(trainer: TrainerInterface, job: Job) -> Any:
             here = World(device=device_of(trainer.device_ids[0], trainer.accelerator))
             return execute(trainer, job, here).results
         results = execute(trainer, job, here).results
-        if trainer.strategy.traits.lockstep:  # else ranks end independently of each other
+        if strategy.traits.lockstep:  # else ranks end independently of each other
             trainer.world.await_departure()  # the script may exit now, and no supervisor keeps this process alive
         return results
-
-
-def _begin(trainer: TrainerInterface, *, fits: bool) -> None:
-    """Reset the records of the previous run."""
-    trainer.stop.interrupted = trainer.stop.terminated = False
-    trainer.published.clear()
-    if fits:
-        trainer.stop.requested = trainer.stop.agreed = False
-        trainer.stop.boundary = 0
-        trainer.state.run = secrets.token_hex(8)  # a checkpoint records the run that saved it
-    # The seed is reproducible if the caller has seeded torch.
-    trainer.state.seed = trainer.state.seed or torch.initial_seed() % 2**62
-
-
-def _needs_workers(trainer: TrainerInterface, job: Job) -> bool:
-    """Return whether a job outside of a launch needs worker processes."""
-    serves = job.stage == "fit" and as_part(trainer.strategy, HasServers).servers > 0
-    return len(trainer.device_ids) * trainer.num_nodes > 1 or serves
 
 
 def _refuse_missing_servers(strategy: Strategy, servers: int) -> None:
@@ -134,35 +126,29 @@ def _refuse_missing_servers(strategy: Strategy, servers: int) -> None:
     )
 
 
-def _continue_launch(trainer: TrainerInterface, job: Job, here: World, stack: contextlib.ExitStack) -> None:
-    """Continue the run that was in progress when torchrun restarted all processes, if a callback recovers runs."""
-    policy, root = recovery_policy_of(trainer.callbacks), Path(trainer.default_root_dir)
-    run = cluster_run.continue_launch(here, root, trainer.run_dir) if policy is not None and policy.snapshots else None
+def _continue_launch(
+    records: RunRecords, job: Job, here: World, root: Path, strategy: Strategy, stack: contextlib.ExitStack
+) -> list[str]:  # fmt: skip
+    """Continue the run that was in progress when torchrun restarted all processes; returns a line for each restart."""
+    run = cluster_run.continue_launch(here, root, records.run_dir)
     if run is None:
-        return
-    trainer.run_dir = run.run_dir
-    trainer.failure_log.errors = ["torchrun has restarted all processes"] * run.restarts
+        return []
+    records.run_dir = run.run_dir
     job.ckpt_path = as_path(run.newest) if run.newest is not None else job.ckpt_path
-    replaced = cluster.has_restarts() and trainer.strategy.traits.lockstep
-    if replaced and not as_part(trainer.strategy, HasServers).servers:
+    replaced = cluster.has_restarts() and strategy.traits.lockstep
+    if replaced and not as_part(strategy, HasServers).servers:
         folder = memory_holder.folder_of(run.number)
         stack.enter_context(cluster_run.memory_checkpoints_held(here, folder))
+    return ["torchrun has restarted all processes"] * run.restarts
 
 
 def _prepare_run_dir(
-    trainer: TrainerInterface, job: Job, here: World | None, elastic: ElasticPolicy | None, stack: contextlib.ExitStack
+    records: RunRecords, job: Job, here: World | None, root: Path, saving: Any, lock: Callable[[Path], None]
 ) -> None:  # fmt: skip
-    """Determine the run's folder, lock it, and resolve the checkpoint to start from."""
-
-    def lock(run_dir: Path) -> None:
-        if job.stage == "fit" and trainer.writes and (here is None or here.main_rank):
-            stack.enter_context(exclusive_run(run_dir, "" if elastic is None else ELASTIC))
+    """Determine the run's folder, lock it, and resolve the checkpoint to start from, which `saving` may know."""
 
     def resolve() -> str | None:
-        path = resolve_checkpoint(
-            job.ckpt_path, trainer.checkpoint_callback, trainer.run_dir, Path(trainer.default_root_dir),
-            trains=job.stage == "fit",
-        )  # fmt: skip
+        path = resolve_checkpoint(job.ckpt_path, saving, records.run_dir, root, trains=job.stage == "fit")
         if path is not None and job.ckpt_path != "best":
             line = f"{_USES[job.stage]} {describe(path)}"
             if sys.stderr.isatty() and len(line) > shutil.get_terminal_size().columns:
@@ -171,40 +157,29 @@ def _prepare_run_dir(
         return None if path is None else str(path)
 
     # An existing folder is locked first, because another process may use it; a new folder needs a valid checkpoint.
-    earlier = trainer.run_dir
+    earlier = records.run_dir
     if earlier is not None:
         lock(earlier)
     resolved = decided_by_main_rank(here, resolve)
     path = None if resolved is None else as_path(resolved)
     # A worker makes the path of a URL, after it has imported the module, which may define the storage.
-    job.ckpt_path = path if path is None or is_local(path) else resolved
-    trainer.note_ckpt_path(job.ckpt_path)
+    records.ckpt_path = job.ckpt_path = path if path is None or is_local(path) else resolved
     if earlier is None:
-        root = Path(trainer.default_root_dir)
-        trainer.run_dir = as_path(decided_by_main_rank(here, lambda: str(trainer.next_run_dir or new_run_dir(root))))
-        lock(trainer.run_dir)
+        chosen = decided_by_main_rank(here, lambda: str(records.next_run_dir or new_run_dir(root)))
+        records.run_dir = as_path(chosen)
+        lock(records.run_dir)
 
 
-def _aggregate(
-    trainer: TrainerInterface, job: Job, here: World | None, stack: contextlib.ExitStack, *, separate: bool
-) -> Aggregator | None:  # fmt: skip
+def _aggregate(records: RunRecords, stack: contextlib.ExitStack, *, board: bool, separate: bool) -> Aggregator:
     """Aggregate the records of all ranks during training, for warnings, TensorBoard and the report."""
-    aggregator = None
-    if job.stage != "fit" or not trainer.writes or not trainer.enable_telemetry:
-        return None
-    assert trainer.run_dir is not None
-    if here is None or here.main_rank:
-        trainer.run_dir.mkdir(parents=True, exist_ok=True)
-        board = any(logger.shows_telemetry for logger in trainer.loggers)
-        with full_disk_costs("the records of this run"):
-            aggregator = Aggregator(trainer.run_dir, board=board, separate=separate)
-            stack.push(functools.partial(_stop_aggregating, trainer, aggregator))
-    decided_by_main_rank(here, lambda: None)  # other ranks continue when the records of the run exist
+    assert records.run_dir is not None
+    records.run_dir.mkdir(parents=True, exist_ok=True)
+    with full_disk_costs("the records of this run"):
+        aggregator = Aggregator(records.run_dir, board=board, separate=separate)
+
+    def stop(kind: Any, error: BaseException | None, traceback: Any) -> None:
+        stopped = records.stop.interrupted or isinstance(error, KeyboardInterrupt)
+        aggregator.close("interrupted" if stopped else "success" if error is None else "failed")
+
+    stack.push(stop)
     return aggregator
-
-
-def _stop_aggregating(
-    trainer: TrainerInterface, aggregator: Aggregator, kind: Any, error: BaseException | None, traceback: Any
-) -> None:
-    stopped = trainer.interrupted or isinstance(error, KeyboardInterrupt)
-    aggregator.close("interrupted" if stopped else "success" if error is None else "failed")

@@ -31,6 +31,7 @@ from fabricx.session.session import Session
 from fabricx.session.status import FailureLog, StopStatus
 from fabricx.trainer.factory import choose_callbacks, choose_loggers, choose_strategy, launched, several_ranks
 from fabricx.trainer.names import TrainerNames
+from fabricx.trainer.result import RunRecords
 from fabricx.trainer.run_dir import new_run_dir
 from fabricx.trainer.sessions import Sessions
 
@@ -43,27 +44,20 @@ if TYPE_CHECKING:
     from fabricx.core.module import Module
     from fabricx.core.optimizers import OptimizerHandle, Schedule
     from fabricx.core.strategy import Strategy
-    from fabricx.telemetry.logs import LogSettings
 
 
 class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
     """The Trainer without the calls that start runs: what hooks and the library use.
 
     Attributes:
-        strategy: method of distributed training, by name, path or object.
+        strategy: method of distributed training.
         callbacks, loggers: of the runs.
-        state: position of the run, which checkpoints save.
+        records: records of the newest run; `state`, `run_dir` and other properties read them.
         module, datamodule: of the newest call; None before.
-        run_dir: folder of the newest run; None before.
-        next_run_dir: folder that the first run will have, once `log_dir` is read before it.
         configuration: configuration by Hydra; None in Python, see `arguments`.
         arguments: arguments that differ from the defaults, as plain data.
         balance: shares of the ranks in each global batch.
-        batches: numbers of batches of the newest run.
-        published: newest values of everything that was logged.
-        stop: requested and agreed stops.
         failure_log: failures from which the run has recovered.
-        log_settings: levels of the loggers of the process that started this worker; None in that process.
     """
 
     former_arguments = FORMER_ARGUMENTS
@@ -92,15 +86,10 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
             self.callbacks.append(plugins.build("callbacks", "timer", duration=self.max_time))
         if isinstance(self.val_check_interval, timedelta):
             self.callbacks.append(plugins.build("callbacks", "validation_interval", interval=self.val_check_interval))
-        self.state = RunState()
+        self.records, self.balance, self.failure_log = RunRecords(), Balance(), FailureLog()
         self.module: Module | None = None
         self.datamodule: DataModule | None = None
-        self.run_dir: Path | None = None
-        self.next_run_dir: Path | None = None
         self.configuration: dict[str, Any] | None = None
-        self.balance, self.batches, self.published = Balance(), BatchCounts(), Published()
-        self.stop, self.failure_log = StopStatus(), FailureLog()
-        self.log_settings: LogSettings | None = None
         self._world = World()  # before a run, and in a server
         self._sessions = Sessions()
 
@@ -133,7 +122,7 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
             loaders: loaders that the caller passed, for training and for evaluation.
             module, datamodule: of the user.
             world: the ranks.
-            strategy: method of distributed training, by name, path or object.
+            strategy: method of distributed training.
             writes: the run writes metrics.
         """
         data = RunData(stage, loaders, module, datamodule, self, strategy, self.state, self.balance, self.batches)
@@ -152,21 +141,45 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         """
         self._sessions.begin(session, fits=fits)
 
-    @property
-    def records_of_run(self) -> dict[str, Any]:
-        """Return the records that remain of a run, by the names of their attributes."""
-        return {name: getattr(self, name) for name in ("state", "stop", "run_dir", "batches", "published")}
-
-    def adopt_run(self, records: Mapping[str, Any], module: Module, datamodule: DataModule | None) -> None:
-        """Adopt the run of worker processes as the newest run of this trainer.
+    def attach(self, module: Module, datamodule: DataModule | None) -> None:
+        """Set the objects of the newest call, whose `trainer` this is.
 
         Args:
-            records: `records_of_run` of the main rank.
-            module, datamodule: of the caller.
+            module, datamodule: of the user.
         """
-        vars(self).update(records)
         self.module, self.datamodule = module, datamodule
         module.trainer = self
+        if datamodule is not None:
+            datamodule.trainer = self
+
+    @property
+    def state(self) -> RunState:
+        """Return the position of the newest run, which checkpoints save."""
+        return self.records.state
+
+    @property
+    def stop(self) -> StopStatus:
+        """Return the requested and agreed stops of the newest run."""
+        return self.records.stop
+
+    @property
+    def batches(self) -> BatchCounts:
+        """Return the numbers of batches of the newest run."""
+        return self.records.batches
+
+    @property
+    def published(self) -> Published:
+        """Return the newest values of everything that was logged."""
+        return self.records.published
+
+    @property
+    def run_dir(self) -> Path | None:
+        """Return the folder of the newest run; None before. Assign a folder for the runs that follow."""
+        return self.records.run_dir
+
+    @run_dir.setter
+    def run_dir(self, folder: Path | None) -> None:
+        self.records.run_dir = folder
 
     @property
     def session(self) -> Session:
@@ -187,12 +200,12 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
     @property
     def current_epoch(self) -> int:
         """Return the number of ended epochs; after a stop, also of the epoch that was stopped."""
-        return self.state.ended_epochs
+        return self.records.state.ended_epochs
 
     @property
     def global_step(self) -> int:
         """Return the number of weight updates; steps of several optimizers in an update count once."""
-        return self.state.step
+        return self.records.state.step
 
     @property
     def should_stop(self) -> bool:
@@ -338,7 +351,7 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         folder = self.logger.log_dir if self.logger is not None else None
         folder = folder or self.run_dir
         if folder is None and not launched():
-            folder = self.next_run_dir = self.next_run_dir or new_run_dir(Path(self.default_root_dir))
+            folder = self.records.next_run_dir = self.records.next_run_dir or new_run_dir(Path(self.default_root_dir))
         return None if folder is None else str(folder)
 
     @property

@@ -11,7 +11,6 @@ import torch
 
 from fabricx.core.precision import stored_dtype
 from fabricx.core.state import Phase
-from fabricx.data.run_data import BatchCounts
 from fabricx.errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -19,8 +18,10 @@ if TYPE_CHECKING:
     from fabricx.core.module import Module
     from fabricx.core.optimizers import Schedule
     from fabricx.core.state import RunState
+    from fabricx.data.run_data import BatchCounts
     from fabricx.distributed.world import World
     from fabricx.session.status import StopStatus
+    from fabricx.trainer.result import RunRecords
     from fabricx.trainer.sessions import Sessions
 
 _LIMITS: Final = ("max_epochs", "min_epochs", "max_steps", "min_steps")
@@ -88,10 +89,8 @@ class TrainerNames:
 
     if TYPE_CHECKING:
         callbacks: list[Callback]
-        state: RunState
+        records: RunRecords
         module: Module | None
-        stop: StopStatus
-        batches: BatchCounts
         device_ids: list[int]
         num_sanity_val_steps: int
         limit_val_batches: int | float
@@ -104,7 +103,15 @@ class TrainerNames:
         @property
         def world(self) -> World: ...
 
-    _ckpt_path: str | Path | None = None  # of the newest run
+        @property
+        def state(self) -> RunState: ...
+
+        @property
+        def stop(self) -> StopStatus: ...
+
+        @property
+        def batches(self) -> BatchCounts: ...
+
     _chosen_ckpt_path: str | Path | None = None  # assigned by the user
 
     @property
@@ -125,19 +132,11 @@ class TrainerNames:
     @property
     def ckpt_path(self) -> str | Path | None:
         """Return the checkpoint that the newest run has loaded; assign a path for all following runs, or None."""
-        return self._ckpt_path if self._chosen_ckpt_path is None else self._chosen_ckpt_path
+        return self.records.ckpt_path if self._chosen_ckpt_path is None else self._chosen_ckpt_path
 
     @ckpt_path.setter
     def ckpt_path(self, path: str | Path | None) -> None:
-        self._chosen_ckpt_path = self._ckpt_path = path
-
-    def note_ckpt_path(self, path: str | Path | None) -> None:
-        """Record the checkpoint that a run loads.
-
-        Args:
-            path: path of the checkpoint; None without.
-        """
-        self._ckpt_path = path
+        self._chosen_ckpt_path = self.records.ckpt_path = path
 
     @property
     def sanity_checking(self) -> bool:

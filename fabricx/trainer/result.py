@@ -1,22 +1,74 @@
-"""The result of a run, transferred from the training process to the caller's objects."""
+"""What remains of a run: the records in the trainer, and results, transferred from a worker to the caller's objects."""
 
 from __future__ import annotations
 
 import inspect
 import io
 import pickle
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fabricx import by_value
+from fabricx.core.state import RunState
+from fabricx.data.run_data import BatchCounts
+from fabricx.metrics.run_metrics import Published
+from fabricx.session.status import StopStatus
 
 if TYPE_CHECKING:
     from fabricx.core.callback import Callback
     from fabricx.core.logger import Logger
     from fabricx.core.module import Module
+
+
+@dataclass
+class RunRecords:
+    """The records of a trainer's newest run, which remain after it.
+
+    Attributes:
+        state: position of the run, which checkpoints save.
+        stop: requested and agreed stops.
+        batches: numbers of batches of the loaders.
+        published: newest values of everything that was logged.
+        run_dir: folder of the run; None before the first run.
+        next_run_dir: folder that the first run will have, once `log_dir` is read before it.
+        ckpt_path: checkpoint that the run has loaded; None without.
+    """
+
+    state: RunState = field(default_factory=RunState)
+    stop: StopStatus = field(default_factory=StopStatus)
+    batches: BatchCounts = field(default_factory=BatchCounts)
+    published: Published = field(default_factory=Published)
+    run_dir: Path | None = None
+    next_run_dir: Path | None = None
+    ckpt_path: str | Path | None = None
+
+    def begin(self, *, fits: bool) -> None:
+        """Reset the records of the previous run.
+
+        Args:
+            fits: the run trains the module.
+        """
+        self.stop.interrupted = self.stop.terminated = False
+        self.published.clear()
+        if fits:
+            self.stop.requested = self.stop.agreed = False
+            self.stop.boundary = 0
+            self.state.run = secrets.token_hex(8)  # a checkpoint records the run that saved it
+        # The seed is reproducible if the caller has seeded torch.
+        self.state.seed = self.state.seed or torch.initial_seed() % 2**62
+
+    def adopt(self, other: RunRecords) -> None:
+        """Adopt the records of a run of worker processes.
+
+        Args:
+            other: records of the main rank.
+        """
+        vars(self).update(vars(other))
 
 
 @dataclass
@@ -26,7 +78,7 @@ class Outcome:
     Attributes:
         results: metrics or outputs of the job.
         weights: the complete state dict of the module, by name.
-        trainer: records of the trainer, which the caller's trainer adopts.
+        records: records of the trainer, which the caller's trainer adopts.
         attributes: attributes of the module.
         modes: whether each submodule is in training mode, by name.
         callbacks: attributes of each callback.
@@ -35,27 +87,27 @@ class Outcome:
 
     results: Any = None
     weights: dict[str, Any] = field(default_factory=dict)
-    trainer: dict[str, Any] = field(default_factory=dict)
+    records: RunRecords = field(default_factory=RunRecords)
     attributes: dict[str, Any] = field(default_factory=dict)
     modes: dict[str, bool] = field(default_factory=dict)
     callbacks: list[dict[str, Any]] = field(default_factory=list)
     loggers: list[dict[str, Any]] = field(default_factory=list)
 
     def portable(
-        self, module: Module, callbacks: Sequence[Callback], loggers: Sequence[Logger], records: dict[str, Any],
+        self, module: Module, callbacks: Sequence[Callback], loggers: Sequence[Logger], records: RunRecords,
         weights: dict[str, Any],
     ) -> Outcome:  # fmt: skip
         """Add the attributes that the caller's objects copy.
 
         Args:
             module, callbacks, loggers: of the run, on the main rank.
-            records: the trainer's records, by the names of its attributes.
+            records: records of the trainer.
             weights: the complete state dict of the module.
 
         Returns:
             this object.
         """
-        self.weights, self.trainer = weights, records
+        self.weights, self.records = weights, records
         self.attributes = picklable_part(
             {k: v for k, v in vars(module).items() if not k.startswith("_") and not inspect.ismethod(v)}
         )

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from fabricx.core.options import TrainerOptions
     from fabricx.core.state import RunState
     from fabricx.core.strategy import Strategy
+    from fabricx.telemetry.logs import LogSettings
     from fabricx.trainer.interface import TrainerInterface
     from fabricx.trainer.run_request import Job
 
@@ -61,13 +62,14 @@ def next_job() -> int:
     return next(_JOBS)
 
 
-def execute(trainer: TrainerInterface, job: Job, world: World) -> Outcome:
+def execute(trainer: TrainerInterface, job: Job, world: World, logs: LogSettings | None = None) -> Outcome:
     """Run a job on this rank, from set-up to teardown.
 
     Args:
-        trainer: this rank's trainer.
+        trainer: this rank's trainer, which hooks receive.
         job: validated.
         world: has joined its process group; a newcomer joins later.
+        logs: levels of the loggers of the process that started this worker; None in that process.
 
     Returns:
         the results of the job, on this rank.
@@ -80,7 +82,10 @@ def execute(trainer: TrainerInterface, job: Job, world: World) -> Outcome:
         raise
     ending: Ending = "failed"
     try:
-        _set_up(trainer, session, job)
+        masked([trainer.configuration, plain(job.module.hparams)])  # registers secrets: logs and errors mask them
+        open_telemetry(session, job.stage, logs)
+        open_loggers(session, job.stage, trainer.arguments)
+        _set_up(session, job)
         results = _work(session, job)()
         _call(session.hooks.teardown, job.stage)
         if session.datamodule is not None:
@@ -174,10 +179,7 @@ def _build(trainer: TrainerInterface, job: Job, world: World) -> Session:
     state.shared_by = shares
     _seed(state, world)
     _backend_flags(trainer)
-    trainer.module, trainer.datamodule = module, datamodule
-    module.trainer = trainer
-    if datamodule is not None:
-        datamodule.trainer = trainer
+    trainer.attach(module, datamodule)
     trainer.callbacks = _with_module_callbacks(trainer.callbacks, module)
     for callback in trainer.callbacks:
         attach(callback, module)
@@ -191,11 +193,8 @@ def _build(trainer: TrainerInterface, job: Job, world: World) -> Session:
     return session
 
 
-def _set_up(trainer: TrainerInterface, session: Session, job: Job) -> None:
+def _set_up(session: Session, job: Job) -> None:
     """Set up a run from its first hook on, in the order of `core/hooks.md`."""
-    masked([trainer.configuration, plain(session.module.hparams)])  # registers secrets: logs and errors mask them
-    open_telemetry(session, job.stage, trainer.log_settings)
-    open_loggers(session, job.stage, trainer.arguments)
     for owner in (session.datamodule, session.module):
         if owner is not None and not session.world.newcomer and _prepares(owner, session.world):
             owner.prepare_data()

@@ -23,12 +23,11 @@ from fabricx.data.own_state import (
     set_generators,
     states_of_generators,
 )
-from fabricx.data.run_data import BatchCounts
 from fabricx.errors import WorkerFailed, did_you_mean
 from fabricx.lightning import adapt_data, adapt_module
-from fabricx.metrics.run_metrics import Published
-from fabricx.session.status import FailureLog, StopStatus
+from fabricx.session.status import FailureLog
 from fabricx.trainer.lr_finder import SWEEPS, LRFinder, RateSweep, Sweep
+from fabricx.trainer.result import RunRecords
 from fabricx.trainer.sessions import Sessions
 
 if TYPE_CHECKING:
@@ -207,9 +206,9 @@ class Tuner:
         """Return a Trainer with the same options and ranks, that writes and prints nothing."""
         trial = copy.copy(self._trainer)
         vars(trial).update(
-            callbacks=callbacks, loggers=[], state=RunState(seed=self._trainer.state.seed), stop=StopStatus(),
-            failure_log=FailureLog(), published=Published(), batches=BatchCounts(), balance=Balance(), run_dir=None,
-            configuration=None, module=None, datamodule=None, _sessions=Sessions(), _chosen_ckpt_path=None,
+            callbacks=callbacks, loggers=[], records=RunRecords(RunState(seed=self._trainer.state.seed)),
+            failure_log=FailureLog(), balance=Balance(), configuration=None, module=None, datamodule=None,
+            _sessions=Sessions(), _chosen_ckpt_path=None,
             max_epochs=-1, max_steps=-1, min_epochs=0, min_steps=0, max_time=None, num_sanity_val_steps=0,
             enable_telemetry=False, enable_checkpointing=False, fast_dev_run=False,
         )  # fmt: skip

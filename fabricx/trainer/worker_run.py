@@ -62,7 +62,6 @@ def run_in_workers(
     named = {"module": job.module, "trainer": trainer, "train_dataloaders": job.train, "dataloaders": job.evaluate,
              "datamodule": job.datamodule}  # fmt: skip
     log.errors = []
-    trainer.log_settings = LogSettings.of_this_process()
     traces = any(callback.traces for callback in trainer.callbacks)
     records = None if aggregator is None else (aggregator.run_dir, traces)
     serve = functools.partial(process.serve, records=records, network=serving.link == "gloo")
@@ -71,8 +70,8 @@ def run_in_workers(
         job.began_with = ranks_that_began(job)
         try:
             outcome = run_workers(
-                _work, (trainer, job), size=len(trainer.device_ids), named=named, servers=servers,
-                serve=serve, elastic=elastic, failures=log.errors, run_dir=trainer.run_dir,
+                _work, (trainer, job, LogSettings.of_this_process()), size=len(trainer.device_ids), named=named,
+                servers=servers, serve=serve, elastic=elastic, failures=log.errors, run_dir=trainer.run_dir,
                 note=None if aggregator is None else aggregator.record_event,
                 stops_at_step=fits, **limits,
             )[0]  # fmt: skip
@@ -95,22 +94,23 @@ def run_in_workers(
                 raise
         else:
             outcome.absorb(job.module, trainer.callbacks, trainer.loggers)
-            trainer.adopt_run(outcome.trainer, job.module, job.datamodule)
+            trainer.records.adopt(outcome.records)
+            trainer.attach(job.module, job.datamodule)
             return outcome.results
 
 
-def _work(world: World, trainer: TrainerInterface, job: Job) -> Outcome | None:
+def _work(world: World, trainer: TrainerInterface, job: Job, logs: LogSettings) -> Outcome | None:
     """Run a job in a worker; returns the outcome on the main rank only, for the caller."""
     world = process.enter(trainer, world)
     # The supervisor handles Ctrl-C; other signals may be sent to a single rank.
     with process.interruptible(job.stage, trainer.request_stop, termination_signals()):
-        outcome = execute(trainer, job, world)
+        outcome = execute(trainer, job, world, logs)
     weights = as_part(trainer.strategy, ShardsWeights).whole_weights(job.module)
     if trainer.strategy.traits.lockstep:  # else ranks end independently of each other
         trainer.world.await_departure()
     if not trainer.world.main_rank:
         return None
-    return outcome.portable(job.module, trainer.callbacks, trainer.loggers, trainer.records_of_run, weights)
+    return outcome.portable(job.module, trainer.callbacks, trainer.loggers, trainer.records, weights)
 
 
 def _report_lost_checkpoint(aggregator: Aggregator | None, error: WorkerFailed) -> None:

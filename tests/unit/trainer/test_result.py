@@ -69,6 +69,7 @@ def test_layers_that_the_workers_have_built_are_built_here_too() -> None:
 def test_the_callers_trainer_adopts_the_records_of_a_run() -> None:
     ran, caller, module = fx.Trainer(**QUIET), fx.Trainer(**QUIET), TinyModule()
     ran.state.step, ran.stop.interrupted = 7, True
-    caller.adopt_run(ran.records_of_run, module, None)
+    caller.records.adopt(ran.records)
+    caller.attach(module, None)
     assert (caller.global_step, caller.interrupted, caller.module, caller.datamodule) == (7, True, module, None)
     assert module.trainer is caller  # as after a run in this process
