@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
+import operator
 import os
 import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from types import FrameType
+from typing import Any, Final, cast
 
 import torch
 
@@ -20,6 +24,7 @@ _PYTHON: Final = os.path.dirname(os.__file__)
 _STEPS: Final = [0]
 _JOINED: Final = [0]
 _WAITS_FOR: Final = [""]
+_COLLECTS_IN_CALLS: Final = sys.version_info < (3, 12)  # else only between two instructions of Python
 
 
 def advance() -> None:
@@ -52,7 +57,7 @@ def is_users(path: str) -> bool:
 
 def where() -> str:
     """Return the current line of the main thread: the innermost line of user code, else the innermost line."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = _frames().get(threading.main_thread().ident or 0)
     stack = traceback.extract_stack(frame) if frame is not None else []
     users = [entry for entry in stack if is_users(entry.filename)]
     if not stack:
@@ -61,9 +66,23 @@ def where() -> str:
     return f"{at.filename}:{at.lineno} in {at.name}: {at.line}"
 
 
+def _frames() -> dict[int, FrameType]:
+    """Return the current frame of each thread.
+
+    A garbage collection within `sys._current_frames` may release the interpreter's lock, and then blocks the process
+    for ever if another thread starts at that moment (python/cpython#106883). Therefore collection is off meanwhile.
+    No other thread runs during the three calls, because `map` executes no instruction of Python between them.
+    """
+    if _COLLECTS_IN_CALLS and gc.isenabled():
+        calls: tuple[Callable[[], Any], ...] = (gc.disable, sys._current_frames, gc.enable)
+        _, frames, _ = map(operator.call, calls)
+        return cast(dict[int, FrameType], frames)
+    return sys._current_frames()
+
+
 def waits() -> bool:
     """Return whether the innermost frame of the main thread is in torch, as during a blocking collective."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = _frames().get(threading.main_thread().ident or 0)
     return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
 
 
@@ -123,7 +142,7 @@ def _stacks() -> str:
     """Return the stack traces of all threads except the calling thread, the main thread first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main = threading.main_thread().ident
-    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
+    frames = sorted(_frames().items(), key=lambda item: item[0] != main)
     return "\n".join(
         f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
         for ident, frame in frames

@@ -170,8 +170,11 @@ class _SupervisorPipe:
             while True:
                 if heartbeat.reached() != reached:
                     reached, since = heartbeat.reached(), time.monotonic()
-                line = heartbeat.where() if time.monotonic() - since > LONG_S else ""
-                self.send("beat", (reached, heartbeat.waits(), line))
+                waits, line = False, ""
+                with contextlib.suppress(Exception):  # another thread may change the cache of source lines
+                    waits = heartbeat.waits()
+                    line = heartbeat.where() if time.monotonic() - since > LONG_S else ""
+                self.send("beat", (reached, waits, line))
                 os.killpg(0, signal.SIGCONT)
                 time.sleep(BEAT_S)
 

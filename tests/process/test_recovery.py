@@ -581,7 +581,8 @@ if __name__ == "__main__":
     kills = [kill(rank=1).during("backward", step=5), kill(rank=0).during("forward", step=9, attempt=1), DiesInCopy()]
     strategy = FSDP(replicas=2) if sys.argv[1] == "hsdp" else sys.argv[1]
     trainer = fx.Trainer(strategy=strategy, max_epochs=EPOCHS, num_nodes=nodes, **QUIET, callbacks=[
-        AllHaveCopied(), *(kills if nodes == 1 else [LosesMachine()]), FaultRecovery(every_n_train_steps=1000, copy_every_n_steps=1)])
+        AllHaveCopied(), *(kills if nodes == 1 else [LosesMachine()]),
+        FaultRecovery(every_n_train_steps=1000, copy_every_n_steps=1)])
     trainer.fit(module, DataLoader(Numbered(), BATCH // 2, shuffle=True))
     entries = module.entries.detach()
     whole = entries.full_tensor() if hasattr(entries, "full_tensor") else entries

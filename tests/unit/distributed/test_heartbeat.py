@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
+from types import FrameType
 
 import pytest
 
@@ -52,3 +55,25 @@ def test_a_diagnosis_has_the_stacks_of_other_threads_by_name() -> None:
     assert "thread MainThread:" not in diagnosis.stacks  # the caller's own
     assert (diagnosis.pending, diagnosis.done) == ("", "")
     assert not heartbeat.waits()
+
+
+def test_no_garbage_is_collected_while_the_stacks_of_all_threads_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    collects: list[bool] = []
+    take = sys._current_frames
+
+    def taken() -> dict[int, FrameType]:
+        collects.append(gc.isenabled())
+        return take()
+
+    monkeypatch.setattr(sys, "_current_frames", taken)
+    heartbeat.where()
+    heartbeat.waits()
+    heartbeat.diagnosis()
+    assert collects == [sys.version_info >= (3, 12)] * 4
+    assert gc.isenabled()
+    gc.disable()  # by the user
+    try:
+        assert not heartbeat.waits()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
