@@ -25,7 +25,7 @@ from tests import pool, warm
 gc.disable()  # until all modules of tests are imported
 if warm.CLONE is not None:
     warm.use_clone_as_fork_server()
-GRACE_S = 2.0  # how long something that is ending already may take
+GRACE_S = 20.0  # how long something that is ending already may take
 CHILDREN_IN_PROC = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 # Set once in a process by a library, at its import or first use; they belong to nobody.
 LIBRARIES_SET = {

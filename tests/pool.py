@@ -42,7 +42,7 @@ from fabricx.trainer import set_up
 from fabricx.trainer.trainer import Trainer
 
 MOST: Final = 6  # pools that are kept
-GRACE_S: Final = 2.0  # in which a thread that is ending may end
+GRACE_S: Final = 20.0  # in which a thread that is ending may end
 LIMITS: Final = ("frozen_after", "stuck_after")  # of silence, after which FaultRecovery ends a rank
 _START_RANKS: Final = supervisor.run_workers
 

@@ -48,7 +48,8 @@ EACH_BATCH = {
     "on_before_optimizer_step", "on_train_batch_end",
 }  # fmt: skip
 SERVERS = 2  # that are there for each launch; a cell uses as many as it asks for
-CELL_S = 60.0  # a cell takes less than a second, the first compiled one 20 s on busy cores: this is a hang
+FAILED_S = 15.0  # until another rank has failed, too, or hangs, as it waits for this one
+CELL_S = 100.0  # a cell takes less than a second, the first compiled one 20 s on busy cores: this is a hang
 
 
 @dataclass
@@ -412,7 +413,7 @@ def _together(world: World, number: int, found: Found) -> bool:
     world.store.set(f"matrix/{number}/{world.rank}", "failed" if _failed(found) else str(bool(found.error)))
     keys = [f"matrix/{number}/{rank}" for rank in range(world.size)]
     with contextlib.suppress(Exception):
-        world.store.wait(keys, timedelta(seconds=3 if found.error else CELL_S))
+        world.store.wait(keys, timedelta(seconds=FAILED_S if _failed(found) else CELL_S))
         said = {world.store.get(key) for key in keys}
         return len(said) == 1 and b"failed" not in said
     if found.error:

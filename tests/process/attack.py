@@ -24,7 +24,8 @@ import torch.distributed as dist
 
 NOBODY: Final = 65534
 TIMEOUT_S: Final = 0.5
-LIMIT_S: Final = 20.0  # of one attack
+STORE_S: Final = 20.0  # until a launcher's store answers, which admits any process
+LIMIT_S: Final = 50.0  # of one attack
 START_S: Final = 60.0  # until a launcher is there, and until its run begins to join
 SPELL_S: Final = 4.0  # of overwriting or deleting from then on; while that goes on, ranks may not find each other
 GARBAGE: Final = (b"\0" * 8, b"\xff" * 4096, b"GET / HTTP/1.0\r\n\r\n")
@@ -54,7 +55,7 @@ def attack(targets: dict[str, Any]) -> list[str]:
 
     Args:
         targets: `addresses` of the run's machine beside loopback, `ports` of its processes, paths of Unix `sockets`,
-            `files` of the run, and the `marker`.
+            `files` of the run, the `marker`, and whether a launcher has started the run (`launched`).
     """
     reached = []
     successes, exploit = [], pickle.dumps(Exploit(targets["marker"]))
@@ -82,14 +83,19 @@ def attack(targets: dict[str, Any]) -> list[str]:
     for thread in stores:
         thread.daemon = True  # torch waits for ever for the answer of a port at which no store is
         thread.start()
+    deadline = time.monotonic() + STORE_S
     for thread in stores:
         thread.join(TIMEOUT_S)
+    while targets["launched"] and not any("a store" in success for success in successes):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
     return successes
 
 
 def attack_store(address: str, port: int, exploit: bytes, successes: list[str]) -> None:
     """Attack what may be a TCPStore."""
-    limit = timedelta(seconds=TIMEOUT_S)
+    limit = timedelta(seconds=STORE_S)
     with contextlib.suppress(RuntimeError):
         store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
         store.list_keys()  # fails where a socket has connected to itself, at a port that has been closed meanwhile

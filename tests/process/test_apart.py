@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -81,8 +82,10 @@ class CutsItsLink(Normed):
             strategy: Any = self.trainer.strategy
             connection = strategy._exchange.servers.buffers[0].link._link._connection
             with socket.socket(fileno=os.dup(connection.fileno())) as link:
-                link.shutdown(socket.SHUT_RDWR)
-            time.sleep(0.3)  # until the server has seen it
+                link.shutdown(socket.SHUT_WR)
+                while link.recv(1 << 16):  # until the server has seen it, and closes its end
+                    pass
+            time.sleep(0.1)  # it takes the lease back next
         return loss
 
     def on_train_epoch_end(self) -> None:
@@ -158,15 +161,21 @@ def test_a_batch_without_a_loss_makes_no_update() -> None:
 
 
 class Counts(Recorded):
-    """Logs the number of its samples; the first rank is so slow that its gradients come too late."""
+    """Logs the number of its samples; the first rank is so slow that its first gradient comes too late."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.batches = 0
         self.norm = nn.BatchNorm1d(6, momentum=None)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.global_rank == 0:
-            time.sleep(0.05)
+        store = self.trainer.world.store
+        self.batches += 1
+        if self.global_rank == 0 and self.trainer.world.size > 1:
+            assert store is not None
+            store.wait(["an update without rank 0"], timedelta(seconds=60))
+        elif store is not None and self.batches == 2:
+            store.set("an update without rank 0", "")
         self.norm(batch[0])
         self.log("count", float(len(batch[0])), reduce_fx="sum", on_step=False, on_epoch=True)
         self.log("first", batch[0].mean(), on_step=False, on_epoch=True)

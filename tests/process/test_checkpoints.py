@@ -330,10 +330,10 @@ def test_a_signal_to_any_process_leaves_one_whole_checkpoint(
                 one.send_signal(sent)
     else:
         os.kill(process.pid if whom == "main" else int((own_folder / whom).read_text()), sent)
-    said, errors = process.communicate(timeout=30)
+    said, errors = process.communicate(timeout=60)
     assert process.returncode == code, errors
     assert ("fit returned" in said) is (code == 0)
     [saved] = checkpoint.list_committed(own_folder / "saved")
     checkpoint.verify(saved)
     assert _step(saved) >= 5
-    assert not psutil.wait_procs(every, timeout=10)[1]
+    assert not psutil.wait_procs(every, timeout=60)[1]

@@ -66,7 +66,7 @@ class Asks(fx.Callback):
         step = due[0]  # updates of other workers may have passed several of the steps since the last batch
         self.asked.add(step)
         request_workers(trainer.run_dir, self.workers[step])
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while (
             not trainer.session.fault_tolerance.outdated
         ):  # the next generation is named: this batch is the last of this one
@@ -273,7 +273,7 @@ class LeavesPids(Numbered):
         assert len(files) >= 2
         inodes = {int(inode) for file in files for inode in file.read_text().split()}
         assert inodes  # at least the semaphores of queues
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while any(psutil.pid_exists(int(file.name)) for file in files) or inodes & _shared_memory():
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -364,7 +364,7 @@ def test_nothing_is_left_of_those_that_died(tmp_path: Path) -> None:
     module, trainer = train(DDP(), faults, tmp_path / "b")
     assert len(trainer.failures) == STEPS
     assert exact(module)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while grown(before) and time.monotonic() < deadline:
         time.sleep(0.05)  # a thread that serves the store ends when the system has told it that its worker is gone
     assert not grown(before)
@@ -403,7 +403,7 @@ def _leaves_while_an_operation_is_under_way() -> bool:
     assert own.store is not None
     reducing = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
     if not own.main_rank:
-        own.store.wait(["the other can speak"], timedelta(seconds=30))
+        own.store.wait(["the other can speak"], timedelta(seconds=60))
         dist.all_reduce(torch.ones(1))
         return True
     dist.all_reduce(torch.ones(1), async_op=True)

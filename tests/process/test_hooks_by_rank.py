@@ -225,7 +225,7 @@ class OfAGroup(Gathers):
     """Calls a collective on a group of its own, at each batch."""
 
     def on_fit_start(self) -> None:
-        self.pair = dist.new_group([0, 1], timeout=timedelta(seconds=20))
+        self.pair = dist.new_group([0, 1], timeout=timedelta(seconds=60))
         self.single = [dist.new_group([rank]) for rank in (0, 1)][self.global_rank]
 
     def gathers(self, where: str) -> None:
@@ -278,7 +278,7 @@ class OfMembers(Gathers):
         self.members, self.way = members, way
 
     def on_fit_start(self) -> None:
-        self.pair = dist.new_group(self.members, timeout=timedelta(seconds=20))
+        self.pair = dist.new_group(self.members, timeout=timedelta(seconds=60))
 
     def gathers(self, where: str) -> None:
         if self.what == where and self.global_rank in self.members:

@@ -176,10 +176,12 @@ def test_workers_vanish_with_their_supervisor(own_folder: Path, way: str) -> Non
         process.kill()
     else:
         process.send_signal(signal.SIGINT)
-        time.sleep(0.5)
+        assert process.stderr is not None
+        while b"press Ctrl-C again" not in process.stderr.readline():  # two signals at once would be a single one
+            assert process.poll() is None
         process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
-    deadline = time.monotonic() + 10
+    process.communicate(timeout=60)
+    deadline = time.monotonic() + 60
     while any(alive(pid) for pid in workers):
         assert time.monotonic() < deadline, "a worker has outlived its supervisor"
         time.sleep(0.05)

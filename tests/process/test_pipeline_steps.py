@@ -307,10 +307,10 @@ def wait() -> Any:
         with pytest.raises(PeerLost, match="rank 1 of 2, receive of microbatch 4: the connection"):
             transfers.complete(transfers.expect(torch.zeros(2), 0, "forward", 1, "receive of microbatch 4"))
         return None
-    transfers, reports = Transfers(here, timeout=timedelta(seconds=1)), []
+    transfers, reports = Transfers(here, timeout=timedelta(seconds=3)), []
 
     def report() -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not reports and time.monotonic() < deadline:
             pending = heartbeat.diagnosis().pending
             reports.extend([pending] if "microbatch" in pending else [])

@@ -95,7 +95,7 @@ def test_limits_validations_and_checkpoints_come_at_exact_steps(tmp_path: Path, 
 
 
 def test_a_killed_worker_loses_only_the_round_that_it_is_in() -> None:
-    module, trainer = train(AsyncSGD(every=3, outer="average"), 3, module=Dies(2), batch=1)
+    module, trainer = train(AsyncSGD(every=3, outer="average"), 3, module=Dies(), batch=1)
     assert trainer.current_epoch == 2
     assert trainer.global_step == 2 * SAMPLES
     trained = [sample for rank in module.by_rank for batch in rank for sample in batch]

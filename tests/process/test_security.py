@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -24,6 +25,7 @@ from fabricx.core.callback import Callback
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer
 from fabricx.testing import QUIET, LayeredModule, layered_data
 from tests import warm
+from tests.ports import reserved_port
 from tests.soak import SOAK
 
 from .attack import external_addresses
@@ -48,10 +50,12 @@ def sockets_below(pid: int, but: int) -> tuple[list[tuple[str, int]], list[str]]
     parent = psutil.Process(pid)
     internet, unix = set(), set()
     for process in (member for member in (parent, *parent.children(recursive=True)) if member.pid != but):
-        for connection in process.net_connections("inet"):
-            if connection.status == psutil.CONN_LISTEN or connection.type == socket.SOCK_DGRAM:
-                internet.add((connection.laddr.ip, connection.laddr.port))
-        unix |= {connection.laddr for connection in process.net_connections("unix") if os.path.exists(connection.laddr)}
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            for connection in process.net_connections("inet"):
+                if connection.status == psutil.CONN_LISTEN or connection.type == socket.SOCK_DGRAM:
+                    internet.add((connection.laddr.ip, connection.laddr.port))
+            paths = {connection.laddr for connection in process.net_connections("unix")}
+            unix |= {path for path in paths if os.path.exists(path)}
     return sorted(internet), sorted(unix)
 
 
@@ -79,12 +83,12 @@ class Attacked(Callback):
         targets = {
             "internet": internet, "ports": sorted({port for _, port in internet}), "sockets": unix,
             "files": [str(path) for path in files], "addresses": external_addresses(),
-            "marker": str(self.folder / "marker"),
+            "marker": str(self.folder / "marker"), "launched": "RANK" in os.environ,
             "modes": [stat.S_IMODE(os.lstat(Path(path).parent).st_mode) for path in unix],
         }  # fmt: skip
         (self.folder / "new").write_text(json.dumps(targets))
         (self.folder / "new").rename(self.folder / f"{self.name}.targets")
-        deadline = time.monotonic() + 40
+        deadline = time.monotonic() + 80
         while not (self.folder / f"{self.name}.result").exists():
             assert time.monotonic() < deadline, "the attacker has ended"
             time.sleep(0.01)
@@ -160,24 +164,22 @@ def test_what_another_user_does_to_torchruns_store_has_no_effect(own_folder: Pat
 
 
 def test_without_a_key_machines_train_and_nothing_that_a_rank_sends_runs_code(own_folder: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.1.1", 0))
-        port = free.getsockname()[1]
     environ = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.1.1"}
-    ranks = [
-        warm.Popen(
-            [sys.executable, "-m", "tests.process.keyless", str(own_folder)],
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env={**os.environ, **environ, "RANK": str(rank), "GROUP_RANK": str(rank), "MASTER_PORT": str(port),
-                 "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)},
-        )
-        for rank in (0, 1)
-    ]  # fmt: skip
-    try:
-        texts = [rank.communicate(timeout=100) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
+    with reserved_port("127.0.1.1") as port:
+        ranks = [
+            warm.Popen(
+                [sys.executable, "-m", "tests.process.keyless", str(own_folder)],
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                env={**os.environ, **environ, "RANK": str(rank), "GROUP_RANK": str(rank), "MASTER_PORT": str(port),
+                     "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)},
+            )
+            for rank in (0, 1)
+        ]  # fmt: skip
+        try:
+            texts = [rank.communicate(timeout=100) for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
     for number, (out, error) in enumerate(texts):
         lines = [line for line in out.splitlines() if line.startswith(f"{number} ")]
         unsent = ["TypeError True"] * 2  # of an object that is not plain data, on both ranks
@@ -193,26 +195,24 @@ def test_a_program_that_overwrites_or_deletes_addresses_while_ranks_join_runs_no
     given: bool, kind: str, own_folder: Path
 ) -> None:
     (own_folder / "script.py").write_text(UNDER_TORCHRUN)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    attacker = warm.Popen(
-        [sys.executable, "-m", "tests.process.attack", str(own_folder), kind, port],
-        cwd=ROOT, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
     (own_folder / "torchrun.result").touch()  # training waits for no other attack
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    try:
-        done = warm.run(
-            [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--master-addr", "127.0.0.1",
-             "--master-port", port, "--nproc-per-node", "3", "script.py", str(attacker.pid)],
-            capture_output=True, text=True, timeout=180, check=False,
-            env={**environment, "FABRICX_KEY": secrets.token_hex(32)} if given else environment,
+    with reserved_port() as port:
+        attacker = warm.Popen(
+            [sys.executable, "-m", "tests.process.attack", str(own_folder), kind, str(port)],
+            cwd=ROOT, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
-        written = json.loads(attacker.communicate(timeout=180)[0])
-    finally:
-        attacker.kill()
-        attacker.wait()
+        try:
+            done = warm.run(
+                [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--master-addr", "127.0.0.1",
+                 "--master-port", str(port), "--nproc-per-node", "3", "script.py", str(attacker.pid)],
+                capture_output=True, text=True, timeout=180, check=False,
+                env={**environment, "FABRICX_KEY": secrets.token_hex(32)} if given else environment,
+            )  # fmt: skip
+            written = json.loads(attacker.communicate(timeout=180)[0])
+        finally:
+            attacker.kill()
+            attacker.wait()
     assert any("fabricx" in key for key in written), written
     if done.returncode == 0:
         wanted = [weight.tolist() for weight in trained(RUNS["over_gloo"][0](), 2, [])]

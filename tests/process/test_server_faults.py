@@ -43,7 +43,7 @@ def test_a_server_that_dies_while_weights_come_starts_again(monkeypatch: pytest.
     ],
 )
 def test_workers_go_on_without_one_that_was_killed(strategy: Any) -> None:
-    module, trainer = train(strategy, 3, module=Dies(2), batch=1)
+    module, trainer = train(strategy, 3, module=Dies(), batch=1)
     assert trainer.current_epoch == 2
     trained = [sample for rank in module.by_rank for batch in rank for sample in batch]
     # Three batches of the dead one are in the weights, and its notes are gone; the fourth was trained by another.
@@ -79,11 +79,11 @@ class Replaced(Dies):
 def test_another_worker_joins_those_that_are_left(strategy: Any, tmp_path: Path) -> None:
     callbacks = [ModelCheckpoint(tmp_path, every_n_epochs=1, save_top_k=-1)]
     options: dict[str, Any] = {"max_epochs": 4, "enable_checkpointing": True, "callbacks": callbacks}
-    module, trainer = train(strategy, 3, module=Replaced(2), batch=1, **options)
+    module, trainer = train(strategy, 3, module=Replaced(), batch=1, **options)
     assert trainer.current_epoch == 4
     trained = [sample for rank in module.by_rank for batch in rank for sample in batch]
     assert len(module.by_rank) == 3
-    assert len(module.by_rank[2]) > 4  # of the one that came
+    assert min(map(len, module.by_rank)) > 4  # also of the one that came
     assert set(trained) == set(range(SAMPLES))
     if not strategy._settings.backup:  # those of late workers are trained again
         died = 2 if strategy._settings.outer else 3  # batches that the dead one had brought
@@ -93,7 +93,7 @@ def test_another_worker_joins_those_that_are_left(strategy: Any, tmp_path: Path)
 
 
 def test_the_main_rank_can_be_done_without() -> None:
-    module, trainer = train(AsyncSGD(), 3, module=Dies(0), batch=1)
+    module, trainer = train(AsyncSGD(), 3, module=Dies(main=True), batch=1)
     assert trainer.failures
     assert all("SIGKILL" in failure for failure in trainer.failures)
     assert trainer.current_epoch == 2
@@ -120,8 +120,8 @@ def test_a_server_that_was_killed_starts_again(strategy: Any, monkeypatch: pytes
 
 @pytest.mark.parametrize("optimizer", ["worker", "server"])
 def test_a_synchronous_run_without_servers_ends_with_a_worker(optimizer: Any) -> None:
-    with pytest.raises(WorkerFailed, match=r"rank 1 failed[\s\S]*SIGKILL"):
-        train(ParameterServer(servers=0, optimizer=optimizer), 2, module=Dies(1), batch=1, enable_fault_recovery=False)
+    with pytest.raises(WorkerFailed, match=r"rank [01] failed[\s\S]*SIGKILL"):
+        train(ParameterServer(servers=0, optimizer=optimizer), 2, module=Dies(), batch=1, enable_fault_recovery=False)
 
 
 def test_a_synchronous_run_ends_with_its_server(monkeypatch: pytest.MonkeyPatch) -> None:

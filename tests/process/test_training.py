@@ -143,7 +143,7 @@ def test_trouble_on_one_rank_ends_all_with_its_reason(
     began = time.monotonic()
     with pytest.raises(WorkerFailed, match=message) as caught:
         fit(tmp_path, trouble, strategy)
-    assert time.monotonic() - began < 30  # a hang, not slowness
+    assert time.monotonic() - began < 60  # a hang, not slowness
     if trouble in ("skips", "logs"):
         assert isinstance(caught.value.__cause__, RanksDisagree)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from typing import Any
 
 import psutil
@@ -15,6 +14,7 @@ from fabricx.launch.cluster import address, detect, on_one_machine
 from fabricx.launch.launch_store import connect
 from fabricx.strategies import DDP, ParameterServer
 from fabricx.trainer import cluster_run
+from tests.ports import reserved_port
 
 
 def test_nothing_is_detected_where_a_person_has_started_the_script() -> None:
@@ -44,10 +44,7 @@ def test_on_one_machine_the_store_of_the_first_rank_listens_on_the_loopback_inte
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "gpu07", "MASTER_PORT": str(port)}
+    env = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "gpu07"}
     listening: set[tuple[str, int]] = set()
 
     def meet(store: Any, info: Any) -> tuple[Any, bytes]:
@@ -59,7 +56,8 @@ def test_on_one_machine_the_store_of_the_first_rank_listens_on_the_loopback_inte
         return store, b"k" * 32
 
     monkeypatch.setattr(launch_store, "meet", meet)
-    world = connect(World(), env)
+    with reserved_port() as port:
+        world = connect(World(), {**env, "MASTER_PORT": str(port)})
     assert ("127.0.0.1", port) in listening
     assert {address for address, where in listening if where == port} == {"127.0.0.1"}
     assert len(world.secret) == 32
