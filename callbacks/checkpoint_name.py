@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final, final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, final
+
+from fabricx.callbacks.checkpoint_files import Suffixes
+from fabricx.checkpoint.storage import as_path
 
 _FIELD: Final = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
 
@@ -103,3 +106,54 @@ def _format_value(value: float, name: str, spec: str) -> str:
             f"the checkpoint's file name has the field {{{name}:{spec}}}, and {spec!r} is not a format of numbers; "
             'use a format such as ".2f" or "03d"'
         ) from None
+
+
+class NameParts:
+    """Parts of the names of checkpoints, which a user sets on `ModelCheckpoint` or on an object, before the run."""
+
+    CHECKPOINT_NAME_LAST: str = "last"  # template of the link's name, such as "{epoch}-last"
+    CHECKPOINT_JOIN_CHAR: str = "-"  # between the parts of the default name
+    CHECKPOINT_EQUALS_CHAR: str = "="  # between the name and the value of a metric
+    FILE_EXTENSION: str = ".ckpt"
+    STARTING_VERSION: int = 1  # of the first name that exists already
+
+    if TYPE_CHECKING:  # set by `ModelCheckpoint`
+        filename: str | None
+        dirpath: str | None
+        auto_insert_metric_name: bool
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker imports the class without the assignments to its attributes.
+        parts = {name: getattr(self, name) for name, default in _DEFAULTS.items() if getattr(self, name) != default}
+        return parts | self.__dict__
+
+    def format_checkpoint_name(
+        self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None, prefix: str | None = None
+    ) -> str:
+        """Return the path of a checkpoint with given metrics.
+
+        Args:
+            metrics: values by name, with "epoch" and "step".
+            filename: template of the name; None for that of this callback.
+            ver: number of a version, for a name that exists.
+            prefix: text before the name.
+        """
+        known = {"epoch": 0, "step": 0, **{name: float(value) for name, value in metrics.items()}}
+        name = replace(self._names, template=filename or self.filename).ranked(known)
+        name = f"{prefix}{self.CHECKPOINT_JOIN_CHAR}{name}" if prefix else name
+        name += ("" if ver is None else f"{self._suffixes.version}{ver}") + self.FILE_EXTENSION
+        return str(as_path(self.dirpath) / name) if self.dirpath else name
+
+    @property
+    def _names(self) -> CheckpointNames:
+        return CheckpointNames(
+            self.filename, self.CHECKPOINT_NAME_LAST, self.CHECKPOINT_JOIN_CHAR, self.CHECKPOINT_EQUALS_CHAR,
+            insert=self.auto_insert_metric_name,
+        )  # fmt: skip
+
+    @property
+    def _suffixes(self) -> Suffixes:
+        return Suffixes(self.FILE_EXTENSION, f"{self.CHECKPOINT_JOIN_CHAR}v", self.STARTING_VERSION)
+
+
+_DEFAULTS: Final = {name: value for name, value in vars(NameParts).items() if name.isupper()}

@@ -6,17 +6,16 @@ import functools
 import math
 import os
 import warnings
-from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from fabricx.callbacks.checkpoint_files import Suffixes, check_writable, is_of_run, step_of, versioned, warn_of_files
-from fabricx.callbacks.checkpoint_name import CheckpointNames
+from fabricx.callbacks.checkpoint_files import check_writable, is_of_run, step_of, versioned, warn_of_files
+from fabricx.callbacks.checkpoint_name import NameParts
 from fabricx.callbacks.checkpoint_ranking import MetricAge, Mode, admit, worst
 from fabricx.callbacks.kept_checkpoints import KeptCheckpoints
 from fabricx.callbacks.metric_timing import has_validation, reads_at_epoch_end
@@ -31,12 +30,6 @@ if TYPE_CHECKING:
     from fabricx.core.module import Module
     from fabricx.core.trainer import TrainerProtocol
 
-# Parts of names, which a user may set on the class.
-_PARTS: Final = {
-    "CHECKPOINT_NAME_LAST": "last", "CHECKPOINT_JOIN_CHAR": "-", "CHECKPOINT_EQUALS_CHAR": "=",
-    "FILE_EXTENSION": ".ckpt", "STARTING_VERSION": 1,
-}  # fmt: skip
-
 
 def _record(name: str) -> Any:
     """Return a property that reads and sets an attribute of the callback's records."""
@@ -46,7 +39,7 @@ def _record(name: str) -> Any:
     )
 
 
-class ModelCheckpoint(Callback):
+class ModelCheckpoint(Callback, NameParts):
     """Save checkpoints by epochs, steps or time; keep the best by a metric, or the newest.
 
     A checkpoint is deleted only after its replacement is complete, and no file outside `dirpath` is deleted. A NaN
@@ -106,12 +99,6 @@ class ModelCheckpoint(Callback):
     }
     watches_metrics: ClassVar[bool] = True
     needs_all_ranks: ClassVar[bool] = True
-    # Set these on the class or on an object, before the run.
-    CHECKPOINT_NAME_LAST: str = "last"  # template of the link's name, such as "{epoch}-last"
-    CHECKPOINT_JOIN_CHAR: str = "-"  # between the parts of the default name
-    CHECKPOINT_EQUALS_CHAR: str = "="  # between the name and the value of a metric
-    FILE_EXTENSION: str = ".ckpt"
-    STARTING_VERSION: int = 1  # of the first name that exists already
 
     best_model_path: str = _record("best_path")
     best_model_score: Tensor | None = _record("best_score")
@@ -139,10 +126,8 @@ class ModelCheckpoint(Callback):
         self.every_n_epochs = every_n_epochs
         self.save_on_train_epoch_end = save_on_train_epoch_end
         self.save_weights_only, self.save_on_exception = save_weights_only, save_on_exception
-        self.asynchronous = asynchronous
-        self.auto_insert_metric_name = auto_insert_metric_name
-        self.enable_version_counter, self.single_file = enable_version_counter, single_file
-        self.verbose = verbose
+        self.asynchronous, self.auto_insert_metric_name = asynchronous, auto_insert_metric_name
+        self.enable_version_counter, self.single_file, self.verbose = enable_version_counter, single_file, verbose
         self._check_arguments()
 
         self.current_score: Tensor | None = None
@@ -155,11 +140,6 @@ class ModelCheckpoint(Callback):
         self._step_ranked = 0  # newest step that was compared with the best checkpoints
         self._waiting = False  # a save is due, but the monitored metric was not logged yet
         self._metric = MetricAge()
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A worker imports the class without the assignments to its attributes.
-        parts = {name: getattr(self, name) for name, default in _PARTS.items() if getattr(self, name) != default}
-        return parts | self.__dict__
 
     def _check_arguments(self) -> None:
         if self.mode not in ("min", "max"):
@@ -450,31 +430,7 @@ class ModelCheckpoint(Callback):
         nothing = torch.tensor(math.inf if self.mode == "min" else -math.inf)
         return self.best_k_models.get(self.kth_best_model_path, nothing)
 
-    def format_checkpoint_name(
-        self, metrics: Mapping[str, Any], filename: str | None = None, ver: int | None = None, prefix: str | None = None
-    ) -> str:
-        """Return the path of a checkpoint with given metrics.
-
-        Args:
-            metrics: values by name, with "epoch" and "step".
-            filename: template of the name; None for that of this callback.
-            ver: number of a version, for a name that exists.
-            prefix: text before the name.
-        """
-        known = {"epoch": 0, "step": 0, **{name: float(value) for name, value in metrics.items()}}
-        name = replace(self._names, template=filename or self.filename).ranked(known)
-        name = f"{prefix}{self.CHECKPOINT_JOIN_CHAR}{name}" if prefix else name
-        name += ("" if ver is None else f"{self._suffixes.version}{ver}") + self.FILE_EXTENSION
-        return str(as_path(self.dirpath) / name) if self.dirpath else name
-
     # -- files --------------------------------------------------------------------------------------------------
-
-    @property
-    def _names(self) -> CheckpointNames:
-        return CheckpointNames(
-            self.filename, self.CHECKPOINT_NAME_LAST, self.CHECKPOINT_JOIN_CHAR, self.CHECKPOINT_EQUALS_CHAR,
-            insert=self.auto_insert_metric_name,
-        )  # fmt: skip
 
     def _metrics(self, trainer: TrainerProtocol) -> dict[str, float]:
         logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -512,10 +468,6 @@ class ModelCheckpoint(Callback):
 
         path = versioned(self._folder, name, self._suffixes, may_replace)
         return str(trainer.world.broadcast_object(path))
-
-    @property
-    def _suffixes(self) -> Suffixes:
-        return Suffixes(self.FILE_EXTENSION, f"{self.CHECKPOINT_JOIN_CHAR}v", self.STARTING_VERSION)
 
     @property
     def _folder(self) -> Path:

@@ -31,6 +31,6 @@ def check_tried(callback: Callback, stage: str, *, tried: bool) -> None:
     if stage == "fit" and not tried:
         name = type(callback).__name__
         raise ValueError(
-            f"{name} makes its trials before the run, and configure_callbacks of the module is called within: pass it "
-            f"to the Trainer, callbacks=[{name}(...)]"
+            f"{name} makes its trials before the run, and the module's configure_callbacks is called in the run: pass "
+            f"it to the Trainer, callbacks=[{name}(...)]"
         )

@@ -91,7 +91,7 @@ class AsyncSGD(ServedStrategy):
             )
         if self.on_stale != "wait" and (self.max_staleness is None or self.bound == "clock"):
             raise ValueError(
-                f"on_stale={self.on_stale!r} is the action at a bound by version: set max_staleness with "
+                f"on_stale={self.on_stale!r} needs a bound on the staleness of gradients: set max_staleness with "
                 "bound='version', or remove on_stale"
             )
 

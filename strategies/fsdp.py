@@ -244,7 +244,11 @@ class FSDP(Strategy, Elastic, MeasuresWaiting, ShardsWeights, WrapsStep):
         self._measure_size()
 
     def world_changed(self, world: World) -> None:
-        """Shard over the new ranks; weights and optimizer states are lost, and have to be loaded."""
+        """Shard over the new ranks; weights and optimizer states are lost, and have to be loaded.
+
+        Args:
+            world: the ranks; this rank has joined their process group.
+        """
         module, built = self.module, self._built
         assert module is not None
         assert built is not None
@@ -363,7 +367,14 @@ class FSDP(Strategy, Elastic, MeasuresWaiting, ShardsWeights, WrapsStep):
             self._order.note(event)
 
     def backward_without_data(self, example: tuple[Any, ...] = ()) -> bool:
-        """Gather and reduce with the other ranks: compute any available batch, with a loss of zero."""
+        """Gather and reduce with the other ranks: compute any available batch, with a loss of zero.
+
+        Args:
+            example: as in `Strategy.backward_without_data`.
+
+        Raises:
+            ValueError: there is no batch to compute.
+        """
         if self.data_ranks.size == 1:
             return True
         if self._outputs:  # the step has computed, as on the other ranks, but returned no loss

@@ -73,7 +73,7 @@ def check_records(path: Path) -> None:
     except (OSError, ValueError, RuntimeError, NotImplementedError, zipfile.BadZipFile) as error:
         damaged = str(error)
     if damaged is not None:
-        raise CheckpointError(f"{path} is damaged: {damaged} has another checksum")
+        raise CheckpointError(f"{path} is damaged: {damaged} does not match its checksum")
 
 
 def add_record(file: Path, manifest: Mapping[str, Any]) -> None:

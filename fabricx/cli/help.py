@@ -41,7 +41,7 @@ def text(usage: str, composition: Composition, config: DictConfig) -> str:
     for group, choices in composition.groups().items():
         choice = f"{group}: {', '.join(choices)}"
         lines.append(textwrap.fill(choice, _WIDTH, initial_indent="  ", subsequent_indent="    "))
-    lines += ["", "Keys: KEY=VALUE, with their present values", ""]
+    lines += ["", "Keys: KEY=VALUE, with their present values (None is written null)", ""]
     for key, value in _entries(config):
         lines.append(f"  {key}={_shown(value)}")
         if explanation := _explanation(key, config):

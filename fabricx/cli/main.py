@@ -119,7 +119,11 @@ Try:
 
 
 def main() -> None:
-    """Run the command in the first argument of the command line."""
+    """Run the command in the first argument of the command line.
+
+    Raises:
+        SystemExit: the command is unknown, or has failed; with its exit code.
+    """
     arguments = sys.argv[1:]
     if not arguments or arguments[0] in ("--help", "-h", "help"):
         print(HELP)

@@ -125,7 +125,11 @@ class Callback(NamesChecked):
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a result of `state_dict`."""
+        """Load a state.
+
+        Args:
+            state_dict: result of `state_dict`.
+        """
 
     def log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Log a number as `self.log` of the module, in hooks in which the module can log.

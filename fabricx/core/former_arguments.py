@@ -89,6 +89,9 @@ def lightnings(init: Callable[..., None]) -> Callable[..., None]:
 
     Args:
         init: the constructor.
+
+    Raises:
+        ValueError: by the returned constructor: an argument has no equivalent.
     """
 
     @functools.wraps(init)
@@ -118,8 +121,8 @@ def barebones(arguments: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in _BARE.items():
         if name in arguments and arguments[name] != value:
             raise ValueError(
-                f"Trainer(barebones=True, {name}={arguments[name]!r}): barebones measures training without what costs "
-                f"time, so {name} is {value!r}; remove one of the two"
+                f"Trainer(barebones=True, {name}={arguments[name]!r}): barebones turns off all features that cost "
+                f"time, so {name} has to be {value!r}; remove one of the two"
             )
     return dict(_BARE)
 

@@ -52,7 +52,7 @@ def check_dense(module: nn.Module, option: str) -> None:
     """
     if names := sparse_tables(module):
         raise ValueError(
-            f"{option} sums no sparse gradients, and {names[0]} has them; set sparse=False, or use strategy=ddp"
+            f"{option} does not support sparse gradients, which {names[0]} has; set sparse=False, or use strategy=ddp"
         )
 
 

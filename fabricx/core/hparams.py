@@ -224,7 +224,8 @@ else:
 def _refuse_object(method: Any, instance: Any, *args: Any, **options: Any) -> None:
     name, cls = method.__func__.__name__, type(instance).__name__
     raise TypeError(
-        f"{name} creates a new object, and was called on an object, which stays as it is: write new = {cls}.{name}(...)"
+        f"{name} creates a new object and leaves the object that it was called on unchanged: "
+        f"write new = {cls}.{name}(...)"
     )
 
 

@@ -342,7 +342,11 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
 
     @property
     def trainer(self) -> TrainerProtocol:
-        """Return the trainer that runs this module."""
+        """Return the trainer that runs this module.
+
+        Raises:
+            RuntimeError: no trainer has run it.
+        """
         trainer: TrainerProtocol | None = self.__dict__.get("_trainer")
         if trainer is None:
             raise RuntimeError(

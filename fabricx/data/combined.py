@@ -137,6 +137,9 @@ def side_by_side(begin: Sequence[Callable[[], Iterator[Any]]], mode: CombineMode
         begin: functions that begin each source.
         mode: mode of `CombinedLoader`, except "sequential".
 
+    Raises:
+        ValueError: a source yields nothing when it begins again.
+
     >>> [list(side_by_side([[1, 2].__iter__, [3].__iter__], mode)) for mode in MODES[:3]]
     [[[1, 3]], [[1, 3], [2, 3]], [[1, 3], [2, None]]]
     """

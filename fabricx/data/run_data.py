@@ -95,7 +95,11 @@ class RunData:
 
     @property
     def train_feed(self) -> Feed:
-        """Return the feed of the training loader; only a fit has it."""
+        """Return the feed of the training loader.
+
+        Raises:
+            RuntimeError: this is no fit.
+        """
         if self._train_feed is None:
             raise RuntimeError(f"{self.stage} reads no training data")
         return self._train_feed

@@ -165,6 +165,9 @@ class RefuseCollectives:
     def check(self, group: Any) -> bool:
         """Return whether this rank is outside of a group, as torch's function does.
 
+        Args:
+            group: process group; None for all ranks.
+
         Raises:
             RanksApart: a rank of the group would not join, and the caller is a collective.
         """
@@ -180,6 +183,9 @@ class RefuseCollectives:
     def resolve(self, group: Any, *tag: Any, **named: Any) -> Any:
         """Return the group of a functional collective, as torch's function does.
 
+        Args:
+            group, tag, named: of that function.
+
         Raises:
             RanksApart: a rank of the group would not join.
         """
@@ -193,6 +199,9 @@ class RefuseCollectives:
 
     def refuse(self, group: Any) -> None:
         """Refuse a collective of a group.
+
+        Args:
+            group: process group of the collective.
 
         Raises:
             RanksApart: a rank of the group would not join.

@@ -55,29 +55,60 @@ class PrivateStore(dist.Store):
         return self
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set a value."""
+        """Set a value.
+
+        Args:
+            key: name of the value.
+            value: text, or bytes.
+        """
         self._request(b"set", key.encode(), _bytes(value))
 
     def get(self, key: str) -> bytes:
-        """Return a value; wait until it exists, at most `timeout`."""
+        """Return a value; wait until it exists, at most `timeout`.
+
+        Args:
+            key: name of the value.
+
+        Raises:
+            torch.distributed.DistStoreError: the value does not exist within the time.
+        """
         return self._wait([key], self.timeout)[0]
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter that starts at 0, and return its new value."""
+        """Add to a counter that starts at 0, and return its new value.
+
+        Args:
+            key: name of the counter.
+            amount: number to add.
+        """
         return int(self._request(b"add", key.encode(), str(amount).encode()))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Set a value if the present value is `expected` (or missing), and return the value afterwards."""
+        """Set a value if the present value is `expected` (or missing), and return the value afterwards.
+
+        Args:
+            key: name of the value.
+            expected: present value.
+            desired: new value.
+        """
         return self._request(b"compare_set", key.encode(), _bytes(expected), _bytes(desired))
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key, and return whether it existed."""
+        """Delete a value, and return whether it existed.
+
+        Args:
+            key: name of the value.
+        """
         return bool(self._request(b"delete_key", key.encode()))
 
     deleteKey = delete_key  # noqa: N815 - name of the method that torch's C++ code calls
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether all keys exist."""
+        """Return whether all values exist.
+
+        Args:
+            keys: names of the values.
+        """
         return bool(self._request(b"check", *(key.encode() for key in keys)))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:

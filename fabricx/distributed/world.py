@@ -443,11 +443,14 @@ class World:
 
     @_counted
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
-        """Send the object of one rank to all ranks; errors are those of `gather_objects`.
+        """Send the object of one rank to all ranks.
 
         Args:
             obj: used on the source rank only.
             src: source rank.
+
+        Raises:
+            TypeError, ValueError: as in `gather_objects`.
         """
         if self.size == 1:
             return obj

@@ -81,7 +81,15 @@ class ContextFunctions(TorchFunctionMode):
     # -- rules ---------------------------------------------------------------------------------------------------
 
     def attention(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **options: Any) -> Tensor:
-        """Compute `F.scaled_dot_product_attention`."""
+        """Compute `F.scaled_dot_product_attention` over the whole sequence.
+
+        Args:
+            query, key, value: of the shard, shape [..., positions, features].
+            args, options: further arguments of that function.
+
+        Returns:
+            the output for the positions of the shard, shape [..., positions, features].
+        """
         named = {**dict(zip(("attn_mask", "dropout_p", "is_causal"), args, strict=False)), **options}
         if self.in_trial:
             named["dropout_p"] = 0.0
@@ -91,7 +99,11 @@ class ContextFunctions(TorchFunctionMode):
         return scaled_dot_product_attention(self.world, self.shard, query, key, value, **named)
 
     def arange(self, *args: Any, **options: Any) -> Tensor:
-        """Return the positions of the shard for `torch.arange(length)`, or after an offset."""
+        """Return the positions of the shard for `torch.arange(length)`, or after an offset.
+
+        Args:
+            args, options: of `torch.arange`.
+        """
         output = torch.arange(*args, **options)
         named = dict(zip(("end",) if len(args) == 1 else ("start", "end", "step"), args, strict=False)) | options
         start, end = named.get("start", 0), named["end"]
@@ -104,7 +116,12 @@ class ContextFunctions(TorchFunctionMode):
         return positions.to(output.device, output.dtype)
 
     def index(self, tensor: Tensor, index: Any) -> Any:
-        """Return rows of the shard's positions for `table[:length]`, if the table is a buffer."""
+        """Return rows of the shard's positions for `table[:length]`, if the table is a buffer.
+
+        Args:
+            tensor: indexed tensor.
+            index: its index.
+        """
         if id(tensor) not in self._tables:
             return tensor[index]
         indices = list(index) if isinstance(index, tuple) else [index]
@@ -137,7 +154,11 @@ class ContextFunctions(TorchFunctionMode):
     def dropout(
         self, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False, train: bool | None = None
     ) -> Any:  # fmt: skip
-        """Draw the mask of the whole sequence on every rank, as a single process does."""
+        """Draw the mask of the whole sequence on every rank, as a single process does.
+
+        Args:
+            input, p, training, inplace, train: of `F.dropout`, or of `torch.dropout`.
+        """
         active = training if train is None else train
         dim = self._sequence_dim(input)
         if self.shard is None or dim is None or not active or p == 0.0:
@@ -158,7 +179,11 @@ class ContextFunctions(TorchFunctionMode):
         return None
 
     def multi_head_attention(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-        """Compute `F.multi_head_attention_forward`, the function of `nn.MultiheadAttention`."""
+        """Compute `F.multi_head_attention_forward`, the function of `nn.MultiheadAttention`.
+
+        Args:
+            args, options: of that function.
+        """
         named = dict(zip(_MULTI_HEAD, args, strict=False)) | options
         query, key, value = (named[name] for name in ("query", "key", "value"))
         shard = self.shard

@@ -50,6 +50,9 @@ def restore_requested(session: Session, *, weights_only: bool = False) -> None:
     Args:
         session: session with module, optimizers and feeds.
         weights_only: load only the weights, for an evaluation.
+
+    Raises:
+        ValueError: training can't continue from it, or `max_epochs` is reached already.
     """
     if session.overridden.ckpt_path is not None:
         restore(session, session.overridden.ckpt_path, weights_only=weights_only)

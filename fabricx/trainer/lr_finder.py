@@ -129,8 +129,8 @@ class RateSweep(Callback):
     def check_fit(self, trainer: Any, module: Any, global_batch: int | None) -> None:
         if not trainer.strategy.traits.lockstep:
             raise ValueError(
-                f"lr_find: under {type(trainer.strategy).__name__} ranks work at their own pace, so that a loss "
-                "belongs to no rate: call lr_find with a Trainer(strategy='ddp', devices=...) or with one device"
+                f"lr_find: under {type(trainer.strategy).__name__} ranks work at their own pace, so no loss has "
+                "a single learning rate: call lr_find with a Trainer(strategy='ddp', devices=...) or with one device"
             )
 
     def on_train_start(self, trainer: Any, module: Any) -> None:

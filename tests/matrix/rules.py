@@ -135,12 +135,12 @@ REFUSALS = (
     ),
     Refusal(
         lambda c: c.model == "sparse" and c.ranks > 1 and c.way in FSDP | {"ddp-fp16", "ddp-bf16", "ddp-powersgd"},
-        "sums no sparse gradients",
+        "does not support sparse gradients, which",
         "Sparse gradients cannot be compressed or sharded. Use `sparse=False`, or `ddp` without compression.",
     ),
     Refusal(
         lambda c: c.model == "sparse" and c.way == "reproducible",
-        "sums no sparse gradients",
+        "does not support sparse gradients, which",
         "Gradients are summed as integers, which excludes sparse gradients. Use `sparse=False` or `ddp`.",
     ),
     Refusal(
@@ -311,7 +311,7 @@ REFUSALS = (
     ),
     Refusal(
         lambda c: c.model == "sparse" and c.way == "pipeline",
-        "sums no sparse gradients",
+        "does not support sparse gradients, which",
         "Stages sum dense gradients only. Use `sparse=False`, or `ddp`.",
     ),
     Refusal(

@@ -96,6 +96,9 @@ class Client(Exchange):
         granted again, and servers that have its gradient ignore the second push. Otherwise this does not wait, unless
         pushes are `answered` (see `Settings.may_drop`) or compressed: a link may have been lost since the lease was
         granted, and the error feedback must not include a gradient that a server does not use.
+
+        Args:
+            gradients, push, clips, answered: as in `Exchange.push`.
         """
         begun = time.perf_counter()
         empty = all(gradient is None for gradient in gradients)

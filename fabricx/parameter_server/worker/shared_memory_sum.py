@@ -79,7 +79,11 @@ class SharedMemorySum(Exchange):
         self, gradients: Sequence[Tensor | None], push: Push = WHOLE, *, clips: Sequence[Clip] = (),
         answered: bool = False,
     ) -> bool:  # fmt: skip
-        """Publish this worker's gradients, without waiting; workers without servers need no description of them."""
+        """Publish this worker's gradients, without waiting; workers without servers need no description of them.
+
+        Args:
+            gradients, push, clips, answered: as in `Exchange.push`.
+        """
         begun = time.perf_counter()
         empty = all(gradient is None for gradient in gradients)
         filled = self._filled[self._rank] = None if empty else self._buffers.post_gradients(gradients)
@@ -171,7 +175,11 @@ class Slot:
 
 @contextlib.contextmanager
 def detects_dead_workers() -> Iterator[None]:
-    """Convert errors of the group to `ServerLost`, because another worker has died."""
+    """Context that converts errors of the group.
+
+    Raises:
+        ServerLost: another worker has died.
+    """
     try:
         yield
     except LOST as error:

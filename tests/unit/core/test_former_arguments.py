@@ -66,7 +66,7 @@ def test_barebones_trains_without_what_costs_time(tmp_path: Any) -> None:
 @pytest.mark.parametrize("name", _BARE)
 def test_barebones_refuses_what_costs_time(name: str) -> None:
     value = {"profiler": "simple", "log_every_n_steps": 5, "num_sanity_val_steps": 1}.get(name, True)
-    with pytest.raises(ValueError, match=f"Trainer\\(barebones=True, {name}={value!r}\\): barebones measures"):
+    with pytest.raises(ValueError, match=f"Trainer\\(barebones=True, {name}={value!r}\\): barebones turns off"):
         fx.Trainer(barebones=True, **{name: value})
     assert fx.Trainer(barebones=True, **{name: _BARE[name]}).barebones
 

@@ -12,7 +12,7 @@ from fabricx.distributed.world import World
 def test_only_embeddings_that_are_trained_with_sparse_gradients_are_refused() -> None:
     module = nn.ModuleDict({"dense": nn.Embedding(4, 2), "sparse": nn.Embedding(4, 2, sparse=True)})
     assert sparse_tables(module) == ["sparse"]
-    with pytest.raises(ValueError, match="fsdp sums no sparse gradients, and sparse has them; set sparse=False"):
+    with pytest.raises(ValueError, match="fsdp does not support sparse gradients, which sparse has; set sparse=False"):
         check_dense(module, "fsdp")
     module["sparse"].weight.requires_grad_(False)
     check_dense(module, "fsdp")
