@@ -90,6 +90,8 @@ class _Sockets:
                 continue
             try:
                 with socket.socket(fileno=os.dup(number)) as link:
+                    if f"socket:[{os.fstat(link.fileno()).st_ino}]" != name:
+                        continue  # the number belongs to a later socket
                     peer, internet = link.getpeername(), link.family in (socket.AF_INET, socket.AF_INET6)
                     # Read on each call: the store's address exists only after its first connection.
                     store = getattr(self._store, "port" if internet else "peer", None)
@@ -190,7 +192,9 @@ class Membership:
             store: connections to it are not shut down with the group's.
             silent: aborted collectives end without an error, so the groups have to be aborted explicitly.
         """
-        self._sockets, self._current = _Sockets(store, silent), number
+        self._sockets = None  # the receiving thread compares `_current`, and must not shut links of the new group
+        self._current = number
+        self._sockets = _Sockets(store, silent)
 
     @contextmanager
     def opening(self) -> Iterator[None]:
@@ -229,16 +233,16 @@ class Membership:
         return newest.workers if newest is not None and newest.number == number else tuple(range(size))
 
     def check(self, number: int) -> None:
-        """Raise `PeerLost` if a generation has lost a worker.
+        """Raise `PeerLost` if a worker of a generation has died, or has left it. Loops that wait for workers call it.
 
         Args:
             number: number of the generation.
 
         Raises:
-            PeerLost: a worker has died.
+            PeerLost: a worker has died, or has left the generation because workers join.
         """
         if self._broken >= number:
-            raise PeerLost("another worker has died")
+            raise PeerLost("another worker has died, or has left to let workers join")
 
     def stay(self, number: int) -> None:
         """Raise `PeerLost` if a generation is over, or about to end.

@@ -63,6 +63,8 @@ class ElasticController:
         self._ready: list[int] = []  # replacements that wait to join, in order of arrival
         self._since = 0.0  # time of the first event that is not settled
         self._broken = False  # a next generation is needed
+        self._over = -1  # newest generation of which the members were informed that it is over
+        self._departed: tuple[int, ...] = ()  # workers that the present generation does not need any more
         self._outbox: list[tuple[tuple[int, ...], str, Any]] = []
         self._step, self._tries = -1, 0
         self._cuts: list[str] = []  # records of lost links since all members trained, which a failure may explain
@@ -76,8 +78,9 @@ class ElasticController:
             worker: sender.
             kind: "inside" or "outside" (the worker can, or can't, join another generation from now on), "ready" (a
                 replacement waits to join), "cut" (the worker has lost connections), "again" (the worker requests a
-                new generation), or "step" (the worker trains).
-            content: of "cut", the generation; of "again", (generation, reason); of "step", (generation, step).
+                new generation), "left" (the worker has left a generation), or "step" (the worker trains).
+            content: of "cut" and "left", the generation; of "again", (generation, reason); of "step", (generation,
+                step).
         """
         if kind == "inside":
             self._inside.add(worker)
@@ -97,6 +100,8 @@ class ElasticController:
                 self._cuts.append(self._failures[-1])
         elif kind == "again":
             self._begin_again(worker, *content)
+        elif kind == "left":  # for workers that join; members leave after different steps, and may wait for this worker
+            self._end(content)
         elif kind == "step":
             generation, step = content
             self._holding.add(worker)
@@ -192,7 +197,13 @@ class ElasticController:
         if not self._broken:
             self._since = self._clock()
         self._broken = True
-        self._outbox.append((self.workers, "broken", self._number))
+        self._end(self._number)
+
+    def _end(self, generation: int) -> None:
+        """Inform the workers that a generation is over, so that no worker waits for a worker that has left it."""
+        if generation > self._over:
+            self._over = generation
+            self._outbox.append(((*self.workers, *self._departed), "broken", generation))
 
     def resize(self, workers: int) -> str:
         """Change the number of workers.
@@ -316,7 +327,7 @@ class ElasticController:
         self._inside.update(replacements, self._ready)
         self._seats = [*seats, *self._ready]
         self._ranks |= {worker: rank for rank, worker in enumerate(self._seats)}
-        whole = not self._dead
+        whole, self._departed = not self._dead, tuple(departed)
         self._dead.clear()
         self._ready.clear()
         self._arrived.clear()
@@ -325,4 +336,4 @@ class ElasticController:
         generation = Generation(
             self._number, self.workers, replacements, tuple(self._lost), whole, tuple(self._failures), self._settled
         )
-        self._outbox.append(((*self.workers, *departed), "generation", generation))  # departed workers end
+        self._outbox.append(((*self.workers, *self._departed), "generation", generation))  # departed workers end

@@ -221,6 +221,7 @@ def _report_lost_checkpoint(session: Session, abandoned: list[Path | None]) -> N
 def _let_go(session: Session) -> Writer | None:
     """Abandon the interrupted batch; returns the writer of an abandoned checkpoint."""
     membership().shut()
+    membership().send("left", session.world.generation)
     session.agreement.close()
     writer, session.checkpoints.writer = session.checkpoints.writer, None
     if writer is not None:

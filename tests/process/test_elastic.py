@@ -126,6 +126,31 @@ class AsksWithoutCheckpoint(Asks):
             shutil.rmtree(self.path, ignore_errors=True)
 
 
+class HearsLate(fx.Callback):
+    """Delays on rank 1 the message that announces the next generation."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        if trainer.global_rank != 1:
+            return
+        member = membership()
+        receive = member.on_message
+
+        def late(kind: str, content: Any) -> None:
+            if kind == "generation":
+                time.sleep(1.0)
+            receive(kind, content)
+
+        member.on_message = late  # type: ignore[method-assign]
+
+
+def test_a_rank_without_samples_does_not_wait_for_ranks_that_have_left_to_let_a_worker_join(tmp_path: Path) -> None:
+    callbacks = [Asks(at_2=3), HearsLate(), FaultRecovery()]
+    options = {**QUIET, "enable_checkpointing": True, "callbacks": callbacks}
+    trainer = fx.Trainer(devices=2, strategy=DDP(), max_epochs=4, default_root_dir=tmp_path, **options)
+    trainer.fit(TinyModule(), tiny_loader(3, 1))  # rank 1 has no sample of each second batch: it follows rank 0's hooks
+    assert trainer.global_step == 8
+
+
 def test_a_worker_joins_a_resumed_run_whose_checkpoint_is_gone(tmp_path: Path) -> None:
     path = tmp_path / "saved"
     options: dict[str, Any] = {

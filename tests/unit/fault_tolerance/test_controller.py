@@ -157,6 +157,29 @@ def test_who_comes_when_training_has_ended_is_sent_away() -> None:
     assert run.changes.wanted() is None
 
 
+def test_workers_that_still_wait_in_a_generation_are_informed_when_another_worker_has_left_it_for_a_join() -> None:
+    changes = ElasticController(ElasticPolicy(), 2, [])
+    for worker in (0, 1):
+        changes.receive(worker, "inside", None)
+    changes.resize(3)
+    ready(changes, 2)
+    assert [kind for _, kind, _ in changes.messages()] == ["generation"]  # no worker has to leave within a step
+    changes.receive(1, "left", 0)
+    assert list(changes.messages()) == [((0, 1, 2), "broken", 0)]
+    changes.receive(0, "left", 0)
+    assert not list(changes.messages())
+
+
+def test_a_worker_that_is_not_needed_any_more_is_informed_too() -> None:
+    changes = ElasticController(ElasticPolicy(), 3, [])
+    for worker in range(3):
+        changes.receive(worker, "inside", None)
+    changes.resize(2)
+    assert [(set(workers), kind) for workers, kind, _ in changes.messages()] == [({0, 1, 2}, "generation")]
+    changes.receive(0, "left", 0)
+    assert list(changes.messages()) == [((0, 1, 2), "broken", 0)]
+
+
 def test_links_that_break_at_the_same_step_again_and_again_are_an_error() -> None:
     run = Workers(ElasticPolicy(tries=2), 2)
     for number in range(5):
