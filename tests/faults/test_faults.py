@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import evaluation
+from tests.faults import evaluation, membership
 from tests.faults.cells import FEATURES, Cell, pairwise
 from tests.faults.evaluation import Evaluation
 from tests.faults.running import judge
-from tests.soak import some
+from tests.soak import seeds, some
 
 SHORT = (
     "way=ddp, moment=on_train_start, process=worker 1, step=0, draws=hooks",
@@ -43,6 +43,12 @@ def test_a_fault_leaves_no_trace(text: str, tmp_path: Path, calm: Path) -> None:
 @pytest.mark.parametrize("cell", some(pairwise(1), 1, 30), ids=str)
 def test_each_pair_of_values_leaves_no_trace(cell: Cell, tmp_path: Path, calm: Path) -> None:
     assert judge(cell, tmp_path / "run", calm) == [], f'python -m tests.faults "{cell}"'
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", seeds(1, 60))
+def test_joins_and_deaths_that_ranks_notice_at_different_times_leave_no_trace(seed: int, tmp_path: Path) -> None:
+    assert membership.judge(seed, tmp_path) == []
 
 
 @pytest.mark.parametrize("cell", EVALUATIONS, ids=str)
