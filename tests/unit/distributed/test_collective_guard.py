@@ -35,7 +35,9 @@ COLLECTIVES: dict[str, Callable[[Any], Any]] = {
     "all_reduce": lambda group: dist.all_reduce(torch.ones(1), group=group),
     "barrier": lambda group: dist.barrier(group=group),
     "broadcast": lambda group: dist.broadcast(torch.ones(1), 0, group=group),
-    "functional": lambda group: _funcol.all_reduce(torch.ones(1), "sum", group or dist.group.WORLD),
+    "functional": lambda group: _funcol.wait_tensor(
+        _funcol.all_reduce(torch.ones(1), "sum", group or dist.group.WORLD)
+    ),
     "method": lambda group: _process_group(group).allreduce([torch.ones(1)]),
     "operator": lambda group: torch.ops._c10d_functional.wait_tensor(
         torch.ops._c10d_functional.all_reduce.default(torch.ones(1), "sum", group_name=_process_group(group).group_name)
