@@ -46,7 +46,8 @@ class Generation:
 
 
 def death_key(worker: int) -> str:
-    """Return the store key that the supervisor sets when a worker dies before it has returned its result.
+    """Return the store key that is set when a worker has ended: by the supervisor, if it has returned no result, or by
+    the store's server where a launcher has started the processes.
 
     Args:
         worker: worker number.

@@ -10,8 +10,9 @@ from typing import final
 from torch.distributed import Store
 
 from fabricx.distributed.authentication import AuthenticationError
-from fabricx.distributed.generations import membership
+from fabricx.distributed.generations import death_key, membership
 from fabricx.distributed.world import World
+from fabricx.errors import PeerLost
 
 POLL_S = 0.05  # interval at which a rank checks for requests
 ANSWER_S = 0.005  # interval at which it publishes its position while a request is open
@@ -92,9 +93,18 @@ class Agreement:
             if any(self._store.check([key]) and int(self._store.get(key)) >= index for key in others):
                 self._passed = index
                 return False
-            membership().check(self._world.generation)
+            self._check_peers()
             time.sleep(0.002)
         return True
+
+    def _check_peers(self) -> None:
+        """Raise an error if a rank has ended, which will never reach this boundary."""
+        member, world = membership(), self._world
+        member.check(world.generation)
+        if not member.changes:  # no supervisor ends the generation
+            for rank, worker in enumerate(member.members(world.generation, world.size)):
+                if self._store.check([death_key(worker)]):
+                    raise PeerLost(f"rank {rank} has ended before all ranks agreed on the request {self._name!r}")
 
     def pass_by(self, index: int) -> None:
         """Record that this rank has passed a boundary without a request.

@@ -48,6 +48,7 @@ class PrivateStore(dist.Store):
         self.port = 0 if isinstance(address, str) else address[1]
         self.peer: Any = ""
         self._idle: deque[Channel] = deque([self._connected()])
+        self._kept: list[Channel] = []  # open until this process ends
         _KEPT.append(self)
 
     def clone(self) -> PrivateStore:
@@ -92,6 +93,12 @@ class PrivateStore(dist.Store):
             desired: new value.
         """
         return self._request(b"compare_set", key.encode(), _bytes(expected), _bytes(desired))
+
+    def set_at_end(self, key: str) -> None:
+        """Let the server set a key when this process has ended, however it ends."""
+        connection = self._connected()
+        self._ask(connection, b"set_at_end", key.encode())
+        self._kept.append(connection)
 
     def delete_key(self, key: str) -> bool:
         """Delete a value, and return whether it existed.
@@ -141,17 +148,21 @@ class PrivateStore(dist.Store):
             connection = self._idle.pop()
         except IndexError:
             connection = self._connected()
+        answer = self._ask(connection, *parts)
+        self._idle.append(connection)
+        return answer
+
+    @staticmethod
+    def _ask(connection: Channel, *parts: bytes) -> bytes:
         try:
             connection.send_bytes(pack(*parts))
-            answer = connection.recv_bytes()
+            return connection.recv_bytes()
         except (EOFError, OSError, AuthenticationError) as error:
             connection.close()
             raise dist.DistNetworkError(f"the connection to the run's store was lost: {error!r}") from error
         except BaseException:
             connection.close()  # a late answer would be read as the answer of the next request
             raise
-        self._idle.append(connection)
-        return answer
 
     def _connected(self) -> Channel:
         try:

@@ -70,6 +70,7 @@ class StoreServer:
         self._changed = threading.Condition()  # reentrant: a signal handler may set a value
         self._closed = False
         self._connections: set[Channel] = set()
+        self._at_end: dict[Channel, str] = {}  # keys to set when a connection ends
         self._unproven: deque[socket.socket] = deque()
         self._thread = threading.Thread(target=self._accept, name="fabricx-store", daemon=True)
         self._thread.start()
@@ -153,6 +154,8 @@ class StoreServer:
         finally:
             with self._changed:
                 self._connections.discard(connection)
+                if (key := self._at_end.pop(connection, None)) is not None:
+                    self.set(key, b"")
                 connection.close()
 
     # -- operations ---------------------------------------------------------------------------------------------
@@ -192,6 +195,11 @@ class StoreServer:
     def _do_delete_key(self, connection: Channel, key: bytes) -> bytes:
         with self._changed:
             return b"" if self._values.pop(key.decode(), None) is None else b"1"
+
+    def _do_set_at_end(self, connection: Channel, key: bytes) -> bytes:
+        with self._changed:
+            self._at_end[connection] = key.decode()
+            return b""
 
     def _do_check(self, connection: Channel, *keys: bytes) -> bytes:
         with self._changed:

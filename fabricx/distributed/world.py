@@ -304,8 +304,8 @@ class World:
 
         A rank that exits closes its connections, and data that another rank has not yet read from them can be lost (a
         connection reset drops received data). Therefore each rank reports in the store, which no rank hosts, and exits
-        when all ranks have reported. If a rank dies meanwhile, the wait ends where a supervisor detects it; else
-        torchrun ends this process, or the timeout ends the wait.
+        when all ranks have reported. If a rank dies meanwhile, a supervisor or the server of a launch's store reports
+        it; else the timeout ends the wait.
 
         Args:
             timeout_s: maximum time to wait, in seconds.

@@ -25,6 +25,7 @@ from torch.distributed import Store, TCPStore
 
 from fabricx.distributed import authentication
 from fabricx.distributed.authentication import AuthenticationError, sign, tag, verify
+from fabricx.distributed.generations import death_key
 from fabricx.distributed.store import PrivateStore
 from fabricx.distributed.store_server import SOCKET
 from fabricx.distributed.world import World
@@ -251,7 +252,10 @@ def _register(store: PrivateStore, info: Launch) -> bool:
     """Register this rank in the store; return whether the rank was not registered before."""
     name = secrets.token_hex(8).encode()
     store.set(f"member/{info.rank}/{name.decode()}", json.dumps([info.restarts, _agent()]))
-    return store.compare_set(f"here/{info.rank}", b"", name) == name
+    if store.compare_set(f"here/{info.rank}", b"", name) != name:
+        return False
+    store.set_at_end(death_key(info.rank))
+    return True
 
 
 def _count_restarts(store: PrivateStore, launcher_store: Store, info: Launch) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +17,7 @@ from fabricx.distributed.store import PrivateStore
 from fabricx.distributed.store_server import StoreServer
 
 KEY = b"k" * 32
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -87,3 +90,24 @@ def test_a_closed_private_store_ends_what_waits_in_it(private: Path) -> None:
     server.close()
     thread.join(10)
     assert len(errors) == 1
+
+
+ENDS = """
+import os, signal, sys
+from fabricx.distributed.store import PrivateStore
+place = sys.argv[1] or ("127.0.0.1", int(sys.argv[2]))
+PrivateStore(place, b"k" * 32).set_at_end("gone/1")
+print("set", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_key_is_set_when_the_process_ends_that_has_asked_for_it(server: StoreServer) -> None:
+    store = PrivateStore(address(server), KEY)
+    command = [sys.executable, "-c", ENDS, server.path, str(server.port)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "set\n"
+        assert not store.check(["gone/1"])
+        process.kill()
+        store.wait(["gone/1"], timedelta(seconds=60))
