@@ -197,9 +197,8 @@ class StoreServer:
             return b"" if self._values.pop(key.decode(), None) is None else b"1"
 
     def _do_set_at_end(self, connection: Channel, key: bytes) -> bytes:
-        with self._changed:
-            self._at_end[connection] = key.decode()
-            return b""
+        self._at_end[connection] = key.decode()  # this connection's thread only reads and changes this entry
+        return b""
 
     def _do_check(self, connection: Channel, *keys: bytes) -> bytes:
         with self._changed:
