@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from tests import warm
+from tests.sources import parsed
 
 ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -141,9 +142,9 @@ def test_what_is_installed_from_the_wheel_finds_its_plugins(wheel, tmp_path):
 
 def test_a_folder_of_that_name_beside_a_script_hides_nothing(tmp_path):
     (tmp_path / "fabricx" / "tests").mkdir(parents=True)  # as a clone is
-    (tmp_path / "script.py").write_text("import fabricx as fx; print(fx.Module.__name__)")
+    (tmp_path / "script.py").write_text("import fabricx.plugins; print(fabricx.plugins.__name__)")
     ended = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, timeout=100, check=False)
-    assert ended.stdout == "Module\n", ended.stderr + "\ninstall it with make, which asks for a plain path"
+    assert ended.stdout == "fabricx.plugins\n", ended.stderr + "\ninstall it with make, which asks for a plain path"
 
 
 # -- folders and words --------------------------------------------------------------------------------------------
@@ -158,12 +159,6 @@ def test_a_folder_says_what_belongs_in_it_in_less_than_a_page(folder):
 
 def test_no_file_has_a_name_that_says_nothing():
     assert [short(path) for path in PYTHON if path.name in NAMES_THAT_SAY_NOTHING] == []
-
-
-@functools.cache
-def parsed(path: Path) -> ast.Module:
-    """Parse a file, for all tests once."""
-    return ast.parse(path.read_text())
 
 
 @functools.cache
@@ -311,13 +306,15 @@ def test_torch_distributed_is_imported_by_few_packages_only():
             assert any(short(path).startswith(place) for place in allowed), short(path)
 
 
-def test_importing_fabricx_and_training_loads_neither_hydra_nor_tensorboard(tmp_path):
+def test_importing_fabricx_and_training_loads_no_library_that_is_slow_to_import(tmp_path):
     program = (
         "import sys, fabricx as fx\n"
         "assert not {'torch', 'hydra'} & set(sys.modules), 'import fabricx is lazy'\n"
         "from fabricx.testing import QUIET, TinyModule, tiny_loader\n"
         "fx.Trainer(max_steps=1, **QUIET).fit(TinyModule(), tiny_loader())\n"
+        "import fabricx.lightning, fabricx.loggers.tensorboard; fabricx.loggers.tensorboard.TensorBoardLogger()\n"
         "slow = {'hydra', 'omegaconf', 'tensorboard', 'sklearn', 'torchmetrics', 'torch.distributed.checkpoint'}\n"
+        "slow |= {'lightning', 'pytorch_lightning'}\n"
         "print(*slow & set(sys.modules))"
     )
     assert python(program, cwd=tmp_path, path=ROOT).split() == []

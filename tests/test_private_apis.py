@@ -5,17 +5,12 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+from tests.sources import ROOT, trees
+
 TABLE = ROOT / "docs" / "private_apis.md"
 OWN = {"_adapted_from", "_replace"}  # set on classes that fabricx makes; a documented method of named tuples
 FOREIGN_ROOTS = {"torch", "dist", "nn", "c10d", "_c10d", "np", "sys", "random", "multiprocessing"}
-
-
-def sources() -> dict[str, ast.Module]:
-    files = [path for folder in ("fabricx", "strategies", "callbacks") for path in (ROOT / folder).rglob("*.py")]
-    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in files if path.resolve() == path}
 
 
 def defined(tree: ast.Module) -> Iterator[str]:
@@ -50,10 +45,10 @@ def used(tree: ast.Module, own: set[str]) -> Iterator[str]:
 
 
 def test_each_private_name_of_another_library_is_in_the_table_and_the_table_has_no_other() -> None:
-    trees = sources()
-    assert len(trees) > 200
-    own = OWN | {name for tree in trees.values() for name in defined(tree)}
-    found = {(file, name) for file, tree in trees.items() for name in used(tree, own)}
+    files = {str(path.relative_to(ROOT)): tree for path, tree in trees().items()}
+    assert len(files) > 200
+    own = OWN | {name for tree in files.values() for name in defined(tree)}
+    found = {(file, name) for file, tree in files.items() for name in used(tree, own)}
     listed: set[tuple[str, str]] = set()
     for row in re.findall(r"^\| `[^\n]*$", TABLE.read_text(), re.MULTILINE):
         files, names, reason = (cell.strip() for cell in row.strip("|").split("|"))

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.sources import ROOT, parsed, trees
+
 TABLE = ROOT / "docs" / "waits.md"
-FOLDERS = ("fabricx", "callbacks", "strategies")
 ALWAYS = {
     "wait", "wait_for", "accept", "recv", "recv_bytes", "recv_into", "recv_handle", "acquire", "sleep", "flock",
     "lockf", "communicate", "sigwait", "sigwaitinfo", "waitpid", "check_call", "check_output", "result", "as_completed",
@@ -25,8 +25,13 @@ LOCKS = {"Lock", "RLock", "Condition", "Semaphore", "BoundedSemaphore"}
 NOT_PROCESSES = ("placement", "path", "tree", "memory_checkpoint", "sep", "shlex")  # what else has a `join`
 
 
+NAMES = ALWAYS | COLLECTIVES | {"join", "get", "poll", "write", "run", "select", "connect"}  # that `waits` looks at
+
+
 def waits(name: str, receiver: ast.expr | None, call: ast.Call) -> bool:
     """Return whether a call may block: by its name, and for common names by its receiver and arguments."""
+    if name not in NAMES:
+        return False
     text = "" if receiver is None else ast.unparse(receiver).lower()
     if name in ALWAYS:
         return "world" not in text  # its own collectives are in the table, in `World`
@@ -54,7 +59,7 @@ def locks(tree: ast.AST) -> set[str]:
         if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
             continue
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        if any(ast.unparse(part).removeprefix("threading.") in LOCKS for part in ast.walk(node.value)):
+        if any(getattr(part, "attr", getattr(part, "id", "")) in LOCKS for part in ast.walk(node.value)):
             found |= {ast.unparse(target).rpartition(".")[2] for target in targets}
     return found
 
@@ -64,7 +69,7 @@ def blocking_calls(file: Path) -> Iterator[tuple[str, str]]:
 
     A block that takes a lock is one, too, and is printed as `with` and the lock.
     """
-    tree = ast.parse(file.read_text())
+    tree = parsed(file)
     known = locks(tree)
 
     def visit(node: ast.AST, scope: tuple[str, ...]) -> Iterator[tuple[str, str]]:
@@ -90,13 +95,7 @@ def blocking_calls(file: Path) -> Iterator[tuple[str, str]]:
 @functools.cache
 def found() -> Counter[tuple[str, str, str]]:
     """Count the blocking calls of the source by file, function and call; lines may move."""
-    files = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")) if not path.is_symlink()]
-    return Counter(
-        (str(file.relative_to(ROOT)), *entry)
-        for file in files
-        if not any(parent.is_symlink() for parent in file.parents)
-        for entry in blocking_calls(file)
-    )
+    return Counter((str(file.relative_to(ROOT)), *entry) for file in trees() for entry in blocking_calls(file))
 
 
 def listed() -> dict[tuple[str, str, str], str]:
