@@ -28,7 +28,7 @@ def divide(costs: Sequence[float], chunks: int, joined: Mapping[int, str] | None
         (begin, end) of the blocks of each chunk.
 
     Raises:
-        ValueError: there are fewer chunks than asked for.
+        ValueError: the blocks can't be divided into this number of chunks.
 
     >>> divide([0, 1, 1, 1, 1, 2], 2)
     [(0, 3), (3, 4)]

@@ -394,7 +394,7 @@ def _detached(path: Any, leaf: Any) -> Any:
 
 
 def _like(arguments: Sequence[Tensor], shape: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor without a meaning: an argument of the same shape, else zeros."""
+    """Return a stand-in for a tensor: an argument of the same shape, else zeros."""
     for tensor in arguments:
         if list(tensor.shape) == shape and tensor.dtype == dtype:
             return tensor.detach()

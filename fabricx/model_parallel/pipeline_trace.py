@@ -346,7 +346,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _kept(tensor: Tensor) -> Any:
-    """Return what keeps the number of a tensor's storage from being used again."""
+    """Return an object that keeps a tensor's storage alive, so that no other storage has its number."""
     try:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):

@@ -113,7 +113,7 @@ def _memory(model: Transformer, cluster: Cluster, layout: Layout) -> float:
 
 
 def _estimate(model: Transformer, cluster: Cluster, layout: Layout) -> float:
-    """Return about the least time of a step: the slowest stage computes all microbatches, and waits for the first."""
+    """Return a lower estimate of the time of a step: the slowest stage has all microbatches and waits for the first."""
     measured = predicted_parts(model, cluster, layout)
     chunks = times_of(measured, cut(model, layout, measured))
     slowest = max(sum(chunks[rank :: layout.pipeline]) for rank in range(layout.pipeline))
@@ -122,7 +122,7 @@ def _estimate(model: Transformer, cluster: Cluster, layout: Layout) -> float:
 
 
 def _least_memory(model: Transformer, layout: Layout) -> float:
-    """Return bytes that a rank needs at least: an equal part of the weights, and the block that is computed."""
+    """Return a lower bound of the bytes on a rank: an equal part of the weights, and the block that is computed."""
     weights = FULL * model.parameters / layout.tensor / layout.pipeline
     return state_memory(weights, layout) + working_memory(model, layout)
 
@@ -218,7 +218,7 @@ def _bar(seconds: Sequence[float]) -> str:
 
 
 def _limit(prediction: Prediction) -> str:
-    """Return the largest part of the time that is no product of the model."""
+    """Return the name and percentage of the largest part of the time besides matrix products."""
     others = {name: time for name, time in prediction.seconds.items() if name != "products"}
     name = max(others, key=lambda key: others[key])
     return f"{name} {others[name] / prediction.step:.0%}"

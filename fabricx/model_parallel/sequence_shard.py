@@ -97,11 +97,11 @@ class _Joined(torch.autograd.Function):
 
 
 def joined(local: Tensor, world: World, shard: SequenceShard, dim: int) -> Tensor:
-    """Return the whole tensor, on each rank; each rank is to compute the same with it.
+    """Return the whole tensor, with which every rank computes the same afterwards.
 
-    The backward multiplies this rank's part of the gradient by the number of ranks: gradients of parameters are
-    averaged over the ranks, and each rank has a part of the sum for what it computes on its shard, and all of the
-    gradient for what every rank computes.
+    Gradients of parameters are averaged over the ranks. For computations after this function, which every rank
+    repeats, the mean is the gradient. For computations on shards before it, the gradient is the sum over the ranks: the
+    backward multiplies this rank's part by the number of ranks.
 
     Args:
         local: this rank's part.

@@ -17,7 +17,7 @@ from fabricx.model_parallel.feature_trace import FeatureTrace
 from fabricx.model_parallel.parallel_layers import STYLES, Kind, Layer, Style, features_of, layers_of
 
 _NUMBER: Final = r"(?<![^.\s])\d+(?=\.)|(?<=\.)\d+(?![^.\s])"  # as a component of a dotted name
-VOCABULARY: Final = 8192  # least number of rows of embeddings and heads that are sharded without being asked to
+VOCABULARY: Final = 8192  # embeddings and heads with fewer rows are sharded by an override only
 
 
 @dataclass(frozen=True)

@@ -99,13 +99,34 @@ def _begin_checkpoint(
     session.checkpoints.collecting = True
     try:
         with weights_as_state_dict(state):
-            for hook in session.hooks.on_save_checkpoint if session.hooks is not None else ():
+            for hook in session.hooks.on_save_checkpoint:
                 hook(state)
     finally:
         session.checkpoints.collecting = False
     added = {name: value for name, value in state.items() if name not in known}
     _warn_if_lost(session, added)
     state = as_part(session.strategy, ModelParallel).whole_state(state)
+    manifest = _manifest(session, weights_only=weights_only)
+
+    def full() -> None:
+        session.metrics.loggers.event(
+            "checkpoint", f"{path} could not be written: the disk is full; delete files to make room", manifest["step"]
+        )
+        if failed is not None:
+            failed()
+
+    def done() -> None:
+        session.recorder.event("checkpoint", f"{path} is complete", manifest["step"], seconds=time.monotonic() - began)
+        if after is not None:
+            after()
+
+    writer = session.checkpoints.writer = session.checkpoints.writer or checkpoint.Writer(session.world)
+    shown = [str(name) for name in added] if single_file else None
+    writer.begin(path, state, manifest, done, full, repeated=after is not None, shown=shown)
+
+
+def _manifest(session: Session, *, weights_only: bool) -> dict[str, Any]:
+    """Return the description of a checkpoint as plain data; it is readable without the tensors."""
     # fully_shard derives a class with `reshard`; save the user's class.
     module_class = next(c for c in type(session.module).__mro__ if not hasattr(c, "reshard"))
     manifest: dict[str, Any] = {
@@ -125,22 +146,7 @@ def _begin_checkpoint(
     }
     if session.datamodule is not None:
         manifest["datamodule_hparams"] = masked(plain(storable(session.datamodule.hparams)[0]))
-
-    def full() -> None:
-        session.metrics.loggers.event(
-            "checkpoint", f"{path} could not be written: the disk is full; delete files to make room", manifest["step"]
-        )
-        if failed is not None:
-            failed()
-
-    def done() -> None:
-        session.recorder.event("checkpoint", f"{path} is complete", manifest["step"], seconds=time.monotonic() - began)
-        if after is not None:
-            after()
-
-    writer = session.checkpoints.writer = session.checkpoints.writer or checkpoint.Writer(session.world)
-    shown = [str(name) for name in added] if single_file else None
-    writer.begin(path, state, manifest, done, full, repeated=after is not None, shown=shown)
+    return manifest
 
 
 @contextlib.contextmanager
