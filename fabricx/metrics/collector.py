@@ -53,6 +53,7 @@ class Logbook:
         self.loader: int | None = None
         self.loaders: dict[str, int | None] = {}
         self.batches = 0
+        self._batch = 0  # number of this rank's batch in the epoch, from 1; 0 between two batches
         self.idle = False
         self.logs_batches = False
         self._silent = mute
@@ -82,6 +83,7 @@ class Logbook:
         self.batch, self.size, self.step, self.in_step, self.idle = batch, size, step, True, False
         self._weight = None
         self.batches += 1
+        self._batch = self.batches
 
     def pass_batch(self, step: int) -> None:
         """Record a manual batch without a sample for this rank: the step's values are those of other ranks.
@@ -93,7 +95,7 @@ class Logbook:
 
     def end_batch(self) -> None:
         """End a batch; the following values belong to the epoch."""
-        self.batch, self.in_step = None, False
+        self.batch, self.in_step, self._batch = None, False, 0
 
     def log(
         self, name: str, value: Any, bar: bool, to_logger: bool, on_step: bool | None, on_epoch: bool | None,
@@ -137,11 +139,6 @@ class Logbook:
         else:
             weight = self.count() if self.size is None else self.size
         series.add(value, weight, self.step, self._batch)
-
-    @property
-    def _batch(self) -> int:
-        """Return the number of this rank's batch in the epoch, from 1; 0 between two batches."""
-        return self.batches if self.in_step else 0
 
     def count(self) -> int:
         """Return the number of samples of the batch."""
