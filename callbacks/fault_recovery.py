@@ -367,7 +367,7 @@ def _account(trainer: TrainerProtocol, module: Module) -> str:
 def _compare(trainer: TrainerProtocol, module: Module) -> None:
     """Raise an error that names the ranks with weights that differ from the majority's."""
     traits, world = trainer.strategy.traits, trainer.world.axis("data")
-    if world.size == 1 or traits.sharded or not traits.synchronous:
+    if world.size == 1 or traits.joint_steps or not traits.synchronous:
         return
     sums = world.gather_objects(_bits(module.parameters()))
     counts = Counter(sums)

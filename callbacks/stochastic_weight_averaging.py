@@ -106,7 +106,7 @@ class StochasticWeightAveraging(Callback):
                 f"StochasticWeightAveraging needs the weights and the learning rate of each update on the ranks, and "
                 f"{type(strategy).__name__} has them elsewhere: use strategy=ddp or fsdp, or the callback EMA"
             )
-        if trainer.world.axis("model").size > 1:
+        if trainer.world.divided:
             raise ValueError(
                 f"StochasticWeightAveraging with strategy={type(strategy).__name__}: the averages of weights that are "
                 "divided over ranks aren't supported; use the callback EMA"

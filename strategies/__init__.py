@@ -9,7 +9,8 @@ from fabricx.strategies.async_sgd import AsyncSGD
 from fabricx.strategies.ddp import DDP
 from fabricx.strategies.fsdp import FSDP
 from fabricx.strategies.local_sgd import LocalSGD
-from fabricx.strategies.mesh import ContextMesh, Mesh, PipelineMesh, TensorMesh
+from fabricx.strategies.mesh import Mesh
+from fabricx.strategies.mesh_presets import ContextMesh, ExpertMesh, PipelineMesh, TensorMesh
 from fabricx.strategies.parameter_server import ParameterServer
 from fabricx.strategies.reproducible import Reproducible
 from fabricx.strategies.single import Single
@@ -19,6 +20,7 @@ __all__ = [
     "FSDP",
     "AsyncSGD",
     "ContextMesh",
+    "ExpertMesh",
     "LocalSGD",
     "Mesh",
     "ParameterServer",

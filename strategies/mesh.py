@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final, Literal, final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from fabricx.errors import check_choice
 from fabricx.model_parallel.axes import sizes_of, with_axes
 from fabricx.model_parallel.divider import Divider, Settings
 from fabricx.model_parallel.elementwise import check_elementwise
+from fabricx.model_parallel.expert_sums import ExpertSums
 from fabricx.model_parallel.gradient_sums import GradientSums
 from fabricx.model_parallel.hidden_gradients import HiddenGradients
 from fabricx.model_parallel.hook_weights import FAILED_APART, STAGES_APART, HookWeights, paused
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from fabricx.core.trial import Trial
     from fabricx.model_parallel.division import Division
     from fabricx.model_parallel.pipeline import Pipeline
-    from fabricx.model_parallel.tensor_parallel import TensorParallel
 
 Data = Literal["ddp", "fsdp"]
 DATA: Final = ("ddp", "fsdp")
@@ -76,6 +76,9 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         schedule: order of the computations of a stage: "1f1b", "gpipe" or "zero_bubble".
         virtual: groups of blocks on each rank ("interleaved" schedules); more groups are idle for a shorter time, and
             send more.
+        expert: data ranks over which the experts of mixtures are divided; None for all data ranks. These ranks have
+            different data, and send each token to the ranks of its experts.
+        experts: modules of stacked experts: their names, the name of their class, or "auto" for all.
 
     Raises:
         ValueError: an option is unknown or out of range.
@@ -85,6 +88,7 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         self, *, data: Data | Strategy = "ddp", tensor: int | None = 1, plan: Mapping[str, str] | None = None,
         sequence: bool = False, context: int | None = 1, sequence_dim: int = 1, pipeline: int | None = 1,
         blocks: str | Sequence[str] = "auto", microbatches: int | None = None, schedule: str = "1f1b", virtual: int = 1,
+        expert: int | None = 1, experts: str | Sequence[str] = "auto",
     ) -> None:  # fmt: skip
         super().__init__()
         if isinstance(data, str):
@@ -95,8 +99,9 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         self.context, self.sequence_dim = context, sequence_dim
         self.pipeline, self.blocks, self.microbatches = pipeline, blocks, microbatches
         self.schedule, self.virtual = schedule, virtual
+        self.expert, self.experts = expert, experts
         self._axes: dict[str, int | None] = {"pipeline": pipeline, "context": context, "tensor": tensor}
-        for name, size in self._axes.items():
+        for name, size in {**self._axes, "expert": expert}.items():
             if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
                 raise ValueError(f"{name}={size!r}: set the number of ranks along this axis, or null for all ranks")
         if len(rest := [f"{axis}=None" for axis, size in self._axes.items() if size is None]) > 1:
@@ -106,6 +111,8 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
                 "context with pipeline isn't supported: stages would divide the sequence anew; set pipeline=1 and "
                 "divide layers by tensor, or set context=1"
             )
+        if expert != 1:
+            self._check_expert()
         check_choice(type(self).__name__, "schedule", schedule, SCHEDULES)
         self.data_strategy: Strategy = plugins.build("strategies", data) if isinstance(data, str) else data
         self.accumulation_refused = self.data_strategy.accumulation_refused
@@ -116,9 +123,24 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
                 "batch_weight with a pipeline: a microbatch is weighted by its samples; set pipeline=1, or return a "
                 "loss that is the mean over samples"
             )
-        self.divides = any(size != 1 for size in self._axes.values())
+        if expert != 1:
+            self.data_strategy = ExpertSums()
+        self.divides = expert != 1 or any(size != 1 for size in self._axes.values())
         self.traits = self._traits_of(1)
         self._forget()
+
+    def _check_expert(self) -> None:
+        """Refuse options that divided experts do not support."""
+        if others := [f"{axis}=1" for axis, size in self._axes.items() if size != 1]:
+            raise ValueError(
+                f"expert with other axes of the model isn't supported: set {' and '.join(others)}, or set expert=1"
+            )
+        if self.data != "ddp":
+            name = self.data if isinstance(self.data, str) else f"{type(self.data).__name__}(...)"
+            raise ValueError(
+                f"data={name} with expert isn't supported: gradients of experts are summed over other ranks than those "
+                "of the other weights; set data='ddp', or expert=1"
+            )
 
     def _sums_for_pipeline(self) -> GradientSums:
         """Return data parallelism that reduces after the last microbatch."""
@@ -155,16 +177,12 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         return None if self._divider is None else self._divider.division
 
     @property
-    def _tensor(self) -> TensorParallel | None:
-        return None if self._divider is None else self._divider.tensor
-
-    @property
     def _pipeline(self) -> Pipeline | None:
         return None if self._divider is None else self._divider.pipeline
 
     @property
     def _divided(self) -> bool:
-        return self.world.axis("model").size > 1
+        return self.world.divided
 
     # -- set up --------------------------------------------------------------------------------------------------
 
@@ -176,6 +194,8 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
 
     def _sizes(self, ranks: int) -> dict[str, int]:
         known = math.prod(size for size in self._axes.values() if size is not None)
+        if self.expert is not None and self.expert > 1:
+            sizes_of(ranks, {"expert": self.expert}, self._called)  # the groups have to be complete
         remaining = max(1, ranks // known)
         return sizes_of(ranks, {axis: size or remaining for axis, size in self._axes.items()}, self._called)
 
@@ -188,8 +208,9 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         if world.newcomer:  # its place in the mesh is known when it joins the other ranks
             return world
         sizes = self._sizes(world.size)
-        self.traits = self._traits_of(sizes["data"] * sizes["context"])
-        return with_axes(world, sizes)
+        expert = self.expert or sizes["data"]
+        self.traits = self._traits_of(sizes["data"] * sizes["context"] // expert)
+        return with_axes(world, sizes, expert)
 
     def enter(self, world: World, module: nn.Module) -> None:
         super().enter(world, module)
@@ -230,7 +251,7 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
             self._late = (trial, False)
         if not self._divided:
             return
-        if self.world.axis("pipeline").size > 1:
+        if self.world.axis("pipeline").size > 1 or self.world.axis("expert").size > 1:
             check_dense(module, f"strategy={self._called}")
         for tensor in (*module.parameters(), *module.buffers()):
             self.world.broadcast(tensor)
@@ -248,10 +269,12 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         self._batches = SameBatches(self.world.axis("model"))
         settings = Settings(
             self._called, self.plan, self.sequence, self.sequence_dim, self.blocks, self.microbatches, self.schedule,
-            self.virtual, self._half,
+            self.virtual, self.experts, self._half,
         )  # fmt: skip
         self._divider = Divider(settings, self.world)
         self._divider.divide(module, trial, layout, joins=joins)
+        if isinstance(self.data_strategy, ExpertSums):
+            self.data_strategy.experts = self._divider.experts
 
     @property
     def layout(self) -> dict[str, Any]:
@@ -272,9 +295,9 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         self._optimizers = optimizers
         if self._pipeline is not None and any(needs_closure(optimizer) for optimizer in optimizers):
             raise ValueError(CLOSURE)
-        if self._tensor is not None:
-            for optimizer in optimizers:
-                check_elementwise(optimizer, f"tensor={self.world.axis('tensor').size}")
+        divided = [f"{axis}={size}" for axis in ("tensor", "expert") if (size := self.world.axis(axis).size) > 1]
+        for optimizer in optimizers if divided else ():
+            check_elementwise(optimizer, divided[0])
         self.data_strategy.attach_optimizers(optimizers)
 
     def restore_whole(self, module: nn.Module) -> None:
@@ -371,7 +394,7 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         return self.divides
 
     def hooks_see_weights(self, name: str) -> AbstractContextManager[Any]:
-        if self._division is None or (self._tensor is None and self._pipeline is None):
+        if self._division is None or not self._division.divides:
             return nullcontext()
         apart = STAGES_APART if self._in_batch else FAILED_APART if name == "on_exception" else ""
         return HookWeights(self._division, self._optimizers, apart=apart)
@@ -438,6 +461,10 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
     def sharded_parameters(self) -> dict[str, Tensor]:
         return as_part(self.data_strategy, ShardsWeights).sharded_parameters()
 
+    @property
+    def computes_together(self) -> bool:
+        return as_part(self.data_strategy, ShardsWeights).computes_together
+
     def load_targets(self) -> dict[str, Tensor]:
         return {} if self._divided else self.sharded_parameters()
 
@@ -449,65 +476,6 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
 
     def apply_requires_grad(self) -> None:
         as_part(self.data_strategy, ShardsWeights).apply_requires_grad()
-
-
-@final
-class PipelineMesh(Mesh):
-    """A mesh whose ranks compute consecutive blocks of the module, as stages of a pipeline.
-
-    Args:
-        pipeline: number of stages; None for all ranks.
-        data, blocks, microbatches, schedule, virtual: see `Mesh`.
-
-    Raises:
-        ValueError: an option is unknown or out of range.
-    """
-
-    def __init__(
-        self, *, data: Data | Strategy = "ddp", pipeline: int | None = None, blocks: str | Sequence[str] = "auto",
-        microbatches: int | None = None, schedule: str = "1f1b", virtual: int = 1,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            data=data, pipeline=pipeline, blocks=blocks, microbatches=microbatches, schedule=schedule, virtual=virtual
-        )
-
-
-@final
-class TensorMesh(Mesh):
-    """A mesh whose ranks divide the matrices of each layer, and compute the same samples.
-
-    Args:
-        tensor: ranks over which matrices are divided; None for all ranks.
-        data, plan, sequence: see `Mesh`.
-
-    Raises:
-        ValueError: an option is unknown or out of range.
-    """
-
-    def __init__(
-        self, *, data: Data | Strategy = "ddp", tensor: int | None = None, plan: Mapping[str, str] | None = None,
-        sequence: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__(data=data, tensor=tensor, plan=plan, sequence=sequence)
-
-
-@final
-class ContextMesh(Mesh):
-    """A mesh whose ranks divide the sequence, for long sequences, and compute the same samples.
-
-    Args:
-        context: ranks over which the sequence is divided; None for all ranks.
-        data, sequence_dim, blocks: see `Mesh`.
-
-    Raises:
-        ValueError: an option is unknown or out of range.
-    """
-
-    def __init__(
-        self, *, data: Data | Strategy = "ddp", context: int | None = None, sequence_dim: int = 1,
-        blocks: str | Sequence[str] = "auto",
-    ) -> None:  # fmt: skip
-        super().__init__(data=data, context=context, sequence_dim=sequence_dim, blocks=blocks)
 
 
 def _seeds() -> Callable[[int], None]:

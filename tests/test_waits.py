@@ -20,7 +20,9 @@ ALWAYS = {
     "send", "sendall", "sendmsg", "send_bytes", "send_handle", "init_process_group", "new_group", "batch_isend_irecv",
     "barrier",
 }  # fmt: skip
-COLLECTIVES = {"all_reduce", "all_gather", "broadcast", "reduce_scatter_tensor", "all_gather_into_tensor"}
+COLLECTIVES = {
+    "all_reduce", "all_gather", "broadcast", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single",
+}  # fmt: skip
 LOCKS = {"Lock", "RLock", "Condition", "Semaphore", "BoundedSemaphore"}
 NOT_PROCESSES = ("placement", "path", "tree", "memory_checkpoint", "sep", "shlex")  # what else has a `join`
 

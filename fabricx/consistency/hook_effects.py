@@ -134,7 +134,7 @@ class HookChecks:
         strategy, world = self._strategy, self._strategy.world.axis("data")
         if (
             world.size == 1
-            or strategy.traits.sharded
+            or strategy.traits.joint_steps
             or not strategy.traits.synchronous
             or self._serving.weight_pulls is not None
         ):
@@ -245,7 +245,7 @@ class HookChecks:
         if not state["weights"]:
             return
         strategy, world = self._strategy, self._strategy.world.axis("data")
-        if strategy.traits.sharded or not strategy.traits.synchronous or self._serving.weight_pulls is not None:
+        if strategy.traits.joint_steps or not strategy.traits.synchronous or self._serving.weight_pulls is not None:
             raise RanksDisagree(
                 f"step {self._state.step}: on_train_batch_start or on_train_batch_end changed weights at a batch of "
                 "which some ranks have no sample, so they don't call it, and their part of the weights would not "

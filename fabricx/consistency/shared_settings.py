@@ -88,7 +88,7 @@ class SharedSettings(OwnSettings):
         self._checks = self._changes = 0
         self._read: list[str] = []  # keys of the previous comparison
         self._topic = self._next_topic()
-        self._every = strategy.traits.sharded or not module.automatic_optimization
+        self._every = strategy.traits.joint_steps or not module.automatic_optimization
 
     def before_forward(self, micro: Microbatch) -> None:
         if self._every or micro.opens or micro.closes:

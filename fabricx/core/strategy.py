@@ -35,6 +35,7 @@ class Traits:
         lockstep: all ranks train each global batch together; False: each rank works at its own pace, on data that the
             strategy leases to it (`DealsData`).
         averages: gradients are averaged over ranks, not summed; losses are multiplied by the number of ranks then.
+        exchanges: a step computes with data of other ranks, so that all ranks compute each microbatch.
         sharded: a rank stores only a part of the weights or of the optimizer state (`ShardsWeights`).
         unreplicated: some state differs per rank, or is stored by servers, and not on all ranks.
         elastic: the number of ranks may change during a run (`Elastic`).
@@ -47,6 +48,7 @@ class Traits:
     synchronous: bool = True
     lockstep: bool = True
     averages: bool = False
+    exchanges: bool = False
     sharded: bool = False
     unreplicated: bool = False
     elastic: bool = False
@@ -54,6 +56,11 @@ class Traits:
     max_ranks: int | None = None
     replicas: int = 1
     batch_parts: int = 0
+
+    @property
+    def joint_steps(self) -> bool:
+        """Return whether all ranks compute each microbatch together: they gather weights or exchange data in it."""
+        return self.sharded or self.exchanges
 
     @property
     def replicated(self) -> bool:

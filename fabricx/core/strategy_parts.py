@@ -259,6 +259,11 @@ class ShardsWeights:
         """Return a context for `configure_model`, such as the meta device, which allocates no weights."""
         return nullcontext()
 
+    @property
+    def computes_together(self) -> bool:
+        """Return whether a forward needs all ranks now: they gather weights or exchange data in it."""
+        return bool(self.sharded_parameters())
+
     def sharded_parameters(self) -> dict[str, Tensor]:
         """Return the sharded parameters by name, as DTensors."""
         return {}

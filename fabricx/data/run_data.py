@@ -324,7 +324,7 @@ class RunData:
         options, strategy = self._options, self._strategy
         return make_feed(
             source, world, seed=self._state.seed, limit=limit, shard=options.use_distributed_sampler,
-            began_with=began_with, company=strategy.traits.sharded or manual, parts=parts,
+            began_with=began_with, company=strategy.traits.joint_steps or manual, parts=parts,
             dealt=not strategy.traits.lockstep, balance=balance, undivided=manual,
             fixed=fixed or (bool(options.overfit_batches) and self.stage == "fit"),
         )  # fmt: skip

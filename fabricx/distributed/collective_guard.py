@@ -212,6 +212,21 @@ class RefuseCollectives:
             raise RanksApart(self.reason)
 
 
+def check_joined(group: ProcessGroup | None) -> None:
+    """Raise an error if some rank of a group does not run this code, before a wait for it.
+
+    Args:
+        group: group of a collective that follows; None for all ranks.
+
+    Raises:
+        RanksApart: a rank of the group would not join.
+    """
+    if _refusal is not None:
+        real = group if group is not None else _real(_members.WORLD)
+        if _refusal._absent is None or not set(_refusal._absent).isdisjoint(_c10d.get_process_group_ranks(real)):
+            raise RanksApart(_refusal.reason)
+
+
 def _called_by_library() -> bool:
     """Return whether torch or fabricx has called the collective, and not the user's program."""
     frame: Any = sys._getframe(2)

@@ -30,7 +30,8 @@ _SUBGROUPS: dict[tuple[Any, ...], Any] = {}  # groups along the axes of the pres
 MEET: Final = timedelta(seconds=4)  # time for members of a later generation to connect
 CONFIRM: Final = timedelta(seconds=20)  # minimum time for ranks to compare their connections afterwards
 OPERATION: Final = timedelta(minutes=30)  # timeout of a collective
-AXES: Final = ("data", "pipeline", "context", "tensor", "model", "metrics", "gradients")  # see `World.axis`
+_ALL: Final = ("data", "metrics", "gradients", "copies")  # axes with all ranks, unless a strategy has others
+AXES: Final = (*_ALL, "pipeline", "context", "tensor", "model", "expert")  # see `World.axis`
 DEPARTURE_S: Final = 60.0  # all ranks have run the same collectives: they differ by moments, and by users' hooks
 
 
@@ -113,7 +114,8 @@ class World:
                 model-parallel. "pipeline", "context" and "tensor": ranks that compute a share together, along one axis
                 of the model's parallelism, and "model": along all of these; this rank alone by default. "metrics":
                 ranks that log different values, which are those along "data" and "pipeline". "gradients": ranks whose
-                gradients are averaged, which are those along "data" and "context".
+                gradients are averaged, which are those along "data" and "context". "expert": data ranks that divide
+                experts; this rank alone by default. "copies": data ranks that have the same experts.
 
         Raises:
             ValueError: there is no such axis.
@@ -121,7 +123,12 @@ class World:
         check_choice("World", "axis", name, AXES)
         if (along := self.axes.get(name)) is not None:
             return along
-        return self if name in ("data", "metrics", "gradients") else replace(self, rank=0, size=1, group=None, axes={})
+        return self if name in _ALL else replace(self, rank=0, size=1, group=None, axes={})
+
+    @property
+    def divided(self) -> bool:
+        """Return whether several ranks together have a single copy of the module, along axes of parallelism."""
+        return self.axis("model").size > 1 or self.axis("expert").size > 1
 
     def ranks_of_run(self, ranks: Iterable[int]) -> tuple[int, ...]:
         """Return the ranks of the run that compute the shares of data ranks.

@@ -159,21 +159,21 @@ def _guards(session: Session, word: str, micro: Microbatch) -> tuple[AbstractCon
         return ALL_JOIN, ALL_JOIN
     names = f"{word}_step", f"on_{word}_epoch_end"
     in_hook = without_sample(micro.idle, *names)
-    return along(micro.idle, *names) if session.sharding.sharded_parameters() else in_hook, in_hook
+    return along(micro.idle, *names) if session.sharding.computes_together else in_hook, in_hook
 
 
 def _batches(session: Session, feed: Feed) -> Iterator[Microbatch]:
-    """Return this rank's batches of an epoch; with sharded weights also batches without a sample of this rank."""
-    return feed.epoch(session.state.epoch, together=bool(session.sharding.sharded_parameters()))
+    """Return this rank's batches of an epoch; also those without a sample of this rank, if it has to compute along."""
+    return feed.epoch(session.state.epoch, together=session.sharding.computes_together)
 
 
 def _along(session: Session, step: Callable[..., Any], micro: Microbatch, number: int) -> None:
-    """Run a step without effect on any batch, if other ranks need this rank's shards of the weights."""
-    if not session.sharding.sharded_parameters():
+    """Run a step without effect on any batch, if other ranks need this rank's shards of the weights, or its experts."""
+    if not session.sharding.computes_together:
         return
     if micro.data is None:
         raise ValueError(
-            f"rank {session.world.rank} has no sample to evaluate, and sharded weights need all ranks to compute; "
+            f"rank {session.world.rank} has no sample to evaluate, and divided weights need all ranks to compute; "
             "provide at least one sample per rank, or use fewer devices"
         )
     with session.metrics.logbook.muted():

@@ -41,7 +41,7 @@ def step_and_backward(
     if session.staged:
         step = functools.partial(_of_part, session.metrics.logbook, step)
     if micro.idle:
-        in_step = along(micro.idle) if session.strategy.traits.sharded else guard
+        in_step = along(micro.idle) if session.strategy.traits.joint_steps else guard
         step = functools.partial(_guarded, in_step, step)
     return step, functools.partial(_backward, session, micro, batch, guard)
 
@@ -110,7 +110,7 @@ def _left_out(session: Session, micro: Microbatch, batch: Any, outputs: Any) -> 
     session.window.took_part(micro)
     session.fault_tolerance.before_backward(micro)
     session.settings.before_backward(micro)
-    if micro.closes or session.strategy.traits.sharded:
+    if micro.closes or session.strategy.traits.joint_steps:
         with session.metrics.logbook.muted():
             session.strategy.backward_without_data((batch, micro.index))
     return outputs

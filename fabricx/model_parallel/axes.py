@@ -44,13 +44,18 @@ def sizes_of(ranks: int, axes: Mapping[str, int], name: str) -> dict[str, int]:
     return {"data": ranks // model, **{axis: axes.get(axis, 1) for axis in ORDER[1:]}}
 
 
-def with_axes(world: World, sizes: Mapping[str, int]) -> World:
+def with_axes(world: World, sizes: Mapping[str, int], expert: int = 1) -> World:
     """Return the world with its axes; builds a process group for each axis, so that all ranks call it.
 
     Args:
         world: all ranks.
         sizes: result of `sizes_of`.
+        expert: data ranks that divide experts; there are no other axes then.
     """
+    if expert > 1:
+        groups = torch.arange(world.size).view(-1, expert)
+        parts = {"expert": groups, "copies": groups.T}
+        return replace(world, axes={name: world.along(name, ranks.tolist()) for name, ranks in parts.items()})
     if world.size == sizes["data"]:
         return world
     mesh = torch.arange(world.size).view([sizes[axis] for axis in ORDER])

@@ -17,6 +17,8 @@ from fabricx.core.loss import loss_of
 from fabricx.distributed.point_to_point import open_channels
 from fabricx.distributed.world import World
 from fabricx.model_parallel.division import Division
+from fabricx.model_parallel.expert_modules import find_experts
+from fabricx.model_parallel.expert_parallel import REMEDY, ExpertParallel
 from fabricx.model_parallel.microbatches import rows_of
 from fabricx.model_parallel.trial_run import measure
 
@@ -46,19 +48,20 @@ class Settings:
     microbatches: int | None
     schedule: str
     virtual: int
+    experts: str | Sequence[str]
     half: bool
 
 
 @final
 class Divider:
-    """Divides a module over the tensor axis, and over the context axis or the stages of a pipeline.
+    """Divides a module over the tensor axis, and over the context axis or the stages of a pipeline; or its experts.
 
     Args:
         settings: settings of the mesh.
         world: all ranks, with the axes of the mesh.
 
     Attributes:
-        tensor, context, pipeline: the parts of the division; None without that axis, and before `divide`.
+        tensor, context, pipeline, experts: the parts of the division; None without that axis, and before `divide`.
         division: parts of the module's tensors on this rank; None before `divide`.
         plan: plan of tensor parallelism, as plain data.
     """
@@ -68,6 +71,7 @@ class Divider:
         self.tensor: TensorParallel | None = None
         self.context: ContextParallel | None = None
         self.pipeline: Pipeline | None = None
+        self.experts: ExpertParallel | None = None
         self.division: Division | None = None
         self.plan: dict[str, Any] | None = None
 
@@ -85,15 +89,18 @@ class Divider:
             self.context.world_changed(world.axis("context"))
         if self.pipeline is not None:
             self.pipeline.world_changed(world.axis("pipeline"), self._channels())
-        self.division = Division(module, world, self.tensor, self.pipeline)
+        if self.experts is not None:
+            self.experts.world_changed(world.axis("expert"))
+        self.division = Division(module, world, self.tensor or self.experts, self.pipeline)
 
     def sharded(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a step that computes with the shards of matrices and sequences.
+        """Return a step that computes with the shards of matrices and sequences, or with divided experts.
 
         Args:
             step: step of the module.
         """
         step = step if self.tensor is None else self.tensor.wrap_step(step)
+        step = step if self.experts is None else self.experts.wrap_step(step)
         return step if self.context is None else self.context.wrap_step(step)
 
     @property
@@ -116,6 +123,9 @@ class Divider:
             layout: layout of the run that is resumed or joined.
             joins: this rank replaces a dead worker: it has no weights yet, and the other ranks don't compare with it.
         """
+        if self._world.axis("expert").size > 1:
+            self._divide_experts(module, trial, compares=not joins)
+            return
         in_stages = self._world.axis("pipeline").size > 1  # whose random numbers are not those of one process
         with evaluation_mode(module) if in_stages else nullcontext():
             if in_stages and not joins:
@@ -137,6 +147,36 @@ class Divider:
         if chain is not None:
             self._divide_blocks(module, chain, layout, trial, prints=compares)
         self.division = Division(module, self._world, self.tensor, self.pipeline)
+
+    def _divide_experts(self, module: nn.Module, trial: Trial, *, compares: bool) -> None:
+        """Divide experts over data ranks, and compare the outputs of all submodules before and after."""
+        from fabricx.model_parallel.tensor_plan import check_not_compiled
+        from fabricx.model_parallel.trial import check_unchanged, recorded_step
+
+        world = self._world.axis("expert")
+        check_not_compiled(module, "expert parallelism")
+        found = find_experts(module, self._settings.experts, world.size)
+        with evaluation_mode(module):  # the experts of another rank draw other random numbers
+            whole = functools.partial(_sum_gradients, list(module.parameters()), world)
+            before = recorded_step(module, trial.run, complete=whole, remedy=REMEDY) if compares else None
+            self.experts = experts = ExpertParallel(module, found, world)
+            self.division = Division(module, self._world, experts, None)
+            if before is None:
+                return
+            self._print([experts.describe()])
+            others = [parameter for name, parameter in module.named_parameters() if name not in experts.placements]
+            rest = functools.partial(_sum_gradients, others, world)
+            run = replace(trial, step=self.sharded(trial.step)).run
+
+            def compared() -> Any:
+                outputs = run()
+                experts.begin_backward()
+                return outputs
+
+            after = recorded_step(module, compared, world, complete=rest, remedy=REMEDY)
+        for record in (before, after):  # rows of other ranks, in other order
+            record.outputs = [entry for entry in record.outputs if not experts.inside(entry[0])]
+        check_unchanged(before, after, list(experts.placements), world.size, REMEDY)
 
     def _context_blocks(self, module: nn.Module, trial: Trial) -> Blocks:
         if self._world.axis("context").size == 1:
@@ -311,6 +351,15 @@ def _gradients(run: Callable[[], Any]) -> float:
     loss = loss_of(run())
     loss.backward()
     return float(loss.detach())
+
+
+def _sum_gradients(parameters: Iterable[Tensor], world: World) -> None:
+    """Sum the gradients of parameters over ranks whose samples may differ."""
+    for parameter in parameters:
+        if parameter.requires_grad:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            parameter.grad = gradient.contiguous()
+            world.all_reduce(parameter.grad)
 
 
 def _plain_norm(parameters: Iterable[Tensor]) -> Tensor:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, Protocol, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fabricx.distributed.collective_guard import check_joined
 from fabricx.distributed.fsdp_internals import shard_like
 from fabricx.distributed.generations import membership
 from fabricx.distributed.world import World
@@ -20,7 +21,31 @@ from fabricx.model_parallel.stage_states import of_all_stages, without
 
 if TYPE_CHECKING:
     from fabricx.model_parallel.pipeline import Pipeline
-    from fabricx.model_parallel.tensor_parallel import TensorParallel
+    from fabricx.model_parallel.placement import Placement
+
+
+class DividesTensors(Protocol):
+    """Divides parameters over ranks by rows or columns: matrices of layers, or experts."""
+
+    placements: dict[str, Placement]
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of ranks over which each parameter of `placements` is divided."""
+        ...
+
+    def whole(self, name: str, local: Tensor) -> Tensor:
+        """Return the whole tensor of a parameter or of its moment; collective."""
+        ...
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """Return this rank's part of a whole tensor."""
+        ...
+
+    def undo(self) -> None:
+        """Give the module whole parameters again; collective."""
+        ...
+
 
 _MEET_S: Final = 300.0  # longer than a plot or a file that one rank makes in a hook
 
@@ -35,14 +60,14 @@ class Division:
     Args:
         module: divided; its parameters have the names of the whole module.
         world: all ranks, with the axes of the mesh.
-        tensor: divides matrices over the tensor axis; None without that axis.
+        parts: divides matrices over the tensor axis, or experts over the expert axis; None without these axes.
         pipeline: divides blocks over the pipeline axis; None without that axis.
     """
 
     def __init__(
-        self, module: nn.Module, world: World, tensor: TensorParallel | None, pipeline: Pipeline | None
+        self, module: nn.Module, world: World, parts: DividesTensors | None, pipeline: Pipeline | None
     ) -> None:  # fmt: skip
-        self._module, self._world, self._tensor, self._pipeline = module, world, tensor, pipeline
+        self._module, self._world, self._parts, self._pipeline = module, world, parts, pipeline
         self._names: dict[int, str] = {}
         self._met = 0  # weights that hooks have gathered
         self.changes: Counter[str] = Counter()  # of weights, by hooks
@@ -54,8 +79,8 @@ class Division:
             parameter: parameter of the module; a DTensor if data parallelism shards it.
         """
         copies, name = float(self._world.size), self._name(parameter)
-        if self._tensor is not None and name in self._tensor.placements:
-            copies /= self._world.axis("tensor").size
+        if self._parts is not None and name in self._parts.placements:
+            copies /= self._parts.ranks
         if self._pipeline is not None and name in self._pipeline.owners:
             copies *= len(self._pipeline.owners[name]) / self._world.axis("pipeline").size
         for size, placement in _placements(parameter):
@@ -64,7 +89,7 @@ class Division:
 
     def divided(self) -> Iterator[nn.Parameter]:
         """Yield parameters whose gradients on this rank are a part of the whole gradient, or of all gradients."""
-        sharded = () if self._tensor is None else self._tensor.placements
+        sharded = () if self._parts is None else self._parts.placements
         for name, parameter in self._module.named_parameters():
             if self._pipeline is not None or name in sharded:
                 yield parameter
@@ -91,6 +116,11 @@ class Division:
     # -- weights in hooks ----------------------------------------------------------------------------------------
 
     @property
+    def divides(self) -> bool:
+        """Return whether a rank has a part of some weights."""
+        return self._parts is not None or self._pipeline is not None
+
+    @property
     def staged(self) -> bool:
         """Return whether these ranks are stages of a pipeline."""
         return self._pipeline is not None
@@ -101,7 +131,7 @@ class Division:
         Args:
             also_shared: yield those that all stages of a pipeline hold, too.
         """
-        sharded = () if self._tensor is None else self._tensor.placements
+        sharded = () if self._parts is None else self._parts.placements
         absent = self.absent
         for name, tensor in self._named(duplicates=False):
             shared = also_shared and self._pipeline is not None
@@ -122,7 +152,7 @@ class Division:
             name: of the parameter or buffer.
             local: part of this rank.
         """
-        placement = None if self._tensor is None else self._tensor.placements.get(name)
+        placement = None if self._parts is None else self._parts.placements.get(name)
         shape = local.shape if placement is None else placement.shape
         return torch.empty(shape, dtype=local.dtype, device="meta")
 
@@ -152,7 +182,7 @@ class Division:
             local: present part, or a moment with its shape.
             whole: on all ranks.
         """
-        part = whole if self._tensor is None else self._tensor.part(name, whole)
+        part = whole if self._parts is None else self._parts.part(name, whole)
         return shard_like(part, local) if hasattr(local, "full_tensor") else part
 
     @torch.no_grad()
@@ -170,9 +200,11 @@ class Division:
 
     def _meet(self, name: str) -> None:
         """Wait for all ranks of the model, which otherwise would wait in a collective without end."""
-        world = self._world.axis("model")
+        expert = self._world.axis("expert")
+        world = expert if expert.size > 1 else self._world.axis("model")
         if world.store is None or world.size == 1:
             return
+        check_joined(world.group)  # ranks that divide experts have different data, and some may have no sample
         self._met += 1
         prefix = f"hook/{self._world.generation}"
         world.store.set(world.key(f"{prefix}/{self._met}/{world.rank}"), name)
@@ -223,10 +255,10 @@ class Division:
 
     def _whole(self, name: str, value: Any) -> Tensor:
         local: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
-        return local if self._tensor is None else self._tensor.whole(name, local)
+        return local if self._parts is None else self._parts.whole(name, local)
 
     def _part(self, name: str, value: Tensor) -> Any:
-        part = value if self._tensor is None else self._tensor.part(name, value)
+        part = value if self._parts is None else self._parts.part(name, value)
         like: Any = self._parameters()[name]
         return shard_like(part, like) if hasattr(like, "full_tensor") and part.shape == like.shape else part
 
@@ -245,8 +277,8 @@ class Division:
         ]
         whole = self.whole_state({"module": tensors, "optimizers": states})
         unshard()
-        if self._tensor is not None:
-            self._tensor.undo()
+        if self._parts is not None:
+            self._parts.undo()
         if self._pipeline is not None:
             self._pipeline.undo(whole["module"])
         parameters = dict(self._module.named_parameters())

@@ -89,9 +89,21 @@ class GradientSums(Strategy, Elastic):
         Args:
             parameters: all data ranks have gradients of the same ones.
         """
+        self.sum_over(self.world, parameters)
+
+    @staticmethod
+    def sum_over(world: World, parameters: Sequence[nn.Parameter]) -> None:
+        """Sum the gradients of parameters over some ranks.
+
+        Args:
+            world: the ranks.
+            parameters: these ranks have gradients of the same ones.
+        """
+        if world.size == 1:
+            return
         for bucket in _buckets([p.grad for p in parameters if p.grad is not None]):
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-            self.world.all_reduce(flat)
+            world.all_reduce(flat)
             parts = flat.split([gradient.numel() for gradient in bucket])
             torch._foreach_copy_(bucket, [part.view_as(g) for part, g in zip(parts, bucket, strict=True)])
 

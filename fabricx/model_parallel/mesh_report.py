@@ -22,6 +22,8 @@ def axes_line(world: World, data: str) -> str:
     """
     sizes = {axis: world.axis(axis).size for axis in ("data", "pipeline", "context", "tensor")}
     axes = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "data")
+    if (expert := world.axis("expert").size) > 1:
+        axes += f" (expert {expert})"
     return f"mesh: {axes}; data ranks: {data}"
 
 

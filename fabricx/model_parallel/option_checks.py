@@ -19,8 +19,8 @@ def check_options(name: str, precision: str, *, compiles: bool, synchronises_bat
         raise ValueError(f"compile with strategy={name}: a compiled module can't be divided over ranks; remove compile")
     if synchronises_batchnorm:
         raise ValueError(
-            f"sync_batchnorm with strategy={name}: ranks that compute the same samples would be counted several times; "
-            "remove sync_batchnorm, or use another normalisation"
+            f"sync_batchnorm with strategy={name}: the ranks of a divided module may compute the same samples, which "
+            "would be counted several times; remove sync_batchnorm, or use another normalisation"
         )
     if precision == "16-mixed":
         raise ValueError(

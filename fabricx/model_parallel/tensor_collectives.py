@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fabricx.distributed.lost_peers import raise_peer_lost
 from fabricx.distributed.world import World
-from fabricx.model_parallel.placement import share
+from fabricx.model_parallel.placement import Placement, share
 
 
 def reduced(tensor: Tensor, world: World) -> Tensor:
@@ -228,3 +228,23 @@ def scattered_sum(tensor: Tensor, world: World, dim: int) -> Tensor:
         dim: dimension to shard.
     """
     return _applied(_ScatterSum, tensor, world, dim)
+
+
+def whole_tensor(placement: Placement | None, local: Tensor, world: World) -> Tensor:
+    """Return the whole of a divided tensor; not differentiable. All ranks of the group call it.
+
+    Args:
+        placement: of the tensor; None for a tensor that is not divided.
+        local: this rank's part; a tensor of another shape, such as a step count, is returned as it is.
+        world: ranks of the group.
+    """
+    if placement is None or tuple(local.shape) != placement.local_shape(world.rank):
+        return local
+    if world.size == 1:
+        return local.detach()
+    padded = local.detach().new_zeros(placement.local_shape(0))
+    padded[tuple(slice(size) for size in local.shape)] = local.detach()
+    shards = []
+    for rank, shard in enumerate(gathered(padded, world)):
+        shards.append(shard[tuple(slice(size) for size in placement.local_shape(rank))])
+    return placement.join(shards)

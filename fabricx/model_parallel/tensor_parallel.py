@@ -24,7 +24,7 @@ from fabricx.model_parallel.recomputation import recomputing
 from fabricx.model_parallel.sharded_activations import Activations
 from fabricx.model_parallel.sharded_functions import SIZES, ShardedFunctions
 from fabricx.model_parallel.sharded_tensor import ShardedTensor
-from fabricx.model_parallel.tensor_collectives import gathered, sliced
+from fabricx.model_parallel.tensor_collectives import sliced, whole_tensor
 from fabricx.model_parallel.tensor_plan import TensorPlan, check_not_compiled
 
 _OUTSIDE = (
@@ -57,7 +57,7 @@ class TensorParallel:
         self, module: nn.Module, plan: TensorPlan, world: World, *, sequence: bool = False,
         blocks: Sequence[nn.Module] = (),
     ) -> None:  # fmt: skip
-        check_not_compiled(module)
+        check_not_compiled(module, "tensor parallelism")
         self.placements: dict[str, Placement] = {}
         self._module, self._world = module, world
         self._activations = Activations(world)
@@ -69,6 +69,11 @@ class TensorParallel:
         self._shard_parameters(plan)
         if sequence and blocks:
             self._shard_sequence(blocks)
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of ranks over which matrices are divided."""
+        return self._world.size
 
     def world_changed(self, world: World) -> None:
         """Use another process group with the same place of this rank.
@@ -119,18 +124,7 @@ class TensorParallel:
             name: name of the parameter, as in `module.named_parameters()`.
             local: shard of this rank; a tensor of another shape, such as a step count, is returned as it is.
         """
-        placement = self.placements.get(name)
-        if placement is None or tuple(local.shape) != placement.local_shape(self._world.rank):
-            return local
-        if self._world.size == 1:
-            return local.detach()
-        largest = placement.local_shape(0)
-        padded = local.detach().new_zeros(largest)
-        padded[tuple(slice(size) for size in local.shape)] = local.detach()
-        shards = []
-        for rank, shard in enumerate(gathered(padded, self._world)):
-            shards.append(shard[tuple(slice(size) for size in placement.local_shape(rank))])
-        return placement.join(shards)
+        return whole_tensor(self.placements.get(name), local, self._world)
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """Return this rank's shard of a whole tensor; the inverse of `whole`, without communication.

@@ -80,7 +80,7 @@ def find_tensor_plan(
         ValueError: a style is unknown, a pattern matches no layer, a style does not fit a layer, or the module is
             compiled.
     """
-    check_not_compiled(module)
+    check_not_compiled(module, "tensor parallelism")
     layers: dict[str, tuple[nn.Module, Kind]] = {name: (layer, kind) for name, layer, kind in layers_of(module)}
     styles = _styles(layers, overrides or {})
     trace = FeatureTrace(module, size)
@@ -105,11 +105,12 @@ def find_tensor_plan(
     )
 
 
-def check_not_compiled(module: nn.Module) -> None:
+def check_not_compiled(module: nn.Module, what: str) -> None:
     """Refuse compiled modules.
 
     Args:
         module: root module.
+        what: kind of parallelism, for the message.
 
     Raises:
         ValueError: a submodule is compiled.
@@ -117,8 +118,8 @@ def check_not_compiled(module: nn.Module) -> None:
     for name, part in module.named_modules():
         if hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None:
             raise ValueError(
-                f"{name or type(part).__name__} is compiled, and tensor parallelism does not support torch.compile "
-                "yet; remove compile, or use a strategy without tensor parallelism"
+                f"{name or type(part).__name__} is compiled, and {what} does not support torch.compile yet; "
+                f"remove compile, or use a strategy without {what}"
             )
 
 

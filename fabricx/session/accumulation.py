@@ -189,7 +189,7 @@ class AccumulationWindow:
         self._absences.append((key, why, micro.portion))
         with self._metrics.logbook.muted():
             joined = self._strategy.backward_without_data(example)
-        if micro.closes or self._strategy.traits.sharded:  # sharded weights are gathered in each microbatch
+        if micro.closes or self._strategy.traits.joint_steps:  # all ranks compute each microbatch
             self._together = joined
 
     def ready(self) -> bool:

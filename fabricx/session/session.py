@@ -167,7 +167,7 @@ class Session:
         self.wrap_steps(fits=True)
 
     def _note_axes(self) -> None:
-        self.divided, self.staged = self.world.axis("model").size > 1, self.world.axis("pipeline").size > 1
+        self.divided, self.staged = self.world.divided, self.world.axis("pipeline").size > 1
 
     def _gradient_factor(self) -> float:
         return float(self.world.axis("data").size) if self.strategy.traits.averages else 1.0

@@ -12,7 +12,7 @@ from typing import Any
 from allpairspy import AllPairs
 
 from fabricx import Strategy
-from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, Mesh, ParameterServer, Reproducible, Single
+from fabricx.strategies import DDP, FSDP, AsyncSGD, ExpertMesh, LocalSGD, Mesh, ParameterServer, Reproducible, Single
 
 WAYS: dict[str, Callable[[], Strategy]] = {
     "single": Single,
@@ -54,6 +54,7 @@ WAYS: dict[str, Callable[[], Strategy]] = {
 MESH_WAYS: dict[str, Callable[[], Strategy]] = {
     "tensor": lambda: Mesh(tensor=2),
     "pipeline": lambda: Mesh(pipeline=2, microbatches=3),
+    "expert": ExpertMesh,
 }
 TOGETHER_RANKS = {"tensor": 2, "pipeline": 2}  # ranks that compute a share of each batch together
 # Compared with `plain.Joined` only: no feature of one process is what they do.
@@ -139,12 +140,18 @@ class Cell:
     callback: str = "none"
     change: str = "none"
     precision: str = "64"
+    mixture: bool = False  # the module has experts: with this strategy, and in what it is compared with
+
+    def __post_init__(self) -> None:
+        if self.way == "expert":
+            object.__setattr__(self, "mixture", True)
 
     def __str__(self) -> str:
         different = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
-            if field.name != "way" and (field.name == "ranks" or getattr(self, field.name) != field.default)
+            if field.name not in ("way", "mixture")
+            and (field.name == "ranks" or getattr(self, field.name) != field.default)
         }
         return " ".join([self.way, *(f"{name}={value}" for name, value in different.items())])
 

@@ -164,7 +164,8 @@ def changes_weights(hook: str) -> fx.Callback:
     @torch.no_grad()
     def change(self: Any, trainer: Any, module: Any, *rest: Any) -> None:
         if not trainer.sanity_checking:
-            for weight in module.second.parameters():
+            parts = [module.second, *([module.mixture] if module.cell.mixture else [])]
+            for weight in (weight for part in parts for weight in part.parameters()):
                 weight.mul_(0.9)
 
     made: fx.Callback = type("ChangesWeights", (fx.Callback,), {hook: change})()
@@ -176,6 +177,8 @@ class Toggles(fx.Callback):
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         module.second.requires_grad_(trainer.current_epoch % 2 == 1)
+        if module.cell.mixture:
+            module.mixture.requires_grad_(trainer.current_epoch % 2 == 0)
 
 
 class Unfreezes(BaseFinetuning):

@@ -1,4 +1,4 @@
-"""What the cells train: fewer than 100 parameters, and one switch for each feature."""
+"""What the cells train: fewer than 200 parameters, and one switch for each feature."""
 
 from __future__ import annotations
 
@@ -85,6 +85,31 @@ class Gain(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return (inputs * self.weight).real
+
+
+class Experts(nn.Module):
+    """Six matrices, of which each sample is multiplied with two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = 6
+        self.matrix = nn.Parameter(torch.randn(6, 4, 4, generator=torch.Generator().manual_seed(4)))
+
+    def forward(self, inputs: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        each = (inputs[:, None, None] @ self.matrix[index].to(inputs.dtype)).squeeze(2)
+        return (torch.tanh(each) * weights[..., None]).sum(1)
+
+
+class Mixture(nn.Module):
+    """Experts that the row numbers of a sample choose: rounding can't change the choice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(4, 2), Experts()
+
+    def forward(self, inputs: Tensor, rows: Tensor) -> Tensor:
+        output: Tensor = inputs + self.experts(inputs, rows, self.gate(inputs).sigmoid())
+        return output
 
 
 class OwnSchedule:
@@ -180,14 +205,20 @@ class Net(fx.Module):
             self.norm = nn.BatchNorm1d(4)
         self.second = nn.Linear(4, 4, bias=False)
         self.head = nn.Linear(4, 2)
+        if cell.mixture:
+            self.mixture = Mixture()
         if kind == "dropout":
             self.drop = nn.Dropout(0.4)
         if kind == "frozen":
             self.second.weight.requires_grad_(False)
+            if cell.mixture:
+                self.mixture.experts.requires_grad_(False)
         if kind == "tied":
             self.second.weight = self.first.weight
         if kind == "shared":
             self.again = self.second
+            if cell.mixture:
+                self.experts = self.mixture
         if kind == "sparse":
             self.table = nn.Embedding(6, 4, sparse=True)
         if kind == "unused":
@@ -219,6 +250,8 @@ class Net(fx.Module):
     def forward(self, inputs: Tensor, rows: Tensor) -> Tensor:
         hidden = torch.tanh(self.first(inputs))
         kind = self.cell.model
+        if self.cell.mixture:
+            hidden = self._mixed(hidden, rows)
         if kind in ("batchnorm", "sync-batchnorm"):
             hidden = self.norm(hidden)
         if kind == "sparse":
@@ -245,6 +278,12 @@ class Net(fx.Module):
             hidden = self.scale(hidden)
         output: Tensor = self.head(hidden)
         return output
+
+    def _mixed(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        if self.cell.model == "recomputed":
+            return checkpoint(self.mixture, hidden, rows, use_reentrant=False)  # type: ignore[no-any-return]
+        mixed: Tensor = self.mixture(hidden, rows)
+        return self.experts(mixed, rows) if self.cell.model == "shared" else mixed  # type: ignore[no-any-return]
 
     # -- a step -------------------------------------------------------------------------------------------------
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from fabricx import checkpoint
 from fabricx.distributed.world import World
-from tests.matrix.cells import BOUNDED, SERVERS_STEP, TOGETHER_RANKS, UNEQUAL_PACE, Cell
+from tests.matrix.cells import BOUNDED, SERVERS_STEP, UNEQUAL_PACE, Cell
 from tests.matrix.fits import Found, fit, needs_own_oracle, reference_of
 from tests.matrix.module import make_module
-from tests.matrix.rules import TRIAL_STEPS, refusal, refusals, tolerance
+from tests.matrix.rules import DIVIDES, TRIAL_STEPS, refusal, refusals, tolerance
 
 # What gloo, and a client of servers, say where another rank has raised an error.
 _PEER_GONE = r"Connection (closed|reset) by peer|ServerLost: server \d+ has ended"
@@ -47,7 +47,7 @@ def problems(cell: Cell, found: Sequence[Found], oracle: Found) -> list[str]:
     expected = refusal(cell)
     if expected is not None:
         says = "|".join(one.says for one in refusals(cell))  # any of them may be seen first
-        trial = TRIAL_STEPS if cell.way in TOGETHER_RANKS else 0
+        trial = TRIAL_STEPS if cell.way in DIVIDES else 0
         return list(_refused_wrongly(found, says, max(expected.steps, trial)))
     if oracle.error:
         return [f"the oracle failed: {oracle.error}"]
@@ -93,7 +93,7 @@ def _wrong(cell: Cell, found: Sequence[Found], oracle: Found) -> Iterator[str]:
         if (
             one.random
             and one.random == first.random
-            and cell.way not in ("reproducible", *TOGETHER_RANKS)
+            and cell.way not in ("reproducible", *DIVIDES)  # the first step is that of the trial
             and cell.save != "from-single"
         ):
             yield f"rank {rank} draws the random numbers of rank 0"

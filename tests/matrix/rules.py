@@ -45,6 +45,7 @@ WITHIN_STEP = {"on_before_zero_grad", "on_before_backward", "on_after_backward",
 DIVIDED = {"ps2-server", "ps2-overlap", "ps2-server-fp16"}
 ELSEWHERE = ("ps", "bounded", "async", "rounds", "local_sgd")  # no rank has the weights of each update
 APART = UNEQUAL_PACE  # ranks go at their own pace
+DIVIDES = {*TOGETHER_RANKS, "expert"}  # a rank has a part of some weights
 TRIAL_STEPS = 6  # calls of the training step before a mesh divides a module, at most
 _MICROBATCHES = 15  # calls of a pipeline until the first update, with those of the trial
 REFUSALS = (
@@ -222,6 +223,11 @@ REFUSALS = (
         "A manual loop does not weight its losses by samples. Use automatic optimization.",
     ),
     Refusal(
+        lambda c: c.data == "balanced" and c.way == "expert" and c.ranks > 1,
+        "LoadBalancer: ExpertMesh computes the samples of a data rank on several ranks",
+        "Ranks compute the experts of each other's samples. Remove the callback.",
+    ),
+    Refusal(
         lambda c: c.way in UNEQUAL_PACE and c.save in {*WITHIN_STEP, "on_train_batch_start", "on_train_batch_end"},
         "each rank works at its own pace",
         "Ranks are at different batches, and a checkpoint needs all. "
@@ -248,14 +254,14 @@ REFUSALS = (
     ),
     Refusal(
         lambda c: c.change in ("on_train_batch_start", "on_train_batch_end") and c.data in ("few", "ending", "promised")
-        and c.ranks > 1 and c.way in FSDP | {"local_sgd"},
+        and c.ranks > 1 and c.way in FSDP | {"local_sgd", "expert"},
         "changed weights at a batch of which",
         "Ranks without a sample do not call this hook. Use `on_before_optimizer_step`, `drop_last=True` or `ddp`.",
         steps=9,
     ),
     Refusal(
         lambda c: (c.callback in ("swa", "averaging") and c.way.startswith(ELSEWHERE))
-        or (c.callback == "swa" and c.way in TOGETHER_RANKS),
+        or (c.callback == "swa" and c.way in DIVIDES),
         "(StochasticWeightAveraging|EMAWeightAveraging) needs the weights|averages of weights that are divided",
         "Ranks do not have the weights or the rate of each update. Use `ddp` or `fsdp`, or `EMA`.",
     ),
@@ -271,35 +277,35 @@ REFUSALS = (
         "Use `ddp` or `fsdp`, or change `requires_grad` only.",
     ),
     Refusal(
-        lambda c: c.manual and c.way in TOGETHER_RANKS,
+        lambda c: c.manual and c.way in DIVIDES,
         "with manual optimization",
         "Layers or blocks are divided after a trial of the step, which has no optimizers; a stage has no loss. "
         "Use automatic optimization, `ddp` or `fsdp`.",
     ),
     Refusal(
-        lambda c: c.optimizer == "lbfgs" and c.way in TOGETHER_RANKS,
+        lambda c: c.optimizer == "lbfgs" and c.way in DIVIDES,
         "LBFGS needs all gradients as a single vector|computes the loss again in its step, such as LBFGS",
         "LBFGS needs all gradients on a rank, and the loss several times. Use AdamW or SGD.",
         steps=_MICROBATCHES,
     ),
     Refusal(
-        lambda c: c.clip == "module" and c.way in TOGETHER_RANKS,
+        lambda c: c.clip == "module" and c.way in DIVIDES,
         "this gradient is divided over ranks",
         "No rank has the whole gradient. Call `self.clip_gradients`, or set `gradient_clip_val`.",
         steps=_MICROBATCHES,
     ),
     Refusal(
-        lambda c: c.model == "sync-batchnorm" and c.way in TOGETHER_RANKS,
+        lambda c: c.model == "sync-batchnorm" and c.way in DIVIDES,
         "sync_batchnorm with strategy=",
         "Ranks that compute the same samples would count them several times. Use GroupNorm or LayerNorm.",
     ),
     Refusal(
-        lambda c: c.model == "compiled" and c.way in TOGETHER_RANKS,
+        lambda c: c.model == "compiled" and c.way in DIVIDES,
         "a compiled module can.t be divided",
         "A compiled module cannot be divided. Remove `compile`.",
     ),
     Refusal(
-        lambda c: c.data == "combined" and c.way in TOGETHER_RANKS,
+        lambda c: c.data == "combined" and c.way in DIVIDES,
         "model parallelism runs the training step",
         "The trial of the step reads two samples of a single loader. Combine the data sets, or use `ddp`.",
     ),
@@ -310,9 +316,9 @@ REFUSALS = (
         steps=_MICROBATCHES,
     ),
     Refusal(
-        lambda c: c.model == "sparse" and c.way == "pipeline",
+        lambda c: c.model == "sparse" and c.way in ("pipeline", "expert"),
         "does not support sparse gradients, which",
-        "Stages sum dense gradients only. Use `sparse=False`, or `ddp`.",
+        "Gradients are summed after backward, dense ones only. Use `sparse=False`, or `ddp`.",
     ),
     Refusal(
         lambda c: c.change == "on_after_backward" and c.way == "pipeline",

@@ -67,7 +67,7 @@ def shrink(cell: Cell, folder: Path) -> tuple[Cell, list[str]]:
     """Return the simplest cell that is still wrong, and what is wrong: one feature after the other is left out."""
     wrong: list[str] = []
     for number in itertools.count():
-        names = [field.name for field in dataclasses.fields(cell) if field.name not in ("way", "ranks")]
+        names = [name for name in FEATURES if name != "ranks"]
         simpler = [dataclasses.replace(cell, **{name: FEATURES[name][0]}) for name in names]
         tried = [one for one in dict.fromkeys(simpler) if one != cell and exists(one) and refusal(one) is None]
         failing = {one: lines for one, lines in judge(tried, folder / str(number)).items() if lines}

@@ -16,7 +16,7 @@ COLUMNS = {
     "`fsdp`": "fsdp", "PS": "ps1", "PS server": "ps1-server", "PS server 2": "ps2-server",
     "PS server 0": "ps0-server", "PS bounded": "bounded0", "PS bounded 2": "bounded0-ps2",
     "`async_sgd`": "async_sgd", "rounds": "rounds", "`local_sgd`": "local_sgd", "`reproducible`": "reproducible",
-    "`tensor`": "tensor", "`pipeline`": "pipeline",
+    "`tensor`": "tensor", "`pipeline`": "pipeline", "`expert`": "expert",
 }  # fmt: skip
 HEAD: Final = """# Which features work with which strategies
 
@@ -36,8 +36,8 @@ Columns:
   servers; PS server 0: with `servers=0` (shared memory).
 - PS bounded: `mode="bounded"` with `max_staleness=0` and 1 server; PS bounded 2: with 2 servers.
 - rounds: `async_sgd` with `every=2` and `outer="average"`.
-- `tensor`, `pipeline`: two ranks that compute a share of each batch together. `context` and meshes are in
-  [model_parallel.md](model_parallel.md).
+- `tensor`, `pipeline`: two ranks that compute a share of each batch together. `expert`: data ranks that divide the
+  experts of a mixture. `context` and meshes are in [model_parallel.md](model_parallel.md).
 """
 _MEANINGS: Final[dict[str, dict[Any, str]]] = {
     "optimizer": {

@@ -186,10 +186,15 @@ MESHES = (
     "pipeline ranks=2 update=several data=uneven log=objects loop=evaluate",
     "tensor ranks=2 model=sparse change=on_train_batch_end",  # the norm of a gradient, and weights in a hook
     "pipeline ranks=2 change=on_train_batch_end",
+    "expert ranks=3 clip=norm accumulate=2 data=uneven callback=ema log=objects save=on_train_epoch_end",
+    "expert ranks=3 optimizer=momentum model=shared data=few callback=averaging save=to-single",
+    "expert ranks=3 update=several model=dropout data=weighted change=on_train_epoch_end loop=evaluate",
+    "expert ranks=2 optimizer=adam model=toggled data=ending loop=no-loss callback=scheduler",
+    "expert ranks=2 clip=value model=frozen data=few save=from-single",
 )
 
 
-def test_ranks_that_compute_a_share_together_train_what_one_process_trains(tmp_path: Path) -> None:
+def test_divided_modules_train_what_one_process_trains(tmp_path: Path) -> None:
     check([Cell.parse(text) for text in MESHES], tmp_path)
 
 

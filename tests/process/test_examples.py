@@ -71,6 +71,14 @@ def test_a_llama_of_transformers_is_divided_over_two_ranks(tmp_path):
     assert number(output, "loss of the last epoch:") < 1  # guessing has 4.2
 
 
+def test_a_mixture_of_experts_on_two_ranks_is_that_of_one_process(tmp_path):
+    program = [EXAMPLES / "moe.py", "--part", "0.02"]
+    alone, divided = (
+        number(run(*program, *more, cwd=tmp_path), "bits per character:") for more in ([], ["--devices", "2"])
+    )
+    assert divided == pytest.approx(alone, rel=1e-2)  # the balance of the experts is a mean over a rank's tokens
+
+
 def test_runs_reach_other_services_through_four_methods(tmp_path):
     run(EXAMPLES / "exports" / "wandb_logger.py", cwd=tmp_path)
     [stored] = tmp_path.glob("runs/*/wandb/offline-run-*/*.wandb")

@@ -43,6 +43,17 @@ def test_gradients_are_averaged_over_context_ranks_and_metrics_count_once(monkey
     assert world.axis("metrics").group == [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 
+def test_experts_are_divided_over_neighbouring_data_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(World, "new_subgroup", lambda self, parts: parts)
+    world = with_axes(World(rank=2, size=4), sizes_of(4, {}, "mesh"), expert=2)
+    assert world.axis("expert").group == [[0, 1], [2, 3]]
+    assert world.axis("copies").group == [[0, 2], [1, 3]]
+    assert (world.axis("expert").rank, world.axis("copies").rank) == (0, 1)
+    assert (world.axis("data").size, world.axis("model").size) == (4, 1)
+    assert world.divided
+    assert not World(size=2).divided
+
+
 def test_a_mesh_of_data_ranks_is_the_world() -> None:
     world = World(rank=1, size=2)
     assert with_axes(world, sizes_of(2, {"tensor": 1}, "mesh")) is world

@@ -21,6 +21,7 @@ class Halves:
     """Divides `a.weight` in two."""
 
     placements = {"a.weight": None}
+    ranks = 2
 
     def whole(self, name: str, local: Tensor) -> Tensor:
         halved = name in self.placements and local.shape == (2, 1)

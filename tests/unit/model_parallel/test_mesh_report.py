@@ -11,6 +11,8 @@ from fabricx.model_parallel.mesh_report import axes_line, parameter_bytes, weigh
 def test_axes_of_one_rank_are_omitted_except_data() -> None:
     world = World(size=4, axes={"data": World(size=1), "pipeline": World(size=2), "tensor": World(size=2)})
     assert axes_line(world, "fsdp") == "mesh: data 1 x pipeline 2 x tensor 2; data ranks: fsdp"
+    experts = World(size=4, axes={"expert": World(size=2)})
+    assert axes_line(experts, "ddp") == "mesh: data 4 (expert 2); data ranks: ddp"
 
 
 def test_many_ranks_are_summarised() -> None:

@@ -23,7 +23,7 @@ def digests(monkeypatch: pytest.MonkeyPatch, batch: Any) -> list[int]:
         return tensor
 
     monkeypatch.setattr(World, "all_reduce", all_reduce)
-    SameBatches(World()).check(batch)
+    SameBatches(World(size=2)).check(batch)
     return found
 
 
@@ -39,4 +39,4 @@ def test_values_shapes_and_places_count(monkeypatch: pytest.MonkeyPatch) -> None
 def test_another_batch_on_a_rank_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(World, "all_reduce", lambda world, tensor, op: tensor + torch.tensor([1, 0]))
     with pytest.raises(RanksDisagree, match="have read different samples"):
-        SameBatches(World()).check([torch.zeros(2)])
+        SameBatches(World(size=2)).check([torch.zeros(2)])

@@ -8,7 +8,7 @@ import pytest
 
 import fabricx as fx
 from fabricx.core.strategy_parts import MeasuresWaiting, ModelParallel, ShardsWeights, as_part
-from fabricx.strategies import DDP, FSDP, LocalSGD, Mesh, PipelineMesh, TensorMesh
+from fabricx.strategies import DDP, FSDP, ExpertMesh, LocalSGD, Mesh, PipelineMesh, TensorMesh
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,10 @@ from fabricx.strategies import DDP, FSDP, LocalSGD, Mesh, PipelineMesh, TensorMe
         ({"tensor": None, "pipeline": None}, "only one axis can have all"),
         ({"tensor": None, "context": None}, "context=None and tensor=None"),
         ({"context": 2, "pipeline": 2}, "set pipeline=1"),
+        ({"expert": True}, "expert=True: set the number of ranks"),
+        ({"expert": 2, "tensor": 2}, "set tensor=1, or set expert=1"),
+        ({"expert": 2, "data": "fsdp"}, "data=fsdp with expert isn't supported.*set data='ddp'"),
+        ({"expert": None, "data": DDP()}, r"data=DDP\(...\) with expert"),
         ({"data": "dpd"}, "Did you mean 'ddp'"),
         ({"data": LocalSGD()}, "data=LocalSGD"),
         ({"schedule": "1f2b"}, "Did you mean '1f1b'"),
@@ -30,7 +34,12 @@ def test_wrong_options_are_errors_with_the_remedy(options: dict[str, object], sa
 
 
 def test_a_mesh_is_a_plain_description() -> None:
-    for strategy in (Mesh(tensor=2, pipeline=2), TensorMesh(data=FSDP()), PipelineMesh(microbatches=3)):
+    for strategy in (
+        Mesh(tensor=2, pipeline=2),
+        ExpertMesh(expert=2),
+        TensorMesh(data=FSDP()),
+        PipelineMesh(microbatches=3),
+    ):
         assert type(pickle.loads(pickle.dumps(strategy))) is type(strategy)
 
 
@@ -49,13 +58,10 @@ def test_parts_are_those_of_the_data_strategy() -> None:
     assert as_part(mesh, ShardsWeights) is mesh
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("tensor", 3), ("pipeline", 2), ("context", 2)])
-def test_presets_have_all_ranks(name: str, ranks: int) -> None:
-    strategy = fx.Trainer(devices=ranks, strategy=name, logger=False, enable_checkpointing=False).strategy
-    assert isinstance(strategy, Mesh)
-    assert strategy._sizes(ranks) == {"data": 1, "pipeline": 1, "context": 1, "tensor": 1, name: ranks}
-
-
 def test_ranks_that_do_not_fit_are_an_error_before_any_process_starts() -> None:
     with pytest.raises(ValueError, match="tensor=2 needs a multiple of 2 ranks, and there are 3"):
         fx.Trainer(devices=3, strategy=Mesh(tensor=2))
+    with pytest.raises(
+        ValueError, match="expert=2 needs a multiple of 2 ranks, and there are 3: set devices to 2 or 4"
+    ):
+        fx.Trainer(devices=3, strategy=Mesh(expert=2))
