@@ -236,6 +236,10 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
             for parameter in self.module.parameters():
                 if parameter.grad is not None:  # a view of the buckets
                     parameter.grad = None
+            # Delete its hooks now: the traceback of an interrupted backward may keep it alive, and a hook that still
+            # expects gradients would fail in the next backward.
+            for name in ("reducer", "logger"):
+                vars(self._ddp).pop(name, None)
         self._ddp = self._step = self._retired = self._unused = None
         self._frozen, self._of_each_step = [], set()
 
@@ -270,7 +274,7 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         try:
             super().backward(loss, compute)
         except RuntimeError as error:
-            if "static_graph" in str(error):
+            if self.static_graph and "static_graph" in str(error):
                 raise ValueError(_GRAPH_CHANGED) from error
             raise
         if not self._several_backwards:

@@ -90,9 +90,9 @@ def judge(cell: Evaluation, folder: Path) -> list[str]:
     folder.mkdir()
     mark = folder / "happened"
     elastic: Any = {"deterministic": "elastic"} if cell.way == "reproducible" else {}
+    recovery = FaultRecovery(frozen_after=2.0 if cell.fault == "freeze" else 60.0)
     trainer = fx.Trainer(
-        devices=RANKS, strategy=WAYS[cell.way](), default_root_dir=folder, callbacks=[FaultRecovery(frozen_after=2.0)],
-        **QUIET, **elastic,
+        devices=RANKS, strategy=WAYS[cell.way](), default_root_dir=folder, callbacks=[recovery], **QUIET, **elastic,
     )  # fmt: skip
     loads = cell.fault == "loader"
     loader: Any = DataLoader(Samples(mark if loads else None), BATCH // RANKS, num_workers=int(loads))

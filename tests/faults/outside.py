@@ -19,8 +19,8 @@ from fabricx.launch.run_lock import lock_owner
 from tests import warm
 from tests.faults.cells import AFTER, Cell
 
-END_S = 60.0  # a run takes a tenth of that
-GONE_S = 10.0  # how long processes may take to see that their supervisor is gone
+END_S = 90.0  # a run takes a tenth of that
+GONE_S = 60.0  # how long processes may take to see that their supervisor is gone
 STATUS = {"kill": -signal.SIGKILL, "term": 128 + signal.SIGTERM, "freeze": 0, "int": 0}
 
 

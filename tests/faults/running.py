@@ -269,7 +269,8 @@ def fit(cell: Cell, folder: Path, *, calm: bool, resume: bool = False) -> tuple[
     if faults and cell.fault == "again":
         faults.append(DiesJoining(cell, folder))
     hooks: list[Any] = [DrawsInHooks()] if cell.draws == "hooks" else []
-    recovery = FaultRecovery(every_n_train_steps=2, frozen_after=2.0)
+    frozen_after = 2.0 if cell.fault == "freeze" and not calm else 60.0  # a busy machine freezes ranks, too
+    recovery = FaultRecovery(every_n_train_steps=2, frozen_after=frozen_after)
     elastic: Any = {"deterministic": "elastic"} if cell.way == "reproducible" else {}
     trainer = fx.Trainer(
         devices=RANKS, strategy=WAYS[cell.way](), max_epochs=EPOCHS, default_root_dir=folder,

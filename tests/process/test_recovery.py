@@ -148,6 +148,26 @@ def test_a_run_that_was_killed_often_is_one_that_never_was(way: str, tmp_path: P
     assert not list(tmp_path.glob("*/runs/*/recovery"))
 
 
+class KeepsDDP(fx.Callback):
+    """Refers to torch's DDP of each generation, as the traceback of an interrupted backward may do."""
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.kept.append(trainer.strategy._ddp)
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.kept.clear()
+
+
+def test_an_interrupted_backward_has_no_part_in_the_next_one(tmp_path: Path) -> None:
+    keeps: Any = KeepsDDP()
+    _, trainer = train(WAYS["ddp, thin matrices"](), [keeps, *IN_PLACE], tmp_path)
+    assert len(trainer.failures) == len(IN_PLACE) - 1
+    assert trainer.global_step == STEPS
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "parameter_server"])
 def test_a_lost_worker_is_replaced_without_checkpoints(strategy: str, tmp_path: Path) -> None:
     def fit(*faults: Fault) -> tuple[Ledger, fx.Trainer]:
