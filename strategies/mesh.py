@@ -108,7 +108,7 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
             raise ValueError(f"{' and '.join(rest)}: only one axis can have all the ranks that remain")
         if context != 1 and pipeline != 1:
             raise ValueError(
-                "context with pipeline isn't supported: stages would divide the sequence anew; set pipeline=1 and "
+                "context with pipeline isn't supported: each stage would divide the sequence again; set pipeline=1 and "
                 "divide layers by tensor, or set context=1"
             )
         if expert != 1:
@@ -217,7 +217,11 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         self.data_strategy.enter(world.axis("gradients"), module)
 
     def world_changed(self, world: World) -> None:
-        """Continue in the same mesh: a replacement takes the place of a dead worker."""
+        """Continue in the same mesh: a replacement has the position of a dead worker.
+
+        Args:
+            world: the ranks, as many as before.
+        """
         module = self.module
         assert module is not None
         self.world = world

@@ -35,11 +35,21 @@ class DividesTensors(Protocol):
         ...
 
     def whole(self, name: str, local: Tensor) -> Tensor:
-        """Return the whole tensor of a parameter or of its moment; collective."""
+        """Return the whole tensor of a parameter or of its moment; collective.
+
+        Args:
+            name: name of the parameter.
+            local: part of this rank.
+        """
         ...
 
     def part(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's part of a whole tensor."""
+        """Return this rank's part of a whole tensor.
+
+        Args:
+            name: name of the parameter.
+            whole: whole tensor of the parameter or of its moment.
+        """
         ...
 
     def undo(self) -> None:

@@ -16,10 +16,10 @@ from fabricx.model_parallel.gradient_sums import GradientSums
 
 @final
 class ExpertSums(GradientSums, ShardsWeights, WrapsStep):
-    """Sum gradients after backward: those of experts over the ranks that hold the same experts, others over all ranks.
+    """Sum gradients after backward: of experts over the ranks that hold the same experts, of other weights over all.
 
-    The gradients of a rank's experts are those of the tokens of its group already. The ranks of a group compute each
-    microbatch together, so that a rank without a sample computes with that of another rank, and a loss of zero.
+    The gradients of a rank's experts contain the tokens of the whole group already. The ranks of a group compute each
+    microbatch together: a rank without a sample computes a sample of a different rank, with a loss of zero.
     """
 
     traits = Traits(elastic=True, exchanges=True)
@@ -29,7 +29,7 @@ class ExpertSums(GradientSums, ShardsWeights, WrapsStep):
         self.experts: ExpertParallel | None = None
         self._step: Callable[..., Any] | None = None
         self._newest: tuple[Any, ...] = ()  # arguments of a step with a loss
-        self._called = False  # a step
+        self._called = False  # a step has run
         self._computed = False  # the newest step has called experts, and its backward has not begun
 
     def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
@@ -72,10 +72,17 @@ class ExpertSums(GradientSums, ShardsWeights, WrapsStep):
         self.end_backward()
 
     def backward_without_data(self, example: tuple[Any, ...] = ()) -> bool:
-        """Exchange tokens and gradients with the other ranks: compute any available batch, with a loss of zero."""
+        """Exchange tokens and gradients with the other ranks: compute any available batch, with a loss of zero.
+
+        Args:
+            example: as in `Strategy.backward_without_data`.
+
+        Raises:
+            ValueError: no batch is available, or the graph is unknown.
+        """
         if self.experts is None or self._step is None:
             return True
-        if self._computed:  # as on the other ranks, but the step has returned no loss
+        if self._computed:  # the step has called the experts, but has returned no loss
             self._backward_of_zero()
             return True
         batches = [args for args in (example, self._newest) if args]
@@ -94,13 +101,13 @@ class ExpertSums(GradientSums, ShardsWeights, WrapsStep):
         return False
 
     def _backward_of_zero(self, loss: Tensor | None = None) -> None:
-        """Send gradients of zero, as those of the newest step on the other ranks.
+        """Send gradients of zero, in the exchanges of the newest step on the other ranks.
 
         Args:
-            loss: of this step; None without a loss.
+            loss: loss of this step; None without a loss.
 
         Raises:
-            ValueError: the graph is not known.
+            ValueError: the graph is unknown.
         """
         assert self.experts is not None
         terms = [term for term in (None if loss is None else loss * 0.0, self.experts.zero()) if term is not None]
