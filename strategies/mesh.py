@@ -65,7 +65,7 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         tensor: ranks over which the matrices of a layer are divided; None for all remaining ranks.
         plan: how layers are divided, by glob of module names, where it should differ from the plan that a trial run
             finds: "colwise", "rowwise", "vocab", "head" or "replicate".
-        sequence: divide activations between the layers along the sequence, too.
+        sequence: divide activations between the layers along the sequence, too; not with a pipeline.
         context: ranks over which the sequence is divided, for long sequences; None for all remaining ranks. Blocks
             compute a shard of it, with the positions and the attention of the whole sequence.
         sequence_dim: dim of the sequence in the first argument of the first block.
@@ -110,6 +110,11 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
             raise ValueError(
                 "context with pipeline isn't supported: each stage would divide the sequence again; set pipeline=1 and "
                 "divide layers by tensor, or set context=1"
+            )
+        if sequence and pipeline != 1:
+            raise ValueError(
+                "sequence=True with a pipeline isn't supported: stages send whole activations; set sequence=False, or "
+                "pipeline=1"
             )
         if expert != 1:
             self._check_expert()

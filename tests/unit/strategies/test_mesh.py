@@ -18,6 +18,7 @@ from fabricx.strategies import DDP, FSDP, ExpertMesh, LocalSGD, Mesh, PipelineMe
         ({"tensor": None, "pipeline": None}, "only one axis can have all"),
         ({"tensor": None, "context": None}, "context=None and tensor=None"),
         ({"context": 2, "pipeline": 2}, "set pipeline=1"),
+        ({"sequence": True, "tensor": 2, "pipeline": 2}, "set sequence=False, or pipeline=1"),
         ({"expert": True}, "expert=True: set the number of ranks"),
         ({"expert": 2, "tensor": 2}, "set tensor=1, or set expert=1"),
         ({"expert": 2, "data": "fsdp"}, "data=fsdp with expert isn't supported.*set data='ddp'"),
