@@ -306,7 +306,16 @@ class LinkListener:
 
         Raises:
             OSError: the listener is closed.
+            EOFError: the worker has died while it connected.
         """
+        try:
+            return self._accept()
+        except (OSError, RuntimeError) as error:  # also of a connection that was reset
+            if self._closed:
+                raise
+            raise EOFError("a worker has died while it connected") from error
+
+    def _accept(self) -> Link:
         connection: Any = None
         while connection is None:
             connection = authentication.accept(self._listener, self._key)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from fabricx.distributed.authentication import KEY_BYTES, TAG_BYTES
+from fabricx.distributed.authentication import KEY_BYTES, TAG_BYTES, tag
 from fabricx.distributed.store import PrivateStore
 from fabricx.distributed.store_server import StoreServer
-from fabricx.parameter_server.wire.channel import Handshake, meet_over_gloo
+from fabricx.parameter_server.wire.channel import Handshake, LinkListener, connect, meet_over_gloo
 
 KEY = b"k" * 32
 TO_SERVER, TO_CLIENT = "to server", "to client"
@@ -139,3 +141,34 @@ def test_the_meeting_itself_has_a_limit() -> None:
         meet_over_gloo(dist.HashStore(), "link", Handshake(0, torch.float32, 2, 2), SECRET, server=False,
                        timeout=timedelta(seconds=0.2))  # fmt: skip
     assert time.monotonic() - began < 30.0  # the default is 20 s, and it was a year
+
+
+def test_a_server_accepts_workers_after_one_whose_connection_was_reset(tmp_path: Path) -> None:
+    """A worker that dies before it has read the server's proof resets its connection, which is no end of a stream."""
+    listener = LinkListener(KEY, str(tmp_path))
+    path = listener.address.partition(":")[2]
+
+    def die() -> None:
+        with socket.socket(socket.AF_UNIX) as worker:
+            worker.connect(path)
+            theirs, ours = exactly(worker, KEY_BYTES), b"o" * KEY_BYTES
+            worker.sendall(ours + tag(KEY, ["client"], theirs + ours))
+            select.select([worker], [], [])
+
+    thread = threading.Thread(target=die)
+    thread.start()
+    with pytest.raises(EOFError):
+        listener.accept()
+    thread.join()
+    links = []
+    thread = threading.Thread(
+        target=lambda: links.append(connect(listener.address, Handshake(0, torch.float32, 4, 4), KEY))
+    )
+    thread.start()
+    accepted = listener.accept()
+    thread.join()
+    for link in (accepted, links[0]):
+        link.close()
+    listener.close()
+    with pytest.raises(OSError, match=r"accepts no more|Bad file|Invalid"):
+        listener.accept()
