@@ -190,8 +190,8 @@ def train(
                 callbacks=[EMA(0.8)] * ema + ([SavesAtTheEnd(folder, options["max_steps"])] if folder else []),
                 **{**QUIET, "max_epochs": 2, "gradient_clip_val": 0.5, **options},
             )  # fmt: skip
-            data = DataLoader(sentences(27), batch, shuffle=True)  # type: ignore[arg-type]
-            trainer.fit(model, data, DataLoader(sentences(5), 2), ckpt_path=ckpt_path)  # type: ignore[arg-type]
+            data = DataLoader(sentences(18), batch, shuffle=True)  # type: ignore[arg-type]
+            trainer.fit(model, data, DataLoader(sentences(3), 2), ckpt_path=ckpt_path)  # type: ignore[arg-type]
             whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in model.named_parameters()}
             results.append({
                 "weights": {name: weight.detach() for name, weight in whole.items()}, "norms": model.norms,
@@ -248,18 +248,21 @@ def test_checkpoints_move_between_strategies(tmp_path: Path) -> None:
     places: dict[str, tuple[Any, int]] = {
         "context": (ContextMesh(), 2), "fsdp": (FSDP(), 2), "fsdp x context": (Mesh(context=2, data="fsdp"), 4),
     }  # fmt: skip
-    moves = [("context", "fsdp x context"), ("fsdp x context", "context"), *([("context", "fsdp")] if SOAK else [])]
-    for source, target in moves:  # in the middle of an epoch
-        (strategy, ranks), folder = places[source], str(tmp_path / source)
-        shares = 2 if "fsdp" in source else 1
-        if not Path(folder).exists():
-            run_ranks(train, ranks, strategy, 4 // shares, {"max_steps": 4}, module, folder, None, True)
-        saved = checkpoint.load(f"{folder}/end")["strategy"]
-        moments = saved["optimizers"][0]["state"]["blocks.0.up.weight"]["exp_avg"]
-        assert saved["module"]["blocks.0.up.weight"].shape == moments.shape == (4 * WIDTH, WIDTH)
-        strategy, ranks = places[target]  # a global batch has the batch size times the shares that began the run
-        end = run_ranks(train, ranks, strategy, 4 // shares, options, module, "", f"{folder}/end", True)[0][0]
-        assert max(float((end["weights"][n] - w).abs().max()) for n, w in alone["weights"].items()) < 1e-9, target
+    routes = [("context", "fsdp x context", "context"), *([("context", "fsdp")] if SOAK else [])]
+    for route in routes:  # a run moves in the middle of an epoch: after 2 steps, and after 2 more
+        saved = None
+        for leg, name in enumerate(route, 1):
+            # A global batch has the batch size times the shares that began the run.
+            (strategy, ranks), folder = places[name], str(tmp_path / f"{len(route)}-{leg}")
+            last = leg == len(route)
+            limit, target = (options, "") if last else ({"max_steps": 2 * leg}, folder)
+            end = run_ranks(train, ranks, strategy, 4, limit, module, target, saved, True)[0][0]
+            if not last:
+                saved = f"{folder}/end"
+                state = checkpoint.load(saved)["strategy"]
+                moments = state["optimizers"][0]["state"]["blocks.0.up.weight"]["exp_avg"]
+                assert state["module"]["blocks.0.up.weight"].shape == moments.shape == (4 * WIDTH, WIDTH)
+        assert max(float((end["weights"][n] - w).abs().max()) for n, w in alone["weights"].items()) < 1e-9, route
 
 
 def test_attention_dropout_is_reproducible_and_a_resumed_run_is_the_same_run(tmp_path: Path) -> None:
@@ -267,7 +270,7 @@ def test_attention_dropout_is_reproducible_and_a_resumed_run_is_the_same_run(tmp
     options = {"max_epochs": 2 if SOAK else 1}
     whole = run_ranks(train, 2, ContextMesh(), 4, options, module)
     assert all(torch.equal(whole[1][0]["weights"][n], weight) for n, weight in whole[0][0]["weights"].items())
-    run_ranks(train, 2, ContextMesh(), 4, {"max_steps": 5}, module, str(tmp_path))
+    run_ranks(train, 2, ContextMesh(), 4, {"max_steps": 3}, module, str(tmp_path))
     again = run_ranks(train, 2, ContextMesh(), 4, options, module, "", str(tmp_path / "end"))
     assert again[0][0]["metrics"] == whole[0][0]["metrics"]
     assert all(torch.equal(again[0][0]["weights"][n], weight) for n, weight in whole[0][0]["weights"].items())

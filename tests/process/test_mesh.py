@@ -222,36 +222,45 @@ PLACES: dict[str, tuple[Callable[[], Any], int, int]] = {
     "both": MESHES["pipeline x tensor"], "fsdp x tensor": MESHES["fsdp x tensor"],
     "fsdp x pipeline": MESHES["fsdp x pipeline"],
 }  # fmt: skip
-MOVES = [("tensor", "pipeline"), ("pipeline", "fsdp x tensor"), ("fsdp x tensor", "ddp"), ("ddp", "tensor")]
-MORE_MOVES = [
-    ("fsdp x tensor", "both"), ("both", "ddp"), ("fsdp", "pipeline"), ("pipeline", "pipeline"),
-    ("fsdp x pipeline", "fsdp x tensor"), ("tensor", "fsdp x pipeline"),
+ROUTES = [("tensor", "pipeline", "fsdp x tensor", "ddp", "tensor")]
+MORE_ROUTES = [
+    ("fsdp x tensor", "both", "ddp"), ("fsdp", "pipeline", "pipeline"), ("tensor", "fsdp x pipeline", "fsdp x tensor"),
 ]  # fmt: skip
 
 
 def test_checkpoints_move_between_meshes_and_other_strategies(tmp_path: Path) -> None:
-    moves = [*MOVES, *(MORE_MOVES if SOAK else ())]
-    states = {}
-    for name in dict.fromkeys(name for move in moves for name in move):  # in the middle of the first epoch
-        (strategy, ranks, shares), folder = PLACES[name], str(tmp_path / name)
-        run_ranks(train, ranks, strategy(), 4 // shares, {"max_steps": 4}, {}, folder, None, True)
-        states[name] = checkpoint.load(f"{folder}/end")
-    first = states["ddp"]
-    for name, state in states.items():
-        for part, moments in (("module", "strategy"), ("averages", "callbacks")):
-            assert state[moments].keys() == first[moments].keys(), (name, part)
-        weights, others = first["strategy"]["module"], state["strategy"]["module"]
-        assert max(float((others[key] - value).abs().max()) for key, value in weights.items()) < 1e-9, name
-        moments, others = (s["strategy"]["optimizers"][0]["state"] for s in (first, state))
-        assert moments.keys() == others.keys()
-        assert max(float((others[k]["exp_avg"] - v["exp_avg"]).abs().max()) for k, v in moments.items()) < 1e-9, name
     options = {"max_epochs": EPOCHS}
     weights = train("single", 4, options, {}, ema=True)["weights"]
-    for source, target in moves:
-        strategy, ranks, _ = PLACES[target]
-        batch = 4 // PLACES[source][2]  # a global batch has the batch size times the ranks that began the run
-        end = run_ranks(train, ranks, strategy(), batch, options, {}, "", str(tmp_path / source / "end"), True)[0]
-        assert max(float((end["weights"][n] - w).abs().max()) for n, w in weights.items()) < 1e-9, (source, target)
+    wanted = []
+    for step in range(1, 5):
+        train("single", 4, {"max_steps": step}, {}, str(tmp_path / str(step)), ema=True)
+        wanted.append(checkpoint.load(tmp_path / str(step) / "end"))
+    for number, route in enumerate([*ROUTES, *(MORE_ROUTES if SOAK else ())]):
+        saved = None
+        for step, name in enumerate(route, 1):  # one step on each, in the middle of the first epoch, and then the rest
+            (strategy, ranks, _), folder = PLACES[name], str(tmp_path / f"route {number}, {step}")
+            batch = 4 // PLACES[route[0]][2]  # a global batch has the batch size times the ranks that began the run
+            last = step == len(route)
+            limit, target = (options, "") if last else ({"max_steps": step}, folder)
+            end = run_ranks(train, ranks, strategy(), batch, limit, {}, target, saved, True)[0]
+            if last:
+                assert max(float((end["weights"][n] - w).abs().max()) for n, w in weights.items()) < 1e-9, route
+            else:
+                saved = f"{folder}/end"
+                assert_same_state(checkpoint.load(saved), wanted[step - 1], name)
+
+
+def assert_same_state(found: dict[str, Any], wanted: dict[str, Any], name: str) -> None:
+    """Compare names and weights, averages and moments of two checkpoints."""
+    assert found["strategy"].keys() == wanted["strategy"].keys(), name
+    assert found["callbacks"].keys() - {"FaultRecovery"} == wanted["callbacks"].keys(), name
+    averages, others = (state["callbacks"]["EMA"]["averages"] for state in (wanted, found))
+    pairs = [(wanted["strategy"]["module"], found["strategy"]["module"]), (averages, others)]
+    moments, others = (state["strategy"]["optimizers"][0]["state"] for state in (wanted, found))
+    assert moments.keys() == others.keys()
+    pairs.append(({k: v["exp_avg"] for k, v in moments.items()}, {k: v["exp_avg"] for k, v in others.items()}))
+    for expected, values in pairs:
+        assert max(float((values[key] - value).abs().max()) for key, value in expected.items()) < 1e-9, name
 
 
 def test_a_run_that_resumes_on_the_same_mesh_is_the_run_without_the_interruption(tmp_path: Path) -> None:
