@@ -89,14 +89,13 @@ def predicted_parts(model: Transformer, cluster: Cluster, layout: Layout) -> Pre
         return Part(products, products * again, forward, backward)
 
     first, block, last = exchanges(model, layout)
-    parts = (
-        part(0.0, False, first),
-        *[part(model.block_operations(layout.samples) / t / c, layout.recompute, block)] * model.layers,
-        part(model.head_operations(layout.samples) / t, False, last),
-    )
+    before = part(0.0, False, first)
+    each = part(model.block_operations(layout.samples) / t / c, layout.recompute, block)
+    after = part(model.head_operations(layout.samples) / t, False, last)
     weights, table = model.matrices / t + model.norms, model.vocabulary * model.hidden / t
     sizes = tuple(FULL * size for size in (table, *[weights] * model.layers, table + model.hidden))
-    costs = tuple(part.total for part in parts)
+    parts = (before, *[each] * model.layers, after)
+    costs = (before.total, *[each.total] * model.layers, after.total)
     return Predicted(parts, costs, sizes, _saved(model, layout, weights))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -49,16 +50,18 @@ def divide(costs: Sequence[float], chunks: int, joined: Mapping[int, str] | None
     for number in range(1, chunks + 1):
         last = number == chunks
         ends = [len(inner)] if last else [end for end in range(number, len(inner)) if end not in reasons]
-        following: dict[int, tuple[float, Cuts]] = {}
+        begins, following = list(best), dict[int, tuple[float, Cuts]]()
         for end in ends:
-            options = [
-                (max(slowest, sums[end] - sums[begin] + costs[0] * (number == 1) + costs[-1] * last), begin)
-                for begin, (slowest, _) in best.items()
-                if begin < end
-            ]
-            if options:
-                slowest, begin = min(options, key=lambda option: option[0])
-                following[end] = slowest, [*best[begin][1], (begin, end)]
+            found: tuple[float, int] | None = None
+            for begin in reversed(begins[: bisect.bisect_left(begins, end)]):
+                cost = sums[end] - sums[begin] + costs[0] * (number == 1) + costs[-1] * last
+                if found is not None and cost > found[0]:
+                    break  # with earlier begins, this chunk would be still longer
+                slowest = max(best[begin][0], cost)
+                if found is None or slowest <= found[0]:
+                    found = slowest, begin
+            if found is not None:
+                following[end] = found[0], [*best[found[1]][1], (found[1], end)]
         best = following
     return best[len(inner)][1]
 
