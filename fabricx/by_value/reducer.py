@@ -30,8 +30,8 @@ SCRIPTS: Final = ("__main__", "__mp_main__")  # names of a script as a module; t
 _LRU: Final = type(functools.lru_cache(abs))
 _NAMED: Final = (types.FunctionType, _LRU, typing.TypeVar, typing.ParamSpec, typing.NewType)  # pickled by their names
 _PARTS: Final[tuple[type, ...]] = (  # parts of classes and functions that pickle refuses and cloudpickle reduces
-    types.CellType, types.CodeType, types.GetSetDescriptorType, types.MappingProxyType, types.ModuleType, classmethod,
-    property, staticmethod, weakref.WeakSet, type({}.keys()), type({}.values()), type({}.items()),
+    types.CellType, types.CodeType, types.GetSetDescriptorType, types.MappingProxyType, classmethod, property,
+    staticmethod, weakref.WeakSet, type({}.keys()), type({}.values()), type({}.items()),
     type(dataclasses._FIELD),  # type: ignore[attr-defined]
 )  # fmt: skip
 _SENTINELS: Final = {dataclasses.MISSING: "MISSING", dataclasses.KW_ONLY: "KW_ONLY"}  # compared by identity
@@ -93,6 +93,11 @@ def supply_children() -> None:
         ForkingPickler.reducer_override = _with_definitions  # type: ignore[method-assign, assignment]
 
 
+def _is_imported(module: types.ModuleType) -> bool:
+    # Classes of modules may look up attributes at first access, also names that pickle asks for.
+    return sys.modules.get(module.__name__) is module
+
+
 def is_importable(value: Any) -> bool:
     """Return whether other processes can import a class or a function by its name.
 
@@ -147,6 +152,8 @@ class Reducer:
             return NotImplemented if is_importable(value) else self._definition(value)
         if kind in _PARTS:
             return self._pickler().dispatch_table[kind](value)
+        if kind is types.ModuleType or (issubclass(kind, types.ModuleType) and _is_imported(value)):
+            return self._pickler().dispatch_table[types.ModuleType](value)
         if kind.__module__ == "dataclasses" and value in _SENTINELS:
             return _SENTINELS[value]
         if kind is types.MethodType:  # pickle would look it up in a class that may be incomplete

@@ -71,6 +71,9 @@ class FitLimits:
     def __init__(self, trainer: Any) -> None:
         self.__dict__["_trainer"] = trainer
 
+    def setup_data(self) -> None:
+        """Do nothing: `trainer.train_dataloader` is set before `configure_optimizers`, unlike in Lightning."""
+
     def __getattr__(self, name: str) -> Any:
         if name not in _LIMITS:
             raise AttributeError(f"trainer.fit_loop has no attribute {name!r}: {_LOOP}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 import sys
 import types
@@ -159,6 +160,17 @@ def test_functions_of_a_module_in_a_file_use_its_variables(receive: Receive) -> 
 
     assert receive(local).__globals__ is globals()
     assert receive(Definitions) is Definitions
+
+
+def test_modules_of_any_class_are_imported_by_name(receive: Receive) -> None:
+    looks_up_names: Any = importlib.import_module("fabricx.pytorch.callbacks")
+
+    def uses_modules() -> Any:
+        return looks_up_names.EarlyStopping, torch.nn
+
+    assert type(looks_up_names) is not types.ModuleType
+    assert receive(uses_modules)() == (looks_up_names.EarlyStopping, torch.nn)
+    assert receive([looks_up_names])[0] is looks_up_names
 
 
 def test_what_came_home_is_a_name_and_peers_get_no_other_definitions(

@@ -141,6 +141,18 @@ def test_the_limits_of_the_fit_loop_are_those_of_the_trainer(quiet: dict[str, An
         trainer.fit_loop.epoch_progress = 3
 
 
+def test_the_loader_is_set_in_configure_optimizers_where_lightning_needs_setup_data(quiet: dict[str, Any]) -> None:
+    class Schedules(TinyModule):
+        def configure_optimizers(self) -> Any:
+            self.trainer.fit_loop.setup_data()
+            self.batches = len(self.trainer.train_dataloader)
+            return super().configure_optimizers()
+
+    module, loader = Schedules(), tiny_loader()
+    fx.Trainer(max_epochs=1, **quiet).fit(module, loader)
+    assert module.batches == len(loader)
+
+
 def test_the_name_of_a_profiler_has_its_methods() -> None:
     profiler = fx.Trainer(**QUIET).profiler
     assert profiler == ""
