@@ -157,6 +157,7 @@ def restore_rank_states(
     states = ranks if merges else [ranks[rank]] if rank is not None and world.reports else []
     sums = metrics.training.metrics
     sums.forget_epoch()
+    sums.set_latest({})  # also on a rank without a state: its values are on the main rank, or of an interrupted batch
     for saved in states:
         sums.add_sums(saved["sums"])
     if states:

@@ -115,12 +115,21 @@ def judge(seed: int, folder: Path) -> list[str]:
     callbacks = [*faults, Late(seed), Resizes(requests), recovery]
     with contextlib.chdir(folder):
         module, trainer = fit(STRATEGIES[name](), devices, samples, folder / "run", callbacks)
-    found = module.entries.detach()
+    found, wrong = module.entries.detach(), []
     if name in EVEN:
         due = torch.full_like(found, -EPOCHS * (devices if name in PER_RANK else 1.0))
     else:
-        due = fit("single", 1, samples, folder / "calm", [])[0].entries.detach()
-    wrong = [f"sample {n}: {a:.3f}, and {b:.3f} in a calm run" for n, (a, b) in enumerate(zip(found, due, strict=True))
-             if abs(a - b) > 1e-4]  # fmt: skip
+        alone, calm = fit("single", 1, samples, folder / "calm", [])
+        due, values = alone.entries.detach(), trainer.callback_metrics
+        wrong = [
+            f"{key}: {values[key]:.5f}, and {value:.5f} in a calm run"
+            for key, value in calm.callback_metrics.items()
+            if abs(values[key] - value) > 1e-4
+        ]
+    wrong += [
+        f"sample {number}: {a:.3f}, and {b:.3f} in a calm run"
+        for number, (a, b) in enumerate(zip(found, due, strict=True))
+        if abs(a - b) > 1e-4
+    ]
     told = f"{name}, {devices} ranks, requests {requests}, {[(f.rank, f.moment, f.step) for f in faults]}"
     return [f"{told}; {trainer.failures}: {'; '.join(wrong)}"] if wrong else []

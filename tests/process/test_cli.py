@@ -156,7 +156,7 @@ def test_an_error_in_the_users_own_code_has_its_traceback(own_folder: Path) -> N
 
 def test_help_and_configuration_are_shown_without_running(own_folder: Path) -> None:
     said = fabricx("fit", "--help")
-    assert "strategy: async_sgd, auto, context, custom, ddp, fsdp" in said
+    assert "strategy: async_sgd, auto, context, custom, ddp, expert, fsdp" in said
     assert "trainer.log_every_n_steps=10\n      weight updates between two rows in the loggers." in said
     assert "hydra" not in said
     assert "fabricx fit" in fabricx("--help")

@@ -151,6 +151,20 @@ def test_a_rank_without_samples_does_not_wait_for_ranks_that_have_left_to_let_a_
     assert trainer.global_step == 8
 
 
+def test_values_of_a_batch_that_a_join_has_interrupted_are_not_logged_twice(tmp_path: Path) -> None:
+    asks: Any = Asks(at_10=3)
+    torch.manual_seed(3)  # as `train` does, for a module of its own
+    late: Any = HearsLate()  # rank 1 has begun the next batch, and repeats it with the new worker
+    module, trainer = train(
+        DDP(), [asks, late], tmp_path / "a", module=Noted(), recovery=FaultRecovery(), enable_checkpointing=True
+    )
+    _, alone = train("single", [], tmp_path / "b", recovery=FaultRecovery(snapshots=False), devices=1)
+    assert module.seen[-1] == 3
+    assert exact(module)
+    for name in ("loss", "val"):
+        torch.testing.assert_close(trainer.callback_metrics[name], alone.callback_metrics[name], atol=1e-5, rtol=1e-4)
+
+
 def test_a_worker_joins_a_resumed_run_whose_checkpoint_is_gone(tmp_path: Path) -> None:
     path = tmp_path / "saved"
     options: dict[str, Any] = {
