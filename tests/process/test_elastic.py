@@ -153,12 +153,12 @@ def test_a_rank_without_samples_does_not_wait_for_ranks_that_have_left_to_let_a_
 
 def test_values_of_a_batch_that_a_join_has_interrupted_are_not_logged_twice(tmp_path: Path) -> None:
     asks: Any = Asks(at_10=3)
-    torch.manual_seed(3)  # as `train` does, for a module of its own
     late: Any = HearsLate()  # rank 1 has begun the next batch, and repeats it with the new worker
-    module, trainer = train(
-        DDP(), [asks, late], tmp_path / "a", module=Noted(), recovery=FaultRecovery(), enable_checkpointing=True
-    )
-    _, alone = train("single", [], tmp_path / "b", recovery=FaultRecovery(snapshots=False), devices=1)
+    options: dict[str, Any] = {"recovery": FaultRecovery(), "enable_checkpointing": True}
+    torch.manual_seed(3)
+    _, alone = train("single", [], tmp_path / "a", module=Noted(), devices=1, **options)
+    torch.manual_seed(3)
+    module, trainer = train(DDP(), [asks, late], tmp_path / "b", module=Noted(), **options)
     assert module.seen[-1] == 3
     assert exact(module)
     for name in ("loss", "val"):
