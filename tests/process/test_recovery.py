@@ -639,7 +639,10 @@ def begun_by_torchrun(script: str, folder: Path, strategy: str) -> list[str]:
     done = warm.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
     said = done.stdout.splitlines()
     assert said[-1:] == [f"fit {STEPS} True"], done.stdout + done.stderr[-3000:]
-    assert not list(folder.glob("fabricx-*"))
+    deadline = time.monotonic() + 60
+    while list(folder.glob("fabricx-*")):  # the processes that host store and memory look for the end of the launch
+        assert time.monotonic() < deadline, list(folder.iterdir())
+        time.sleep(0.02)
     return [line.removeprefix("rank 0 begins at ") for line in said if line.startswith("rank 0 begins")]
 
 
