@@ -81,7 +81,8 @@ class Outcome:
         records: records of the trainer, which the caller's trainer adopts.
         attributes: attributes of the module.
         modes: whether each submodule is in training mode, by name.
-        callbacks: attributes of each callback.
+        callbacks: of each callback of the run: its number among the caller's callbacks (None for a callback that the
+            module has configured), its class, and its attributes.
         loggers: attributes of each logger that the caller's logger takes over.
     """
 
@@ -90,17 +91,18 @@ class Outcome:
     records: RunRecords = field(default_factory=RunRecords)
     attributes: dict[str, Any] = field(default_factory=dict)
     modes: dict[str, bool] = field(default_factory=dict)
-    callbacks: list[dict[str, Any]] = field(default_factory=list)
+    callbacks: list[tuple[int | None, type[Callback], dict[str, Any]]] = field(default_factory=list)
     loggers: list[dict[str, Any]] = field(default_factory=list)
 
     def portable(
-        self, module: Module, callbacks: Sequence[Callback], loggers: Sequence[Logger], records: RunRecords,
-        weights: dict[str, Any],
+        self, module: Module, callbacks: Sequence[Callback], given: Sequence[Callback], loggers: Sequence[Logger],
+        records: RunRecords, weights: dict[str, Any],
     ) -> Outcome:  # fmt: skip
         """Add the attributes that the caller's objects copy.
 
         Args:
             module, callbacks, loggers: of the run, on the main rank.
+            given: callbacks of the caller, in the caller's order.
             records: records of the trainer.
             weights: the complete state dict of the module.
 
@@ -112,15 +114,19 @@ class Outcome:
             {k: v for k, v in vars(module).items() if not k.startswith("_") and not inspect.ismethod(v)}
         )
         self.modes = {name: part.training for name, part in module.named_modules()}
-        self.callbacks = [picklable_part(vars(callback)) for callback in callbacks]
+        numbers = {id(callback): number for number, callback in enumerate(given)}
+        self.callbacks = [(numbers.get(id(c)), type(c), picklable_part(vars(c))) for c in callbacks]
         self.loggers = [logger.for_caller() for logger in loggers]
         return self
 
-    def absorb(self, module: Module, callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> None:
+    def absorb(self, module: Module, callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> list[Callback]:
         """Copy the state of the workers' module, callbacks and loggers to the caller's objects.
 
         Args:
             module, callbacks, loggers: of the caller.
+
+        Returns:
+            the callbacks of the run: the caller's, and those that the module has configured in the workers.
         """
         state = module.state_dict(keep_vars=True)
         for name, tensor in self.weights.items():
@@ -134,10 +140,14 @@ class Outcome:
         vars(module).update(self.attributes)
         for name, part in module.named_modules():
             part.training = self.modes.get(name, part.training)
-        for callback, attributes in zip(callbacks, self.callbacks, strict=False):
-            vars(callback).update(attributes)
         for logger, attributes in zip(loggers, self.loggers, strict=False):
             vars(logger).update(attributes)
+        ran = []
+        for number, kind, attributes in self.callbacks:
+            callback = kind.__new__(kind) if number is None else callbacks[number]
+            vars(callback).update(attributes)
+            ran.append(callback)
+        return ran
 
 
 def _refuse_shards(value: object) -> None:

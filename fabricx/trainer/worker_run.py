@@ -93,7 +93,7 @@ def run_in_workers(
                     callback.after_failure(newest_whole(checkpoints) if checkpoints else None)
                 raise
         else:
-            outcome.absorb(job.module, trainer.callbacks, trainer.loggers)
+            trainer.callbacks = outcome.absorb(job.module, trainer.callbacks, trainer.loggers)
             trainer.records.adopt(outcome.records)
             trainer.attach(job.module, job.datamodule)
             return outcome.results
@@ -101,7 +101,7 @@ def run_in_workers(
 
 def _work(world: World, trainer: TrainerInterface, job: Job, logs: LogSettings) -> Outcome | None:
     """Run a job in a worker; returns the outcome on the main rank only, for the caller."""
-    world = process.enter(trainer, world)
+    world, given = process.enter(trainer, world), list(trainer.callbacks)
     # The supervisor handles Ctrl-C; other signals may be sent to a single rank.
     with process.interruptible(job.stage, trainer.request_stop, termination_signals()):
         outcome = execute(trainer, job, world, logs)
@@ -110,7 +110,7 @@ def _work(world: World, trainer: TrainerInterface, job: Job, logs: LogSettings) 
         trainer.world.await_departure()
     if not trainer.world.main_rank:
         return None
-    return outcome.portable(job.module, trainer.callbacks, trainer.loggers, trainer.records, weights)
+    return outcome.portable(job.module, trainer.callbacks, given, trainer.loggers, trainer.records, weights)
 
 
 def _report_lost_checkpoint(aggregator: Aggregator | None, error: WorkerFailed) -> None:

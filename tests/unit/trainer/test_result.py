@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import fabricx as fx
+from fabricx.callbacks import EarlyStopping, ModelCheckpoint
 from fabricx.testing import QUIET, TinyModule
-from fabricx.trainer.result import Outcome, picklable_part
+from fabricx.trainer.result import Outcome, RunRecords, picklable_part
 
 
 def test_what_cannot_be_sent_stays_in_the_worker(tmp_path: Path) -> None:
@@ -44,12 +45,27 @@ def test_weights_are_written_into_the_callers_parameters() -> None:
     before = module.layer.weight
     callback = absorbed(
         module, {name: torch.full_like(value, 7.0) for name, value in module.state_dict().items()},
-        attributes={"seen": 5}, callbacks=[{"best": 9}],
+        attributes={"seen": 5}, callbacks=[(0, SimpleNamespace, {"best": 9})],
     )  # fmt: skip
     assert module.layer.weight is before  # the user's optimizers and references stay valid
     assert set(before.flatten().tolist()) == {7.0}
     assert callback.best == 9
     assert module.seen == 5
+
+
+def test_callbacks_keep_their_state_if_the_module_has_configured_others_in_the_workers() -> None:
+    saves, stops = ModelCheckpoint(), EarlyStopping("loss")
+    theirs, configured = EarlyStopping("loss"), ModelCheckpoint(monitor="loss")  # in place of the caller's `saves`
+    theirs.wait_count, configured.best_model_path = 3, "best"
+    module = TinyModule()
+    given, weights = [ModelCheckpoint(), theirs], module.state_dict()
+    outcome = Outcome().portable(module, [theirs, configured], given, [], RunRecords(), weights)
+    first, second = outcome.absorb(module, [saves, stops], [])
+    assert first is stops
+    assert stops.wait_count == 3
+    assert isinstance(second, ModelCheckpoint)
+    assert (second.best_model_path, second.monitor) == ("best", "loss")
+    assert saves.best_model_path == ""
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
