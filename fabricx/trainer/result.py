@@ -81,8 +81,8 @@ class Outcome:
         records: records of the trainer, which the caller's trainer adopts.
         attributes: attributes of the module.
         modes: whether each submodule is in training mode, by name.
-        callbacks: of each callback of the run: its number among the caller's callbacks (None for a callback that the
-            module has configured), its class, and its attributes.
+        callbacks: of each callback of the run: its number among the caller's callbacks and its attributes; or None and
+            a copy, for a callback that the module has configured.
         loggers: attributes of each logger that the caller's logger takes over.
     """
 
@@ -91,7 +91,7 @@ class Outcome:
     records: RunRecords = field(default_factory=RunRecords)
     attributes: dict[str, Any] = field(default_factory=dict)
     modes: dict[str, bool] = field(default_factory=dict)
-    callbacks: list[tuple[int | None, type[Callback], dict[str, Any]]] = field(default_factory=list)
+    callbacks: list[tuple[int | None, Any]] = field(default_factory=list)
     loggers: list[dict[str, Any]] = field(default_factory=list)
 
     def portable(
@@ -115,7 +115,10 @@ class Outcome:
         )
         self.modes = {name: part.training for name, part in module.named_modules()}
         numbers = {id(callback): number for number, callback in enumerate(given)}
-        self.callbacks = [(numbers.get(id(c)), type(c), picklable_part(vars(c))) for c in callbacks]
+        for callback in callbacks:
+            number, content = numbers.get(id(callback)), picklable_part(vars(callback))
+            sent = {"": content} if number is not None else picklable_part({"": _copy_of(callback, content)})
+            self.callbacks += [(number, part) for part in sent.values()]
         self.loggers = [logger.for_caller() for logger in loggers]
         return self
 
@@ -142,12 +145,17 @@ class Outcome:
             part.training = self.modes.get(name, part.training)
         for logger, attributes in zip(loggers, self.loggers, strict=False):
             vars(logger).update(attributes)
-        ran = []
-        for number, kind, attributes in self.callbacks:
-            callback = kind.__new__(kind) if number is None else callbacks[number]
-            vars(callback).update(attributes)
-            ran.append(callback)
-        return ran
+        for number, attributes in self.callbacks:
+            if number is not None:
+                vars(callbacks[number]).update(attributes)
+        return [copied if number is None else callbacks[number] for number, copied in self.callbacks]
+
+
+def _copy_of(callback: Callback, attributes: dict[str, Any]) -> Callback:
+    """Return a callback of the same class with these attributes only."""
+    copied = type(callback).__new__(type(callback))
+    vars(copied).update(attributes)
+    return copied
 
 
 def _refuse_shards(value: object) -> None:

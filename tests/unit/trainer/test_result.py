@@ -45,7 +45,7 @@ def test_weights_are_written_into_the_callers_parameters() -> None:
     before = module.layer.weight
     callback = absorbed(
         module, {name: torch.full_like(value, 7.0) for name, value in module.state_dict().items()},
-        attributes={"seen": 5}, callbacks=[(0, SimpleNamespace, {"best": 9})],
+        attributes={"seen": 5}, callbacks=[(0, {"best": 9})],
     )  # fmt: skip
     assert module.layer.weight is before  # the user's optimizers and references stay valid
     assert set(before.flatten().tolist()) == {7.0}
