@@ -153,7 +153,7 @@ class Outcome:
 
 def _copy_of(callback: Callback, attributes: dict[str, Any]) -> Callback:
     """Return a callback of the same class with these attributes only."""
-    copied = type(callback).__new__(type(callback))
+    copied: Callback = type(callback).__new__(type(callback))
     vars(copied).update(attributes)
     return copied
 
