@@ -57,17 +57,17 @@ def is_users(path: str) -> bool:
 
 def where() -> str:
     """Return the current line of the main thread: the innermost line of user code, else the innermost line."""
-    frame = _frames().get(threading.main_thread().ident or 0)
-    stack = traceback.extract_stack(frame) if frame is not None else []
+    stack = traceback.extract_stack(_frames().get(threading.main_thread().ident or 0))  # None: of the calling thread
     users = [entry for entry in stack if is_users(entry.filename)]
-    if not stack:
-        return ""
     at = (users or stack)[-1]
     return f"{at.filename}:{at.lineno} in {at.name}: {at.line}"
 
 
 def _frames() -> dict[int, FrameType]:
-    """Return the current frame of each thread.
+    """Return the current frame of each thread except the calling thread.
+
+    The caller's frame would refer to itself through the result. This cycle would keep the variables of all frames,
+    such as batches and loader iterators, until the next garbage collection.
 
     A garbage collection within `sys._current_frames` may release the interpreter's lock, and then blocks the process
     for ever if another thread starts at that moment (python/cpython#106883). Therefore collection is off meanwhile.
@@ -76,8 +76,10 @@ def _frames() -> dict[int, FrameType]:
     if _COLLECTS_IN_CALLS and gc.isenabled():
         calls: tuple[Callable[[], Any], ...] = (gc.disable, sys._current_frames, gc.enable)
         _, frames, _ = map(operator.call, calls)
-        return cast(dict[int, FrameType], frames)
-    return sys._current_frames()
+    else:
+        frames = sys._current_frames()
+    del frames[threading.get_ident()]
+    return cast(dict[int, FrameType], frames)
 
 
 def waits() -> bool:
@@ -146,5 +148,4 @@ def _stacks() -> str:
     return "\n".join(
         f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
         for ident, frame in frames
-        if ident != threading.get_ident()
     )

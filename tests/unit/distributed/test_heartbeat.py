@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import weakref
+from collections.abc import Callable
 from types import FrameType
 
 import pytest
@@ -55,6 +57,35 @@ def test_a_diagnosis_has_the_stacks_of_other_threads_by_name() -> None:
     assert "thread MainThread:" not in diagnosis.stacks  # the caller's own
     assert (diagnosis.pending, diagnosis.done) == ("", "")
     assert not heartbeat.waits()
+
+
+@pytest.mark.parametrize("look", [heartbeat.where, heartbeat.waits, heartbeat.diagnosis])
+def test_variables_of_a_thread_end_with_their_function_though_its_stack_was_taken(look: Callable[[], object]) -> None:
+    began, go_on = threading.Event(), threading.Event()
+    batches: list[weakref.ref[Sampled]] = []
+
+    def train() -> None:
+        batch = Sampled()
+        batches.append(weakref.ref(batch))
+        began.set()
+        go_on.wait()
+
+    limits = gc.get_threshold()
+    gc.set_threshold(0)  # no collection, but it counts as enabled
+    try:
+        thread = threading.Thread(target=train)
+        thread.start()
+        began.wait()
+        look()
+        go_on.set()
+        thread.join()
+        assert batches[0]() is None
+    finally:
+        gc.set_threshold(*limits)
+
+
+class Sampled:
+    """Such as a batch, which can be large."""
 
 
 def test_no_garbage_is_collected_while_the_stacks_of_all_threads_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
