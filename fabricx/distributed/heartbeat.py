@@ -146,6 +146,5 @@ def _stacks() -> str:
     main = threading.main_thread().ident
     frames = sorted(_frames().items(), key=lambda item: item[0] != main)
     return "\n".join(
-        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
-        for ident, frame in frames
+        f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames
     )
