@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 
@@ -73,13 +73,14 @@ def _frames() -> dict[int, FrameType]:
     for ever if another thread starts at that moment (python/cpython#106883). Therefore collection is off meanwhile.
     No other thread runs during the three calls, because `map` executes no instruction of Python between them.
     """
+    frames: dict[int, FrameType]
     if _COLLECTS_IN_CALLS and gc.isenabled():
         calls: tuple[Callable[[], Any], ...] = (gc.disable, sys._current_frames, gc.enable)
         _, frames, _ = map(operator.call, calls)
     else:
         frames = sys._current_frames()
     del frames[threading.get_ident()]
-    return cast(dict[int, FrameType], frames)
+    return frames
 
 
 def waits() -> bool:
