@@ -75,7 +75,7 @@ def _frames() -> dict[int, FrameType]:
     """
     frames: dict[int, FrameType]
     if _COLLECTS_IN_CALLS and gc.isenabled():
-        calls: tuple[Callable[[], Any], ...] = (gc.disable, sys._current_frames, gc.enable)
+        calls: list[Callable[[], Any]] = [gc.disable, sys._current_frames, gc.enable]
         _, frames, _ = map(operator.call, calls)
     else:
         frames = sys._current_frames()
