@@ -7,7 +7,7 @@ import math
 import sys
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, final
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _TERMINAL_S = 0.1  # seconds between two updates of a bar
 _LINES_S = 5.0  # seconds between two lines
+_BAR = 30  # columns
 
 
 @dataclass
@@ -31,8 +32,8 @@ class View:
     batches_per_s: float = 0.0
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
-    def numbers(self, *, remaining: bool = True) -> str:
-        """Return the text without the label.
+    def progress(self, *, remaining: bool = True) -> str:
+        """Return the number of batches and the speed.
 
         Args:
             remaining: include the estimated remaining time.
@@ -42,19 +43,23 @@ class View:
             parts.append(f"{self.batches_per_s:{'.3g' if self.batches_per_s < 100 else '.0f'}} it/s")
             if remaining and self.done < self.total < math.inf:
                 parts.append(f"{_clock((self.total - self.done) / self.batches_per_s)} left")
-        parts += [f"{name}={_shown(value)}" for name, value in self.metrics.items()]
         return "  ".join(parts)
 
-    def text(self, *, remaining: bool = True) -> str:
-        """Return the text as a single line.
+    def values(self) -> list[str]:
+        """Return the metrics as texts."""
+        return [f"{name}={_shown(value)}" for name, value in self.metrics.items()]
+
+    def text(self, *, remaining: bool = True, width: float = math.inf) -> str:
+        """Return everything as text.
 
         Args:
             remaining: include the estimated remaining time.
+            width: maximum number of columns; metrics that don't fit are in further lines.
 
         >>> View("epoch 1/3", 32, 64, 8.0, {"loss": 0.12345}).text()
         'epoch 1/3  32/64  8 it/s  0:04 left  loss=0.1235'
         """
-        return f"{self.label}  {self.numbers(remaining=remaining)}"
+        return _folded([f"{self.label}  {self.progress(remaining=remaining)}", *self.values()], width)
 
 
 def _shown(value: Any) -> str:
@@ -62,6 +67,17 @@ def _shown(value: Any) -> str:
         return f"{float(value):.4g}"
     except (TypeError, ValueError):  # text of a user's get_metrics
         return str(value)
+
+
+def _folded(parts: Sequence[str], width: float) -> str:
+    """Join parts, each of which stays whole, to lines of a width; further lines are indented."""
+    lines = [parts[0]]
+    for part in parts[1:]:
+        if len(lines[-1]) + 2 + len(part) <= width:
+            lines[-1] += f"  {part}"
+        else:
+            lines.append(f"  {part}")
+    return "\n".join(lines)
 
 
 def _clock(seconds: float) -> str:
@@ -135,11 +151,11 @@ class Screen(Protocol):
             view: the new contents.
         """
 
-    def line(self, text: str) -> None:
-        """Write a permanent line.
+    def keep(self, view: View) -> None:
+        """Write a view that remains, of a stage that is complete.
 
         Args:
-            text: the line.
+            view: its contents.
         """
 
     def close(self) -> None:
@@ -151,10 +167,10 @@ class Lines(Screen):
     """Write a line for each view, for log files."""
 
     def draw(self, view: View) -> None:
-        self.line(view.text())
+        builtins.print(view.text(), file=sys.stderr, flush=True)
 
-    def line(self, text: str) -> None:
-        builtins.print(text, file=sys.stderr, flush=True)
+    def keep(self, view: View) -> None:
+        builtins.print(view.text(remaining=False), file=sys.stderr, flush=True)
 
     def close(self) -> None:
         pass
@@ -162,43 +178,54 @@ class Lines(Screen):
 
 @final
 class Terminal(Screen):
-    """Draw a bar in the last line of a terminal; printed text appears above it."""
+    """Draw a bar in the last lines of a terminal; printed text appears above it."""
 
     def __init__(self) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn
+        from rich.live import Live
 
         self._console = Console(stderr=True)
         # No refresh thread is needed: `draw` is called often enough.
-        self._bar = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=30),
-            TextColumn("{task.fields[numbers]}", markup=False),
-            console=self._console,
-            auto_refresh=False,
-            transient=True,
-            redirect_stdout=sys.stdout.isatty(),
+        self._live = Live(
+            console=self._console, auto_refresh=False, transient=True, redirect_stdout=sys.stdout.isatty()
         )
-        self._task = self._bar.add_task("", total=None, numbers="")
-        self._live = False
 
     def draw(self, view: View) -> None:
-        total = view.total if view.total < math.inf else None
-        numbers = view.numbers()
-        self._bar.update(self._task, description=view.label, completed=view.done, total=total, numbers=numbers)
-        if self._live:
-            self._bar.refresh()
+        self._live.update(self._rows(view))
+        if self._live.is_started:
+            self._live.refresh()
         else:
-            self._bar.start()  # also draws
-            self._live = True
+            self._live.start(refresh=True)
 
-    def line(self, text: str) -> None:
+    def _rows(self, view: View) -> Any:
+        """Return a row with the bar, and the metrics in further rows if they don't fit."""
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar as Bar
+        from rich.table import Table
+        from rich.text import Text
+
+        width, progress, below = self._console.width, view.progress(), ""
+        room = width - len(view.label) - len(progress) - 2
+        values = "  ".join(view.values())
+        if _BAR + 2 + len(values) <= room:
+            progress = f"{progress}  {values}"
+        elif values:
+            below = _folded(["", *view.values()], width).lstrip("\n")
+        known = view.total < math.inf
+        bar = Bar(
+            total=view.total if known else None, completed=view.done, width=max(1, min(_BAR, room)),
+            pulse=not known, animation_time=time.monotonic(),
+        )  # fmt: skip
+        row = Table.grid(padding=(0, 1))
+        row.add_row(Text(view.label), bar, Text(progress))
+        return Group(row, Text(below)) if below else row
+
+    def keep(self, view: View) -> None:
+        text = view.text(remaining=False, width=self._console.width)
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        if self._live:
-            self._bar.stop()
-            self._live = False
+        self._live.stop()
 
 
 def open_screen() -> Screen:
@@ -318,7 +345,7 @@ class ProgressBar(Callback):
         if done is not None:
             view = View(stage.label, done, stage.total, stage.speed.overall(done, now), metrics or {})
             self._screen.close()
-            self._screen.line(view.text(remaining=False))
+            self._screen.keep(view)
         for outer in self._stages:
             outer.speed.pause(now - stage.begun)
         self._next = now + self._every_s if self._stages else math.inf

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import io
 import math
 import pickle
+import re
 import sys
 import time
 from typing import Any
@@ -131,8 +133,6 @@ def test_it_can_be_pickled_in_the_middle_of_a_run(trainer: Any) -> None:
 
 
 def test_on_a_terminal_what_is_printed_appears_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    import io
-
     class Tty(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -147,7 +147,7 @@ def test_on_a_terminal_what_is_printed_appears_above_the_bar(monkeypatch: pytest
     ProgressBar().print("a line of the user's")
     screen.draw(View("epoch 1/2", 4, 10, 5.0))
     screen.close()
-    screen.line("epoch 1/2  10/10")
+    screen.keep(View("epoch 1/2", 10, 10))
     assert sys.stdout is screen_text
     text = screen_text.getvalue()
     assert "a line of the user's\n" in text
@@ -155,6 +155,28 @@ def test_on_a_terminal_what_is_printed_appears_above_the_bar(monkeypatch: pytest
     assert "loss=0.5" in text
     assert text.index("3/10") < text.index("a line of") < text.index("4/10")
     assert text.endswith("epoch 1/2  10/10\n")
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_no_line_of_a_terminal_is_wrapped_or_cut(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen_text = io.StringIO()
+    screen_text.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys, "stderr", screen_text)
+    screen = progress_bar.open_screen()
+    metrics = {f"a_metric_with_a_long_name_{number}": 1 / 3 for number in range(4)}
+    for total in (10, math.inf):
+        screen.draw(View("epoch 1/2", 3, total, 5.0, metrics))
+    screen.close()
+    screen.keep(View("epoch 1/2", 10, 10, 5.0, metrics))
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen_text.getvalue())
+    lines = re.split(r"[\r\n]+", text)
+    assert max(map(len, lines)) <= columns
+    for number in range(4):
+        assert text.count(f"a_metric_with_a_long_name_{number}=0.3333") >= 3
+    assert text.count("epoch 1/2") >= 3
+    assert "…" not in text
 
 
 def test_without_a_terminal_there_are_lines() -> None:
