@@ -84,7 +84,7 @@ predictions.pt in the run's folder (read it with torch.load).
 RESUME_HELP = """\
 fabricx resume RUN_DIR [KEY=VALUE ...]
 
-Continue a run from its newest checkpoint, in its folder, with its configuration.
+Continue a run in its folder from its newest checkpoint, with its configuration.
 KEY=VALUE changes the configuration; the changes are printed, and recorded in
 the folder as config-resumed-1.yaml and command-resumed-1.txt.
 
