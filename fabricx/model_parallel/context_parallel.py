@@ -140,7 +140,13 @@ class ContextParallel:
             return  # an evaluation of another length, such as generated text, is computed whole on each rank
         key = (self._length, stream.device)
         if key not in self._shards:
-            self._shards[key] = SequenceShard(self._length, self._world.size, self._world.rank, stream.device)
+            try:
+                self._shards[key] = SequenceShard(self._length, self._world.size, self._world.rank, stream.device)
+            except ValueError as error:
+                raise ValueError(
+                    f"{error}. The sequence is dim {self._dim} of {list(stream.shape)}, the first argument of "
+                    f"{self._blocks[0][0]}; if it is another dim, set sequence_dim, and other blocks by blocks=CLASS"
+                ) from None
         self._mode.shard = self._shards[key]
 
     def _stream(self, inputs: Any) -> tuple[tuple[Any, ...], Tensor]:

@@ -150,9 +150,10 @@ def _did_you_mean(name: str, known: Any) -> str:
 
 
 def _detect(module: nn.Module, run: Callable[[], Any]) -> Blocks:
-    candidates = _candidates(module, _calls(module, run))
+    calls = _calls(module, run)
+    candidates = _candidates(module, calls)
     best: tuple[int, Blocks] | None = None
-    refused = ""
+    refused = "" if candidates else _repeated(module, calls)
     for blocks in candidates[:CANDIDATES]:
         names = [name for name, _ in blocks]
         try:
@@ -219,6 +220,18 @@ def _candidates(module: nn.Module, calls: dict[nn.Module, list[tuple[int, int]]]
                 runs[-1].append((f"{path}.{name}" if path else name, child))
         matches += [blocks for blocks in runs if sum(_size(block) > 0 for _, block in blocks) > 1]
     return sorted(matches, key=lambda blocks: (_largest_part(module, blocks, calls), -len(blocks)))
+
+
+def _repeated(module: nn.Module, calls: dict[nn.Module, list[tuple[int, int]]]) -> str:
+    """Return what a user can do about modules in a list that are called several times; "" if there are none."""
+    for path, parent in module.named_modules():
+        for name, child in parent.named_children() if isinstance(parent, nn.ModuleList | nn.Sequential) else ():
+            if (times := len(calls.get(child, ()))) > 1 and _size(child):
+                return (
+                    f"{path}.{name} is called {times} times in a step: call the model once, with all inputs in one "
+                    "batch, or use strategy=tensor or strategy=fsdp"
+                )
+    return ""
 
 
 def _largest_part(module: nn.Module, blocks: Blocks, calls: dict[nn.Module, list[tuple[int, int]]]) -> int:

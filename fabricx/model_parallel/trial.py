@@ -74,11 +74,14 @@ def recorded_step(
                     loss.backward()
                     complete()
                 record.loss = float(loss.detach())
-        except Exception as error:
-            error.add_note(
-                f"in the trial of the parallelised step, in {entered[-1] if entered else 'the step'}. {remedy}"
-            )
+        except (ValueError, FabricxError) as error:
+            error.add_note(f"in the trial of the parallelised step, in {_innermost(entered)}. {remedy}")
             raise
+        except Exception as error:
+            raise StepChanged(
+                f"the parallelised step fails in {_innermost(entered)}, and in one process it does not: "
+                f"{type(error).__name__}: {error}. {remedy}"
+            ) from error
         _record_gradients(module, record, world)
     return record
 
@@ -137,6 +140,11 @@ def first_difference(before: Record, after: Record) -> str:
         longer = max(before.outputs, after.outputs, key=len)
         return longer[min(len(before.outputs), len(after.outputs))][0]
     return ""
+
+
+def _innermost(entered: Sequence[str]) -> str:
+    """Return the submodule that was entered last, and not left."""
+    return entered[-1] if entered else "the step or its backward"
 
 
 def _pattern(name: str) -> str:

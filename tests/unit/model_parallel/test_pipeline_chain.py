@@ -109,6 +109,15 @@ def test_tied_parameters_are_used_at_several_positions():
 # -- which blocks -----------------------------------------------------------------------------------------------------
 
 
+def test_blocks_that_are_called_several_times_are_an_error_with_the_remedy():
+    class Twice(Model):
+        def body(self, x):
+            return super().body(super().body(x))
+
+    with pytest.raises(ValueError, match=r"blocks\.0 is called 2 times in a step: call the model once"):
+        observe(Twice())
+
+
 def test_auto_takes_the_longest_run_of_modules_that_are_called_one_after_another():
     module = LayeredModule()
     module.log = lambda *args, **options: None
