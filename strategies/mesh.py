@@ -124,10 +124,6 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         self.batch_weight_refused = self.data_strategy.batch_weight_refused
         if pipeline != 1:
             self.data_strategy = self._sums_for_pipeline()
-            self.batch_weight_refused = (
-                "batch_weight with a pipeline: a microbatch is weighted by its samples; set pipeline=1, or return a "
-                "loss that is the mean over samples"
-            )
         if expert != 1:
             self.data_strategy = ExpertSums()
         self.divides = expert != 1 or any(size != 1 for size in self._axes.values())
@@ -396,7 +392,7 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
     def hooks_see_gradients(self) -> AbstractContextManager[Any]:
         if self._division is None:
             return as_part(self.data_strategy, HidesGradients).hooks_see_gradients()
-        return self._hidden.hide(self._division.divided())
+        return self._hidden.hide(self._division.divided(), self._division.trained_elsewhere())
 
     @property
     def divides_weights(self) -> bool:  # type: ignore[override]

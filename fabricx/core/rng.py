@@ -123,6 +123,19 @@ class RandomState:
 
             np.random.set_state(self.numpy)
 
+    def differs(self, other: RandomState) -> bool:
+        """Return whether random numbers were drawn, or generators seeded, between two snapshots.
+
+        Args:
+            other: snapshot of the same process.
+        """
+        same = self.python == other.python and torch.equal(self.torch, other.torch)
+        if self.cuda is not None and other.cuda is not None:
+            same = same and torch.equal(self.cuda, other.cuda)
+        if self.numpy is not None and other.numpy is not None:
+            same = same and self.numpy[2:] == other.numpy[2:] and bool((self.numpy[1] == other.numpy[1]).all())
+        return not same
+
     def state_dict(self) -> dict[str, Any]:
         """Return the snapshot as plain data and tensors."""
         version, numbers, gauss = self.python

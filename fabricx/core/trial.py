@@ -33,6 +33,7 @@ class Trial:
         batch: two samples, on the device.
         samples: samples of the batch, if the data set was read; None for a batch of the loader.
         rows: samples of a batch of the run, as far as the loader tells.
+        weight: returns the weight of a batch; None if that is the number of samples.
         validation: returns the validation step; None if the run has none, or if it can't be tried.
         undisturbed: returns a context in which values of `self.log` are discarded; buffers and random numbers are
             restored at its end.
@@ -43,6 +44,7 @@ class Trial:
     undisturbed: Callable[[], AbstractContextManager[Any]]
     samples: int | None = None
     rows: int = 2
+    weight: Callable[[Any], float] | None = None
     validation: Callable[[], Validation | None] = lambda: None
 
     def run(self) -> Any:

@@ -53,12 +53,8 @@ def _guarded(guard: AbstractContextManager[Any], step: Callable[..., Any], *args
 
 def _of_part(logbook: Logbook, step: Callable[..., Any], part: Any, *args: Any) -> Any:
     """Run the step for a part of a batch, whose samples are the weight of logged values."""
-    whole, size = logbook.batch, logbook.size
-    logbook.batch, logbook.size = part, None
-    try:
+    with logbook.part(part):
         return step(part, *args)
-    finally:
-        logbook.batch, logbook.size = whole, size
 
 
 def _backward(
@@ -82,8 +78,11 @@ def _backward(
         return None
     if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
         loss = checked_loss(loss)
-    if session.overridden.batch_weight and not session.window.weigh(micro):
-        return _left_out(session, micro, batch, outputs)
+    if session.overridden.batch_weight:
+        if first:
+            session.window.weigh(micro)
+        if not session.window.factor:
+            return _left_out(session, micro, batch, outputs, first=first)
     factor = micro.factor if session.window.factor is None else session.window.factor
     factor *= session.gradient_factor
     scaled = session.precision.scale(loss if factor == 1.0 else loss * factor)
@@ -105,11 +104,12 @@ def _backward(
     return outputs
 
 
-def _left_out(session: Session, micro: Microbatch, batch: Any, outputs: Any) -> Any:
+def _left_out(session: Session, micro: Microbatch, batch: Any, outputs: Any, *, first: bool) -> Any:
     """Run the collectives of the backward for a batch of weight zero."""
-    session.window.took_part(micro)
-    session.fault_tolerance.before_backward(micro)
-    session.settings.before_backward(micro)
+    session.window.took_part(micro, first=first)
+    if first:
+        session.fault_tolerance.before_backward(micro)
+        session.settings.before_backward(micro)
     if micro.closes or session.strategy.traits.joint_steps:
         with session.metrics.logbook.muted():
             session.strategy.backward_without_data((batch, micro.index))

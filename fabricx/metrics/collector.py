@@ -155,6 +155,20 @@ class Logbook:
         return self._weight
 
     @contextlib.contextmanager
+    def part(self, part: Any) -> Iterator[None]:
+        """Context of the step for a part of a batch, whose samples are the weight of logged values.
+
+        Args:
+            part: the part.
+        """
+        whole = self.batch, self.size, self._weight
+        self.batch, self.size, self._weight = part, None, None
+        try:
+            yield
+        finally:
+            self.batch, self.size, self._weight = whole
+
+    @contextlib.contextmanager
     def muted(self) -> Iterator[None]:
         """Discard logged values and updates of metric objects: a step that runs only for its collectives."""
         metrics = metric_objects(self.metrics.module).values() if self.metrics.module is not None else ()

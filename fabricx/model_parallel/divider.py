@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from fabricx.model_parallel.division import Division
 from fabricx.model_parallel.expert_modules import find_experts
 from fabricx.model_parallel.expert_parallel import REMEDY, ExpertParallel
 from fabricx.model_parallel.microbatches import rows_of
-from fabricx.model_parallel.trial_run import measure
+from fabricx.model_parallel.trial_run import IN_PARTS, Measured, gradients_in_parts, measure
 
 if TYPE_CHECKING:
     from fabricx.core.trial import Trial
@@ -207,6 +208,9 @@ class Divider:
             {torch.bfloat16} if self._settings.half else set()
         )
         before = measure(functools.partial(_gradients, trial.run), module.parameters(), _plain_norm, dtypes)
+        in_parts = measure(
+            functools.partial(gradients_in_parts, trial), module.parameters(), _plain_norm, dtypes, least=IN_PARTS
+        )
         self._divide_tensors(module, trial, layout)
         after = measure(functools.partial(self._staged_gradients, trial), module.parameters(), self._trial_norm, dtypes)
         if before.differs(after):
@@ -216,6 +220,25 @@ class Divider:
                 f"{before.norm:.9g}. "
                 "Choose other blocks by blocks=CLASS or a list of names, or set pipeline=1"
             )
+        assert self.pipeline is not None
+        if self.pipeline.microbatches > 1 and not math.isnan(in_parts.loss) and in_parts.differs(before):
+            self._changed_by_parts(before, in_parts, weighted=trial.weight is not None)
+
+    def _changed_by_parts(self, before: Measured, in_parts: Measured, *, weighted: bool) -> None:
+        """Report a loss that is not the mean of the losses of its microbatches; an error, unless these have weights."""
+        change = (
+            f"for two samples together the loss is {before.loss:.9g} and the norm of the gradient {before.norm:.9g}, "
+            f"and the mean of both samples has {in_parts.loss:.9g} and {in_parts.norm:.9g}"
+        )
+        if weighted:
+            self._print([f"  note: {change}, also by batch_weight: set microbatches=1 for those of the whole batch"])
+            return
+        raise ValueError(
+            f"strategy={self._settings.name} computes the samples of a batch in microbatches, which would change the "
+            f"loss: {change}. If the loss is a mean over tokens or other terms, define batch_weight(self, batch) in "
+            "the module, which returns their number; if it is a sum, return the mean over samples; if it compares "
+            "samples with each other, set microbatches=1"
+        )
 
     def _divide_matrices(
         self, module: nn.Module, trial: Trial, layout: Mapping[str, Any], *, compares: bool
@@ -281,7 +304,7 @@ class Divider:
         microbatches = settings.microbatches or 2 * stages.size
         self.pipeline = Pipeline(
             module, chain, cuts, stages, schedule=settings.schedule, microbatches=microbatches,
-            virtual=settings.virtual, channels=self._channels(),
+            virtual=settings.virtual, channels=self._channels(), weight=trial.weight,
         )  # fmt: skip
         if microbatches > 1 and trial.samples is not None and rows_of(trial.batch) != trial.samples:
             raise ValueError(

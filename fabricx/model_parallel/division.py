@@ -104,6 +104,23 @@ class Division:
             if self._pipeline is not None or name in sharded:
                 yield parameter
 
+    def trained_elsewhere(self) -> Iterator[nn.Parameter]:
+        """Yield parameters whose gradients other stages compute, and this stage does not."""
+        if self._pipeline is not None:
+            held, uses = self._pipeline.own_names, self._pipeline.chain.uses
+            for name, parameter in self._module.named_parameters():
+                if parameter.requires_grad and uses[name] and name not in held:
+                    yield parameter
+
+    def gradient_elsewhere(self, parameter: Tensor) -> bool:
+        """Return whether another stage presumably has a gradient of a parameter at present, as this stage has others.
+
+        Args:
+            parameter: parameter of the module.
+        """
+        trains = any(p.grad is not None for p in self._module.parameters())
+        return trains and any(p is parameter for p in self.trained_elsewhere())
+
     def _name(self, parameter: Tensor) -> str:
         if id(parameter) not in self._names:  # fsdp has replaced the parameters
             self._names = {id(p): name for name, p in self._module.named_parameters()}

@@ -33,14 +33,17 @@ class HiddenGradients:
     """Hides gradients from hooks, and shows them to the strategy that hooks call."""
 
     def __init__(self) -> None:
-        self._pairs: list[tuple[nn.Parameter, Tensor, Tensor]] = []
+        self._pairs: list[tuple[nn.Parameter, Tensor | None, Tensor]] = []
 
     @contextmanager
-    def hide(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    def hide(
+        self, parameters: Iterable[nn.Parameter], elsewhere: Iterable[nn.Parameter] = ()
+    ) -> Iterator[None]:  # fmt: skip
         """Context of hooks, in which reading a gradient is an error.
 
         Args:
             parameters: parameters with or without gradients.
+            elsewhere: parameters whose gradients only other ranks have.
 
         >>> weight, hidden = nn.Parameter(torch.ones(2)), HiddenGradients()
         >>> weight.grad = torch.ones(2)
@@ -54,7 +57,10 @@ class HiddenGradients:
         2.0
         this gradient is divided over ranks, a
         """
-        gradients = [(p, p.grad, hidden(p.grad)) for p in parameters if p.grad is not None]
+        gradients: list[tuple[nn.Parameter, Tensor | None, Tensor]] = [
+            (p, p.grad, hidden(p.grad)) for p in parameters if p.grad is not None
+        ]
+        gradients += [(p, None, hidden(p)) for p in elsewhere if p.grad is None]
         self._pairs = gradients
         for parameter, _, part in gradients:
             parameter.grad = part
@@ -75,7 +81,7 @@ class HiddenGradients:
             _replace(pairs)
 
 
-def _replace(pairs: Iterable[tuple[nn.Parameter, Tensor, Tensor]]) -> None:
+def _replace(pairs: Iterable[tuple[nn.Parameter, Tensor | None, Tensor | None]]) -> None:
     """Replace gradients that are still the first of a pair by the second."""
     for parameter, before, after in pairs:
         if parameter.grad is before:
@@ -86,7 +92,7 @@ def hidden(gradient: Tensor) -> Tensor:
     """Return a stand-in for a gradient, which raises an error when it is read.
 
     Args:
-        gradient: of which this rank has a part only.
+        gradient: of which this rank has a part only; or a parameter, for a gradient that other ranks have.
     """
     if isinstance(gradient, HiddenGradient):
         return gradient

@@ -226,6 +226,8 @@ class HookWeights(TorchFunctionMode):
         if func in AUTOGRAD and isinstance(args[0], _Alias) and func != _get["grad"]:
             raise DividedWeight(_GRADIENTS.format(name=weight.name))
         result = func(_local(args[0]), *args[1:], **options)
+        if func == _get["grad"] and result is None and weight.absent:
+            result = weight.local if self._division.gradient_elsewhere(weight.local) else None
         if func == _get["grad"] and result is not None:
             return hidden(result)
         return args[0] if result is weight.local else result

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import enum
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -89,12 +89,29 @@ def _part(value: Any, rows: int, begin: int, end: int) -> Any:
     return with_children(value, new)
 
 
+def shares(parts: Sequence[Any], weight: Callable[[Any], float] | None = None) -> list[float]:
+    """Return the part of each microbatch in its batch.
+
+    Args:
+        parts: the microbatches.
+        weight: returns the weight of a microbatch; None for its number of samples.
+
+    >>> shares([torch.ones(3), torch.ones(1)])
+    [0.75, 0.25]
+    """
+    if len(parts) == 1:
+        return [1.0]
+    weights = [weight(part) if weight else float(rows_of(part) or 0) for part in parts]
+    total = sum(weights)
+    return [share / total if total else 1.0 / len(parts) for share in weights]
+
+
 def joined(outputs: Sequence[Any], parts: Sequence[Any], shares: Sequence[float]) -> Any:
     """Join the results of a step for the microbatches of a batch.
 
     Tensors with the rows of their microbatch are concatenated. Other floating-point tensors are averaged by the parts
-    of the microbatches in the batch, so that the loss is that of the batch. Other values are those of the first
-    microbatch.
+    of the microbatches in the batch, so that the loss is that of the batch; the loss of a microbatch of weight 0 may be
+    NaN. Other values are those of the first microbatch.
 
     Args:
         outputs: outputs by microbatch; None for a microbatch without a loss.
@@ -127,7 +144,7 @@ def _joined_leaf(values: list[Any], sizes: Sequence[int | None], weights: Sequen
         if all(tensor.dim() and tensor.shape[0] == size for tensor, size in zip(tensors, sizes, strict=True)):
             return torch.cat(tensors)
         if first.is_floating_point() and all(tensor.shape == first.shape for tensor in tensors):
-            return sum(tensor * weight for tensor, weight in zip(tensors, weights, strict=True))
+            return sum(tensor * weight for tensor, weight in zip(tensors, weights, strict=True) if weight)
         return tensors[0]
     inside = children(first)
     if inside is None or not all(isinstance(value, type(first)) for value in values):

@@ -62,6 +62,7 @@ class Pipeline:
         microbatches: microbatches of a batch.
         virtual: chunks of each rank.
         channels: result of `open_channels`, for NCCL.
+        weight: weight of a microbatch; its number of samples, if None.
 
     Attributes:
         own_names: parameters and buffers that this stage holds, also if other stages hold them, too.
@@ -76,12 +77,12 @@ class Pipeline:
 
     def __init__(
         self, module: nn.Module, chain: Chain, cuts: Cuts, pipeline: World, *, schedule: str, microbatches: int,
-        virtual: int = 1, channels: Mapping[str, Any] | None = None,
+        virtual: int = 1, channels: Mapping[str, Any] | None = None, weight: Callable[[Any], float] | None = None,
     ) -> None:  # fmt: skip
         check_schedule(schedule, pipeline.size, virtual, microbatches)
         assert len(cuts) == pipeline.size * virtual
         self.module, self.chain, self.cuts = module, chain, list(cuts)
-        self.schedule, self.microbatches, self.virtual = schedule, microbatches, virtual
+        self.schedule, self.microbatches, self.virtual, self._weight = schedule, microbatches, virtual, weight
         self.world_changed(pipeline, channels)
         self.owners = {name: chain.stages_of(name, self.cuts, pipeline.size) for name in chain.uses}
         self.own_names = frozenset(name for name, stages in self.owners.items() if pipeline.rank in stages)
@@ -118,10 +119,11 @@ class Pipeline:
     # -- a step -------------------------------------------------------------------------------------------------------
 
     def forward_backward(
-        self, step: Step, backward: Callable[[Any], Any], batch: Any, index: int, *,
-        seed: Callable[[int], None], weight: Callable[[Any], float] | None = None,
+        self, step: Step, backward: Callable[[Any], Any], batch: Any, index: int, *, seed: Callable[[int], None]
     ) -> Any:  # fmt: skip
         """Compute the gradients of a batch.
+
+        `backward` is not called for a microbatch of weight 0, unless all are.
 
         Args:
             step: the user's training step; called with a microbatch and `index`.
@@ -133,8 +135,6 @@ class Pipeline:
             index: index of the batch.
             seed: seeds random numbers; its argument numbers the pairs of microbatch and block. Called at the begin of
                 each step, alike on all stages, and before each block, so that dropout does not depend on the cuts.
-            weight: weight of a microbatch; its number of rows, if None. `backward` is not called for a microbatch of
-                weight 0, unless all are.
 
         Returns:
             the result of the step for the whole batch on the last stage; None on other stages.
@@ -145,7 +145,7 @@ class Pipeline:
                 run; or it returns None after it has called the blocks.
         """
         parts = rows.split(batch, self.microbatches)
-        shares = _shares(parts, weight)
+        shares = rows.shares(parts, self._weight)
         actions = schedule(self.schedule, self.world.rank, self.world.size, self.virtual, len(parts))
         flags = tuple(parameter.requires_grad for parameter in self.module.parameters())
         keys = [None if self.chain.changing else (flags, _signature(part)) for part in parts]
@@ -361,15 +361,6 @@ class _Surrogate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         return None, None, *ctx.gradients
-
-
-def _shares(parts: Sequence[Any], weight: Callable[[Any], float] | None) -> list[float]:
-    """Return the part of each microbatch in the batch."""
-    if len(parts) == 1:
-        return [1.0]
-    weights = [weight(part) if weight else float(rows.rows_of(part) or 0) for part in parts]
-    total = sum(weights)
-    return [share / total if total else 1.0 / len(parts) for share in weights]
 
 
 def _scaled(output: Any, share: float) -> Any:

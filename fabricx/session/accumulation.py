@@ -119,20 +119,16 @@ class AccumulationWindow:
         """
         self.outputs, self.batch = outputs, batch
 
-    def weigh(self, micro: Microbatch) -> float:
+    def weigh(self, micro: Microbatch) -> None:
         """Weight the newest batch by `Module.batch_weight`; the sum over ranks is computed at the end of the window.
 
         Args:
             micro: share of this rank in the global batch.
-
-        Returns:
-            the weight.
         """
         weight = self._metrics.logbook.weight
         self._weight += weight
         self._share += micro.factor
         self.factor = weight / self._usual()
-        return weight
 
     def took_part(self, micro: Microbatch, loss: Tensor | None = None, *, first: bool = True) -> None:
         """Count a microbatch with a gradient.

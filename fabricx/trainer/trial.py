@@ -35,7 +35,8 @@ def trial_of(session: Session) -> Trial:
     step = wrap_steps(session.module, session.precision, several_loaders=False)["training"]
     samples, rows = _sizes(session.data.train_dataloader)
     undisturbed = functools.partial(_undisturbed, session)
-    return Trial(step, batch, undisturbed, samples, rows, functools.partial(_validation_of, session))
+    validation = functools.partial(_validation_of, session)
+    return Trial(step, batch, undisturbed, samples, rows, session.weigh, validation)
 
 
 def _validation_of(session: Session) -> Validation | None:

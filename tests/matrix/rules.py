@@ -328,11 +328,6 @@ REFUSALS = (
         steps=_MICROBATCHES,
     ),
     Refusal(
-        lambda c: c.data == "weighted" and c.way == "pipeline",
-        "batch_weight with a pipeline",
-        "A microbatch is weighted by its samples. Return a loss that is the mean over samples.",
-    ),
-    Refusal(
         lambda c: c.loop == "no-loss" and c.way == "pipeline",
         "returned None after it has called the model",
         "Other stages have computed the batch already. Return None before the model is called, or a loss of zero.",

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fabricx as fx
 from fabricx.callbacks import LoadBalancer
-from fabricx.strategies import DDP, FSDP, AsyncSGD, ParameterServer, Single
+from fabricx.strategies import DDP, FSDP, AsyncSGD, Mesh, ParameterServer, Single
 from fabricx.testing import QUIET
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
@@ -55,13 +55,16 @@ def data() -> TensorDataset:
     return TensorDataset(words, (words * 3 % WORDS).masked_fill(left_out, IGNORED))
 
 
-def train(strategy: Any, tmp_path: Path, *callbacks: Any, devices: int = 2, **options: Any) -> tuple[Any, fx.Trainer]:
+def train(
+    strategy: Any, tmp_path: Path, *callbacks: Any, devices: int = 2, data_ranks: int | None = None, **options: Any
+) -> tuple[Any, fx.Trainer]:  # fmt: skip
     trainer = fx.Trainer(
         devices=devices, strategy=strategy, max_epochs=4, default_root_dir=tmp_path, callbacks=list(callbacks),
         gradient_clip_val=0.5, **{**QUIET, **options},
     )  # fmt: skip
     module = Tokens()
-    trainer.fit(module, DataLoader(data(), 6 // devices), DataLoader(data(), 6 // devices))
+    batch = 6 // (data_ranks or devices)
+    trainer.fit(module, DataLoader(data(), batch), DataLoader(data(), batch))
     return module, trainer
 
 
@@ -77,6 +80,21 @@ def test_the_split_changes_nothing(strategy: Any, devices: int, accumulate: int,
     assert several.global_step == one.global_step
     for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)  # AdamW divides by gradients that are roundings
+    for name in ("loss", "val"):
+        torch.testing.assert_close(several.callback_metrics[name], one.callback_metrics[name], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("accumulate", "devices"), [(1, 2), (2, 2), (1, 4)])
+def test_microbatches_of_a_pipeline_have_the_weight_of_their_tokens(
+    accumulate: int, devices: int, tmp_path: Path
+) -> None:  # fmt: skip
+    wanted, one = train(Single(), tmp_path / "a", devices=1, accumulate_grad_batches=accumulate)
+    mesh = Mesh(pipeline=2, blocks=["embedding", "head"], microbatches=3)
+    options = {"devices": devices, "data_ranks": devices // 2, "accumulate_grad_batches": accumulate}
+    found, several = train(mesh, tmp_path / "b", **options)
+    assert several.global_step == one.global_step
+    for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
     for name in ("loss", "val"):
         torch.testing.assert_close(several.callback_metrics[name], one.callback_metrics[name], atol=1e-5, rtol=1e-4)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,6 +40,7 @@ class Stages:
 
     owners = {"a.weight": (0,), "b.weight": (1,), "c.weight": (0, 1)}
     own_names = frozenset({"a.weight", "c.weight"})
+    chain = SimpleNamespace(uses={"a.weight": {0}, "b.weight": {1}, "c.weight": {0, 1}})
 
 
 def world() -> World:
@@ -102,6 +104,19 @@ def test_divided_parameters_are_sharded_ones_or_all_of_a_stage() -> None:
     assert [parameter is built["a"].weight for parameter in tensor.divided()] == [True]
     stages = Division(built, world(), None, Stages())  # type: ignore[arg-type]
     assert len(list(stages.divided())) == 3
+
+
+def test_gradients_of_other_stages_are_those_of_used_parameters_that_this_stage_does_not_hold() -> None:
+    built = module(2)
+    division = Division(built, world(), None, Stages())  # type: ignore[arg-type]
+    absent: Any = built["b"].weight  # type: ignore[index]
+    assert [parameter is absent for parameter in division.trained_elsewhere()] == [True]
+    assert not division.gradient_elsewhere(absent)  # before the first backward
+    built["a"].weight.grad = torch.ones(2, 1)  # type: ignore[index]
+    assert division.gradient_elsewhere(absent)
+    assert not division.gradient_elsewhere(built["c"].weight)  # type: ignore[index]
+    absent.requires_grad_(False)
+    assert list(division.trained_elsewhere()) == []
 
 
 def test_hooks_gather_a_weight_that_all_ranks_read_and_others_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

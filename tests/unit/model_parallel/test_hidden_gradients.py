@@ -37,6 +37,17 @@ def test_hooks_cannot_read_or_change_a_part_and_the_strategy_can() -> None:
     assert gradient.tolist() == [6.0, 6.0]
 
 
+def test_a_gradient_that_only_other_ranks_have_is_an_error_instead_of_none() -> None:
+    absent, hidden = nn.Parameter(torch.ones(2)), HiddenGradients()
+    with hidden.hide([weight(), absent], elsewhere=[absent]):
+        assert absent.grad is not None
+        with pytest.raises(DividedGradient):
+            absent.grad.mul_(2.0)
+        with hidden.shown():
+            assert absent.grad is None
+    assert absent.grad is None
+
+
 def test_a_gradient_that_a_hook_has_removed_stays_away() -> None:
     divided, hidden = weight(), HiddenGradients()
     with hidden.hide([divided]):

@@ -28,9 +28,13 @@ class Halves:
     def __init__(self, module: nn.Module, whole: Tensor, absent: bool = False) -> None:
         self.module, self.other, self.absent, self.gathers = module, whole.detach().clone(), absent, 0
         self.changes: Counter[str] = Counter()
+        self.elsewhere = False
 
     def divided_tensors(self, *, also_shared: bool) -> Iterator[tuple[str, Tensor, bool]]:
         yield "weight", self.module.get_parameter("weight"), self.absent
+
+    def gradient_elsewhere(self, parameter: Tensor) -> bool:
+        return self.elsewhere
 
     def empty(self, name: str, local: Tensor) -> Tensor:
         return torch.empty((ROWS, local.shape[1]), dtype=local.dtype, device="meta")
@@ -156,6 +160,16 @@ def test_code_of_fabricx_within_a_hook_sees_the_part() -> None:
         assert half.weight.shape == (2, 3)
         assert half.weight.sum().dim() == 0
     assert division.gathers == 0
+
+
+def test_a_gradient_that_only_another_stage_has_is_an_error_instead_of_none() -> None:
+    _, half, division = divided(absent=True)
+    with HookWeights(division):  # type: ignore[arg-type]
+        assert half.weight.grad is None
+        division.elsewhere = True
+        assert half.weight.grad is not None
+        with pytest.raises(DividedGradient):
+            half.weight.grad.norm()
 
 
 @torch.no_grad()
