@@ -70,7 +70,7 @@ class Dealer:
         """Lease no more data in this section, so that all ranks meet after their present leases."""
 
     def let_all_meet(self) -> None:
-        """Make other ranks meet this rank, also if they have begun the next section."""
+        """Make other ranks meet this rank, also if they have begun the next section, or begin it later."""
 
     # -- updates ------------------------------------------------------------------------------------------------
 

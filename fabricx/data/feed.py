@@ -33,7 +33,7 @@ class Microbatch:
         meets: no data: ranks that worked at their own pace synchronise at this point.
         done: if `meets`, leases of the epoch that are trained.
         begin: position of the first sample in the global order.
-        part: more microbatches with the same index follow.
+        part: more microbatches with the same index follow; if `meets`, no lease was trained since the ranks met before.
         idle: ranks without a sample in this microbatch.
         portion: samples of all ranks relative to `planned`.
     """

@@ -142,10 +142,11 @@ class ListFeed(Feed):
                         break
             dealer.within_section = False
             states = self._world.gather_objects((upcoming is not _NOTHING, index // accumulate))
-            more, done = any(continues for continues, _ in states), sum(trained for _, trained in states)
+            more, before, done = any(continues for continues, _ in states), done, sum(trained for _, trained in states)
             yield Microbatch(
-                None, index - 1, 0, 0.0, True, True, not more, 1, empty=True, position=index, meets=True, done=done
-            )
+                None, index - 1, 0, 0.0, True, True, not more, 1, empty=True, position=index, meets=True, done=done,
+                part=more and done == before,
+            )  # fmt: skip
 
     def _prefetch(self, data: Iterator[Any]) -> Any:
         """Return the next batch, and keep the state of the source before it: it is trained later, or not at all."""

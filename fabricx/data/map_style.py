@@ -318,6 +318,7 @@ class OrderedFeed(Feed):
             yield Microbatch(
                 None, index, 0, 0.0, True, True, position >= items, 1,
                 empty=True, position=position, meets=True, done=-(-position // (batch * accumulate)), start=start,
+                part=position == start,
             )  # fmt: skip
 
     def _fetches(self, deal: LeasedSection, order: Any) -> Iterator[tuple[int, Any]]:

@@ -34,9 +34,11 @@ STRATEGIES: Final[dict[str, Callable[[], Any]]] = {
     "async2": lambda: AsyncSGD(damp=False, servers=2),
     "rounds": lambda: AsyncSGD(every=3, outer="sum"),
     "stale": lambda: AsyncSGD(damp=False, max_staleness=1),
+    "clock": lambda: AsyncSGD(damp=False, max_staleness=1, bound="clock"),
+    "backup": lambda: ParameterServer(backup_workers=1),
 }
-EVEN: Final = ("bounded", "async", "async2", "rounds", "stale")  # each sample counts the same without a short batch
-PER_RANK: Final = ("async", "async2", "rounds", "stale")  # each rank's batch is an update, not a share of an update
+PER_RANK: Final = ("async", "async2", "rounds", "stale", "clock")  # each rank's batch is an update, not a share of it
+EVEN: Final = (*PER_RANK, "bounded", "backup")  # each sample counts the same without a short batch
 MOMENTS: Final = ("forward", "backward", "optimizer", "batch end", "validation", "checkpoint")
 
 
@@ -118,6 +120,8 @@ def judge(seed: int, folder: Path) -> list[str]:
     found, wrong = module.entries.detach(), []
     if name in EVEN:
         due = torch.full_like(found, -EPOCHS * (devices if name in PER_RANK else 1.0))
+        if name == "backup":  # an update is the mean of at least 1 rank's batch and of at most all but one
+            due = found.clamp(-EPOCHS * devices, -EPOCHS * devices / (devices - 1))
     else:
         alone, calm = fit("single", 1, samples, folder / "calm", [])
         due, values = alone.entries.detach(), trainer.callback_metrics

@@ -183,9 +183,8 @@ def ask(state: ServerState, sender: Sender, message: Ask) -> Granted:
 
 
 def close_section(state: ServerState, sender: Sender, message: Close) -> None:
-    """End a section early: grant no new leases, except to complete a global batch."""
-    if message.section == state.ledger.leases.section:
-        state.ledger.close()
+    """End a section early, also before another worker begins it."""
+    state.close(message.section)
 
 
 # -- other state ------------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ class LeaseLedger:
         return granted
 
     def close(self) -> None:
-        """Grant no new leases of the section, except to complete a global batch."""
+        """Grant no new leases of the section, except to complete an update."""
         before = self.leases.count
         self.leases.close()
         self._counts.dealt += self.leases.count - before

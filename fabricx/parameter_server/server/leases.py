@@ -156,9 +156,13 @@ class Leases:
         self._done.setdefault(worker, min(self._done.values(), default=0))
 
     def close(self) -> None:
-        """Grant no new parts, except those that complete a global batch; the section ends when all are complete."""
-        granted = -(-self._next // self._parts) * self._parts
-        self.count = min(self.count, granted)
+        """Grant no new parts, except those that complete an update; the section ends when all are complete.
+
+        Updates of single parts, and those with backup workers, need no further part. A worker may be unable to receive
+        one, since it rests or since another worker, which takes no part in the section, keeps it within the bound.
+        """
+        parts = 1 if self._single or self._by_worker else self._parts
+        self.count = min(self.count, -(-self._next // parts) * parts)
 
     def _ahead(self, worker: int, batch: int | None = None) -> int:
         """Return by how many clocks a worker would be ahead if it began a part."""

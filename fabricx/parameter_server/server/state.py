@@ -39,6 +39,7 @@ class ServerState:
         self.ledger = LeaseLedger(workers, grants=grants, counts=self.counts)
         self.order = UpdateOrder()
         self.is_begun = False
+        self._closed = -1  # newest section that a worker has closed, maybe before another worker opened it
 
     def begin(self, begin: Begin) -> None:
         """Initialise the server with weights; the leases of a section that has begun are kept.
@@ -76,6 +77,19 @@ class ServerState:
             single=bool(settings.backup),
         )  # fmt: skip
         self.ledger.open(leases)
+        if message.section <= self._closed:
+            self.ledger.close()
+
+    def close(self, section: int) -> None:
+        """End a section early, at once if no worker has begun it: grant no new leases, except to complete an update.
+
+        Args:
+            section: number of the section.
+        """
+        self._closed = max(self._closed, section)
+        if section == self.ledger.leases.section:
+            self.ledger.close()
+            self.updates.update_without_late()
 
     def left(self, worker: int) -> None:
         """Remove a worker; leases for which it has pushed no gradient can be granted again.

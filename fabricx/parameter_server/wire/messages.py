@@ -129,7 +129,7 @@ class Ask:
 
 @dataclass(slots=True)
 class Close:
-    """End the distribution of leases of a section early, so that all workers meet."""
+    """End the distribution of leases of a section early, so that all workers meet; also before the section begins."""
 
     section: int
 

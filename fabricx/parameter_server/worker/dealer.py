@@ -56,7 +56,7 @@ class LeaseDealer(LeaseState, Dealer):
         self._protocol.exchange.leases.close_section(self.section)
 
     def let_all_meet(self) -> None:
-        """Make other workers meet this worker, also if they have begun the next section."""
+        """Make other workers meet this worker, also if they have begun the next section, or begin it later."""
         self.lease = None
         for section in (self.section, self.section + 1):
             self._protocol.exchange.leases.close_section(section)

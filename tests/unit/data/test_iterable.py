@@ -176,3 +176,14 @@ def test_a_rank_at_its_own_pace_goes_on_after_its_own_batches_even_if_it_has_tra
     again.load_state_dict(feed.state_dict())
     assert values(again, 9, epoch=1, first=3) == source[trained:]  # the main rank has trained 3
     assert values(again, 9, epoch=2) == source
+
+
+def test_a_meeting_after_no_lease_is_in_the_middle_of_a_batch() -> None:
+    feed = ListFeed([torch.rand(1) for _ in range(2)], Rank(0, 1, Together(1)), float("inf"))
+    dealer, section = Leases(0), lambda done, limit: None
+    meetings = []
+    for micro in feed.leased(cast(Any, dealer), cast(Any, section), 0):
+        if micro.meets:
+            meetings.append((micro.done, micro.part))
+            dealer.count = 1
+    assert meetings == [(0, True), (1, False), (2, False)]

@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler
 
+from fabricx.core.dealer import Dealer
 from fabricx.data import make_feed
 from fabricx.data.map_style import OrderedFeed
 from fabricx.distributed.world import World
 from fabricx.errors import RanksDisagree
+from fabricx.parameter_server.wire.messages import Granted
 
 DATA: Any = range(20)
 
@@ -86,3 +88,23 @@ def test_ranks_whose_samplers_differ_are_told_so(monkeypatch: pytest.MonkeyPatch
         next(make_feed(loader, World(rank=0, size=2), seed=5).epoch(0))
     monkeypatch.setattr(World, "gather_objects", lambda world, mine: [mine, mine])
     assert next(make_feed(loader, World(rank=1, size=2), seed=5).epoch(0)).data.tolist() == [4, 6]
+
+
+def test_ranks_that_meet_without_a_lease_are_in_the_middle_of_a_batch() -> None:
+    counts = iter([0, 2, 0, 1])  # leases that are granted in each section
+
+    class Grants(Dealer):
+        planned = 1
+
+        def open(self, leases: int) -> None:
+            self.count, self.next = next(counts), 0
+
+        def ask(self, *, wait: bool) -> Any:
+            lease = self.next if self.next < self.count else None
+            self.next += 1
+            return Granted(lease, over=lease is None, count=self.count)
+
+    feed = make_feed(DataLoader(range(12), 4), World(rank=0, size=1), seed=5)
+    micros = feed.leased(Grants(), lambda done, left: 9, 0)
+    meetings = [(micro.done, micro.part, micro.last) for micro in micros if micro.meets]
+    assert meetings == [(0, True, False), (2, False, False), (2, True, False), (3, False, True)]

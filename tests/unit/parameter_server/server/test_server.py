@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fabricx.parameter_server.gradients import clip
 from fabricx.parameter_server.optimizer_parts import part_of, sliced
 from fabricx.parameter_server.server.server import Server
-from fabricx.parameter_server.wire.messages import Ask, Begin, Open, Pull, Push, Settings
+from fabricx.parameter_server.wire.messages import Ask, Begin, Close, Granted, Open, Pull, Push, Settings
 from fabricx.parameter_server.wire.partition import divide
 from fabricx.testing.simulated_server import simulate
 
@@ -149,6 +149,47 @@ def test_updates_go_on_with_fewer_workers_than_they_take(deaths: list[tuple[floa
     server, who, _ = simulate(start, 40, gradient, uneven, deaths=deaths)
     assert sum(server.counts.staleness.values()) == 40
     assert {lease for worker in who for lease in worker.trained} == set(range(40))
+
+
+@pytest.mark.parametrize("trained", [0, 1, 2])
+@pytest.mark.parametrize(
+    "settings",
+    [{"backup": 1}, {"max_staleness": 0}, {"aggregate": False, "max_staleness": 0}, {"aggregate": False}],
+    ids=["backup", "whole batches", "clock", "no bound"],
+)
+def test_a_worker_does_not_wait_for_one_that_closes_the_section_instead_of_training_it(
+    settings: dict[str, Any], trained: int
+) -> None:
+    start, _ = begin(workers=3, **settings)
+    server, nothing = Server(2), torch.zeros(SIZE)
+    server.handle(0, start, nothing, nothing)
+
+    def train(most: int) -> int:
+        """Let worker 1 train until a message has to wait; returns the number of its leases."""
+        for number in range(most):
+            if not server.ready(1, Ask(0, True)):
+                return number
+            granted: Any = server.handle(1, Ask(0, True), nothing, nothing)
+            assert isinstance(granted, Granted)
+            if granted.lease is None:
+                assert granted.over
+                assert granted.count == sum(server.counts.staleness.values()) == server.counts.used
+                return number
+            server.handle(1, Pull(to_train=True, rows={}), nothing, nothing)
+            server.handle(1, Push(granted.clock, granted.parts, (granted.lease,), confirm=True), nothing, nothing)
+        return most
+
+    if not trained:
+        server.handle(0, Close(0), nothing, nothing)
+    server.handle(1, Open(0, 20, workers=(0, 1)), nothing, nothing)
+    train(trained)
+    if trained:
+        server.handle(0, Close(0), nothing, nothing)
+    assert train(9) < 9
+    assert server.ready(1, Ask(0, True))
+    assert server.state.ledger.leases.over
+    server.handle(1, Open(1, 20, workers=(0, 1)), nothing, nothing)
+    assert not server.state.ledger.leases.over
 
 
 @pytest.mark.parametrize("settings", [{"aggregate": False}, {"aggregate": True, "max_staleness": 1}])
