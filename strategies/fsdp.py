@@ -27,10 +27,11 @@ from fabricx.distributed.world import World
 Dtype = Literal["bf16", "fp16", "fp32"]
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _NOT_GATHERED = (
-    "training_step computes with weights that aren't gathered: strategy=fsdp gathers them during the forward of their "
+    "{step} computes with weights that aren't gathered: strategy=fsdp gathers them during the forward of their "
     "submodule, and keeps a shard of them otherwise. Call the submodule instead of reading its parameters (for a "
     "penalty on weights, use the optimizer's weight_decay), or use strategy=ddp"
 )
+_OF_SHARDS = ("mixed torch.Tensor and DTensor", "Sharding propagation failed")  # in messages of torch
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -221,13 +222,8 @@ class FSDP(Strategy, Elastic, MeasuresWaiting, ShardsWeights, WrapsStep):
                 check_sharded(self.module)
             self._called, self._outputs = True, []
             settled = self._gathered.settle_step() if self._gathered is not None else nullcontext()
-            try:
-                with settled:
-                    outputs = step(*args)
-            except RuntimeError as error:
-                if "mixed torch.Tensor and DTensor" in str(error):
-                    raise ValueError(_NOT_GATHERED) from error
-                raise
+            with _explained("training_step"), settled:
+                outputs = step(*args)
             if self._manual:
                 self._note("ends the training step")
             if _loss(outputs) is not None:
@@ -235,6 +231,13 @@ class FSDP(Strategy, Elastic, MeasuresWaiting, ShardsWeights, WrapsStep):
             return outputs
 
         return recorded_step
+
+    def wrap_evaluation(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def evaluated(*args: Any) -> Any:
+            with _explained("validation_step"):
+                return step(*args)
+
+        return evaluated
 
     def attach_optimizers(self, optimizers: list[Optimizer]) -> None:
         assert self.module is not None
@@ -445,6 +448,17 @@ def _all_names(module: nn.Module | None) -> Iterable[tuple[str, nn.Parameter]]:
 
 def _loss(outputs: Any) -> Any:
     return outputs["loss"] if isinstance(outputs, dict) else outputs
+
+
+@contextmanager
+def _explained(step: str) -> Iterator[None]:
+    """Context of a step, in which torch's errors about shards of weights name the remedy."""
+    try:
+        yield
+    except RuntimeError as error:
+        if any(text in str(error) for text in _OF_SHARDS):
+            raise ValueError(_NOT_GATHERED.format(step=step)) from error
+        raise
 
 
 def _fill(module: nn.Module, device: torch.device) -> None:

@@ -325,7 +325,8 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         return step if self._divider is None else self._divider.sharded(step)
 
     def wrap_evaluation(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        sharded, pipeline = self._sharded(step), self._pipeline
+        sharded = as_part(self.data_strategy, WrapsStep).wrap_evaluation(self._sharded(step))
+        pipeline = self._pipeline
         if not self._divided:
             return sharded
 

@@ -13,3 +13,15 @@ from fabricx.strategies import FSDP
 def test_wrong_options_are_explained(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FSDP(**options)  # type: ignore[arg-type]
+
+
+def test_torchs_errors_about_shards_in_a_validation_step_name_the_remedy() -> None:
+    def step(message: str) -> None:
+        raise RuntimeError(message)
+
+    evaluated = FSDP().wrap_evaluation(step)
+    for text in ("aten.cat got mixed torch.Tensor and DTensor", "Sharding propagation failed for aten.view"):
+        with pytest.raises(ValueError, match=r"validation_step computes with weights .* Call the submodule instead"):
+            evaluated(text)
+    with pytest.raises(RuntimeError, match="another"):
+        evaluated("another error")
