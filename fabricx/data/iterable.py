@@ -140,6 +140,8 @@ class ListFeed(Feed):
                     if closes:
                         self._own = epoch, index
                         break
+            if upcoming is _NOTHING:
+                dealer.leave_section()
             dealer.within_section = False
             states = self._world.gather_objects((upcoming is not _NOTHING, index // accumulate))
             more, before, done = any(continues for continues, _ in states), done, sum(trained for _, trained in states)

@@ -22,6 +22,7 @@ from fabricx.parameter_server.wire.messages import (
     Close,
     Granted,
     Have,
+    Leave,
     Norm,
     Open,
     Pull,
@@ -187,6 +188,12 @@ def close_section(state: ServerState, sender: Sender, message: Close) -> None:
     state.close(message.section)
 
 
+def leave_section(state: ServerState, sender: Sender, message: Leave) -> None:
+    """Bound other workers without a worker that trains no more leases of the section."""
+    if message.section == state.ledger.leases.section:
+        state.ledger.leases.left(sender.worker)
+
+
 # -- other state ------------------------------------------------------------------------------------------------------
 
 
@@ -236,6 +243,7 @@ HANDLERS: Final[Mapping[type[Any], Handler]] = _Handlers(
             handles(Open, open_section),
             handles(Ask, ask, may_ask),
             handles(Close, close_section),
+            handles(Leave, leave_section),
             handles(Have, have),
             handles(Average, average),
             handles(Tell, tell, repeatable=True, journaled=lambda message: False),

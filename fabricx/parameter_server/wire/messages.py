@@ -135,6 +135,13 @@ class Close:
 
 
 @dataclass(slots=True)
+class Leave:
+    """Request no more leases of a section: the data of this worker are over, and other workers may still have some."""
+
+    section: int
+
+
+@dataclass(slots=True)
 class Pull:
     """Request weights, or the sum of gradients, at `version` or later; the reply's vector contains them.
 

@@ -55,6 +55,10 @@ class LeaseDealer(LeaseState, Dealer):
         """End the distribution of leases, so that all workers meet after their present leases."""
         self._protocol.exchange.leases.close_section(self.section)
 
+    def leave_section(self) -> None:
+        """Request no more leases of this section: the data of this worker are over."""
+        self._protocol.exchange.leases.leave_section(self.section)
+
     def let_all_meet(self) -> None:
         """Make other workers meet this worker, also if they have begun the next section, or begin it later."""
         self.lease = None

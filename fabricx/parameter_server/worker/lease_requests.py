@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any, final
 
-from fabricx.parameter_server.wire.messages import Ask, Close, Granted, Open, Reply, Tell, Turn
+from fabricx.parameter_server.wire.messages import Ask, Close, Granted, Leave, Open, Reply, Tell, Turn
 from fabricx.parameter_server.worker.exchange import ExchangeStatistics
 from fabricx.parameter_server.worker.servers import Servers
 
@@ -60,6 +60,14 @@ class LeaseRequests:
             section: number of the section.
         """
         self._servers.notify(0, Close(section))
+
+    def leave_section(self, section: int) -> None:
+        """Request no more leases of a section, whose other workers go on.
+
+        Args:
+            section: number of the section.
+        """
+        self._servers.notify(0, Leave(section))
 
     def logged(self, section: int) -> dict[str, Any]:
         """Return the metric sums of the used gradients of a section.

@@ -150,6 +150,9 @@ class Leases:
     def open(self, section: Any) -> None:
         self.within_section = True
 
+    def leave_section(self) -> None:
+        self.within_section = False
+
     def ask(self, *, wait: bool) -> Any:
         self.count -= 1
         return SimpleNamespace(lease=None if self.count < 0 else object())

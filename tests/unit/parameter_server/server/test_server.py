@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fabricx.parameter_server.gradients import clip
 from fabricx.parameter_server.optimizer_parts import part_of, sliced
 from fabricx.parameter_server.server.server import Server
-from fabricx.parameter_server.wire.messages import Ask, Begin, Close, Granted, Open, Pull, Push, Settings
+from fabricx.parameter_server.wire.messages import Ask, Begin, Close, Granted, Leave, Open, Pull, Push, Settings
 from fabricx.parameter_server.wire.partition import divide
 from fabricx.testing.simulated_server import simulate
 
@@ -190,6 +190,18 @@ def test_a_worker_does_not_wait_for_one_that_closes_the_section_instead_of_train
     assert server.state.ledger.leases.over
     server.handle(1, Open(1, 20, workers=(0, 1)), nothing, nothing)
     assert not server.state.ledger.leases.over
+
+
+def test_a_worker_whose_data_are_over_does_not_bound_the_clocks_of_others() -> None:
+    start, _ = begin(workers=2, aggregate=False, max_staleness=0)
+    server, nothing = Server(2), torch.zeros(SIZE)
+    for message in (start, Open(0, 9), Ask(0, True), Push(0, 1, (0,))):
+        server.handle(1, message, nothing, nothing)
+    assert not server.ready(1, Ask(0, True))
+    server.handle(0, Leave(0), nothing, nothing)
+    assert server.ready(1, Ask(0, True))
+    server.handle(1, Open(1, 9, workers=(0, 1)), nothing, nothing)
+    assert set(server.state.ledger.workers) == {0, 1}
 
 
 @pytest.mark.parametrize("settings", [{"aggregate": False}, {"aggregate": True, "max_staleness": 1}])
