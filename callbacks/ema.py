@@ -135,8 +135,9 @@ class EMA(Averages):
         if world.size == 1:
             return
         if not self._kept and not trainer.strategy.traits.synchronous:  # each rank averaged the weights that it trains
+            groups = world.axis("data")
             for average in self.averages.values():
-                world.all_reduce(average).div_(world.size)
+                groups.all_reduce(average).div_(groups.size)
         elif self.use_buffers:
             self._broadcast_buffers(trainer)
 

@@ -240,8 +240,9 @@ class FaultRecovery(Callback):
         parameters = [parameter for group in groups for parameter in group["params"]]
         bad = as_part(trainer.strategy, HidesGradients).nonfinite_gradients(parameters)
         any_bad = torch.tensor([float(bool(bad))], device=trainer.world.device)
-        if trainer.strategy.traits.synchronous:  # otherwise each rank's update is separate
-            trainer.world.all_reduce(any_bad, "max")
+        # Otherwise each data rank's update is separate.
+        joint = trainer.world if trainer.strategy.traits.synchronous else trainer.world.axis("model")
+        joint.all_reduce(any_bad, "max")
         if not bool(any_bad):
             return
         if self.bad_gradients != "skip":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -149,7 +148,6 @@ class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         self._frozen: list[Tensor] = []  # parameters outside of all fragments
         self._used: list[Tensor] = []  # parameters that had a gradient in this rank's newest batch
         self._statistics = JointStatistics(nn.Identity())
-        self._velocities: dict[str, Tensor] = {}  # outer momentum by number of a fragment; its blocks have views of it
 
     def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
         super().setup(module)
@@ -162,23 +160,16 @@ class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
                 "local_sgd averages real numbers, and a parameter is complex; train its view_as_real, or use "
                 "strategy=ddp"
             )
-        self._fragments, self._velocities = [], {}
+        self._fragments = []
         for number, part in enumerate(_in_parts(trained, self.fragments)):
-            self._add_fragment(number, part)
+            for block in _in_blocks(part):
+                base = _flat(block)
+                velocity = base.new_zeros(base.numel() if self.outer == "nesterov" else 0)
+                self._fragments.append(_Fragment(number, block, base, velocity))
         self._statistics = JointStatistics(module)
 
-    def _add_fragment(self, number: int, parameters: list[Tensor]) -> None:
-        blocks = _in_blocks(parameters)
-        bases = [_flat(block) for block in blocks]
-        sizes = [base.numel() if self.outer == "nesterov" else 0 for base in bases]
-        dtype = functools.reduce(torch.promote_types, [base.dtype for base in bases])
-        velocity = bases[0].new_zeros(sum(sizes), dtype=dtype)
-        for block, base, part in zip(blocks, bases, velocity.split(sizes), strict=True):
-            self._fragments.append(_Fragment(number, block, base, part))
-        self._velocities[str(number)] = velocity
-
     def teardown(self) -> None:
-        self._fragments, self._velocities, self._frozen, self._used = [], {}, [], []
+        self._fragments, self._frozen, self._used = [], [], []
         self._statistics.close()
         self._statistics = JointStatistics(nn.Identity())
         super().teardown()
@@ -260,17 +251,38 @@ class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         state = super().state_dict(module, optimizers)
         if not optimizers or self.outer != "nesterov":
             return state
-        return {**state, "outer": dict(self._velocities)}
+        return {**state, "outer": self._velocities()}
+
+    def _velocities(self) -> dict[str, Tensor]:
+        """Return the outer momentum by name of the parameter, as views with its shape."""
+        assert self.module is not None
+        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        found = {}
+        for fragment in self._fragments:
+            parts = fragment.velocity.split([parameter.numel() for parameter in fragment.parameters])
+            for parameter, part in zip(fragment.parameters, parts, strict=True):
+                found[names[id(parameter)]] = part.view_as(parameter)
+        return found
 
     def load_state_dict(self, state: dict[str, Any], module: nn.Module, optimizers: list[Optimizer]) -> None:
         super().load_state_dict(state, module, optimizers)
         for fragment in self._fragments:
             fragment.base.copy_(fragment.flat())
         self._statistics.remember()
-        saved = state.get("outer", {})
-        for number, velocity in self._velocities.items():
-            if number in saved and saved[number].numel() == velocity.numel():
-                velocity.copy_(saved[number])
+        if saved := state.get("outer") if self.outer == "nesterov" else None:
+            self._load_velocities(saved)
+
+    def _load_velocities(self, saved: Mapping[str, Tensor]) -> None:
+        """Load the outer momentum by name; checkpoints of earlier versions have it by number of the fragment."""
+        for name, velocity in self._velocities().items():
+            if name in saved and saved[name].shape == velocity.shape:
+                velocity.copy_(saved[name])
+        for number in {fragment.number for fragment in self._fragments}:
+            blocks = [fragment.velocity for fragment in self._fragments if fragment.number == number]
+            sizes = [block.numel() for block in blocks]
+            if str(number) in saved and saved[str(number)].numel() == sum(sizes):
+                for block, part in zip(blocks, saved[str(number)].split(sizes), strict=True):
+                    block.copy_(part)
 
     def local_state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
         self._restore_local()

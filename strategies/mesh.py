@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from fabricx.model_parallel.division import Division
     from fabricx.model_parallel.pipeline import Pipeline
 
-Data = Literal["ddp", "fsdp"]
-DATA: Final = ("ddp", "fsdp")
+Data = Literal["ddp", "fsdp", "local_sgd"]
+DATA: Final = ("ddp", "fsdp", "local_sgd")
 _LAYOUT: Final = "layout"  # key of the run's layout in the store, for replacements of dead workers
 
 
@@ -61,7 +61,9 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
     load under any strategy and any mesh.
 
     Args:
-        data: data parallelism over the remaining ranks: "ddp", "fsdp", or one of these strategies with options.
+        data: data parallelism over the remaining ranks: "ddp", "fsdp", "local_sgd", or one of these strategies with
+            options, such as `LocalSGD(every=50)` or {"name": "local_sgd", "every": 50}. With local_sgd, groups of
+            tensor ranks make local steps, and average their weights periodically.
         tensor: ranks over which the matrices of a layer are divided; None for all remaining ranks.
         plan: how layers are divided, by glob of module names, where it should differ from the plan that a trial run
             finds: "colwise", "rowwise", "vocab", "head" or "replicate".
@@ -85,17 +87,14 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
     """
 
     def __init__(
-        self, *, data: Data | Strategy = "ddp", tensor: int | None = 1, plan: Mapping[str, str] | None = None,
-        sequence: bool = False, context: int | None = 1, sequence_dim: int = 1, pipeline: int | None = 1,
-        blocks: str | Sequence[str] = "auto", microbatches: int | None = None, schedule: str = "1f1b", virtual: int = 1,
-        expert: int | None = 1, experts: str | Sequence[str] = "auto",
+        self, *, data: Data | Strategy | Mapping[str, Any] = "ddp", tensor: int | None = 1,
+        plan: Mapping[str, str] | None = None, sequence: bool = False, context: int | None = 1, sequence_dim: int = 1,
+        pipeline: int | None = 1, blocks: str | Sequence[str] = "auto", microbatches: int | None = None,
+        schedule: str = "1f1b", virtual: int = 1, expert: int | None = 1, experts: str | Sequence[str] = "auto",
     ) -> None:  # fmt: skip
         super().__init__()
-        if isinstance(data, str):
-            check_choice(type(self).__name__, "data", data, DATA)
-        elif not any(isinstance(data, plugins.find("strategies", name)) for name in DATA):
-            raise ValueError(f"data={type(data).__name__}: data parallelism of a mesh is 'ddp' or 'fsdp'")
-        self.data, self.tensor, self.plan, self.sequence = data, tensor, dict(plan or {}), sequence
+        self.data = _data_parallelism(type(self).__name__, data)
+        self.tensor, self.plan, self.sequence = tensor, dict(plan or {}), sequence
         self.context, self.sequence_dim = context, sequence_dim
         self.pipeline, self.blocks, self.microbatches = pipeline, blocks, microbatches
         self.schedule, self.virtual = schedule, virtual
@@ -119,9 +118,13 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         if expert != 1:
             self._check_expert()
         check_choice(type(self).__name__, "schedule", schedule, SCHEDULES)
-        self.data_strategy: Strategy = plugins.build("strategies", data) if isinstance(data, str) else data
+        self.data_strategy: Strategy = (
+            plugins.build("strategies", self.data) if isinstance(self.data, str) else self.data
+        )
         self.accumulation_refused = self.data_strategy.accumulation_refused
         self.batch_weight_refused = self.data_strategy.batch_weight_refused
+        if not self.data_strategy.traits.synchronous:
+            self._check_local_steps()
         if pipeline != 1:
             self.data_strategy = self._sums_for_pipeline()
         if expert != 1:
@@ -141,6 +144,14 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
             raise ValueError(
                 f"data={name} with expert isn't supported: gradients of experts are summed over other ranks than those "
                 "of the other weights; set data='ddp', or expert=1"
+            )
+
+    def _check_local_steps(self) -> None:
+        """Refuse axes along which gradients are reduced in each step by the data strategy."""
+        if others := [f"{axis}=1" for axis in ("pipeline", "context") if self._axes[axis] != 1]:
+            raise ValueError(
+                "data='local_sgd' is supported with a tensor axis only, since the ranks of a pipeline or a context "
+                f"reduce gradients in each step: set {' and '.join(others)}, or data='ddp' or 'fsdp'"
             )
 
     def _sums_for_pipeline(self) -> GradientSums:
@@ -170,7 +181,7 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         traits = self.data_strategy.traits
         if not self.divides:
             return traits
-        replicas = traits.replicas if traits.sharded else copies
+        replicas = copies if traits.synchronous and not traits.sharded else traits.replicas
         return replace(traits, unreplicated=True, replicas=replicas)
 
     @property
@@ -274,7 +285,7 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         self._batches = SameBatches(self.world.axis("model"))
         settings = Settings(
             self._called, self.plan, self.sequence, self.sequence_dim, self.blocks, self.microbatches, self.schedule,
-            self.virtual, self.experts, self._half,
+            self.virtual, self.experts, self._half, apart=not self.data_strategy.traits.synchronous,
         )  # fmt: skip
         self._divider = Divider(settings, self.world)
         self._divider.divide(module, trial, layout, joins=joins)
@@ -383,8 +394,9 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
             return self.data_strategy.clip_norm(parameters, max_norm)
         from fabricx.model_parallel.gradient_norm import clip_norm
 
+        assert self._divider is not None
         with self._shown():
-            return clip_norm(parameters, max_norm, self.world, self._division.copies)
+            return clip_norm(parameters, max_norm, *self._divider.gradient_ranks())
 
     def clip_value(self, parameters: Iterable[Tensor], limit: float) -> None:
         with self._shown():
@@ -482,6 +494,27 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
 
     def apply_requires_grad(self) -> None:
         as_part(self.data_strategy, ShardsWeights).apply_requires_grad()
+
+
+def _data_parallelism(mesh: str, data: str | Strategy | Mapping[str, Any]) -> str | Strategy:
+    """Return data parallelism as its name, or as a strategy with options.
+
+    Raises:
+        ValueError: there is no such data parallelism in a mesh, or it has no such option.
+    """
+    if isinstance(data, Mapping):
+        options = dict(data)
+        name = options.pop("name", None)
+        if name is None:
+            raise ValueError(f"data={dict(data)}: set its name, such as {{name: local_sgd, every: 50}}")
+        check_choice(mesh, "data", name, DATA)
+        strategy: str | Strategy = plugins.build("strategies", name, **options) if options else name
+        return strategy
+    if isinstance(data, str):
+        check_choice(mesh, "data", data, DATA)
+    elif not any(isinstance(data, plugins.find("strategies", name)) for name in DATA):
+        raise ValueError(f"data={type(data).__name__}: data parallelism of a mesh is 'ddp', 'fsdp' or 'local_sgd'")
+    return data
 
 
 def _seeds() -> Callable[[int], None]:

@@ -39,6 +39,7 @@ class Settings:
     Attributes:
         name: the strategy's name, for messages.
         half: the run computes in 16 bits.
+        apart: data ranks have different gradients and weights.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Settings:
     virtual: int
     experts: str | Sequence[str]
     half: bool
+    apart: bool = False
 
 
 @final
@@ -353,20 +355,31 @@ class Divider:
         """Return the norm of the gradient of this data rank's samples; data ranks may have different samples."""
         from fabricx.model_parallel.gradient_norm import total_norm
 
+        return total_norm(parameters, *self._of_data_rank())
+
+    def _of_data_rank(self) -> tuple[World, Callable[[Tensor], float]]:
+        """Return the ranks that compute with the same data, as `gradient_ranks` does."""
         assert self.division is not None
         copies, shares = self.division.copies, self._world.axis("data").size
-        return total_norm(parameters, self._world.axis("model"), lambda parameter: copies(parameter) / shares)
+        return self._world.axis("model"), lambda parameter: copies(parameter) / shares
+
+    def gradient_ranks(self) -> tuple[World, Callable[[Tensor], float]]:
+        """Return the ranks that have the parts of a gradient, and a function of a parameter.
+
+        The function returns the number of these ranks that have the same elements of the parameter's gradient.
+        """
+        assert self.division is not None
+        return self._of_data_rank() if self._settings.apart else (self._world, self.division.copies)
 
     def norm(self, parameters: Iterable[Tensor]) -> Tensor:
-        """Return the norm of the gradient of all ranks.
+        """Return the norm of the gradient of all ranks, or of this data rank's gradient if that is its own.
 
         Args:
             parameters: this rank's parameters, with gradients.
         """
         from fabricx.model_parallel.gradient_norm import total_norm
 
-        assert self.division is not None
-        return total_norm(parameters, self._world, self.division.copies)
+        return total_norm(parameters, *self.gradient_ranks())
 
 
 def _gradients(run: Callable[[], Any]) -> float:

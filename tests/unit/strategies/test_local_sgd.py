@@ -91,7 +91,7 @@ def test_copies_for_a_validation_are_freed_block_by_block(monkeypatch: pytest.Mo
     module = nn.Sequential(*[nn.Linear(4, 3, bias=False) for _ in range(5)])
     strategy = LocalSGD(every=4, outer="nesterov")
     strategy.setup(module)
-    [velocity] = strategy._velocities.values()
+    velocities = strategy._velocities()
     real = local_sgd._Fragment.flat
     for restored in (strategy.wrap_step(lambda: None), lambda: strategy.synchronize(ends=True)):
         strategy.after_update(1)
@@ -101,7 +101,10 @@ def test_copies_for_a_validation_are_freed_block_by_block(monkeypatch: pytest.Mo
             patch.setattr(local_sgd._Fragment, "flat", flat)
             restored()
     assert [count for number, count in enumerate(held) if count != held[number - 1]] == 2 * [4, 3, 2, 1, 0]
-    assert strategy.state_dict(module, [torch.optim.SGD(module.parameters())])["outer"]["0"] is velocity  # no copy
+    saved = strategy.state_dict(module, [torch.optim.SGD(module.parameters())])["outer"]
+    assert {name: value.data_ptr() for name, value in saved.items()} == {  # no copies
+        name: value.data_ptr() for name, value in velocities.items()
+    }
 
 
 def test_a_large_fragment_is_combined_in_blocks_that_a_checkpoint_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,10 +127,29 @@ def test_a_large_fragment_is_combined_in_blocks_that_a_checkpoint_does_not_see(m
         strategy.load_state_dict(states[0], module, [optimizer])
         again = strategy.state_dict(module, [optimizer])
         assert all(torch.equal(again["outer"][number], velocity) for number, velocity in states[0]["outer"].items())
-    assert states[0]["outer"].keys() == {"0", "1"}
+    assert states[0]["outer"].keys() == {name for name, _ in module.named_parameters()}
     for number, velocity in states[0]["outer"].items():
         assert torch.equal(states[1]["outer"][number], velocity)
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def test_outer_momentum_loads_with_other_fragments_and_from_earlier_checkpoints() -> None:
+    module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 5), nn.Linear(5, 2))
+    optimizers = [torch.optim.SGD(module.parameters())]
+    strategy = LocalSGD(every=4, outer="nesterov", fragments=2)
+    strategy.setup(module)
+    for value in strategy._velocities().values():
+        value.copy_(torch.randn_like(value))
+    saved = copy.deepcopy(strategy.state_dict(module, optimizers))
+    by_number = {  # as earlier versions saved it
+        str(number): torch.cat([f.velocity for f in strategy._fragments if f.number == number]).clone()
+        for number in (0, 1)
+    }
+    for fragments, outer in ((1, saved["outer"]), (3, saved["outer"]), (2, by_number)):
+        other = LocalSGD(every=4, outer="nesterov", fragments=fragments)
+        other.setup(module)
+        other.load_state_dict({**saved, "outer": outer}, module, optimizers)
+        assert all(torch.equal(value, saved["outer"][name]) for name, value in other._velocities().items())
 
 
 def test_an_in_memory_checkpoint_has_a_share_of_what_is_equal_on_all_ranks() -> None:

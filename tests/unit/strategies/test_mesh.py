@@ -8,7 +8,7 @@ import pytest
 
 import fabricx as fx
 from fabricx.core.strategy_parts import MeasuresWaiting, ModelParallel, ShardsWeights, as_part
-from fabricx.strategies import DDP, FSDP, ExpertMesh, LocalSGD, Mesh, PipelineMesh, TensorMesh
+from fabricx.strategies import DDP, FSDP, ExpertMesh, LocalSGD, Mesh, ParameterServer, PipelineMesh, TensorMesh
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,8 @@ from fabricx.strategies import DDP, FSDP, ExpertMesh, LocalSGD, Mesh, PipelineMe
         ({"expert": 2, "data": "fsdp"}, "data=fsdp with expert isn't supported.*set data='ddp'"),
         ({"expert": None, "data": DDP()}, r"data=DDP\(...\) with expert"),
         ({"data": "dpd"}, "Did you mean 'ddp'"),
-        ({"data": LocalSGD()}, "data=LocalSGD"),
+        ({"data": ParameterServer()}, "data=ParameterServer"),
+        ({"data": LocalSGD(), "pipeline": 2}, "with a tensor axis only.*set pipeline=1"),
         ({"schedule": "1f2b"}, "Did you mean '1f1b'"),
         ({"data": FSDP(), "pipeline": 2}, r"data=FSDP\(...\) with a pipeline has no options"),
     ],
