@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, Literal
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, Literal
 
 from fabricx.core.callback import Callback
 from fabricx.core.transfer import cpu
@@ -12,8 +13,23 @@ if TYPE_CHECKING:
     from fabricx.core.module import Module
     from fabricx.core.trainer import TrainerProtocol
 
-WriteInterval = Literal["batch", "epoch", "batch_and_epoch"]
-_INTERVALS: Final = ("batch", "epoch", "batch_and_epoch")
+
+class WriteInterval(StrEnum):
+    """When predictions are written."""
+
+    BATCH = "batch"
+    EPOCH = "epoch"
+    BATCH_AND_EPOCH = "batch_and_epoch"
+
+    @property
+    def on_batch(self) -> bool:
+        """Return whether each batch is written."""
+        return self in (WriteInterval.BATCH, WriteInterval.BATCH_AND_EPOCH)
+
+    @property
+    def on_epoch(self) -> bool:
+        """Return whether all predictions are written at the end."""
+        return self in (WriteInterval.EPOCH, WriteInterval.BATCH_AND_EPOCH)
 
 
 class BasePredictionWriter(Callback):
@@ -30,10 +46,10 @@ class BasePredictionWriter(Callback):
         ValueError: the interval is unknown.
     """
 
-    def __init__(self, write_interval: WriteInterval = "batch") -> None:
-        if write_interval not in _INTERVALS:
-            raise ValueError(f"write_interval={write_interval!r}: must be one of {', '.join(_INTERVALS)}")
-        self.interval = write_interval
+    def __init__(self, write_interval: Literal["batch", "epoch", "batch_and_epoch"] = "batch") -> None:
+        if write_interval not in list(WriteInterval):
+            raise ValueError(f"write_interval={write_interval!r}: must be one of {', '.join(WriteInterval)}")
+        self.interval = WriteInterval(write_interval)
         self._outputs: list[list[Any]] = []  # of this rank, by loader
         self._indices: list[list[Sequence[int] | None]] = []
 
@@ -86,7 +102,7 @@ class BasePredictionWriter(Callback):
             missing = getattr(type(self), name) is getattr(BasePredictionWriter, name)
             if interval in self.interval and missing:
                 raise ValueError(
-                    f"write_interval={self.interval!r}, but {type(self).__name__} has no {name}: define it"
+                    f"write_interval={str(self.interval)!r}, but {type(self).__name__} has no {name}: define it"
                 )
 
     def on_predict_epoch_start(self, trainer: TrainerProtocol, module: Module) -> None:
@@ -99,9 +115,9 @@ class BasePredictionWriter(Callback):
         if not trainer.world.represents:  # ranks of a mesh that compute a share together have the same outputs
             return
         indices = trainer.session.batch.indices
-        if "batch" in self.interval:
+        if self.interval.on_batch:
             self.write_on_batch_end(trainer, module, outputs, indices, batch, batch_idx, dataloader_idx)
-        if "epoch" in self.interval:
+        if self.interval.on_epoch:
             while len(self._outputs) <= dataloader_idx:
                 self._outputs.append([])
                 self._indices.append([])
@@ -109,7 +125,7 @@ class BasePredictionWriter(Callback):
             self._indices[dataloader_idx].append(indices)
 
     def on_predict_epoch_end(self, trainer: TrainerProtocol, module: Module) -> None:
-        if "epoch" not in self.interval or not trainer.world.represents:
+        if not self.interval.on_epoch or not trainer.world.represents:
             return
         loaders = len(trainer.num_predict_batches)
         outputs = self._outputs + [[] for _ in range(loaders - len(self._outputs))]  # loaders without a batch here

@@ -453,6 +453,17 @@ class TQDMProgressBar(ProgressBar):
         super().__init__(0 if refresh_rate == 0 else None if refresh_rate > 0 else refresh_rate)
 
 
+class RichProgressBarTheme:
+    """Styles of Lightning's `RichProgressBar`.
+
+    Args:
+        styles: without effect: the bar has its own styles.
+    """
+
+    def __init__(self, **styles: Any) -> None:
+        self.styles = styles
+
+
 class RichProgressBar(ProgressBar):
     """The progress bar with the arguments of Lightning's `RichProgressBar`; it shows the same as `ProgressBar`.
 

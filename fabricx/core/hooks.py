@@ -7,6 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import CodeType
 from typing import TYPE_CHECKING, Any, Final
 
 from fabricx.core.callback import Callback
@@ -141,7 +142,8 @@ def overrides(obj: object, name: str, contract: type) -> bool:
 def check_hooks(obj: object) -> None:
     """Refuse an object with a method that looks like a hook and would never be called, or not with its parameters.
 
-    A method with a name similar to one that is called is a warning, if the object lacks that one.
+    A method with a name similar to one that is called is a warning, if the object lacks that one. A method that another
+    method of the object calls needs no hook of its name.
 
     Args:
         obj: module, data module or callback.
@@ -156,9 +158,10 @@ def check_hooks(obj: object) -> None:
         for name, value in vars(cls).items():
             if not inspect.isfunction(value) or name.startswith("_"):
                 continue
-            if name in former and name not in known:
-                raise ValueError(f"{cls.__name__}.{name} would never be called. Its successor is {former[name]}")
-            if name.startswith("on_") and name not in known:
+            unknown = name not in known and (name in former or name.startswith("on_"))
+            if unknown and not _is_called(type(obj), name):
+                if name in former:
+                    raise ValueError(f"{cls.__name__}.{name} would never be called. Its successor is {former[name]}")
                 raise ValueError(f"{cls.__name__}.{name} would never be called: {_why_unknown(name, known)}")
             if cls.__module__.partition(".")[0] in _FRAMEWORK:
                 continue
@@ -166,6 +169,20 @@ def check_hooks(obj: object) -> None:
                 check_signature(obj, name)
             elif contract is not Callback:
                 _warn_of_near_name(obj, cls, name, contract)
+
+
+def _is_called(cls: type, name: str) -> bool:
+    """Return whether another method of an object's class reads the method, as a hook that calls it does."""
+    methods = {
+        function
+        for base in cls.__mro__ if base.__module__.partition(".")[0] not in (*_FRAMEWORK, *_LIGHTNING)
+        for function in vars(base).values() if inspect.isfunction(function) and function.__name__ != name
+    }  # fmt: skip
+    return any(_reads(inspect.unwrap(method).__code__, name) for method in methods)
+
+
+def _reads(code: CodeType, name: str) -> bool:
+    return name in code.co_names or any(_reads(inner, name) for inner in code.co_consts if isinstance(inner, CodeType))
 
 
 def _why_unknown(name: str, known: Collection[str]) -> str:
@@ -201,7 +218,8 @@ def check_signature(obj: object, name: str) -> None:
     passed = arguments_of(_contract_of(obj)[0], name)
     unknown = unknown_parameters(method, passed)
     former = former_parameter(parameter for parameter in parameter_names(method) if parameter not in passed)
-    if former is not None and (unknown or former == "optimizer_idx"):
+    # With a default, the loss of training would be that of the first optimizer only.
+    if former is not None and (unknown or (former == "optimizer_idx" and name not in _STEPS[1:])):
         raise ValueError(
             f"{type(obj).__name__}.{name} has the parameter {former!r}, which is of Lightning 1: "
             f"{FORMER_PARAMETERS[former]}"

@@ -87,10 +87,20 @@ class HyperParameters:
                 arguments = {name: arguments[name] for name in names}
         dropped = {ignore} if isinstance(ignore, str) else set(ignore)
         kept = {name: value for name, value in arguments.items() if name not in dropped}
+        self.remove_ignored_hparams(dropped)
         self.hparams.update(kept)
-        self.__dict__["_hparams_initial"] = copy.deepcopy(kept) if is_plain(kept) else AttributeDict(kept)
-        self.__dict__["_hparams_initial"] = AttributeDict(self.__dict__["_hparams_initial"])
+        initial = {**self.hparams}  # also those of an earlier call, such as of a base class
+        self.__dict__["_hparams_initial"] = AttributeDict(copy.deepcopy(initial) if is_plain(initial) else initial)
         self.__dict__["_log_hyperparams"] = logger
+
+    def remove_ignored_hparams(self, ignore_list: Iterable[str]) -> None:
+        """Remove hyperparameters that an earlier call has saved, such as one of a base class.
+
+        Args:
+            ignore_list: their names.
+        """
+        for name in ignore_list:
+            self.hparams.pop(name, None)
 
 
 def _init_arguments(frame: FrameType | None, cls: type) -> dict[str, Any]:

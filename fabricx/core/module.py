@@ -441,6 +441,11 @@ def batch_weight(module: Module, batch: Any) -> float:
 
 
 class LightningModule(Module):
-    """A module with the defaults of Lightning's class of this name: its checkpoints are single files."""
+    """A module with the defaults of Lightning's class of this name: its checkpoints are single files.
 
+    Attributes:
+        CHECKPOINT_HYPER_PARAMS_KEY: key of the hyperparameters in `on_save_checkpoint` and `torch.load`.
+    """
+
+    CHECKPOINT_HYPER_PARAMS_KEY = "hyper_parameters"
     single_file_checkpoints = True

@@ -121,16 +121,31 @@ def disable_possible_user_warnings(module: str = "") -> None:
     warnings.filterwarnings("ignore", category=PossibleUserWarning, module=module)
 
 
-class CPUAccelerator:
+class _Accelerator(type):
+    """Class of Lightning's names of accelerators: `isinstance(trainer.accelerator, CPUAccelerator)` compares names."""
+
+    kind = ""
+
+    def __instancecheck__(cls, accelerator: Any) -> bool:
+        return accelerator == cls.kind or type(accelerator) is cls
+
+
+class CPUAccelerator(metaclass=_Accelerator):
     """`Trainer(accelerator=CPUAccelerator())`, as accelerator="cpu"."""
 
+    kind = "cpu"
 
-class CUDAAccelerator:
+
+class CUDAAccelerator(metaclass=_Accelerator):
     """`Trainer(accelerator=CUDAAccelerator())`, as accelerator="cuda"."""
 
+    kind = "cuda"
 
-class MPSAccelerator:
+
+class MPSAccelerator(metaclass=_Accelerator):
     """`Trainer(accelerator=MPSAccelerator())`, as accelerator="mps"."""
+
+    kind = "mps"
 
 
 class SimpleProfiler:

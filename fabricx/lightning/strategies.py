@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any, Final
 
 from fabricx import plugins
 from fabricx.core.former_arguments import former_strategy
+from fabricx.core.strategy import Strategy
 
 _DDP: Final = re.compile(r"ddp(_spawn|_fork|_notebook|)(_find_unused_parameters_(true|false))?")
 _EITHER: Final = ("find_unused_parameters", "static_graph", "broadcast_buffers")  # arguments of both kinds of DDP
@@ -149,4 +151,58 @@ def single_strategy(**arguments: Any) -> Any:
     return plugins.build("strategies", "single")
 
 
-DDPStrategy, FSDPStrategy, SingleDeviceStrategy = ddp_strategy, fsdp_strategy, single_strategy  # Lightning's names
+class _OfLightning(type):
+    """Class of Lightning's names of strategies: a call returns a strategy of fabricx, and `isinstance` finds it.
+
+    Args:
+        name: name of the class.
+        bases: none.
+        namespace: has `names`, which are those of the strategies in fabricx, and `make`.
+
+    Raises:
+        TypeError: a class derives from such a name.
+    """
+
+    names: tuple[str, ...]
+    make: Callable[..., Any]
+
+    def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> _OfLightning:
+        if bases:
+            raise TypeError(
+                f"class {name}({bases[0].__name__}): strategies of Lightning are names of those of fabricx; pass the "
+                "arguments to the strategy, or derive from fabricx.Strategy (docs/extending.md)"
+            )
+        return super().__new__(cls, name, bases, namespace)
+
+    def __call__(cls, **arguments: Any) -> Any:
+        return cls.make(**arguments)
+
+    def __instancecheck__(cls, strategy: Any) -> bool:
+        return any(isinstance(strategy, plugins.find("strategies", name)) for name in cls.names)
+
+
+class _Parallel(type):
+    def __instancecheck__(cls, strategy: Any) -> bool:
+        return isinstance(strategy, Strategy) and not isinstance(strategy, SingleDeviceStrategy)
+
+
+class ParallelStrategy(metaclass=_Parallel):
+    """Any strategy but `single`, for `isinstance`."""
+
+
+class DDPStrategy(metaclass=_OfLightning):
+    """`fabricx.strategies.DDP` with the arguments of Lightning's `DDPStrategy`."""
+
+    names, make = ("ddp",), staticmethod(ddp_strategy)
+
+
+class FSDPStrategy(metaclass=_OfLightning):
+    """`fabricx.strategies.FSDP` with the arguments of Lightning's `FSDPStrategy`."""
+
+    names, make = ("fsdp",), staticmethod(fsdp_strategy)
+
+
+class SingleDeviceStrategy(metaclass=_OfLightning):
+    """`fabricx.strategies.Single`; the Trainer selects the device."""
+
+    names, make = ("single",), staticmethod(single_strategy)

@@ -11,6 +11,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fabricx.core.optimizers import Schedule
 
+_METRIC = Any  # a number, a tensor or a metric of torchmetrics
+_EVALUATE_OUTPUT = list[Mapping[str, float]]
+_PREDICT_OUTPUT = list[Any] | list[list[Any]]
 STEP_OUTPUT = Tensor | Mapping[str, Any] | None
 TRAIN_DATALOADERS = Any
 EVAL_DATALOADERS = Any

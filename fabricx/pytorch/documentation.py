@@ -24,10 +24,8 @@ ABSENT_MEMBERS: Final[Mapping[str, Mapping[str, str]]] = {
         "device_mesh": 'strategy="fsdp" shards; trainer.world has the ranks',
         "fabric": "fx.Trainer runs the module",
         "to_tensorrt": "torch_tensorrt.compile(module.eval(), ...)",
-        "remove_ignored_hparams": "save_hyperparameters(ignore=...)",
     },
     "LightningDataModule": {
-        "remove_ignored_hparams": "save_hyperparameters(ignore=...)",
         "allow_zero_length_dataloader_with_multiple_devices": "a rank may have no samples",
         "name": "type(data).__name__",
     },

@@ -30,6 +30,7 @@ def _each(names: str, successor: str) -> dict[str, str]:
 
 _CORE: Final = "fabricx.core"
 _FUNCTIONS: Final = "fabricx.lightning.functions"
+_PARSING: Final = "fabricx.lightning.parsing"
 _TYPES: Final = "fabricx.lightning.types"
 _RANK_ZERO: Final = "lightning_utilities.core.rank_zero"
 _COMMAND: Final = (
@@ -47,6 +48,8 @@ _RANK_NAMES: Final = {
         for name in ("rank_zero_debug", "rank_zero_deprecation", "rank_zero_info", "rank_zero_only", "rank_zero_warn")
     },
     "LightningDeprecationWarning": f"{_RANK_ZERO}:rank_zero_deprecation_category",
+    "WarningCache": f"{_RANK_ZERO}:WarningCache",
+    "rank_prefixed_message": f"{_RANK_ZERO}:rank_prefixed_message",
 }
 _TYPE_NAMES: Final = {
     name: f"{_TYPES}:{name}"
@@ -62,11 +65,16 @@ _TYPE_NAMES: Final = {
         "OptimizerLRSchedulerConfig",
         "STEP_OUTPUT",
         "TRAIN_DATALOADERS",
+        "_EVALUATE_OUTPUT",
+        "_METRIC",
+        "_PREDICT_OUTPUT",
     )
 } | {"LRSchedulerConfig": f"{_CORE}.optimizers:Schedule"}
 _UTILITIES: Final = {
     **_RANK_NAMES,
     "AttributeDict": f"{_CORE}.hparams:AttributeDict",
+    "LightningEnum": "lightning_utilities.core.enums:StrEnum",
+    "is_picklable": f"{_PARSING}:is_picklable",
     "CombinedLoader": "fabricx.data.combined:CombinedLoader",
     "grad_norm": f"{_FUNCTIONS}:grad_norm",
     "move_data_to_device": f"{_CORE}.transfer:to_device",
@@ -75,6 +83,7 @@ _CORE_NAMES: Final = {
     "LightningModule": f"{_CORE}.module:LightningModule",
     "LightningDataModule": f"{_CORE}.datamodule:DataModule",
 }
+_ARGPARSE: Final = "add the arguments to your parser, and pass them: Trainer(max_epochs=args.max_epochs, ...)"
 _SHARDED: Final = 'set strategy="fsdp"'
 
 TREE: Final[Mapping[str, Names]] = {
@@ -90,7 +99,13 @@ TREE: Final[Mapping[str, Names]] = {
     ),
     "callbacks": Names(
         "fabricx.callbacks",
-        {"Callback": "fabricx:Callback", "Checkpoint": "fabricx.callbacks:ModelCheckpoint"},
+        {
+            "Callback": "fabricx:Callback",
+            "Checkpoint": "fabricx.callbacks:ModelCheckpoint",
+            "RichProgressBarTheme": "fabricx.callbacks.progress_bar:RichProgressBarTheme",
+            "Tqdm": "tqdm.auto:tqdm",
+            "WriteInterval": "fabricx.callbacks.prediction_writer:WriteInterval",
+        },
         {
             "GPUStatsMonitor": "DeviceStatsMonitor",
             "XLAStatsMonitor": "DeviceStatsMonitor",
@@ -109,6 +124,7 @@ TREE: Final[Mapping[str, Names]] = {
     "loggers": Names(
         "fabricx.loggers",
         {
+            "DummyLogger": "fabricx.lightning.loggers:DummyLogger",
             "Logger": "fabricx.lightning.loggers:LightningLogger",
             "LightningLoggerBase": "fabricx.lightning.loggers:LightningLogger",
             "rank_zero_experiment": "fabricx.lightning.loggers:rank_zero_experiment",
@@ -116,6 +132,7 @@ TREE: Final[Mapping[str, Names]] = {
         {
             **_each("CometLogger MLFlowLogger NeptuneLogger WandbLogger", "pass an object of Lightning's logger"),
             "LitLogger": "TensorBoardLogger, or a logger of your own",
+            "LoggerCollection": "trainer.loggers is the list of loggers",
             "TestTubeLogger": "TensorBoardLogger or CSVLogger",
         },
         paths="base comet csv_logs litlogger logger mlflow neptune tensorboard utilities wandb",
@@ -130,8 +147,6 @@ TREE: Final[Mapping[str, Names]] = {
             "find_shared_parameters": "a tied weight has all its names in checkpoints",
             "measure_flops": "torch.utils.flop_counter",
             "GradClipAlgorithmType": 'the words "norm" and "value"',
-            "LightningEnum": "enum.StrEnum",
-            "is_picklable": "pickle.dumps",
             "is_shared_filesystem": "nothing",
             "set_shared_parameters": "assign the weight",
             "suggested_max_num_workers": "os.cpu_count()",
@@ -168,7 +183,21 @@ TREE: Final[Mapping[str, Names]] = {
     ),
     "utilities.grads": Names(names={"grad_norm": _UTILITIES["grad_norm"]}),
     "utilities.parsing": Names(
-        names={"AttributeDict": _UTILITIES["AttributeDict"]},
+        names={
+            "AttributeDict": _UTILITIES["AttributeDict"],
+            **{
+                name: f"{_PARSING}:{name}"
+                for name in (
+                    "clean_namespace",
+                    "get_init_args",
+                    "is_picklable",
+                    "lightning_getattr",
+                    "lightning_hasattr",
+                    "lightning_setattr",
+                    "parse_class_init_keys",
+                )
+            },
+        },
         absent={
             "save_hyperparameters": "self.save_hyperparameters()",
             "collect_init_args": "self.save_hyperparameters()",
@@ -201,15 +230,35 @@ TREE: Final[Mapping[str, Names]] = {
             )
         }
     ),
+    "utilities.enums": Names(
+        names={"LightningEnum": _UTILITIES["LightningEnum"]},
+        absent={"GradClipAlgorithmType": 'the words "norm" and "value"'},
+    ),
+    "utilities.signature_utils": Names(names={"is_param_in_hook_signature": f"{_PARSING}:is_param_in_hook_signature"}),
+    "utilities.argparse": Names(
+        absent=_each(
+            "add_argparse_args from_argparse_args parse_argparser parse_env_variables get_init_arguments_and_types",
+            _ARGPARSE,
+        )
+    ),
+    "utilities.cloud_io": Names(
+        absent={
+            "atomic_save": "torch.save",
+            "get_filesystem": "fsspec.core.url_to_fs(path)[0]",
+            "load": "torch.load, or fabricx.checkpoint.load for a checkpoint of fabricx",
+        }
+    ),
+    "utilities.parameter_tying": Names(
+        absent=_each("find_shared_parameters set_shared_parameters", "a tied weight has all its names in checkpoints")
+    ),
     "utilities.cli": Names(absent={"LightningCLI": _COMMAND}),
     "strategies": Names(
         names={
             **{
                 name: f"fabricx.lightning.strategies:{name}"
-                for name in ("DDPStrategy", "FSDPStrategy", "SingleDeviceStrategy")
+                for name in ("DDPStrategy", "FSDPStrategy", "ParallelStrategy", "SingleDeviceStrategy")
             },
             "Strategy": "fabricx:Strategy",
-            "ParallelStrategy": "fabricx:Strategy",
         },
         absent={
             "DeepSpeedStrategy": _SHARDED,
@@ -235,6 +284,7 @@ TREE: Final[Mapping[str, Names]] = {
         },
         paths="advanced base profiler pytorch simple",
     ),
+    "metrics": Names(absent=_each("Accuracy F1 IoU MeanSquaredError Metric MetricCollection", "torchmetrics has it")),
     "plugins": Names(
         absent={
             **_each(
@@ -251,7 +301,10 @@ TREE: Final[Mapping[str, Names]] = {
             **_each("LayerSync TorchSyncBatchNorm", "set Trainer(sync_batchnorm=True)"),
             "DDPPlugin": 'set Trainer(strategy="ddp")',
         },
-        paths="environments io precision layer_sync training_type",
+        paths=(
+            "environments io io.async_plugin io.checkpoint_plugin io.torch_plugin layer_sync precision precision.amp "
+            "precision.double precision.fsdp precision.half precision.precision training_type"
+        ),
     ),
     "accelerators": Names(
         names={name: f"{_FUNCTIONS}:{name}" for name in ("CPUAccelerator", "CUDAAccelerator", "MPSAccelerator")},
@@ -276,6 +329,17 @@ TREE: Final[Mapping[str, Names]] = {
             "DeviceDtypeModuleMixin": "LightningModule",
         },
         paths="datamodule hooks lightning mixins module optimizer mixins.hparams_mixin",
+    ),
+    "core.saving": Names(
+        names={
+            "load_hparams_from_yaml": "fabricx.checkpoint.reader:load_hparams",
+            "save_hparams_to_yaml": "fabricx.loggers.files:write_hyperparameters",
+        },
+        absent={
+            "load_hparams_from_tags_csv": "csv.DictReader",
+            "save_hparams_to_tags_csv": "csv.DictWriter",
+            "update_hparams": "hparams.update(values)",
+        },
     ),
     "trainer": Names(
         names={"Trainer": "fabricx:Trainer", "seed_everything": "fabricx:seed_everything"}, paths="trainer"
@@ -302,7 +366,12 @@ TREE: Final[Mapping[str, Names]] = {
         ),
         paths="boring_classes lstm mnist_datamodule transformer",
     ),
-    "loops": Names(absent=_each("_Loop _FitLoop _TrainingEpochLoop _EvaluationLoop", _MACHINERY)),
+    "loops": Names(
+        absent=_each(
+            "Loop FitLoop _Loop _FitLoop _TrainingEpochLoop _EvaluationLoop _PredictionLoop _DataFetcher", _MACHINERY
+        ),
+        paths="evaluation_loop fetchers fit_loop loop prediction_loop training_epoch_loop",
+    ),
     "lite": Names(absent={"LightningLite": "use fabricx.Trainer"}),
 }
 

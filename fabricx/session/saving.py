@@ -79,16 +79,9 @@ def _begin_checkpoint(
         )
     session.strategy.synchronize(buffers)
     hparams, omitted = storable(session.module.hparams)
-    if omitted and session.world.main_rank:
-        warnings.warn(
-            f"checkpoints omit the hyperparameters {', '.join(f'{name} ({kind})' for name, kind in omitted.items())}: "
-            "they are no plain data. Pass them to load_from_checkpoint, and to save_hyperparameters(ignore=[...])",
-            PossibleUserWarning,
-            stacklevel=4,
-        )
     state: dict[str, Any] = {
         "strategy": session.strategy.state_dict(session.module, [] if weights_only else session.optimizers),
-        "hparams": masked(hparams),
+        "hparams": hparams,
         "hparams_omitted": omitted,
         "state": session.state.state_dict(),
     }
@@ -103,6 +96,16 @@ def _begin_checkpoint(
                 hook(state)
     finally:
         session.checkpoints.collecting = False
+    hparams, added_by_hooks = storable(state["hparams"])
+    omitted |= added_by_hooks
+    if omitted and session.world.main_rank:
+        warnings.warn(
+            f"checkpoints omit the hyperparameters {', '.join(f'{name} ({kind})' for name, kind in omitted.items())}: "
+            "they are no plain data. Pass them to load_from_checkpoint, and to save_hyperparameters(ignore=[...])",
+            PossibleUserWarning,
+            stacklevel=4,
+        )
+    state |= {"hparams": masked(hparams), "hparams_omitted": omitted}
     added = {name: value for name, value in state.items() if name not in known}
     _warn_if_lost(session, added)
     state = as_part(session.strategy, ModelParallel).whole_state(state)
@@ -151,17 +154,24 @@ def _manifest(session: Session, *, weights_only: bool) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def weights_as_state_dict(state: dict[str, Any]) -> Iterator[None]:
-    """Add entries during hooks by which hooks of Lightning read them: the position, and weights to read or replace.
+    """Add entries during hooks by which hooks of Lightning read them: position, hyperparameters, and weights.
+
+    Hooks may change or replace hyperparameters and weights.
 
     Args:
         state: content of a checkpoint; changed in place, and by the hooks.
     """
     weights = state["state_dict"] = state["strategy"]["module"]
     position = {"epoch": state["state"]["epoch"], "global_step": state["state"]["step"]} if "state" in state else {}
+    hparams = state.get("hparams")
     state.update(position)
+    if hparams is not None:
+        state["hyper_parameters"] = hparams
     yield
     for name in position:
         state.pop(name, None)
+    if hparams is not None:
+        state["hparams"] = state.pop("hyper_parameters", hparams)
     if (changed := state.pop("state_dict", weights)) is not weights:
         state["strategy"]["module"] = changed
 

@@ -30,6 +30,8 @@ _LOOP: Final = (
     "of the run"
 )
 
+_ARGPARSE: Final = "add the arguments to your parser, and pass them: Trainer(max_epochs=args.max_epochs, ...)"
+
 # Attributes of Trainers that fabricx doesn't have, and what replaces them.
 _SUCCESSORS: Final[Mapping[str, str]] = {
     "validate_loop": "trainer.num_val_batches and trainer.val_dataloaders describe a validation",
@@ -57,6 +59,7 @@ _SUCCESSORS: Final[Mapping[str, str]] = {
     "total_batch_idx": "trainer.global_step", "lightning_optimizers": "trainer.optimizer_handles",
     "optimizer_frequencies": "step the optimizers in turn in training_step, with automatic_optimization = False",
     "log_metrics": "self.log in the module, or trainer.logger.log_metrics(metrics, step)",
+    "add_argparse_args": _ARGPARSE, "from_argparse_args": _ARGPARSE, "parse_argparser": _ARGPARSE,
     "model_connector": "trainer.lightning_module", "get_model": "trainer.lightning_module",
 }  # fmt: skip
 
@@ -87,8 +90,20 @@ class FitLimits:
         setattr(self.__dict__["_trainer"], name, value)
 
 
+class _Former:
+    """A class method that Trainers no longer have: its access is an error with the successor."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        raise AttributeError(f"{owner.__name__} has no attribute {self._name!r}: {_ARGPARSE}")
+
+
 class TrainerNames:
     """Properties of the Trainer that Lightning has beside those of `TrainerInterface`."""
+
+    add_argparse_args, from_argparse_args, parse_argparser = _Former(), _Former(), _Former()
 
     if TYPE_CHECKING:
         callbacks: list[Callback]

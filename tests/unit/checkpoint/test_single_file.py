@@ -172,3 +172,27 @@ def test_after_a_failure_the_newest_file_is_copied(tmp_path: Path, capsys: pytes
     OnExceptionCheckpoint(tmp_path).after_failure(newest)  # replaces it
     assert checkpoint.verify(tmp_path / "on_exception.ckpt")["step"] == 7
     assert "copied the newest checkpoint" in capsys.readouterr().out
+
+
+def test_on_save_checkpoint_reads_and_changes_hyperparameters(tmp_path: Path) -> None:
+    class Net(fx.LightningModule):
+        def __init__(self, lr: float = 0.1) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.layer = torch.nn.Linear(1, 1)
+
+        def training_step(self, batch: Any) -> Any:
+            return self.layer(torch.ones(1)).sum()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY].update(width=3, loss=torch.nn.MSELoss())
+
+    trainer = fx.Trainer(**{**QUIET, "max_steps": 1})
+    trainer.fit(Net(), tiny_loader())
+    with pytest.warns(UserWarning, match="omit the hyperparameters loss"):
+        trainer.save_checkpoint(tmp_path / "net.ckpt")
+    content = torch.load(tmp_path / "net.ckpt")
+    assert content["hyper_parameters"] == {"lr": 0.1, "width": 3}

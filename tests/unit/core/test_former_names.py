@@ -73,3 +73,32 @@ def test_users_have_methods_of_their_own() -> None:
         warnings.simplefilter("error")
         check_hooks(Mine())
         check_hooks(_with(Callback, "val_step"))
+
+
+def test_a_method_that_a_hook_of_the_object_calls_needs_no_hook_of_its_name() -> None:
+    class Calls(TinyModule):
+        def on_validation_epoch_end(self) -> None:
+            self.validation_epoch_end([])
+            self.on_my_way()
+
+        def validation_epoch_end(self, outputs: Any) -> None: ...
+
+        def on_my_way(self) -> None: ...
+
+    class Repeats(TinyModule):
+        def validation_epoch_end(self, outputs: Any) -> None:
+            super().validation_epoch_end(outputs)  # type: ignore[misc]
+
+    check_hooks(Calls())
+    with pytest.raises(ValueError, match="would never be called"):
+        check_hooks(Repeats())
+
+
+def test_a_default_of_optimizer_idx_matters_in_training_only() -> None:
+    check_hooks(
+        type("Mine", (TinyModule,), {"validation_step": lambda self, batch, batch_idx, optimizer_idx=0: None})()
+    )
+    with pytest.raises(ValueError, match="optimizer_idx"):
+        check_hooks(
+            type("Mine", (TinyModule,), {"training_step": lambda self, batch, batch_idx, optimizer_idx=0: None})()
+        )

@@ -127,3 +127,18 @@ def test_a_checkpoint_holds_hyperparameters_with_their_types_and_omits_others_wi
     }  # fmt: skip
     assert [type(loaded[name]) for name in ("rate", "count", "kind")] == [float, int, str]
     Net.load_from_checkpoint(tmp_path / "a.ckpt", net=nn.ReLU())
+
+
+def test_several_calls_add_hyperparameters_and_ignored_ones_are_removed() -> None:
+    class Base(fx.Module):
+        def __init__(self, width: int = 2, loss: str = "mse") -> None:
+            super().__init__()
+            self.save_hyperparameters({"width": width, "loss": loss})
+
+    class Derived(Base):
+        def __init__(self, lr: float = 0.1) -> None:
+            super().__init__()
+            self.save_hyperparameters({"lr": lr}, ignore="loss")
+
+    net = Derived()
+    assert net.hparams == net.hparams_initial == {"width": 2, "lr": 0.1}

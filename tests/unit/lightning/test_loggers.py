@@ -85,3 +85,12 @@ def test_no_writer_is_created_where_nothing_is_logged(tmp_path):
 def test_other_objects_are_refused(logger):
     with pytest.raises(ValueError, match="is not a logger"):
         fx.Trainer(**{**QUIET, "logger": logger})
+
+
+def test_a_dummy_logger_accepts_all_calls() -> None:
+    from fabricx.pytorch.loggers.logger import DummyLogger
+
+    logger = DummyLogger()
+    fx.Trainer(**{**QUIET, "logger": logger, "max_steps": 1}).fit(TinyModule(), tiny_loader())
+    logger.log_hyperparams({"lr": 0.1})
+    logger.experiment.add_image("image", None)

@@ -73,3 +73,18 @@ def test_arguments_of_lightnings_constructors() -> None:
     for make, arguments, message in refused:
         with pytest.raises(ValueError, match=message):
             make(**arguments)
+
+
+def test_isinstance_finds_strategies_and_accelerators_by_lightnings_names() -> None:
+    from fabricx.pytorch import accelerators, strategies
+
+    single = fx.Trainer(**QUIET)
+    kinds: Any = (strategies.DDPStrategy, strategies.FSDPStrategy, strategies.ParallelStrategy)
+    assert isinstance(single.strategy, strategies.SingleDeviceStrategy)
+    assert not isinstance(single.strategy, kinds)
+    ddp = fx.Trainer(strategy=strategies.DDPStrategy(find_unused_parameters=True), devices=2, **QUIET)
+    assert [isinstance(ddp.strategy, kind) for kind in kinds] == [True, False, True]
+    assert isinstance(single.accelerator, accelerators.CPUAccelerator)
+    assert not isinstance(single.accelerator, accelerators.CUDAAccelerator)
+    with pytest.raises(TypeError, match=r"derive from fabricx\.Strategy"):
+        type("Mine", (strategies.DDPStrategy,), {})

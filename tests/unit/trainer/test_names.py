@@ -160,3 +160,10 @@ def test_the_name_of_a_profiler_has_its_methods() -> None:
     profiler.stop("mine")
     with fx.Trainer(profiler="simple", **QUIET).profiler.profile("mine"):
         pass
+
+
+@pytest.mark.parametrize("name", ["add_argparse_args", "from_argparse_args", "parse_argparser"])
+def test_former_methods_of_the_class_name_the_remedy(name: str) -> None:
+    assert not hasattr(fx.Trainer, name)
+    with pytest.raises(AttributeError, match=f"'{name}': add the arguments to your parser"):
+        getattr(fx.Trainer, name)
