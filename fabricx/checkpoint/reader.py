@@ -193,7 +193,7 @@ def load_module(
         )
     module: Any = cls(**arguments)
     module.configure_model()
-    state["state_dict"] = weights
+    state |= {"state_dict": weights, "hyper_parameters": kept or {}}  # by which hooks of Lightning read them
     module.on_load_checkpoint(state)
     load_weights(
         module, state["state_dict"], path, strict=getattr(module, "strict_loading", True) if strict is None else strict

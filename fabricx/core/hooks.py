@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -143,7 +144,7 @@ def check_hooks(obj: object) -> None:
     """Refuse an object with a method that looks like a hook and would never be called, or not with its parameters.
 
     A method with a name similar to one that is called is a warning, if the object lacks that one. A method that another
-    method of the object calls needs no hook of its name.
+    method of the object calls needs no hook of its name; a hook of Lightning 1 must be called by its successor.
 
     Args:
         obj: module, data module or callback.
@@ -158,10 +159,11 @@ def check_hooks(obj: object) -> None:
         for name, value in vars(cls).items():
             if not inspect.isfunction(value) or name.startswith("_"):
                 continue
-            unknown = name not in known and (name in former or name.startswith("on_"))
-            if unknown and not _is_called(type(obj), name):
-                if name in former:
+            if name in former and name not in known:
+                successors = {word for word in re.findall(r"\w+", former[name]) if word in known or word in _STEPS}
+                if not _is_called(type(obj), name, successors):
                     raise ValueError(f"{cls.__name__}.{name} would never be called. Its successor is {former[name]}")
+            elif name.startswith("on_") and name not in known and not _is_called(type(obj), name):
                 raise ValueError(f"{cls.__name__}.{name} would never be called: {_why_unknown(name, known)}")
             if cls.__module__.partition(".")[0] in _FRAMEWORK:
                 continue
@@ -171,14 +173,15 @@ def check_hooks(obj: object) -> None:
                 _warn_of_near_name(obj, cls, name, contract)
 
 
-def _is_called(cls: type, name: str) -> bool:
-    """Return whether another method of an object's class reads the method, as a hook that calls it does."""
-    methods = {
-        function
+def _is_called(cls: type, name: str, callers: Collection[str] | None = None) -> bool:
+    """Return whether another method of an object's class, or one of `callers`, reads the method, as a call does."""
+    methods = (
+        inspect.unwrap(method)
         for base in cls.__mro__ if base.__module__.partition(".")[0] not in (*_FRAMEWORK, *_LIGHTNING)
-        for function in vars(base).values() if inspect.isfunction(function) and function.__name__ != name
-    }  # fmt: skip
-    return any(_reads(inspect.unwrap(method).__code__, name) for method in methods)
+        for caller, method in vars(base).items() if caller != name and (callers is None or caller in callers)
+        if inspect.isfunction(method)
+    )  # fmt: skip
+    return any(inspect.isfunction(method) and _reads(method.__code__, name) for method in methods)
 
 
 def _reads(code: CodeType, name: str) -> bool:

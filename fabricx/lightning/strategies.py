@@ -181,7 +181,7 @@ class _OfLightning(type):
         return any(isinstance(strategy, plugins.find("strategies", name)) for name in cls.names)
 
 
-class _Parallel(type):
+class _Parallel(_OfLightning):
     def __instancecheck__(cls, strategy: Any) -> bool:
         return isinstance(strategy, Strategy) and not isinstance(strategy, SingleDeviceStrategy)
 

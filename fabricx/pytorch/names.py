@@ -103,7 +103,6 @@ TREE: Final[Mapping[str, Names]] = {
             "Callback": "fabricx:Callback",
             "Checkpoint": "fabricx.callbacks:ModelCheckpoint",
             "RichProgressBarTheme": "fabricx.callbacks.progress_bar:RichProgressBarTheme",
-            "Tqdm": "tqdm.auto:tqdm",
             "WriteInterval": "fabricx.callbacks.prediction_writer:WriteInterval",
         },
         {
@@ -333,11 +332,11 @@ TREE: Final[Mapping[str, Names]] = {
     "core.saving": Names(
         names={
             "load_hparams_from_yaml": "fabricx.checkpoint.reader:load_hparams",
-            "save_hparams_to_yaml": "fabricx.loggers.files:write_hyperparameters",
         },
         absent={
             "load_hparams_from_tags_csv": "csv.DictReader",
             "save_hparams_to_tags_csv": "csv.DictWriter",
+            "save_hparams_to_yaml": "yaml.safe_dump",
             "update_hparams": "hparams.update(values)",
         },
     ),

@@ -97,7 +97,7 @@ def _begin_checkpoint(
     finally:
         session.checkpoints.collecting = False
     hparams, added_by_hooks = storable(state["hparams"])
-    omitted |= added_by_hooks
+    omitted = {name: kind for name, kind in omitted.items() if name not in hparams} | added_by_hooks
     if omitted and session.world.main_rank:
         warnings.warn(
             f"checkpoints omit the hyperparameters {', '.join(f'{name} ({kind})' for name, kind in omitted.items())}: "
@@ -156,7 +156,7 @@ def _manifest(session: Session, *, weights_only: bool) -> dict[str, Any]:
 def weights_as_state_dict(state: dict[str, Any]) -> Iterator[None]:
     """Add entries during hooks by which hooks of Lightning read them: position, hyperparameters, and weights.
 
-    Hooks may change or replace hyperparameters and weights.
+    Hooks may change or replace hyperparameters and weights, and remove hyperparameters.
 
     Args:
         state: content of a checkpoint; changed in place, and by the hooks.
@@ -171,7 +171,7 @@ def weights_as_state_dict(state: dict[str, Any]) -> Iterator[None]:
     for name in position:
         state.pop(name, None)
     if hparams is not None:
-        state["hparams"] = state.pop("hyper_parameters", hparams)
+        state["hparams"] = state.pop("hyper_parameters", {})
     if (changed := state.pop("state_dict", weights)) is not weights:
         state["strategy"]["module"] = changed
 

@@ -190,9 +190,32 @@ def test_on_save_checkpoint_reads_and_changes_hyperparameters(tmp_path: Path) ->
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             checkpoint[self.CHECKPOINT_HYPER_PARAMS_KEY].update(width=3, loss=torch.nn.MSELoss())
 
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.loaded = checkpoint["hyper_parameters"]
+
     trainer = fx.Trainer(**{**QUIET, "max_steps": 1})
     trainer.fit(Net(), tiny_loader())
     with pytest.warns(UserWarning, match="omit the hyperparameters loss"):
         trainer.save_checkpoint(tmp_path / "net.ckpt")
     content = torch.load(tmp_path / "net.ckpt")
     assert content["hyper_parameters"] == {"lr": 0.1, "width": 3}
+    with pytest.warns(UserWarning, match="omits loss"):
+        assert Net.load_from_checkpoint(tmp_path / "net.ckpt").loaded == {"lr": 0.1, "width": 3}
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_on_save_checkpoint_replaces_or_removes_hyperparameters(tmp_path: Path, replaced: bool) -> None:
+    class Net(TinyModule):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            if replaced:
+                checkpoint["hyper_parameters"]["loss"] = "mse"
+            else:
+                del checkpoint["hyper_parameters"]
+
+    net = Net()
+    net.hparams.update(lr=0.1, **({"loss": torch.nn.MSELoss()} if replaced else {}))
+    trainer = fx.Trainer(**{**QUIET, "max_steps": 1})
+    trainer.fit(net, tiny_loader())
+    trainer.save_checkpoint(tmp_path / "net")  # without a warning that the loss is omitted
+    state = checkpoint.load(tmp_path / "net", "cpu")
+    assert (state["hparams"], state["hparams_omitted"]) == ({"lr": 0.1, "loss": "mse"} if replaced else {}, {})

@@ -85,13 +85,20 @@ def test_a_method_that_a_hook_of_the_object_calls_needs_no_hook_of_its_name() ->
 
         def on_my_way(self) -> None: ...
 
+    class CallsInTest(TinyModule):
+        def on_test_epoch_end(self) -> None:
+            self.validation_epoch_end([])
+
+        def validation_epoch_end(self, outputs: Any) -> None: ...
+
     class Repeats(TinyModule):
         def validation_epoch_end(self, outputs: Any) -> None:
             super().validation_epoch_end(outputs)  # type: ignore[misc]
 
     check_hooks(Calls())
-    with pytest.raises(ValueError, match="would never be called"):
-        check_hooks(Repeats())
+    for module in (CallsInTest(), Repeats()):
+        with pytest.raises(ValueError, match="would never be called"):
+            check_hooks(module)
 
 
 def test_a_default_of_optimizer_idx_matters_in_training_only() -> None:
