@@ -121,7 +121,15 @@ class LightningLogger(Logger):
 class DummyLogger(LightningLogger):
     """Logger that accepts all calls and writes nothing."""
 
-    name = version = ""
+    @property
+    def name(self) -> str:
+        """Return an empty name."""
+        return ""
+
+    @property
+    def version(self) -> str:
+        """Return an empty version."""
+        return ""
 
     @property
     def experiment(self) -> Any:

@@ -10,6 +10,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 import fabricx as fx
 from fabricx.core.logger import Silent
 from fabricx.lightning import adapt_logger
+from fabricx.pytorch.modules import lookup
 from fabricx.testing import QUIET, TinyModule, tiny_loader
 
 
@@ -88,9 +89,7 @@ def test_other_objects_are_refused(logger):
 
 
 def test_a_dummy_logger_accepts_all_calls() -> None:
-    from fabricx.pytorch.loggers.logger import DummyLogger
-
-    logger = DummyLogger()
+    logger: Any = lookup("loggers.logger", "DummyLogger")()
     fx.Trainer(**{**QUIET, "logger": logger, "max_steps": 1}).fit(TinyModule(), tiny_loader())
     logger.log_hyperparams({"lr": 0.1})
     logger.experiment.add_image("image", None)
