@@ -257,12 +257,12 @@ class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         """Return the outer momentum by name of the parameter, as views with its shape."""
         assert self.module is not None
         names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        found = {}
+        velocities = {}
         for fragment in self._fragments:
             parts = fragment.velocity.split([parameter.numel() for parameter in fragment.parameters])
             for parameter, part in zip(fragment.parameters, parts, strict=True):
-                found[names[id(parameter)]] = part.view_as(parameter)
-        return found
+                velocities[names[id(parameter)]] = part.view_as(parameter)
+        return velocities
 
     def load_state_dict(self, state: dict[str, Any], module: nn.Module, optimizers: list[Optimizer]) -> None:
         super().load_state_dict(state, module, optimizers)

@@ -37,7 +37,7 @@ from fabricx.model_parallel.gradient_sums import GradientSums
 from fabricx.model_parallel.hidden_gradients import HiddenGradients
 from fabricx.model_parallel.hook_weights import FAILED_APART, STAGES_APART, HookWeights, paused
 from fabricx.model_parallel.mesh_report import axes_line, parameter_bytes, weights_line
-from fabricx.model_parallel.option_checks import check_options, refuse_manual_optimization
+from fabricx.model_parallel.option_checks import check_options, data_parallelism, refuse_manual_optimization
 from fabricx.model_parallel.pipeline_checks import CLOSURE
 from fabricx.model_parallel.pipeline_schedule import SCHEDULES
 from fabricx.model_parallel.same_batches import SameBatches
@@ -49,7 +49,6 @@ if TYPE_CHECKING:
     from fabricx.model_parallel.pipeline import Pipeline
 
 Data = Literal["ddp", "fsdp", "local_sgd"]
-DATA: Final = ("ddp", "fsdp", "local_sgd")
 _LAYOUT: Final = "layout"  # key of the run's layout in the store, for replacements of dead workers
 
 
@@ -93,7 +92,7 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         schedule: str = "1f1b", virtual: int = 1, expert: int | None = 1, experts: str | Sequence[str] = "auto",
     ) -> None:  # fmt: skip
         super().__init__()
-        self.data = _data_parallelism(type(self).__name__, data)
+        self.data = data_parallelism(type(self).__name__, data)
         self.tensor, self.plan, self.sequence = tensor, dict(plan or {}), sequence
         self.context, self.sequence_dim = context, sequence_dim
         self.pipeline, self.blocks, self.microbatches = pipeline, blocks, microbatches
@@ -494,27 +493,6 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
 
     def apply_requires_grad(self) -> None:
         as_part(self.data_strategy, ShardsWeights).apply_requires_grad()
-
-
-def _data_parallelism(mesh: str, data: str | Strategy | Mapping[str, Any]) -> str | Strategy:
-    """Return data parallelism as its name, or as a strategy with options.
-
-    Raises:
-        ValueError: there is no such data parallelism in a mesh, or it has no such option.
-    """
-    if isinstance(data, Mapping):
-        options = dict(data)
-        name = options.pop("name", None)
-        if name is None:
-            raise ValueError(f"data={dict(data)}: set its name, such as {{name: local_sgd, every: 50}}")
-        check_choice(mesh, "data", name, DATA)
-        strategy: str | Strategy = plugins.build("strategies", name, **options) if options else name
-        return strategy
-    if isinstance(data, str):
-        check_choice(mesh, "data", data, DATA)
-    elif not any(isinstance(data, plugins.find("strategies", name)) for name in DATA):
-        raise ValueError(f"data={type(data).__name__}: data parallelism of a mesh is 'ddp', 'fsdp' or 'local_sgd'")
-    return data
 
 
 def _seeds() -> Callable[[int], None]:

@@ -34,11 +34,11 @@ def get_init_args(frame: FrameType) -> dict[str, Any]:
     values = frame.f_locals
     if "__class__" not in values or frame.f_code.co_name != "__init__":
         return {}
-    own, positional, named = parse_class_init_keys(values["__class__"])
+    receiver, positional, named = parse_class_init_keys(values["__class__"])
     parameters = inspect.signature(values["__class__"].__init__).parameters
     arguments = {name: values[name] for name in parameters if name in values}
     arguments.update(arguments.get(named, {}) if named else {})
-    return {name: value for name, value in arguments.items() if name not in (own, positional, named)}
+    return {name: value for name, value in arguments.items() if name not in (receiver, positional, named)}
 
 
 def is_param_in_hook_signature(
@@ -55,9 +55,11 @@ def is_param_in_hook_signature(
     >>> is_param_in_hook_signature(lambda self, batch, batch_idx: None, "batch_idx")
     True
     """
-    found = inspect.getfullargspec(inspect.unwrap(hook_fx))
-    arguments = found.args[1:]
-    return param in arguments or (not explicit and bool(found.varargs)) or len(arguments) >= (min_args or float("inf"))
+    signature = inspect.getfullargspec(inspect.unwrap(hook_fx))
+    arguments = signature.args[1:]
+    return (
+        param in arguments or (not explicit and bool(signature.varargs)) or len(arguments) >= (min_args or float("inf"))
+    )
 
 
 def is_picklable(obj: object) -> bool:

@@ -1,8 +1,15 @@
-"""Options of a run that a divided module does not support."""
+"""Options that a divided module does not support, and its data parallelism."""
 
 from __future__ import annotations
 
-from typing import NoReturn
+from collections.abc import Mapping
+from typing import Any, Final, NoReturn
+
+from fabricx import plugins
+from fabricx.core.strategy import Strategy
+from fabricx.errors import check_choice
+
+DATA: Final = ("ddp", "fsdp", "local_sgd")
 
 
 def check_options(name: str, precision: str, *, compiles: bool, synchronises_batchnorm: bool) -> None:
@@ -48,3 +55,28 @@ def refuse_manual_optimization(name: str, *, pipelined: bool) -> NoReturn:
         f"strategy={name} with manual optimization: the step of the trial run has no optimizers; use automatic "
         "optimization, or strategy=ddp or fsdp"
     )
+
+
+def data_parallelism(mesh: str, data: str | Strategy | Mapping[str, Any]) -> str | Strategy:
+    """Return data parallelism of a mesh as its name, or as a strategy with options.
+
+    Args:
+        mesh: name of the mesh's class, for messages.
+        data: option of the user: a name, a strategy, or a name and options.
+
+    Raises:
+        ValueError: there is no such data parallelism in a mesh, or it has no such option.
+    """
+    if isinstance(data, Mapping):
+        options = dict(data)
+        name = options.pop("name", None)
+        if name is None:
+            raise ValueError(f"data={dict(data)}: set its name, such as {{name: local_sgd, every: 50}}")
+        check_choice(mesh, "data", name, DATA)
+        strategy: str | Strategy = plugins.build("strategies", name, **options) if options else name
+        return strategy
+    if isinstance(data, str):
+        check_choice(mesh, "data", data, DATA)
+    elif not any(isinstance(data, plugins.find("strategies", name)) for name in DATA):
+        raise ValueError(f"data={type(data).__name__}: data parallelism of a mesh is 'ddp', 'fsdp' or 'local_sgd'")
+    return data
