@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fabricx.distributed.world import World
@@ -39,10 +38,10 @@ def restore_feedback(
     protocol.server_feedback = kept["servers"]
 
 
-def flat_velocity(module: nn.Module, parameters: Sequence[Tensor], velocity: Sequence[Tensor]) -> Tensor:
-    """Return a velocity in the order of the module's parameters, shape [elements].
-
-    The format is that of `local_sgd` with a single fragment.
+def velocity_by_name(
+    module: nn.Module, parameters: Sequence[Tensor], velocity: Sequence[Tensor]
+) -> dict[str, Tensor]:  # fmt: skip
+    """Return a velocity by name of the parameter, which is the format of `local_sgd`.
 
     Args:
         module: the user's module.
@@ -50,21 +49,25 @@ def flat_velocity(module: nn.Module, parameters: Sequence[Tensor], velocity: Seq
         velocity: velocity by parameter, in its shape.
     """
     by_id = {id(p): moving for p, moving in zip(parameters, velocity, strict=True)}
-    return torch.cat([by_id[id(p)].reshape(-1) for p in module.parameters() if id(p) in by_id])
+    return {name: by_id[id(p)].view(p.shape) for name, p in module.named_parameters() if id(p) in by_id}
 
 
-def velocity_by_parameter(module: nn.Module, parameters: Sequence[Tensor], saved: Tensor | None) -> list[Tensor] | None:
+def velocity_by_parameter(
+    module: nn.Module, parameters: Sequence[Tensor], saved: Mapping[str, Tensor]
+) -> list[Tensor] | None:  # fmt: skip
     """Return a saved velocity by parameter, in its shape; None if it belongs to other parameters.
 
     Args:
         module: the user's module.
         parameters: parameters of all optimizers.
-        saved: result of `flat_velocity`; None without.
+        saved: result of `velocity_by_name`; earlier versions saved a vector of all parameters as "0".
     """
     numbers = {id(parameter) for parameter in parameters}
-    ordered = [parameter for parameter in module.parameters() if id(parameter) in numbers]
-    if saved is None or saved.numel() != sum(parameter.numel() for parameter in ordered):
+    named = {name: parameter for name, parameter in module.named_parameters() if id(parameter) in numbers}
+    sizes = [parameter.numel() for parameter in named.values()]
+    if "0" in saved and saved["0"].numel() == sum(sizes):
+        saved = dict(zip(named, saved["0"].split(sizes), strict=True))
+    if any(name not in saved or saved[name].numel() != parameter.numel() for name, parameter in named.items()):
         return None
-    parts = saved.split([parameter.numel() for parameter in ordered])
-    by_id = {id(p): part.view(p.shape) for p, part in zip(ordered, parts, strict=True)}
+    by_id = {id(parameter): saved[name].view(parameter.shape) for name, parameter in named.items()}
     return [by_id[id(parameter)] for parameter in parameters]

@@ -28,7 +28,7 @@ from fabricx.distributed.sync_batchnorm import synchronised
 from fabricx.distributed.world import World
 from fabricx.parameter_server.connection import Connection, Design, Trained, connect, parameters_of
 from fabricx.parameter_server.options import LinkKind, ServerOptions
-from fabricx.parameter_server.saved_state import flat_velocity, restore_feedback, velocity_by_parameter
+from fabricx.parameter_server.saved_state import restore_feedback, velocity_by_name, velocity_by_parameter
 from fabricx.parameter_server.sparse_embeddings import sparse_embeddings
 from fabricx.parameter_server.totals import Totals
 from fabricx.parameter_server.wire.messages import Counts, Settings
@@ -354,14 +354,13 @@ class ServedStrategy(
         if self._design.compresses:
             state["kept"] = {"workers": self.data_ranks.gather_objects(self._protocol.kept()), "servers": remote.lost()}
         if self._settings.outer == "nesterov":
-            state["outer"] = {"0": flat_velocity(module, self._parameters, remote.velocity())}
+            state["outer"] = velocity_by_name(module, self._parameters, remote.velocity())
         return state
 
     def load_state_dict(self, state: dict[str, Any], module: nn.Module, optimizers: list[Optimizer]) -> None:
         super().load_state_dict(state, module, optimizers)
         self._kept = state.get("kept")
-        velocity = state.get("outer", {}).get("0")
-        self._protocol.load_velocity(velocity_by_parameter(module, self._parameters, velocity))
+        self._protocol.load_velocity(velocity_by_parameter(module, self._parameters, state.get("outer", {})))
 
     def local_state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
         local = self._protocol.local_state()  # also waits for a background pull of weights
