@@ -17,7 +17,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@echo "installing fabricx and its tools into $(VENV) (once; a few minutes)"
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-		--config-settings editable_mode=compat --editable '.[dev]'
+		--config-settings editable_mode=compat --editable '.[dev,docs]'
 	@touch $@
 
 install: $(INSTALLED)  ## make the virtual environment
@@ -47,6 +47,10 @@ lint: $(INSTALLED)  ## style, formatting, types, direction of imports
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
+# Without MkDocs' announcement of another version; the pages need no network, neither now nor in the browser.
+docs: $(INSTALLED)  ## build the documentation into site/, with checked links
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
 bench: $(INSTALLED)  ## measure against plain torch, side by side
 	$(BIN)/python tests/bench/imports.py
 	$(BIN)/python tests/bench/overhead.py
@@ -65,6 +69,6 @@ chaos: $(INSTALLED)  ## kill workers all the time, and see what is lost
 	$(BIN)/python tests/bench/chaos.py
 
 clean:  ## remove the virtual environment and what tools leave behind
-	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
-.PHONY: help install demo test soak gpu lint bench chaos clean
+.PHONY: help install demo test soak gpu lint docs bench chaos clean
