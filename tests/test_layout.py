@@ -20,7 +20,6 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm
 from tests.sources import parsed
 
 ROOT = Path(__file__).parents[1]
@@ -361,14 +360,3 @@ def test_targets_that_the_readme_names_are_in_the_makefile():
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"(?:^ +|`)make ([a-z]+)\b", (ROOT / "README.md").read_text(), re.MULTILINE))
     assert {"demo", "test"} <= named <= targets
-
-
-def test_the_program_in_the_readme_runs(tmp_path):
-    [program] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    path = tmp_path / "program.py"
-    path.write_text(program)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ended = warm.run([sys.executable, str(path)], env=environment, capture_output=True, text=True, timeout=100)
-    assert ended.returncode == 0, ended.stderr
-    last = ended.stdout.splitlines()[-1]
-    assert last.startswith("48 tensor("), last  # three epochs; 1000 samples are 16 steps of two ranks with 32 each

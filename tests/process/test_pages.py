@@ -1,0 +1,133 @@
+"""Code in the pages runs: README.md and docs/, one process for a page, which executes its Python blocks in order.
+
+In a page:
+
+- A block whose first line is a comment with a path (`# conf/module/mine.yaml`) is also a file of the page's project.
+- `<!-- not run: REASON -->` on the line before a block excludes it.
+- `<!-- run` in a line of its own, until `-->`, is code that the page doesn't show: what the next block needs, or
+  a check.
+- Commands `fabricx ...`, in blocks and between backticks, must compose: their groups, keys and types exist.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fabricx import config
+from fabricx.cli.hydra_app import run_app
+from fabricx.cli.main import COMMANDS, STAGES, _demonstration
+from tests import warm
+
+ROOT = Path(__file__).parents[2]
+OWN_TESTS = {"docs/extending.md": "tests/process/test_extending.py"}
+STAND_INS = {"module=mine": "module=digits", "strategy=quantized_ddp": "strategy=ddp"}  # choices of a reader's project
+FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in FILES}
+FENCE = re.compile(
+    r"^(?P<indent> *)(?:<!-- not run: (?P<reason>\S.*?) -->\n+ *)?"
+    r"```(?P<language>\w*)[^\n]*\n(?P<text>.*?)^(?P=indent)```$"
+    r"|^<!-- run\n(?P<hidden>.*?)^-->$",
+    re.MULTILINE | re.DOTALL,
+)
+NAMED = re.compile(r"(?:#|//) (\S+\.(?:py|yaml|toml|sh|sbatch))\n")
+PYTHON = re.compile(
+    r"^ {4,}(?:import \w|from \S+ import |class \w+.*:|def \w+\(|\w+ = fx\.|trainer\.\w+\()", re.MULTILINE
+)
+
+
+def blocks(page: str) -> Iterator[tuple[int, str, str, str | None]]:
+    """Yield the line of each block of a page, its language, its text, and why it isn't run."""
+    for match in FENCE.finditer(PAGES[page]):
+        line = PAGES[page].count("\n", 0, match.start()) + 2
+        if match["hidden"] is not None:
+            yield line, "python", match["hidden"], None
+        else:
+            text = re.sub(rf"^{match['indent']}", "", match["text"], flags=re.MULTILINE)
+            yield line, match["language"], text, match["reason"]
+
+
+def lay(page: str, folder: Path) -> None:
+    """Write the files that a page lists."""
+    for _, _, text, _ in blocks(page):
+        if named := NAMED.match(text):
+            path = folder / named[1]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+
+
+def program(page: str) -> list[tuple[int, str]]:
+    return [(line, text) for line, language, text, reason in blocks(page) if language == "python" and not reason]
+
+
+def commands(page: str) -> list[str]:
+    """Return the commands of fabricx on a page, without comments."""
+    text = PAGES[page].replace("\\\n", " ")
+    lines = re.findall(r"^ *(?:\$ )?(?:\w+=\S+ )*(fabricx [a-z][^\n]*)", text, re.MULTILINE)
+    lines += re.findall(r"`(fabricx [a-z][^`\n]*)`", text)
+    return [re.split(r"\s{2,}(?=\S)| #|;|&|\||\s[.…]{3}", re.sub(r" {2,}(?=[\w+.]+=)", " ", line))[0] for line in lines]
+
+
+RUN = [page for page in PAGES if page not in OWN_TESTS and program(page)]
+COMMANDED = [page for page in PAGES if commands(page)]
+
+
+def test_no_python_is_where_the_tests_do_not_look():
+    """Code of four spaces has no language, and nothing runs it."""
+    outside = {page: FENCE.sub("", text) for page, text in PAGES.items()}
+    assert {page: found for page, text in outside.items() if (found := PYTHON.findall(text))} == {}
+    languages = {language for page in PAGES for _, language, _, _ in blocks(page)}
+    assert languages <= {"", "python", "bash", "sh", "yaml", "toml", "text", "json", "mermaid", "console", "dockerfile"}
+    for page, test in OWN_TESTS.items():
+        assert program(page)
+        assert Path(page).name in (ROOT / test).read_text()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_python_that_is_not_run_is_at_least_python(page):
+    for line, language, text, reason in blocks(page):
+        if language == "python" and reason:
+            ast.parse(text, f"{page}:{line}")
+
+
+@pytest.mark.parametrize("page", RUN)
+def test_the_programs_of_a_page_run(page, own_folder):
+    lay(page, own_folder)
+    (own_folder / "_page.py").write_text(
+        f"blocks = {program(page)!r}\n"
+        "for line, text in blocks:\n"
+        f"    exec(compile('\\n' * line + text, {page!r}, 'exec'))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{own_folder}", "OMP_NUM_THREADS": "1"}
+    ended = warm.run(
+        [sys.executable, "_page.py"], env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
+    assert ended.returncode == 0, (ended.stdout + ended.stderr)[-3000:]
+
+
+@pytest.mark.parametrize("page", COMMANDED)
+def test_the_commands_of_a_page_compose(page, own_folder, capsys):
+    lay(page, own_folder)
+    (own_folder / "conf").mkdir(exist_ok=True)
+    for command in dict.fromkeys(commands(page)):
+        _, name, *arguments = shlex.split(command)
+        assert name in COMMANDS, command
+        settings = [STAND_INS.get(argument, argument) for argument in arguments if "=..." not in argument]
+        if name not in (*STAGES, "plan", "resume") or not any("=" in setting for setting in settings):
+            continue
+        try:
+            settings = settings[name == "resume" :]
+            run_app(_check, [*_demonstration(settings), *settings], None, "config")
+        except SystemExit:
+            raise AssertionError(f"{page}: {command}\n{capsys.readouterr().err}") from None
+
+
+def _check(cfg):
+    config.check_settings(config.plain(cfg))
