@@ -28,6 +28,7 @@ from tests import warm
 
 ROOT = Path(__file__).parents[2]
 OWN_TESTS = {"docs/extending.md": "tests/process/test_extending.py"}
+FILE_LANGUAGES = ("python", "yaml", "toml", "json", "mermaid")
 STAND_INS = {"module=mine": "module=digits", "strategy=quantized_ddp": "strategy=ddp"}  # choices of a reader's project
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in FILES}
@@ -69,9 +70,10 @@ def program(page: str) -> list[tuple[int, str]]:
 
 def commands(page: str) -> list[str]:
     """Return the commands of fabricx on a page, without comments."""
-    text = PAGES[page].replace("\\\n", " ")
-    lines = re.findall(r"^ *(?:\$ )?(?:\w+=\S+ )*(fabricx [a-z][^\n]*)", text, re.MULTILINE)
-    lines += re.findall(r"`(fabricx [a-z][^`\n]*)`", text)
+    indented = [line for line in FENCE.sub("", PAGES[page]).splitlines() if line.startswith("    ")]
+    shell = "\n".join([*indented, *(text for _, language, text, _ in blocks(page) if language not in FILE_LANGUAGES)])
+    lines = re.findall(r"^ *(?:\$ )?(?:[A-Z_]+=\S+ )*(fabricx [a-z][^\n]*)", shell.replace("\\\n", " "), re.MULTILINE)
+    lines += re.findall(r"`(fabricx [a-z][^`\n]*)`", PAGES[page])
     return [re.split(r"\s{2,}(?=\S)| #|;|&|\||\s[.…]{3}", re.sub(r" {2,}(?=[\w+.]+=)", " ", line))[0] for line in lines]
 
 
@@ -131,3 +133,14 @@ def test_the_commands_of_a_page_compose(page, own_folder, capsys):
 
 def _check(cfg):
     config.check_settings(config.plain(cfg))
+
+
+def test_the_figure_of_the_first_page_is_what_two_runs_give(own_folder):
+    program = ROOT / "docs" / "figures" / "kill_a_worker.py"
+    ended = warm.run(
+        [sys.executable, str(program), "--steps", "6", "--file", "drawn.svg"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert "6 losses and all weights are equal to the bit" in ended.stdout, (ended.stdout + ended.stderr)[-3000:]
+    assert "a replacement joins" in Path("drawn.svg").read_text()
