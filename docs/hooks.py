@@ -1,4 +1,4 @@
-"""Pages of the site for files of the repository that lie outside of docs/ and to which a page links.
+"""Pages of the site for files of the repository that lie outside of docs/ and to which a page links; tables of pages.
 
 Links between files are written as GitHub reads them, such as `../examples/moe.py`. The site has a page
 `source/examples/moe.py/` with the text of that file, and the link leads to it.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -16,8 +17,12 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+sys.path.insert(0, str(Path(__file__).parent))
+import tables
+
 ROOT: Final = Path(__file__).parents[1]
 _LINK: Final = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)(#[^)\s]*)?(\))")
+_TABLE: Final = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
 _CODE: Final = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _LANGUAGES: Final = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sh": "sh"}
 
@@ -104,5 +109,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links of pages in docs/ lead to the added pages."""
-    return markdown if page.file.generated_by else with_links(markdown, f"docs/{page.file.src_uri}")
+    """Let links of pages in docs/ lead to the added pages, and insert tables that are read from the source."""
+    if page.file.generated_by:
+        return markdown
+    return _TABLE.sub(lambda match: str(getattr(tables, match[1])()), with_links(markdown, f"docs/{page.file.src_uri}"))

@@ -44,7 +44,7 @@ def draw(undisturbed: list[dict[str, Any]], killed: list[dict[str, Any]], step: 
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    style: dict[str, Any] = {
+    style: Any = {
         "font.family": "sans-serif", "font.size": 9.5, "svg.fonttype": "none", "svg.hashsalt": "0",
         "text.color": TEXT, "axes.labelcolor": TEXT, "axes.edgecolor": TEXT, "xtick.color": TEXT, "ytick.color": TEXT,
         "axes.spines.top": False, "axes.spines.right": False,

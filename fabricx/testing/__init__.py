@@ -15,15 +15,14 @@ from fabricx.core.callback import Callback
 from fabricx.core.module import Module
 from fabricx.distributed.world import World
 from fabricx.launch.supervisor import run_workers
-from fabricx.testing.faults import Fault as Fault
-from fabricx.testing.faults import cut as cut
-from fabricx.testing.faults import cut_links as cut_links
-from fabricx.testing.faults import fail as fail
-from fabricx.testing.faults import freeze as freeze
-from fabricx.testing.faults import hang as hang
-from fabricx.testing.faults import kill as kill
-from fabricx.testing.strategy_contract import BrokenContract as BrokenContract
-from fabricx.testing.strategy_contract import check_strategy as check_strategy
+from fabricx.testing.faults import Fault, cut, cut_links, fail, freeze, hang, kill
+from fabricx.testing.strategy_contract import BrokenContract, check_strategy
+
+__all__ = [
+    "QUIET", "BrokenContract", "Fault", "LayeredModule", "Ledger", "SavesAtEnd", "TinyModule", "assert_same_state",
+    "check_strategy", "cut", "cut_links", "fail", "freeze", "hang", "kill", "layered_data", "run_ranks", "tiny_data",
+    "tiny_loader",
+]  # fmt: skip
 
 QUIET: dict[str, Any] = {
     "logger": False,

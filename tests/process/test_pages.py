@@ -12,6 +12,8 @@ In a page:
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import os
 import re
 import shlex
@@ -29,6 +31,7 @@ from tests import warm
 ROOT = Path(__file__).parents[2]
 OWN_TESTS = {"docs/extending.md": "tests/process/test_extending.py"}
 FILE_LANGUAGES = ("python", "yaml", "toml", "json", "mermaid")
+PLACEHOLDER = re.compile(r"=\.\.\.|^[A-Z]+=")
 STAND_INS = {"module=mine": "module=digits", "strategy=quantized_ddp": "strategy=ddp"}  # choices of a reader's project
 FILES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in FILES}
@@ -121,7 +124,7 @@ def test_the_commands_of_a_page_compose(page, own_folder, capsys):
     for command in dict.fromkeys(commands(page)):
         _, name, *arguments = shlex.split(command)
         assert name in COMMANDS, command
-        settings = [STAND_INS.get(argument, argument) for argument in arguments if "=..." not in argument]
+        settings = [STAND_INS.get(argument, argument) for argument in arguments if not PLACEHOLDER.search(argument)]
         if name not in (*STAGES, "plan", "resume") or not any("=" in setting for setting in settings):
             continue
         try:
@@ -144,3 +147,13 @@ def test_the_figure_of_the_first_page_is_what_two_runs_give(own_folder):
     )  # fmt: skip
     assert "6 losses and all weights are equal to the bit" in ended.stdout, (ended.stdout + ended.stderr)[-3000:]
     assert "a replacement joins" in Path("drawn.svg").read_text()
+
+
+@pytest.mark.parametrize("package", ["", ".callbacks", ".checkpoint", ".loggers", ".strategies", ".testing"])
+def test_each_public_name_is_in_the_reference(package):
+    module = importlib.import_module(f"fabricx{package}")
+    pages = "".join(text for page, text in PAGES.items() if page.startswith("docs/reference/"))
+    listed = set(re.findall(rf"^::: fabricx{re.escape(package)}\.(\w+)$", pages, re.MULTILINE))
+    listed |= set(re.findall(r"`(?:fx\.)?(\w+)` is (?:the same|another)", pages))
+    constants = {name for name in module.__all__ if name.isupper() and not inspect.isclass(getattr(module, name))}
+    assert set(module.__all__) - listed - constants == set()

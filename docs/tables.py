@@ -1,0 +1,145 @@
+"""Parts of the reference that are read from the source when the site is built.
+
+A page has them in the place of `<!-- table: NAME -->`, where NAME is a function of this module.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, Final
+
+from omegaconf import DictConfig
+
+from fabricx import config
+from fabricx.cli import help, hydra_app
+from fabricx.cli.main import RESUME_HELP, USAGE
+from fabricx.cli.mistakes import Composition
+
+ROOT: Final = Path(__file__).parents[1]
+_CHOSEN: Final = ("strategy", "callbacks", "logger", "module", "data")  # groups with a table for each choice
+_PLUGINS: Final = {"strategy": "strategies", "callbacks": "callbacks", "logger": "loggers"}
+
+
+def configuration() -> str:
+    """Return the keys of the configuration: of a run, of the Trainer, and of each choice of each group."""
+    config.register()
+    hydra_app._resolvers()
+    composition = Composition("config", None)
+    groups = composition.groups()
+    plain = composition.compose([])
+    lines = ["## Keys of a run", *_table((key, plain[key]) for key in plain if not isinstance(plain[key], DictConfig))]
+    lines += ["## trainer", "Options of the [Trainer](trainer.md).", *_rows("trainer", plain, "trainer")]
+    composed = _composed(composition, {group: groups[group] for group in _CHOSEN})
+    for group in _CHOSEN:
+        lines += [f"## {group}"]
+        for choice in groups[group]:
+            lines += [f"### {group}={choice}", _description(group, choice)]
+            if choice != "custom":
+                lines += _rows(group, composed[group, choice], _prefix(group, choice, composed[group, choice]))
+    lines += ["## Experiments and debugging", ""]
+    for group in ("experiment", "debug"):
+        lines += [f"- `{group}={choice}`: {_description(group, choice)}" for choice in groups[group]]
+    return "\n".join(lines) + "\n"
+
+
+def _composed(composition: Composition, groups: dict[str, list[str]]) -> dict[tuple[str, str], DictConfig]:
+    """Return a configuration for each choice; a composition has the n-th choice of each group, to save time."""
+    found = {}
+    for choices in zip_longest(*groups.values()):
+        chosen = {group: choice for group, choice in zip(groups, choices, strict=True) if choice}
+        composed = composition.compose([f"{group}={choice}" for group, choice in chosen.items()])
+        found |= dict.fromkeys(chosen.items(), composed)
+    return found
+
+
+def _prefix(group: str, choice: str, composed: DictConfig) -> str:
+    """Return the keys that a choice adds to its group: those of the default callbacks are listed only there."""
+    own = list(composed[group]) if group == "callbacks" and choice != "default" and composed[group] else []
+    new = [name for name in own if name != "model_checkpoint"]
+    return f"{group}.{new[0]}" if new else group
+
+
+def _description(group: str, choice: str) -> str:
+    file = ROOT / "conf" / group / f"{choice}.yaml"
+    comments = [line for line in file.read_text().splitlines() if line.startswith("# ")] if file.is_file() else []
+    text = next((line[2:] for line in comments if "@package" not in line), "")
+    return text or f"A class of your own: `{group}._target_=my_project.Mine`, and its arguments as keys."
+
+
+def _rows(group: str, composed: DictConfig, prefix: str) -> list[str]:
+    entries = [(key, value) for key, value in help._entries(composed) if key == prefix or key.startswith(f"{prefix}.")]
+    hidden = (f"{group}.name", f"{group}._target_")
+    return _table(((key, value) for key, value in entries if key not in hidden and value != {}), composed)
+
+
+def _table(entries: Any, composed: DictConfig | None = None) -> list[str]:
+    rows = []
+    for key, value in entries:
+        name, meaning = key.replace(".", ".<wbr>"), _cell(help._explanation(key, composed or DictConfig({})))
+        rows.append(f"| <code>{name}</code> | `{help._shown(value)}` | {meaning} |")
+    return ["", "| key | default | meaning |", "|---|---|---|", *rows, ""] if rows else [""]
+
+
+def _cell(text: str) -> str:
+    return re.sub(r"\s+", " ", text).replace("|", "\\|").replace("<", "&lt;")
+
+
+def commands() -> str:
+    """Return what each command prints with `--help`."""
+    texts = {**USAGE, "resume": RESUME_HELP}
+    return "\n".join(f"## fabricx {name}\n\n```text\n{text.rstrip()}\n```\n" for name, text in texts.items())
+
+
+def messages() -> str:
+    """Return the messages of all errors, by package and exception."""
+    lines: list[str] = []
+    for package, files in _packages():
+        found = sorted({entry for file in files for entry in _raised(file)})
+        if found:
+            lines += [f"### {package}", "", *(f"- **{name}** {text}" for name, text in found), ""]
+    return "\n".join(lines)
+
+
+def _packages() -> Iterator[tuple[str, Sequence[Path]]]:
+    folders = [ROOT / "fabricx", *sorted(path for path in (ROOT / "fabricx").iterdir() if path.is_dir())]
+    for folder in folders:
+        if folder.name not in ("testing", "pytorch", "__pycache__"):
+            inner = folder.glob("*.py") if folder == ROOT / "fabricx" else folder.rglob("*.py")
+            yield ".".join(folder.relative_to(ROOT).parts), sorted(inner)
+
+
+def _raised(file: Path) -> Iterator[tuple[str, str]]:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
+            text = _template(node.exc.args[0])
+            if text is not None and len(text) > 20:
+                yield ast.unparse(node.exc.func).rpartition(".")[2], text
+
+
+def _template(node: ast.expr) -> str | None:
+    """Return a message in Markdown, with placeholders for its values; None if it is computed elsewhere."""
+    if isinstance(node, ast.Constant):
+        return _escaped(str(node.value)).replace("\n", "<br>")
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        parts = (_template(node.left), _template(node.right))
+        return "".join(part or "…" for part in parts) if any(parts) else None
+    if not isinstance(node, ast.JoinedStr):
+        return None
+    return "".join(
+        _template(part) or "" if isinstance(part, ast.Constant) else f"<em>{_value(part)}</em>" for part in node.values
+    )
+
+
+def _value(node: ast.expr) -> str:
+    inner = node.value if isinstance(node, ast.FormattedValue) else node
+    names = [part.attr if isinstance(part, ast.Attribute) else part.id for part in [inner]
+             if isinstance(part, (ast.Attribute, ast.Name))]  # fmt: skip
+    return _escaped(names[0].strip("_")) if names else "…"
+
+
+def _escaped(text: str) -> str:
+    return re.sub(r"([\\`*_{}\[\]#|])", r"\\\1", text).replace("<", "&lt;").replace(">", "&gt;")
