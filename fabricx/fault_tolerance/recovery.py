@@ -198,7 +198,7 @@ def _join_others(session: Session, ft: RankRecords, *, holds: bool) -> None:
 
 def _report(session: Session, before: int, reached: int, seconds: float) -> None:
     """Report failures after the first `before`, the repeated steps and the duration, in the log."""
-    what = "; ".join(session.failures.errors[before:]) or "workers have joined"
+    what = "; ".join(session.failures.errors[before:]) or "the workers have changed"
     workers = f"{session.world.size} workers continue" if session.world.size > 1 else "1 worker continues"
     again = reached - session.state.step
     lost = f", train {again} step{'s' if again > 1 else ''} again" if again > 0 else ""

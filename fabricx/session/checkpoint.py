@@ -22,6 +22,7 @@ from fabricx.telemetry.events import Span
 if TYPE_CHECKING:
     from fabricx.session.session import Session
 
+_OF_SEVERAL_RANKS: Final = {"FaultRecovery"}  # callbacks that the Trainer adds itself, unless a single rank trains
 _NEEDED: Final = ("state", "schedules", "metrics", "precision", "callbacks", "datamodule", "ranks")
 
 
@@ -231,9 +232,8 @@ def restore_run(session: Session, state: dict[str, Any], *, rank: int | None) ->
 
 def _report_unused(session: Session, states: Mapping[str, Any]) -> None:
     """Report states of callbacks that this run doesn't have; without a callback for averages, weights are averages."""
-    if not states:
+    if not (names := ", ".join(key for key in states if key not in _OF_SEVERAL_RANKS)):
         return
-    names = ", ".join(states)
     session.print(f"the checkpoint has the state of {names}, and this run has no such callback: the state is not used")
     # With "live", the averages are the checkpoint's weights; other callbacks keep averages beside these.
     averaged = {key: kept for key, kept in states.items() if isinstance(kept, Mapping) and "live" in kept}

@@ -126,9 +126,12 @@ def _table(console: Console, header: Sequence[str], rows: Sequence[Sequence[str]
         widths = [max([cell, *map(len, name.split())]) for cell, name in zip(cells, header, strict=True)]
     for columns in column_groups(widths, console.width):
         table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_edge=False)
+        excess = max(0, sum(widths[n] + _GAP for n in columns) - console.width)
+        widest = max(columns, key=widths.__getitem__)
         for n in columns:
             number = n > 0 and all(_is_number(row[n]) for row in rows)
-            table.add_column(header[n], justify="right" if number else "left", overflow="fold", width=widths[n] or 1)
+            width = max(1, widths[n] - excess if n == widest else widths[n])  # rich would narrow all columns
+            table.add_column(header[n], justify="right" if number else "left", overflow="fold", width=width)
         for row in rows:
             table.add_row(*(row[n] for n in columns))
         console.print(table)

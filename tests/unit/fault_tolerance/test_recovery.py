@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 import fabricx as fx
 from fabricx.distributed.generations import Membership
 from fabricx.distributed.world import World
-from fabricx.fault_tolerance.recovery import recover
+from fabricx.fault_tolerance.recovery import _report, recover
 from fabricx.strategies import AsyncSGD
 from fabricx.testing import QUIET, Ledger
 from tests.process.test_recovery import Numbered
@@ -123,3 +123,13 @@ def test_an_error_between_two_meetings_is_never_taken_for_a_cut_link(
 
 def test_a_kill_is_nothing_that_fabricx_catches() -> None:
     assert not issubclass(Killed, Exception)
+
+
+def test_a_worker_that_has_left_is_not_reported_as_joined() -> None:
+    shown: list[str] = []
+    session: Any = SimpleNamespace(
+        failures=SimpleNamespace(errors=[]), world=SimpleNamespace(size=2), state=SimpleNamespace(step=90),
+        metrics=SimpleNamespace(loggers=SimpleNamespace(event=lambda *_, **__: None)), print=shown.append,
+    )  # fmt: skip
+    _report(session, before=0, reached=90, seconds=0.04)
+    assert shown == ["the workers have changed; 2 workers continue from step 90, after 0.04 s"]

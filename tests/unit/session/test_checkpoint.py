@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 import fabricx as fx
-from fabricx.callbacks import EMA, EarlyStopping, ModelCheckpoint, StochasticWeightAveraging
+from fabricx.callbacks import EMA, EarlyStopping, FaultRecovery, ModelCheckpoint, StochasticWeightAveraging
 from fabricx.core.strategy_parts import HasServers, as_part
 from fabricx.session.checkpoint import _print_global_batch
 from fabricx.strategies import DDP, AsyncSGD, ParameterServer
@@ -163,6 +163,15 @@ def test_each_of_several_callbacks_of_a_class_has_its_state_back(
     train(4, own_folder / "3.ckpt")
     warned = "the checkpoint has the state of Counts, Counts/2, Counts/3, and this run has no such callback"
     assert warned in capsys.readouterr().out
+
+
+def test_one_rank_does_not_miss_the_recovery_of_several(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = fx.Trainer(max_steps=2, callbacks=[FaultRecovery()], **QUIET)
+    trainer.fit(TinyModule(), tiny_loader())
+    assert FaultRecovery().state_dict()  # so that the checkpoint has it
+    trainer.save_checkpoint(own_folder / "2.ckpt")
+    fx.Trainer(max_steps=3, **QUIET).fit(TinyModule(), tiny_loader(), ckpt_path=own_folder / "2.ckpt")
+    assert "no such callback" not in capsys.readouterr().out
 
 
 def test_one_average_of_the_weights_can_be_kept() -> None:

@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from fabricx.telemetry.command import main
+from fabricx.telemetry.command import _table, main
 from tests.unit.telemetry.written import a_run
 
 
@@ -53,6 +54,14 @@ def test_no_line_is_longer_than_the_terminal_is_wide(
         assert text in shown.replace("\n" + " " * 14, " "), text
     assert "loss = 0.00666667 (lowest), run 2" in " ".join(shown.split())
     assert "…" not in shown
+
+
+def test_a_wide_column_does_not_break_the_word_rank(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _table(Console(), ["rank", "at"], [["0", "43 s waiting at " + "a_long_path/" * 12]])
+    assert "rank" in capsys.readouterr().out.split()
 
 
 def test_a_report_does_not_wait_for_torch() -> None:
