@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 
 import torch
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
 import fabricx as fx
+from fabricx.demo.digits import load_digits
 
 
 class Digits(fx.Module):
@@ -37,8 +37,7 @@ class Digits(fx.Module):
 
 
 def loaders(batch_size: int) -> tuple[DataLoader, DataLoader, DataLoader]:
-    images, labels = load_digits(return_X_y=True)
-    data = TensorDataset(torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels))
+    data = TensorDataset(*load_digits())
     train, val, test = random_split(data, [1197, 300, 300], torch.Generator().manual_seed(0))
     return DataLoader(train, batch_size, shuffle=True), DataLoader(val, 300), DataLoader(test, 300)
 

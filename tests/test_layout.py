@@ -14,7 +14,6 @@ import statistics
 import subprocess
 import sys
 import tomllib
-import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,6 +79,13 @@ def test_the_packages_line_names_every_package_of_the_tree():
     assert sorted(SETUPTOOLS["packages"]) == sorted(package_folders())
 
 
+def test_all_files_name_the_same_version():
+    version = PYPROJECT["project"]["version"]
+    assert f'__version__ = "{version}"' in (ROOT / "fabricx" / "__init__.py").read_text()
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    assert f"\n## {version}" in (ROOT / "CHANGELOG.md").read_text()
+
+
 def test_folders_at_the_top_are_mapped_to_the_names_they_are_imported_under():
     assert SETUPTOOLS["package-dir"] == {f"fabricx.{name}": name for name in LINKED}
 
@@ -98,34 +104,40 @@ def test_a_folder_at_the_top_refuses_to_be_imported_by_its_own_name(name, monkey
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """Build a wheel out of a copy of the tree, as pip does it, and unpack it."""
+    """Build a source archive from a copy of the tree, a wheel from this archive, and install it as pip does."""
     tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
     for name in ("fabricx", *LINKED):
         shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
-    python(f"from setuptools import build_meta; build_meta.build_wheel({str(out)!r})", cwd=tree)
+    python(f"from setuptools import build_meta; build_meta.build_sdist({str(out)!r})", cwd=tree)
+    [archive] = out.glob("*.tar.gz")
+    shutil.unpack_archive(archive, tree / "unpacked", filter="data")
+    [unpacked] = (tree / "unpacked").iterdir()
+    python(f"from setuptools import build_meta; build_meta.build_wheel({str(out)!r})", cwd=unpacked)
     [path] = out.glob("*.whl")
-    with zipfile.ZipFile(path) as archive:
-        archive.extractall(out)
-    path.unlink()
-    return out
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile",
+         "--disable-pip-version-check", "--root-user-action=ignore", "--target", out / "installed", path],
+        check=True, timeout=100,
+    )  # fmt: skip
+    return out / "installed"
 
 
 def test_the_wheel_has_every_module_and_every_choice_of_the_configuration(wheel):
     expected = set()
     for name, folder in package_folders().items():
-        for kind in ("*.py", "*.j2", "*.js", "*-LICENSE.txt"):
+        for kind in ("*.py", "*.j2", "*.js", "*.csv.gz", "*-LICENSE.txt"):
             expected |= {f"{name.replace('.', '/')}/{path.name}" for path in folder.glob(kind)}
     expected |= {f"fabricx/{short(path)}" for path in files(ROOT / "conf", "*.yaml")}
     expected.add("fabricx/py.typed")
     packed = {path.relative_to(wheel).as_posix() for path in wheel.rglob("*") if path.is_file()}
-    assert {name for name in packed if ".dist-info/" not in name} == expected
+    assert {name for name in packed if ".dist-info/" not in name and not name.startswith("bin/")} == expected
 
 
 def test_the_wheel_has_one_name_at_the_top(wheel):
     # a project's own `callbacks/` must never meet one of ours
-    assert {path.name for path in wheel.iterdir() if path.suffix != ".dist-info"} == {"fabricx"}
+    assert {path.name for path in wheel.iterdir() if path.suffix != ".dist-info"} == {"fabricx", "bin"}
 
 
 def test_what_is_installed_from_the_wheel_finds_its_plugins(wheel, tmp_path):
@@ -137,6 +149,11 @@ def test_what_is_installed_from_the_wheel_finds_its_plugins(wheel, tmp_path):
         "print(fabricx.__file__)"
     )
     assert python(program, cwd=tmp_path, path=wheel).startswith(str(wheel))
+    command = subprocess.run(
+        [wheel / "bin" / "fabricx", "--version"], env={**os.environ, "PYTHONPATH": str(wheel)}, cwd=tmp_path,
+        capture_output=True, text=True, timeout=100, check=True,
+    )  # fmt: skip
+    assert command.stdout == f"fabricx {PYPROJECT['project']['version']}\n"
 
 
 def test_a_folder_of_that_name_beside_a_script_hides_nothing(tmp_path):
@@ -312,7 +329,7 @@ def test_importing_fabricx_and_training_loads_no_library_that_is_slow_to_import(
         "from fabricx.testing import QUIET, TinyModule, tiny_loader\n"
         "fx.Trainer(max_steps=1, **QUIET).fit(TinyModule(), tiny_loader())\n"
         "import fabricx.lightning, fabricx.loggers.tensorboard; fabricx.loggers.tensorboard.TensorBoardLogger()\n"
-        "slow = {'hydra', 'omegaconf', 'tensorboard', 'sklearn', 'torchmetrics', 'torch.distributed.checkpoint'}\n"
+        "slow = {'hydra', 'omegaconf', 'tensorboard', 'torchmetrics', 'torch.distributed.checkpoint'}\n"
         "slow |= {'lightning', 'pytorch_lightning'}\n"
         "print(*slow & set(sys.modules))"
     )

@@ -37,7 +37,7 @@ from typing import Any, Final, NoReturn
 
 IMPORTED: Final = (
     "torch", "torch.distributed", "torch._dynamo", "torch.optim", "torch.utils.data", "torch.utils.tensorboard",
-    "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.run", "sklearn.datasets", "hydra",
+    "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.run", "hydra",
     "hydra._internal.core_plugins.basic_launcher", "hydra._internal.core_plugins.basic_sweeper", "omegaconf._impl",
     "fabricx.callbacks.model_summary", "fabricx.checkpoint.direct_io", "fabricx.checkpoint.reader",
     "fabricx.checkpoint.writer", "safetensors.torch", "torch.utils.serialization.config", "torchmetrics",

@@ -1,15 +1,29 @@
-"""scikit-learn's handwritten digits: 1,797 images of 8 x 8 pixels in ten classes."""
+"""Handwritten digits: 1,797 images of 8 x 8 pixels in ten classes, in the file `digits.csv.gz`."""
 
 from __future__ import annotations
 
+import gzip
+from importlib import resources
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 
 from fabricx.core.datamodule import DataModule
 from fabricx.core.module import Module
+
+
+def load_digits() -> tuple[Tensor, Tensor]:
+    """Return all images and labels; `digits-LICENSE.txt` names the source.
+
+    Returns:
+        pixels in [0, 1], shape [1797, 64], and labels from 0 to 9, shape [1797].
+    """
+    with resources.files("fabricx.demo").joinpath("digits.csv.gz").open("rb") as file, gzip.open(file) as rows:
+        table = np.loadtxt(rows, delimiter=",", dtype=np.uint8)
+    return torch.tensor(table[:, :-1] / 16, dtype=torch.float32), torch.tensor(table[:, -1], dtype=torch.int64)
 
 
 class DigitsClassifier(Module):
@@ -122,10 +136,7 @@ class DigitsData(DataModule):
         Args:
             stage: "fit", "validate", "test" or "predict".
         """
-        from sklearn.datasets import load_digits
-
-        images, labels = load_digits(return_X_y=True)
-        whole = TensorDataset(torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels))
+        whole = TensorDataset(*load_digits())
         self.parts = [*random_split(whole, [1197, 300, 300], torch.Generator().manual_seed(0))]
 
     def _loader(self, part: int, *, shuffle: bool = False) -> DataLoader[Any]:

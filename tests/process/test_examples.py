@@ -120,7 +120,7 @@ def test_a_project_is_run_by_the_command_too(project):
 def test_an_example_is_short_and_needs_little(path):
     text = path.read_text()
     assert text.count("\n") < 80
-    allowed = {"fabricx", "torch", "sklearn", *sys.stdlib_module_names}
+    allowed = {"fabricx", "torch", *sys.stdlib_module_names}
     if path.parent.name == "exports":
         allowed |= {"wandb", "mlflow", "opentelemetry"}
     if path.name == "llama_tensor.py":
