@@ -347,10 +347,18 @@ class _Workers:
                 self._receive(other, control, ends=False)
 
     def _collect_failures(self) -> None:
-        """Wait for reports of other ranks, because the first report need not be of the first failure."""
+        """Wait for reports of other ranks, because the first report need not be of the first failure.
+
+        Servers do not end after a failure of workers. They are waited for only if workers have merely lost a peer.
+        """
         deadline = time.monotonic() + GATHER_S
-        while self._processes and (remaining := deadline - time.monotonic()) > 0:
+        while self._expects_reports() and (remaining := deadline - time.monotonic()) > 0:
             self._process_events(timeout=remaining)
+
+    def _expects_reports(self) -> bool:
+        if all(failure.secondary for failure in self._failures):
+            return bool(self._processes)
+        return any(self._specs[rank].serve is None for rank in self._processes)
 
     def _first_failure(self) -> WorkerFailed:
         """Return the error to raise: the earliest failure that is not a consequence of another failure."""

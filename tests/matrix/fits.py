@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import fabricx as fx
 from fabricx import checkpoint
@@ -36,7 +37,7 @@ from fabricx.distributed.world import World
 from fabricx.errors import WorkerFailed
 from fabricx.launch.supervisor import run_workers
 from fabricx.parameter_server.worker.unreduced_gradients import GradientElsewhere
-from fabricx.testing import QUIET
+from fabricx.testing import QUIET, cut_links
 from fabricx.trainer import process
 from fabricx.trainer.run_request import Job, check_callbacks, check_job
 from fabricx.trainer.set_up import execute
@@ -48,7 +49,8 @@ EACH_BATCH = {
     "on_before_optimizer_step", "on_train_batch_end",
 }  # fmt: skip
 SERVERS = 2  # that are there for each launch; a cell uses as many as it asks for
-FAILED_S = 15.0  # until another rank has failed, too, or hangs, as it waits for this one
+ALONE_S = 1.0  # until another rank has failed by itself, or else waits for this one: then its links are cut
+FAILED_S = 15.0  # until it has noticed that, or hangs
 CELL_S = 100.0  # a cell takes less than a second, the first compiled one 20 s on busy cores: this is a hang
 
 
@@ -415,6 +417,11 @@ def _together(world: World, number: int, found: Found) -> bool:
     assert world.store is not None
     world.store.set(f"matrix/{number}/{world.rank}", "failed" if _failed(found) else str(bool(found.error)))
     keys = [f"matrix/{number}/{rank}" for rank in range(world.size)]
+    if _failed(found):
+        try:
+            world.store.wait(keys, timedelta(seconds=ALONE_S))
+        except dist.DistError:
+            cut_links()  # as a supervisor does, which ends this rank
     with contextlib.suppress(Exception):
         world.store.wait(keys, timedelta(seconds=FAILED_S if _failed(found) else CELL_S))
         said = {world.store.get(key) for key in keys}

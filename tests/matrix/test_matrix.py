@@ -65,7 +65,7 @@ def refused() -> list[Cell]:
             if one.matches(cell):
                 each = SOAK or not (one.steps or cell.way in MESH_WAYS)
                 found.setdefault((number, cell.way if each else ""), cell)
-    return list(found.values())
+    return list(dict.fromkeys(found.values()))  # a cell may show several refusals
 
 
 @pytest.mark.soak

@@ -30,6 +30,24 @@ def test_links_that_a_failed_rank_has_cut_are_no_failure_of_their_own() -> None:
     assert failures == []  # the Trainer records the error of rank 1
 
 
+@pytest.mark.parametrize(("running", "secondary", "waits"), [(2, False, False), (2, True, True), (1, False, True)])
+def test_servers_are_not_waited_for_when_the_error_of_a_worker_is_its_own(
+    running: int, secondary: bool, waits: bool
+) -> None:
+    workers: Any = object.__new__(_Workers)
+    workers._specs = [SimpleNamespace(serve=serve) for serve in (None, None, print)]
+    workers._failures = [Failure(0, 0.0, "error", "ValueError: refused", None, secondary)]
+    workers._processes, waited = {running: None}, []
+
+    def process_events(timeout: float) -> None:
+        waited.append(timeout)
+        workers._processes.clear()
+
+    workers._process_events = process_events
+    workers._collect_failures()
+    assert bool(waited) is waits
+
+
 class Notes:
     """Controller that records the messages it receives."""
 
