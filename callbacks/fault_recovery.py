@@ -68,8 +68,9 @@ class FaultRecovery(Callback):
     The last line of a recovered run reports the samples and batches that are missing in the weights or were trained
     twice. Samples are counted by gaps and overlaps between the positions of consecutive batches in the data order.
     Global batches are counted by comparing the updates with the data order or, for servers that distribute data to
-    asynchronous workers, the distributed batches with those that each server used. Updates of manual optimization are
-    not counted.
+    asynchronous workers, the distributed batches with those that each server used. Each of these servers also counts
+    which samples its updates contain, independently of the positions and batches from which workers recover, and the
+    count is compared with the data order. Updates of manual optimization are not counted.
 
     Epoch values of metrics logged in `training_step` include each sample in the weights once; asynchronous workers send
     these metrics with their gradients. Metrics that a hook logs after a worker's update are lost if that worker dies
@@ -349,9 +350,13 @@ def _account(trainer: TrainerProtocol, module: Module) -> str:
     lockstep, state, since = trainer.strategy.traits.lockstep, trainer.state, ""
     if not lockstep and not trainer.session.data.train_feed.exact_position:
         return ""  # each rank reads a stream of its own, whose samples are not leased
-    counts: list[tuple[int, str, str]] = [(state.left_out, "sample", "lost"), (state.again, "sample", "trained twice")]
+    left_out, again, dealer = state.left_out, state.again, as_part(trainer.strategy, DealsData).dealer
     if not lockstep:
-        lost, repeated, begun = as_part(trainer.strategy, DealsData).dealer.lost_and_repeated()
+        missing, twice = dealer.samples_lost_and_repeated(state.epoch, state.samples)
+        left_out, again = max(left_out, missing), max(again, twice)
+    counts: list[tuple[int, str, str]] = [(left_out, "sample", "lost"), (again, "sample", "trained twice")]
+    if not lockstep:
+        lost, repeated, begun = dealer.lost_and_repeated()
         counts += [(lost, "batch", "lost"), (repeated, "batch", "trained twice")]
         since = f" since step {begun}" if begun else ""
     else:

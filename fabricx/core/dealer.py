@@ -35,11 +35,12 @@ class Dealer:
 
     # -- leases -------------------------------------------------------------------------------------------------
 
-    def open(self, leases: int) -> None:
+    def open(self, leases: int, data: tuple[int, int, int] | None = None) -> None:
         """Begin a section; every rank calls it.
 
         Args:
             leases: number of leases of the section.
+            data: (epoch, position of the section in its order, items of that order); None for data without an order.
         """
 
     def ask(self, *, wait: bool) -> Any:
@@ -54,6 +55,14 @@ class Dealer:
 
         Args:
             take_logged: returns the metric sums that the lease has logged, which are sent with its gradient.
+        """
+
+    def trains(self, epoch: int, begin: int, end: int) -> None:
+        """Count the samples of a batch, which are sent with its gradient.
+
+        Args:
+            epoch: number of the epoch.
+            begin, end: range of the samples in its order.
         """
 
     @property
@@ -124,6 +133,16 @@ class Dealer:
         Called when all ranks have met and all sections are over.
         """
         return 0, 0, 0
+
+    def samples_lost_and_repeated(self, epoch: int, position: int) -> tuple[int, int]:
+        """Return (samples missing in the weights, samples trained twice), by an account beside the leases.
+
+        Called when all ranks have met and all sections are over.
+
+        Args:
+            epoch, position: end of the training in the data order.
+        """
+        return 0, 0
 
     def position(self) -> Any:
         """Return the state that a worker that joins later needs for `take_position`."""

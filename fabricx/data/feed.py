@@ -36,6 +36,7 @@ class Microbatch:
         part: more microbatches with the same index follow; if `meets`, no lease was trained since the ranks met before.
         idle: ranks without a sample in this microbatch.
         portion: samples of all ranks relative to `planned`.
+        end: position after the last sample of a leased microbatch, in an order of the data; None otherwise.
     """
 
     data: Any
@@ -56,6 +57,7 @@ class Microbatch:
     start: int | None = None
     idle: tuple[int, ...] = ()
     portion: float = 1.0
+    end: int | None = None
 
 
 class Feed(ABC):

@@ -304,14 +304,14 @@ class OrderedFeed(Feed):
         self._picked.count = len(self._cut(items, accumulate))
         while position < items:
             deal = LeasedSection(dealer, position, items, batch, accumulate)
-            dealer.open(deal.plan(section))
+            dealer.open(deal.plan(section), (epoch, position, items))
             while not deal.over:
                 fetches = functools.partial(self._fetches, deal, order)
                 for share, data in deal.taken(self._data(epoch, fetches)):
                     size, whole = sizes(share.end, share.begin), sizes(share.window_end, share.window_begin)
                     yield Microbatch(
                         data, share.begin // (batch * dealer.planned), size, size / whole,
-                        share.opens, share.closes, False, share.planned, apart=True,
+                        share.opens, share.closes, False, share.planned, apart=True, begin=share.begin, end=share.end,
                     )  # fmt: skip
             start, position = position, deal.end
             index = -(-position // (batch * dealer.planned)) - 1

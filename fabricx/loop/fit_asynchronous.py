@@ -61,6 +61,8 @@ def _train_batch(session: Session, micro: Microbatch) -> None:
     hooks, index = session.hooks, micro.index
     if micro.opens:
         _begin_lease(session)
+    if micro.end is not None:
+        session.dealer.trains(session.state.epoch, micro.begin, micro.end)
     session.batch.asynchronous = True
     batch = begin_batch(session, micro)
     for hook in hooks.on_train_batch_start:

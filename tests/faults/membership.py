@@ -18,7 +18,7 @@ from fabricx.distributed.generations import membership
 from fabricx.launch.resize import request_workers
 from fabricx.strategies import DDP, FSDP, AsyncSGD, ParameterServer, Reproducible
 from fabricx.testing import QUIET, Ledger, kill
-from tests.faults.running import BATCH, EPOCHS, Samples
+from tests.faults.running import BATCH, EPOCHS, Accounts, Samples, account_of
 
 UNEVEN: Final = 41  # samples: of 3 ranks, the last has no sample of the last batch
 STRATEGIES: Final[dict[str, Callable[[], Any]]] = {
@@ -114,7 +114,7 @@ def judge(seed: int, folder: Path) -> list[str]:
         every_n_train_steps=draws.choice([None, 2]),
     )  # fmt: skip
     samples = UNEVEN + 7 if name in EVEN else UNEVEN
-    callbacks = [*faults, Late(seed), Resizes(requests), recovery]
+    callbacks = [*faults, Late(seed), Resizes(requests), Accounts(folder), recovery]
     with contextlib.chdir(folder):
         module, trainer = fit(STRATEGIES[name](), devices, samples, folder / "run", callbacks)
     found, wrong = module.entries.detach(), []
@@ -135,5 +135,6 @@ def judge(seed: int, folder: Path) -> list[str]:
         for number, (a, b) in enumerate(zip(found, due, strict=True))
         if abs(a - b) > 1e-4
     ]
+    wrong += account_of(folder)
     told = f"{name}, {devices} ranks, requests {requests}, {[(f.rank, f.moment, f.step) for f in faults]}"
     return [f"{told}; {trainer.failures}: {'; '.join(wrong)}"] if wrong else []

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 import fabricx as fx
 from fabricx import checkpoint
-from fabricx.callbacks import FaultRecovery, ModelCheckpoint
+from fabricx.callbacks import FaultRecovery, ModelCheckpoint, fault_recovery
 from fabricx.checkpoint import sharded_tensors
 from fabricx.checkpoint.writer import Writer
 from fabricx.errors import WorkerFailed
@@ -190,6 +190,27 @@ class Happens(fx.Callback):
             _happen(cell, self.folder)
 
 
+class Accounts(fx.Callback):
+    """Writes what the last line of a recovered run says of its samples.
+
+    Args:
+        folder: the text is written there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "account"
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        if trainer.is_global_zero:
+            self.path.write_text(fault_recovery._account(trainer, module))
+
+
+def account_of(folder: Path) -> list[str]:
+    """Return what the account of a run says of lost samples, and of samples that were trained twice."""
+    said = (folder / "account").read_text()
+    return [] if said.startswith(", 0 samples lost") else [f"its account says {said!r}"]
+
+
 def _happen(cell: Cell, folder: Path) -> None:
     """Let the fault of a cell happen to its process; called in the worker that is hit, or in worker 0."""
     if cell.fault in EXCEPTIONS:
@@ -274,7 +295,8 @@ def fit(cell: Cell, folder: Path, *, calm: bool, resume: bool = False) -> tuple[
     elastic: Any = {"deterministic": "elastic"} if cell.way == "reproducible" else {}
     trainer = fx.Trainer(
         devices=RANKS, strategy=WAYS[cell.way](), max_epochs=EPOCHS, default_root_dir=folder,
-        callbacks=[*hooks, *faults, saver, recovery], **{**QUIET, "enable_checkpointing": True}, **elastic,
+        callbacks=[*hooks, *faults, saver, Accounts(folder), recovery],
+        **{**QUIET, "enable_checkpointing": True}, **elastic,
     )  # fmt: skip
     loads = cell.process == "loader"
     data = Samples(folder / "happened" if loads and not calm else None, cell.fault)
@@ -323,7 +345,7 @@ def judge(cell: Cell, folder: Path, calm: Path) -> list[str]:
     left = [f"a folder was left: {path.name}" for path in (folder / "tmp").glob("*")]  # a new run removes old ones
     begun_anew = cell.outside and cell.fault == "kill" and trainer.state.attempt == 0  # nothing was there to resume
     checkpoints = [] if begun_anew else _checkpoints(saver, folder)
-    return [*left, *_weights(cell, module, calm), *checkpoints, *_counts(cell, trainer)]
+    return [*left, *_weights(cell, module, calm), *account_of(folder), *checkpoints, *_counts(cell, trainer)]
 
 
 def _may_fail(cell: Cell, folder: Path, error: WorkerFailed) -> bool:

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 
 import fabricx as fx
 from fabricx import checkpoint
-from fabricx.callbacks import ModelCheckpoint
+from fabricx.callbacks import ModelCheckpoint, fault_recovery
+from fabricx.core.strategy_parts import DealsData, as_part
 from fabricx.errors import WorkerFailed
 from fabricx.strategies import DDP, AsyncSGD, ParameterServer, Single
 from fabricx.testing import QUIET, LayeredModule, SavesAtEnd, assert_same_state, run_ranks
@@ -111,6 +112,46 @@ def test_late_gradients_are_dropped_and_their_samples_trained_by_others(limit: A
         assert counts.updates == 33
         assert sum(counts.staleness.values()) == 3 * 22
     assert float(trainer.callback_metrics["val"]) < 4.0  # 11 at the beginning
+
+
+class Accounted(Recorded):
+    """Notes the accounts of samples at the end; by a wrong position, the second epoch begins beyond some samples."""
+
+    def __init__(self, skips: int = 0) -> None:
+        super().__init__()
+        self.skips, self.account, self.by_leases, self.by_position = skips, "", (0, 0, 0), (0, 0)
+
+    def on_train_epoch_start(self) -> None:
+        if self.trainer.current_epoch == 1:
+            self.trainer.state.samples = self.skips
+
+    def on_train_end(self) -> None:
+        state, strategy = self.trainer.state, as_part(self.trainer.strategy, DealsData)
+        self.account = fault_recovery._account(self.trainer, self)
+        self.by_leases, self.by_position = strategy.dealer.lost_and_repeated(), (state.left_out, state.again)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        (AsyncSGD(servers=2), {"val_check_interval": 1}),
+        (AsyncSGD(every=3, outer="sum"), {"accumulate_grad_batches": 2, "batch": 3}),
+        (AsyncSGD(max_staleness=1, bound="clock"), {"max_steps": 5, "max_epochs": -1}),
+        (ParameterServer(mode="bounded", servers=2), {"max_steps": 3, "limit_train_batches": 0.9}),
+        (ParameterServer(backup_workers=1), {"batch": 2, "limit_train_batches": 4}),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_servers_count_each_sample_once(strategy: Any, options: dict[str, Any]) -> None:
+    assert train(strategy, module=Accounted(), **options)[0].account == ", 0 samples lost"
+
+
+@pytest.mark.parametrize("mode", ["async", "bounded"])
+def test_samples_that_no_rank_has_trained_are_missed_where_positions_and_leases_agree(mode: Any) -> None:
+    module, _ = train(ParameterServer(mode=mode), module=Accounted(skips=24))
+    assert module.by_leases == (0, 0, 0)
+    assert module.by_position == (0, 0)
+    assert module.account.startswith(", 24 samples lost: ")
 
 
 def test_one_worker_beside_a_late_one_is_a_single_process() -> None:

@@ -119,7 +119,9 @@ class EachGradient(Aggregation):
             gradient = self.shard.compensate(part.worker, part.gradient, staleness)
             damps = settings.damp or (too_old and settings.on_stale == "damp")
             self.count(part)
-            self.shard.update(gradient, push.groups, damping(staleness) if damps else 1.0)
+            self.shard.update(gradient, push.groups, push.samples, damping(staleness) if damps else 1.0)
+        else:
+            self.shard.samples.add(push.samples)
         self.ledger.use(push.leases)
         self.ledger.done(push.leases)
         return True
@@ -170,8 +172,9 @@ class _Batches(Aggregation):
             self.ledger.use(part.push.leases)
         for part in full:
             self.count(part)
+        samples = [span for part in parts.values() for span in part.push.samples]
         if not full and not self.shard.sums:
-            self.shard.skip_update()
+            self.shard.skip_update(samples)
             return
         gradient = self.add_parts(parts) if total is None else total
         if full:
@@ -181,7 +184,7 @@ class _Batches(Aggregation):
             for kind, pieces, limit in newest.clips:
                 clip(gradient.dense, kind, self.shard.spans(pieces), limit)
             groups = groups or newest.groups
-        self.shard.update(gradient, groups)
+        self.shard.update(gradient, groups, samples)
 
 
 @final

@@ -220,6 +220,7 @@ READABLE: Final[Mapping[str, Callable[[ServerState, Tell], Any]]] = {
     "average": lambda state, message: state.shard.average,
     "lost": lambda state, message: state.shard.lost,
     "counts": lambda state, message: state.counts,
+    "samples": lambda state, message: state.shard.samples,
     "logged": lambda state, message: state.ledger.logged.of(message.section),
 }
 

@@ -12,6 +12,7 @@ from fabricx.core.averaging import AverageRule, FlatAverage
 from fabricx.distributed.codecs import make_codec
 from fabricx.parameter_server.gradients import Gradient
 from fabricx.parameter_server.optimizer_parts import ServerOptimizers
+from fabricx.parameter_server.sample_ledger import SampleLedger, Span
 from fabricx.parameter_server.server.replies import Replies
 from fabricx.parameter_server.server.update_rule import Correction, make_rule
 from fabricx.parameter_server.wire.messages import Begin, Counts, Groups, Pull, Push, Reply
@@ -31,6 +32,7 @@ class ModelShard:
         version: number of updates.
         trained: number of leases in the weights.
         skipped: versions without an update of the weights, because no worker had a gradient for the global batch.
+        samples: samples in the weights.
         sums: the server only sums, and workers step.
         copies_gradients: `decode` returns new memory; otherwise views of the worker's vector.
     """
@@ -39,6 +41,7 @@ class ModelShard:
         self.begun, self.settings = begin, begin.settings
         self.version = self.trained = begin.version
         self.skipped = 0
+        self.samples = SampleLedger()
         self._counts = counts
         self._rule = make_rule(begin)
         self._replies = Replies(begin)
@@ -101,15 +104,19 @@ class ModelShard:
 
     # -- updates --------------------------------------------------------------------------------------------------
 
-    def update(self, gradient: Gradient, groups: Groups | None, factor: float = 1.0) -> None:
+    def update(
+        self, gradient: Gradient, groups: Groups | None, samples: Iterable[Span], factor: float = 1.0
+    ) -> None:  # fmt: skip
         """Make an update.
 
         Args:
             gradient: gradient of this part.
             groups: hyperparameters of the workers; None for no change.
+            samples: samples of the gradient; see `Push`.
             factor: fraction of the weights' change to apply.
         """
         self._rule.update(gradient, groups, factor)
+        self.samples.add(samples)
         self.version += 1
         self._counts.updates += 1
         if self._average is not None:
@@ -117,8 +124,13 @@ class ModelShard:
         for table, rows in self._rule.moved_rows(gradient).items():
             self._replies.changed.note(table, rows, self.version)
 
-    def skip_update(self) -> None:
-        """Count a version without an update of the weights."""
+    def skip_update(self, samples: Iterable[Span]) -> None:
+        """Count a version without an update of the weights.
+
+        Args:
+            samples: samples without a gradient; see `Push`.
+        """
+        self.samples.add(samples)
         self.version += 1
         self.skipped += 1
 

@@ -77,6 +77,8 @@ class ServerState:
             single=bool(settings.backup),
         )  # fmt: skip
         self.ledger.open(leases)
+        if message.data is not None:
+            shard.samples.open(*message.data)
         if message.section <= self._closed:
             self.ledger.close()
 

@@ -111,12 +111,19 @@ class Begin:
 
 @dataclass(slots=True)
 class Open:
-    """Begin a section of `count` leases for these workers, at the version of the weights."""
+    """Begin a section of `count` leases for these workers, at the version of the weights.
+
+    Attributes:
+        section, count, version, workers: see above.
+        data: (epoch, position, items): the section begins at this position of an order with so many items; None for
+            data without an order.
+    """
 
     section: int
     count: int
     version: int = 0
     workers: tuple[int, ...] | None = None
+    data: tuple[int, int, int] | None = None
 
 
 @dataclass(slots=True)
@@ -182,6 +189,7 @@ class Push:
         confirm: send a reply when the message was processed.
         logged: metric sums (`merge_sums`) that the leases have logged, and sums that hooks have logged between this
             worker's previous push and this one; each counts if the server that deals leases uses the gradient.
+        samples: (epoch, begin, end) in the data order of the batches that this worker has trained for the gradient.
     """
 
     clock: int
@@ -197,6 +205,7 @@ class Push:
     clips: Sequence[tuple[str, Sequence[int], float]] = ()
     confirm: bool = False
     logged: tuple[dict[str, Any], dict[str, Any]] | None = None
+    samples: Sequence[tuple[int, int, int]] = ()
 
 
 @dataclass(slots=True)
@@ -246,11 +255,11 @@ class Tell:
     Attributes:
         what: "optimizers" (`ServerOptimizers`), "velocity" of the outer optimizer, the server's "weights", their moving
             "average" (values, steps since its begin; or None), the error feedback "lost" of compressed sums, "counts",
-            or metric sums "logged" in a section.
+            the "samples" in the weights (`SampleLedger`), or metric sums "logged" in a section.
         section: the newest section or its predecessor, for "logged".
     """
 
-    what: Literal["optimizers", "velocity", "weights", "average", "lost", "counts", "logged"]
+    what: Literal["optimizers", "velocity", "weights", "average", "lost", "counts", "samples", "logged"]
     section: int = -1
 
 

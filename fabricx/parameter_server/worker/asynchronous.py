@@ -176,7 +176,7 @@ class Asynchronous(WorkerProtocol[Client]):
             return numbers.version - numbers.skipped
         push = Push(
             lease.clock, lease.parts, (lease.lease,), share=lease.share, groups=self.groups(),
-            logged=leases.logged_sums(),
+            logged=leases.logged_sums(), samples=leases.take_samples(),
         )  # fmt: skip
         gradients = self.gradients.all() if stepped else []
         leases.dropped = not self.exchange.push(gradients, push, clips=clips, answered=self.may_drop)

@@ -26,17 +26,18 @@ class LeaseDealer(LeaseState, Dealer):
 
     # -- sections -------------------------------------------------------------------------------------------------
 
-    def open(self, leases: int) -> None:
+    def open(self, leases: int, data: tuple[int, int, int] | None = None) -> None:
         """Begin a section; every worker calls it.
 
         Args:
             leases: number of leases.
+            data: see `Open`.
         """
         self.section += 1
         self.within_section = True
         self._protocol.has_whole_weights = False
         version = self._protocol.numbers.version
-        self._protocol.exchange.leases.open(self.section, leases, version, self.workers)
+        self._protocol.exchange.leases.open(self.section, leases, version, self.workers, data)
 
     def ask(self, *, wait: bool) -> Granted:
         """Request the next lease.
@@ -78,6 +79,15 @@ class LeaseDealer(LeaseState, Dealer):
         dealt = servers[0].dealt
         lost = max(dealt - server.used for server in servers)
         return max(0, lost), max(server.repeated for server in servers), servers[0].begun
+
+    def samples_lost_and_repeated(self, epoch: int, position: int) -> tuple[int, int]:
+        """Return (samples missing in the weights, samples trained twice): the maximum over servers.
+
+        Args:
+            epoch, position: end of the training in the data order.
+        """
+        counts = [ledger.lost_and_repeated(epoch, position) for ledger in self._protocol.exchange.remote.samples()]
+        return max(lost for lost, _ in counts), max(repeated for _, repeated in counts)
 
     # -- the present lease ----------------------------------------------------------------------------------------
 

@@ -22,7 +22,9 @@ class LeaseRequests:
     def __init__(self, servers: Servers, statistics: ExchangeStatistics) -> None:
         self._servers, self._statistics = servers, statistics
 
-    def open(self, section: int, leases: int, version: int, workers: tuple[int, ...]) -> None:
+    def open(
+        self, section: int, leases: int, version: int, workers: tuple[int, ...], data: tuple[int, int, int] | None
+    ) -> None:  # fmt: skip
         """Begin a section of the data; every worker calls it.
 
         Args:
@@ -30,9 +32,10 @@ class LeaseRequests:
             leases: number of leases.
             version: present version of the weights.
             workers: numbers of the workers.
+            data: see `Open`.
         """
         for number in range(len(self._servers.shards)):
-            self._servers.notify(number, Open(section, leases, version, workers))
+            self._servers.notify(number, Open(section, leases, version, workers, data))
 
     def ask(self, section: int, *, wait: bool) -> Granted:
         """Request this worker's next lease.

@@ -33,6 +33,7 @@ class LeaseState:
         self.keeps_state = False
         self._take_logged: Callable[[], dict[str, Any]] = dict
         self._logged_after: dict[str, Any] = {}  # metric sums that hooks have logged since the newest push
+        self._samples: list[tuple[int, int, int]] = []  # trained since the newest push
 
     def log_with(self, take_logged: Callable[[], dict[str, Any]], *, new_update: bool) -> None:
         """Use a source of metric sums for the present lease.
@@ -50,6 +51,20 @@ class LeaseState:
         after, self._logged_after = self._logged_after, {}
         return self._take_logged(), after
 
+    def trains(self, epoch: int, begin: int, end: int) -> None:
+        """Count the samples of a batch, which are sent with its gradient.
+
+        Args:
+            epoch: number of the epoch.
+            begin, end: range of the samples in its order.
+        """
+        self._samples.append((epoch, begin, end))
+
+    def take_samples(self) -> list[tuple[int, int, int]]:
+        """Return the samples for the next push; see `Push`."""
+        samples, self._samples = self._samples, []
+        return samples
+
     def end(self) -> None:
         """Release the source of metric sums."""
-        self._take_logged, self._logged_after = dict, {}
+        self._take_logged, self._logged_after, self._samples = dict, {}, []

@@ -134,7 +134,8 @@ class LocalRounds(Asynchronous):
         else:
             moved = torch._foreach_sub(self._base, [parameter.detach() for parameter in self.parameters])
             self._stale = True
-        push = Push(0, 1, tuple(self._leases), logged=self.leases.logged_sums())
+        leases = self.leases
+        push = Push(0, 1, tuple(self._leases), logged=leases.logged_sums(), samples=leases.take_samples())
         self.leases.dropped = not self.exchange.push(list(moved), push, answered=self.may_drop)
         self._trained += len(self._leases)
         self._leases = []

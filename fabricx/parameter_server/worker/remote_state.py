@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fabricx.core.averaging import AverageRule
 from fabricx.parameter_server.optimizer_parts import ServerOptimizers, flat_part, part_of
+from fabricx.parameter_server.sample_ledger import SampleLedger
 from fabricx.parameter_server.wire.messages import Average, Counts, Tell
 from fabricx.parameter_server.wire.partition import Shard
 
@@ -70,7 +71,13 @@ class RemoteState:
         """Return the statistics of each server: updates, staleness, dropped gradients."""
         return self._tell("counts")
 
-    def _tell(self, what: Literal["optimizers", "velocity", "weights", "average", "lost", "counts"]) -> list[Any]:
+    def samples(self) -> list[SampleLedger]:
+        """Return the account of each server of the samples in its weights."""
+        return self._tell("samples")
+
+    def _tell(
+        self, what: Literal["optimizers", "velocity", "weights", "average", "lost", "counts", "samples"]
+    ) -> list[Any]:  # fmt: skip
         return [self._request(number, Tell(what)).content for number in range(len(self._shards))]
 
     def _by_parameter(self, vectors: Sequence[Tensor]) -> list[Tensor]:

@@ -157,7 +157,8 @@ def test_the_last_line_counts_what_each_server_has_used(second: tuple[int, ...])
         servers[1].state.ledger._received = LeaseSet()  # disables the detection of repeated gradients
         servers[1].handle(0, Push(0, 1, (lease,), True), empty, empty)
     protocol = Asynchronous(begun.settings)
-    remote = SimpleNamespace(counts=lambda: [server.counts for server in servers])
+    samples = [server.state.shard.samples for server in servers]  # these pushes name none
+    remote = SimpleNamespace(counts=lambda: [server.counts for server in servers], samples=lambda: samples)
     protocol._exchange = SimpleNamespace(remote=remote)  # type: ignore[assignment]
     apart = LeaseDealer(protocol)
     said = account(dealer=apart)

@@ -91,13 +91,14 @@ def test_ranks_whose_samplers_differ_are_told_so(monkeypatch: pytest.MonkeyPatch
 
 
 def test_ranks_that_meet_without_a_lease_are_in_the_middle_of_a_batch() -> None:
-    counts = iter([0, 2, 0, 1])  # leases that are granted in each section
+    counts, opened = iter([0, 2, 0, 1]), []  # leases that are granted in each section
 
     class Grants(Dealer):
         planned = 1
 
-        def open(self, leases: int) -> None:
+        def open(self, leases: int, data: Any = None) -> None:
             self.count, self.next = next(counts), 0
+            opened.append(data)
 
         def ask(self, *, wait: bool) -> Any:
             lease = self.next if self.next < self.count else None
@@ -105,6 +106,8 @@ def test_ranks_that_meet_without_a_lease_are_in_the_middle_of_a_batch() -> None:
             return Granted(lease, over=lease is None, count=self.count)
 
     feed = make_feed(DataLoader(range(12), 4), World(rank=0, size=1), seed=5)
-    micros = feed.leased(Grants(), lambda done, left: 9, 0)
+    micros = list(feed.leased(Grants(), lambda done, left: 9, 0))
     meetings = [(micro.done, micro.part, micro.last) for micro in micros if micro.meets]
     assert meetings == [(0, True, False), (2, False, False), (2, True, False), (3, False, True)]
+    assert [(micro.begin, micro.end) for micro in micros if not micro.meets] == [(0, 4), (4, 8), (8, 12)]
+    assert opened == [(0, position, 12) for position in (0, 0, 8, 8)]

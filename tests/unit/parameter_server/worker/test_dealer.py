@@ -93,10 +93,10 @@ def test_a_turn_is_taken_where_the_number_of_the_update_depends_on_others(
 def test_a_section_begins_at_the_version_that_the_worker_knows() -> None:
     leases, protocol, requests = dealer()
     leases.workers, protocol.numbers.version, protocol.has_whole_weights = (0, 3), 5, True
-    leases.open(12)
+    leases.open(12, (1, 4, 40))
     assert leases.within_section  # until the ranks meet
     leases.let_all_meet()
-    assert requests.calls == [("open", 0, 12, 5, (0, 3)), ("close", 0), ("close", 1)]
+    assert requests.calls == [("open", 0, 12, 5, (0, 3), (1, 4, 40)), ("close", 0), ("close", 1)]
     assert not protocol.has_whole_weights
 
 
