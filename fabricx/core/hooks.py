@@ -136,15 +136,16 @@ def overrides(obj: object, name: str, contract: type) -> bool:
     (True, False)
     """
     if name in vars(obj):
-        return True  # an attribute of the instance, such as a mock
+        return callable(vars(obj)[name])  # such as a mock; a value hides the hook
     return getattr(type(obj), name, None) is not getattr(contract, name, None)
 
 
 def check_hooks(obj: object) -> None:
     """Refuse an object with a method that looks like a hook and would never be called, or not with its parameters.
 
-    A method with a name similar to one that is called is a warning, if the object lacks that one. A method that another
-    method of the object calls needs no hook of its name; a hook of Lightning 1 must be called by its successor.
+    A value in the place of a hook is a warning, and so is a method with a name similar to one that is called, if the
+    object lacks that one. A method that another method of the object calls needs no hook of its name; a hook of
+    Lightning 1 must be called by its successor.
 
     Args:
         obj: module, data module or callback.
@@ -153,6 +154,13 @@ def check_hooks(obj: object) -> None:
         ValueError: names the method, and the nearest hook or the successor of a hook of Lightning 1.
     """
     contract, known, former = _contract_of(obj)
+    for name in sorted(known & vars(obj).keys()):
+        if not callable(vars(obj)[name]):
+            warnings.warn(
+                f"{type(obj).__name__}.{name} is a value, {vars(obj)[name]!r}: the hook {name} is not called; rename "
+                "the attribute if there is a method of this name",
+                stacklevel=4,
+            )
     for cls in type(obj).__mro__:
         if cls.__module__.partition(".")[0] in _LIGHTNING or cls is contract:  # has hooks that fabricx replaces
             continue
@@ -196,7 +204,7 @@ def _why_unknown(name: str, known: Collection[str]) -> str:
     return f"there is no hook of that name.{hint}\n  names that begin with 'on_' are for hooks; rename other methods"
 
 
-def _contract_of(obj: object) -> tuple[type, Collection[str], Mapping[str, str]]:
+def _contract_of(obj: object) -> tuple[type, frozenset[str], Mapping[str, str]]:
     """Return the class with the defaults of an object's hooks, the names of its hooks, and those of former hooks."""
     if isinstance(obj, Callback):
         return Callback, CALLBACK_HOOKS, FORMER_HOOKS

@@ -440,6 +440,16 @@ def batch_weight(module: Module, batch: Any) -> float:
     return weight
 
 
+class _Newest:
+    """Another name of an attribute, which projects read in Lightning's class; a value of the object has precedence."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, module: Any, owner: type | None = None) -> Any:
+        return self if module is None else getattr(module, self._name)
+
+
 class LightningModule(Module):
     """A module with the defaults of Lightning's class of this name: its checkpoints are single files.
 
@@ -449,3 +459,4 @@ class LightningModule(Module):
 
     CHECKPOINT_HYPER_PARAMS_KEY = "hyper_parameters"
     single_file_checkpoints = True
+    _device, _dtype = _Newest("device"), _Newest("dtype")

@@ -80,11 +80,11 @@ def end_epoch(session: Session) -> None:
             "self.manual_backward(loss) and optimizer.step()",
         )
     session.fault_tolerance.before_publishing()
-    session.metrics.publish_epoch()
+    session.metrics.publish_epoch(ended=False)
     session.metrics.log_measured()
     call(session.hooks.train_epoch_end_others)
     session.fault_tolerance.after_publishing()
-    session.metrics.publish_epoch()  # values that the hooks have logged
+    session.metrics.publish_epoch(ended=True)  # values that the hooks have logged
 
 
 def repeated_hooks(repeated: int) -> AbstractContextManager[None]:

@@ -46,6 +46,7 @@ def evaluate(session: Session, phase: Phase, feeds: Sequence[Feed]) -> list[dict
                 _evaluate_batches(session, word, number, feed)
             logbook.loader = None
             session.strategy.synchronize()
+            session.metrics.publish_evaluated_steps()
             _call(session, f"on_{word}_epoch_end")
             if phase is Phase.VALIDATE:
                 session.fault_tolerance.after_validation_steps()

@@ -186,6 +186,7 @@ class Metrics:
     Attributes:
         series: series by name.
         objects: torchmetrics objects with their series, by name.
+        computed: metric objects whose values of the epoch are published, and that are not reset yet.
         shared: sums of the epoch that are equal on all ranks, in addition to the ranks' own; see `merge_sums`.
         counts_shared: this rank contributes `shared` to the reduction; exactly one rank does.
     """
@@ -205,6 +206,7 @@ class Metrics:
         self._device = device
         self.series: dict[str, Series] = {}
         self.objects: dict[str, tuple[Any, Series]] = {}
+        self.computed: list[Any] = []
         self.shared: dict[str, Any] = {}
         self.counts_shared = True
 

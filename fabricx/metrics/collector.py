@@ -35,6 +35,7 @@ class Logbook:
         batches: number of batches in this epoch or evaluation.
         idle: this rank had no sample of the newest manual batch.
         logs_batches: a name is logged with `on_step`.
+        published: values of the evaluation's steps.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Logbook:
         self._batch = 0  # number of this rank's batch in the epoch, from 1; 0 between two batches
         self.idle = False
         self.logs_batches = False
+        self.published: dict[str, Tensor] = {}
         self._silent = mute
         self._reports = strategy.world.reports  # else another stage of a pipeline has the outputs of the step
         self._mute = mute or not self._reports
@@ -267,15 +269,23 @@ class Logbook:
                 values[name] = torch.as_tensor(latest)
         return values
 
-    def epoch_values(self) -> dict[str, Tensor]:
-        """Return the values of the epoch, reduced over ranks, and reset them; every rank calls it in the same step."""
+    def epoch_values(self, *, ended: bool) -> dict[str, Tensor]:
+        """Return the values since the last call, reduced over ranks; every rank calls it in the same step.
+
+        Args:
+            ended: reset the metric objects: the hooks at the end of the epoch, which may compute them, have run.
+        """
         metrics = self.metrics
         values = metrics.joined(metrics.due(epoch=True), epoch=True, batches=self._had)
         for name, (metric, series) in metrics.objects.items():
             if series.on_epoch:
                 values[name] = torch.as_tensor(metric.compute())  # a collective of torchmetrics
-                metric.reset()
+                metrics.computed.append(metric)
         metrics.forget_epoch()
+        if ended:
+            for metric in metrics.computed:
+                metric.reset()
+            metrics.computed.clear()
         return values
 
     def local_values(self, step: int) -> dict[str, Any]:

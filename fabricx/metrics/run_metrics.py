@@ -195,12 +195,16 @@ class RunMetrics:
         """Publish the values of the latest weight update to callbacks; every rank calls it in the same step."""
         self.published.take(self.logbook.step_values(self._step_of_values()), self.logbook, epoch=False)
 
-    def publish_epoch(self) -> None:
-        """Publish the values of the training epoch to callbacks and loggers; every rank calls it."""
+    def publish_epoch(self, *, ended: bool) -> None:
+        """Publish the values of the training epoch to callbacks and loggers; every rank calls it.
+
+        Args:
+            ended: the hooks at the end of the epoch have run.
+        """
         if self.published.open:
             self.publish_step()
             self.published.open = False
-        values = self.logbook.epoch_values()
+        values = self.logbook.epoch_values(ended=ended)
         self.published.take(values, self.logbook, epoch=True)
         self._to_loggers(values, epoch=True)
 
@@ -222,8 +226,13 @@ class RunMetrics:
             before = self._state.evaluated if self._state.phase is Phase.VALIDATE else 0
             self._to_loggers(values, epoch=False, step=before + logbook.batches)
 
+    def publish_evaluated_steps(self) -> None:
+        """Publish the values of an evaluation's steps to the hooks at its end; every rank calls it."""
+        self.logbook.published = self.logbook.epoch_values(ended=False)
+        self.published.take(self.logbook.published, self.logbook, epoch=True)
+
     def publish_evaluation(self, loaders: int) -> list[dict[str, float]]:
-        """Publish the values of an evaluation; every rank calls it.
+        """Publish the values of an evaluation after its hooks, which may have logged more; every rank calls it.
 
         Args:
             loaders: number of loaders.
@@ -232,8 +241,9 @@ class RunMetrics:
             Values by name, for each loader.
         """
         logbook = self.logbook
-        values = logbook.epoch_values()
-        self.published.take(values, logbook, epoch=True)
+        added = logbook.epoch_values(ended=True)
+        self.published.take(added, logbook, epoch=True)
+        values = {**logbook.published, **added}
         if self._state.phase is not Phase.SANITY:
             self._to_loggers(values, epoch=True)
         results: list[dict[str, float]] = [{} for _ in range(max(1, loaders))]

@@ -46,7 +46,8 @@ class RankState:
         sums = metrics.training.metrics
         self._sums, self._shared = sums.sums(), sums.shared if sums.counts_shared else {}
         objects = metric_objects(module) if objects is None else objects
-        self._objects = {name: states_of(metric) for name, metric in objects.items()}
+        computed = {id(metric) for metric in sums.computed}  # begin the next epoch without a state
+        self._objects = {name: states_of(metric) for name, metric in objects.items() if id(metric) not in computed}
         self._logged = _logged_objects(metrics, objects) if objects else {}
         self._position = data.train_feed.state_dict()
         self._latest = sums.latest()
@@ -157,6 +158,7 @@ def restore_rank_states(
     states = ranks if merges else [ranks[rank]] if rank is not None and world.reports else []
     sums = metrics.training.metrics
     sums.forget_epoch()
+    sums.computed.clear()
     sums.set_latest({})  # also on a rank without a state: its values are on the main rank, or of an interrupted batch
     for saved in states:
         sums.add_sums(saved["sums"])

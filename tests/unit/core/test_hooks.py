@@ -62,6 +62,22 @@ def test_a_method_of_an_instance_is_a_hook_too() -> None:
     assert seen == ["called"]
 
 
+def test_a_value_in_the_place_of_a_hook_is_a_warning_and_is_not_called(quiet: dict[str, Any]) -> None:
+    class Flags(TinyModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.setup: Any = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.setup = True
+            return super().training_step(batch, batch_idx)
+
+    module = Flags()
+    with pytest.warns(UserWarning, match=r"Flags.setup is a value, False: the hook setup is not called"):
+        fx.Trainer(max_steps=1, **quiet).fit(module, tiny_loader())
+    assert module.setup is True
+
+
 def test_callbacks_that_save_run_after_those_that_decide() -> None:
     class Decides(Callback):
         watches_metrics = True

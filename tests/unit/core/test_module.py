@@ -49,6 +49,14 @@ def test_device_and_type_are_those_of_the_weights() -> None:
     assert (module.device, module.dtype) == (torch.device("meta"), torch.float16)
 
 
+def test_private_names_of_device_and_type_are_those_of_lightning_unless_the_module_has_its_own() -> None:
+    module = fx.LightningModule()
+    module.layer = torch.nn.Linear(1, 1, dtype=torch.float64)
+    assert (module._device, module._dtype) == (torch.device("cpu"), torch.float64)
+    module._device = "mine"  # type: ignore[assignment]
+    assert (module._device, module.device) == ("mine", torch.device("cpu"))
+
+
 def test_a_toggled_optimizer_is_the_only_one_that_trains_and_frozen_weights_stay_frozen() -> None:
     module = TinyModule()
     module.other = nn.Linear(1, 1)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torchmetrics
 
 import fabricx as fx
 from fabricx.core.logger import Logger
@@ -143,3 +144,67 @@ def test_a_hook_between_batches_has_no_step_to_log(hook: str, quiet: dict[str, A
     setattr(Between, hook, lambda self: self.log("x", 1.0, on_step=True))
     with pytest.raises(ValueError, match=r"'x'.*was called between two batches.*: remove on_step=True"):
         fx.Trainer(max_epochs=1, **quiet).fit(Between(), tiny_loader(8, 4), tiny_loader(4, 4))
+
+
+class _ReadsAtEnds(TinyModule):
+    """Reads values and metric objects in the hooks at the end of epochs, and logs a further value in each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean, self.train_mean = torchmetrics.MeanMetric(), torchmetrics.MeanMetric()
+        self.seen: list[tuple[str, float, float]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.train_mean(float(batch_idx + 10 * self.current_epoch))
+        self.log("train_mean", self.train_mean, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.mean(float(batch_idx + 10 * self.current_epoch))
+        self.log("mean", self.mean)
+        self.log("same", float(batch_idx + 10 * self.current_epoch))
+
+    test_step = validation_step
+
+    def _note(self, hook: str, name: str, metric: Any) -> None:
+        self.seen.append((hook, float(self.trainer.callback_metrics[name]), float(metric.compute())))
+        self.log(f"{hook}_end", self.seen[-1][1])
+
+    def on_train_epoch_end(self) -> None:
+        self._note("train", "train_mean", self.train_mean)
+
+    def on_validation_epoch_end(self) -> None:
+        self._note("val", "same", self.mean)
+
+    def on_test_epoch_end(self) -> None:
+        self._note("test", "mean", self.mean)
+
+
+def test_hooks_at_the_end_of_an_epoch_read_its_values_and_its_metric_objects(quiet: dict[str, Any]) -> None:
+    module, keeps = _ReadsAtEnds(), Keeps()
+    trainer = fx.Trainer(max_epochs=2, **{**quiet, "logger": keeps, "num_sanity_val_steps": 0})
+    trainer.fit(module, tiny_loader(12, 4), tiny_loader(12, 4))
+    epochs = [("val", 1.0, 1.0), ("train", 1.0, 1.0), ("val", 11.0, 11.0), ("train", 11.0, 11.0)]
+    assert module.seen == epochs  # each object is reset after the hooks
+    assert {k: float(v) for k, v in trainer.callback_metrics.items() if k.endswith("_end")} == {
+        "val_end": 11.0, "train_end": 11.0,
+    }  # fmt: skip
+    assert [set(row) for _, row in keeps.rows if "mean" in row] == [{"mean", "same", "val_end", "epoch"}] * 2
+    [results] = trainer.test(module, tiny_loader(12, 4), verbose=False)
+    assert (results, module.seen[4:]) == ({"mean": 21.0, "same": 21.0, "test_end": 21.0}, [("test", 21.0, 21.0)])
+
+
+def test_a_checkpoint_of_a_hook_at_the_end_of_an_epoch_has_no_state_of_metric_objects_that_are_published(
+    quiet: dict[str, Any], tmp_path: Any
+) -> None:
+    class Saves(fx.Callback):
+        def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+            trainer.save_checkpoint(tmp_path / f"epoch{trainer.current_epoch}")
+
+    fx.Trainer(max_epochs=1, callbacks=[Saves()], **quiet).fit(_ReadsAtEnds(), tiny_loader(12, 4))
+    module = _ReadsAtEnds()
+    module.seen = []
+    trainer = fx.Trainer(max_epochs=2, **quiet)
+    with pytest.warns(UserWarning, match="before the ``update`` method"):  # the hook runs again, without the batches
+        trainer.fit(module, tiny_loader(12, 4), ckpt_path=tmp_path / "epoch0")
+    assert float(trainer.callback_metrics["train_mean"]) == 11.0
