@@ -18,6 +18,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 sys.path.insert(0, str(Path(__file__).parent))
+import diagrams
 import tables
 
 ROOT: Final = Path(__file__).parents[1]
@@ -109,7 +110,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links of pages in docs/ lead to the added pages, and insert tables that are read from the source."""
+    """Let links of pages in docs lead to the added pages; insert tables from the source, and draw diagrams."""
     if page.file.generated_by:
         return markdown
-    return _TABLE.sub(lambda match: str(getattr(tables, match[1])()), with_links(markdown, f"docs/{page.file.src_uri}"))
+    markdown = _TABLE.sub(lambda match: str(getattr(tables, match[1])()), markdown)
+    markdown = diagrams.FENCE.sub(lambda match: diagrams.drawn(match[1]), markdown)
+    return with_links(markdown, f"docs/{page.file.src_uri}")

@@ -12,6 +12,7 @@ In a page:
 from __future__ import annotations
 
 import ast
+import doctest
 import importlib
 import inspect
 import os
@@ -20,9 +21,11 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
+from docs import diagrams
 from fabricx import config
 from fabricx.cli.hydra_app import run_app
 from fabricx.cli.main import COMMANDS, STAGES, _demonstration
@@ -157,3 +160,21 @@ def test_each_public_name_is_in_the_reference(package):
     listed |= set(re.findall(r"`(?:fx\.)?(\w+)` is (?:the same|another)", pages))
     constants = {name for name in module.__all__ if name.isupper() and not inspect.isclass(getattr(module, name))}
     assert set(module.__all__) - listed - constants == set()
+
+
+def test_diagrams_are_drawn_in_full():
+    names = [page for page, text in PAGES.items() if "```mermaid" in text]
+    assert names == ["docs/design.md"]
+    found = diagrams.FENCE.findall(PAGES["docs/design.md"])
+    assert len(found) == PAGES["docs/design.md"].count("```mermaid")  # the site draws no other kind
+    for text in found:
+        drawn = ElementTree.fromstring(diagrams.drawn(text))
+        assert len(drawn.findall("{*}text")) == len(text.splitlines())  # a name, or the text of a step
+    with pytest.raises(ValueError, match="loop over nothing"):
+        diagrams.drawn("participant A as a\nloop over nothing")
+
+
+@pytest.mark.parametrize("name", ["docstrings", "hooks"])
+def test_examples_in_the_programs_of_the_site_are_right(name):
+    tested = doctest.testmod(importlib.import_module(f"docs.{name}"))
+    assert (tested.failed, tested.attempted) == (0, 1)
