@@ -18,6 +18,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Final
 
 from fabricx.launch import signals
+from fabricx.launch.module_files import ModuleFiles
 from fabricx.launch.process_settings import ProcessSettings
 
 WAKE_S: Final = 0.5  # seconds between two SIGCONT signals
@@ -33,8 +34,8 @@ def without_script() -> Callable[[], None]:
     original = spawn.get_preparation_data
 
     def get_preparation_data(name: str) -> dict[str, Any]:
-        data = original(name)
-        return {key: value for key, value in data.items() if not key.startswith("init_main_from")}
+        data = {key: value for key, value in original(name).items() if not key.startswith("init_main_from")}
+        return data | {"module_files": [finder for finder in sys.meta_path if isinstance(finder, ModuleFiles)]}
 
     def undo() -> None:
         spawn.get_preparation_data = original

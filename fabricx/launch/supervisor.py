@@ -31,6 +31,7 @@ from fabricx.fault_tolerance.controller import ElasticController, ElasticPolicy
 from fabricx.fault_tolerance.hang_report import explain, from_dump
 from fabricx.fault_tolerance.liveness import HeartbeatMonitor
 from fabricx.launch.fork_server import keep_running, starting_without_script
+from fabricx.launch.module_files import module_files
 from fabricx.launch.pickling import check_picklable
 from fabricx.launch.process_settings import ProcessSettings
 from fabricx.launch.resize import Requests
@@ -140,9 +141,10 @@ class _Workers:
         self._dead: set[int] = set()  # workers that died
         settings = ProcessSettings.of_this_process()
         path = tuple(entry or os.path.abspath(entry) for entry in sys.path)
+        files = module_files()
         self._specs = [
             WorkerSpec(
-                rank, size, self._store.path, key, folder, path, os.getcwd(), settings=settings,
+                rank, size, self._store.path, key, folder, path, os.getcwd(), settings=settings, module_files=files,
                 elastic=elastic is not None and rank < size, serve=serve if rank >= size else None,
             )
             for rank in range(size + servers)

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from multiprocessing import set_forkserver_preload
 from multiprocessing.connection import Connection
@@ -24,6 +24,7 @@ from fabricx.distributed.lost_peers import is_peer_lost
 from fabricx.errors import brief_traceback, is_full
 from fabricx.launch import signals
 from fabricx.launch.fork_server import fork_for_children, without_script
+from fabricx.launch.module_files import find_in_files
 from fabricx.launch.process_settings import ProcessSettings
 from fabricx.scratch import remove_if_abandoned, sweep
 
@@ -47,6 +48,7 @@ class WorkerSpec:
         key: secret key of the run.
         folder: private folder of the run, with the job.
         sys_path: import path of the supervisor.
+        module_files: files of the supervisor's modules that this path does not lead to, by name.
         cwd: working directory of the supervisor.
         generation: number of restarts, for a server.
         newcomer: the worker joins a running group.
@@ -67,6 +69,7 @@ class WorkerSpec:
     newcomer: bool = False
     seat: int = 0
     settings: ProcessSettings | None = None
+    module_files: Mapping[str, str] = field(default_factory=dict, repr=False)
     elastic: bool = False
     serve: Callable[..., Any] | None = None
 
@@ -116,6 +119,7 @@ def main(spec: WorkerSpec, control: Connection) -> None:
     threading.Thread(target=_receive_messages, args=(control, pipe, spec.folder), daemon=True).start()
     threading.Thread(target=pipe.send_heartbeats, daemon=True).start()
     sys.path[:] = [*spec.sys_path, *(entry for entry in sys.path if entry not in spec.sys_path)]
+    find_in_files(spec.module_files)
     os.chdir(spec.cwd)
     set_rank(spec.rank)
     try:

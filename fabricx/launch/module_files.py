@@ -1,0 +1,72 @@
+"""Modules that a program has loaded from files under names which the import path does not lead to."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any, Final, final
+
+_SCRIPTS: Final = ("__main__", "__mp_main__")
+
+
+def module_files() -> dict[str, str]:
+    """Return the files of this process's modules that an import by name would not find, by name.
+
+    A program loads such a module with `importlib.util.spec_from_file_location`, as plugins and configurations are.
+    """
+    path = {os.path.abspath(entry) for entry in sys.path}
+    files: dict[str, str] = {}
+    for name, module in tuple(sys.modules.items()):
+        file = getattr(module, "__dict__", {}).get("__file__")  # without an import of what is imported at first access
+        if "." in name or name in _SCRIPTS or not isinstance(file, str) or not file.endswith(".py"):
+            continue
+        folder, base = os.path.split(os.path.abspath(file).removesuffix(f"{os.sep}__init__.py"))
+        if folder not in path or base.removesuffix(".py") != name:
+            files[name] = os.path.abspath(file)
+    return files
+
+
+def find_in_files(files: Mapping[str, str]) -> ModuleFiles:
+    """Let imports of this process and of its children find modules of another process in their files.
+
+    Args:
+        files: result of `module_files` there.
+    """
+    finder = ModuleFiles(files)
+    sys.meta_path.insert(0, finder)
+    return finder
+
+
+@final
+class ModuleFiles(MetaPathFinder):
+    """Finds modules of another process in their files; a process that unpickles it finds them, too.
+
+    Args:
+        files: result of `module_files` there.
+    """
+
+    def __init__(self, files: Mapping[str, str]) -> None:
+        self._files = files
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return find_in_files, (self._files,)
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return how to load a module; None for a module of another process that the import path leads to.
+
+        Args:
+            fullname: name of the module.
+            path, target: without an effect: of submodules and of modules that are loaded again.
+        """
+        file = self._files.get(fullname)
+        if file is None:
+            return None
+        folders = [os.path.dirname(file)] if os.path.basename(file) == "__init__.py" else None
+        return importlib.util.spec_from_file_location(fullname, file, submodule_search_locations=folders)
