@@ -257,9 +257,11 @@ def _arguments(
         if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and name not in arguments
     ]
     if needed:
+        saved = f"it has {', '.join(known)}" if known else "self.save_hyperparameters() in __init__ saves them"
+        passed = ", ".join(f"{name}=..." for name in needed)
         raise CheckpointError(
-            f"{cls.__name__} needs {', '.join(needed)}, which the checkpoint doesn't hold: pass it to "
-            "load_from_checkpoint, or call self.save_hyperparameters() in __init__ (secrets are never saved)"
+            f"{cls.__name__} needs {', '.join(needed)}, which the checkpoint doesn't hold: call load_from_checkpoint("
+            f"..., {passed})\n  hyperparameters of the checkpoint: {saved}; secrets and ignored ones are never saved"
         )
     if hidden := hidden & parameters.keys():
         warnings.warn(

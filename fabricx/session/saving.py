@@ -171,7 +171,7 @@ def weights_as_state_dict(state: dict[str, Any]) -> Iterator[None]:
     for name in position:
         state.pop(name, None)
     if hparams is not None:
-        state["hparams"] = state.pop("hyper_parameters", {})
+        state["hparams"] = state.pop("hyper_parameters", None) or {}
     if (changed := state.pop("state_dict", weights)) is not weights:
         state["strategy"]["module"] = changed
 

@@ -124,3 +124,20 @@ def test_a_target_in_a_checkpoint_is_data(own_folder: Path) -> None:
     path = checkpoint.save(own_folder / "one", state, {"configuration": {"module": target}, "hparams": target})
     assert TinyModule.load_from_checkpoint(path).hparams["lr"] == target
     assert not Path("ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("saved_ones", "hint"),
+    [({"lr": 0.1}, "hyperparameters of the checkpoint: it has lr;"), ({}, r"self.save_hyperparameters\(\) in __init_")],
+    ids=["others", "none"],
+)
+def test_a_missing_argument_is_named_with_the_hyperparameters_of_the_checkpoint(
+    saved_ones: dict[str, Any], hint: str, own_folder: Path
+) -> None:
+    class Needs(TinyModule):
+        def __init__(self, extra: int, lr: float = 0.1) -> None:
+            super().__init__()
+
+    path = checkpoint.save(own_folder / "one", {"strategy": {"module": {}}, "hparams": saved_ones}, {})
+    with pytest.raises(CheckpointError, match=rf"Needs needs extra.*extra=\.\.\.\)\n.*{hint}"):
+        Needs.load_from_checkpoint(path)

@@ -203,12 +203,16 @@ def test_on_save_checkpoint_reads_and_changes_hyperparameters(tmp_path: Path) ->
         assert Net.load_from_checkpoint(tmp_path / "net.ckpt").loaded == {"lr": 0.1, "width": 3}
 
 
-@pytest.mark.parametrize("replaced", [True, False])
-def test_on_save_checkpoint_replaces_or_removes_hyperparameters(tmp_path: Path, replaced: bool) -> None:
+@pytest.mark.parametrize("how", ["replaced", "removed", "none"])
+def test_on_save_checkpoint_replaces_or_removes_hyperparameters(tmp_path: Path, how: str) -> None:
+    replaced = how == "replaced"
+
     class Net(TinyModule):
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             if replaced:
                 checkpoint["hyper_parameters"]["loss"] = "mse"
+            elif how == "none":
+                checkpoint["hyper_parameters"] = None
             else:
                 del checkpoint["hyper_parameters"]
 
