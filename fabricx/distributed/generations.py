@@ -7,15 +7,13 @@ pending collective fails at once. The supervisor announces the next generation w
 
 from __future__ import annotations
 
-import contextlib
-import os
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final, final
 
+from fabricx.distributed.group_connections import GroupConnections
 from fabricx.errors import PeerLost
 
 SAVING: Final = "saving"  # store key: path and step of a user's checkpoint that is being written, as JSON
@@ -56,90 +54,6 @@ def death_key(worker: int) -> str:
 
 
 @final
-class _Sockets:
-    """Sockets that process groups open: all sockets that exist after a group was built and did not exist before.
-
-    Args:
-        store: connections to it belong to no group.
-        silent: the groups use transports other than sockets (NCCL) and have to be aborted as well.
-    """
-
-    def __init__(self, store: Any, silent: bool) -> None:
-        self._store = store
-        self.silent = silent
-        self._aborted: set[int] = set()
-        self._own: set[str] = set()
-        self._before: set[str] | None = None
-
-    def opening(self) -> None:
-        """Assign sockets that are opened from now on to the group."""
-        self._before = set(_open_sockets())
-
-    def opened(self) -> None:
-        """Stop to assign new sockets to the group."""
-        if self._before is not None:
-            self._own |= set(_open_sockets()) - self._before
-        self._before = None
-
-    def shut(self) -> None:
-        """Shut down all connections, but no listening socket: gloo would end the process."""
-        if self.silent:
-            _abort(self._aborted)
-        for name, number in _open_sockets().items():
-            before = self._before
-            if name not in self._own and (before is None or name in before):
-                continue
-            try:
-                with socket.socket(fileno=os.dup(number)) as link:
-                    if f"socket:[{os.fstat(link.fileno()).st_ino}]" != name:
-                        continue  # the number belongs to a later socket
-                    peer, internet = link.getpeername(), link.family in (socket.AF_INET, socket.AF_INET6)
-                    # Read on each call: the store's address exists only after its first connection.
-                    store = getattr(self._store, "port" if internet else "peer", None)
-                    if (peer[1] if internet else peer) != store:
-                        link.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                continue  # not connected, or closed meanwhile
-
-
-def _abort(aborted: set[int]) -> None:
-    """Abort this process's groups that were not aborted before; pending collectives then end with undefined data.
-
-    All groups are aborted in one NCCL group call: separate aborts would wait for operations of the other groups
-    (pytorch/pytorch#119797).
-    """
-    import torch
-    from torch.distributed import distributed_c10d as c10d
-
-    names = dict(c10d._world.pg_names)
-    groups = sorted((group for group in names if id(group) not in aborted), key=lambda g: names[g], reverse=True)
-    aborted.update(map(id, groups))
-    backends: list[Any] = []
-    with contextlib.suppress(RuntimeError):  # a group has no NCCL backend, or is being built
-        backends = [group._get_backend(torch.device("cuda")) for group in groups[:1] if c10d.is_nccl_available()]
-    for nccl in backends:
-        nccl._group_start()
-    for group in groups:
-        with contextlib.suppress(RuntimeError):
-            group.abort()
-    for nccl in backends:
-        nccl._group_end()
-
-
-def _open_sockets() -> dict[str, int]:
-    """Return file descriptors of this process's sockets by inode name, unique on the machine; empty except on Linux."""
-    sockets = {}
-    for number in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
-        try:
-            name = os.readlink(f"/proc/self/fd/{number}")
-        except OSError:
-            continue
-        if name.startswith("socket:"):
-            sockets[name] = int(number)
-    return sockets
-
-
-@final
 class Membership:
     """State of this worker's membership, shared by the main thread and the thread that receives from the supervisor.
 
@@ -162,8 +76,9 @@ class Membership:
         self._send = send
         self._newest: Generation | None = None
         self._broken = -1
-        self._sockets: _Sockets | None = None
-        self._current = -1  # generation that owns `_sockets`
+        self._connections: GroupConnections | None = None
+        self._left: list[GroupConnections] = []  # of groups that other workers may not have left yet
+        self._current = -1  # generation that owns `_connections`
         self._news = threading.Condition()
         self._died: set[int] = set()
         self._on_death: Callable[[int], None] = lambda worker: None
@@ -193,27 +108,34 @@ class Membership:
             store: connections to it are not shut down with the group's.
             silent: aborted collectives end without an error, so the groups have to be aborted explicitly.
         """
-        self._sockets = None  # the receiving thread compares `_current`, and must not shut links of the new group
+        self._connections = None  # the receiving thread compares `_current`, and must not shut links of the new group
         self._current = number
-        self._sockets = _Sockets(store, silent)
+        self._connections = GroupConnections(store, silent)
 
     @contextmanager
     def opening(self) -> Iterator[None]:
         """Assign connections that are opened inside this context to this generation's groups."""
-        sockets = self._sockets
-        if sockets is not None:
-            sockets.opening()
+        connections = self._connections
+        if connections is not None:
+            connections.opening()
         try:
             yield
         finally:
-            if sockets is not None:
-                sockets.opened()
+            if connections is not None:
+                connections.opened()
 
     def shut(self) -> None:
-        """Shut down the connections of this worker's group, so that its other members detect that it has left."""
-        sockets, self._sockets = self._sockets, None
-        if sockets is not None:
-            sockets.shut()
+        """End the pending operations of this worker's group before it leaves; the supervisor informs other members."""
+        connections, self._connections = self._connections, None
+        if connections is not None:
+            connections.interrupt()
+            self._left.append(connections)
+
+    def release(self) -> None:
+        """Release the connections of groups that all workers have left."""
+        for connections in self._left:
+            connections.release()
+        self._left.clear()
 
     def outdated(self, number: int) -> bool:
         """Return whether a generation is over, or about to end.
@@ -316,12 +238,14 @@ class Membership:
             call(worker)
 
     def shut_broken(self) -> bool:
-        """Shut down the connections of a group that has lost a worker; returns whether to call this again."""
-        sockets = self._sockets
-        if sockets is None or not (self._broken >= self._current or (sockets.silent and self.outdated(self._current))):
-            return False  # a worker that leaves in order shuts its own connections, which its peers detect
-        sockets.shut()
-        return True
+        """End the pending operations of a group that has lost a worker; returns whether to call this again."""
+        connections = self._connections
+        if connections is None:
+            return False
+        over = self._broken >= self._current or (connections.silent and self.outdated(self._current))
+        if over:
+            connections.interrupt()
+        return over
 
 
 _CURRENT = [Membership()]

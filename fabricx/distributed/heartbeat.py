@@ -21,6 +21,11 @@ import torch
 _TORCH: Final = os.path.dirname(torch.__file__)
 _OWN: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 _PYTHON: Final = os.path.dirname(os.__file__)
+_COMMUNICATION: Final = (
+    *(os.path.join(_TORCH, name) for name in ("distributed", "nn/parallel", "autograd/graph.py")),
+    *(os.path.join(_OWN, name) for name in ("distributed", "model_parallel", "strategies")),
+)
+_FILES: Final = os.path.join(_TORCH, "distributed/checkpoint")  # waits for disks
 _STEPS: Final = [0]
 _JOINED: Final = [0]
 _WAITS_FOR: Final = [""]
@@ -87,6 +92,13 @@ def waits() -> bool:
     """Return whether the innermost frame of the main thread is in torch, as during a blocking collective."""
     frame = _frames().get(threading.main_thread().ident or 0)
     return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
+
+
+def communicates() -> bool:
+    """Return whether the innermost frame of the main thread is in code that runs collectives, or in a backward."""
+    frame = _frames().get(threading.main_thread().ident or 0)
+    path = "" if frame is None else frame.f_code.co_filename
+    return path.startswith(_COMMUNICATION) and not path.startswith(_FILES)
 
 
 def waits_for(event: str) -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fabricx.distributed import autograd_collectives, heartbeat, object_messages, peers
+from fabricx.distributed import autograd_collectives, heartbeat, lost_operations, object_messages, peers
 from fabricx.distributed.generations import death_key, membership
 from fabricx.distributed.lost_peers import raise_peer_lost
 from fabricx.errors import check_choice
@@ -247,6 +247,7 @@ class World:
         which this module keeps, releases the lock first.
         """
         _LEFT.clear()
+        membership().release()
 
     def new_subgroup(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
         """Build a process group for each part of the ranks and return the group of this rank; all ranks call it.
@@ -304,7 +305,7 @@ class World:
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.size > 1:
-            dist.barrier(self.group)
+            self._wait(dist.barrier(self.group, async_op=True))
 
     def await_departure(self, timeout_s: float = DEPARTURE_S) -> None:
         """Wait until all ranks have finished their last collective; each rank calls it after its own last collective.
@@ -340,7 +341,7 @@ class World:
         """
         if self.size > 1:
             kinds = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-            dist.all_reduce(tensor, kinds[op], self.group)
+            self._wait(dist.all_reduce(tensor, kinds[op], self.group, async_op=True))
         return tensor
 
     @_counted
@@ -354,7 +355,7 @@ class World:
         if self.size > 1:
             raw = tensor.detach().contiguous()
             sent = raw.view(torch.uint8) if raw.dtype is torch.bool else raw  # gloo has no bool
-            dist.broadcast(sent, group=self.group, group_src=src)
+            self._wait(dist.broadcast(sent, group=self.group, async_op=True, group_src=src))
             if raw.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(raw)
         return tensor
@@ -398,7 +399,7 @@ class World:
         if sync_grads:
             return autograd_collectives.gather(tensor, self.group)
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor.contiguous(), self.group)
+        self._wait(dist.all_gather(parts, tensor.contiguous(), self.group, async_op=True))
         return torch.stack(parts)
 
     @_counted
@@ -417,7 +418,7 @@ class World:
         part = flat.new_empty(flat.numel() // self.size)
         # torch 2.13 has a new name for it, and warns about the old one.
         scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        scatter(part, flat, group=self.group)
+        self._wait(scatter(part, flat, group=self.group, async_op=True))
         return part.view(parts.shape[1:])
 
     @_counted
@@ -437,12 +438,14 @@ class World:
             return [obj]
         message, _ = self._packed("gather", obj)
         sizes = [torch.zeros(1, dtype=torch.int64, device=self._wire) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([message.numel()], device=self._wire), self.group)
-        lengths = [int(size) for size in sizes]
+        self._wait(
+            dist.all_gather(sizes, torch.tensor([message.numel()], device=self._wire), self.group, async_op=True)
+        )
+        lengths = [int(length) for length in sizes]
         room = torch.zeros(max(lengths), dtype=torch.uint8, device=self._wire)
         room[: message.numel()] = message
         parts = [torch.empty_like(room) for _ in lengths]
-        dist.all_gather(parts, room, self.group)
+        self._wait(dist.all_gather(parts, room, self.group, async_op=True))
         return [
             self._unpacked("gather", rank, part[:length])
             for rank, (part, length) in enumerate(zip(parts, lengths, strict=True))
@@ -464,13 +467,20 @@ class World:
         sends = self.rank == src
         message, refused = self._packed("broadcast", obj) if sends else (None, "")
         size = torch.tensor([0 if message is None else message.numel()], device=self._wire)
-        dist.broadcast(size, group=self.group, group_src=src)
+        self._wait(dist.broadcast(size, group=self.group, async_op=True, group_src=src))
         if message is None:
             message = torch.empty(int(size), dtype=torch.uint8, device=self._wire)
-        dist.broadcast(message, group=self.group, group_src=src)
+        self._wait(dist.broadcast(message, group=self.group, async_op=True, group_src=src))
         if refused:
             raise TypeError(refused)
         return obj if sends else self._unpacked("broadcast", src, message)
+
+    def _wait(self, work: Any) -> None:
+        """Wait for a collective."""
+        if self.silent or not membership().changes:
+            work.wait()
+        else:
+            lost_operations.wait(work, self.group or dist.group.WORLD, self.generation)
 
     @property
     def _wire(self) -> torch.device:

@@ -36,7 +36,7 @@ from fabricx.launch.pickling import check_picklable
 from fabricx.launch.process_settings import ProcessSettings
 from fabricx.launch.resize import Requests
 from fabricx.launch.signals import call_own, stop_now, termination_signals
-from fabricx.launch.worker import ASKED, Failure, WorkerSpec
+from fabricx.launch.worker import ASKED, ENDS, Failure, WorkerSpec
 from fabricx.launch.worker import main as worker_main
 from fabricx.parameter_server.wire.channel import anonymous_file
 from fabricx.scratch import (
@@ -126,7 +126,7 @@ class _Workers:
         self._requests = None if run_dir is None else Requests(run_dir)
         self._note: Note = note or (lambda name, text: None)
         self._stopping = False  # a stop was requested
-        self._termination_reasons: dict[int, str] = {}  # by process that the supervisor terminated
+        self._termination_reasons: dict[int, str] = {}  # by process that was terminated, or ended itself
         key = authentication.new_key()
         self._store = StoreServer(folder, key)
         self._size = size
@@ -329,6 +329,8 @@ class _Workers:
                     self._liveness.heard(rank, *content)
                 elif kind == ASKED:
                     self._diagnoses[rank] = content
+                elif kind == ENDS:
+                    self._termination_reasons[rank] = content
                 elif kind == "result":
                     self._results[rank] = content
                     self._liveness.over(rank)
@@ -492,7 +494,7 @@ def _context() -> Any:
 
 
 def _death(rank: int, code: int | None, reason: str | None) -> Failure:
-    """Return the failure of a process that ended without a report; `reason` if the supervisor terminated it."""
+    """Return the failure of a process that ended without a report; `reason` if it was terminated."""
     if reason is not None:
         return Failure(rank, time.monotonic(), "killed", reason, None)
     kind = "killed" if code == -signal.SIGKILL else "death"  # killed from outside: other failures are consequences

@@ -20,6 +20,7 @@ from typing import Any
 from fabricx import by_value
 from fabricx.core.rank_zero import set_rank
 from fabricx.distributed import authentication, generations, heartbeat
+from fabricx.distributed.lost_operations import BlockedMainThread
 from fabricx.distributed.lost_peers import is_peer_lost
 from fabricx.errors import brief_traceback, is_full
 from fabricx.launch import signals
@@ -35,6 +36,11 @@ SHUT_S = 0.02  # between two checks for open connections of a broken group that 
 ABANDONED_S = 1.0  # time for the system to release the lock of a killed process
 FAILED = 1  # exit status
 ASKED = "diagnosis"  # kind of the supervisor's request for a diagnosis, and of the answer
+ENDS = "ends"  # kind of the message of a worker that ends because it cannot continue; the content is the reason
+LOST = (
+    "an operation of torch.distributed did not end after another worker had died (gloo loses transfers that are "
+    "interrupted), so its process ended itself"
+)
 
 
 @dataclass(frozen=True)
@@ -229,7 +235,7 @@ def _failure(rank: int, error: BaseException) -> Failure:
 def _receive_messages(control: Connection, pipe: _SupervisorPipe, folder: str) -> None:
     """Handle messages of the supervisor. When its end of the pipe closes, it died: kill this process's group."""
     membership = generations.membership()
-    busy = False
+    busy, blocked = False, BlockedMainThread()
     try:
         while True:
             if control.poll(SHUT_S if busy else None):
@@ -239,6 +245,9 @@ def _receive_messages(control: Connection, pipe: _SupervisorPipe, folder: str) -
                 else:
                     membership.on_message(kind, content)
             busy = membership.shut_broken()
+            if busy and blocked.found():
+                pipe.send(ENDS, LOST)
+                _exit(FAILED)
     except (EOFError, OSError):
         if remove_if_abandoned(folder, wait_s=ABANDONED_S):  # the supervisor was killed and left its folder
             sweep(os.path.dirname(folder))
