@@ -153,7 +153,7 @@ def _move(folder: Path, to: Path) -> None:
     remove(folder)
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Place) -> dict[str, Any]:
     """Return the manifest of a checkpoint.
 
     Args:
@@ -162,6 +162,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the checkpoint is incomplete, has a newer format, or names files outside of its folder.
     """
+    path = as_path(path)
     if not is_committed(path):
         raise CheckpointError(f"{path} is not a complete checkpoint: it has no {MARKER}, which is written last")
     if path.is_file():

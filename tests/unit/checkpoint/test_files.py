@@ -38,6 +38,7 @@ def test_what_was_saved_comes_back(place: Path) -> None:
     loaded = checkpoint.load(path)
     assert torch.equal(loaded["weights"], STATE["weights"])
     assert loaded["epoch"] == 3
+    assert checkpoint.read_manifest(str(path))["step"] == 7
     assert checkpoint.list_committed(place) == [path]
 
 
