@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -456,7 +457,8 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         """
         if self.is_global_zero:
             bar: Any = self.progress_bar_callback
-            (bar.print if bar is not None else print)(*args, **kwargs)
+            with contextlib.suppress(BrokenPipeError):  # the reader of the pipe has ended; the run goes on
+                (bar.print if bar is not None else print)(*args, **kwargs)
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
         """Gather tensors from all ranks.

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import os
+import sys
 from typing import Any
 
 import pytest
@@ -88,3 +91,14 @@ def test_max_time_ends_a_run_that_nothing_else_would_end() -> None:
 def test_predictions_have_the_order_of_the_data_set() -> None:
     whole = torch.cat(fx.Trainer(**QUIET).predict(Counts(), tiny_loader(shuffle=True)))
     assert torch.equal(whole, torch.cat([batch[0] for batch in tiny_loader()]))
+
+
+def test_a_closed_output_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `python train.py | head -1`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with io.TextIOWrapper(io.FileIO(writing, "w"), write_through=True) as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        with pytest.raises(BrokenPipeError):
+            print("text")
+        fx.Trainer(enable_progress_bar=False, logger=False).print("text")
