@@ -237,6 +237,12 @@ class Membership:
         for worker in sorted(self._died):
             call(worker)
 
+    @property
+    def joins(self) -> bool:
+        """Return whether this worker builds a process group, and may wait for a dead worker until a time-out."""
+        connections = self._connections
+        return connections is not None and connections.opens
+
     def shut_broken(self) -> bool:
         """End the pending operations of a group that has lost a worker; returns whether to call this again."""
         connections = self._connections

@@ -43,6 +43,11 @@ class GroupConnections:
             self._own |= set(_open_sockets()) - self._before
         self._before = None
 
+    @property
+    def opens(self) -> bool:
+        """Return whether a group is being built."""
+        return self._before is not None
+
     def interrupt(self) -> None:
         """End all pending operations of this process with an error."""
         with self._lock:

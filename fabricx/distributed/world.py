@@ -187,6 +187,8 @@ class World:
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
             os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
         before = self._checked_ports()
+        # Names of groups are parts of the store's keys, and a failed attempt of this process leaves its number behind.
+        dist.distributed_c10d._world.group_count = 0
         with member.opening():
             dist.init_process_group(
                 self.backend,

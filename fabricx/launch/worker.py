@@ -245,7 +245,7 @@ def _receive_messages(control: Connection, pipe: _SupervisorPipe, folder: str) -
                 else:
                     membership.on_message(kind, content)
             busy = membership.shut_broken()
-            if busy and blocked.found():
+            if busy and not membership.joins and blocked.found():
                 pipe.send(ENDS, LOST)
                 _exit(FAILED)
     except (EOFError, OSError):

@@ -1,4 +1,4 @@
-"""Operations that gloo would lose when connections end: they fail at once, are left, or end their worker."""
+"""Operations that gloo would lose when a worker dies: they fail at once, are left, or end their worker."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from torch.utils.data import DataLoader
 import fabricx as fx
 from fabricx.callbacks import FaultRecovery
 from fabricx.distributed import world as worlds
+from fabricx.distributed.generations import membership
 from fabricx.distributed.group_connections import GroupConnections
-from fabricx.testing import QUIET, LayeredModule, layered_data, run_ranks
+from fabricx.testing import QUIET, LayeredModule, kill, layered_data, run_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
@@ -112,3 +113,37 @@ def test_a_run_survives_a_rank_that_is_killed_during_a_large_transfer(tmp_path: 
         assert len(failures) == 1
     else:  # a single failure if gloo had transferred nothing
         assert all("rank 0 failed: an operation of torch.distributed did not end" in other for other in failures[1:])
+
+
+class DiesWhileJoining(fx.Callback):
+    """The first replacement is killed when it is about to build the process group with the others.
+
+    Args:
+        once: file that is created before the kill.
+    """
+
+    def __init__(self, once: Path) -> None:
+        self.once = once
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        build = dist.init_process_group
+
+        def build_or_die(*arguments: Any, **options: Any) -> None:
+            if membership().worker >= 3 and not self.once.exists():
+                self.once.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            build(*arguments, **options)
+
+        dist.init_process_group = build_or_die
+
+
+def test_a_replacement_that_dies_while_it_joins_is_replaced(tmp_path: Path) -> None:
+    """The survivors' attempt fails; the group of the next attempt has the same name on all ranks."""
+    fx.seed_everything(3)
+    trainer = fx.Trainer(
+        devices=3, strategy="ddp", **{**QUIET, "max_epochs": 1},
+        callbacks=[FaultRecovery(), DiesWhileJoining(tmp_path / "once"), kill(rank=2).during("forward", step=2)],
+    )  # fmt: skip
+    trainer.fit(LayeredModule(), DataLoader(layered_data(48), 4, shuffle=True))
+    assert [failure.partition(":")[0] for failure in trainer.failures] == ["rank 2 failed"] * 2
+    assert trainer.global_step == 4

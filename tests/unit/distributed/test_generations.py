@@ -84,3 +84,13 @@ def test_what_a_collective_gives_is_only_believed_if_nobody_has_left(own: Member
     loud.settle()
     with pytest.raises(ValueError, match="process group"):
         loud.gather_objects("there is no group")
+
+
+def test_a_worker_that_builds_a_group_is_known(own: Membership) -> None:
+    """Its wait for a dead worker ends by a time-out, and is no lost operation."""
+    assert not own.joins
+    with own.opening():
+        assert own.joins
+    assert not own.joins
+    own.shut()
+    assert not own.joins
