@@ -1,8 +1,8 @@
 """A worker's view of membership: the current generation of the process group, and its end after a death.
 
 A process group that has lost a member is unusable, and gloo's collectives wait for the dead member. The supervisor
-detects each death and notifies all workers. This module then shuts down the connections of the group, so that every
-pending collective fails at once. The supervisor announces the next generation when its members are complete.
+detects each death and notifies all workers, which then end the group's pending collectives (`group_connections.py`).
+The supervisor announces the next generation when its members are complete.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Modules that a program has loaded from files under names which the import path does not lead to."""
+"""Modules that a program has loaded from files outside of its import path."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _SCRIPTS: Final = ("__main__", "__mp_main__")
 
 
 def module_files() -> dict[str, str]:
-    """Return the files of this process's modules that an import by name would not find, by name.
+    """Return the file of each module that another process cannot import by its name.
 
-    A program loads such a module with `importlib.util.spec_from_file_location`, as plugins and configurations are.
+    Programs load plugins and configurations in this way, with `importlib.util.spec_from_file_location`.
     """
     path = {os.path.abspath(entry) for entry in sys.path}
     files: dict[str, str] = {}
     for name, module in tuple(sys.modules.items()):
-        file = getattr(module, "__dict__", {}).get("__file__")  # without an import of what is imported at first access
+        file = getattr(module, "__dict__", {}).get("__file__")  # `getattr(module, ...)` would start lazy imports
         if "." in name or name in _SCRIPTS or not isinstance(file, str) or not file.endswith(".py"):
             continue
         folder, base = os.path.split(os.path.abspath(file).removesuffix(f"{os.sep}__init__.py"))
@@ -32,7 +32,7 @@ def module_files() -> dict[str, str]:
 
 
 def find_in_files(files: Mapping[str, str]) -> ModuleFiles:
-    """Let imports of this process and of its children find modules of another process in their files.
+    """Import modules of another process from their files, in this process and its children.
 
     Args:
         files: result of `module_files` there.
@@ -44,7 +44,7 @@ def find_in_files(files: Mapping[str, str]) -> ModuleFiles:
 
 @final
 class ModuleFiles(MetaPathFinder):
-    """Finds modules of another process in their files; a process that unpickles it finds them, too.
+    """Import finder for modules of another process; unpickling installs it in the process.
 
     Args:
         files: result of `module_files` there.
@@ -59,11 +59,11 @@ class ModuleFiles(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return how to load a module; None for a module of another process that the import path leads to.
+        """Return the module's spec; None if it is not in `files`.
 
         Args:
             fullname: name of the module.
-            path, target: without an effect: of submodules and of modules that are loaded again.
+            path, target: unused.
         """
         file = self._files.get(fullname)
         if file is None:

@@ -494,7 +494,7 @@ def _context() -> Any:
 
 
 def _death(rank: int, code: int | None, reason: str | None) -> Failure:
-    """Return the failure of a process that ended without a report; `reason` if it was terminated."""
+    """Return the failure of a process that ended without a report; `reason` if it is known."""
     if reason is not None:
         return Failure(rank, time.monotonic(), "killed", reason, None)
     kind = "killed" if code == -signal.SIGKILL else "death"  # killed from outside: other failures are consequences

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import fabricx as fx
 from fabricx.callbacks import FaultRecovery
@@ -23,10 +23,12 @@ from fabricx.distributed import world as worlds
 from fabricx.distributed.generations import membership
 from fabricx.distributed.group_connections import GroupConnections
 from fabricx.testing import QUIET, LayeredModule, kill, layered_data, run_ranks
+from tests.soak import params, rounds
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
 ROUNDS, LARGE = 12, 40_000_000  # number of groups; numbers of a tensor whose transfer takes a while
+WIDTH = 1500  # of a module with large collectives
 
 
 def ends_of_groups() -> list[str]:
@@ -113,6 +115,58 @@ def test_a_run_survives_a_rank_that_is_killed_during_a_large_transfer(tmp_path: 
         assert len(failures) == 1
     else:  # a single failure if gloo had transferred nothing
         assert all("rank 0 failed: an operation of torch.distributed did not end" in other for other in failures[1:])
+
+
+class Wide(fx.Module):
+    """A module of 36 MiB, whose collectives take a while."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())))
+
+    def training_step(self, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(self.layers(batch[0]), batch[0].flip(1))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+
+
+class KillsSoon(fx.Callback):
+    """Kills a rank some time after the begin of a step.
+
+    Args:
+        rank, step, delay: the rank, its step, and seconds after the step's begin.
+    """
+
+    def __init__(self, rank: int, step: int, delay: float) -> None:
+        self.rank, self.step, self.delay = rank, step, delay
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if (trainer.global_rank, batch_idx, membership().worker) == (self.rank, self.step, self.rank):
+            threading.Timer(self.delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
+@pytest.mark.parametrize(
+    "name", params(["fsdp"], ["ddp", "pipeline", "tensor", "local_sgd", "reproducible", "parameter_server"])
+)
+def test_kills_at_any_moment_of_a_large_step_leave_no_trace(name: str) -> None:
+    """A kill may also come after the last step."""
+
+    def train(*kills: fx.Callback) -> dict[str, Tensor]:
+        fx.seed_everything(3)
+        module = Wide()
+        trainer = fx.Trainer(
+            devices=2, strategy=name, callbacks=[FaultRecovery(), *kills], **{**QUIET, "max_epochs": 1}
+        )
+        samples = torch.randn(256, WIDTH, generator=torch.Generator().manual_seed(0))
+        trainer.fit(module, DataLoader(TensorDataset(samples), 64 if name in ("pipeline", "tensor") else 32))
+        return {key: weight.detach() for key, weight in module.named_parameters()}
+
+    expected = train()
+    moments = random.Random(name)
+    for _ in range(rounds(1, 10)):
+        found = train(KillsSoon(moments.randrange(2), moments.randrange(1, 3), moments.random() * 0.2))
+        assert all(torch.equal(found[key], weight) for key, weight in expected.items())
 
 
 class DiesWhileJoining(fx.Callback):
