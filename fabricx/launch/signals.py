@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import threading
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Final, NoReturn
 
@@ -53,3 +56,30 @@ def restore() -> None:
     """Restore the default handling of termination signals: they end the process."""
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle SIGINT and termination signals by a function; only in the main thread, since others receive no signals.
+
+    Handlers that the program has set are called before.
+
+    Args:
+        handler: called with the number of the signal and the interrupted frame.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, *termination_signals())}
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        call_own(before[number], number, frame)
+        handler(number, frame)
+
+    for number in before:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import pickle
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -26,37 +24,31 @@ from fabricx.distributed.heartbeat import Diagnosis
 from fabricx.distributed.stop_consensus import STOP_KEY
 from fabricx.distributed.store_server import StoreServer
 from fabricx.errors import WorkerFailed
-from fabricx.fault_tolerance import memory_checkpoint
 from fabricx.fault_tolerance.controller import ElasticController, ElasticPolicy
 from fabricx.fault_tolerance.hang_report import explain, from_dump
 from fabricx.fault_tolerance.liveness import HeartbeatMonitor
+from fabricx.launch import worker_process
 from fabricx.launch.fork_server import keep_running, starting_without_script
+from fabricx.launch.memory_files import MemoryFiles
 from fabricx.launch.module_files import module_files
 from fabricx.launch.pickling import check_picklable
 from fabricx.launch.process_settings import ProcessSettings
 from fabricx.launch.resize import Requests
-from fabricx.launch.signals import call_own, stop_now, termination_signals
+from fabricx.launch.signals import handled, stop_now
 from fabricx.launch.worker import ASKED, ENDS, Failure, WorkerSpec
 from fabricx.launch.worker import main as worker_main
-from fabricx.parameter_server.wire.channel import anonymous_file
 from fabricx.scratch import (
     multiprocessing_folder_of,
     private_folder,
     set_multiprocessing_folder,
-    unlink_semaphores_of,
 )
 
 Note = Callable[[str, str], None]
-PRELOAD = [
-    "torch", "torch.distributed", "torch._dynamo", "torch.optim", "fabricx.trainer.trainer", "fabricx.strategies",
-    "fabricx.launch.fork_server",
-]  # fmt: skip
 FROZEN_S = 60.0  # default time without a heartbeat after which a process is terminated
 RESTARTS = 3  # most restarts of each server
 GATHER_S = 1.0  # time after the first failure in which other ranks may report failures
 DUMP_S = 0.1  # time for a frozen process to write its stacks after a signal
 ANSWER_S = 0.5  # time for a worker to answer a request for a diagnosis
-FORK_S = 5.0  # time for the system to report the end of a killed fork server
 TERMINATE_S = 3.0  # time for a process to end before it is killed
 
 
@@ -102,7 +94,7 @@ def run_workers(
         liveness = HeartbeatMonitor(frozen_after, stuck_after)
         failures = [] if failures is None else failures
         workers = _Workers(folder, size, servers, serve, liveness, elastic, failures, run_dir, note)
-        with keep_running(), workers.signals() if stops_at_step else _immediate_stop():
+        with keep_running(), workers.signals() if stops_at_step else handled(lambda number, frame: stop_now(number)):
             return workers.supervise()
 
 
@@ -137,7 +129,7 @@ class _Workers:
         self._deaths: dict[int, Failure] = {}  # deaths that the other workers survived
         self._controls: dict[int, Connection] = {}
         self._processes: dict[int, BaseProcess] = {}
-        self._memory: dict[int, list[int]] = {}  # memory files of each process, which hold its in-memory checkpoints
+        self._memory = MemoryFiles(folder)
         self._dead: set[int] = set()  # workers that died
         settings = ProcessSettings.of_this_process()
         path = tuple(entry or os.path.abspath(entry) for entry in sys.path)
@@ -177,30 +169,18 @@ class _Workers:
         return range(self._size) if self._controller is None else self._controller.workers
 
     def _start(self, spec: WorkerSpec) -> None:
-        context = _context()
-        if (spec.elastic or spec.serve is not None) and spec.rank not in self._memory:
-            self._open_memory(spec)
+        context = worker_process.context()
+        if spec.elastic or spec.serve is not None:
+            self._memory.open(spec.rank)
         control, worker_end = context.Pipe()
         # Not a daemon, because a worker may have child processes, such as the workers of a DataLoader.
         process = context.Process(target=worker_main, args=(spec, worker_end), name=f"fabricx-rank-{spec.rank}")
         multiprocessing_folder_of(process, spec.folder, spec.rank)
         with starting_without_script():
-            _start(process)
+            worker_process.start(process)
         self._liveness.started(spec.rank)
         worker_end.close()
         self._controls[spec.rank], self._processes[spec.rank] = control, process
-
-    def _open_memory(self, spec: WorkerSpec) -> None:
-        """Create memory files for a process's in-memory checkpoints, with paths that other processes can open."""
-        self._memory[spec.rank] = files = [anonymous_file(0) for _ in range(memory_checkpoint.NEWEST)]
-        for number, file in enumerate(files):
-            memory_checkpoint.path_of(spec.folder, spec.rank, number).symlink_to(f"/proc/{os.getpid()}/fd/{file}")
-
-    def _close_memory(self, workers: Iterable[int]) -> None:
-        for worker in workers:
-            for number, file in enumerate(self._memory.pop(worker)):
-                memory_checkpoint.path_of(self._specs[worker].folder, worker, number).unlink(missing_ok=True)
-                os.close(file)
 
     def _process_events(self, timeout: float) -> None:
         """Wait for messages and process ends for at most `timeout` seconds, and handle them."""
@@ -215,7 +195,7 @@ class _Workers:
                 self._receive_from_others(rank)
                 process = self._processes.pop(rank)
                 process.join()
-                _end_children(process)
+                worker_process.end_children(process)
                 self._liveness.over(rank)
                 if rank in self._results or any(failure.rank == rank for failure in self._failures):
                     continue
@@ -223,7 +203,7 @@ class _Workers:
                 if not serves:
                     self._store.set(death_key(rank), b"")
                     self._notify_servers(rank)
-                death = _death(rank, process.exitcode, self._termination_reasons.get(rank))
+                death = worker_process.failure_of_end(rank, process.exitcode, self._termination_reasons.get(rank))
                 if serves and process.exitcode == 0:  # a server ends after its workers
                     continue
                 if serves and self._controller is not None and self._specs[rank].generation < RESTARTS:
@@ -304,7 +284,7 @@ class _Workers:
                 with contextlib.suppress(OSError, KeyError):  # the worker just died
                     self._controls[rank].send((kind, content))
         if self._controller.settled:  # the in-memory checkpoints of dead workers are not needed any more
-            self._close_memory(self._memory.keys() - self._processes.keys())
+            self._memory.close_except(self._processes)
 
     def _restart_server(self, rank: int) -> None:
         """Restart a server that was killed; it restores a snapshot, or workers send it their weights."""
@@ -405,11 +385,11 @@ class _Workers:
             if process.exitcode is None:
                 process.kill()
                 process.join()
-            _end_children(process)
+            worker_process.end_children(process)
             process.close()
         for control in self._controls.values():
             control.close()
-        self._close_memory(list(self._memory))
+        self._memory.close_except(())
         self._store.close()
 
     def signals(self) -> contextlib.AbstractContextManager[None]:
@@ -424,84 +404,4 @@ class _Workers:
             print("\nstopping at the next step; press Ctrl-C again to stop immediately", file=sys.stderr, flush=True)
             self._store.set(STOP_KEY, b"interrupted" if number == signal.SIGINT else b"terminated")
 
-        return _handled(stop)
-
-
-def _immediate_stop() -> contextlib.AbstractContextManager[None]:
-    return _handled(lambda number, frame: stop_now(number))
-
-
-@contextlib.contextmanager
-def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handle SIGINT and termination signals by a function; only in the main thread, since others receive no signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, *termination_signals())}
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        call_own(before[number], number, frame)
-        handler(number, frame)
-
-    for number in before:
-        signal.signal(number, handle)
-    try:
-        yield
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)
-
-
-def _start(process: BaseProcess) -> None:
-    """Start a process; if the fork server was just killed, retry until a new fork server is started.
-
-    Raises:
-        EOFError: no fork server answers for `FORK_S`.
-        ConnectionError: no fork server answers for `FORK_S`.
-    """
-    failed = None  # time of the first failure; the attempt may have begun long before, while torch was imported
-    while True:
-        try:
-            process.start()
-        except (EOFError, ConnectionError) as error:  # its socket closes before the system reports its end
-            failed = time.monotonic() if failed is None else failed
-            if time.monotonic() > failed + FORK_S:
-                error.add_note(
-                    "the fork server, which starts workers, was killed, and no new fork server answered for "
-                    f"{FORK_S:.0f} s: it may be killed repeatedly (is the machine out of memory?)"
-                )
-                raise
-            time.sleep(0.01)
-        else:
-            return
-
-
-def _end_children(process: BaseProcess) -> None:
-    """Kill the child processes of a killed process, such as data loader processes, and remove its semaphores."""
-    if process.exitcode and process.pid is not None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # no such process
-            os.killpg(process.pid, signal.SIGKILL)
-    unlink_semaphores_of(process)
-
-
-def _context() -> Any:
-    """Return a fork server context with torch preloaded, so that workers start in milliseconds; else spawn."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    return context
-
-
-def _death(rank: int, code: int | None, reason: str | None) -> Failure:
-    """Return the failure of a process that ended without a report; `reason` if it is known."""
-    if reason is not None:
-        return Failure(rank, time.monotonic(), "killed", reason, None)
-    kind = "killed" if code == -signal.SIGKILL else "death"  # killed from outside: other failures are consequences
-    if code is not None and code < 0:
-        name = signal.Signals(-code).name
-        hint = " (was the machine out of memory?)" if name == "SIGKILL" else ""
-        text = f"its process was killed by {name}{hint}; it left no traceback"
-    else:
-        text = f"its process ended with exit code {code} and left no traceback (what it printed is above)"
-    return Failure(rank, time.monotonic(), kind, text, None)
+        return handled(stop)
