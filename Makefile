@@ -65,10 +65,18 @@ bench: $(INSTALLED)  ## measure against plain torch, side by side
 	$(BIN)/python tests/bench/orderings.py
 	$(BIN)/python tests/bench/rounds.py
 
+# In an environment of its own: the tests do not need the frameworks that fabricx is compared with.
+PEERS := .venv-peers
+peers:  ## measure against Lightning, Accelerate, Ignite and the Trainer of transformers, side by side
+	@test -x $(PEERS)/bin/accelerate || { $(PYTHON) -m venv $(PEERS) && $(PEERS)/bin/python -m pip install --quiet \
+		--disable-pip-version-check --constraint constraints.txt --config-settings editable_mode=compat \
+		--editable . 'lightning>=2.6.6' 'accelerate>=1.15' 'pytorch-ignite>=0.5.5' 'transformers>=5'; }
+	$(PEERS)/bin/python tests/bench/peers/compare.py
+
 chaos: $(INSTALLED)  ## kill workers all the time, and see what is lost
 	$(BIN)/python tests/bench/chaos.py
 
 clean:  ## remove the virtual environment and what tools leave behind
-	rm -rf $(VENV) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(PEERS) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
-.PHONY: help install demo test soak gpu lint docs bench chaos clean
+.PHONY: help install demo test soak gpu lint docs bench peers chaos clean

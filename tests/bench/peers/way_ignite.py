@@ -1,0 +1,28 @@
+"""Ignite; under torchrun with several ranks. Nothing is logged or saved."""
+
+import ignite.distributed as idist
+from ignite.engine import Engine
+from tasks import arguments, loss_of, make_data, make_model, make_optimizer
+
+
+def train(rank, given):
+    model = idist.auto_model(make_model(given.task))
+    optimizer = idist.auto_optim(make_optimizer(model))
+    loader = idist.auto_dataloader(
+        make_data(given), batch_size=given.batch_size * given.ranks, shuffle=True, pin_memory=False
+    )
+
+    def step(engine, batch):
+        optimizer.zero_grad()
+        loss = loss_of(model, *batch)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    Engine(step).run(loader, max_epochs=1)
+
+
+if __name__ == "__main__":
+    given = arguments()
+    with idist.Parallel(backend="gloo" if given.ranks > 1 else None) as parallel:
+        parallel.run(train, given)

@@ -1,0 +1,40 @@
+"""The Trainer of Hugging Face transformers; under torchrun with several ranks."""
+
+import tempfile
+
+from tasks import arguments, loss_of, make_data, make_model, make_optimizer
+from torch import nn
+from transformers import Trainer, TrainingArguments
+
+
+class Net(nn.Module):
+    def __init__(self, task):
+        super().__init__()
+        self.model = make_model(task)
+
+    def forward(self, inputs, labels):
+        return {"loss": loss_of(self.model, inputs, labels)}
+
+
+class Samples:
+    def __init__(self, data):
+        self.data = data
+
+    def __len__(self):
+        return len(self.data)
+
+    def __getitem__(self, index):
+        inputs, labels = self.data[index]
+        return {"inputs": inputs, "labels": labels}
+
+
+given = arguments()
+model = Net(given.task)
+with tempfile.TemporaryDirectory() as folder:
+    options = TrainingArguments(
+        folder, num_train_epochs=1, per_device_train_batch_size=given.batch_size, use_cpu=True, max_grad_norm=0.0,
+        ddp_backend="gloo" if given.ranks > 1 else None, report_to="none", dataloader_pin_memory=False,
+        ddp_find_unused_parameters=False,
+    )  # fmt: skip
+    trainer = Trainer(model, options, train_dataset=Samples(make_data(given)), optimizers=(make_optimizer(model), None))
+    trainer.train()
