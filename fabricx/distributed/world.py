@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fabricx.distributed import autograd_collectives, heartbeat, lost_operations, object_messages, peers
+from fabricx.distributed import autograd_collectives, heartbeat, lost_operations, object_messages, peers, process_groups
 from fabricx.distributed.generations import death_key, membership
 from fabricx.distributed.lost_peers import raise_peer_lost
 from fabricx.errors import check_choice
@@ -24,7 +23,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 _CPU = torch.device("cpu")
 WAITED_S: Final = [0.0]  # seconds that this process has spent in the collectives of World, mostly waiting
-_LEFT: list[Any] = []  # destroyed process groups of earlier generations, which strategies may still refer to
 _CURRENT: list[World] = []  # the world that this process has joined, if any
 _SUBGROUPS: dict[tuple[Any, ...], Any] = {}  # groups along the axes of the present generation, by their ranks
 MEET: Final = timedelta(seconds=4)  # time for members of a later generation to connect
@@ -182,21 +180,10 @@ class World:
         if member.changes:
             member.building(self.generation, self.store, silent=self.silent)
         if member.changes and self.silent:
-            # By default torch ends the process when an operation fails; surviving ranks have to continue without the
-            # lost peer.
-            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-            os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
+            process_groups.survive_failed_operations()
         before = self._checked_ports()
-        # Names of groups are parts of the store's keys, and a failed attempt of this process leaves its number behind.
-        dist.distributed_c10d._world.group_count = 0
-        with member.opening():
-            dist.init_process_group(
-                self.backend,
-                store=dist.PrefixStore(f"gen{self.generation}", self.store),
-                rank=self.rank,
-                world_size=self.size,
-                timeout=timeout,
-            )
+        store = dist.PrefixStore(f"gen{self.generation}", self.store)
+        process_groups.open_main(self.backend, store, self.rank, self.size, timeout)
         self._confirm("all", range(self.size), before, timeout)
         _SUBGROUPS.clear()
         _CURRENT[:] = [self]
@@ -230,26 +217,18 @@ class World:
         self.leave_groups()
         # Short timeout: a peer that dies meanwhile is waited for, and gloo waits five times the timeout.
         self.join(MEET)
-        dist.distributed_c10d._set_pg_timeout(OPERATION)  # type: ignore[attr-defined]
+        process_groups.set_timeout(OPERATION)
 
     @staticmethod
     def leave_groups() -> None:
         """Destroy all process groups, if any; call `release_left_groups` afterwards."""
         _SUBGROUPS.clear()
-        if dist.is_initialized():
-            _LEFT.extend(dist.distributed_c10d._world.pg_map)
-            dist.destroy_process_group()
+        process_groups.leave_all()
 
     @staticmethod
     def release_left_groups() -> None:
-        """Wait until destroyed groups have ended; afterwards none of their operations can write to a tensor.
-
-        The end of an operation may need the interpreter's lock. A C++ object that a strategy has built on a group
-        (DDP's reducer) would wait for it while it holds that lock, which is a deadlock. The last Python reference,
-        which this module keeps, releases the lock first.
-        """
-        _LEFT.clear()
-        membership().release()
+        """Wait until destroyed groups have ended; afterwards none of their operations can write to a tensor."""
+        process_groups.release_left()
 
     def new_subgroup(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
         """Build a process group for each part of the ranks and return the group of this rank; all ranks call it.
@@ -261,20 +240,13 @@ class World:
             RuntimeError: a rank did not join within the timeout.
             AuthenticationError: a foreign program has connected in place of a rank.
         """
-        groups: list[tuple[Sequence[int], Any]] = []
         before, timeout = self._checked_ports(), MEET if self.generation else OPERATION
-        with membership().opening():
-            for ranks in parts:
-                group = dist.new_group(list(ranks), timeout=timeout)
-                if self.rank in ranks:
-                    groups.append((ranks, group))
-        members, local_group = groups[0]
+        members, group = process_groups.open_parts(parts, self.rank, timeout)
         if self.store is not None:
             number = self.store.add(f"groups/{self.generation}/{self.rank}", 1)  # the same on all ranks
             self._confirm(f"{number}/{'-'.join(map(str, members))}", members, before, timeout)
-        subgroup: dist.ProcessGroup = local_group
-        dist.distributed_c10d._set_pg_timeout(OPERATION, subgroup)  # type: ignore[attr-defined]
-        return subgroup
+        process_groups.set_timeout(OPERATION, group)
+        return group
 
     def along(self, name: str, parts: Sequence[Sequence[int]]) -> World:
         """Return this rank among the ranks along an axis; all ranks call it. The group remains for later runs.
