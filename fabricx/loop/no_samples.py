@@ -57,13 +57,14 @@ def _compute(session: Session, micro: Microbatch) -> None:
         session.fault_tolerance.after_own_update(micro)
         advance(session, micro)
         return
-    if micro.opens:
-        zero_grad(session, micro)
-    with nullcontext() if micro.closes else session.strategy.accumulate():
-        session.window.sit_out(micro, NO_BATCH, session.settings, example_batch(session, micro))
-    if micro.closes:
-        if session.window.ready():
+    with session.metrics.logbook.muted():  # hooks of an update log values of ranks with samples
+        if micro.opens:
+            zero_grad(session, micro)
+        with nullcontext() if micro.closes else session.strategy.accumulate():
+            session.window.sit_out(micro, NO_BATCH, session.settings, example_batch(session, micro))
+        if micro.closes and session.window.ready():
             update(session, micro, None)
-        else:
+        elif micro.closes:
             session.state.trained += 1
+    if micro.closes:
         advance(session, micro)

@@ -111,6 +111,8 @@ class Logbook:
             to_logger: loggers receive the value.
             joined: the value is reduced over ranks.
         """
+        if type(value) is not Tensor and hasattr(value, "full_tensor"):  # a norm of shards, such as under fsdp
+            value = value.detach().full_tensor()  # a collective: also on ranks whose value is discarded
         if self._mute:
             return
         if self.loader is not None:

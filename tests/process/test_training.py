@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import fabricx as fx
 from fabricx.errors import NotPicklable, RanksDisagree, WorkerFailed
+from fabricx.lightning.functions import grad_norm
 from fabricx.testing import QUIET, TinyModule, tiny_loader
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
@@ -85,6 +86,28 @@ def test_two_ranks_train_what_one_trains(tmp_path: Path, accumulate: int, strate
         assert float(two.callback_metrics[name]) == pytest.approx(float(value), rel=1e-5), name
     assert float(two.callback_metrics["one_epoch"]) == 1.0  # a constant stays one on uneven ranks
     assert float(two.callback_metrics["mean"]) == (SAMPLES - 1) / 2  # every sample counts once
+
+
+class Norms(TinyModule):
+    """Logs norms between backward and step, as in Lightning's recipe."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log("gradient", grad_norm(self, 2)["grad_2.0_norm_total"])
+        self.log("weight", self.layer.weight.norm())
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_norms_that_a_hook_logs_are_those_of_one_process_though_a_rank_has_no_last_sample(accumulate: int) -> None:
+    found = {}
+    for strategy, devices in (("single", 1), ("ddp", 2), ("fsdp", 2)):
+        torch.manual_seed(5)
+        trainer = fx.Trainer(
+            max_epochs=1, devices=devices, strategy=strategy, accumulate_grad_batches=accumulate, **QUIET
+        )
+        trainer.fit(Norms(), tiny_loader(17, 8 // devices))
+        found[strategy] = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert found["ddp"] == pytest.approx(found["single"], rel=1e-5)  # float32 sums in another order
+    assert found["fsdp"] == pytest.approx(found["single"], rel=1e-5)
 
 
 def test_evaluation_and_prediction_on_two_ranks_count_each_sample_once(tmp_path: Path) -> None:
