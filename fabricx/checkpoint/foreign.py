@@ -235,6 +235,37 @@ def mismatch(saved_names: Iterable[str], wanted: Iterable[str], path: object) ->
     return "\n".join(lines)
 
 
+def shapes_differ(saved: Mapping[str, Any], wanted: Mapping[str, Any], path: object) -> str:
+    """Return the error message for weights of other shapes than those in the module; "" if all shapes are equal.
+
+    Args:
+        saved: tensors of the checkpoint by name.
+        wanted: tensors of the module by name.
+        path: path of the checkpoint.
+
+    >>> import torch
+    >>> print(shapes_differ({"head": torch.empty(2, 3)}, {"head": torch.empty(5, 3)}, "x.ckpt"))
+    the weights in x.ckpt are not those of the module
+      head: shape [2, 3] in the checkpoint, [5, 3] in the module
+      create the module with the arguments of the checkpoint; or load the other weights only: delete these names
+      from checkpoint['state_dict'] in on_load_checkpoint, then Module.load_from_checkpoint(path, strict=False)
+    """
+    differ = [
+        f"  {name}: shape {list(tensor.shape)} in the checkpoint, {list(wanted[name].shape)} in the module"
+        for name, tensor in saved.items()
+        if name in wanted and isinstance(tensor, Tensor) and tensor.shape != wanted[name].shape
+    ]
+    if not differ:
+        return ""
+    lines = [f"the weights in {path} are not those of the module", *differ[:_SHOWN]]
+    lines += [f"  and {len(differ) - _SHOWN} more"] if len(differ) > _SHOWN else []
+    lines.append(
+        "  create the module with the arguments of the checkpoint; or load the other weights only: delete these names\n"
+        "  from checkpoint['state_dict'] in on_load_checkpoint, then Module.load_from_checkpoint(path, strict=False)"
+    )
+    return "\n".join(lines)
+
+
 def _common_prefix(longer: Iterable[str], shorter: Iterable[str]) -> str:
     """Return the prefix whose removal turns `longer` names into most of the `shorter` names; "" if none does."""
     names = set(shorter)

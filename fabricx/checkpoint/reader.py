@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fabricx.checkpoint import sharded_tensors, single_file, tree
 from fabricx.checkpoint.files import INDEX, STATE, check_size, deserialized, read_listed, read_manifest, verify
-from fabricx.checkpoint.foreign import is_foreign, mismatch, read_foreign
+from fabricx.checkpoint.foreign import is_foreign, mismatch, read_foreign, shapes_differ
 from fabricx.checkpoint.index import parse
 from fabricx.checkpoint.storage import Place, as_path, is_local
 from fabricx.distributed.fsdp_internals import shard_like
@@ -87,7 +87,8 @@ def _load_single_file(path: Path, map_location: Any, sharded: Mapping[str, Tenso
 def _shard(whole: Tensor, like: Tensor, path: Path) -> Tensor:
     if whole.shape != like.shape:
         raise CheckpointError(
-            f"the weights in {path} are not those of the module: shape {list(whole.shape)}, not {list(like.shape)}"
+            f"the weights in {path} are not those of the module: shape {list(whole.shape)}, not {list(like.shape)}; "
+            "create the module with the arguments of the checkpoint"
         )
     return shard_like(whole, like)
 
@@ -135,6 +136,8 @@ def load_weights(module: nn.Module, weights: dict[str, Tensor], path: Place, *, 
     try:
         keys = module.load_state_dict(weights, strict=strict)
     except RuntimeError as error:
+        if differ := shapes_differ(weights, now, path):
+            raise CheckpointError(differ) from None
         if now.keys() == weights.keys():
             raise CheckpointError(f"the weights in {path} are not those of the module: {error}") from None
         raise CheckpointError(mismatch(weights, now, path)) from None

@@ -132,7 +132,11 @@ def restore(session: Session, path: Path, *, weights_only: bool) -> None:
     except RuntimeError as error:
         if not str(error).startswith("Error(s) in loading state_dict"):
             raise
-        raise CheckpointError(f"the weights in {path} are not those of the module: {error}") from None
+        raise CheckpointError(
+            f"the weights in {path} are not those of the module: {error}\n  to resume, create the module with the "
+            "arguments of the checkpoint; to begin a new run of another module with the weights that fit: "
+            "Module.load_from_checkpoint(path, strict=False)"
+        ) from None
     _report_hyperparameters(session, configured)
     state["state"]["attempt"] = state["state"].get("attempt", 0) + 1
     data = session.world.axis("data")

@@ -269,3 +269,38 @@ def test_a_file_without_weights_says_so(content, tmp_path):
     (tmp_path / "b.pt").write_text("nothing")
     with pytest.raises(CheckpointError):
         read_foreign(tmp_path / "b.pt")
+
+
+class Head(fx.Module):
+    def __init__(self, classes: int = 5) -> None:
+        super().__init__()
+        self.backbone, self.head = nn.Linear(2, 3), nn.Linear(3, classes)
+
+    def training_step(self, batch: Any) -> torch.Tensor:
+        return self.head(self.backbone(batch)).sum()  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class NewHead(Head):
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        for name in ("head.weight", "head.bias"):
+            del checkpoint["state_dict"][name]
+
+
+@pytest.mark.parametrize("form", ["torch", "fabricx"])
+def test_weights_of_another_shape_are_named_with_a_remedy_that_loads_the_others(tmp_path: Path, form: str) -> None:
+    old, path = Head(classes=2), tmp_path / "old.ckpt"
+    if form == "torch":
+        torch.save(old.state_dict(), path)
+    else:
+        trainer = fx.Trainer(devices=1, max_steps=1, default_root_dir=tmp_path, **QUIET)
+        trainer.fit(old, DataLoader(torch.zeros(2, 2)))
+        trainer.save_checkpoint(path)
+    for strict in (True, False):  # names that are allowed to differ don't make shapes equal
+        with pytest.raises(CheckpointError, match=r"(?s)head.weight: shape \[2, 3\] .*, \[5, 3\] .*on_load_checkpoint"):
+            Head.load_from_checkpoint(path, strict=strict)
+    with pytest.warns(UserWarning, match="missing: head.weight, head.bias"):
+        new = NewHead.load_from_checkpoint(path, strict=False)
+    assert torch.equal(new.backbone.weight, old.backbone.weight)
