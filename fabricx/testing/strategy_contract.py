@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fabricx.core.callback import Callback
 from fabricx.core.module import Module
 from fabricx.core.strategy import Strategy
+from fabricx.errors import WorkerFailed
 from fabricx.trainer.trainer import Trainer
 
 GLOBAL_BATCH: Final = 12
@@ -33,6 +34,15 @@ RUNS: Final[dict[str, dict[str, Any]]] = {
 }
 
 
+REDUCTION: Final = (
+    "Are gradients summed, or averaged with traits.averages? Does backward_without_data take part in each reduction?"
+)
+MANUAL: Final = (
+    "A step called backward for each layer before the optimizers stepped. Does the second call reduce the gradients of "
+    "the first again? Then setup has to raise a ValueError for several_backwards=True."
+)
+
+
 class BrokenContract(AssertionError):
     """A strategy breaks its contract; the message names the run and the difference."""
 
@@ -41,8 +51,9 @@ def check_strategy(make: Callable[[], Strategy], *, ranks: int = 2, tolerance: f
     """Check that a synchronous strategy trains like one process on the same global batches.
 
     It runs short trainings of a small network with SGD and momentum, in worker processes on the CPU: whole and uneven
-    batches, accumulation, clipping, evaluation. Then it resumes a run from a checkpoint, which must give the same bits
-    as the run without an interruption, and loads the checkpoint in one process.
+    batches, accumulation, clipping, evaluation, and manual optimization, unless the strategy refuses it. Then it
+    resumes a run from a checkpoint, which must give the same bits as the run without an interruption, and loads the
+    checkpoint in one process.
 
     Args:
         make: returns a new strategy; all calls return the same kind.
@@ -63,6 +74,7 @@ def check_strategy(make: Callable[[], Strategy], *, ranks: int = 2, tolerance: f
         raise ValueError(f"{type(strategy).__name__} is not synchronous: its weights differ from those of one process")
     for name, options in RUNS.items():
         _compare(name, _train(make(), ranks, **options), _train("single", 1, **options), tolerance)
+    _check_manual_optimization(make, ranks, tolerance)
     with tempfile.TemporaryDirectory() as folder:
         _check_resuming(make, ranks, Path(folder), tolerance)
 
@@ -84,9 +96,9 @@ class _Run:
 
 def _train(
     strategy: Strategy | str, ranks: int, *, samples: int = SAMPLES, ckpt_path: Path | None = None, began_with: int = 0,
-    **options: Any,
+    module: _Network | None = None, **options: Any,
 ) -> _Run:  # fmt: skip
-    module = _Network()
+    module = module or _Network()
     defaults: dict[str, Any] = {
         "max_epochs": EPOCHS, "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
         "accelerator": "cpu", "enable_checkpointing": False, "num_sanity_val_steps": 0,
@@ -107,7 +119,7 @@ def _seeded() -> Iterator[None]:
         yield
 
 
-def _compare(name: str, several: _Run, alone: _Run, tolerance: float) -> None:
+def _compare(name: str, several: _Run, alone: _Run, tolerance: float, hint: str = REDUCTION) -> None:
     if several.step != alone.step:
         raise BrokenContract(f"{name}: {several.step} weight updates, and {alone.step} in one process")
     initial = dict(_Network().named_parameters())
@@ -118,13 +130,23 @@ def _compare(name: str, several: _Run, alone: _Run, tolerance: float) -> None:
         if not difference <= tolerance * scale:  # also if it is NaN
             raise BrokenContract(
                 f"{name}: {parameter} differs by {difference:.3g} from the run of one process on the same global "
-                f"batches, more than tolerance={tolerance:g} x {scale:.3g}. Are gradients summed, or averaged with "
-                "traits.averages? Does backward_without_data take part in each reduction?"
+                f"batches, more than tolerance={tolerance:g} x {scale:.3g}. {hint}"
             )
     for metric, wanted_value in alone.metrics.items():
         value = several.metrics[metric]
         if not math.isclose(value, wanted_value, rel_tol=max(1e-4, 10 * tolerance)):
             raise BrokenContract(f"{name}: {metric} is {value:.6g}, and {wanted_value:.6g} in one process")
+
+
+def _check_manual_optimization(make: Callable[[], Strategy], ranks: int, tolerance: float) -> None:
+    """Compare runs whose steps call `backward` twice, unless the strategy refuses several calls in `setup`."""
+    try:
+        several = _train(make(), ranks, module=_ManualNetwork())
+    except (ValueError, WorkerFailed) as error:
+        if isinstance(error.__cause__ or error, ValueError):
+            return
+        raise
+    _compare("manual optimization", several, _train("single", 1, module=_ManualNetwork()), tolerance, MANUAL)
 
 
 def _check_resuming(make: Callable[[], Strategy], ranks: int, folder: Path, tolerance: float) -> None:
@@ -171,7 +193,7 @@ class _Network(Module):
         with _seeded():
             self.net = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 1))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
         self.log("loss", loss, on_step=True, on_epoch=True)
         return loss
@@ -179,5 +201,27 @@ class _Network(Module):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[1]))
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class _ManualNetwork(_Network):
+    """A network whose layers are trained by losses and optimizers of their own."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        inputs, wanted = batch
+        optimizers: Any = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        first = nn.functional.mse_loss(self.net[0](inputs).mean(1, keepdim=True), wanted)
+        second = nn.functional.mse_loss(self.net[2](self.net[:2](inputs).detach()), wanted)
+        self.log("loss", second, on_step=True, on_epoch=True)
+        self.manual_backward(first)
+        self.manual_backward(second)
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.net[layer].parameters(), lr=0.05, momentum=0.9) for layer in (0, 2)]

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import fabricx as fx
+from examples.plain_ddp import PlainDDP
 from examples.quantized_ddp import QuantizedDDP
 from fabricx.errors import WorkerFailed
 from fabricx.strategies import DDP, FSDP, LocalSGD
@@ -26,7 +27,8 @@ def test_ddp_and_fsdp_keep_the_contract() -> None:
     check_strategy(FSDP)
 
 
-def test_the_example_of_the_guide_keeps_the_contract() -> None:
+def test_the_examples_of_the_guide_keep_the_contract() -> None:
+    check_strategy(PlainDDP)
     check_strategy(QuantizedDDP, ranks=3, tolerance=ROUNDING)
 
 
@@ -57,11 +59,19 @@ class Eager(QuantizedDDP):
         return torch.enable_grad()
 
 
+class Repeated(PlainDDP):
+    """Reduces in each backward, so that a second backward adds the sums of the first again."""
+
+    def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
+        super().setup(module)
+
+
 @pytest.mark.parametrize(
     ("make", "promise"),
     [
         (Summed, "plain: net.0.weight differs by .* Are gradients summed, or averaged"),
         (Eager, "accumulated: net.0.weight differs by"),
+        (Repeated, "manual optimization: net.0.weight differs by .* Does the second call reduce"),
         (Forgetful, "resumed: net.0.weight differs by .* Does state_dict contain all state"),
     ],
 )

@@ -86,6 +86,10 @@ def _is_here(part: type) -> bool:
     return part.__module__ == strategy_parts.__name__
 
 
+def test_the_guide_shows_the_smallest_example() -> None:
+    assert (ROOT / "examples" / "plain_ddp.py").read_text() in GUIDE
+
+
 def test_the_example_of_the_guide_is_as_long_as_it_says() -> None:
     lines = (ROOT / "examples" / "quantized_ddp.py").read_text().count("\n")
     assert f"a complete strategy in {lines} lines" in GUIDE
