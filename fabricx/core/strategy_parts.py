@@ -273,12 +273,13 @@ class ShardsWeights:
         return self.sharded_parameters()
 
     def whole_weights(self, module: nn.Module) -> dict[str, Any]:
-        """Return the unsharded weights, in main memory, on the main rank; collective.
+        """Return the unsharded weights, in main memory, on the main rank; collective. Other state is returned as it is.
 
         Args:
             module: the user's module.
         """
-        return {name: tensor.detach().cpu() for name, tensor in module.state_dict().items()}
+        state: Mapping[str, Any] = module.state_dict()  # extra state, and lists of metric objects, are no tensors
+        return {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in state.items()}
 
     def unshard(self) -> None:
         """Reverse the sharding, at the end of a fit; the values of weights and optimizer states may be lost."""

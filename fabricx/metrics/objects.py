@@ -2,21 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, final
+import copy
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final, final
 
+import torch
 from torch import Tensor, nn
 
 from fabricx.distributed.world import World
+
+_OF_MODULES: Final = frozenset(vars(nn.Module()))  # attributes that every module has
+_SEARCHED: Final = 64  # maximum items of a container that is searched: longer lists are a history of numbers
+_OF_PROCESS: Final = frozenset({
+    "_cache", "_computed", "_device", "_is_synced", "_update_count", "_update_signature", "compute", "dist_sync_fn",
+    "distributed_available_fn", "process_group", "update",
+})  # fmt: skip
 
 
 def metric_objects(module: nn.Module) -> dict[str, Any]:
     """Return the torchmetrics objects among a module's attributes, by path.
 
     Args:
-        module: searched at any depth.
+        module: searched at any depth; its own lists and dicts are searched, too.
     """
-    return {name: part for name, part in module.named_modules() if hasattr(part, "_update_count")}  # not collections
+    found = {name: part for name, part in module.named_modules() if hasattr(part, "_update_count")}  # not collections
+    known = set(map(id, found.values()))
+    return {**found, **{name: part for name, part in _in_containers(module) if id(part) not in known}}
+
+
+def held_metrics(owners: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the torchmetrics objects in attributes of modules and callbacks, each once, by path.
+
+    Args:
+        owners: modules and callbacks by name.
+    """
+    found: dict[int, tuple[str, Any]] = {}
+    for name, owner in owners.items():
+        if isinstance(owner, nn.Module):
+            held = metric_objects(owner)
+        else:
+            held = dict(itertools.chain.from_iterable(_search(key, value) for key, value in vars(owner).items()))
+        for path, metric in held.items():
+            found.setdefault(id(metric), (f"{name}.{path}", metric))
+    return dict(found.values())
+
+
+def _in_containers(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    for key, value in vars(module).items():
+        if key not in _OF_MODULES and not isinstance(value, nn.Module):
+            yield from _search(key, value)
+
+
+def _search(path: str, value: Any, depth: int = 3) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, nn.Module):
+        for name, part in value.named_modules():
+            if hasattr(part, "_update_count"):
+                yield f"{path}.{name}" if name else path, part
+    elif depth and isinstance(value, (dict, list, tuple)) and len(value) <= _SEARCHED:
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _search(f"{path}.{key}", item, depth - 1)
 
 
 def reduce_along(metric: Any, world: World) -> Callable[[], None]:
@@ -71,10 +116,29 @@ def states_of(metric: Any) -> dict[str, Any]:
         metric: a torchmetrics object.
     """
     copies = {
-        name: [item.detach().clone() for item in value] if isinstance(value, list) else value.detach().clone()
+        name: [_copy(item) for item in value] if isinstance(value, list) else _copy(value)
         for name, value in metric.metric_state.items()
     }
     return {"updates": int(metric._update_count), "values": copies}
+
+
+def _copy(item: Any) -> Any:
+    return item.detach().clone() if isinstance(item, Tensor) else copy.deepcopy(item)  # masks are tuples of bytes
+
+
+def states_on_cpu(states: dict[str, Any]) -> dict[str, Any]:
+    """Return states with their tensors in main memory.
+
+    Args:
+        states: result of `states_of`.
+    """
+    return {**states, "values": {name: _moved(value, torch.device("cpu")) for name, value in states["values"].items()}}
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, list):
+        return [_moved(item, device) for item in value]
+    return value.to(device) if isinstance(value, Tensor) else value
 
 
 def set_states(metric: Any, saved: dict[str, Any]) -> None:
@@ -84,8 +148,106 @@ def set_states(metric: Any, saved: dict[str, Any]) -> None:
         metric: a torchmetrics object.
         saved: result of `states_of`.
     """
-    metric.reset()
+    metric._computed = metric._cache = metric._forward_cache = None  # not by reset(): a wrapper resets other metrics
+    metric._is_synced = False
     for name, value in saved["values"].items():
-        device = metric.device
-        setattr(metric, name, [item.to(device) for item in value] if isinstance(value, list) else value.to(device))
+        setattr(metric, name, _moved(value, metric.device))
     metric._update_count = saved["updates"]
+
+
+def merge_states(metric: Any, ranks: Sequence[dict[str, Any]]) -> bool:
+    """Set the state of a metric object to that of all ranks, as `compute` reduces it over ranks.
+
+    The number of updates is the largest of a rank; lists have the items of the first rank first. `merge_state` is used
+    if the metric defines it: that of torchmetrics refuses most metrics.
+
+    Args:
+        metric: a torchmetrics object.
+        ranks: result of `states_of` on each rank that sees different samples.
+
+    Returns:
+        whether updates may follow; False if a state now has a row for each rank (a tensor with `dist_reduce_fx=None`).
+    """
+    from torchmetrics import Metric
+
+    set_states(metric, ranks[0])
+    if type(metric).merge_state is not Metric.merge_state:
+        for saved in ranks[1:]:
+            incoming = metric.clone()
+            set_states(incoming, saved)
+            metric.merge_state(incoming)
+        metric._update_count = max(saved["updates"] for saved in ranks)
+        return True
+    # Ranks without updates have no row; elsewhere their default does not change the result.
+    updated = [saved for saved in ranks if saved["updates"]] or ranks[:1]
+    merged: dict[str, Any] = {}
+    continues = True
+    for name, reduction in metric._reductions.items():
+        values, rows = ([saved["values"][name] for saved in chosen] for chosen in (ranks, updated))
+        merged[name], whole = _merged(reduction, values, rows)
+        continues = continues and whole
+    set_states(metric, {"updates": max(saved["updates"] for saved in ranks), "values": merged})
+    return continues
+
+
+def _merged(reduction: Any, values: list[Any], rows: list[Any]) -> tuple[Any, bool]:
+    """Merge a state of all ranks; returns it, and whether updates may follow.
+
+    Args:
+        reduction: `dist_reduce_fx` of the state.
+        values: of all ranks.
+        rows: of the ranks with updates.
+    """
+    from torchmetrics.utilities import data
+
+    if any(isinstance(value, list) for value in values):
+        lists = [value if isinstance(value, list) else [value] for value in values]
+        joined = [item for part in lists for item in part]
+        if reduction is None or reduction is data.dim_zero_cat:
+            return joined, True
+        return reduction(joined), False
+    if reduction is data.dim_zero_cat:
+        return torch.cat(values), True
+    if reduction in (data.dim_zero_sum, data.dim_zero_max, data.dim_zero_min):
+        return reduction(torch.stack(values)), True
+    if len(rows) == 1:
+        return rows[0], True
+    stacked = torch.stack(rows)
+    return (stacked, False) if reduction is None else (reduction(stacked), True)
+
+
+def gather_states(metrics: Mapping[str, Any], world: World) -> list[str]:
+    """Merge the states of all ranks into the metric objects of the main rank; all ranks call it.
+
+    Args:
+        metrics: the same objects on all ranks, by path.
+        world: the ranks that see different samples.
+
+    Returns:
+        paths of the metric objects whose state permits no more updates; see `merge_states`.
+    """
+    own = {path: states_on_cpu(states_of(metric)) for path, metric in metrics.items()}
+    ranks = world.gather_objects(own)
+    if world.size == 1 or not world.main_rank:
+        return []
+    return [
+        path for path, metric in metrics.items()
+        if not merge_states(metric, [states[path] for states in ranks if path in states])
+    ]  # fmt: skip
+
+
+def attributes_of_metrics(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return the attributes of metric objects, collections and wrappers that are no states, by path.
+
+    Args:
+        module: searched at any depth.
+    """
+    found = {}
+    for path, part in module.named_modules():
+        if any(kind.__module__.startswith("torchmetrics.") for kind in type(part).__mro__):
+            apart = _OF_MODULES | _OF_PROCESS | getattr(part, "metric_state", {}).keys()
+            found[path] = {
+                name: value.detach().cpu() if isinstance(value, Tensor) else value
+                for name, value in vars(part).items() if name not in apart
+            }  # fmt: skip
+    return found

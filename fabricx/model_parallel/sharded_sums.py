@@ -79,7 +79,7 @@ class ShardedSums(GradientSums, ShardsWeights):
     def whole_weights(self, module: nn.Module) -> dict[str, Any]:
         state: Mapping[str, Any] = module.state_dict()
         whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
-        return {name: value.detach().cpu() for name, value in whole.items()}
+        return {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in whole.items()}
 
     def unshard(self) -> None:
         """Reverse the sharding; the values of weights and optimizer states are lost."""

@@ -12,7 +12,7 @@ from fabricx.core.rng import RandomState
 from fabricx.data.own_state import states_of_generators
 from fabricx.distributed.metric_sums import merge_sums, plain
 from fabricx.metrics.accumulator import Series, join_latest
-from fabricx.metrics.objects import metric_objects, set_states, states_of
+from fabricx.metrics.objects import merge_states, metric_objects, set_states, states_of, states_on_cpu
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
@@ -71,7 +71,7 @@ class RankState:
             "latest": {
                 name: [kind, step, plain(value), weight] for name, (kind, step, value, weight) in self._latest.items()
             },
-            "objects": {name: _on_cpu(states) for name, states in self._objects.items()},
+            "objects": {name: states_on_cpu(states) for name, states in self._objects.items()},
             "logged": self._logged,
             "position": self._position,
         }
@@ -177,12 +177,12 @@ def restore_rank_states(
             sums.objects[name] = (objects[attribute], sums.series[name])
     for name, metric in objects.items():
         saved_states = [saved["objects"][name] for saved in states if name in saved["objects"]]
-        if saved_states:
-            set_states(metric, saved_states[0])
-        for other in saved_states[1:]:
-            incoming = metric.clone()
-            set_states(incoming, other)
-            metric.merge_state(incoming)
+        if saved_states and not merge_states(metric, saved_states):
+            raise ValueError(
+                f"the states of self.{name} on several ranks can't be joined into a state that further batches update: "
+                f"{type(metric).__name__} has a tensor state with dist_reduce_fx=None. Resume with as many ranks as "
+                "the run had, or from a checkpoint between two epochs"
+            )
     if rank is not None:
         load_buffers(module, ranks[rank].get("buffers"))
         if ranks[rank]["position"] is not None:
@@ -194,15 +194,6 @@ def _logged_objects(metrics: RunMetrics, objects: dict[str, Any]) -> dict[str, A
     names = {id(metric): name for name, metric in objects.items()}
     logged = metrics.training.metrics.objects.items()
     return {name: [names[id(metric)], list(series.kind())] for name, (metric, series) in logged if id(metric) in names}
-
-
-def _on_cpu(states: dict[str, Any]) -> dict[str, Any]:
-    """Copy the states to the CPU."""
-    values = {
-        name: [item.cpu() for item in value] if isinstance(value, list) else value.cpu()
-        for name, value in states["values"].items()
-    }
-    return {**states, "values": values}
 
 
 @final

@@ -6,16 +6,19 @@ import inspect
 import io
 import pickle
 import secrets
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from fabricx import by_value
 from fabricx.core.state import RunState
 from fabricx.data.run_data import BatchCounts
+from fabricx.metrics.objects import attributes_of_metrics, metric_objects, set_states, states_of, states_on_cpu
 from fabricx.metrics.run_metrics import Published
 from fabricx.session.status import StopStatus
 
@@ -81,6 +84,9 @@ class Outcome:
         records: records of the trainer, which the caller's trainer adopts.
         attributes: attributes of the module.
         modes: whether each submodule is in training mode, by name.
+        metrics: states of metric objects, by path in the module.
+        of_metrics: other attributes of metric objects, collections and wrappers, by path in the module.
+        built: metric objects, collections and wrappers that the workers have added to the module, by path.
         callbacks: of each callback of the run: its number among the caller's callbacks and its attributes; or None and
             a copy, for a callback that the module has configured.
         loggers: attributes of each logger that the caller's logger takes over.
@@ -91,12 +97,15 @@ class Outcome:
     records: RunRecords = field(default_factory=RunRecords)
     attributes: dict[str, Any] = field(default_factory=dict)
     modes: dict[str, bool] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+    of_metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
+    built: dict[str, Any] = field(default_factory=dict)
     callbacks: list[tuple[int | None, Any]] = field(default_factory=list)
     loggers: list[dict[str, Any]] = field(default_factory=list)
 
     def portable(
         self, module: Module, callbacks: Sequence[Callback], given: Sequence[Callback], loggers: Sequence[Logger],
-        records: RunRecords, weights: dict[str, Any],
+        records: RunRecords, weights: dict[str, Any], known: Collection[str] | None = None,
     ) -> Outcome:  # fmt: skip
         """Add the attributes that the caller's objects copy.
 
@@ -105,6 +114,7 @@ class Outcome:
             given: callbacks of the caller, in the caller's order.
             records: records of the trainer.
             weights: the complete state dict of the module.
+            known: names of the submodules of the caller's module; None for all.
 
         Returns:
             this object.
@@ -113,7 +123,18 @@ class Outcome:
         self.attributes = picklable_part(
             {k: v for k, v in vars(module).items() if not k.startswith("_") and not inspect.ismethod(v)}
         )
-        self.modes = {name: part.training for name, part in module.named_modules()}
+        parts = dict(module.named_modules())
+        self.modes = {name: part.training for name, part in parts.items()}
+        self.metrics = {name: states_on_cpu(states_of(metric)) for name, metric in metric_objects(module).items()}
+        self.of_metrics = {name: picklable_part(found) for name, found in attributes_of_metrics(module).items()}
+        known = parts if known is None else known
+        added = {
+            name: parts[name] for name in self.of_metrics
+            if name not in known and name.rpartition(".")[0] in known
+        }  # fmt: skip
+        for part in added.values():
+            part.to("cpu")
+        self.built = picklable_part(added)
         numbers = {id(callback): number for number, callback in enumerate(given)}
         for callback in callbacks:
             number, content = numbers.get(id(callback)), picklable_part(vars(callback))
@@ -133,14 +154,18 @@ class Outcome:
         """
         state = module.state_dict(keep_vars=True)
         for name, tensor in self.weights.items():
-            if name in state and state[name].shape == tensor.shape:
+            if isinstance(tensor, Tensor) and name in state and state[name].shape == tensor.shape:
                 with torch.no_grad():
                     state[name].data = state[name].data.to(tensor.dtype)  # differs with precision="64-true"
                     state[name].copy_(tensor)
         if set(state) != set(self.weights):  # layers that configure_model or setup has built in the workers
             module.configure_model()
             module.load_state_dict(self.weights)
+        else:  # extra state of submodules
+            others = {name: value for name, value in self.weights.items() if not isinstance(value, Tensor)}
+            module.load_state_dict(others, strict=False) if others else None
         vars(module).update(self.attributes)
+        self._absorb_metrics(module)
         for name, part in module.named_modules():
             part.training = self.modes.get(name, part.training)
         for logger, attributes in zip(loggers, self.loggers, strict=False):
@@ -149,6 +174,33 @@ class Outcome:
             if number is not None:
                 vars(callbacks[number]).update(attributes)
         return [copied if number is None else callbacks[number] for number, copied in self.callbacks]
+
+    def _absorb_metrics(self, module: Module) -> None:
+        """Set the states of metric objects; objects that workers have built are added."""
+        for name, part in self.built.items():
+            parent, _, key = name.rpartition(".")
+            module.get_submodule(parent)._modules.setdefault(key, part)
+        metrics = metric_objects(module)
+        for name in self.metrics.keys() & metrics.keys():
+            set_states(metrics[name], self.metrics[name])
+        parts = dict(module.named_modules())
+        for name in self.of_metrics.keys() & parts.keys():
+            parts[name].__dict__.update(self.of_metrics[name])
+        if lost := sorted(self.metrics.keys() - metrics.keys()):
+            warnings.warn(
+                f"metric objects that the workers have built can't be sent, and their states remain there: "
+                f"{', '.join(lost)}. Create them in __init__",
+                stacklevel=2,
+            )
+
+
+def holders(module: Module, callbacks: Iterable[Callback]) -> dict[str, Any]:
+    """Return the objects whose metric objects have a state after a run, by name.
+
+    Args:
+        module, callbacks: of the run.
+    """
+    return {"module": module} | {f"{type(each).__name__} {n}": each for n, each in enumerate(callbacks)}
 
 
 def _copy_of(callback: Callback, attributes: dict[str, Any]) -> Callback:

@@ -35,6 +35,7 @@ class Job:
         flag: print the results; for predict, return the outputs.
         began_with: ranks with which the run of the checkpoint began, read before workers start: a worker that joins
             later may find that checkpoint deleted. None if each rank reads it.
+        copied: each rank has a copy of the caller's objects, whose metric objects may have a state.
     """
 
     stage: str
@@ -45,6 +46,7 @@ class Job:
     ckpt_path: str | Path | None
     flag: bool = True
     began_with: int | None = None
+    copied: bool = False
 
     def __post_init__(self) -> None:
         for name, other in (("train", "evaluate"), ("evaluate", "train")):

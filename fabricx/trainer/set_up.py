@@ -32,6 +32,7 @@ from fabricx.loop import evaluation
 from fabricx.loop import fit_asynchronous as asynchronous
 from fabricx.loop.fit import fit, train_batches
 from fabricx.metrics.logger_dispatcher import LoggerDispatcher
+from fabricx.metrics.objects import held_metrics
 from fabricx.redaction import masked
 from fabricx.scratch import set_multiprocessing_folder
 from fabricx.session.checkpoint import restore_requested
@@ -39,7 +40,7 @@ from fabricx.session.session import Session
 from fabricx.telemetry.recorder import NoopRecorder
 from fabricx.trainer.factory import listed
 from fabricx.trainer.module_set_up import set_up_evaluation, set_up_module
-from fabricx.trainer.result import Outcome
+from fabricx.trainer.result import Outcome, holders
 from fabricx.trainer.run_records import open_loggers, open_telemetry
 from fabricx.trainer.training_set_up import set_up_training
 
@@ -205,6 +206,9 @@ def _set_up(session: Session, job: Job) -> None:
     with session.sharding.init_context() if job.stage == "fit" else contextlib.nullcontext():
         session.module.configure_model()
     set_up_module(session, job.ckpt_path)
+    if job.copied and not session.world.axis("metrics").main_rank:  # the ranks' states are summed
+        for metric in held_metrics(holders(session.module, session.callbacks)).values():
+            metric.reset()
     if job.stage == "fit":
         set_up_training(session)
     else:

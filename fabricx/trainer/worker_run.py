@@ -13,11 +13,13 @@ from fabricx.checkpoint.storage import as_path
 from fabricx.core.callback import recovery_policy_of
 from fabricx.core.strategy_parts import HasServers, ModelParallel, ShardsWeights, as_part
 from fabricx.distributed.world import OPERATION, World
-from fabricx.errors import WorkerFailed
+from fabricx.errors import PeerLost, WorkerFailed
 from fabricx.fault_tolerance.controller import ElasticPolicy
 from fabricx.launch.signals import TERMINATED, termination_signals
+from fabricx.metrics.objects import gather_states, held_metrics
 from fabricx.telemetry.logs import LogSettings
 from fabricx.trainer import process, provenance
+from fabricx.trainer.result import holders
 from fabricx.trainer.run_dir import checkpoints_of, newest_whole
 from fabricx.trainer.set_up import execute, ranks_that_began
 
@@ -101,16 +103,42 @@ def run_in_workers(
 
 def _work(world: World, trainer: TrainerInterface, job: Job, logs: LogSettings) -> Outcome | None:
     """Run a job in a worker; returns the outcome on the main rank only, for the caller."""
-    world, given = process.enter(trainer, world), list(trainer.callbacks)
+    world, given, job.copied = process.enter(trainer, world), list(trainer.callbacks), True
+    built = {name for name, _ in job.module.named_modules()}
     # The supervisor handles Ctrl-C; other signals may be sent to a single rank.
     with process.interruptible(job.stage, trainer.request_stop, termination_signals()):
         outcome = execute(trainer, job, world, logs)
     weights = as_part(trainer.strategy, ShardsWeights).whole_weights(job.module)
+    _join_metric_objects(trainer, job)
     if trainer.strategy.traits.lockstep:  # else ranks end independently of each other
         trainer.world.await_departure()
     if not trainer.world.main_rank:
         return None
-    return outcome.portable(job.module, trainer.callbacks, given, trainer.loggers, trainer.records, weights)
+    return outcome.portable(job.module, trainer.callbacks, given, trainer.loggers, trainer.records, weights, built)
+
+
+def _join_metric_objects(trainer: TrainerInterface, job: Job) -> None:
+    """Merge the states of metric objects of all ranks into those of the main rank; all ranks call it."""
+    metrics = held_metrics(holders(job.module, trainer.callbacks))
+    if not metrics:
+        return
+    world = trainer.world
+    lost = ""
+    try:
+        ended = gather_states(metrics, world.axis("metrics"))
+    except PeerLost:  # after the training, which is complete
+        ended, lost = [], "they have no batch of other ranks, because a rank was lost when the run had ended"
+    if world.generation and not trainer.strategy.traits.lockstep:
+        lost = lost or "they lack batches of a worker that died"
+    if not world.main_rank:
+        return
+    if lost:
+        trainer.print(f"states of metric objects ({', '.join(metrics)}): {lost}")
+    if ended:
+        trainer.print(
+            f"states of metric objects ({', '.join(ended)}) have a row for each rank (dist_reduce_fx=None): compute() "
+            "joins the rows; call reset() before further updates"
+        )
 
 
 def _report_lost_checkpoint(aggregator: Aggregator | None, error: WorkerFailed) -> None:

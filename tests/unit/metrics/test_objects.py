@@ -7,11 +7,13 @@ import pickle
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
+import torchmetrics
 from torch import Tensor, nn
 
 from fabricx.distributed.world import World
-from fabricx.metrics.objects import metric_objects, reduce_along, set_states, states_of
+from fabricx.metrics.objects import held_metrics, merge_states, metric_objects, reduce_along, set_states, states_of
 
 
 class Metric(nn.Module):
@@ -65,3 +67,83 @@ def test_a_metric_reduces_over_some_ranks_until_it_is_undone() -> None:
     assert pickle.loads(pickle.dumps(metric.dist_sync_fn)) is None
     undo()
     assert (metric.dist_sync_fn, metric.distributed_available_fn) == before
+
+
+def merged(metric: Any, *ranks: list[Any]) -> tuple[Any, bool]:
+    """Return the metric with the states of ranks that had these updates, and whether updates may follow."""
+    states = []
+    for updates in ranks:
+        own = metric.clone()
+        for update in updates:
+            own.update(*update)
+        states.append(states_of(own))
+    return metric, merge_states(metric, states)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        torchmetrics.MeanMetric, torchmetrics.MinMetric, torchmetrics.MaxMetric, torchmetrics.SumMetric,
+        torchmetrics.CatMetric,
+    ],
+)  # fmt: skip
+def test_the_state_of_several_ranks_is_that_of_one_that_had_all_updates(kind: Any) -> None:
+    metric = kind()
+    alone, updates = metric.clone(), [(torch.tensor([value, value**2]),) for value in (1.0, 3.0, -2.0)]
+    for update in updates:
+        alone.update(*update)
+    joined, may_follow = merged(metric, updates[:2], updates[2:], [])
+    assert may_follow
+    assert torch.equal(joined.compute(), alone.compute())
+    assert joined.update_called
+    for each in (joined, alone):
+        each.update(torch.tensor([5.0]))
+    assert torch.equal(joined.compute(), alone.compute())
+
+
+@pytest.mark.filterwarnings("ignore:Metric `PearsonCorrCoef`")
+def test_a_state_with_a_row_for_each_rank_computes_and_accepts_no_updates() -> None:
+    x, y = torch.randn(2, 8, generator=torch.Generator().manual_seed(2))
+    first, second = [(x[:3], y[:3])], [(x[3:], y[3:])]
+    joined, continues = merged(torchmetrics.PearsonCorrCoef(), first, second)
+    assert not continues
+    assert float(joined.compute()) == pytest.approx(float(torch.corrcoef(torch.stack([x, y]))[0, 1]), rel=1e-5)
+    assert merged(torchmetrics.PearsonCorrCoef(), first, [])[1]  # a single rank had batches
+
+
+def test_states_are_set_in_any_order_also_those_of_a_wrapper_that_resets_its_metric() -> None:
+    module = nn.Module()
+    module.best = torchmetrics.MinMaxMetric(torchmetrics.MaxMetric())
+    module.best.update(4.0)
+    saved = {name: states_of(metric) for name, metric in metric_objects(module).items()}
+    for name in ("best._base_metric", "best"):
+        set_states(metric_objects(module)[name], saved[name])
+    assert module.best._base_metric.update_called
+    assert float(module.best._base_metric.compute()) == 4.0
+
+
+def test_members_of_a_collection_that_share_a_state_get_it_each() -> None:
+    def collection() -> Any:
+        kinds = torchmetrics.classification
+        return torchmetrics.MetricCollection([kinds.BinaryAUROC(), kinds.BinaryAveragePrecision()])
+
+    module, other = nn.Module(), nn.Module()
+    module.group, other.group = collection(), collection()
+    batches = [(torch.tensor([0.1, 0.8]), torch.tensor([0, 1])), (torch.tensor([0.3, 0.2]), torch.tensor([0, 1]))]
+    for _ in range(2):  # also onto states that the members share
+        for name, metric in metric_objects(module).items():
+            set_states(metric, states_of(metric_objects(other)[name]))
+        module.group.update(*batches[0])
+        other.group.update(*batches[0])
+        module.group.update(*batches[1])
+        other.group.update(*batches[1])
+        assert module.group.compute() == other.group.compute()
+
+
+def test_metrics_in_lists_and_dicts_of_a_module_or_callback_are_found_once() -> None:
+    module, metric, other = nn.Module(), torchmetrics.SumMetric(), torchmetrics.SumMetric()
+    module.metric, module.listed, module.losses = metric, [other], [0.5] * 1000
+    callback = SimpleNamespace(seen={"all": torchmetrics.SumMetric()}, net=module)
+    assert list(metric_objects(module)) == ["metric", "listed.0"]
+    found = held_metrics({"module": module, "Watch 0": callback})
+    assert list(found) == ["module.metric", "module.listed.0", "Watch 0.seen.all"]

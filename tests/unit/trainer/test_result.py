@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from torch import nn
 
 import fabricx as fx
 from fabricx.callbacks import EarlyStopping, ModelCheckpoint
+from fabricx.core.strategy_parts import ShardsWeights
 from fabricx.testing import QUIET, TinyModule
 from fabricx.trainer.result import Outcome, RunRecords, picklable_part
 
@@ -89,3 +91,41 @@ def test_the_callers_trainer_adopts_the_records_of_a_run() -> None:
     caller.attach(module, None)
     assert (caller.global_step, caller.interrupted, caller.module, caller.datamodule) == (7, True, module, None)
     assert module.trainer is caller  # as after a run in this process
+
+
+class Stateful(TinyModule):
+    """Has metric objects, a persistent one among them, and extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = 0
+        self.values = torchmetrics.CatMetric()
+        self.values.persistent(True)
+
+    def get_extra_state(self) -> Any:
+        return {"extra": self.extra}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state["extra"]
+
+
+def test_metric_objects_have_their_states_and_those_built_in_the_workers_are_added() -> None:
+    caller, worker = Stateful(), Stateful()
+    own, known = caller.values, {name for name, _ in worker.named_modules()}
+    worker.extra = 4
+    worker.values.update(torch.ones(2))
+    caller.values.update(torch.zeros(1))
+    assert float(caller.values.compute()) == 0.0  # torchmetrics keeps the result
+    worker.late = nn.ModuleDict({"total": torchmetrics.SumMetric()})
+    worker.late.total.update(3.0)
+    worker.tracker = torchmetrics.MetricTracker(torchmetrics.SumMetric(), maximize=True)
+    worker.tracker.increment()
+    worker.tracker.update(2.0)
+    weights = ShardsWeights().whole_weights(worker)
+    outcome = Outcome().portable(worker, [], [], [], RunRecords(), weights, known)
+    with pytest.warns(UserWarning, match=r"built can't be sent, and their states remain there: late\.total"):
+        outcome.absorb(caller, [], [])
+    assert caller.values is own
+    assert own.compute().tolist() == [1.0, 1.0]
+    assert caller.extra == 4
+    assert float(caller.tracker.compute()) == 2.0

@@ -1,0 +1,152 @@
+"""Metric objects of the script have the same states after a run, however many processes ran it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+
+import fabricx as fx
+from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, Mesh, ParameterServer, Single
+from fabricx.testing import QUIET
+
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
+GLOBAL_BATCH = 4
+
+
+class Count(torchmetrics.Metric):
+    """A metric of a user, which keeps the defaults of torchmetrics (`full_state_update=None`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("seen", torch.zeros(()), dist_reduce_fx="sum")
+
+    def update(self, values: Tensor) -> None:
+        self.seen += values.numel()
+
+    def compute(self) -> Any:
+        return self.seen
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.confmat = torchmetrics.ConfusionMatrix("multiclass", num_classes=3)
+
+
+class Net(fx.Module):
+    """Updates metric objects from the data alone, so that the strategy has no influence on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 3)
+        self.inner = Inner()
+        self.inner.confmat(torch.tensor([0, 1]), torch.tensor([0, 0]))  # before the run: counted once
+        self.values = torchmetrics.CatMetric()
+        self.values.update(-1.0)
+        self.group = torchmetrics.MetricCollection([  # their states are the same tensors
+            MulticlassAccuracy(3, average="micro"), MulticlassF1Score(3, average="micro"),
+        ])  # fmt: skip
+        self.correlation = torchmetrics.PearsonCorrCoef()
+        self.logged = torchmetrics.MeanMetric()
+        self.best = torchmetrics.MinMaxMetric(torchmetrics.MaxMetric())
+        self.counts = [Count()]
+
+    def setup(self, stage: str) -> None:
+        if not hasattr(self, "late"):
+            self.late = torchmetrics.MetricTracker(torchmetrics.SumMetric(), maximize=True)
+            self.late.increment()
+
+    def step(self, batch: Any) -> Tensor:
+        inputs, labels, guesses = batch
+        self.inner.confmat.update(guesses, labels)
+        self.values.update(inputs[:, 0])
+        self.group.update(guesses, labels)
+        self.correlation.update(inputs[:, 0], inputs[:, 1])
+        self.logged(inputs[:, 0])
+        self.log("logged", self.logged, on_step=False, on_epoch=True)
+        self.best.update(inputs[:, 0].max())
+        self.counts[0].update(labels)
+        self.late.update(inputs[:, 1].sum())
+        return nn.functional.cross_entropy(self.layer(inputs), labels)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.step(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.step(batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.step(batch)
+
+    def on_train_end(self) -> None:
+        self.best.compute()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Watch(fx.Callback):
+    def __init__(self) -> None:
+        self.seen = Count()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.update(batch[1])
+
+
+def loader(samples: int, ranks: int) -> Any:
+    random = torch.Generator().manual_seed(3)
+    data = TensorDataset(
+        torch.randn(samples, 2, generator=random), torch.randint(3, (samples,), generator=random),
+        torch.randint(3, (samples,), generator=random),
+    )  # fmt: skip
+    return DataLoader(data, GLOBAL_BATCH // ranks)
+
+
+def states(module: Any, watch: Watch) -> dict[str, Any]:
+    metrics = {
+        "confmat": module.inner.confmat, "values": module.values, "correlation": module.correlation,
+        "counts": module.counts[0], "best": module.best._base_metric, "late": module.late, "watch": watch.seen,
+    }  # fmt: skip
+    found = {name: metric.compute().flatten().sort().values.tolist() for name, metric in metrics.items()}
+    found["extremes"] = [float(module.best.min_val), float(module.best.max_val)]  # no state of torchmetrics
+    found["updates"] = [float(metric.update_called) for metric in (module.values, module.best._base_metric, watch.seen)]
+    group = {name: float(value) for name, value in module.group.compute().items()}
+    return {**found, **group, "logged": module.logged.update_count}
+
+
+def run(strategy: Any, devices: int, folder: Path) -> list[dict[str, Any]]:
+    """Return the states after each of several calls that continue each other's states."""
+    module, watch = Net(), Watch()
+    trainer = fx.Trainer(
+        devices=devices, strategy=strategy, default_root_dir=folder, callbacks=[watch], **{**QUIET, "max_epochs": 1}
+    )  # fmt: skip
+    found, ranks = [], 1 if isinstance(strategy, Mesh) else devices
+    for call, samples in ((trainer.fit, 11), (trainer.validate, 7), (trainer.test, 5)):  # the last batches are uneven
+        module.correlation.reset()  # it has a row for each rank
+        call(module, loader(samples, ranks))
+        found += [states(module, watch)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run(Single(), 1, tmp_path_factory.mktemp("alone"))
+
+
+@pytest.mark.parametrize(
+    "strategy", [DDP(), FSDP(), Mesh(tensor=2), LocalSGD(), ParameterServer(), AsyncSGD()],
+    ids=lambda strategy: type(strategy).__name__,
+)  # fmt: skip
+def test_states_after_a_run_are_those_of_one_process(
+    strategy: Any, alone: list[dict[str, Any]], tmp_path: Path
+) -> None:  # fmt: skip
+    for found, wanted in zip(run(strategy, 2, tmp_path), alone, strict=True):
+        assert found == {name: pytest.approx(value, rel=1e-5) for name, value in wanted.items()}  # float32
