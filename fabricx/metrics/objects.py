@@ -148,8 +148,9 @@ def set_states(metric: Any, saved: dict[str, Any]) -> None:
         metric: a torchmetrics object.
         saved: result of `states_of`.
     """
-    metric._computed = metric._cache = metric._forward_cache = None  # not by reset(): a wrapper resets other metrics
-    metric._is_synced = False
+    from torchmetrics import Metric
+
+    Metric.reset(metric)  # the method of a wrapper resets other metrics, too
     for name, value in saved["values"].items():
         setattr(metric, name, _moved(value, metric.device))
     metric._update_count = saved["updates"]

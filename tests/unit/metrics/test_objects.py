@@ -16,25 +16,20 @@ from fabricx.distributed.world import World
 from fabricx.metrics.objects import held_metrics, merge_states, metric_objects, reduce_along, set_states, states_of
 
 
-class Metric(nn.Module):
-    """Has the attributes of a torchmetrics object: tensors, and lists of tensors that grow."""
+class Metric(torchmetrics.Metric):
+    """Has a tensor, and a list of tensors that grows."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.device = torch.device("cpu")
-        self.reset()
-
-    def reset(self) -> None:
-        self.total, self.seen, self._update_count = torch.zeros(()), list[Tensor](), 0
+        self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+        self.add_state("seen", [], dist_reduce_fx="cat")
 
     def update(self, value: float) -> None:
         self.total += value  # in place
         self.seen.append(torch.tensor(value))
-        self._update_count += 1
 
-    @property
-    def metric_state(self) -> dict[str, Any]:
-        return {"total": self.total, "seen": self.seen}
+    def compute(self) -> Tensor:
+        return self.total
 
 
 def test_metric_objects_are_found_at_any_depth() -> None:
