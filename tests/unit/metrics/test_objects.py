@@ -39,7 +39,8 @@ def test_metric_objects_are_found_at_any_depth() -> None:
 
 
 def test_a_state_is_not_changed_by_later_updates_and_can_be_sent() -> None:
-    metric, other = Metric(), Metric()
+    metric: Any = Metric()
+    other: Any = Metric()
     metric.update(2.0)
     saved = states_of(metric)
     metric.update(3.0)
