@@ -104,7 +104,10 @@ def check_devices(devices: Any, accelerator: str) -> list[int]:
     if not chosen or len(set(chosen)) != len(chosen):
         raise ValueError(f"devices={devices!r}: list at least one device, and each device only once")
     if count is not None and max(chosen) >= count:
-        raise ValueError(f"devices={devices!r}, but this machine has {count} {accelerator} device(s)")
+        raise ValueError(
+            f"devices={devices!r}, but this machine has {count} {accelerator} device(s): set devices='auto', or "
+            "accelerator='cpu' for any number of processes"
+        )
     return chosen
 
 

@@ -63,7 +63,9 @@ def confirm(store: Any, rank: int, size: int, listening: set[int], limit: timede
         while not store.check(keys):
             stay()
             if time.monotonic() > deadline:
-                raise RuntimeError(f"rank {rank}: not all ranks have connected within {limit}")
+                raise RuntimeError(
+                    f"rank {rank}: not all ranks have connected within {limit}; see the output of the other processes"
+                )
             time.sleep(LOOK_S)
         return [json.loads(store.get(key)) for key in keys]
 

@@ -210,7 +210,9 @@ class Logbook:
         step = default_step if on_step is None else on_step
         epoch = not default_step if on_epoch is None else on_epoch
         if not step and not epoch:
-            raise ValueError(f"self.log({name!r}, ..., on_step=False, on_epoch=False) would log nothing")
+            raise ValueError(
+                f"self.log({name!r}, ..., on_step=False, on_epoch=False) would log nothing; set one to True"
+            )
         if step and not self.in_step:
             raise ValueError(
                 f"self.log({name!r}, ..., on_step=True) was called between two batches, where there is no step: "
