@@ -33,7 +33,7 @@ def read_state(path: Path, map_location: Any, *, mapped: bool = False) -> dict[s
     Args:
         path: path of the file.
         map_location: device of the tensors.
-        mapped: map tensors of a local file into memory, so that only what is used is read.
+        mapped: map tensors of a local file into memory, so that only the used parts are read.
 
     Raises:
         CheckpointError: the file holds more than tensors and plain data, or no state.
@@ -58,7 +58,7 @@ def written(
         shown: names of entries of the state that are also entries of the file.
 
     Returns:
-        context with a function that moves the file to its path, or uploads it, and replaces what exists there.
+        context with a function that moves the file to its path, or uploads it, and replaces an existing file.
     """
     content = {**{name: state[name] for name in shown}, **_entries(state, manifest), ENTRY: dict(state)}
     if not is_local(path):

@@ -66,7 +66,8 @@ class Hooks:
     ) -> None:  # fmt: skip
         first = [callback for callback in callbacks if not callback.watches_metrics]
         watching = [callback for callback in callbacks if callback.watches_metrics]
-        watching.sort(key=lambda callback: callback.trainer_role == "checkpoint")  # checkpoints save others' decisions
+        # Checkpoints save the decisions of other callbacks.
+        watching.sort(key=lambda callback: callback.trainer_role == "checkpoint")
         for name in CALLBACK_HOOKS | MODULE_HOOKS:
             before = _bound(name, first, trainer, module, around)
             overridden = name in MODULE_HOOKS and overrides(module, name, ModuleHooks)
@@ -143,9 +144,9 @@ def overrides(obj: object, name: str, contract: type) -> bool:
 def check_hooks(obj: object) -> None:
     """Refuse an object with a method that looks like a hook and would never be called, or not with its parameters.
 
-    A value in the place of a hook is a warning, and so is a method with a name similar to one that is called, if the
-    object lacks that one. A method that another method of the object calls needs no hook of its name; a hook of
-    Lightning 1 must be called by its successor.
+    A value in the place of a hook is a warning, and so is a method with a name similar to a called method that the
+    object lacks. A method that is called by a different method of the object may have any name; a hook of Lightning 1
+    must be called by its successor.
 
     Args:
         obj: module, data module or callback.
@@ -182,7 +183,7 @@ def check_hooks(obj: object) -> None:
 
 
 def _is_called(cls: type, name: str, callers: Collection[str] | None = None) -> bool:
-    """Return whether another method of an object's class, or one of `callers`, reads the method, as a call does."""
+    """Return whether a different method of the class, in `callers` if set, reads the method, as a call does."""
     methods = (
         inspect.unwrap(method)
         for base in cls.__mro__ if base.__module__.partition(".")[0] not in (*_FRAMEWORK, *_LIGHTNING)
@@ -197,7 +198,7 @@ def _reads(code: CodeType, name: str) -> bool:
 
 
 def _why_unknown(name: str, known: Collection[str]) -> str:
-    """Return why a method whose name begins with "on_" is no hook of its class, and what to do."""
+    """Return the reason why a method with the prefix "on_" is no hook of the class, with a remedy."""
     if name in CALLBACK_HOOKS:
         return "it is a hook of callbacks. Define it in a Callback, whose hooks receive the trainer and the module"
     hint = did_you_mean(name, known)

@@ -1,4 +1,4 @@
-"""Modules that a program has loaded from files outside of its import path."""
+"""Modules that a program has loaded from files outside of the import path."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SCRIPTS: Final = ("__main__", "__mp_main__")
 
 
 def module_files() -> dict[str, str]:
-    """Return the file of each module that another process cannot import by its name.
+    """Return the file of each module that other processes cannot import by name.
 
     Programs load plugins and configurations in this way, with `importlib.util.spec_from_file_location`.
     """

@@ -32,8 +32,9 @@ REMEDY: Final = (
 class ExpertParallel:
     """Divides stacked experts over the ranks of a group, which have different data.
 
-    A module of experts is called as in one process, with the tokens of this rank. Its parameters stay the same objects,
-    with the rows of this rank's experts as data; their gradients are those of the tokens of all ranks of the group.
+    A module of experts is called as in a single process, with the tokens of this rank. Its parameters stay the same
+    objects, with the rows of this rank's experts as data; their gradients are from the tokens of all ranks of the
+    group.
 
     Args:
         module: root module, with weights that are equal on all ranks, and without gradients.
@@ -70,7 +71,7 @@ class ExpertParallel:
         return self.world.size
 
     def world_changed(self, world: World) -> None:
-        """Use another process group with the same place of this rank.
+        """Use a new process group with the same place of this rank.
 
         Args:
             world: ranks of the group, as many as before.
@@ -119,7 +120,7 @@ class ExpertParallel:
         self._reached.clear()
 
     def announce(self, name: str, counts: Tensor) -> tuple[list[list[int]], list[list[int]]]:
-        """Send the numbers of rows to the ranks of the group, and return what is sent and received: by rank, expert.
+        """Send the numbers of rows to the ranks of the group; return the sent and the received, by rank and expert.
 
         Args:
             name: of the module that is called.
@@ -176,7 +177,7 @@ class ExpertParallel:
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Give the module whole parameters again; collective. The parameters stay the same objects."""
+        """Restore the whole parameters of the module; collective. The parameters stay the same objects."""
         for name, parameter in self._module.named_parameters():
             if name in self.placements:
                 parameter.grad = None

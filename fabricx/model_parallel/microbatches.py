@@ -23,7 +23,7 @@ REMEDY: Final = "let the loader return tensors whose first dimension are the sam
 
 
 def rows_of(batch: Any) -> int | None:
-    """Return the number of samples of a batch: the first dimension of its first tensor with a dimension; else None.
+    """Return the number of samples of a batch: the length of the first tensor with a dimension; else None.
 
     Args:
         batch: nested tuples, lists, mappings and dataclasses.
@@ -39,7 +39,7 @@ def rows_of(batch: Any) -> int | None:
 
 
 def split(batch: Any, microbatches: int) -> list[Any]:
-    """Split a batch by rows; microbatches differ by one row at most, and none is empty.
+    """Split a batch by rows; microbatches differ by at most 1 row, and none is empty.
 
     Tensors, arrays and lists of texts with as many entries as the batch has samples are split. Other tensors, numbers
     and texts are the same in each microbatch.
@@ -111,7 +111,7 @@ def joined(outputs: Sequence[Any], parts: Sequence[Any], shares: Sequence[float]
 
     Tensors with the rows of their microbatch are concatenated. Other floating-point tensors are averaged by the parts
     of the microbatches in the batch, so that the loss is that of the batch; the loss of a microbatch of weight 0 may be
-    NaN. Other values are those of the first microbatch.
+    NaN. Other values are from the first microbatch.
 
     Args:
         outputs: outputs by microbatch; None for a microbatch without a loss.
@@ -119,7 +119,7 @@ def joined(outputs: Sequence[Any], parts: Sequence[Any], shares: Sequence[float]
         shares: their parts of the batch.
 
     Returns:
-        nested as the outputs, without graphs; None if there is no output.
+        nested as the outputs, without graphs; None without an output.
 
     >>> losses = [{"loss": torch.tensor(1.0)}, {"loss": torch.tensor(4.0)}]
     >>> joined(losses, [torch.ones(2), torch.ones(1)], [2 / 3, 1 / 3])

@@ -27,7 +27,7 @@ class Exchange:
     collectives: float = 0.0
 
     def __add__(self, other: Exchange) -> Exchange:
-        """Return what both exchange."""
+        """Return the sum of two exchanges."""
         return Exchange(
             self.reduced + other.reduced, self.gathered + other.gathered, self.scattered + other.scattered,
             self.collectives + other.collectives,
@@ -56,17 +56,17 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Passes:
-    """What the forward and the backward of a part of a module exchange along an axis.
+    """Exchanges in the forward and the backward of a part of a module, along an axis.
 
     Attributes:
-        forward, backward: exchanges of one rank.
+        forward, backward: exchanges of a rank.
     """
 
     forward: Exchange = Exchange()
     backward: Exchange = Exchange()
 
     def __add__(self, other: Passes) -> Passes:
-        """Return what both parts exchange."""
+        """Return the exchanges of two parts together."""
         return Passes(self.forward + other.forward, self.backward + other.backward)
 
     @property
@@ -78,7 +78,7 @@ class Passes:
 def tensor_exchange(
     blocks: int, stream: float, *, sequence: bool = False, recompute: bool = False, pairs: int = 2
 ) -> Passes:  # fmt: skip
-    """Return what blocks exchange along the tensor axis: for each pair of layers, one sum forward and one backward.
+    """Return the exchange of blocks along the tensor axis: for each pair of layers, a sum forward and a sum backward.
 
     Args:
         blocks: number of blocks.
@@ -104,7 +104,9 @@ def tensor_exchange(
 
 
 def sequence_ends(stream: float) -> Passes:
-    """Return what a sharded residual stream adds: its values after the last block, its gradient before the first.
+    """Return the additional exchange of a sharded residual stream.
+
+    The values after the last block are gathered, and so is the gradient before the first block.
 
     Args:
         stream: see `tensor_exchange`.
@@ -113,7 +115,7 @@ def sequence_ends(stream: float) -> Passes:
 
 
 def embedding_exchange(stream: float) -> Passes:
-    """Return what an embedding exchanges that is divided along the vocabulary: the sum of its rows.
+    """Return the exchange of an embedding that is divided along the vocabulary: the sum of the rows.
 
     Args:
         stream: see `tensor_exchange`.
@@ -122,7 +124,7 @@ def embedding_exchange(stream: float) -> Passes:
 
 
 def head_exchange(stream: float, positions: float) -> Passes:
-    """Return what a head exchanges that is divided along the vocabulary.
+    """Return the exchange of a head that is divided along the vocabulary.
 
     Forward three numbers for each position: the largest logit, the sum of exponentials and the logit of the target;
     backward the gradient of the head's input.
@@ -135,7 +137,7 @@ def head_exchange(stream: float, positions: float) -> Passes:
 
 
 def context_exchange(blocks: int, keys: float, *, recompute: bool = False) -> Passes:
-    """Return what blocks exchange along the context axis: keys and values, and the sum of their gradients.
+    """Return the exchange of blocks along the context axis: keys and values, and the sum of their gradients.
 
     Args:
         blocks: number of blocks.
@@ -148,7 +150,7 @@ def context_exchange(blocks: int, keys: float, *, recompute: bool = False) -> Pa
 
 
 def context_end(stream: float) -> Passes:
-    """Return what the end of the blocks exchanges along the context axis.
+    """Return the exchange at the end of the blocks along the context axis.
 
     Args:
         stream: see `tensor_exchange`.
@@ -169,7 +171,7 @@ def boundary_elements(chunks: int, stream: float) -> float:
 def data_exchange(
     weights: float, *, sharded: bool = False, pipelined: bool = False, batches: int = 1, kept: float = 0.0
 ) -> Passes:  # fmt: skip
-    """Return what ranks exchange along the data axis in a step.
+    """Return the exchange along the data axis in a step.
 
     Args:
         weights: elements of the weights of a rank, before the data axis divides them.

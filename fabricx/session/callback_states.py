@@ -35,7 +35,7 @@ def constructed(callback: Callback) -> str:
 def as_saved(callbacks: Sequence[Callback], saved: Mapping[str, str]) -> dict[str, Callback]:
     """Return callbacks by the names of their states in a checkpoint.
 
-    Callbacks with the same `state_key` are told apart by their values, so that their order may change; if these are
+    Callbacks with the same `state_key` are distinguished by their values, so that their order may change; if these are
     equal or have changed, the order counts.
 
     Args:
@@ -74,5 +74,5 @@ def check_same_number(known: Mapping[str, Callback], saved: Mapping[str, Any]) -
 
 
 def _is_numbered(name: str, key: str) -> bool:
-    """Return whether `by_key` gives a callback with this state key the name."""
+    """Return whether `by_key` assigns the name to a callback with this state key."""
     return name == key or (name.startswith(f"{key}/") and name[len(key) + 1 :].isdigit())
