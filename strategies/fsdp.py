@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fabricx.core.gradient_checks import check_dense
 from fabricx.core.strategy import Strategy, Traits
-from fabricx.core.strategy_parts import Elastic, MeasuresWaiting, ShardsWeights, WrapsStep
+from fabricx.core.strategy_parts import Elastic, HidesGradients, MeasuresWaiting, ShardsWeights, WrapsStep
 from fabricx.distributed.collective_order import CollectiveOrder
 from fabricx.distributed.fsdp_internals import CollectiveTimer, DeviceWaits, UnshardedModule
 from fabricx.distributed.fsdp_units import Policy, blocks, check_owned, outermost_owners, tied_parameters
@@ -23,6 +23,8 @@ from fabricx.distributed.grad_hooks import check_before_sharding, check_sharded,
 from fabricx.distributed.heap import LARGE, release_freed_memory
 from fabricx.distributed.unused_shards import UnusedShards
 from fabricx.distributed.world import World
+from fabricx.model_parallel.division import Division
+from fabricx.model_parallel.hook_weights import FAILED_APART, HookWeights, paused
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -36,7 +38,7 @@ _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
 @final
-class FSDP(Strategy, Elastic, MeasuresWaiting, ShardsWeights, WrapsStep):
+class FSDP(Strategy, Elastic, HidesGradients, MeasuresWaiting, ShardsWeights, WrapsStep):
     """Shard weights, gradients and optimizer states over the ranks; gather the weights of a block to compute it.
 
     Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020 (stage
@@ -58,6 +60,7 @@ class FSDP(Strategy, Elastic, MeasuresWaiting, ShardsWeights, WrapsStep):
     """
 
     traits = Traits(averages=True, sharded=True, elastic=True)
+    divides_weights = True
 
     def __init__(
         self,
@@ -98,6 +101,7 @@ class FSDP(Strategy, Elastic, MeasuresWaiting, ShardsWeights, WrapsStep):
         self._order: CollectiveOrder | None = None  # order of collectives, compared over ranks
         self._gathers_much = False  # whether freed memory returns to the system
         self._freed = 0  # bytes that were freed since the last return
+        self._division: Division | None = None  # for hooks
         self._optimizers: list[Optimizer] = []
         self._parameters: dict[str, nn.Parameter] = {}  # the optimizers' parameters, by name
 
@@ -133,6 +137,8 @@ class FSDP(Strategy, Elastic, MeasuresWaiting, ShardsWeights, WrapsStep):
     def _track_shards(self, module: nn.Module) -> None:
         self._unused = UnusedShards(self.data_ranks, module, unreached=not self._manual)
         self._gathered = GatheredWeights(module, self._note_freed)
+        self._division = Division(module, self.data_ranks, None, None)
+        self._division.readers = self.data_ranks
         self._hooks += self._gathered.register_hooks()
 
     def _register_output_hooks(self, module: nn.Module) -> None:
@@ -271,7 +277,7 @@ class FSDP(Strategy, Elastic, MeasuresWaiting, ShardsWeights, WrapsStep):
         if self._built is None or self.module is None:
             return
         self._forget_step()
-        self._gathered = self._unused = None
+        self._gathered = self._unused = self._division = None
         self._built.restore(self.world.device)
         self._replace_parameters(self.module)
 
@@ -288,7 +294,8 @@ class FSDP(Strategy, Elastic, MeasuresWaiting, ShardsWeights, WrapsStep):
 
     def teardown(self) -> None:
         self._forget_step()
-        self._optimizers, self._parameters, self._built, self._order, self._gathered = [], {}, None, None, None
+        self._optimizers, self._parameters = [], {}
+        self._built = self._order = self._gathered = self._division = None
         super().teardown()
 
     def _forget_step(self) -> None:
@@ -410,6 +417,15 @@ class FSDP(Strategy, Elastic, MeasuresWaiting, ShardsWeights, WrapsStep):
         if self._gathered is not None:
             self._gathered.settle()
 
+    def hooks_see_weights(self, name: str) -> AbstractContextManager[Any]:
+        if self._division is None:
+            return nullcontext()
+        apart = FAILED_APART if name == "on_exception" else ""
+        return HookWeights(self._division, self._optimizers, apart=apart, hook=name)
+
+    def weights_as_stored(self) -> AbstractContextManager[Any]:
+        return paused()
+
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         if self._gathered is not None:  # otherwise the next forward would use the weights before this step
             self._gathered.shard()
@@ -422,7 +438,8 @@ class FSDP(Strategy, Elastic, MeasuresWaiting, ShardsWeights, WrapsStep):
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         self._note("clips gradients by their norm")
-        norm: Any = nn.utils.clip_grad_norm_(parameters, max_norm)  # DTensors: the norm is over all ranks
+        with paused():
+            norm: Any = nn.utils.clip_grad_norm_(parameters, max_norm)  # DTensors: the norm is over all ranks
         whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         return whole
 

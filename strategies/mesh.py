@@ -288,6 +288,8 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         )  # fmt: skip
         self._divider = Divider(settings, self.world)
         self._divider.divide(module, trial, layout, joins=joins)
+        if self.data_strategy.traits.sharded and self._divider.division is not None:
+            self._divider.division.readers = self.world
         if isinstance(self.data_strategy, ExpertSums):
             self.data_strategy.experts = self._divider.experts
 
@@ -408,13 +410,14 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
 
     @property
     def divides_weights(self) -> bool:  # type: ignore[override]
-        return self.divides
+        return self.divides or as_part(self.data_strategy, HidesGradients).divides_weights
 
     def hooks_see_weights(self, name: str) -> AbstractContextManager[Any]:
         if self._division is None or not self._division.divides:
-            return nullcontext()
+            return as_part(self.data_strategy, HidesGradients).hooks_see_weights(name)
         apart = STAGES_APART if self._in_batch else FAILED_APART if name == "on_exception" else ""
-        return HookWeights(self._division, self._optimizers, apart=apart)
+        sharded = self.data_strategy.traits.sharded
+        return HookWeights(self._division, self._optimizers, apart=apart, hook=name if sharded else "")
 
     def weights_as_stored(self) -> AbstractContextManager[Any]:
         return paused()

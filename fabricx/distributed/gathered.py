@@ -113,6 +113,8 @@ class GatheredWeights:
         unit = self._units[number]
         if unit.is_unsharded:
             return
+        for param in unit.fsdp_params:
+            _check_kept(param)
         type(unit)._to_unsharded(unit)
         self._known[number] = {
             index: (param._unsharded_param.requires_grad, _version(param._unsharded_param))
@@ -138,6 +140,21 @@ class GatheredWeights:
                 "lost: change weights in on_train_batch_start, on_after_backward, on_before_optimizer_step or "
                 "on_train_batch_end, where each rank has its shard, or use strategy=ddp"
             )
+
+
+def _check_kept(param: Any) -> None:
+    """Refuse a module that has another object in the place of an FSDP parameter, which FSDP would overwrite.
+
+    Raises:
+        ValueError: the parameter was replaced.
+    """
+    place = param._module_info
+    if place.module._parameters.get(place.param_name) is not param.sharded_param:
+        raise ValueError(
+            f"{param._param_fqn or place.param_name} was replaced by another parameter, or removed, after "
+            "strategy=fsdp had sharded it: change its elements instead, such as by `with torch.no_grad(): "
+            "weight.copy_(new)`; replace parameters in __init__ or configure_model; or use strategy=ddp"
+        )
 
 
 def _version(tensor: Tensor) -> int:

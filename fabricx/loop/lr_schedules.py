@@ -75,7 +75,8 @@ def step_schedules(session: Session, interval: str, count: int, *, metrics: bool
                     raise ValueError(text)
                 session.warn_once(f"metric {schedule.monitor}", f"{text}\n  strict=False: the scheduler makes no step")
                 continue
-        session.module.lr_scheduler_step(schedule.scheduler, metric)
+        with session.gradients.hooks_see_weights("lr_scheduler_step"):
+            session.module.lr_scheduler_step(schedule.scheduler, metric)
 
 
 def _monitored(session: Session, schedule: Schedule) -> Any:

@@ -72,6 +72,9 @@ class Division:
         world: all ranks, with the axes of the mesh.
         parts: divides matrices over the tensor axis, or experts over the expert axis; None without these axes.
         pipeline: divides blocks over the pipeline axis; None without that axis.
+
+    Attributes:
+        readers: ranks that have the parts of a weight, and read it together.
     """
 
     def __init__(
@@ -79,6 +82,8 @@ class Division:
     ) -> None:  # fmt: skip
         self._module, self._world, self._parts, self._pipeline = module, world, parts, pipeline
         self._names: dict[int, str] = {}
+        expert = world.axis("expert")
+        self.readers = expert if expert.size > 1 else world.axis("model")
         self._met = 0  # weights that hooks have gathered
         self.changes: Counter[str] = Counter()  # of weights, by hooks
 
@@ -193,7 +198,7 @@ class Division:
         Raises:
             RanksApart: other ranks do not call it, or for another tensor.
         """
-        self._meet(name)
+        self.meet(name)
         if name in self.absent:
             whole = torch.empty(self.empty(name, local).shape, dtype=local.dtype, device=local.device)
         else:
@@ -225,13 +230,19 @@ class Division:
         if not absent:
             local.copy_(self.part_of(name, local, whole))
 
-    def _meet(self, name: str) -> None:
-        """Wait for all ranks of the model, which otherwise would wait in a collective without end."""
-        expert = self._world.axis("expert")
-        world = expert if expert.size > 1 else self._world.axis("model")
+    def meet(self, name: str) -> None:
+        """Wait for all ranks that have parts of a weight, which otherwise would wait in a collective without end.
+
+        Args:
+            name: of the parameter or buffer.
+
+        Raises:
+            RanksApart: other ranks do not call it, or for another tensor.
+        """
+        world = self.readers
         if world.store is None or world.size == 1:
             return
-        check_joined(world.group)  # ranks that divide experts have different data, and some may have no sample
+        check_joined(world.group)  # ranks of the data axis have different data, and some may have no sample
         self._met += 1
         prefix = f"hook/{self._world.generation}"
         world.store.set(world.key(f"{prefix}/{self._met}/{world.rank}"), name)
@@ -244,7 +255,7 @@ class Division:
                 return
             if time.monotonic() > deadline:
                 raise RanksApart(
-                    f"a hook on rank {world.rank} of {world.size} of the model reads {name}, which is divided over "
+                    f"a hook on rank {world.rank} of {world.size} reads {name}, which is divided over "
                     f"ranks, and other ranks have not read it for {_MEET_S:g} s: read weights on all ranks, outside "
                     "of `if trainer.is_global_zero`, such as by weight.detach().cpu()"
                 )

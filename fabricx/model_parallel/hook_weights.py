@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
@@ -18,6 +18,7 @@ from fabricx.model_parallel.division import Division
 from fabricx.model_parallel.hidden_gradients import DividedGradient, HiddenGradient, hidden
 from fabricx.model_parallel.sharded_functions import AUTOGRAD, PROPERTIES, SIZES
 
+_tensor: Final[Any] = Tensor
 _get: Final[Any] = {name: getattr(Tensor, name).__get__ for name in ("data", "grad")}
 _set: Final[Any] = {name: getattr(Tensor, name).__set__ for name in ("data", "grad")}
 ALIASES: Final[set[Any]] = {Tensor.detach, torch.detach, _get["data"]}
@@ -29,6 +30,11 @@ EACH_ELEMENT: Final[set[Any]] = {
         "__imul__", "__itruediv__",
     )
 }  # fmt: skip
+OWN: Final[set[Any]] = {  # of the parameter object, not of its elements
+    Tensor.register_post_accumulate_grad_hook, Tensor.share_memory_, Tensor.is_shared, _tensor.requires_grad.__set__,
+    _tensor.retains_grad.__get__, _tensor.grad.__delete__,
+}  # fmt: skip
+NORMS: Final[set[Any]] = {torch.norm, Tensor.norm, torch.linalg.vector_norm, torch._foreach_norm}
 _RANK_ZERO: Final = "lightning_utilities.core.rank_zero"
 
 _ONE_RANK = (
@@ -47,6 +53,17 @@ _STALE = "{name} has changed since this view of it was taken, and the weight is 
 _MOMENTS = (
     "the state of the optimizer for {name} is that of a single stage of the pipeline: hooks can't read it; under "
     "strategy=ddp hooks read states of all weights"
+)
+BETWEEN: Final = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward")  # forward and backward
+_REBOUND: Final = (
+    "{hook} assigns to parameter.data between forward and backward: one process computes gradients with the weights of "
+    "the forward, and fsdp with the new ones. Change weights in on_train_batch_start or on_train_batch_end"
+)
+_NO_COPY: Final = "FSDP does not support deepcopy"  # in a message of torch
+_COPIED: Final = (
+    "a hook copies a module whose weights fsdp has sharded, such as by copy.deepcopy or AveragedModel: call "
+    "AveragedModel in __init__ or configure_model and update_parameters in the hook, use the callback EMA or "
+    "WeightAveraging, or copy the weights: {name: value.detach().clone() for name, value in self.state_dict().items()}"
 )
 _TIED = "another tensor can't share the memory of {name}, which is divided over ranks: use copy_"
 _GRADIENTS = (
@@ -157,15 +174,23 @@ class HookWeights(TorchFunctionMode):
         division: division of the module.
         optimizers: optimizers of the module; their moments are divided like the weights.
         apart: reason why ranks call the hook at different moments, and can't gather; "" if all call it together.
+        hook: name of the hook, if fsdp shards the weights.
     """
 
-    def __init__(self, division: Division, optimizers: Sequence[Optimizer] = (), *, apart: str = "") -> None:
+    def __init__(
+        self, division: Division, optimizers: Sequence[Optimizer] = (), *, apart: str = "", hook: str = ""
+    ) -> None:  # fmt: skip
         super().__init__()
-        self._division, self._optimizers, self._apart = division, optimizers, apart
+        self._division, self._optimizers, self._apart, self._hook = division, optimizers, apart, hook
         self._known: dict[int, Weight] | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {})) if _PAUSES else self.call(func, args, kwargs or {})
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        if isinstance(error, AssertionError) and _NO_COPY in str(error):
+            raise DividedWeight(_COPIED) from error
 
     def call(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
         """Apply a function of torch whose arguments include divided weights.
@@ -179,10 +204,12 @@ class HookWeights(TorchFunctionMode):
             DividedWeight: the function has no result of one process here.
             DividedGradient: the function replaces a gradient by another part.
         """
+        if func == _set["data"] and self._hook in BETWEEN and isinstance(args[0], nn.Parameter):
+            raise DividedWeight(_REBOUND.format(hook=self._hook))
         if not self._has_divided((*args, *options.values())):
             return func(*args, **options)
         first = self._weight(args[0]) if args else None
-        if first is not None and (func in PROPERTIES or func in AUTOGRAD or func in ALIASES or func in _set.values()):
+        if first is not None and any(func in known for known in (PROPERTIES, AUTOGRAD, OWN, ALIASES, _set.values())):
             return self._of_parameter(first, func, args, options)
         if first is not None and func in EACH_ELEMENT and _plain((*args[1:], *options.values()), first):
             if self._apart == STAGES_APART:
@@ -191,6 +218,8 @@ class HookWeights(TorchFunctionMode):
                 func(_local(args[0]), *args[1:], **options)
             self._division.changes[first.name] += 1
             return args[0]
+        if func in NORMS and not self._division.divides and len(args) <= 2 and options.keys() <= {"p", "ord"}:
+            return self._of_shards(func, args, options)
         return self._of_whole(func, args, options)
 
     def write(self, weight: Weight, whole: Tensor) -> None:
@@ -223,12 +252,12 @@ class HookWeights(TorchFunctionMode):
             return self._set_data(weight, args[0], args[1])
         if func == _set["grad"]:
             return self._set_gradient(weight, args[0], args[1])
-        if func in AUTOGRAD and isinstance(args[0], _Alias) and func != _get["grad"]:
+        if (func in AUTOGRAD or func in OWN) and isinstance(args[0], _Alias) and func != _get["grad"]:
             raise DividedWeight(_GRADIENTS.format(name=weight.name))
         result = func(_local(args[0]), *args[1:], **options)
         if func == _get["grad"] and result is None and weight.absent:
             result = weight.local if self._division.gradient_elsewhere(weight.local) else None
-        if func == _get["grad"] and result is not None:
+        if func == _get["grad"] and result is not None and self._division.divides:
             return hidden(result)
         return args[0] if result is weight.local else result
 
@@ -240,21 +269,31 @@ class HookWeights(TorchFunctionMode):
 
     def _set_data(self, weight: Weight, target: Tensor, value: Tensor) -> None:
         other = self._weight(value)
-        whole = value if other is None else self._gather(other).whole
+        whole = _whole_shard(value) if other is None else self._gather(other).whole
         if tuple(whole.shape) != tuple(self._division.empty(weight.name, weight.local).shape):
             raise ValueError(f"{weight.name}.data: a divided weight keeps its shape, and this is {list(whole.shape)}")
-        if whole.dtype == weight.local.dtype:
+        if weight.absent or hasattr(weight.local, "full_tensor"):
             self.write(weight, whole)
-        elif not weight.absent:
-            _local(target).data = self._division.part_of(weight.name, weight.local, whole)
+        else:  # not written in place: a backward that follows may need the elements before
+            _local(target).data = self._division.part_of(weight.name, weight.local, whole).detach().clone()
+            self._division.changes[weight.name] += 1
 
     def _set_gradient(self, weight: Weight, parameter: Tensor, value: Any) -> None:
         if value is not None and self._has_divided([value]):
             raise DividedGradient(f"the gradient of {weight.name} is divided over ranks: set a whole tensor, or None")
-        if value is None or isinstance(value, HiddenGradient):
+        if value is None or isinstance(value, HiddenGradient) or hasattr(value, "full_tensor"):
             parameter.grad = value
         elif not weight.absent:
             parameter.grad = self._division.part_of(weight.name, weight.local, value.detach())
+
+    def _of_shards(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        """Return norms of weights that data parallelism shards, without whole weights in memory."""
+        for value in tree_leaves(args):
+            if (weight := self._weight(value)) is not None:
+                self._check_readable(weight)
+                self._division.meet(weight.name)
+        with torch.no_grad():
+            return tree_map(_whole_shard, func(*tree_map(_local, tuple(args)), **options))
 
     def _of_whole(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
         """Apply a function to gathered weights, and write its changes to the parts."""
@@ -264,6 +303,8 @@ class HookWeights(TorchFunctionMode):
 
         def replaced(value: Any) -> Any:
             weight = self._weight(value)
+            if weight is None and hasattr(value, "full_tensor") and not self._division.divides:
+                weight = Weight("a shard", value)  # such as a gradient
             if weight is None:
                 return value
             if id(value) not in gathered:
@@ -279,7 +320,13 @@ class HookWeights(TorchFunctionMode):
         return _as_views(result, [copy for _, copy in gathered.values()])
 
     def _gather(self, weight: Weight) -> Gathered:
-        """Return the whole weight; all ranks of the model call it.
+        """Return the whole weight; all ranks of the model call it."""
+        self._check_readable(weight)
+        with torch.inference_mode(False), torch.no_grad():
+            return Gathered(weight, self._division.whole_weight(weight.name, weight.local), self)
+
+    def _check_readable(self, weight: Weight) -> None:
+        """Refuse to read a weight at a moment at which other ranks do not.
 
         Raises:
             DividedWeight: the other ranks would not gather the weight.
@@ -290,8 +337,6 @@ class HookWeights(TorchFunctionMode):
             raise DividedWeight(_MOMENTS.format(name=weight.name))
         if _of_rank_zero():
             raise DividedWeight(_ONE_RANK.format(name=weight.name))
-        with torch.inference_mode(False), torch.no_grad():
-            return Gathered(weight, self._division.whole_weight(weight.name, weight.local), self)
 
     # -- arguments -----------------------------------------------------------------------------------------------
 
@@ -336,6 +381,10 @@ def paused() -> Iterator[None]:
 def _local(value: Any) -> Tensor:
     """Return the part of an argument, as an ordinary tensor or a parameter."""
     return value.local if isinstance(value, _Alias) else value  # type: ignore[no-any-return]
+
+
+def _whole_shard(value: Any) -> Any:
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
 
 
 def _plain(values: Iterable[Any], weight: Weight) -> bool:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -334,3 +336,92 @@ def test_a_forward_without_a_backward_leaves_no_old_weights_behind() -> None:
         trainer.fit(module, DataLoader(layered_data(12), 6 // devices))
         found.append(module.head.weight.detach())
     torch.testing.assert_close(*found, rtol=0, atol=1e-6)  # it was 0.1
+
+
+def changes_in_hooks() -> list[Callable[[nn.Linear], Any]]:
+    """Return changes of weights that hooks make, one for each batch."""
+    return [
+        lambda head: setattr(head.weight, "data", head.weight.data * 0.9),
+        lambda head: nn.utils.vector_to_parameters(
+            nn.utils.parameters_to_vector(head.parameters()) * 0.5, head.parameters()
+        ),
+        lambda head: head.weight.copy_(torch.linspace(0, 1, head.weight.numel()).view(head.weight.shape)),
+        lambda head: head.weight[1].mul_(2),
+        lambda head: (torch.manual_seed(3), nn.init.normal_(head.weight)),
+        lambda head: head.weight.div_(head.weight.norm()).clamp_(-0.3, 0.3),
+        lambda head: head.weight.sub_(head.weight.grad, alpha=0.1),
+        lambda head: setattr(head.bias, "grad", torch.ones(3)),
+    ]
+
+
+class ChangesWeights(fx.Module):
+    """Changes weights in several ways, and keeps an average of itself.
+
+    Args:
+        mistake: of a hook; "assigns" between forward and backward.
+    """
+
+    def __init__(self, mistake: str = "") -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 5), nn.Linear(5, 3)  # numbers of rows that two ranks can't halve
+        self.average = torch.optim.swa_utils.AveragedModel(self.head)
+        self.mistake = mistake
+        self.norms: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.head(self.body(batch[0]).tanh()).square().mean()
+
+    @torch.no_grad()
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        changes = changes_in_hooks()
+        changes[batch_idx % len(changes)](self.head)
+        self.average.update_parameters(self.head)
+        self.norms += [float(self.head.weight.norm()), float(self.average.module.weight.norm())]
+        if self.mistake == "copies":
+            copy.deepcopy(self.head)
+        if self.mistake == "replaces":
+            self.head.weight = nn.Parameter(self.head.weight.detach() * 2)
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        if self.mistake == "assigns":
+            self.head.weight.data = self.head.weight.data * 0.5
+
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step()
+        self.body.bias.data = self.body.bias.data * 0.9
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD([*self.body.parameters(), *self.head.parameters()], lr=0.1)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0), "interval": "step"}]
+
+
+def changed_in_hooks(strategy: Any, devices: int) -> list[Any]:
+    torch.manual_seed(2)
+    module = ChangesWeights()
+    trainer = fx.Trainer(devices=devices, strategy=strategy, **{"max_epochs": 1, **QUIET})
+    trainer.fit(module, DataLoader(layered_data(16), 2 // devices))
+    return [module.norms, {name: whole(p) for name, p in module.named_parameters()}]
+
+
+def whole(parameter: Any) -> Any:
+    return getattr(parameter, "full_tensor", parameter.clone)().detach()
+
+
+def test_hooks_see_and_change_whole_weights() -> None:
+    [alone] = run_ranks(changed_in_hooks, 1, Single(), 1)
+    for sharded in run_ranks(changed_in_hooks, 2, FSDP(), 2):
+        torch.testing.assert_close(sharded, alone, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("replaces", r"head\.weight was replaced by another parameter"),
+        ("copies", "call AveragedModel in __init__"),
+        ("assigns", r"on_before_zero_grad assigns to parameter\.data"),
+    ],
+)
+def test_mistakes_of_hooks_are_errors(mistake: str, message: str) -> None:
+    trainer = fx.Trainer(devices=2, strategy=FSDP(), **{"max_epochs": 1, **QUIET})
+    with pytest.raises(WorkerFailed, match=message):
+        trainer.fit(ChangesWeights(mistake), DataLoader(layered_data(16), 1))

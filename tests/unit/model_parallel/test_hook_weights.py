@@ -23,7 +23,7 @@ ROWS = 4
 class Halves:
     """The first of two ranks, which has the rows 0 and 1 of `weight`; the other rank does what this rank does."""
 
-    staged = False
+    staged, divides = False, True
 
     def __init__(self, module: nn.Module, whole: Tensor, absent: bool = False) -> None:
         self.module, self.other, self.absent, self.gathers = module, whole.detach().clone(), absent, 0
@@ -44,6 +44,7 @@ class Halves:
         return self.other.clone() if self.absent else torch.cat([local.detach(), self.other[2:]])
 
     def part_of(self, name: str, local: Tensor, whole: Tensor) -> Tensor:
+        self.other = whole.detach().clone()
         return whole[:2]
 
     @torch.no_grad()
@@ -140,6 +141,29 @@ def test_what_a_hook_changes_reaches_all_parts(name: str, absent: bool) -> None:
     if not absent:
         assert torch.equal(half.weight, whole.weight[:2])
     assert torch.equal(half.bias, whole.bias)
+
+
+@pytest.mark.parametrize("absent", [False, True])
+def test_what_a_hook_sets_of_the_parameter_itself_remains(absent: bool) -> None:
+    _, half, division = divided(absent)
+    with HookWeights(division):  # type: ignore[arg-type]
+        half.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+        half.weight.requires_grad = False
+        assert not half.weight.requires_grad
+    assert not half.weight.requires_grad
+    assert half.weight._post_accumulate_grad_hooks
+
+
+def test_a_backward_that_follows_an_assignment_has_the_weights_of_its_forward() -> None:
+    _, half, division = divided()
+    inputs = torch.ones(1, 3, requires_grad=True)
+    wanted = half.weight.sum(0)
+    outputs = nn.functional.linear(inputs, half.weight)
+    with HookWeights(division):  # type: ignore[arg-type]
+        half.weight.data = torch.zeros(4, 3)
+    outputs.sum().backward()
+    torch.testing.assert_close(inputs.grad, wanted[None])
+    assert not half.weight.any()
 
 
 @torch.no_grad()
