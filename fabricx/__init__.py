@@ -56,7 +56,8 @@ _MODULES = {
 _PACKAGES = ("callbacks", "loggers", "pytorch", "strategies")  # imported at first access
 _ABSENT = {
     "Fabric": "fabricx.Trainer runs the loop; a loop of your own is torch.distributed with fabricx.distributed",
-    "LightningCLI": "the command `fabricx fit module=... trainer.max_epochs=3` builds runs from configurations",
+    "LightningCLI": "the command `fabricx fit module._target_=my_project.Net module.lr=0.1 "
+    "data._target_=my_project.Data` builds runs from configurations",
 }
 
 

@@ -34,7 +34,8 @@ _PARSING: Final = "fabricx.lightning.parsing"
 _TYPES: Final = "fabricx.lightning.types"
 _RANK_ZERO: Final = "lightning_utilities.core.rank_zero"
 _COMMAND: Final = (
-    "the command `fabricx fit module=... trainer.max_epochs=3` builds runs from configurations and options"
+    "the command `fabricx fit module._target_=my_project.Net module.lr=0.1 data._target_=my_project.Data` "
+    "builds runs from configurations and options"
 )
 _PRECISION: Final = "set Trainer(precision=...)"
 _CLUSTER: Final = "torchrun and SLURM are detected; remove it"
