@@ -17,8 +17,9 @@ import pytest
 from tests import warm
 from tests.soak import params
 
-from .test_recovery import MEMORY, SCRIPT, STEPS
+from .test_recovery import STEPS
 from .test_security import RUNS, trained
+from .test_torchrun_recovery import MEMORY, SCRIPT
 
 NAMES = (f"fx{os.getpid()}a", f"fx{os.getpid()}b")
 ADDRESSES = ("10.203.77.1", "10.203.77.2")
