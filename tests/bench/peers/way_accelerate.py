@@ -1,6 +1,6 @@
 """Accelerate; under torchrun with several ranks. Nothing is logged or saved."""
 
-from accelerate import Accelerator
+from accelerate import Accelerator  # pyright: ignore[reportMissingImports]
 from tasks import arguments, loss_of, make_data, make_model, make_optimizer
 from torch.utils.data import DataLoader
 

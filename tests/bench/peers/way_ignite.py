@@ -1,7 +1,7 @@
 """Ignite; under torchrun with several ranks. Nothing is logged or saved."""
 
-import ignite.distributed as idist
-from ignite.engine import Engine
+import ignite.distributed as idist  # pyright: ignore[reportMissingImports]
+from ignite.engine import Engine  # pyright: ignore[reportMissingImports]
 from tasks import arguments, loss_of, make_data, make_model, make_optimizer
 
 
