@@ -95,6 +95,12 @@ def find_tensor_plan(
     finally:
         trace.release()
         torch.backends.mha.set_fastpath_enabled(fast_path)
+    for name, style in styles.items():
+        if uneven := _uneven(layers[name][0], style, _parts(trace, name), size):
+            raise ValueError(
+                f"plan: {name} can't be {style}: {uneven}\n"
+                f"  change the number to a multiple of {size}, or set plan={{{name!r}: 'replicate'}}"
+            )
     sharded, reasons = _pairs(layers, trace, size)
     sharded |= {name: Layer(style, _parts(trace, name)) for name, style in styles.items() if style != "replicate"}
     _separate_ties(module, layers, sharded, reasons)
@@ -160,14 +166,9 @@ def _pairs(
             else:
                 readers[name] = tuple(dict.fromkeys((*readers.get(name, ()), *features.layers)))
     for name in readers:
-        if features_of(layers[name][0])[0] % size:
-            _add_reason(
-                reasons, [name], f"its {features_of(layers[name][0])[0]} inputs can't be divided by {size} ranks"
-            )
+        _add_reason(reasons, [name], _uneven(layers[name][0], "rowwise", (), size))
     for name in dict.fromkeys(writer for made in readers.values() for writer in made):
-        sizes = _parts(trace, name) or (features_of(layers[name][0])[1],)
-        if uneven := [part for part in sizes if part % size]:
-            _add_reason(reasons, [name], f"its {uneven[0]} features can't be divided by {size} ranks")
+        _add_reason(reasons, [name], _uneven(layers[name][0], "colwise", _parts(trace, name), size))
         if name in readers:
             _add_reason(reasons, [name], "it is called in several roles")
     fit = _fitting(readers, reasons)
@@ -197,10 +198,13 @@ def _pairs(
     return sharded, reasons
 
 
-def _default_reason(kind: Kind, called: bool) -> str:
-    if not called:
-        return "the step does not compute it as a layer"
-    return f"it has fewer than {VOCABULARY} rows" if kind == "embedding" else "no linear layer reads its output"
+def _uneven(layer: nn.Module, style: str, parts: tuple[int, ...], size: int) -> str:
+    """Return why a style can't divide the features of a layer over `size` ranks; "" if it can."""
+    if style not in ("colwise", "rowwise"):
+        return ""
+    inputs, outputs = features_of(layer)
+    sizes, what = ((inputs,), "inputs") if style == "rowwise" else (parts or (outputs,), "features")
+    return next((f"its {number} {what} can't be divided by {size} ranks" for number in sizes if number % size), "")
 
 
 def _fitting(readers: dict[str, tuple[str, ...]], reasons: dict[str, str]) -> dict[str, tuple[str, ...]]:

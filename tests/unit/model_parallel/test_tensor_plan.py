@@ -265,6 +265,23 @@ def test_mistakes_in_overrides_are_errors(overrides, message):
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("style", "reason"),
+    [
+        ("colwise", "its 25 features can't be divided by 2 ranks"),
+        ("rowwise", "its 25 inputs can't be divided by 2 ranks"),
+    ],
+)
+def test_an_override_that_can_t_divide_a_layer_is_an_error_with_the_remedy(style, reason):
+    name = {"colwise": "a", "rowwise": "b"}[style]
+    with pytest.raises(ValueError) as error:
+        plan_of(lambda n, x: n.b(n.a(x)), overrides={name: style}, a=(C, 25), b=(25, C))
+    assert str(error.value) == (
+        f"plan: {name} can't be {style}: {reason}\n"
+        f"  change the number to a multiple of 2, or set plan={{'{name}': 'replicate'}}"
+    )
+
+
 def test_a_compiled_module_is_refused():
     net = Net(split_evenly, qkv=(C, 3 * C), out=(C, C))
     net.qkv.compile()
