@@ -129,7 +129,7 @@ def _join_metric_objects(trainer: TrainerInterface, job: Job) -> None:
     except PeerLost:  # after the training, which is complete
         ended, lost = [], "they have no batch of other ranks, because a rank was lost when the run had ended"
     if world.generation and not trainer.strategy.traits.lockstep:
-        lost = lost or "they lack batches of a worker that died"
+        lost = lost or "they lack the batches of workers that died, if any did"
     if not world.main_rank:
         return
     if lost:
