@@ -124,6 +124,7 @@ class _Workers:
         self._size = size
         self._controller = None if elastic is None else ElasticController(elastic, size, failures)
         self._results: dict[int, str] = {}
+        self._outside: list[int] = []  # workers whose message "outside" the controller has not received yet
         self._failures: list[Failure] = []
         self._diagnoses: dict[int, Diagnosis] = {}  # answers of workers to the last request
         self._deaths: dict[int, Failure] = {}  # deaths that the other workers survived
@@ -189,10 +190,11 @@ class _Workers:
         for rank, control in list(self._controls.items()):
             if control in ready:
                 self._receive(rank, control)
+        self._forward_outside()
         for sentinel, rank in sentinels.items():
             if sentinel in ready:
-                self._receive(rank, self._controls.get(rank))  # messages sent before its end
-                self._receive_from_others(rank)
+                self._receive_from_all()  # messages sent before its end; those of other ranks may have caused its end
+                self._forward_outside()
                 process = self._processes.pop(rank)
                 process.join()
                 worker_process.end_children(process)
@@ -299,9 +301,7 @@ class _Workers:
             for worker in self._dead:
                 self._controls[rank].send(("died", worker))
 
-    def _receive(self, rank: int, control: Connection | None, *, ends: bool = True) -> None:
-        if control is None:
-            return
+    def _receive(self, rank: int, control: Connection) -> None:
         try:
             while control.poll():
                 kind, content = control.recv()
@@ -314,21 +314,35 @@ class _Workers:
                 elif kind == "result":
                     self._results[rank] = content
                     self._liveness.over(rank)
+                elif kind == "outside":
+                    self._outside.append(rank)
                 elif kind != "failure":
                     assert self._controller is not None
-                    if kind == "outside" and ends:
-                        self._receive_from_others(rank)
                     self._controller.receive(rank, kind, content)
                 elif self._controller is None or not self._controller.could_not_join(rank, content.traceback):
                     self._failures.append(content)
         except (EOFError, OSError):  # also if it was closed while other pipes were read
             self._controls.pop(rank, control).close()
 
-    def _receive_from_others(self, rank: int) -> None:
-        """Read the messages that other ranks sent before this rank ended, because they may have caused its end."""
-        for other, control in list(self._controls.items()):
-            if other != rank:
-                self._receive(other, control, ends=False)
+    def _receive_from_all(self) -> None:
+        for rank, control in list(self._controls.items()):
+            self._receive(rank, control)
+
+    def _forward_outside(self) -> None:
+        """Pass the messages "outside" to the controller, after all messages that other workers sent before them.
+
+        A worker ends its training only after the others have begun theirs. The controller dismisses a replacement that
+        has not reported its first step when another worker ends, so that report must not be read too late.
+        """
+        known = -1
+        while len(self._outside) > known:  # a pipe may have been read before a message that another worker waited for
+            known = len(self._outside)
+            if known:
+                self._receive_from_all()
+        for rank in self._outside:
+            assert self._controller is not None
+            self._controller.receive(rank, "outside", None)
+        self._outside.clear()
 
     def _collect_failures(self) -> None:
         """Wait for reports of other ranks, because the first report need not be of the first failure.

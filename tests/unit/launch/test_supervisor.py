@@ -56,16 +56,27 @@ class Notes:
         self.messages.append((worker, kind))
 
 
-@pytest.mark.parametrize("ended", [0, 1])
-def test_the_end_of_a_rank_is_taken_after_what_others_sent_before(ended: int) -> None:
+@pytest.mark.parametrize("begun", [0, 1, 2])
+@pytest.mark.parametrize("asked", [(0,), (1, 2), (0, 1, 2)])
+def test_the_ends_of_ranks_are_taken_after_what_others_sent_before(begun: int, asked: tuple[int, ...]) -> None:
+    """Two ranks end; the third has begun before, and its message is read last or not at once."""
     workers: Any = object.__new__(_Workers)
-    pipes = [Pipe() for _ in range(2)]
+    pipes = [Pipe() for _ in range(3)]
     workers._controller, workers._controls = Notes(), {rank: end for rank, (end, _) in enumerate(pipes)}
-    begun = 1 - ended
+    workers._outside = []
+    ended = [rank for rank in range(3) if rank != begun]
     pipes[begun][1].send(("inside", None))
-    pipes[ended][1].send(("outside", None))
-    workers._receive(ended, workers._controls[ended])
-    assert workers._controller.messages == [(begun, "inside"), (ended, "outside")]
+    for rank in ended:
+        pipes[rank][1].send(("outside", None))
+    for rank in asked:
+        workers._receive(rank, workers._controls[rank])
+    workers._forward_outside()
+    taken = workers._controller.messages
+    if set(asked) & set(ended):
+        assert taken[0] == (begun, "inside")
+        assert sorted(taken[1:]) == [(rank, "outside") for rank in ended]
+    else:
+        assert taken == [(begun, "inside")]
     for ends in pipes:
         for end in ends:
             end.close()
