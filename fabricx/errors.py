@@ -50,16 +50,16 @@ class WorkerFailed(FabricxError):
 
     Attributes:
         rank: rank of the worker.
-        traceback: traceback of its exception.
-        exit_code: exit code of its process.
+        traceback: traceback of the exception.
+        exit_code: exit code of the process.
         stopping: a stop of all workers had been requested before.
         saving: path and step of a checkpoint that was being written and is not repeated, or None.
 
     Args:
         message: the message.
         rank: rank of the worker.
-        traceback: traceback of its exception.
-        exit_code: exit code of its process.
+        traceback: traceback of the exception.
+        exit_code: exit code of the process.
     """
 
     def __init__(self, message: str, *, rank: int, traceback: str = "", exit_code: int | None = None) -> None:

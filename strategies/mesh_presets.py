@@ -11,7 +11,7 @@ from fabricx.strategies.mesh import Data, Mesh
 
 @final
 class PipelineMesh(Mesh):
-    """A mesh whose ranks compute consecutive blocks of the module, as stages of a pipeline.
+    """A mesh of ranks that compute consecutive blocks of the module, as stages of a pipeline.
 
     Args:
         pipeline: number of stages; None for all ranks.
@@ -32,7 +32,7 @@ class PipelineMesh(Mesh):
 
 @final
 class TensorMesh(Mesh):
-    """A mesh whose ranks divide the matrices of each layer, and compute the same samples.
+    """A mesh of ranks that divide the matrices of each layer, and compute the same samples.
 
     Args:
         tensor: ranks over which matrices are divided; None for all ranks.
@@ -51,7 +51,7 @@ class TensorMesh(Mesh):
 
 @final
 class ContextMesh(Mesh):
-    """A mesh whose ranks divide the sequence, for long sequences, and compute the same samples.
+    """A mesh of ranks that divide the sequence, for long sequences, and compute the same samples.
 
     Args:
         context: ranks over which the sequence is divided; None for all ranks.
@@ -70,7 +70,7 @@ class ContextMesh(Mesh):
 
 @final
 class ExpertMesh(Mesh):
-    """A mesh whose data ranks divide the experts of mixtures, and send each token to the ranks of its experts.
+    """A mesh of data ranks that divide the experts of mixtures, and exchange the tokens of these experts.
 
     Args:
         expert: data ranks over which experts are divided; None for all ranks.

@@ -15,14 +15,14 @@ def main(arguments: Sequence[str], commands: Sequence[str], stages: Sequence[str
     Args:
         arguments: command line, without the program; contains a flag of `FLAGS`.
         commands: all commands, which are completed as the first word.
-        stages: the commands whose further words are settings, which Hydra completes.
+        stages: the commands that take settings, which Hydra completes.
     """
     from fabricx.cli.hydra_app import run_app
 
     rest = [argument for argument in arguments if argument not in (*FLAGS, *stages)]
     words = os.environ.get("COMP_LINE", "").split(" ")
     if any(argument.startswith("query=") for argument in rest):
-        if len(words) <= 2:  # the command itself
+        if len(words) <= 2:  # the first word: the command
             print(" ".join(command for command in commands if command.startswith(words[-1])))
             return
         if words[1] not in stages:  # the shell completes the names of files

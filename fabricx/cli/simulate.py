@@ -24,7 +24,7 @@ parameters, on H100s. docs/scaling.md has the assumptions.
   fabricx simulate devices=256 mesh.tensor=8 mesh.pipeline=4 mesh.data=fsdp
 """
 DEVICES: Final = (16, 64, 256, 1024, 4096)
-TOKENS: Final = 2**22  # of a step, unless batch is given
+TOKENS: Final = 2**22  # of a step, unless batch= is set
 UNITS: Final = {
     "tflops": ("flops", 1e12), "efficiency": ("efficiency", 1.0), "memory_gb": ("memory", 1e9),
     "memory_gb_s": ("memory_speed", 1e9), "inside_gb_s": ("inside", 1e9), "between_gb_s": ("between", 1e9),
@@ -82,16 +82,16 @@ def simulated(arguments: Sequence[str]) -> list[str]:
         cluster = replace(cluster, node=_whole("node", settings["node"]))
     batch = _whole("batch", settings.get("batch", str(max(1, TOKENS // model.sequence))))
     devices = [_whole("devices", text) for text in settings.get("devices", ",".join(map(str, DEVICES))).split(",")]
-    given = _mesh(settings)
-    found = {number: fastest(model, cluster, layouts(model, cluster, number, batch, given)) for number in devices}
+    fixed = _mesh(settings)
+    predictions = {number: fastest(model, cluster, layouts(model, cluster, number, batch, fixed)) for number in devices}
     return [
         f"{model.parameters / 1e9:.1f} billion parameters; a step of {batch} x {model.sequence} tokens",
         f"a device: {cluster.flops / 1e12:.0f} TFLOP/s, {cluster.efficiency:.0%} of it in products, "
         f"{cluster.memory / 1e9:.0f} GB at {cluster.memory_speed / 1e9:.0f} GB/s",
         f"links of a device: {cluster.inside / 1e9:g} GB/s within a node of {cluster.node}, "
-        f"{cluster.between / 1e9:g} GB/s to other nodes", "", *table(model, cluster, batch, found), "",
-        "where the time of a device goes, and the largest part beside the products:", *chart(found), "",
-        *traffic_table(found),
+        f"{cluster.between / 1e9:g} GB/s to other nodes", "", *table(model, cluster, batch, predictions), "",
+        "where the time of a device goes, and the largest part beside the products:", *chart(predictions), "",
+        *traffic_table(predictions),
     ]  # fmt: skip
 
 
@@ -110,17 +110,17 @@ def _settings(arguments: Sequence[str]) -> dict[str, str]:
 
 
 def _mesh(settings: Mapping[str, str]) -> dict[str, object]:
-    """Return the fields of `Layout` that are given."""
-    given: dict[str, object] = {
+    """Return the fields of `Layout` that the command line sets."""
+    fixed: dict[str, object] = {
         name: _whole(f"mesh.{name}", settings[f"mesh.{name}"]) for name in NUMBERS if f"mesh.{name}" in settings
     }
     for name, choices in CHOICES.items():
         if (text := settings.get(f"mesh.{name}")) is not None:
             if text not in choices:
                 raise ValueError(f"mesh.{name}={text}: must be {' or '.join(choices)}")
-            given["sharded" if name == "data" else name] = choices[text]
-    assert given.keys() <= {field.name for field in fields(Layout)}
-    return given
+            fixed["sharded" if name == "data" else name] = choices[text]
+    assert fixed.keys() <= {field.name for field in fields(Layout)}
+    return fixed
 
 
 def _whole(key: str, text: str) -> int:

@@ -21,16 +21,16 @@ _SWITCHES: Final = (
 ACCELERATORS: Final = ("auto", "cpu", "gpu", "cuda", "mps")
 
 
-def check_switches(given: Mapping[str, Any]) -> None:
+def check_switches(arguments: Mapping[str, Any]) -> None:
     """Refuse text where an option is True or False, since any text counts as True.
 
     Args:
-        given: arguments by name.
+        arguments: arguments by name.
 
     Raises:
         ValueError: names the argument.
     """
-    for name, value in given.items():
+    for name, value in arguments.items():
         if isinstance(value, str) and name in _SWITCHES:
             raise ValueError(f"{name}={value!r}: set True or False")
 

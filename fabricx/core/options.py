@@ -183,8 +183,8 @@ class TrainerOptions:
             ValueError: an argument is invalid; the message lists the valid values.
             LookupError: no strategy or callback has this name.
         """
-        given = {name: value for name, value in locals().items() if name != "self"}
-        check_switches(given)
+        arguments = {name: value for name, value in locals().items() if name != "self"}
+        check_switches(arguments)
         self._set_ranks(accelerator, devices, num_nodes, precision)
         self._set_length(max_epochs, min_epochs, max_steps, min_steps, max_time)
         self._set_batches(limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches)
@@ -197,7 +197,7 @@ class TrainerOptions:
         self._set_writers(fast_dev_run, enable_checkpointing, enable_telemetry)
         if fast_dev_run:
             self._limit_to(int(fast_dev_run))
-        self._create_plugins(given)
+        self._create_plugins(arguments)
 
     def _set_ranks(self, accelerator: Any, devices: Any, num_nodes: Any, precision: Any) -> None:
         from fabricx.core.precision import check_precision  # imports torch
@@ -273,9 +273,9 @@ class TrainerOptions:
         self.max_epochs, self.max_steps, self.num_sanity_val_steps = 1, batches, 0
         self.val_check_interval, self.check_val_every_n_epoch = 1.0, 1
 
-    def _create_plugins(self, given: Mapping[str, Any]) -> None:
+    def _create_plugins(self, arguments: Mapping[str, Any]) -> None:
         """Create the objects that the other arguments name; options on their own have none.
 
         Args:
-            given: all arguments as the caller passed them, by name.
+            arguments: all arguments as the caller passed them, by name.
         """

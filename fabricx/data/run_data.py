@@ -200,7 +200,7 @@ class RunData:
         few = self._options.num_sanity_val_steps
         limits = [min(float("inf") if few == -1 else few, feed.batches()) for feed in self.val_feeds]
         loaders = _several(self.val_dataloaders)
-        return [self._evaluation_feed(world, *each) for each in zip(loaders, limits, strict=True)]
+        return [self._evaluation_feed(world, *arguments) for arguments in zip(loaders, limits, strict=True)]
 
     def count_batches(self, world: World) -> None:
         """Count the batches per epoch of the rank with the most batches; depends on the accumulation.

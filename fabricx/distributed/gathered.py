@@ -148,10 +148,10 @@ def _check_kept(param: Any) -> None:
     Raises:
         ValueError: the parameter was replaced.
     """
-    place = param._module_info
-    if place.module._parameters.get(place.param_name) is not param.sharded_param:
+    owner = param._module_info
+    if owner.module._parameters.get(owner.param_name) is not param.sharded_param:
         raise ValueError(
-            f"{param._param_fqn or place.param_name} was replaced by another parameter, or removed, after "
+            f"{param._param_fqn or owner.param_name} was replaced by another parameter, or removed, after "
             "strategy=fsdp had sharded it: change its elements instead, such as by `with torch.no_grad(): "
             "weight.copy_(new)`; replace parameters in __init__ or configure_model; or use strategy=ddp"
         )

@@ -88,10 +88,10 @@ def _concentration(batches: int, momentum: float | None) -> float:
 
 
 def _of_layer(name: str, buffers: Mapping[str, Tensor]) -> _Buffers | None:
-    names = [f"{name}.{own}".removeprefix(".") for own in ("running_mean", "running_var", "num_batches_tracked")]
-    if any(own not in buffers for own in names):  # not saved
+    names = [f"{name}.{suffix}".removeprefix(".") for suffix in ("running_mean", "running_var", "num_batches_tracked")]
+    if any(suffix not in buffers for suffix in names):  # not saved
         return None
-    mean, variance, tracked = (buffers[own] for own in names)
+    mean, variance, tracked = (buffers[suffix] for suffix in names)
     return mean, variance, tracked
 
 
@@ -138,7 +138,9 @@ class JointStatistics:
         """
         if not self._layers:
             return
-        earlier = {name: found for name in self._layers if (found := _of_layer(name, copies or {})) is not None}
+        earlier = {
+            name: statistics for name in self._layers if (statistics := _of_layer(name, copies or {})) is not None
+        }
         if earlier:
             self._write(earlier, world.gather_objects(self._state(earlier)))
         self._set(world.gather_objects(self.state_dict()))

@@ -32,10 +32,10 @@ def module_files() -> dict[str, str]:
 
 
 def find_in_files(files: Mapping[str, str]) -> ModuleFiles:
-    """Import modules of another process from their files, in this process and its children.
+    """Import modules of the parent process from their files, in this process and its children.
 
     Args:
-        files: result of `module_files` there.
+        files: result of `module_files` in the parent process.
     """
     finder = ModuleFiles(files)
     sys.meta_path.insert(0, finder)
@@ -44,10 +44,10 @@ def find_in_files(files: Mapping[str, str]) -> ModuleFiles:
 
 @final
 class ModuleFiles(MetaPathFinder):
-    """Import finder for modules of another process; unpickling installs it in the process.
+    """Import finder for modules of the parent process; a process that unpickles it has installed it.
 
     Args:
-        files: result of `module_files` there.
+        files: result of `module_files` in the parent process.
     """
 
     def __init__(self, files: Mapping[str, str]) -> None:

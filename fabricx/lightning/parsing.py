@@ -88,12 +88,12 @@ def clean_namespace(hparams: MutableMapping[str, Any]) -> None:
 def _holders(model: Any, attribute: str) -> list[Any]:
     """Return the objects that have an attribute: the module, its data module, and the hyperparameters of both."""
     data = getattr(getattr(model, "_trainer", None), "datamodule", None)
-    found: list[Any] = []
+    holders: list[Any] = []
     for owner in (model, data):
         if owner is not None:
-            found += [owner] if hasattr(owner, attribute) else []
-            found += [owner.hparams] if attribute in getattr(owner, "hparams", {}) else []
-    return found
+            holders += [owner] if hasattr(owner, attribute) else []
+            holders += [owner.hparams] if attribute in getattr(owner, "hparams", {}) else []
+    return holders
 
 
 def lightning_hasattr(model: Any, attribute: str) -> bool:

@@ -26,9 +26,9 @@ def metric_objects(module: nn.Module) -> dict[str, Any]:
     Args:
         module: searched at any depth; its own lists and dicts are searched, too.
     """
-    found = {name: part for name, part in module.named_modules() if hasattr(part, "_update_count")}  # not collections
-    known = set(map(id, found.values()))
-    return {**found, **{name: part for name, part in _in_containers(module) if id(part) not in known}}
+    metrics = {name: part for name, part in module.named_modules() if hasattr(part, "_update_count")}  # not collections
+    known = set(map(id, metrics.values()))
+    return {**metrics, **{name: part for name, part in _in_containers(module) if id(part) not in known}}
 
 
 def held_metrics(owners: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,15 +37,15 @@ def held_metrics(owners: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         owners: modules and callbacks by name.
     """
-    found: dict[int, tuple[str, Any]] = {}
+    metrics: dict[int, tuple[str, Any]] = {}
     for name, owner in owners.items():
         if isinstance(owner, nn.Module):
             held = metric_objects(owner)
         else:
             held = dict(itertools.chain.from_iterable(_search(key, value) for key, value in vars(owner).items()))
         for path, metric in held.items():
-            found.setdefault(id(metric), (f"{name}.{path}", metric))
-    return dict(found.values())
+            metrics.setdefault(id(metric), (f"{name}.{path}", metric))
+    return dict(metrics.values())
 
 
 def _in_containers(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -227,8 +227,8 @@ def gather_states(metrics: Mapping[str, Any], world: World) -> list[str]:
     Returns:
         paths of the metric objects whose state permits no more updates; see `merge_states`.
     """
-    own = {path: states_on_cpu(states_of(metric)) for path, metric in metrics.items()}
-    ranks = world.gather_objects(own)
+    local_states = {path: states_on_cpu(states_of(metric)) for path, metric in metrics.items()}
+    ranks = world.gather_objects(local_states)
     if world.size == 1 or not world.main_rank:
         return []
     return [
@@ -243,12 +243,12 @@ def attributes_of_metrics(module: nn.Module) -> dict[str, dict[str, Any]]:
     Args:
         module: searched at any depth.
     """
-    found = {}
+    attributes = {}
     for path, part in module.named_modules():
         if any(kind.__module__.startswith("torchmetrics.") for kind in type(part).__mro__):
             apart = _OF_MODULES | _OF_PROCESS | getattr(part, "metric_state", {}).keys()
-            found[path] = {
+            attributes[path] = {
                 name: value.detach().cpu() if isinstance(value, Tensor) else value
                 for name, value in vars(part).items() if name not in apart
             }  # fmt: skip
-    return found
+    return attributes

@@ -69,11 +69,11 @@ class CallOrder:
         """
         if len(set(numbers)) == 1:
             return
-        found = "; ".join(f"rank {rank}: {self._described(number)}" for rank, number in enumerate(numbers))
+        exchanges = "; ".join(f"rank {rank}: {self._described(number)}" for rank, number in enumerate(numbers))
         raise RanksDisagree(
-            f"ranks that divide experts exchange tokens at different places ({found}). All of these ranks have to call "
-            "the experts equally often, in the same order: not only if the data of a rank fulfil a condition, and in "
-            "hooks not on some ranks only. Call them with no token instead, or use strategy=ddp"
+            f"ranks that divide experts exchange tokens at different places ({exchanges}). All of these ranks have to "
+            "call the experts equally often, in the same order: not only if the data of a rank fulfil a condition, and "
+            "not in hooks on some ranks only. Call them with no token instead, or use strategy=ddp"
         )
 
     def _described(self, number: int) -> str:

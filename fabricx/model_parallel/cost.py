@@ -90,12 +90,12 @@ def predicted_parts(model: Transformer, cluster: Cluster, layout: Layout) -> Pre
 
     first, block, last = exchanges(model, layout)
     before = part(0.0, False, first)
-    each = part(model.block_operations(layout.samples) / t / c, layout.recompute, block)
+    middle = part(model.block_operations(layout.samples) / t / c, layout.recompute, block)
     after = part(model.head_operations(layout.samples) / t, False, last)
     weights, table = model.matrices / t + model.norms, model.vocabulary * model.hidden / t
     sizes = tuple(FULL * size for size in (table, *[weights] * model.layers, table + model.hidden))
-    parts = (before, *[each] * model.layers, after)
-    costs = (before.total, *[each.total] * model.layers, after.total)
+    parts = (before, *[middle] * model.layers, after)
+    costs = (before.total, *[middle.total] * model.layers, after.total)
     return Predicted(parts, costs, sizes, _saved(model, layout, weights))
 
 
@@ -311,10 +311,10 @@ def sent_bytes(model: Transformer, layout: Layout, stages: Sequence[Stage]) -> d
     first, block, last = exchanges(model, layout)
     sent = {}
     for axis, ranks in (("tensor", layout.tensor), ("context", layout.context)):
-        one, before, after = (
+        per_block, before, after = (
             part[axis].total.in_bytes(HALF, HALF).sent(ranks) if axis in part else 0.0 for part in (block, first, last)
         )
-        counts = [sum(end + 1 - begin for begin, end in stage.blocks) * one for stage in stages]
+        counts = [sum(end + 1 - begin for begin, end in stage.blocks) * per_block for stage in stages]
         counts[0] += before
         counts[-1] += after
         sent[axis] = layout.microbatches * max(counts)

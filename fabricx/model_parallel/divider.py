@@ -158,11 +158,11 @@ class Divider:
 
         world = self._world.axis("expert")
         check_not_compiled(module, "expert parallelism")
-        found = find_experts(module, self._settings.experts, world.size)
+        expert_modules = find_experts(module, self._settings.experts, world.size)
         with evaluation_mode(module):  # the experts of another rank draw other random numbers
             whole = functools.partial(_sum_gradients, list(module.parameters()), world)
             before = recorded_step(module, trial.run, complete=whole, remedy=REMEDY) if compares else None
-            self.experts = experts = ExpertParallel(module, found, world)
+            self.experts = experts = ExpertParallel(module, expert_modules, world)
             self.division = Division(module, self._world, experts, None)
             if before is None:
                 return

@@ -32,23 +32,23 @@ def find_experts(module: nn.Module, experts: str | Sequence[str], ranks: int) ->
     """
     parts = dict(module.named_modules())
     if experts == "auto":
-        found = [(name, part) for name, part in parts.items() if name and not _reason(part)]
-        if not found:
+        modules = [(name, part) for name, part in parts.items() if name and not _reason(part)]
+        if not modules:
             raise ValueError(f"no submodule has experts to divide: {PROTOCOL}. Or use strategy=ddp")
     else:
-        found = [(name, parts[name]) for name in _selected(parts, experts)]
-        for name, part in found:
+        modules = [(name, parts[name]) for name in _selected(parts, experts)]
+        for name, part in modules:
             if reason := _reason(part):
                 raise ValueError(f"experts={experts!r}: {name} {reason}; {PROTOCOL}")
-    found = [(name, part) for name, part in found if not any(name.startswith(f"{other}.") for other, _ in found)]
-    _check_owned(module, found)
-    for name, part in found:
+    modules = [(name, part) for name, part in modules if not any(name.startswith(f"{other}.") for other, _ in modules)]
+    _check_owned(module, modules)
+    for name, part in modules:
         if part.num_experts % ranks:
             raise ValueError(
                 f"{name} has {part.num_experts} experts, which {ranks} ranks can't share equally: set expert to a "
                 f"divisor of {part.num_experts}"
             )
-    return found
+    return modules
 
 
 def _selected(parts: dict[str, nn.Module], experts: str | Sequence[str]) -> list[str]:
@@ -70,7 +70,7 @@ def _did_you_mean(name: str, known: list[str]) -> str:
 
 
 def _reason(part: nn.Module) -> str:
-    """Return why the weights of a module are not those of experts that can be divided; "" if they are."""
+    """Return why the experts of a module can't be divided; "" if they can."""
     count, parameters = vars(part).get("num_experts"), dict(part.named_parameters())
     if not isinstance(count, int) or count < 2:
         return "has no attribute num_experts"
@@ -87,14 +87,14 @@ def _reason(part: nn.Module) -> str:
     return "" if several else "has a forward without the experts of the tokens"
 
 
-def _check_owned(module: nn.Module, found: Experts) -> None:
+def _check_owned(module: nn.Module, modules: Experts) -> None:
     """Refuse weights that a module outside of the experts reads, too.
 
     Raises:
         ValueError: names both.
     """
-    inside = {id(p): name for name, part in found for p in part.parameters()}
-    experts = {id(part) for _, part in found}
+    inside = {id(p): name for name, part in modules for p in part.parameters()}
+    experts = {id(part) for _, part in modules}
     names = {name for name, part in module.named_modules(remove_duplicate=False) if id(part) in experts}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         owner = inside.get(id(parameter))

@@ -38,22 +38,22 @@ class ExpertParallel:
 
     Args:
         module: root module, with weights that are equal on all ranks, and without gradients.
-        found: modules of experts, see `find_experts`.
+        modules: modules of experts, see `find_experts`.
         world: ranks of the group.
 
     Attributes:
         placements: of each divided parameter, by all of its names.
     """
 
-    def __init__(self, module: nn.Module, found: Experts, world: World) -> None:
+    def __init__(self, module: nn.Module, modules: Experts, world: World) -> None:
         self.placements: dict[str, Placement] = {}
         self._reached: list[Tensor] = []  # zeros, of which each depends on the outputs of a call in the newest step
-        self._order = CallOrder([name for name, _ in found])
-        counts: list[Any] = [part.num_experts for _, part in found]
+        self._order = CallOrder([name for name, _ in modules])
+        counts: list[Any] = [part.num_experts for _, part in modules]
         self._most: int = max(counts) // world.size  # experts of a module on this rank
-        self._module, self._found, self.world = module, found, world
+        self._module, self._expert_modules, self.world = module, modules, world
         ids: set[int] = set()
-        for name, part in found:
+        for name, part in modules:
             ids |= {id(parameter) for parameter in part.parameters()}
             vars(part)["forward"] = _Routed(name, part, self)
         with torch.no_grad():
@@ -81,8 +81,8 @@ class ExpertParallel:
     def describe(self) -> str:
         """Return the line that names the divided modules; names that differ by numbers share an entry."""
         counts: dict[tuple[str, int], int] = {}
-        for name, found in self._found:
-            part: Any = found
+        for name, module in self._expert_modules:
+            part: Any = module
             key = (re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name), part.num_experts)
             counts[key] = counts.get(key, 0) + 1
         entries = (f"{name} ({n}): {total // self.ranks} of {total} on each" for (name, total), n in counts.items())
@@ -94,7 +94,7 @@ class ExpertParallel:
         Args:
             name: of the submodule.
         """
-        return any(name.startswith(f"{experts}.") for experts, _ in self._found)
+        return any(name.startswith(f"{experts}.") for experts, _ in self._expert_modules)
 
     def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """Return a step whose calls of experts are counted.
@@ -132,8 +132,8 @@ class ExpertParallel:
         counts = counts.view(self.world.size, -1)
         table = nn.functional.pad(counts, (1, self._most - counts.shape[1]))
         sent, received = self._agreed(table, self._order.next_call(name))
-        own = slice(1, 1 + counts.shape[1])
-        return [row[own] for row in sent], [row[own] for row in received]
+        columns = slice(1, 1 + counts.shape[1])
+        return [row[columns] for row in sent], [row[columns] for row in received]
 
     def _agreed(self, table: Tensor, number: int) -> tuple[list[list[int]], list[list[int]]]:
         table[:, 0] = number
@@ -187,7 +187,7 @@ class ExpertParallel:
 
     def release(self) -> None:
         """Send no more tokens to other ranks."""
-        for _, part in self._found:
+        for _, part in self._expert_modules:
             vars(part).pop("forward", None)
         self._reached.clear()
 
@@ -240,8 +240,8 @@ class _Routed:
             stand_in = torch.linspace(-1, 1, width, dtype=inputs[0].dtype, device=inputs[0].device)
             inputs = [torch.cat([inputs[0], stand_in[None]]), *(torch.cat([x, x.new_ones(1)]) for x in inputs[1:])]
             experts = experts.new_zeros(1)
-        given = iter(inputs[1:])
-        columns = [None if other is None else next(given) for other in others]
+        converted = iter(inputs[1:])
+        columns = [None if other is None else next(converted) for other in others]
         if dim == 2:
             experts, columns = experts[:, None], [None if x is None else x[:, None] for x in columns]
         with self._of_own():
@@ -252,8 +252,8 @@ class _Routed:
 
     def _arguments(self, args: Any, options: Any) -> tuple[Tensor, Tensor, list[Tensor | None]]:
         bound = self._signature.bind(*args, **options)
-        given: list[Any] = [*bound.args, *[None] * (2 - len(bound.args))]
-        tokens, index, others = given[0], given[1], given[2:]
+        positional: list[Any] = [*bound.args, *[None] * (2 - len(bound.args))]
+        tokens, index, others = positional[0], positional[1], positional[2:]
         if bound.kwargs:
             self._refuse(f"the keyword {next(iter(bound.kwargs))}")
         if not isinstance(tokens, Tensor) or tokens.dim() != 2:

@@ -29,13 +29,13 @@ def clip_norm(
     Raises:
         ValueError: a gradient is sparse.
     """
-    own = list(parameters)
-    gradients = [_local(p.grad) for p in own if p.grad is not None]
-    norm = _total(own, world, copies)
+    local = list(parameters)
+    gradients = [_local(p.grad) for p in local if p.grad is not None]
+    norm = _total(local, world, copies)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_; without a wait for the device
     for gradient in gradients:
         gradient.mul_(factor.to(gradient.device, gradient.dtype))
-    return _as_weights(norm, own)
+    return _as_weights(norm, local)
 
 
 def total_norm(parameters: Iterable[Tensor], world: World, copies: Callable[[Tensor], float]) -> Tensor:
@@ -46,8 +46,8 @@ def total_norm(parameters: Iterable[Tensor], world: World, copies: Callable[[Ten
         world: all ranks that have parts of the model.
         copies: number of ranks of `world` that have the same elements of a parameter's gradient.
     """
-    own = list(parameters)
-    return _as_weights(_total(own, world, copies), own)
+    local = list(parameters)
+    return _as_weights(_total(local, world, copies), local)
 
 
 def _total(parameters: Sequence[Tensor], world: World, copies: Callable[[Tensor], float]) -> Tensor:

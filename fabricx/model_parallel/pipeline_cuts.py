@@ -52,16 +52,16 @@ def divide(costs: Sequence[float], chunks: int, joined: Mapping[int, str] | None
         ends = [len(inner)] if last else [end for end in range(number, len(inner)) if end not in reasons]
         begins, following = list(best), dict[int, tuple[float, Cuts]]()
         for end in ends:
-            found: tuple[float, int] | None = None
+            cut: tuple[float, int] | None = None
             for begin in reversed(begins[: bisect.bisect_left(begins, end)]):
                 cost = sums[end] - sums[begin] + costs[0] * (number == 1) + costs[-1] * last
-                if found is not None and cost > found[0]:
+                if cut is not None and cost > cut[0]:
                     break  # with earlier begins, this chunk would be still longer
                 slowest = max(best[begin][0], cost)
-                if found is None or slowest <= found[0]:
-                    found = slowest, begin
-            if found is not None:
-                following[end] = found[0], [*best[found[1]][1], (found[1], end)]
+                if cut is None or slowest <= cut[0]:
+                    cut = slowest, begin
+            if cut is not None:
+                following[end] = cut[0], [*best[cut[1]][1], (cut[1], end)]
         best = following
     return best[len(inner)][1]
 

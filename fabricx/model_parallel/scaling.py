@@ -29,7 +29,7 @@ WIDTH: Final = 60  # characters of the longest bar
 
 
 def layouts(
-    model: Transformer, cluster: Cluster, devices: int, batch: int, given: Mapping[str, object] | None = None
+    model: Transformer, cluster: Cluster, devices: int, batch: int, fixed: Mapping[str, object] | None = None
 ) -> Iterator[Layout]:
     """Yield the meshes that a search compares: those that divide the model evenly, and stay within its limits.
 
@@ -38,7 +38,7 @@ def layouts(
         cluster: tensor groups stay within its nodes.
         devices: number of ranks.
         batch: samples of a step, over all data ranks.
-        given: values that fields of the layout have to have.
+        fixed: values that fields of the layout have to have.
     """
     for tensor in _divisors(devices, min(cluster.node, model.kv_heads)):
         if model.kv_heads % tensor or model.ffn % tensor:
@@ -49,7 +49,7 @@ def layouts(
                 if batch % data or model.sequence % (2 * context):
                     continue
                 sizes = Layout(data, pipeline, context, tensor, rows=batch // data)
-                yield from (found for found in _options(model, sizes) if _agrees(found, given or {}))
+                yield from (candidate for candidate in _options(model, sizes) if _agrees(candidate, fixed or {}))
 
 
 def _options(model: Transformer, sizes: Layout) -> Iterator[Layout]:
@@ -69,8 +69,8 @@ def _options(model: Transformer, sizes: Layout) -> Iterator[Layout]:
                         )  # fmt: skip
 
 
-def _agrees(layout: Layout, given: Mapping[str, object]) -> bool:
-    return all(getattr(layout, name) == value for name, value in given.items())
+def _agrees(layout: Layout, fixed: Mapping[str, object]) -> bool:
+    return all(getattr(layout, name) == value for name, value in fixed.items())
 
 
 def _divisors(number: int, most: int) -> list[int]:
@@ -98,8 +98,8 @@ def fastest(model: Transformer, cluster: Cluster, candidates: Iterable[Layout]) 
         if best is not None and estimate >= best.step:
             break
         if _memory(model, cluster, layout) <= cluster.memory:
-            found = predict(model, cluster, layout)
-            best = found if best is None or found.step < best.step else best
+            prediction = predict(model, cluster, layout)
+            best = prediction if best is None or prediction.step < best.step else best
     if best is None and by_memory:
         few = [layout for _, layout in by_memory[:SMALLEST]]
         return predict(model, cluster, min(few, key=lambda layout: _memory(model, cluster, layout)))
@@ -152,7 +152,7 @@ def name_of(layout: Layout) -> str:
 
 
 def table(
-    model: Transformer, cluster: Cluster, batch: int, found: Mapping[int, Prediction | None]
+    model: Transformer, cluster: Cluster, batch: int, predictions: Mapping[int, Prediction | None]
 ) -> Iterator[str]:  # fmt: skip
     """Yield the lines of a table of predictions, by number of devices.
 
@@ -160,10 +160,10 @@ def table(
         model: dimensions of the transformer.
         cluster: speeds of devices and links.
         batch: samples of a step.
-        found: results of `fastest`.
+        predictions: results of `fastest`.
     """
     yield f"{'devices':>7} {'step s':>8} {'tokens/s':>10} {'of peak':>7} {'idle':>5} {'memory GB':>9}  mesh"
-    for devices, prediction in found.items():
+    for devices, prediction in predictions.items():
         if prediction is None:
             yield f"{devices:>7}  no mesh: {batch} samples can't be divided over it; set another batch"
             continue
@@ -176,26 +176,26 @@ def table(
         )
 
 
-def traffic_table(found: Mapping[int, Prediction | None]) -> Iterator[str]:
+def traffic_table(predictions: Mapping[int, Prediction | None]) -> Iterator[str]:
     """Yield the lines of a table of the bytes that a rank sends in a step.
 
     Args:
-        found: results of `fastest`, by number of devices.
+        predictions: results of `fastest`, by number of devices.
     """
     axes = ("tensor", "context", "pipeline", "data")
     yield f"{'devices':>7} " + " ".join(f"{axis:>9}" for axis in axes) + "  GB that a rank sends in a step"
-    for devices, prediction in found.items():
+    for devices, prediction in predictions.items():
         if prediction is not None:
             yield f"{devices:>7} " + " ".join(f"{prediction.sent[axis] / 1e9:>9.1f}" for axis in axes)
 
 
-def chart(found: Mapping[int, Prediction | None]) -> Iterator[str]:
+def chart(predictions: Mapping[int, Prediction | None]) -> Iterator[str]:
     """Yield bars that show where the time of a device goes.
 
     Args:
-        found: results of `fastest`, by number of devices.
+        predictions: results of `fastest`, by number of devices.
     """
-    for devices, prediction in found.items():
+    for devices, prediction in predictions.items():
         if prediction is not None:
             yield f"{devices:>7} |{_bar(list(prediction.seconds.values()))}|  {_limit(prediction)}"
     yield f"        {', '.join(f'{letter} {name}' for name, letter in LETTERS.items())}"

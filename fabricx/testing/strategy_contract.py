@@ -1,4 +1,4 @@
-"""The contract suite of synchronous strategies: a run on several ranks is compared with a run of one process."""
+"""The contract suite of synchronous strategies: a run on several ranks is compared with a run of a single process."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ class BrokenContract(AssertionError):
 
 
 def check_strategy(make: Callable[[], Strategy], *, ranks: int = 2, tolerance: float = 1e-5) -> None:
-    """Check that a synchronous strategy trains like one process on the same global batches.
+    """Check that a synchronous strategy trains like a single process on the same global batches.
 
     It runs short trainings of a small network with SGD and momentum, in worker processes on the CPU: whole and uneven
     batches, accumulation, clipping, evaluation, and manual optimization, unless the strategy refuses it. Then it
     resumes a run from a checkpoint, which must give the same bits as the run without an interruption, and loads the
-    checkpoint in one process.
+    checkpoint in a single process.
 
     Args:
         make: returns a new strategy; all calls return the same kind.
         ranks: number of ranks, a divisor of 12.
-        tolerance: largest difference of weights and metrics to one process, relative to the largest weight of a
+        tolerance: largest difference of weights and metrics to a single process, relative to the largest weight of a
             parameter or, if that is larger, to its largest change in training. 1e-5 is for sums in another order;
             compressed gradients need more.
 
@@ -186,7 +186,7 @@ def _data(samples: int) -> TensorDataset:
 
 
 class _Network(Module):
-    """A network with one hidden layer and fixed initial weights, trained by SGD with momentum."""
+    """A network with a hidden layer and fixed initial weights, trained by SGD with momentum."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -63,26 +63,26 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
 
     former_arguments = FORMER_ARGUMENTS
 
-    def _create_plugins(self, given: Mapping[str, Any]) -> None:
-        self.arguments = non_defaults(TrainerOptions.__init__, given)
+    def _create_plugins(self, arguments: Mapping[str, Any]) -> None:
+        self.arguments = non_defaults(TrainerOptions.__init__, arguments)
         fast, several = bool(self.fast_dev_run), several_ranks(len(self.device_ids), self.num_nodes)
         self.strategy: Strategy = choose_strategy(
-            given["strategy"], len(self.device_ids), self.num_nodes, reproducible=self.deterministic == "elastic"
+            arguments["strategy"], len(self.device_ids), self.num_nodes, reproducible=self.deterministic == "elastic"
         )
-        self.loggers: list[Logger] = choose_loggers(given["logger"])
+        self.loggers: list[Logger] = choose_loggers(arguments["logger"])
         if fast and self.loggers:
             self.loggers = [DummyLogger()]
         wanted = {
-            "progress_bar": given["enable_progress_bar"],
-            "model_summary": given["enable_model_summary"],
+            "progress_bar": arguments["enable_progress_bar"],
+            "model_summary": arguments["enable_model_summary"],
             "model_checkpoint": self.enable_checkpointing,
-            "fault_recovery": given["enable_fault_recovery"] and several and not fast,
+            "fault_recovery": arguments["enable_fault_recovery"] and several and not fast,
             "profiler": self.profiler == "simple",
             "tracing": self.profiler == "trace",
         }
         options = {"fault_recovery": {"snapshots": self.enable_checkpointing}}
         defaults = {name: options.get(name, {}) for name, on in wanted.items() if on}
-        self.callbacks: list[Callback] = choose_callbacks(given["callbacks"], defaults, fast=fast)
+        self.callbacks: list[Callback] = choose_callbacks(arguments["callbacks"], defaults, fast=fast)
         if self.max_time is not None:
             self.callbacks.append(plugins.build("callbacks", "timer", duration=self.max_time))
         if isinstance(self.val_check_interval, timedelta):

@@ -104,14 +104,14 @@ class Outcome:
     loggers: list[dict[str, Any]] = field(default_factory=list)
 
     def portable(
-        self, module: Module, callbacks: Sequence[Callback], given: Sequence[Callback], loggers: Sequence[Logger],
+        self, module: Module, callbacks: Sequence[Callback], callers: Sequence[Callback], loggers: Sequence[Logger],
         records: RunRecords, weights: dict[str, Any], known: Collection[str] | None = None,
     ) -> Outcome:  # fmt: skip
         """Add the attributes that the caller's objects copy.
 
         Args:
             module, callbacks, loggers: of the run, on the main rank.
-            given: callbacks of the caller, in the caller's order.
+            callers: callbacks of the caller, in the caller's order.
             records: records of the trainer.
             weights: the complete state dict of the module.
             known: names of the submodules of the caller's module; None for all.
@@ -126,7 +126,9 @@ class Outcome:
         parts = dict(module.named_modules())
         self.modes = {name: part.training for name, part in parts.items()}
         self.metrics = {name: states_on_cpu(states_of(metric)) for name, metric in metric_objects(module).items()}
-        self.of_metrics = {name: picklable_part(found) for name, found in attributes_of_metrics(module).items()}
+        self.of_metrics = {
+            name: picklable_part(attributes) for name, attributes in attributes_of_metrics(module).items()
+        }
         known = parts if known is None else known
         added = {
             name: parts[name] for name in self.of_metrics
@@ -135,7 +137,7 @@ class Outcome:
         for part in added.values():
             part.to("cpu")
         self.built = picklable_part(added)
-        numbers = {id(callback): number for number, callback in enumerate(given)}
+        numbers = {id(callback): number for number, callback in enumerate(callers)}
         for callback in callbacks:
             number, content = numbers.get(id(callback)), picklable_part(vars(callback))
             sent = {"": content} if number is not None else picklable_part({"": _copy_of(callback, content)})
@@ -200,7 +202,7 @@ def holders(module: Module, callbacks: Iterable[Callback]) -> dict[str, Any]:
     Args:
         module, callbacks: of the run.
     """
-    return {"module": module} | {f"{type(each).__name__} {n}": each for n, each in enumerate(callbacks)}
+    return {"module": module} | {f"{type(callback).__name__} {n}": callback for n, callback in enumerate(callbacks)}
 
 
 def _copy_of(callback: Callback, attributes: dict[str, Any]) -> Callback:

@@ -111,10 +111,10 @@ def _check_instances(job: Job) -> None:
     Raises:
         ValueError: names the class.
     """
-    for given in (job.module, job.train, job.evaluate, job.datamodule):
-        if isinstance(given, type):
+    for argument in (job.module, job.train, job.evaluate, job.datamodule):
+        if isinstance(argument, type):
             raise ValueError(
-                f"trainer.{job.stage} got the class {given.__name__}: pass an object of it, {given.__name__}(...)"
+                f"trainer.{job.stage} got the class {argument.__name__}: pass an object of it, {argument.__name__}(...)"
             )
 
 

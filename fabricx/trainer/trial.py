@@ -59,12 +59,12 @@ def _validation_of(session: Session) -> Validation | None:
             vars(copied).update({name: vars(session.module)[name] for name in ("_trainer", "_log_to")})
             return computes(*args)
 
-        found = Validation(copied, step, (batch, 0, 0) if several else (batch, 0))
+        validation = Validation(copied, step, (batch, 0, 0) if several else (batch, 0))
         with torch.no_grad(), _undisturbed(session):
-            found.step(*found.args)
+            validation.step(*validation.args)
     except Exception:  # such as a step that needs a hook of the validation: errors appear in the validation itself
         return None
-    return found
+    return validation
 
 
 def _sizes(loader: Any) -> tuple[int | None, int]:

@@ -103,7 +103,7 @@ def run_in_workers(
 
 def _work(world: World, trainer: TrainerInterface, job: Job, logs: LogSettings) -> Outcome | None:
     """Run a job in a worker; returns the outcome on the main rank only, for the caller."""
-    world, given, job.copied = process.enter(trainer, world), list(trainer.callbacks), True
+    world, callbacks, job.copied = process.enter(trainer, world), list(trainer.callbacks), True
     built = {name for name, _ in job.module.named_modules()}
     # The supervisor handles Ctrl-C; other signals may be sent to a single rank.
     with process.interruptible(job.stage, trainer.request_stop, termination_signals()):
@@ -114,7 +114,7 @@ def _work(world: World, trainer: TrainerInterface, job: Job, logs: LogSettings) 
         trainer.world.await_departure()
     if not trainer.world.main_rank:
         return None
-    return outcome.portable(job.module, trainer.callbacks, given, trainer.loggers, trainer.records, weights, built)
+    return outcome.portable(job.module, trainer.callbacks, callbacks, trainer.loggers, trainer.records, weights, built)
 
 
 def _join_metric_objects(trainer: TrainerInterface, job: Job) -> None:
