@@ -22,8 +22,8 @@ from tests.matrix.running import judge, report
 from tests.matrix.table import PAGE, table
 from tests.soak import SEED, SOAK, rounds, seeds, some
 
-SHORT = 16  # cells in `make test`: the first ones of a pairwise list have most of its pairs
-TRIPLES = 6
+SHORT = 12  # cells in `make test`: the first ones of a pairwise list have most of its pairs
+TRIPLES = 4
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(3600 if SOAK else 600)]
 

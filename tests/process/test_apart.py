@@ -19,6 +19,7 @@ from fabricx.callbacks import EMA
 from fabricx.strategies import AsyncSGD, ParameterServer, Single
 from fabricx.testing import QUIET, LayeredModule
 from tests.process.served import SAMPLES, Recorded, train
+from tests.soak import params
 
 
 class Normed(LayeredModule):
@@ -125,7 +126,7 @@ def averaged(strategy: Any, devices: int, **options: Any) -> Averaged:
     return module  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("every", params([3], [1]))
 def test_averages_are_of_the_newest_weights(every: int) -> None:
     [wanted] = averaged(Single(), 1, every_n_steps=every).averages
     for strategy in (AsyncSGD(), AsyncSGD(overlap="forward"), ParameterServer(mode="bounded")):

@@ -18,6 +18,7 @@ from fabricx.distributed.fsdp_internals import DeviceWaits
 from fabricx.loggers import JSONLogger
 from fabricx.strategies import DDP, FSDP, AsyncSGD, ParameterServer, Single
 from fabricx.testing import QUIET, Ledger, kill
+from tests.soak import params
 
 from .test_recovery import Numbered
 
@@ -82,7 +83,7 @@ def assert_like_one_process(module: Any, tmp_path: Path, epochs: int = EPOCHS) -
 
 @pytest.mark.parametrize(
     ("strategy", "num_workers"),  # a loader process prefetches shares
-    [(DDP(), 0), (DDP(), 1), (FSDP(), 0), (ParameterServer(), 0), (ParameterServer(servers=0), 0)],
+    params([(DDP(), 1), (FSDP(), 0), (ParameterServer(), 0)], [(DDP(), 0), (ParameterServer(servers=0), 0)]),
 )
 def test_slow_ranks_get_less_and_the_weights_stay(strategy: Any, num_workers: int, tmp_path: Path) -> None:
     module = Paced(0.01, 0.01, 0.03)
@@ -246,7 +247,7 @@ def test_a_step_that_doesn_t_fit_into_memory_is_begun_again(tmp_path: Path) -> N
     assert_like_one_process(module, tmp_path)
 
 
-@pytest.mark.parametrize("strategy", [DDP(), FSDP()])
+@pytest.mark.parametrize("strategy", params([FSDP()], [DDP()]))
 def test_ranks_that_die_take_no_sample_with_them(strategy: Any, tmp_path: Path) -> None:
     faults = [kill(rank=1).during("backward", step=3), kill(rank=0).during("validation", step=8, attempt=1)]
     module = Paced(0.01, 0.02, 0.03)
@@ -259,7 +260,7 @@ def test_ranks_that_die_take_no_sample_with_them(strategy: Any, tmp_path: Path) 
     assert_like_one_process(module, tmp_path, 6)
 
 
-@pytest.mark.parametrize("patience", [10.0, 0.0], ids=["replaced", "without"])
+@pytest.mark.parametrize("patience", params([0.0], [10.0]))
 def test_whoever_is_left_goes_on_by_the_speeds_that_are_known(patience: float, tmp_path: Path) -> None:
     module = Paced(0.01, 0.01, 0.03)
     trainer = train(

@@ -299,8 +299,10 @@ def stateful(kind: str) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "strategy", "accumulate"), [
-    ("stream", "single", 1), ("stream", "single", 2), ("sized", "single", 1), ("sized", "single", 2),
-    ("stream", "ddp", 2), ("sized", "ddp", 2),
+    *params(
+        [("stream", "single", 2), ("sized", "single", 1), ("sized", "ddp", 2)],
+        [("stream", "single", 1), ("sized", "single", 2), ("stream", "ddp", 2)],
+    ),
 ])  # fmt: skip
 def test_a_loader_with_a_state_is_used_as_it_is(tmp_path: Path, kind: str, strategy: str, accumulate: int) -> None:
     options: dict[str, Any] = {"accumulate_grad_batches": accumulate, "val_check_interval": 1.0}

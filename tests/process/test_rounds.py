@@ -69,7 +69,7 @@ def test_one_worker_and_the_servers_draw_each_other() -> None:
         assert torch.allclose(found, begun + rate * (moved - begun), atol=1e-6)
 
 
-@pytest.mark.parametrize("outer", OUTERS)
+@pytest.mark.parametrize("outer", params(["nesterov", "elastic"], ["sum", "average"]))
 @pytest.mark.parametrize("workers", params([3], [2]))
 def test_each_sample_is_trained_once_an_epoch_and_it_learns(outer: Any, workers: int) -> None:
     strategy = AsyncSGD(every=3, outer=outer, outer_momentum=0.5, servers=workers - 1)

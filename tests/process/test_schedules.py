@@ -11,6 +11,7 @@ import torch
 from fabricx.strategies import AsyncSGD, ParameterServer, Single
 from fabricx.testing import SavesAtEnd
 from tests.process.served import Recorded, train
+from tests.soak import params
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
@@ -77,14 +78,18 @@ def wanted(**options: Any) -> list[Any]:
 @pytest.mark.filterwarnings("ignore:.*delays act like additional momentum.*")
 @pytest.mark.parametrize(
     ("strategy", "devices"),
-    [
-        (ParameterServer(optimizer="server", servers=2, shard_by="element"), 2),
-        (ParameterServer(optimizer="server", servers=0, shard_by="element"), 2),
-        (ParameterServer(mode="bounded", max_staleness=0), 3),
-        (ParameterServer(mode="bounded", max_staleness=3, overlap="forward"), 3),
-        (AsyncSGD(), 1),
-        (AsyncSGD(every=2, outer="sum"), 1),
-    ],
+    params(
+        [
+            (ParameterServer(optimizer="server", servers=2, shard_by="element"), 2),
+            (ParameterServer(mode="bounded", max_staleness=3, overlap="forward"), 3),
+            (AsyncSGD(every=2, outer="sum"), 1),
+        ],
+        [
+            (ParameterServer(optimizer="server", servers=0, shard_by="element"), 2),
+            (ParameterServer(mode="bounded", max_staleness=0), 3),
+            (AsyncSGD(), 1),
+        ],
+    ),
 )
 def test_an_update_of_a_global_batch_has_its_hyperparameters(strategy: Any, devices: int) -> None:
     found, trainer = train(strategy, devices, module=Scheduled(), batch=12 // devices)
@@ -100,13 +105,10 @@ def test_an_update_of_a_global_batch_has_its_hyperparameters(strategy: Any, devi
 @pytest.mark.filterwarnings("ignore:.*delays act like additional momentum.*")
 @pytest.mark.parametrize(
     "strategy",
-    [
-        AsyncSGD(),
-        AsyncSGD(max_staleness=0),
-        AsyncSGD(max_staleness=1, servers=2, shard_by="element"),
-        AsyncSGD(overlap="forward"),
-        ParameterServer(mode="bounded", apply="arrival"),
-    ],
+    params(
+        [AsyncSGD(max_staleness=1, servers=2, shard_by="element"), ParameterServer(mode="bounded", apply="arrival")],
+        [AsyncSGD(), AsyncSGD(max_staleness=0), AsyncSGD(overlap="forward")],
+    ),
 )
 def test_updates_as_gradients_arrive_have_those_of_their_global_batch(strategy: Any, tmp_path: Path) -> None:
     saver = SavesAtEnd(tmp_path / "end.ckpt")

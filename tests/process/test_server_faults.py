@@ -35,12 +35,10 @@ def test_a_server_that_dies_while_weights_come_starts_again(monkeypatch: pytest.
 
 @pytest.mark.parametrize(
     "strategy",
-    [
-        AsyncSGD(servers=2),
-        AsyncSGD(max_staleness=1),
-        AsyncSGD(max_staleness=1, bound="clock"),
-        ParameterServer(mode="bounded", max_staleness=1),
-    ],
+    params(
+        [AsyncSGD(servers=2), AsyncSGD(max_staleness=1, bound="clock")],
+        [AsyncSGD(max_staleness=1), ParameterServer(mode="bounded", max_staleness=1)],
+    ),
 )
 def test_workers_go_on_without_one_that_was_killed(strategy: Any) -> None:
     module, trainer = train(strategy, 3, module=Dies(), batch=1)
@@ -72,8 +70,12 @@ class Replaced(Dies):
 @pytest.mark.parametrize(
     "strategy",
     params(
-        [AsyncSGD(servers=2), ParameterServer(mode="bounded", max_staleness=1), ParameterServer(backup_workers=1)],
-        [AsyncSGD(max_staleness=1, bound="clock"), AsyncSGD(every=2, outer="average")],
+        [AsyncSGD(servers=2), ParameterServer(backup_workers=1)],
+        [
+            ParameterServer(mode="bounded", max_staleness=1),
+            AsyncSGD(max_staleness=1, bound="clock"),
+            AsyncSGD(every=2, outer="average"),
+        ],
     ),
 )
 def test_another_worker_joins_those_that_are_left(strategy: Any, tmp_path: Path) -> None:
@@ -102,11 +104,10 @@ def test_the_main_rank_can_be_done_without() -> None:
 
 @pytest.mark.parametrize(
     "strategy",
-    [
-        AsyncSGD(snapshot_every=3),
-        AsyncSGD(snapshot_every=3, servers=2, link="gloo"),
-        ParameterServer(mode="bounded", servers=2, snapshot_every=3),
-    ],
+    params(
+        [AsyncSGD(snapshot_every=3), ParameterServer(mode="bounded", servers=2, snapshot_every=3)],
+        [AsyncSGD(snapshot_every=3, servers=2, link="gloo")],
+    ),
 )
 def test_a_server_that_was_killed_starts_again(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "serve", tells_its_pid)

@@ -48,8 +48,7 @@ def test_one_worker_is_a_single_process_to_the_bit(optimizer: str, link: Any) ->
     assert float(trainer.callback_metrics["loss_epoch"]) == pytest.approx(float(one.callback_metrics["loss_epoch"]))
 
 
-@pytest.mark.parametrize("workers", [2, 3])
-@pytest.mark.parametrize("loaders", [0, 2])
+@pytest.mark.parametrize(("workers", "loaders"), params([(3, 0), (2, 2)], [(2, 0), (3, 2)]))
 def test_each_sample_is_trained_once_an_epoch(workers: int, loaders: int) -> None:
     torch.manual_seed(2)
     module = Recorded()
@@ -72,16 +71,20 @@ def test_no_staleness_is_ddp() -> None:
 
 @pytest.mark.parametrize(
     ("strategy", "most"),
-    [
-        (AsyncSGD(max_staleness=1), 1),
-        (AsyncSGD(max_staleness=1, servers=2), 1),
-        (AsyncSGD(max_staleness=0, on_stale="drop"), 0),
-        (AsyncSGD(max_staleness=1, bound="clock"), 6),  # (n - 1)(2s + 1)
-        (AsyncSGD(compensation="dc-adaptive", link="gloo"), None),
-        (ParameterServer(mode="bounded", max_staleness=1), 1),
-        (ParameterServer(mode="bounded", max_staleness=1, apply="arrival"), 6),
-        (ParameterServer(mode="async", servers=2), None),
-    ],
+    params(
+        [
+            (AsyncSGD(max_staleness=1, servers=2), 1),
+            (AsyncSGD(max_staleness=0, on_stale="drop"), 0),
+            (AsyncSGD(max_staleness=1, bound="clock"), 6),  # (n - 1)(2s + 1)
+            (ParameterServer(mode="bounded", max_staleness=1, apply="arrival"), 6),
+        ],
+        [
+            (AsyncSGD(max_staleness=1), 1),
+            (AsyncSGD(compensation="dc-adaptive", link="gloo"), None),
+            (ParameterServer(mode="bounded", max_staleness=1), 1),
+            (ParameterServer(mode="async", servers=2), None),
+        ],
+    ),
 )
 def test_bounds_hold_between_processes(strategy: Any, most: int | None) -> None:
     module, trainer = train(strategy, 3, batch=2, max_epochs=1)
@@ -202,13 +205,10 @@ def test_checkpoints_go_from_strategy_to_strategy(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "strategy",
-    [
-        ParameterServer(),
-        ParameterServer(servers=0),
-        ParameterServer(servers=0, optimizer="server"),
-        ParameterServer(optimizer="server"),
-        AsyncSGD(),
-    ],
+    params(
+        [ParameterServer(), ParameterServer(servers=0, optimizer="server"), AsyncSGD()],
+        [ParameterServer(servers=0), ParameterServer(optimizer="server")],
+    ),
 )
 def test_a_run_goes_on_exactly(tmp_path: Path, strategy: Any) -> None:
     devices = 1 if isinstance(strategy, AsyncSGD) else 2
