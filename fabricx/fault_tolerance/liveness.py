@@ -14,6 +14,19 @@ LEAST_S: Final = 60.0  # shortest pause that is reported, and lower bound of the
 MANY: Final = 20  # the "learned" limit as a multiple of the longest pause
 
 
+@dataclass(frozen=True)
+class Loss:
+    """Why a process counts as lost.
+
+    Attributes:
+        reason: sentence for users.
+        silent_s: seconds since its newest sign of life.
+    """
+
+    reason: str
+    silent_s: float
+
+
 @dataclass
 class _Life:
     """Newest heartbeat and progress of a process."""
@@ -83,8 +96,8 @@ class HeartbeatMonitor:
         for life in self._lives.values():  # they may have waited for this process
             life.since = self._clock()
 
-    def silent(self) -> dict[int, str]:
-        """Return the processes that count as lost, with the reason."""
+    def silent(self) -> dict[int, Loss]:
+        """Return the processes that count as lost, by rank."""
         now = self._clock()
         asleep = now - self._checked
         self._checked = now
@@ -97,15 +110,17 @@ class HeartbeatMonitor:
         limit = self._learned if isinstance(self._stuck_after, str) else self._stuck_after or math.inf
         for rank, life in self._lives.items():
             if now - life.heard > life.limit:
-                lost[rank] = (
+                lost[rank] = Loss(
                     f"it sent no heartbeat for {now - life.heard:.0f} s and was ended: the process was suspended, or "
-                    "held the interpreter's lock (increase FaultRecovery(frozen_after=...) to wait longer)"
+                    "held the interpreter's lock (increase FaultRecovery(frozen_after=...) to wait longer)",
+                    now - life.heard,
                 )
             elif rank in suspects and now - life.since > limit:
                 position = f", at {life.where}" if life.where else ""
-                lost[rank] = (
+                lost[rank] = Loss(
                     f"it completed no batch for {now - life.since:.0f} s{position}, and was ended (stuck_after="
-                    f"{self._stuck_after}; increase it to wait longer)"
+                    f"{self._stuck_after}; increase it to wait longer)",
+                    now - life.since,
                 )
         return lost
 

@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from fabricx import by_value
 from fabricx.distributed import authentication
@@ -43,7 +43,13 @@ from fabricx.scratch import (
     set_multiprocessing_folder,
 )
 
-Note = Callable[[str, str], None]
+
+class Note(Protocol):
+    """Records an event."""
+
+    def __call__(self, name: str, text: str, **numbers: float) -> None: ...
+
+
 FROZEN_S = 60.0  # default time without a heartbeat after which a process is terminated
 RESTARTS = 3  # most restarts of each server
 GATHER_S = 1.0  # time after the first failure in which other ranks may report failures
@@ -76,7 +82,7 @@ def run_workers(
             longest pause of this run; None: never.
         failures: list to which each survived death is appended.
         run_dir: folder in which users may request more or fewer workers of an elastic run.
-        note: called with name and text of each event.
+        note: called with name, text and numbers of each event.
         stops_at_step: Ctrl-C and SIGTERM stop all workers at the same next step; False terminates them immediately.
 
     Returns:
@@ -116,7 +122,7 @@ class _Workers:
     ) -> None:  # fmt: skip
         self._liveness = liveness
         self._requests = None if run_dir is None else Requests(run_dir)
-        self._note: Note = note or (lambda name, text: None)
+        self._note: Note = note or (lambda name, text, **numbers: None)
         self._stopping = False  # a stop was requested
         self._termination_reasons: dict[int, str] = {}  # by process that was terminated, or ended itself
         key = authentication.new_key()
@@ -228,17 +234,22 @@ class _Workers:
     def _terminate_silent(self) -> None:
         """Terminate processes without heartbeats or progress, for which other processes would wait without end."""
         silent, news = self._liveness.silent(), self._liveness.news(self._name)
-        diagnosis = self._diagnose() if silent or news else ""
-        for rank, reason in silent.items():
-            self._termination_reasons[rank] = f"{reason}; {diagnosis}"
+        silent_s = max((loss.silent_s for loss in silent.values()), default=0.0)
+        diagnosis = self._diagnose(silent_s) if silent or news else ""
+        for rank, loss in silent.items():
+            self._termination_reasons[rank] = f"{loss.reason}; {diagnosis}"
             self._liveness.over(rank)
             if rank in self._processes:
                 self._processes[rank].kill()  # SIGKILL also ends a stopped process
         if news is not None:
             print(f"{news}\n{diagnosis}", file=sys.stderr, flush=True)
 
-    def _diagnose(self) -> str:
-        """Request a diagnosis from all workers; return a sentence about which rank blocks which ranks."""
+    def _diagnose(self, silent_s: float) -> str:
+        """Request a diagnosis from all workers; return a sentence about which rank blocks which ranks.
+
+        Args:
+            silent_s: seconds for which the other ranks waited for processes that are lost; 0 if none is.
+        """
         asked = [rank for rank in self._members() if rank in self._processes]
         self._diagnoses, able = {}, {rank for rank in asked if self._liveness.answers(rank)}
         for rank in asked:
@@ -254,7 +265,7 @@ class _Workers:
             f"{self._name(worker)}:\n{answer.stacks if (answer := self._diagnoses.get(worker)) else '(no answer)'}"
             for worker in asked
         ]
-        self._note("hang", "\n\n".join([sentence, *stacks]))
+        self._note("hang", "\n\n".join([sentence, *stacks]), silent_s=silent_s)
         return sentence
 
     def _dump_stacks(self, frozen: Sequence[int]) -> None:

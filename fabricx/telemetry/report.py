@@ -181,8 +181,10 @@ def recovery(run: Run) -> str:
         return "nothing to recover from"
     times = f"recovered {len(events)} time{'s' if len(events) > 1 else ''}"
     again = sum(float(event.get("steps_again", 0.0)) for event in run.events)
-    seconds = sum(float(event["seconds"]) for event in events)
-    return f"{times}, {again:.0f} steps trained again, {seconds:.1f} s"
+    silent = sum(float(event.get("silent_s", 0.0)) for event in run.events)
+    seconds = silent + sum(float(event["seconds"]) for event in events)
+    noticed = f" ({silent:.1f} s of them until a worker without a sign of life was ended)" if silent else ""
+    return f"{times}, {again:.0f} steps trained again, {seconds:.1f} s{noticed}"
 
 
 def warnings_of(run: Run) -> list[tuple[str, str, int]]:

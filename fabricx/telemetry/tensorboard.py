@@ -150,6 +150,7 @@ class Board:
             step = event.get("step", self._run.steps)
             self._whole.add_text(f"events/{event['name']}", event["text"], step)
             self._recovery["steps_again"] += float(event.get("steps_again", 0.0))
+            self._recovery["downtime_s"] += float(event.get("silent_s", 0.0))
             if event["name"] == "recovery" and "seconds" in event:
                 self._recovery["restarts"] += 1.0
                 self._recovery["downtime_s"] += float(event["seconds"])

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from fabricx.checkpoint import is_committed, is_foreign, list_committed, read_foreign, read_manifest, verify
+from fabricx.checkpoint.files import oldest_first
 from fabricx.checkpoint.storage import as_path, is_local
 from fabricx.errors import CheckpointError, did_you_mean
 from fabricx.launch.run_lock import lock_owner
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from fabricx.core.callback import Callback
 
 _LAST: Final = 65536  # bytes at the end of a file that contain its last record
+_IN_PROGRESS: Final = "is in progress"
 
 
 def new_run_dir(root: Path) -> Path:
@@ -43,7 +45,8 @@ def resolve_checkpoint(
         callback: writes the run's checkpoints, and records the best; None without.
         run_dir: folder of the run, which is searched for the last checkpoint after the callback's folder.
         root: folder of all runs, which are searched after that.
-        trains: the run trains: "last" is a checkpoint from which training can continue, or the beginning.
+        trains: the run trains: "last" is the newest checkpoint or snapshot for recovery from which training can
+            continue, or the beginning.
 
     Raises:
         ValueError: no best checkpoint was saved, the path is not a complete checkpoint, or there is no last checkpoint
@@ -58,10 +61,11 @@ def resolve_checkpoint(
             raise ValueError("ckpt_path='best': no checkpoint was written yet; call fit first, or pass a path")
         return as_path(best)
     if path == "last":
-        folders = [getattr(callback, "dirpath", None)]
-        folders += [run_dir / "checkpoints"] if run_dir else []
-        folders += sorted((root / "runs").glob("*/checkpoints"), reverse=True)
-        committed = [list_committed(folder) for folder in folders if folder]
+        runs = [run_dir] if run_dir else []
+        runs += sorted((root / "runs").glob("*"), reverse=True)
+        folder = getattr(callback, "dirpath", None)
+        committed = [_committed(folder, run_dir, trains=trains)] if folder else []
+        committed += [_committed(run / "checkpoints", run, trains=trains) for run in runs]
         newest = next((checkpoints for checkpoints in committed if checkpoints), [])
         if newest:
             return newest_whole((trains and _resumable(newest)) or newest)
@@ -107,7 +111,7 @@ def ending_of(run_dir: Path) -> str:
     """
     owner = lock_owner(run_dir) if (run_dir / "running").exists() else None
     if owner is not None and owner.split()[:1] != [str(os.getpid())]:
-        return "is in progress"
+        return _IN_PROGRESS
     try:
         newest = max((run_dir / FOLDER).glob("launcher-*.jsonl"), key=lambda file: file.stat().st_mtime)
         with open_untrusted(newest) as file:
@@ -120,19 +124,35 @@ def ending_of(run_dir: Path) -> str:
 
 
 def checkpoints_of(run_dir: Path, folder: str | Path | None = None) -> list[Path]:
-    """Return the checkpoints from which a run can resume, with snapshots for recovery, sorted by step.
+    """Return the checkpoints from which a run can resume, with snapshots for recovery, sorted by step and time.
+
+    A checkpoint without a readable manifest has the step of the checkpoint before it; `newest_whole` reports it.
 
     Args:
         run_dir: the run's folder.
         folder: folder of its checkpoints; None for the default within `run_dir`.
     """
-    resumable = []
-    for source in (folder or run_dir / "checkpoints", run_dir / "recovery"):
-        for number, path in enumerate(list_committed(source)):
+    resumable, step = [], 0
+    sources = (folder or run_dir / "checkpoints", run_dir / "recovery")
+    for path in oldest_first([path for source in sources for path in list_committed(source)]):
+        with contextlib.suppress(CheckpointError):
             manifest = read_manifest(path)
-            if not manifest.get("weights_only", True):
-                resumable.append((int(manifest.get("step", 0)), number, path))
-    return [path for _, _, path in sorted(resumable, key=lambda entry: entry[:2])]
+            if manifest.get("weights_only", True):
+                continue
+            step = int(manifest.get("step", 0))
+        resumable.append((step, path))
+    return [path for _, path in sorted(resumable, key=lambda entry: entry[0])]
+
+
+def _committed(folder: Path | str, run_dir: Path | None, *, trains: bool) -> list[Path]:
+    """Return the complete checkpoints in a folder, oldest first, for training with a run's snapshots for recovery.
+
+    A run in progress deletes its snapshots, so these are omitted.
+    """
+    checkpoints = list_committed(folder)
+    if trains and run_dir is not None and (snapshots := list_committed(run_dir / "recovery")):
+        checkpoints += snapshots if ending_of(run_dir) != _IN_PROGRESS else []
+    return oldest_first(checkpoints)
 
 
 def _resumable(checkpoints: list[Path]) -> list[Path]:

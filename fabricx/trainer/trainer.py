@@ -38,7 +38,8 @@ class Trainer(TrainerInterface):
                 `CombinedLoader`); or a `DataModule`.
             val_dataloaders: a `DataLoader`, an iterable of batches, or a list of them.
             datamodule: creates the loaders of both kinds.
-            ckpt_path: checkpoint to resume from: its path, "last" (starts from the beginning without a checkpoint), or
+            ckpt_path: checkpoint to resume from: its path, "last" (the newest checkpoint, or newer snapshot for
+                recovery, of this run or of the newest run in `runs`; starts from the beginning without either), or
                 "best".
             weights_only: True or None; a checkpoint is never executed.
 

@@ -239,8 +239,9 @@ def test_a_rank_that_hangs_is_found_at_its_line_and_the_others_in_their_collecti
     )  # fmt: skip
     trainer.fit(Hung(), tiny_loader(80, 4))
     run = load_run(folder_of(trainer)).run
-    [hang] = [event["text"] for event in run.events if event["name"] == "hang"]
-    sentence, _, stacks = hang.partition("\n")
+    [hang] = [event for event in run.events if event["name"] == "hang"]
+    assert hang["silent_s"] > 5.0  # stuck_after
+    sentence, _, stacks = hang["text"].partition("\n")
     assert "rank 1 is at " in sentence
     assert "in training_step: time.sleep(0.01), after all_reduce #" in sentence
     assert "rank 0 waits in all_reduce #" in sentence

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fabricx.fault_tolerance.liveness import START_S, HeartbeatMonitor
+from fabricx.fault_tolerance.liveness import START_S, HeartbeatMonitor, Loss
 
 
 class Clock:
@@ -20,9 +20,9 @@ def clock() -> Clock:
     return Clock()
 
 
-def run(watch: HeartbeatMonitor, clock: Clock, seconds: float, beats: dict[int, int]) -> dict[int, str]:
+def run(watch: HeartbeatMonitor, clock: Clock, seconds: float, beats: dict[int, int]) -> dict[int, Loss]:
     """Advance the clock, with two heartbeats per second of the ranks in `beats`; return the lost ranks."""
-    lost: dict[int, str] = {}
+    lost: dict[int, Loss] = {}
     for _ in range(int(seconds * 2)):
         clock.now += 0.5
         for rank, reached in beats.items():
@@ -37,7 +37,8 @@ def test_one_that_is_silent_is_given_up_and_the_others_are_not(clock: Clock) -> 
     assert run(watch, clock, 9, {0: 2}) == {}
     lost = run(watch, clock, 2, {0: 3})
     assert list(lost) == [1]
-    assert "no heartbeat" in lost[1]
+    assert "no heartbeat" in lost[1].reason
+    assert 10.0 < lost[1].silent_s < 12.0  # the report counts it as lost time
     watch.over(1)
     assert run(watch, clock, 60, {0: 3}) == {}  # alive, and without a limit for the time of a batch
 
@@ -66,7 +67,7 @@ def test_one_that_comes_no_further_is_given_up(clock: Clock) -> None:
     assert run(watch, clock, 15, {0: 2, 1: 2}) == {}
     lost = run(watch, clock, 10, {0: 3, 1: 2})
     assert list(lost) == [1]
-    assert "completed no batch for" in lost[1]
+    assert "completed no batch for" in lost[1].reason
 
 
 def test_what_is_too_long_is_learned_from_the_run(clock: Clock) -> None:

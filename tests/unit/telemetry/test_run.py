@@ -92,6 +92,8 @@ def test_recoveries_are_counted_with_what_they_took() -> None:
         record("event", 0, 4.0, name="recovery", text="recovered 2 times, 0 samples lost", step=9),
     ])  # fmt: skip
     assert recovery(run) == "recovered 2 times, 3 steps trained again, 1.8 s"
+    run.feed([record("event", None, 5.0, "launcher", name="hang", text="rank 1 doesn't answer", silent_s=30.0)])
+    assert recovery(run).startswith("recovered 2 times, 3 steps trained again, 31.8 s (30.0 s of them until a worker")
 
 
 def test_a_warning_of_several_ranks_is_told_once_with_the_count() -> None:

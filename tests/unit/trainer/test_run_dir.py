@@ -11,6 +11,7 @@ import torch
 
 from fabricx import checkpoint
 from fabricx.errors import CheckpointError
+from fabricx.trainer import run_dir as module
 from fabricx.trainer.run_dir import checkpoints_of, describe, ending_of, new_run_dir, newest_whole, resolve_checkpoint
 
 
@@ -62,6 +63,28 @@ def test_last_is_that_of_the_callbacks_folder_then_of_this_run_then_of_the_newes
     assert resolved(tmp_path, "last", dirpath=tmp_path / "own", trains=True) == own
 
 
+def test_training_continues_from_a_newer_snapshot_of_a_run_that_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, begun = (tmp_path / "runs" / f"2026-01-0{day}" for day in (1, 2))
+    written = saved(run / "checkpoints" / "a.ckpt", 5)
+    snapshot = saved(run / "recovery" / "step=7", 7)
+    (begun / "recovery").mkdir(parents=True)  # has saved nothing yet
+    assert resolved(tmp_path, "last", trains=True) == snapshot
+    assert resolved(tmp_path, "last") == written  # an evaluation
+    monkeypatch.setattr(module, "lock_owner", lambda run: "1")
+    (run / "running").touch()
+    assert resolved(tmp_path, "last", trains=True) == written  # a run in progress deletes its snapshots
+    monkeypatch.undo()
+    newest = saved(run / "checkpoints" / "b.ckpt", 8)
+    assert resolved(tmp_path, "last", trains=True) == newest
+    assert resolved(tmp_path, "last", trains=True, run_dir=run, dirpath=run / "checkpoints") == newest
+    only_snapshot = saved(begun / "recovery" / "step=2", 2)
+    assert resolved(tmp_path, "last", trains=True) == only_snapshot
+    own = saved(tmp_path / "own" / "a.ckpt")
+    assert resolved(tmp_path, "last", trains=True, dirpath=tmp_path / "own") == own
+
+
 def test_a_damaged_newest_checkpoint_is_passed_over_with_a_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,6 +118,8 @@ def test_a_run_is_resumed_from_checkpoints_and_snapshots_by_step(tmp_path: Path)
     assert checkpoints_of(tmp_path) == [early, snapshot, late]
     elsewhere = saved(tmp_path / "own" / "c.ckpt", 6)
     assert checkpoints_of(tmp_path, tmp_path / "own") == [snapshot, elsewhere]
+    (late / "manifest.json").write_text("{")
+    assert newest_whole(checkpoints_of(tmp_path)) == snapshot
 
 
 @pytest.mark.parametrize(
