@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -224,6 +225,34 @@ class ServedStrategy(
 
     def wait_for_weights(self, step: int) -> int:
         return self._protocol.weights_step(step)
+
+    def forward_backward(
+        self, step: Callable[..., Any], backward: Callable[[Any], Any], batch: Any, index: int
+    ) -> Any:  # fmt: skip
+        """Compute gradients; weights that the step changes are an error if servers hold them.
+
+        Args:
+            step, backward, batch, index: see `Strategy.forward_backward`.
+
+        Raises:
+            ValueError: the step has changed weights, and the next weights of the servers would overwrite them.
+        """
+        owns = self.weight_pulls is None or self._settings.outer is not None
+        checked = step if owns else functools.partial(self._without_changes, step)
+        return super().forward_backward(checked, backward, batch, index)
+
+    def _without_changes(self, step: Callable[..., Any], batch: Any, index: int) -> Any:
+        before, pulls = [parameter._version for parameter in self._parameters], self.weight_pulls
+        outputs = step(batch, index)
+        after = [parameter._version for parameter in self._parameters]
+        if after != before and self.weight_pulls == pulls:  # a pull within the forward writes weights, too
+            changed = [old != new for old, new in zip(before, after, strict=True)].index(True)
+            raise ValueError(
+                f"training_step changes {self._names(self.module)[changed]}, but servers hold the weights, so a "  # type: ignore[arg-type]
+                "worker's change would be lost: compute the changed weights from the parameters in each forward, or "
+                "use strategy=ddp, where all ranks have to change them alike"
+            )
+        return outputs
 
     # -- properties for the loop --------------------------------------------------------------------------------
 

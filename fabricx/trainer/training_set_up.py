@@ -6,6 +6,8 @@ import functools
 import os
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from fabricx.checkpoint import is_foreign, read_manifest
 from fabricx.consistency import comparison
 from fabricx.core.gradient_checks import SPARSE_CLIPPED, sparse_tables
@@ -146,9 +148,23 @@ def _check_options(session: Session) -> None:
     accumulates = accumulation_set(session.options, session.callbacks)
     if accumulates and session.world.axis("data").size > 1 and session.strategy.accumulation_refused:
         raise ValueError(f"{accumulates}: {session.strategy.accumulation_refused}")
+    _check_normalised_rows(session)
     clips = session.options.gradient_clip_val is not None and not session.overridden.configure_gradient_clipping
     if clips and sparse_tables(session.module):
         raise ValueError(SPARSE_CLIPPED)
+
+
+def _check_normalised_rows(session: Session) -> None:
+    """Refuse embeddings with `max_norm` if a forward doesn't look up all rows of the global batch."""
+    shares = session.strategy.traits.synchronous and session.world.axis("data").size > 1
+    if not shares and session.serving.weight_pulls is None:
+        return
+    for name, part in session.module.named_modules():
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:
+            raise ValueError(
+                f"{name} has max_norm, so its forward changes the rows that a rank looks up, and ranks would hold "
+                "different weights: remove max_norm, and scale the vectors after the lookup"
+            )
 
 
 def _check_samples_of_all_ranks(session: Session) -> None:

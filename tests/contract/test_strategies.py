@@ -182,7 +182,9 @@ class Skips(LayeredModule):
 SKIPPING = ["ddp", "fsdp", "reproducible", "parameter_server, servers step"]
 
 
-@pytest.mark.parametrize("way", params(SKIPPING, [way for way in WAYS if way not in ("single", "async_sgd", *SKIPPING)]))
+@pytest.mark.parametrize(
+    "way", params(SKIPPING, [way for way in WAYS if way not in ("single", "async_sgd", *SKIPPING)])
+)
 def test_a_batch_is_skipped_by_all_ranks_or_it_is_an_error_on_all(way: str) -> None:
     make, devices = WAYS[way]
 

@@ -562,3 +562,25 @@ def test_weights_in_one_memory_are_each_ranks_own_where_all_meet() -> None:
     for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
         assert torch.allclose(a, b, atol=2e-6)
     assert found.means[2] - found.means[0] == pytest.approx(2.0, abs=1e-5)
+
+
+class Clamps(Recorded):
+    """Limits weights in the training step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            self.head.weight.clamp_(-0.1, 0.1)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("strategy", [ParameterServer(optimizer="server"), AsyncSGD()])
+def test_weights_that_the_step_changes_are_refused_where_servers_hold_them(strategy: Any) -> None:
+    with pytest.raises(WorkerFailed, match=r"training_step changes head\.weight, but servers hold the weights"):
+        train(strategy, module=Clamps())
+
+
+def test_weights_that_the_step_changes_alike_stay_changed_where_workers_step() -> None:
+    wanted, _ = train(Single(), 1, module=Clamps())
+    found, _ = train(ParameterServer(), 2, module=Clamps(), batch=6)
+    for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=2e-5, atol=1e-6)

@@ -58,6 +58,19 @@ def test_one_that_restores_them_and_an_average_of_weights_are_not() -> None:
     fit(changes("on_train_end"))
 
 
+def test_an_embedding_whose_lookups_change_its_rows_is_refused_where_the_change_would_be_lost() -> None:
+    """Otherwise each rank would have changed other rows; on one process `max_norm` acts."""
+
+    class LooksUp(TinyModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Embedding(4, 2, max_norm=0.5)
+
+    with pytest.raises(ValueError, match=r"table has max_norm, .* remove max_norm, and scale the vectors"):
+        fx.Trainer(max_epochs=1, strategy=Served(), **QUIET).fit(LooksUp(), tiny_loader())
+    fx.Trainer(max_epochs=1, **QUIET).fit(LooksUp(), tiny_loader())
+
+
 def trained() -> tuple[HookChecks, Any, list[torch.Tensor]]:
     trainer = fx.Trainer(max_epochs=1, **QUIET)
     module = TinyModule()
