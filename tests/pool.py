@@ -30,6 +30,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from fabricx import by_value
 from fabricx.by_value.definitions import DEFINITIONS
 from fabricx.distributed import heartbeat
 from fabricx.distributed import world as worlds
@@ -192,7 +193,8 @@ def _work(address: str, authkey: bytes, rank: int) -> None:
             sys.path[:] = [*spec.sys_path, *(entry for entry in sys.path if entry not in spec.sys_path)]
             os.chdir(spec.cwd)
             with warnings.catch_warnings():
-                result = pickle.dumps(worker._run(spec))
+                result = by_value.dumps(worker._run(spec), home=True)
+            by_value.share(())
             sys.stdout.flush()
             sys.stderr.flush()
             connection.send((result, fresh.leaks()))

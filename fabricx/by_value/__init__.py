@@ -9,5 +9,16 @@ from fabricx.by_value.reducer import (
     supply_children,
     variables_of,
 )
+from fabricx.by_value.shared_objects import share, shared_objects
 
-__all__ = ["Reducer", "dump", "dumps", "dumps_for_peer", "is_importable", "supply_children", "variables_of"]
+__all__ = [
+    "Reducer",
+    "dump",
+    "dumps",
+    "dumps_for_peer",
+    "is_importable",
+    "share",
+    "shared_objects",
+    "supply_children",
+    "variables_of",
+]

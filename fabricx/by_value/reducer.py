@@ -19,11 +19,11 @@ import sys
 import types
 import typing
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, Final, final
 
-from fabricx.by_value import definitions
+from fabricx.by_value import definitions, shared_objects
 from fabricx.by_value.definitions import DEFINITIONS
 
 SCRIPTS: Final = ("__main__", "__mp_main__")  # names of a script as a module; the second in spawned processes
@@ -41,16 +41,19 @@ _Reduced = tuple[Callable[..., Any], tuple[Any, ...], Any, Callable[[Any, Any], 
 _HEAP_TYPE: Final = 1 << 9  # flag of a class that was made by a class statement
 
 
-def dump(value: object, file: Any, *, home: bool = False, refuse: Callable[[object], None] | None = None) -> None:
+def dump(value: object, file: Any, *, home: bool = False, reduce: Callable[[object], Any] | None = None) -> None:
     """Pickle an object with all definitions that it needs, for a process that may have none of them.
 
     Args:
         value: any object.
         file: open for writing bytes; `pickle.load` reads it.
-        home: the receiver is the process that has sent this process its definitions, and needs only their names.
-        refuse: called with each object; raises an error if it must not be pickled.
+        home: the receiver is the process that has sent this process its definitions, and needs only their names; and
+            the names of objects that both have (`share`).
+        reduce: called with each object that the receiver lacks; returns its reduced form or `NotImplemented`, or raises
+            an error if it must not be pickled.
     """
-    _Pickler(file, Reducer(DEFINITIONS.home if home else ()), refuse).dump(value)
+    reducer = Reducer(DEFINITIONS.home, shared=shared_objects.names()) if home else Reducer()
+    _Pickler(file, reducer, reduce).dump(value)
 
 
 def dumps(value: object, *, home: bool = False) -> bytes:
@@ -137,10 +140,14 @@ class Reducer:
     Args:
         known: names of the definitions that the receiver has.
         defines: send other definitions; False refuses them.
+        shared: objects that the receiver has, with their names, by `id`.
     """
 
-    def __init__(self, known: Collection[str] = (), *, defines: bool = True) -> None:
+    def __init__(
+        self, known: Collection[str] = (), *, defines: bool = True, shared: Mapping[int, tuple[str, Any]] | None = None
+    ) -> None:  # fmt: skip
         self._known = known
+        self._shared = shared or {}
         self._defines = defines
         self._cloudpickle: Any = None  # imported when needed
         self._script = _Namespace("__main__")
@@ -148,6 +155,8 @@ class Reducer:
     def __call__(self, value: Any) -> Any:
         """Return the reduced form of an object, or `NotImplemented` for pickle's own."""
         kind = type(value)
+        if self.shares(value):
+            return shared_objects.find, (self._shared[id(value)][0],)
         if kind in _NAMED or issubclass(kind, type):
             return NotImplemented if is_importable(value) else self._definition(value)
         if kind in _PARTS:
@@ -162,6 +171,10 @@ class Reducer:
         if kind is functools.cached_property:  # has a lock up to Python 3.11
             return kind, (value.func,), {"attrname": value.attrname, "__doc__": value.__doc__}
         return (kind, (dict(value),)) if kind in _WEAK else NotImplemented
+
+    def shares(self, value: object) -> bool:
+        """Return whether the receiver has this object."""
+        return id(value) in self._shared
 
     def _definition(self, value: Any) -> Any:
         if isinstance(value, type):
@@ -231,14 +244,15 @@ class Reducer:
 
 
 class _Pickler(pickle.Pickler):
-    def __init__(self, file: Any, reducer: Reducer, refuse: Callable[[object], None] | None = None) -> None:
+    def __init__(self, file: Any, reducer: Reducer, reduce: Callable[[object], Any] | None = None) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self._reducer, self._refuse = reducer, refuse
+        self._reducer, self._reduce = reducer, reduce
 
     def reducer_override(self, value: Any) -> Any:
-        if self._refuse is not None:
-            self._refuse(value)
-        return self._reducer(value)
+        reduced = NotImplemented
+        if self._reduce is not None and not self._reducer.shares(value):
+            reduced = self._reduce(value)
+        return self._reducer(value) if reduced is NotImplemented else reduced
 
 
 def _with_definitions(pickler: Any, value: Any) -> Any:

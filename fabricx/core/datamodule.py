@@ -171,7 +171,15 @@ class DataModule(HyperParameters):
         """
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "trainer"}
+        return {name: value for name, value in self.__dict__.items() if name not in ("trainer", "_in_workers")}
+
+    if not TYPE_CHECKING:  # type checkers would accept any name
+
+        def __getattr__(self, name: str) -> Any:
+            missing = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if reason := self.__dict__.get("_in_workers", {}).get(name):
+                missing += f": it remains in the workers, which have set it ({reason}); read it in hooks, or call setup"
+            raise AttributeError(missing, name=name, obj=self)
 
 
 def _loader(dataset: Any, *, shuffle: bool, **sizes: Any) -> Any:

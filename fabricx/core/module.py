@@ -177,7 +177,8 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
             use_pl_optimizer: return an `OptimizerHandle`, whose `step` runs through the trainer; False returns torch's
                 optimizer.
         """
-        handles = self.trainer.optimizer_handles if use_pl_optimizer else self.trainer.optimizers
+        # After a fit in workers there are no handles, but torch's optimizers.
+        handles = (use_pl_optimizer and self.trainer.optimizer_handles) or self.trainer.optimizers
         return handles[0] if len(handles) == 1 else handles
 
     def lr_schedulers(self) -> Any:

@@ -34,7 +34,7 @@ from fabricx.trainer.factory import choose_callbacks, choose_loggers, choose_str
 from fabricx.trainer.names import TrainerNames
 from fabricx.trainer.result import RunRecords
 from fabricx.trainer.run_dir import new_run_dir
-from fabricx.trainer.sessions import Sessions
+from fabricx.trainer.sessions import Returned, Sessions
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -290,18 +290,34 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        """Return the optimizers of the newest fit in this process."""
-        return [] if self._sessions.fit is None else self._sessions.fit.optimizers
+        """Return the optimizers of the newest fit; after a fit in workers, those of the main rank.
+
+        Raises:
+            RuntimeError: they remain in the workers, because they are large or divided.
+        """
+        return self._sessions.optimizers
 
     @property
     def optimizer_handles(self) -> list[OptimizerHandle]:
-        """Return the handles of the optimizers, whose steps run through the strategy."""
+        """Return the handles of the optimizers, whose steps run through the strategy; none outside of a fit."""
         return [] if self._sessions.fit is None else self._sessions.fit.optimizer_handles
 
     @property
     def lr_schedulers(self) -> list[Schedule]:
-        """Return the learning rate schedules of the newest fit in this process."""
-        return [] if self._sessions.fit is None else self._sessions.fit.lr_schedulers
+        """Return the learning rate schedules of the newest fit; after a fit in workers, those of the main rank.
+
+        Raises:
+            RuntimeError: they remain in the workers, because the optimizers are large or divided.
+        """
+        return self._sessions.schedules
+
+    def adopt_optimizers(self, returned: Returned) -> None:
+        """Adopt the optimizers and schedules of a fit in workers.
+
+        Args:
+            returned: of the main rank.
+        """
+        self._sessions.returned = returned
 
     @property
     def train_dataloader(self) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import io
-import pickle
 import secrets
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -21,9 +20,12 @@ from fabricx.data.run_data import BatchCounts
 from fabricx.metrics.objects import attributes_of_metrics, metric_objects, set_states, states_of, states_on_cpu
 from fabricx.metrics.run_metrics import Published
 from fabricx.session.status import StopStatus
+from fabricx.trainer.attributes import Changed, refuse_shards
+from fabricx.trainer.sessions import Returned
 
 if TYPE_CHECKING:
     from fabricx.core.callback import Callback
+    from fabricx.core.datamodule import DataModule
     from fabricx.core.logger import Logger
     from fabricx.core.module import Module
 
@@ -90,6 +92,8 @@ class Outcome:
         callbacks: of each callback of the run: its number among the caller's callbacks and its attributes; or None and
             a copy, for a callback that the module has configured.
         loggers: attributes of each logger that the caller's logger takes over.
+        changed: other attributes that the run has changed.
+        returned: optimizers and schedules of a fit.
     """
 
     results: Any = None
@@ -102,6 +106,8 @@ class Outcome:
     built: dict[str, Any] = field(default_factory=dict)
     callbacks: list[tuple[int | None, Any]] = field(default_factory=list)
     loggers: list[dict[str, Any]] = field(default_factory=list)
+    changed: Changed = field(default_factory=Changed)
+    returned: Returned = field(default_factory=Returned)
 
     def portable(
         self, module: Module, callbacks: Sequence[Callback], callers: Sequence[Callback], loggers: Sequence[Logger],
@@ -145,11 +151,14 @@ class Outcome:
         self.loggers = [logger.for_caller() for logger in loggers]
         return self
 
-    def absorb(self, module: Module, callbacks: Sequence[Callback], loggers: Sequence[Logger]) -> list[Callback]:
+    def absorb(
+        self, module: Module, callbacks: Sequence[Callback], loggers: Sequence[Logger], data: DataModule | None = None
+    ) -> list[Callback]:  # fmt: skip
         """Copy the state of the workers' module, callbacks and loggers to the caller's objects.
 
         Args:
             module, callbacks, loggers: of the caller.
+            data: data module of the caller, if any.
 
         Returns:
             the callbacks of the run: the caller's, and those that the module has configured in the workers.
@@ -167,6 +176,7 @@ class Outcome:
             others = {name: value for name, value in self.weights.items() if not isinstance(value, Tensor)}
             module.load_state_dict(others, strict=False) if others else None
         vars(module).update(self.attributes)
+        self.changed.absorb(module, data)
         self._absorb_metrics(module)
         for name, part in module.named_modules():
             part.training = self.modes.get(name, part.training)
@@ -205,17 +215,28 @@ def holders(module: Module, callbacks: Iterable[Callback]) -> dict[str, Any]:
     return {"module": module} | {f"{type(callback).__name__} {n}": callback for n, callback in enumerate(callbacks)}
 
 
+def shared_names(
+    trainer: Any, module: Module, data: DataModule | None, callbacks: Sequence[Callback], loggers: Sequence[Logger]
+) -> dict[str, Any]:  # fmt: skip
+    """Return the objects that the caller and the workers both have, by name: results refer to them.
+
+    Args:
+        trainer, module, data: of the run.
+        callbacks, loggers: of the caller, in the caller's order.
+    """
+    named: dict[str, Any] = {"trainer": trainer, "strategy": trainer.strategy}
+    for parts in (module.named_modules(), module.named_parameters(), module.named_buffers()):
+        named |= {f"module.{name}": part for name, part in parts}
+    named |= {} if data is None else {"data": data}
+    named |= {f"callback {number}": callback for number, callback in enumerate(callbacks)}
+    return named | {f"logger {number}": logger for number, logger in enumerate(loggers)}
+
+
 def _copy_of(callback: Callback, attributes: dict[str, Any]) -> Callback:
     """Return a callback of the same class with these attributes only."""
     copied: Callback = type(callback).__new__(type(callback))
     vars(copied).update(attributes)
     return copied
-
-
-def _refuse_shards(value: object) -> None:
-    """Refuse sharded tensors, which are valid only in their process group."""
-    if hasattr(value, "full_tensor"):
-        raise pickle.PicklingError("a rank's shard")
 
 
 def picklable_part(attributes: Mapping[str, Any]) -> dict[str, Any]:
@@ -227,7 +248,7 @@ def picklable_part(attributes: Mapping[str, Any]) -> dict[str, Any]:
     kept = {}
     for name, value in attributes.items():
         try:
-            by_value.dump(value, io.BytesIO(), home=True, refuse=_refuse_shards)
+            by_value.dump(value, io.BytesIO(), home=True, reduce=refuse_shards)
         except Exception:
             continue  # an open file, a progress bar, a shard of a tensor: of no use outside of the worker
         kept[name] = value

@@ -2,9 +2,55 @@
 
 from __future__ import annotations
 
-from typing import final
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, final
 
+from fabricx import by_value
 from fabricx.session.session import Session
+from fabricx.trainer.attributes import Digest, NotSent, small
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from fabricx.core.optimizers import Schedule
+
+_REMEDY: Final = "read them in hooks, or in a checkpoint of the run"
+
+
+@dataclass
+class Returned:
+    """Optimizers and schedules of a fit in workers, whose parameters are those of the caller's module.
+
+    Attributes:
+        optimizers, schedules: with their states.
+        missing: the reason why they remain in the workers; "" otherwise.
+    """
+
+    optimizers: list[Optimizer] = field(default_factory=list)
+    schedules: list[Schedule] = field(default_factory=list)
+    missing: str = ""
+
+
+def returned(optimizers: Sequence[Optimizer], schedules: Sequence[Schedule], *, whole: bool) -> Returned:
+    """Return the optimizers of a fit in a form that can be sent, or the reason why they can't.
+
+    Args:
+        optimizers, schedules: of the main rank, after the run.
+        whole: this rank has the whole state.
+    """
+    if not whole:
+        return Returned(missing="no rank has their whole state with this strategy")
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            state.update({name: value.cpu() for name, value in state.items() if hasattr(value, "cpu")})
+    try:
+        by_value.dump((optimizers, schedules), Digest(), home=True, reduce=small)
+    except NotSent as error:
+        return Returned(missing=f"their state is {error}")
+    except Exception as error:
+        return Returned(missing=f"they can't be pickled ({error})")
+    return Returned(list(optimizers), list(schedules))
 
 
 @final
@@ -14,14 +60,16 @@ class Sessions:
     Attributes:
         newest: session of the newest run; None before the first run in this process.
         fit: session of the newest fit; None before the first fit in this process.
+        returned: optimizers of the newest fit in workers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, returned: Returned | None = None) -> None:
         self.newest: Session | None = None
         self.fit: Session | None = None
+        self.returned = returned or Returned()
 
-    def __reduce__(self) -> tuple[type[Sessions], tuple[()]]:
-        return Sessions, ()
+    def __reduce__(self) -> tuple[type[Sessions], tuple[Returned]]:
+        return Sessions, (Returned(self.returned.optimizers, self.returned.schedules),)
 
     def begin(self, session: Session, *, fits: bool) -> None:
         """Set the newest session.
@@ -32,4 +80,33 @@ class Sessions:
         """
         self.newest = session
         if fits:
-            self.fit = session
+            self.fit, self.returned = session, Returned()
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Return the optimizers of the newest fit.
+
+        Raises:
+            RuntimeError: they remain in workers.
+        """
+        if self.fit is not None:
+            return self.fit.optimizers
+        return self._found().optimizers
+
+    @property
+    def schedules(self) -> list[Schedule]:
+        """Return the learning rate schedules of the newest fit.
+
+        Raises:
+            RuntimeError: they remain in workers.
+        """
+        if self.fit is not None:
+            return self.fit.lr_schedulers
+        return self._found().schedules
+
+    def _found(self) -> Returned:
+        if self.returned.missing:
+            raise RuntimeError(
+                f"the optimizers and schedules remain in the worker processes: {self.returned.missing}; {_REMEDY}"
+            )
+        return self.returned

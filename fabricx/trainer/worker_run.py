@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import sys
 import time
-from collections.abc import Iterable
+import weakref
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from fabricx import by_value
 from fabricx.checkpoint import is_committed, read_manifest
 from fabricx.checkpoint.storage import as_path
 from fabricx.core.callback import recovery_policy_of
@@ -19,8 +21,10 @@ from fabricx.launch.signals import TERMINATED, termination_signals
 from fabricx.metrics.objects import gather_states, held_metrics
 from fabricx.telemetry.logs import LogSettings
 from fabricx.trainer import process, provenance
-from fabricx.trainer.result import holders
+from fabricx.trainer.attributes import AttributesBefore, Changed
+from fabricx.trainer.result import holders, shared_names
 from fabricx.trainer.run_dir import checkpoints_of, newest_whole
+from fabricx.trainer.sessions import returned
 from fabricx.trainer.set_up import execute, ranks_that_began
 
 if TYPE_CHECKING:
@@ -71,12 +75,13 @@ def run_in_workers(
     while True:
         job.began_with = ranks_that_began(job)
         try:
-            outcome = run_workers(
-                _work, (trainer, job, LogSettings.of_this_process()), size=len(trainer.device_ids), named=named,
-                servers=servers, serve=serve, elastic=elastic, failures=log.errors, run_dir=trainer.run_dir,
-                note=None if aggregator is None else aggregator.record_event,
-                stops_at_step=fits, **limits,
-            )[0]  # fmt: skip
+            with by_value.shared_objects(_shared(trainer, job, trainer.callbacks)):
+                outcome = run_workers(
+                    _work, (trainer, job, LogSettings.of_this_process()), size=len(trainer.device_ids), named=named,
+                    servers=servers, serve=serve, elastic=elastic, failures=log.errors, run_dir=trainer.run_dir,
+                    note=None if aggregator is None else aggregator.record_event,
+                    stops_at_step=fits, **limits,
+                )[0]  # fmt: skip
         except WorkerFailed as error:
             _report_lost_checkpoint(aggregator, error)
             if isinstance(error.__cause__, SystemExit) and error.__cause__.code == TERMINATED:
@@ -95,7 +100,9 @@ def run_in_workers(
                     callback.after_failure(newest_whole(checkpoints) if checkpoints else None)
                 raise
         else:
-            trainer.callbacks = outcome.absorb(job.module, trainer.callbacks, trainer.loggers)
+            trainer.callbacks = outcome.absorb(job.module, trainer.callbacks, trainer.loggers, job.datamodule)
+            if fits:
+                trainer.adopt_optimizers(outcome.returned)
             trainer.records.adopt(outcome.records)
             trainer.attach(job.module, job.datamodule)
             return outcome.results
@@ -105,16 +112,47 @@ def _work(world: World, trainer: TrainerInterface, job: Job, logs: LogSettings) 
     """Run a job in a worker; returns the outcome on the main rank only, for the caller."""
     world, callbacks, job.copied = process.enter(trainer, world), list(trainer.callbacks), True
     built = {name for name, _ in job.module.named_modules()}
+    shared = _shared(trainer, job, callbacks)
+    with by_value.shared_objects(shared):
+        before = AttributesBefore(job.module, job.datamodule)
+    # Weakly, because the strategy may replace parameters, whose memory is free then.
+    known = {name: weakref.ref(value) for name, value in shared.items()}
+    del shared
     # The supervisor handles Ctrl-C; other signals may be sent to a single rank.
     with process.interruptible(job.stage, trainer.request_stop, termination_signals()):
         outcome = execute(trainer, job, world, logs)
     weights = as_part(trainer.strategy, ShardsWeights).whole_weights(job.module)
     _join_metric_objects(trainer, job)
+    former = [(name, value) for name, reference in known.items() if (value := reference()) is not None]
+    by_value.share([*former, *(each for each in _shared(trainer, job, callbacks).items() if each[0] in known)])
+    changed = _changed(before, trainer, job)
     if trainer.strategy.traits.lockstep:  # else ranks end independently of each other
         trainer.world.await_departure()
     if not trainer.world.main_rank:
         return None
+    outcome.changed = changed
+    if job.stage == "fit":
+        whole = not trainer.strategy.traits.sharded and not as_part(trainer.strategy, HasServers).servers
+        outcome.returned = returned(trainer.optimizers, trainer.lr_schedulers, whole=whole)
     return outcome.portable(job.module, trainer.callbacks, callbacks, trainer.loggers, trainer.records, weights, built)
+
+
+def _shared(trainer: TrainerInterface, job: Job, callbacks: Sequence[Callback]) -> dict[str, Any]:
+    return shared_names(trainer, job.module, job.datamodule, callbacks, trainer.loggers)
+
+
+def _changed(before: AttributesBefore, trainer: TrainerInterface, job: Job) -> Changed:
+    """Return the attributes that the run has changed; all ranks call it."""
+    world = trainer.world
+    try:
+        changed = before.changed(
+            job.module, job.datamodule, world.axis("metrics").gather_objects, main_rank=world.main_rank
+        )
+    except PeerLost:  # after the training, which is complete
+        changed = before.changed(job.module, None, list, main_rank=world.main_rank)
+    if listed := [f"{name} ({why})" for name, why in changed.remaining.items() if name[0] != "_"]:
+        trainer.print(f"attributes of {type(job.datamodule).__name__} that remain in the workers: {', '.join(listed)}")
+    return changed
 
 
 def _join_metric_objects(trainer: TrainerInterface, job: Job) -> None:

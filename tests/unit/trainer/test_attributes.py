@@ -1,0 +1,122 @@
+"""Attributes that a worker has changed, in the objects of the caller."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fabricx as fx
+from fabricx import by_value
+from fabricx.testing import TinyModule
+from fabricx.trainer import attributes
+from fabricx.trainer.attributes import AttributesBefore, Changed
+from fabricx.trainer.sessions import Sessions, returned
+
+
+class Net(TinyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen, self._untouched = 0, ["of the caller"]
+        self.layer.history = []
+        self.layer.register_buffer("average", torch.zeros(2), persistent=False)
+
+
+class Data(fx.DataModule):
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.train: Any = None
+        self.scaler = {"mean": torch.zeros(1)}
+
+
+def sent(value: Any, worker: dict[str, Any], caller: dict[str, Any]) -> Any:
+    with by_value.shared_objects(worker):
+        data = by_value.dumps(value, home=True)
+    with by_value.shared_objects(caller):
+        return pickle.loads(data)
+
+
+def changed(before: AttributesBefore, module: Any, data: Any, others: tuple[Any, ...] = ()) -> Changed:
+    return before.changed(module, data, lambda own: [own, *others], main_rank=True)
+
+
+def test_plain_attributes_of_submodules_and_private_ones_return() -> None:
+    caller: Any = Net()
+    worker: Any = Net()
+    kept, buffer = caller._untouched, caller.layer.average
+    before = AttributesBefore(worker, None)
+    worker._seen, worker._function = 5, lambda x: x
+    worker.layer.history += [1.0, np.float64(2.0), torch.ones(1)]
+    worker.layer.average += 3.0
+    worker.layer._first = worker.layer.history
+    found = sent(changed(before, worker, None), {}, {})
+    assert set(found.module[""]) == {"_seen"}
+    assert set(found.module["layer"]) == {"history", "average", "_first"}
+    found.absorb(caller, None)
+    assert (caller._seen, caller._untouched is kept) == (5, True)
+    assert caller.layer.history == [1.0, 2.0, torch.ones(1)]
+    assert caller.layer._first is caller.layer.history
+    assert caller.layer.average is buffer
+    assert buffer.tolist() == [3.0, 3.0]
+
+
+def test_attributes_of_a_data_module_return_if_all_ranks_have_set_the_same() -> None:
+    caller, worker, other = Data(), Data(), Data()
+    before, elsewhere = AttributesBefore(nn.Module(), worker), AttributesBefore(nn.Module(), other)
+    gathered: list[Any] = []
+    for rank, data in enumerate((worker, other)):
+        data.train, data.scaler["mean"] = torch.utils.data.TensorDataset(torch.arange(3)), torch.ones(1)
+        data.rank, data.lines = rank, (line for line in "ab")
+    elsewhere.changed(nn.Module(), other, lambda own: gathered.append(own) or [own], main_rank=False)
+    found = changed(before, nn.Module(), worker, tuple(gathered))
+    assert set(found.data) == {"train", "scaler"}
+    assert found.remaining == {"rank": "different on each rank", "lines": "can't be pickled"}
+    found.absorb(nn.Module(), caller)
+    assert len(caller.train) == 3
+    assert float(caller.scaler["mean"]) == 1.0
+    with pytest.raises(AttributeError, match=r"'lines': it remains in the workers.*\(can't be pickled\).*call setup"):
+        _ = caller.lines
+    assert not hasattr(copy.deepcopy(caller), "lines")
+    with pytest.raises(AttributeError, match=r"has no attribute 'line'$"):
+        _ = caller.line
+
+
+def test_large_values_remain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attributes, "LIMIT", 1000)
+    net, data = Net(), Data()
+    data.unchanged = np.zeros(1000)
+    before = AttributesBefore(net, data)
+    net._large, net._view = torch.zeros(1000), torch.zeros(1000)[:2]
+    data.large, data.text, data.first, data.second = [np.zeros(1000)], "a" * 1001, "b" * 900, "c" * 900
+    found = changed(before, net, data)
+    assert set(found.module[""]) == {"_view"}
+    assert found.module[""]["_view"].untyped_storage().nbytes() == 8
+    assert set(found.data) == {"first"}
+    assert set(found.remaining) == {"large", "text", "second"}
+
+
+def test_optimizers_return_with_the_callers_parameters_or_the_reason_is_an_error() -> None:
+    caller, worker = Net(), Net()
+    optimizer = torch.optim.Adam(worker.parameters(), lr=0.5)
+    worker.layer.weight.sum().backward()
+    optimizer.step()
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    names = [dict(net.named_parameters()) for net in (worker, caller)]
+    sessions = Sessions()
+    sessions.returned = sent(returned([optimizer], [schedule], whole=True), *names)
+    [found] = sessions.optimizers
+    assert found.param_groups[0]["params"][0] is caller.layer.weight
+    assert int(found.state[caller.layer.weight]["step"]) == 1
+    assert sessions.schedules[0].optimizer is found
+    assert len(pickle.loads(pickle.dumps(sessions)).optimizers) == 1
+    sessions.returned = returned([optimizer], [schedule], whole=False)
+    for part in ("optimizers", "schedules"):
+        with pytest.raises(RuntimeError, match="remain in the worker processes: no rank has their whole state"):
+            getattr(sessions, part)
+    assert pickle.loads(pickle.dumps(sessions)).optimizers == []
