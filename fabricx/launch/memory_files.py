@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable
 
 from fabricx.fault_tolerance import memory_checkpoint
-from fabricx.parameter_server.wire.channel import anonymous_file
+from fabricx.parameter_server.wire.shared_vectors import anonymous_file
 
 
 class MemoryFiles:

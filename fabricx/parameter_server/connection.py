@@ -92,7 +92,7 @@ class Connection:
         """
         for undo in self.undo:
             undo()
-        self.protocol.end()
+        self.protocol.disconnect()
         self.exchange.close(done=done)
         for parameter in self.parameters:
             parameter.grad = None  # it may be a view of memory that processes share
@@ -155,7 +155,7 @@ def _join_workers(
         protocol = SharedWeights(design.settings, whole=whole)
     else:
         protocol = WorkerStep(design.settings, several=trained.several_backwards, low_rank=None)
-    protocol.begin(world, exchange, parameters, trained.optimizers, NoPulls())
+    protocol.connect(world, exchange, parameters, trained.optimizers, NoPulls())
     return Connection(protocol, exchange, parameters, [exchange.register_grad_hooks()])
 
 
@@ -172,7 +172,7 @@ def _join_servers(
         sums=design.asynchronous is None and not design.servers_step,
         views=not trained.several_backwards and settings.outer is None and low_rank is None,
         tables=tables,
-        compression=settings.compression, back=settings.pull_compression, keep=settings.keep,
+        compression=settings.compression, reply_compression=settings.pull_compression, keep=settings.keep,
     )  # fmt: skip
     client = Client(
         world.store, world.key("exchange"), world.secret, world.rank,
@@ -198,7 +198,7 @@ def _choose_protocol(
         protocol = ServerStep(design.settings)
     else:
         protocol = WorkerStep(design.settings, several=trained.several_backwards, low_rank=low_rank)
-    protocol.begin(world, client, parameters, trained.optimizers, timing)
+    protocol.connect(world, client, parameters, trained.optimizers, timing)
     hooks = [client.register_grad_hooks()] if design.settings.outer is None else []
     return Connection(protocol, client, parameters, hooks)
 

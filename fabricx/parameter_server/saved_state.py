@@ -34,7 +34,7 @@ def restore_feedback(
                 stacklevel=2,
             )
         return
-    protocol.keep(kept["workers"][world.rank])
+    protocol.load_error_feedback(kept["workers"][world.rank])
     protocol.server_feedback = kept["servers"]
 
 

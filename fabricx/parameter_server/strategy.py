@@ -89,7 +89,7 @@ class ServedStrategy(
         self._parameters: list[Tensor] = []
         self._optimizers: list[Optimizer] = []
         self._several_backwards = False
-        self._kept: Any = None  # error feedback from a checkpoint
+        self._saved_feedback: Any = None  # error feedback from a checkpoint
         self._measured_before: Totals | None = None  # totals at the previous call of `measured`
 
     def _use(self, connection: Connection) -> None:
@@ -144,9 +144,9 @@ class ServedStrategy(
         self._use(Connection())
 
     def on_train_start(self, step: int, ranks: int) -> None:
-        kept, self._kept, self._measured_before = self._kept, None, None
-        restore_feedback(kept, self._protocol, self.data_ranks, self.servers)
-        self._protocol.starts(step, ranks, self.module)
+        feedback, self._saved_feedback, self._measured_before = self._saved_feedback, None, None
+        restore_feedback(feedback, self._protocol, self.data_ranks, self.servers)
+        self._protocol.start_training(step, ranks, self.module)
 
     def teardown(self) -> None:
         self._disconnect(done=True)
@@ -161,11 +161,13 @@ class ServedStrategy(
         self._disconnect(done=False)
         self._connect()
         if self.traits.replicated:
-            self._protocol.starts(0, self.data_ranks.size, self.module)  # any version: only the workers count updates
+            self._protocol.start_training(
+                0, self.data_ranks.size, self.module
+            )  # any version: only the workers count updates
 
     def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def in_training(*args: Any) -> Any:
-            with self._protocol.computes():
+            with self._protocol.computing_gradient():
                 return step(*args)
 
         return in_training
@@ -185,7 +187,7 @@ class ServedStrategy(
         self._protocol.backward(compute or loss.backward, closing=self.ends_window)
 
     def backward_without_data(self, example: tuple[Any, ...] = ()) -> bool:
-        return self._protocol.complete() if self.ends_window else True
+        return self._protocol.exchange_gradient() if self.ends_window else True
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         if self.norm_clipping_refused:
@@ -221,10 +223,10 @@ class ServedStrategy(
         return self._protocol.step(optimizer, closure)
 
     def after_update(self, step: int) -> int:
-        return self._protocol.updated(step)
+        return self._protocol.finish_update(step)
 
     def wait_for_weights(self, step: int) -> int:
-        return self._protocol.weights_step(step)
+        return self._protocol.await_weights(step)
 
     def forward_backward(
         self, step: Callable[..., Any], backward: Callable[[Any], Any], batch: Any, index: int
@@ -381,20 +383,23 @@ class ServedStrategy(
             state = super().state_dict(module, optimizers)
         remote = self._exchange.remote
         if self._design.compresses:
-            state["kept"] = {"workers": self.data_ranks.gather_objects(self._protocol.kept()), "servers": remote.lost()}
+            state["kept"] = {
+                "workers": self.data_ranks.gather_objects(self._protocol.error_feedback()),
+                "servers": remote.error_feedback(),
+            }
         if self._settings.outer == "nesterov":
             state["outer"] = velocity_by_name(module, self._parameters, remote.velocity())
         return state
 
     def load_state_dict(self, state: dict[str, Any], module: nn.Module, optimizers: list[Optimizer]) -> None:
         super().load_state_dict(state, module, optimizers)
-        self._kept = state.get("kept")
+        self._saved_feedback = state.get("kept")
         self._protocol.load_velocity(velocity_by_parameter(module, self._parameters, state.get("outer", {})))
 
     def local_state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
         local = self._protocol.local_state()  # also waits for a background pull of weights
-        kept = self._protocol.kept() if self._design.compresses else None
-        lost = self._exchange.remote.lost() if self._design.compresses and self.world.main_rank else ()
+        kept = self._protocol.error_feedback() if self._design.compresses else None
+        lost = self._exchange.remote.error_feedback() if self._design.compresses and self.world.main_rank else ()
         return {**super().state_dict(module, optimizers), "own": local, "kept": kept, "lost": lost}
 
     def load_local_states(
@@ -406,10 +411,10 @@ class ServedStrategy(
         if self._design.compresses:
             protocol.server_feedback = first["lost"]  # of sums, for any number of workers
             if own:
-                protocol.keep(first["kept"])
+                protocol.load_error_feedback(first["kept"])
             else:
                 warn_of_lost_residuals(self.world)
-        protocol.starts(0, self.data_ranks.size, module)
+        protocol.start_training(0, self.data_ranks.size, module)
 
     def unchanged(self, module: nn.Module, optimizers: list[Optimizer]) -> AbstractContextManager[None]:
         return nullcontext()  # the residuals that a checkpoint sends stay sent

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fabricx.parameter_server.server.server import Server
-from fabricx.parameter_server.wire.messages import Ask, Begin, Granted, Open, Pull, Push, Reply
+from fabricx.parameter_server.wire.messages import LeaseReply, OpenSection, Pull, Push, Reply, RequestLease, ServerInit
 
 Gradient = Callable[[int, Tensor], Tensor]  # (lease, flat weights) -> flat gradient
 Duration = Callable[[int, int], float]  # (worker, lease) -> virtual seconds of the gradient's computation
@@ -30,12 +30,12 @@ class SimulatedWorker:
 
     def __init__(self, number: int, section: int, size: int, gradient: Gradient, duration: Duration) -> None:
         self.number = number
-        self.message: Any = Ask(section, True)  # the pending request
+        self.message: Any = RequestLease(section, True)  # the pending request
         self.inbox, self.outbox = torch.zeros(size), torch.zeros(size)  # named from the server's view
         self.trained: list[int] = []
         self._section = section
         self._gradient, self._duration = gradient, duration
-        self._granted = Granted(None)
+        self._granted = LeaseReply(None)
 
     def answered(self, answer: Any) -> float | None:
         """Process an answer of the server.
@@ -47,7 +47,7 @@ class SimulatedWorker:
             virtual seconds until the next message, or None if no message follows.
         """
         lease = self._granted.lease
-        if isinstance(answer, Granted):
+        if isinstance(answer, LeaseReply):
             self._granted = answer
             self.message = Pull(to_train=True, rows={})
             return None if answer.lease is None else 0.0
@@ -58,12 +58,12 @@ class SimulatedWorker:
             return self._duration(self.number, lease)
         assert lease is not None
         self.trained.append(lease)
-        self.message = Ask(self._section, True)
+        self.message = RequestLease(self._section, True)
         return 0.0
 
 
 def simulate(
-    begin: Begin, leases: int, gradient: Gradient, duration: Duration = lambda worker, lease: 1.0,
+    begin: ServerInit, leases: int, gradient: Gradient, duration: Duration = lambda worker, lease: 1.0,
     deaths: Iterable[tuple[float, int]] = (), server: Server | None = None,
 ) -> tuple[Server, list[SimulatedWorker], float]:  # fmt: skip
     """Train a section of the data.
@@ -82,7 +82,7 @@ def simulate(
     if server is None:
         server = Server(begin.settings.workers)
         server.handle(0, begin, torch.empty(0), torch.empty(0))
-    server.handle(0, Open(0, leases), torch.empty(0), torch.empty(0))
+    server.handle(0, OpenSection(0, leases), torch.empty(0), torch.empty(0))
     workers = [
         SimulatedWorker(number, 0, begin.shard.size, gradient, duration) for number in range(begin.settings.workers)
     ]
@@ -95,7 +95,7 @@ def simulate(
     while arrivals:
         now, tie, number = heapq.heappop(arrivals)
         if tie == -1:
-            server.left(number)
+            server.remove_worker(number)
             dead.add(number)
         else:
             waiting.append(number)

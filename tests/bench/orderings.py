@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fabricx.demo.digits import DigitsData
 from fabricx.distributed.codecs import make_codec
 from fabricx.parameter_server.optimizer_parts import sliced
-from fabricx.parameter_server.wire.messages import Begin, Settings
+from fabricx.parameter_server.wire.messages import ServerInit, Settings
 from fabricx.parameter_server.wire.partition import divide
 from fabricx.testing.simulated_server import simulate
 
@@ -62,7 +62,7 @@ def error(seed: int, epochs: int, workers: int, codec: tuple[str, bool] | None =
     [shard] = divide([[size]], 1)
     copies, pieces = sliced([torch.optim.SGD([parameter], lr=LR)], [parameter], shard)
     told = Settings(workers, aggregate=False, **settings)
-    begin = Begin(told, copies, pieces, shard, torch.float32, 0)
+    begin = ServerInit(told, copies, pieces, shard, torch.float32, 0)
     rng = random.Random(seed)
     coders = {worker: make_codec(codec[0], keep=0.01, feedback=codec[1]) for worker in range(workers)} if codec else {}
     room = torch.zeros(4 * size, dtype=torch.uint8)

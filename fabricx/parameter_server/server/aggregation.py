@@ -15,7 +15,7 @@ from fabricx.parameter_server.optimizer_parts import same_groups
 from fabricx.parameter_server.server.lease_ledger import LeaseLedger
 from fabricx.parameter_server.server.model_shard import ModelShard
 from fabricx.parameter_server.server.update_rule import damping
-from fabricx.parameter_server.wire.messages import Apply, Counts, Groups, Push
+from fabricx.parameter_server.wire.messages import ApplyUpdate, Counts, Groups, Push
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class Aggregation(ABC):
         """
         raise TypeError(f"{type(self).__name__} holds no updates")
 
-    def apply(self, worker: int, message: Apply) -> None:
+    def apply(self, worker: int, message: ApplyUpdate) -> None:
         """Record that a worker requests a held update; make the update when all workers have requested it.
 
         Args:
@@ -141,7 +141,7 @@ class _Batches(Aggregation):
         Args:
             parts: parts of an update, by lease.
         """
-        shard = self.shard.begun.shard
+        shard = self.shard.init.shard
         full = _with_gradient(parts)
         if not full:
             return Gradient(torch.zeros(shard.dense), frozenset(range(len(shard.pieces))))
@@ -149,7 +149,7 @@ class _Batches(Aggregation):
             into = [part.outbox[: shard.dense] for part in parts.values()]
         else:
             if len(self._total) != shard.dense:
-                self._total = torch.zeros(shard.dense, dtype=self.shard.begun.dtype)
+                self._total = torch.zeros(shard.dense, dtype=self.shard.init.dtype)
             into = [self._total]
         if shard.dense:
             add_up([part.gradient.dense for part in full], into)
@@ -191,13 +191,13 @@ class _Batches(Aggregation):
 class WholeBatches(_Batches):
     """An update is the sum of all parts of a global batch; updates are made in the order of the batches.
 
-    An update can be held: workers then request norms of the sum, and the update is made when all have sent `Apply`.
+    An update can be held: workers then request norms of the sum, and the last worker's `ApplyUpdate` makes the update.
     """
 
     def __init__(self, shard: ModelShard, ledger: LeaseLedger, counts: Counts) -> None:
         super().__init__(shard, ledger, counts)
         self._held: dict[int, Gradient] = {}  # sum of the held update, by clock
-        self._applied: set[int] = set()  # workers that have sent `Apply` for the held update
+        self._applied: set[int] = set()  # workers that have sent `ApplyUpdate` for the held update
 
     def add(self, part: Part) -> bool:
         push = part.push
@@ -218,7 +218,7 @@ class WholeBatches(_Batches):
             self._held = {clock: self.add_parts(self._parts[clock])}
         return self._held[clock]
 
-    def apply(self, worker: int, message: Apply) -> None:
+    def apply(self, worker: int, message: ApplyUpdate) -> None:
         self._applied.add(worker)
         if len(self._applied) < _expected(self._parts[message.clock]):
             return

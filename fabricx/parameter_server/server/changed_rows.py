@@ -16,7 +16,7 @@ class ChangedRows:
     Args:
         heights: number of rows of each table.
         version: present number of updates; earlier changes are unknown.
-        life: identifies an uninterrupted history of the tables.
+        history: identifies an uninterrupted history of the tables.
 
     >>> rows = ChangedRows([4], 7, "a")
     >>> rows.note(0, torch.tensor([2, 3]), 8)
@@ -24,8 +24,8 @@ class ChangedRows:
     (tensor([2, 3]), True, False, False)
     """
 
-    def __init__(self, heights: Sequence[int], version: int, life: str) -> None:
-        self.life = life
+    def __init__(self, heights: Sequence[int], version: int, history: str) -> None:
+        self.history = history
         self._begun = version
         self._newest = [torch.full((height,), version, dtype=torch.int64) for height in heights]
 
@@ -43,9 +43,9 @@ class ChangedRows:
         """Return whether all changes since a worker received complete tables are recorded.
 
         Args:
-            had: (life, version) of the worker's tables; None if it has no tables.
+            had: (history, version) of the worker's tables; None if it has no tables.
         """
-        return had is not None and had[0] == self.life and had[1] >= self._begun
+        return had is not None and had[0] == self.history and had[1] >= self._begun
 
     def since(self, table: int, version: int) -> Tensor:
         """Return the ids of the rows that have changed since a version, in ascending order.

@@ -1,7 +1,7 @@
 """The table of messages that a server supports: when a message can be processed, and the reaction to it.
 
-In this file a function with a `worker` is a condition (`Handler.ready`), and a function with a `sender` is a reaction
-(`Handler.handle`); `Handler` describes their arguments and results.
+A function with a parameter `worker` is a condition (`Handler.ready`). A function with a parameter `sender` is a
+reaction (`Handler.handle`). `Handler` describes their arguments and results.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from torch import Tensor
 from fabricx.parameter_server.server.aggregation import Part
 from fabricx.parameter_server.server.state import ServerState
 from fabricx.parameter_server.wire.messages import (
-    Apply,
-    Ask,
-    Average,
-    Begin,
-    Close,
-    Granted,
-    Have,
-    Leave,
-    Norm,
-    Open,
+    ApplyUpdate,
+    CloseSection,
+    LeaseReply,
+    LeaveSection,
+    OpenSection,
     Pull,
     Push,
-    Pushed,
+    PushReply,
+    ReadNorm,
+    ReadState,
     Reply,
-    Tell,
-    Turn,
+    RequestLease,
+    ServerInit,
+    SetReceivedWeights,
+    StartAverage,
+    TakeTurn,
 )
 
 M = TypeVar("M")
-Answer = Reply | Pushed | Granted | None  # None: the message has no reply
+Answer = Reply | PushReply | LeaseReply | None  # None: the message has no reply
 
 
 @dataclass(slots=True)
@@ -89,9 +89,9 @@ def handles(
 # -- weights and gradients --------------------------------------------------------------------------------------------
 
 
-def begin(state: ServerState, sender: Sender, message: Begin) -> Reply:
+def init_server(state: ServerState, sender: Sender, message: ServerInit) -> Reply:
     """Initialise this server with the weights and optimizers of the first worker; reply with the counts of updates."""
-    state.begin(message)
+    state.initialise(message)
     return state.shard.reply()
 
 
@@ -104,7 +104,7 @@ def may_pull(state: ServerState, worker: int, message: Pull) -> bool:
 def pull(state: ServerState, sender: Sender, message: Pull) -> Reply:
     """Write the weights, or the newest sum of gradients, to the sender's vector."""
     if message.to_train:
-        state.order.begins(sender.worker, state.shard.version)
+        state.order.record_pull(sender.worker, state.shard.version)
     return state.shard.send_values(sender.worker, message, sender.inbox, sender.outbox)
 
 
@@ -113,10 +113,11 @@ def may_push(state: ServerState, worker: int, message: Push) -> bool:
     return state.order.may_push(worker, state.shard.version)
 
 
-def push(state: ServerState, sender: Sender, message: Push) -> Pushed | None:
+def push(state: ServerState, sender: Sender, message: Push) -> PushReply | None:
     """Add a gradient to an update, unless it is too late, or the sender no longer holds the leases of the gradient."""
     worker, ledger = sender.worker, state.ledger
-    in_order, base = state.order.has_place(worker), state.order.pushed(worker)
+    in_order = state.order.has_place(worker)
+    base = state.order.record_push(worker)  # ends the worker's place in the order
     used = not ledger.is_leased or ledger.accepts(worker, message.leases, in_order=in_order)
     if used:
         gradient = state.shard.decode(message, sender.inbox)
@@ -125,34 +126,34 @@ def push(state: ServerState, sender: Sender, message: Push) -> Pushed | None:
     state.counts.dropped += not used
     if message.logged is not None:
         ledger.logged.add(worker, message.logged, used=used)
-    return Pushed(used) if message.confirm else None
+    return PushReply(used) if message.confirm else None
 
 
-def may_take_turn(state: ServerState, worker: int, message: Turn) -> bool:
+def may_take_turn(state: ServerState, worker: int, message: TakeTurn) -> bool:
     """Return whether this worker's update may be the next."""
     return state.order.may_take_turn(worker, state.shard.version)
 
 
-def turn(state: ServerState, sender: Sender, message: Turn) -> Reply:
+def take_turn(state: ServerState, sender: Sender, message: TakeTurn) -> Reply:
     """Reserve the next update for a worker, if its gradient would be used."""
     if has_place := state.order.has_place(sender.worker):
         state.order.take_turn(sender.worker)
     return state.shard.reply(has_place)
 
 
-def is_held(state: ServerState, worker: int, message: Norm | Apply) -> bool:
+def is_held(state: ServerState, worker: int, message: ReadNorm | ApplyUpdate) -> bool:
     """Return whether all parts of an update have arrived, or the update was made before."""
     return state.shard.version > message.clock or state.updates.is_complete(message.clock)
 
 
-def norm(state: ServerState, sender: Sender, message: Norm) -> Reply:
+def read_norm(state: ServerState, sender: Sender, message: ReadNorm) -> Reply:
     """Reply with the squared 2-norms of pieces of a held gradient."""
     gradient = state.updates.held(message.clock).dense
     squares = [float(gradient[start:stop].square().sum()) for start, stop in state.shard.spans(message.pieces)]
     return state.shard.reply(squares)
 
 
-def apply(state: ServerState, sender: Sender, message: Apply) -> None:
+def apply_update(state: ServerState, sender: Sender, message: ApplyUpdate) -> None:
     """Make a held update when the last worker has sent this message, unless the update was made before."""
     if state.shard.version <= message.clock:
         state.updates.apply(sender.worker, message)
@@ -161,12 +162,12 @@ def apply(state: ServerState, sender: Sender, message: Apply) -> None:
 # -- leases -----------------------------------------------------------------------------------------------------------
 
 
-def open_section(state: ServerState, sender: Sender, message: Open) -> None:
+def open_section(state: ServerState, sender: Sender, message: OpenSection) -> None:
     """Begin a section of the data, unless another worker has begun the same section."""
     state.open(message)
 
 
-def may_ask(state: ServerState, worker: int, message: Ask) -> bool:
+def may_request_lease(state: ServerState, worker: int, message: RequestLease) -> bool:
     """Return whether the reply is certain now: a lease is available, the section is over, or the worker won't wait."""
     leases = state.ledger.leases
     if message.section != leases.section or not message.wait:
@@ -174,51 +175,51 @@ def may_ask(state: ServerState, worker: int, message: Ask) -> bool:
     return leases.available(worker) or leases.over
 
 
-def ask(state: ServerState, sender: Sender, message: Ask) -> Granted:
+def request_lease(state: ServerState, sender: Sender, message: RequestLease) -> LeaseReply:
     """Grant a lease of the section; after the section's end the reply says that it is over."""
     if message.section != state.ledger.leases.section:
-        return Granted(None, over=True)
+        return LeaseReply(None, over=True)
     granted = state.ledger.grant(sender.worker)
     state.updates.update_without_late()
     return granted
 
 
-def close_section(state: ServerState, sender: Sender, message: Close) -> None:
+def close_section(state: ServerState, sender: Sender, message: CloseSection) -> None:
     """End a section early, also before another worker begins it."""
     state.close(message.section)
 
 
-def leave_section(state: ServerState, sender: Sender, message: Leave) -> None:
-    """Bound other workers without a worker that trains no more leases of the section."""
+def leave_section(state: ServerState, sender: Sender, message: LeaveSection) -> None:
+    """Remove a worker that trains no more leases of the section, so that the staleness bound ignores it."""
     if message.section == state.ledger.leases.section:
-        state.ledger.leases.left(sender.worker)
+        state.ledger.leases.remove_worker(sender.worker)
 
 
 # -- other state ------------------------------------------------------------------------------------------------------
 
 
-def have(state: ServerState, sender: Sender, message: Have) -> None:
+def set_received_weights(state: ServerState, sender: Sender, message: SetReceivedWeights) -> None:
     """Record the weights of the sender, to which its next compressed difference refers."""
     state.shard.set_weights_of(sender.worker, message.weights)
 
 
-def average(state: ServerState, sender: Sender, message: Average) -> Reply:
+def start_average(state: ServerState, sender: Sender, message: StartAverage) -> Reply:
     """Start a moving average of the weights, unless an average exists."""
     state.shard.keep_average(message.rule, message.step, message.values)
     return state.shard.reply()
 
 
-def tell(state: ServerState, sender: Sender, message: Tell) -> Reply:
+def read_state(state: ServerState, sender: Sender, message: ReadState) -> Reply:
     """Reply with the state that the message names; see `READABLE`."""
-    return state.shard.reply(READABLE[message.what](state, message))
+    return state.shard.reply(READABLE[message.name](state, message))
 
 
-READABLE: Final[Mapping[str, Callable[[ServerState, Tell], Any]]] = {
+READABLE: Final[Mapping[str, Callable[[ServerState, ReadState], Any]]] = {
     "optimizers": lambda state, message: state.shard.optimizers(),
     "velocity": lambda state, message: state.shard.velocity,
     "weights": lambda state, message: state.shard.values,
     "average": lambda state, message: state.shard.average,
-    "lost": lambda state, message: state.shard.lost,
+    "error_feedback": lambda state, message: state.shard.error_feedback,
     "counts": lambda state, message: state.counts,
     "samples": lambda state, message: state.shard.samples,
     "logged": lambda state, message: state.ledger.logged.of(message.section),
@@ -235,19 +236,19 @@ HANDLERS: Final[Mapping[type[Any], Handler]] = _Handlers(
     {
         handler.kind: handler
         for handler in (
-            handles(Begin, begin, journaled=lambda message: False),  # a snapshot follows
+            handles(ServerInit, init_server, journaled=lambda message: False),  # a snapshot follows
             handles(Pull, pull, may_pull, repeatable=True, journaled=lambda message: message.dense),
             handles(Push, push, may_push),
-            handles(Turn, turn, may_take_turn),
-            handles(Norm, norm, is_held, repeatable=True, journaled=lambda message: False),
-            handles(Apply, apply, is_held),
-            handles(Open, open_section),
-            handles(Ask, ask, may_ask),
-            handles(Close, close_section),
-            handles(Leave, leave_section),
-            handles(Have, have),
-            handles(Average, average),
-            handles(Tell, tell, repeatable=True, journaled=lambda message: False),
+            handles(TakeTurn, take_turn, may_take_turn),
+            handles(ReadNorm, read_norm, is_held, repeatable=True, journaled=lambda message: False),
+            handles(ApplyUpdate, apply_update, is_held),
+            handles(OpenSection, open_section),
+            handles(RequestLease, request_lease, may_request_lease),
+            handles(CloseSection, close_section),
+            handles(LeaveSection, leave_section),
+            handles(SetReceivedWeights, set_received_weights),
+            handles(StartAverage, start_average),
+            handles(ReadState, read_state, repeatable=True, journaled=lambda message: False),
         )
     }
 )

@@ -17,7 +17,7 @@ from fabricx import by_value
 from fabricx.distributed.codecs import make_codec
 from fabricx.parameter_server.server.handlers import HANDLERS
 from fabricx.parameter_server.server.server import Server
-from fabricx.parameter_server.wire.messages import Begin, Push
+from fabricx.parameter_server.wire.messages import Push, ServerInit
 from fabricx.parameter_server.wire.partition import merge_spans
 
 HEADER: Final = struct.Struct("<QQQ")  # of a record: number of its snapshot, bytes of the event, bytes of the vector
@@ -62,7 +62,7 @@ class Journal:
             inbox: vector of the worker.
         """
         if self._number and HANDLERS[type(message)].journaled(message):
-            spans = _carried(server.begun, message)
+            spans = _carried(server.init, message)
             raw = inbox.view(torch.uint8).numpy().data
             self._write(("message", worker, number, message, spans), [raw[start:stop] for start, stop in spans])
 
@@ -71,7 +71,7 @@ class Journal:
 
         Args:
             worker: number of the worker.
-            resumes: see `Server.joined`.
+            resumes: see `Server.add_worker`.
         """
         if self._number:
             self._write(("joined", worker, resumes), [])
@@ -97,7 +97,7 @@ class Journal:
             return
         room = max(ROOM, COPIES * server.values.nbytes)
         late = server.version >= self._version + every or self._end - self._begin > room
-        if isinstance(message, Begin) or not self._number or late:
+        if isinstance(message, ServerInit) or not self._number or late:
             self._take(server)
 
     def _take(self, server: Server) -> None:
@@ -137,7 +137,7 @@ class Journal:
         # Safe to unpickle: the memory was written by this server's predecessor and is private to this run's processes.
         server.restore(torch.load(io.BytesIO(_read(file, HEADER.size, size)), weights_only=False))
         self._version = server.version
-        shard, dtype = server.begun.shard, server.begun.dtype
+        shard, dtype = server.init.shard, server.init.dtype
         inbox, outbox = torch.zeros(shard.room, dtype=dtype), torch.zeros(shard.room, dtype=dtype)
         while (header := self._header(file, self._end))[0] == self._number:
             _, size, carried = header
@@ -158,9 +158,9 @@ class Journal:
 def _replay_event(server: Server, event: tuple[Any, ...], carried: bytes, inbox: Tensor, outbox: Tensor) -> None:
     kind, worker, *rest = event
     if kind == "joined":
-        server.joined(worker, resumes=rest[0])
+        server.add_worker(worker, resumes=rest[0])
     elif kind == "left":
-        server.left(worker)
+        server.remove_worker(worker)
     else:
         number, message, spans = rest
         raw, offset = inbox.view(torch.uint8).numpy(), 0
@@ -170,11 +170,11 @@ def _replay_event(server: Server, event: tuple[Any, ...], carried: bytes, inbox:
         server.handle_once(worker, number, message, inbox, outbox)
 
 
-def _carried(begun: Begin, message: Any) -> list[tuple[int, int]]:
+def _carried(init: ServerInit, message: Any) -> list[tuple[int, int]]:
     """Return the byte ranges of a worker's vector that belong to a message."""
     if not isinstance(message, Push) or message.empty:
         return []
-    shard, size, settings = begun.shard, begun.dtype.itemsize, begun.settings
+    shard, size, settings = init.shard, init.dtype.itemsize, init.settings
     dense = len(shard.pieces)
     if settings.compression is not None:
         spans = [(0, make_codec(settings.compression, keep=settings.keep).bytes(shard.dense))]

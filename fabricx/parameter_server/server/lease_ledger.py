@@ -7,7 +7,7 @@ from typing import final
 
 from fabricx.parameter_server.server.leases import Leases, LeaseSet
 from fabricx.parameter_server.server.logged_sums import LoggedSums
-from fabricx.parameter_server.wire.messages import Counts, Granted
+from fabricx.parameter_server.wire.messages import Counts, LeaseReply
 
 
 @final
@@ -51,7 +51,7 @@ class LeaseLedger:
         self.logged.open(leases.section)
         self._counts.dealt += leases.count
 
-    def grant(self, worker: int) -> Granted:
+    def grant(self, worker: int) -> LeaseReply:
         """Grant the next lease to a worker, if one is available for it.
 
         Args:

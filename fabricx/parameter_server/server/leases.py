@@ -6,18 +6,21 @@ import heapq
 from collections.abc import Collection, Iterable
 from typing import final
 
-from fabricx.parameter_server.wire.messages import Granted
+from fabricx.parameter_server.wire.messages import LeaseReply
 
 
 @final
 class Leases:
     """The leases of a section, granted to workers on request.
 
-    A section is the data between two meetings of all workers. A lease is a part of a global batch, which a worker
-    trains. A part of a global batch belongs to the clock of that batch. It can be granted while at most `bound` earlier
-    batches are incomplete. An update is therefore the gradient of all samples of its batch, whichever workers have
-    computed the parts, and there is one update per batch. With `by_worker`, the bound is that of Ho et al. (NIPS 2013):
-    a worker's clock is the number of parts that it has completed, at most `bound` more than that of the slowest worker.
+    A section is the data between two meetings of all workers. It consists of global batches, and a global batch of
+    parts. A lease is the right of a worker to train a part; both have the same number. The clock of a part is the
+    number of its global batch.
+
+    A part can be granted while at most `bound` earlier batches are incomplete. An update is therefore the gradient of
+    all samples of its batch, whichever workers have computed the parts, and there is an update per batch. With
+    `by_worker`, the bound is that of Ho et al. (NIPS 2013): the clock of a worker is the number of parts that it has
+    completed, at most `bound` more than the clock of the slowest worker.
 
     Args:
         section: number of the section.
@@ -43,27 +46,27 @@ class Leases:
         self.section = section
         self.count = count
         self.lead = 0
-        self._done = dict.fromkeys(workers, 0)
-        self._parts = len(self._done) if parts is None else parts
+        self._completed = dict.fromkeys(workers, 0)  # worker -> number of parts that it has completed
+        self._parts = len(self._completed) if parts is None else parts
         self._single = single
         self.resting: set[int] = set()
         self._by_worker = by_worker
         self._clock = clock
         self._bound = bound
-        self._next = 0
-        self._returned: list[int] = []
-        self._with: dict[int, int] = {}  # lease -> worker that holds it
-        self._open: dict[int, int] = {}  # batch -> number of incomplete parts
+        self._next = 0  # first part that was never granted
+        self._returned: list[int] = []  # heap of parts to grant again
+        self._holders: dict[int, int] = {}  # part -> worker that trains it
+        self._incomplete: dict[int, int] = {}  # global batch -> number of incomplete parts
 
     @property
     def workers(self) -> Collection[int]:
         """Return the numbers of the present workers."""
-        return self._done.keys()
+        return self._completed.keys()
 
     @property
     def over(self) -> bool:
         """Return whether every part is complete."""
-        return not self._with and not self._returned and self._next >= self.count
+        return not self._holders and not self._returned and self._next >= self.count
 
     def holder(self, lease: int) -> int | None:
         """Return the worker that holds a part; None if no worker does.
@@ -71,13 +74,13 @@ class Leases:
         Args:
             lease: number of the part.
         """
-        return self._with.get(lease)
+        return self._holders.get(lease)
 
     def awaited(self) -> bool:
         """Return whether a worker that is not resting holds a part or can receive one."""
-        others = self._done.keys() - self.resting
+        others = self._completed.keys() - self.resting
         remaining = bool(self._returned) or self._next < self.count
-        return bool(others) and (remaining or any(worker in others for worker in self._with.values()))
+        return bool(others) and (remaining or any(worker in others for worker in self._holders.values()))
 
     def available(self, worker: int) -> bool:
         """Return whether a worker can receive a part now.
@@ -85,7 +88,7 @@ class Leases:
         Args:
             worker: number of the worker.
         """
-        if worker in self.resting or (self._single and worker in self._with.values()):
+        if worker in self.resting or (self._single and worker in self._holders.values()):
             return False
         if self._returned:
             return True
@@ -93,24 +96,24 @@ class Leases:
             return False
         return self._bound is None or self._ahead(worker) <= self._bound
 
-    def grant(self, worker: int) -> Granted:
+    def grant(self, worker: int) -> LeaseReply:
         """Grant a worker the next part, if the worker can receive one.
 
         Args:
             worker: number of the worker.
         """
         if not self.available(worker):
-            return Granted(None, over=self.over, count=self.count)
+            return LeaseReply(None, over=self.over, count=self.count)
         if again := bool(self._returned):
             lease = heapq.heappop(self._returned)
         else:
             lease, self._next = self._next, self._next + 1
         batch = lease // self._parts
         parts = min(self._parts, self.count - batch * self._parts)
-        self._open.setdefault(batch, parts)
+        self._incomplete.setdefault(batch, parts)
         self.lead = max(self.lead, self._ahead(worker, batch))
-        self._with[lease] = worker
-        return Granted(lease, self._clock + batch, parts, again=again)
+        self._holders[lease] = worker
+        return LeaseReply(lease, self._clock + batch, parts, again=again)
 
     def done(self, lease: int) -> None:
         """Mark a part as complete; parts that another server has granted are ignored.
@@ -118,15 +121,15 @@ class Leases:
         Args:
             lease: number of the part.
         """
-        if lease not in self._with:
+        if lease not in self._holders:
             return
-        worker = self._with.pop(lease)
-        if worker in self._done:
-            self._done[worker] += 1
+        worker = self._holders.pop(lease)
+        if worker in self._completed:
+            self._completed[worker] += 1
         batch = lease // self._parts
-        self._open[batch] -= 1
-        if not self._open[batch]:
-            del self._open[batch]
+        self._incomplete[batch] -= 1
+        if not self._incomplete[batch]:
+            del self._incomplete[batch]
 
     def take_back(self, lease: int) -> None:
         """Make a part available again; it will be granted to the next worker that requests a part.
@@ -134,26 +137,26 @@ class Leases:
         Args:
             lease: number of the part.
         """
-        if self._with.pop(lease, None) is not None:
+        if self._holders.pop(lease, None) is not None:
             heapq.heappush(self._returned, lease)
 
-    def left(self, worker: int) -> None:
+    def remove_worker(self, worker: int) -> None:
         """Remove a worker, and make the parts that it holds available again.
 
         Args:
             worker: number of the worker.
         """
-        self._done.pop(worker, None)
-        for lease in [lease for lease, holder in self._with.items() if holder == worker]:
+        self._completed.pop(worker, None)
+        for lease in [lease for lease, holder in self._holders.items() if holder == worker]:
             self.take_back(lease)
 
-    def joined(self, worker: int) -> None:
+    def add_worker(self, worker: int) -> None:
         """Add a worker, which can receive parts from now on.
 
         Args:
             worker: number of the worker.
         """
-        self._done.setdefault(worker, min(self._done.values(), default=0))
+        self._completed.setdefault(worker, min(self._completed.values(), default=0))
 
     def close(self) -> None:
         """Grant no new parts, except those that complete an update; the section ends when all are complete.
@@ -167,12 +170,12 @@ class Leases:
     def _ahead(self, worker: int, batch: int | None = None) -> int:
         """Return by how many clocks a worker would be ahead if it began a part."""
         if self._by_worker:
-            return self._done.get(worker, 0) - min(self._done.values(), default=0)
+            return self._completed.get(worker, 0) - min(self._completed.values(), default=0)
         return (self._next // self._parts if batch is None else batch) - self._oldest()
 
     def _oldest(self) -> int:
         """Return the number of the first incomplete batch."""
-        return min(self._open, default=self._next // self._parts)
+        return min(self._incomplete, default=self._next // self._parts)
 
 
 @final

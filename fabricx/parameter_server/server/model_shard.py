@@ -15,7 +15,7 @@ from fabricx.parameter_server.optimizer_parts import ServerOptimizers
 from fabricx.parameter_server.sample_ledger import SampleLedger, Span
 from fabricx.parameter_server.server.replies import Replies
 from fabricx.parameter_server.server.update_rule import Correction, make_rule
-from fabricx.parameter_server.wire.messages import Begin, Counts, Groups, Pull, Push, Reply
+from fabricx.parameter_server.wire.messages import Counts, Groups, Pull, Push, Reply, ServerInit
 
 
 @final
@@ -23,11 +23,11 @@ class ModelShard:
     """A server's part of the model.
 
     Args:
-        begin: initialisation of the server.
+        init: initialisation of the server.
         counts: statistics of the server, updated in place.
 
     Attributes:
-        begun: see Args.
+        init: see Args.
         settings: behaviour of the server.
         version: number of updates.
         trained: number of leases in the weights.
@@ -37,18 +37,18 @@ class ModelShard:
         copies_gradients: `decode` returns new memory; otherwise views of the worker's vector.
     """
 
-    def __init__(self, begin: Begin, counts: Counts) -> None:
-        self.begun, self.settings = begin, begin.settings
-        self.version = self.trained = begin.version
+    def __init__(self, init: ServerInit, counts: Counts) -> None:
+        self.init, self.settings = init, init.settings
+        self.version = self.trained = init.version
         self.skipped = 0
         self.samples = SampleLedger()
         self._counts = counts
-        self._rule = make_rule(begin)
-        self._replies = Replies(begin)
-        self._correction = Correction(begin.settings)
+        self._rule = make_rule(init)
+        self._replies = Replies(init)
+        self._correction = Correction(init.settings)
         self._average: FlatAverage | None = None  # of the weights, if a callback requests it
-        kind = begin.settings.compression
-        self._codec = None if kind is None else make_codec(kind, keep=begin.settings.keep, feedback=False)
+        kind = init.settings.compression
+        self._codec = None if kind is None else make_codec(kind, keep=init.settings.keep, feedback=False)
         self.sums, self.copies_gradients = self._rule.sums, self._codec is not None
 
     @property
@@ -62,7 +62,7 @@ class ModelShard:
         Args:
             pieces: numbers of the pieces.
         """
-        return [self.begun.shard.rooms[number] for number in pieces]
+        return [self.init.shard.rooms[number] for number in pieces]
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
@@ -73,7 +73,7 @@ class ModelShard:
             push: description of the gradient.
             inbox: vector from the worker.
         """
-        shard = self.begun.shard
+        shard = self.init.shard
         dense = inbox[: shard.dense]
         if self._codec is None:
             for start, stop in self.spans(push.missing):
@@ -200,6 +200,6 @@ class ModelShard:
         return None if self._average is None else (self._average.values, self._average.updates)
 
     @property
-    def lost(self) -> Tensor | None:
+    def error_feedback(self) -> Tensor | None:
         """Return the error feedback of compressed sums; None without compression."""
-        return self._replies.lost
+        return self._replies.error_feedback

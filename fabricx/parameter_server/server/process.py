@@ -14,21 +14,13 @@ from fabricx.fault_tolerance import memory_checkpoint
 from fabricx.parameter_server.server.journal import Journal
 from fabricx.parameter_server.server.records import ServerRecords
 from fabricx.parameter_server.server.server import Server
-from fabricx.parameter_server.wire.channel import (
-    LOST,
-    NETWORK,
-    READY,
-    Handshake,
-    Link,
-    LinkListener,
-    Store,
-    meet_over_gloo,
-)
+from fabricx.parameter_server.wire.connecting import NETWORK, READY, LinkListener, Store, meet_over_gloo
+from fabricx.parameter_server.wire.link import LINK_ERRORS, Handshake, Link
 from fabricx.parameter_server.wire.messages import Push, Reply
 
-POLL_S: Final = 0.05  # interval of checks for workers of other machines, until all workers have connected
-LOOK_S: Final = 0.2  # interval afterwards, and interval of checks whether a waiting worker is alive
-END_S: Final = 1.0  # maximum time for a thread to end
+CONNECT_S: Final = 0.05  # interval of looking for workers of other machines, until all workers have connected
+CHECK_S: Final = 0.2  # interval afterwards, and interval of checks whether a waiting worker is alive
+JOIN_S: Final = 1.0  # maximum time for a thread to end
 
 
 def serve(
@@ -67,19 +59,19 @@ class _Serving:
     """A running server: the state machine, a listener for workers, a thread for each worker, and the journal."""
 
     def __init__(
-        self, store: Store, key: str, secret: bytes, workers: int, deals: bool, files: list[Path],
+        self, store: Store, key: str, secret: bytes, workers: int, grants: bool, files: list[Path],
         records: ServerRecords,
     ) -> None:  # fmt: skip
         self._store, self._key, self._secret, self._records = store, key, secret, records
-        self._workers, self._deals = workers, deals
-        self._server, self._generation = Server(workers, deals=deals), 0  # server of the newest generation of workers
+        self._workers, self._grants = workers, grants
+        self._server, self._generation = Server(workers, grants=grants), 0  # server of the newest generation of workers
         self._folder = str(files[0].parent) if files else None
         self._journal = Journal(files) if files else None
         self._changed = threading.Condition()
-        self._present: set[Link] = set()
-        self._accepted = 0  # number of accepted links
-        self._done = False  # a worker has finished
-        self._queue = 0  # number of waiting messages
+        self._present: set[Link] = set()  # open links
+        self._accepted = 0  # number of accepted links, of which some may have ended
+        self._done = False  # a worker has finished: the server ends when no link is open
+        self._waiting = 0  # messages that are not ready
         self._threads: list[threading.Thread] = []
         self._over = threading.Event()
         self._error: BaseException | None = None
@@ -102,7 +94,7 @@ class _Serving:
             self._records.close()
             listener.close()
             for thread in self._threads:  # a daemon thread could otherwise be interrupted within a write
-                thread.join(END_S)
+                thread.join(JOIN_S)
             self._records.end()
             if self._journal is not None:
                 self._journal.close()
@@ -131,21 +123,21 @@ class _Serving:
     def _accept_remote(self, prefix: str) -> None:
         """Connect to workers of other machines, which announce themselves under consecutive numbers from 1."""
         number = 1
-        while not self._over.wait(POLL_S if self._accepted < self._workers else LOOK_S):
+        while not self._over.wait(CONNECT_S if self._accepted < self._workers else CHECK_S):
             while self._store.check([key := f"{prefix}/{number}"]):
                 number += 1
                 try:
-                    hello = Handshake.loads(self._secret, key, bytes.fromhex(self._store.get(key).decode()))
+                    handshake = Handshake.loads(self._secret, key, bytes.fromhex(self._store.get(key).decode()))
                 except (AuthenticationError, ValueError) as error:
                     print(f"server {self._key} has refused a worker: {error}", file=sys.stderr, flush=True)
                 else:
                     self._store.set(f"{key}/{READY}", "")
-                    self._in_thread(self._meet, f"{key}/link", hello)
+                    self._in_thread(self._meet, f"{key}/link", handshake)
 
-    def _meet(self, name: str, hello: Handshake) -> None:
+    def _meet(self, name: str, handshake: Handshake) -> None:
         try:
-            link = meet_over_gloo(self._store, name, hello, self._secret, server=True)
-        except LOST:
+            link = meet_over_gloo(self._store, name, handshake, self._secret, server=True)
+        except LINK_ERRORS:
             return  # the worker has died or has timed out
         except AuthenticationError as error:
             print(f"server {self._key} has refused a worker: {error}", file=sys.stderr, flush=True)
@@ -154,14 +146,14 @@ class _Serving:
 
     def _serve_link(self, link: Link) -> None:
         """Process the messages of a worker in order, until it disconnects."""
-        worker = link.hello.worker
+        worker = link.handshake.worker
         with self._changed:
-            server = self._server_of(link.hello.generation)
+            server = self._server_of(link.handshake.generation)
             self._accepted += 1
             self._present.add(link)
             if self._journal is not None:
-                self._journal.record_joined(worker, resumes=link.hello.resumes)
-            server.joined(worker, resumes=link.hello.resumes)
+                self._journal.record_joined(worker, resumes=link.handshake.resumes)
+            server.add_worker(worker, resumes=link.handshake.resumes)
             self._records.joined(worker)
         try:
             while (received := link.recv()) is not None:
@@ -173,7 +165,7 @@ class _Serving:
                 if answer is not None:
                     link.send((number, answer))
             self._done = self._done or server is self._server
-        except LOST:
+        except LINK_ERRORS:
             pass
         except AuthenticationError as error:  # the link is closed, and the message is discarded
             print(f"server {self._key}: {error}", file=sys.stderr, flush=True)
@@ -195,37 +187,30 @@ class _Serving:
 
     def _leave(self, server: Server, worker: int) -> None:
         """Return a worker's leases, unless the worker has another link."""
-        if any(link.hello.worker == worker for link in self._present):
+        if any(link.handshake.worker == worker for link in self._present):
             return
         if self._journal is not None and server is self._server:
             self._journal.record_left(worker)
-        server.left(worker)
+        server.remove_worker(worker)
 
     def _server_of(self, generation: int | None) -> Server:
         """Return the server for a generation of workers; a new generation begins with an empty server."""
         if generation is not None and generation > self._generation:
-            self._server, self._generation = Server(self._workers, deals=self._deals), generation
+            self._server, self._generation = Server(self._workers, grants=self._grants), generation
         return self._server if generation in (None, self._generation) else Server(self._workers)
 
     def _answer(self, server: Server, number: int, message: Any, link: Link) -> Any:
-        worker, together = link.hello.worker, link.hello.generation is not None
+        """Wait until a message can be processed, and process it; returns the reply, None without a reply.
 
-        def ready() -> bool:
-            return server.repeated(worker, number, message) or server.ready(worker, message)
-
+        Raises:
+            EOFError: the message can never be processed, because its sender or another worker in lockstep has died.
+        """
+        worker = link.handshake.worker
         with self._changed:
-            self._queue += 1
-            try:
-                while not self._changed.wait_for(lambda: (together and server.broken) or ready(), LOOK_S):
-                    if link.peer_lost():
-                        raise EOFError
-            finally:
-                self._queue -= 1
-            if not ready():
-                raise EOFError  # the condition of this message can't become true any more
+            self._wait_until_ready(server, number, message, link)
             try:
                 server.counts.messages += 1
-                server.counts.queued += self._queue
+                server.counts.queued += self._waiting
                 begun = time.monotonic()
                 if self._journal is not None and not server.repeated(worker, number, message):
                     self._journal.record_message(server, worker, number, message, link.inbox)
@@ -239,4 +224,21 @@ class _Serving:
                 self._error = error
                 raise
             finally:
-                self._changed.notify_all()
+                self._changed.notify_all()  # other messages may be ready now
+
+    def _wait_until_ready(self, server: Server, number: int, message: Any, link: Link) -> None:
+        """Wait for the condition of a message; raises EOFError if it can't become true any more."""
+        worker, in_lockstep = link.handshake.worker, link.handshake.generation is not None
+
+        def ready() -> bool:
+            return server.repeated(worker, number, message) or server.ready(worker, message)
+
+        self._waiting += 1
+        try:
+            while not self._changed.wait_for(lambda: (in_lockstep and server.broken) or ready(), CHECK_S):
+                if link.peer_lost():
+                    raise EOFError
+        finally:
+            self._waiting -= 1
+        if not ready():
+            raise EOFError

@@ -10,7 +10,7 @@ from torch import Tensor
 from fabricx.distributed.codecs import Codec, make_codec
 from fabricx.parameter_server.gradients import Gradient
 from fabricx.parameter_server.server.changed_rows import ChangedRows
-from fabricx.parameter_server.wire.messages import BEGUN, Begin, Pull, Reply
+from fabricx.parameter_server.wire.messages import INITIAL_HISTORY, Pull, Reply, ServerInit
 from fabricx.parameter_server.wire.partition import merge_spans
 
 
@@ -19,27 +19,27 @@ class Replies:
     """Builds replies to `Pull`, without the counts of updates, in the worker's vector.
 
     Args:
-        begin: initialisation of the server.
+        init: initialisation of the server.
 
     Attributes:
         changed: changed rows of tables.
         seen: weights that a worker has, by worker, if differences or delay compensation need them.
     """
 
-    def __init__(self, begin: Begin) -> None:
-        self._begun = begin
+    def __init__(self, init: ServerInit) -> None:
+        self._init = init
         self.seen: dict[int, Tensor] = {}
-        self.changed = ChangedRows([rows.height for rows in begin.shard.rows], begin.version, BEGUN)
+        self.changed = ChangedRows([rows.height for rows in init.shard.rows], init.version, INITIAL_HISTORY)
         self._codec: Codec | None = None
         self._scale: float | None = None  # of the newest compressed sum
-        if (kind := begin.settings.pull_compression) is not None:
-            sums = begin.optimizers is None and begin.settings.outer is None
+        if (kind := init.settings.pull_compression) is not None:
+            sums = init.optimizers is None and init.settings.outer is None
             # A difference of weights includes earlier errors.
-            self._codec = make_codec(kind, keep=begin.settings.keep, feedback=sums)
-            self._codec.lost = torch.empty(0) if begin.lost is None else begin.lost
+            self._codec = make_codec(kind, keep=init.settings.keep, feedback=sums)
+            self._codec.lost = torch.empty(0) if init.error_feedback is None else init.error_feedback
 
     @property
-    def lost(self) -> Tensor | None:
+    def error_feedback(self) -> Tensor | None:
         """Return the error feedback of compressed sums; None without compression."""
         return None if self._codec is None else self._codec.lost
 
@@ -53,21 +53,21 @@ class Replies:
             inbox: vector of the worker, with the ids of requested rows.
             outbox: vector for the reply.
         """
-        shard = self._begun.shard
+        shard = self._init.shard
         if pull.rows is None:
             if self._codec is not None:
                 self.seen[worker] = values[: shard.dense].clone()
             if pull.since is not None and shard.rows and self.changed.known(pull.since):
                 return self._changed_rows(pull.since[1], values, outbox)
             outbox[: len(values)].copy_(values)
-            return self._reply([(0, len(values))], (self.changed.life, None))
+            return self._reply([(0, len(values))], (self.changed.history, None))
         if pull.dense and self._codec is not None and worker in self.seen and not pull.whole:
             return self._difference(self._codec, self.seen[worker], values, outbox)
         spans = []
         if pull.dense:
             outbox[: shard.dense].copy_(values[: shard.dense])
             spans.append((0, shard.dense))
-            if self._begun.settings.compensation is not None or (self._codec is not None and worker in self.seen):
+            if self._init.settings.compensation is not None or (self._codec is not None and worker in self.seen):
                 self.seen[worker] = values[: shard.dense].clone()
         for number, count in pull.rows.items():
             start, stop = shard.spans[len(shard.pieces) + number]
@@ -80,7 +80,7 @@ class Replies:
 
     def _changed_rows(self, since: int, values: Tensor, outbox: Tensor) -> Reply:
         """Write the dense weights and the changed rows of tables with their ids."""
-        shard, counts = self._begun.shard, {}
+        shard, counts = self._init.shard, {}
         outbox[: shard.dense].copy_(values[: shard.dense])
         spans = [(0, shard.dense)]
         for number, rows in enumerate(shard.rows):
@@ -88,10 +88,10 @@ class Replies:
             numbers, room = shard.rows_in(outbox, number, len(ids))
             numbers.copy_(ids)
             room.copy_(values[start:stop].view(-1, rows.width)[ids])
-            begin = shard.rooms[len(shard.pieces) + number][0]
-            spans.append((begin, begin + len(ids) * (1 + rows.width)))
+            init = shard.rooms[len(shard.pieces) + number][0]
+            spans.append((init, init + len(ids) * (1 + rows.width)))
             counts[number] = len(ids)
-        return self._reply(merge_spans(spans), (self.changed.life, counts))
+        return self._reply(merge_spans(spans), (self.changed.history, counts))
 
     def _difference(self, codec: Codec, seen: Tensor, values: Tensor, outbox: Tensor) -> Reply:
         """Write the compressed difference between the weights and those of the worker."""
@@ -107,7 +107,7 @@ class Replies:
             newest: the sum.
             outbox: vector for the reply.
         """
-        shard = self._begun.shard
+        shard = self._init.shard
         spans = [room for number, room in enumerate(shard.rooms[: len(shard.pieces)]) if number not in newest.missing]
         for number, (ids, values) in newest.rows.items():
             row_ids, row_values = shard.rows_in(outbox, number, len(ids))
@@ -138,5 +138,5 @@ class Replies:
             vector.view(torch.uint8)[:size].copy_(vectors[0].view(torch.uint8)[:size])
 
     def _reply(self, spans: list[tuple[int, int]], content: Any = None) -> Reply:
-        size = self._begun.dtype.itemsize
+        size = self._init.dtype.itemsize
         return Reply(content=content, spans=[(start * size, stop * size) for start, stop in spans])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fabricx.parameter_server.server.handlers import HANDLERS, Answer, Sender
 from fabricx.parameter_server.server.state import ServerState
-from fabricx.parameter_server.wire.messages import Begin, Counts
+from fabricx.parameter_server.wire.messages import Counts, ServerInit
 
 
 @final
@@ -22,14 +22,14 @@ class Server:
 
     Args:
         workers: initial number of workers.
-        deals: this server grants the leases; other servers only record which gradients they have received.
+        grants: this server grants the leases; other servers only record which gradients they have received.
 
     Attributes:
         state: see `ServerState`.
     """
 
-    def __init__(self, workers: int, *, deals: bool = True) -> None:
-        self.state = ServerState(workers, grants=deals)
+    def __init__(self, workers: int, *, grants: bool = True) -> None:
+        self.state = ServerState(workers, grants=grants)
         self._handled: dict[int, int] = {}  # number of the newest message of each worker
         self._answers: dict[int, Answer] = {}  # replies to these messages
 
@@ -46,12 +46,12 @@ class Server:
     @property
     def snapshot_every(self) -> int:
         """Return the number of updates between snapshots; 0 if a dead server is not restarted."""
-        return self.begun.settings.snapshot_every if self.state.is_begun else 0
+        return self.init.settings.snapshot_every if self.state.is_initialised else 0
 
     @property
-    def begun(self) -> Begin:
+    def init(self) -> ServerInit:
         """Return the message with which this server was initialised."""
-        return self.state.shard.begun
+        return self.state.shard.init
 
     @property
     def values(self) -> Tensor:
@@ -81,8 +81,8 @@ class Server:
             TypeError: servers do not support messages of this type.
         """
         handler = HANDLERS[type(message)]
-        if not self.state.is_begun:
-            return isinstance(message, Begin)
+        if not self.state.is_initialised:
+            return isinstance(message, ServerInit)
         return handler.ready(self.state, worker, message)
 
     def handle(self, worker: int, message: Any, inbox: Tensor, outbox: Tensor) -> Answer:
@@ -127,15 +127,15 @@ class Server:
 
     # -- workers --------------------------------------------------------------------------------------------------
 
-    def left(self, worker: int) -> None:
+    def remove_worker(self, worker: int) -> None:
         """Remove a worker; leases for which it has pushed no gradient can be granted again.
 
         Args:
             worker: number of the worker.
         """
-        self.state.left(worker)
+        self.state.remove_worker(worker)
 
-    def joined(self, worker: int, *, resumes: bool = False) -> None:
+    def add_worker(self, worker: int, *, resumes: bool = False) -> None:
         """Add a worker: at once before training and when it resumes, otherwise at the next section.
 
         Args:
@@ -145,7 +145,7 @@ class Server:
         if not resumes:
             self._handled.pop(worker, None)
             self._answers.pop(worker, None)
-        self.state.joined(worker, resumes=resumes)
+        self.state.add_worker(worker, resumes=resumes)
 
     # -- restarts -------------------------------------------------------------------------------------------------
 

@@ -9,12 +9,12 @@ from fabricx.parameter_server.server.lease_ledger import LeaseLedger
 from fabricx.parameter_server.server.leases import Leases
 from fabricx.parameter_server.server.model_shard import ModelShard
 from fabricx.parameter_server.server.update_order import UpdateOrder
-from fabricx.parameter_server.wire.messages import Begin, Counts, Open
+from fabricx.parameter_server.wire.messages import Counts, OpenSection, ServerInit
 
 
 @final
 class ServerState:
-    """The parts of a server; `shard` and `updates` exist from `begin`.
+    """The parts of a server; `shard` and `updates` exist from `initialise` on.
 
     Args:
         workers: initial number of workers.
@@ -25,7 +25,7 @@ class ServerState:
         departed: numbers of the workers that have disconnected.
         ledger: leases of the data.
         order: order of updates that bounds the staleness.
-        is_begun: `begin` was called.
+        is_initialised: `initialise` was called.
         shard: weights or sums, and optimizers.
         updates: aggregation, which decides when gradients become updates.
     """
@@ -38,26 +38,26 @@ class ServerState:
         self.departed: set[int] = set()
         self.ledger = LeaseLedger(workers, grants=grants, counts=self.counts)
         self.order = UpdateOrder()
-        self.is_begun = False
+        self.is_initialised = False
         self._closed = -1  # newest section that a worker has closed, maybe before another worker opened it
 
-    def begin(self, begin: Begin) -> None:
+    def initialise(self, init: ServerInit) -> None:
         """Initialise the server with weights; the leases of a section that has begun are kept.
 
         Args:
-            begin: initialisation of the server.
+            init: initialisation of the server.
         """
-        settings = begin.settings
-        self.is_begun = True
-        self.shard = ModelShard(begin, self.counts)
+        settings = init.settings
+        self.is_initialised = True
+        self.shard = ModelShard(init, self.counts)
         self.updates = make_aggregation(self.shard, self.ledger, self.counts)
         self.order = UpdateOrder(
             ordered=self.ledger.grants and settings.orders_updates, bound=settings.max_staleness or 0
         )
-        self.counts.begun = begin.version
+        self.counts.begun = init.version
         self.counts.dealt = self.counts.used = self.counts.repeated = self.counts.conflicts = 0
 
-    def open(self, message: Open) -> None:
+    def open(self, message: OpenSection) -> None:
         """Begin a section of the data, if it is new.
 
         Args:
@@ -93,20 +93,20 @@ class ServerState:
             self.ledger.close()
             self.updates.update_without_late()
 
-    def left(self, worker: int) -> None:
+    def remove_worker(self, worker: int) -> None:
         """Remove a worker; leases for which it has pushed no gradient can be granted again.
 
         Args:
             worker: number of the worker.
         """
         self.departed.add(worker)
-        self.order.left(worker)
-        self.ledger.leases.left(worker)
-        if self.is_begun:
+        self.order.remove(worker)
+        self.ledger.leases.remove_worker(worker)
+        if self.is_initialised:
             self.shard.forget_weights_of(worker)
             self.updates.update_without_late()
 
-    def joined(self, worker: int, *, resumes: bool) -> None:
+    def add_worker(self, worker: int, *, resumes: bool) -> None:
         """Add a worker: at once before training and when it resumes, otherwise at the next section.
 
         Args:
@@ -117,4 +117,4 @@ class ServerState:
         if not resumes and ledger.grants and ledger.is_leased and worker not in ledger.workers:
             return
         self.departed.discard(worker)
-        ledger.leases.joined(worker)
+        ledger.leases.add_worker(worker)

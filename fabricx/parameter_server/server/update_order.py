@@ -7,7 +7,10 @@ from typing import final
 
 @final
 class UpdateOrder:
-    """The workers that compute a gradient at present, and the versions of their weights.
+    """Order of the workers that compute a gradient at present: an update waits if it would break the staleness bound.
+
+    A worker has a place in the order from its pull (`record_pull`) until its push (`record_push`) or its end
+    (`remove`). Unless `ordered`, every condition is true.
 
     With several servers, updates take turns at the server that grants the leases, before they are pushed to any server.
     Workers pull weights from the other servers afterwards, and push to them before, so the staleness on these servers
@@ -23,7 +26,7 @@ class UpdateOrder:
         self._bases: dict[int, int] = {}  # worker -> version of the weights with which it computes
         self._turn: int | None = None  # worker with the next update; None for any worker
 
-    def begins(self, worker: int, version: int) -> None:
+    def record_pull(self, worker: int, version: int) -> None:
         """Record that a worker has received weights and computes.
 
         Args:
@@ -32,15 +35,7 @@ class UpdateOrder:
         """
         self._bases[worker] = version
 
-    def base(self, worker: int) -> int | None:
-        """Return the version of the weights with which a worker computes; None if unknown.
-
-        Args:
-            worker: number of the worker.
-        """
-        return self._bases.get(worker)
-
-    def left(self, worker: int) -> None:
+    def remove(self, worker: int) -> None:
         """Remove a worker; should it reconnect, its gradient is not used, because its lease was made available again.
 
         Args:
@@ -67,7 +62,7 @@ class UpdateOrder:
         """
         self._turn = worker
 
-    def pushed(self, worker: int) -> int | None:
+    def record_push(self, worker: int) -> int | None:
         """Record a worker's push; returns the version of its weights, if known.
 
         Args:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from fabricx.parameter_server.gradients import Gradient
 from fabricx.parameter_server.optimizer_parts import Hyperparameters, PackedOptimizers, ServerOptimizers, nested, pack
 from fabricx.parameter_server.server.replies import Replies
-from fabricx.parameter_server.wire.messages import Begin, Groups, Pull, Reply, Settings
+from fabricx.parameter_server.wire.messages import Groups, Pull, Reply, ServerInit, Settings
 
 
 class Rule(ABC):
@@ -71,12 +71,12 @@ class Sum(Rule):
     """Sums gradients; workers pull the sum and step.
 
     Args:
-        begin: initialisation of the server.
+        init: initialisation of the server.
     """
 
     sums = True
 
-    def __init__(self, begin: Begin) -> None:
+    def __init__(self, init: ServerInit) -> None:
         self.values = torch.empty(0)
         self._newest = Gradient(self.values)
 
@@ -90,10 +90,10 @@ class Sum(Rule):
 class _Weights(Rule):
     """Keeps the weights in a vector, of which `pieces` are views."""
 
-    def __init__(self, begin: Begin) -> None:
-        self._shard, self._pieces = begin.shard, begin.pieces
-        self.values = torch.empty(begin.shard.size, dtype=begin.dtype)
-        for piece, (start, stop) in zip(begin.pieces, begin.shard.spans, strict=True):
+    def __init__(self, init: ServerInit) -> None:
+        self._shard, self._pieces = init.shard, init.pieces
+        self.values = torch.empty(init.shard.size, dtype=init.dtype)
+        for piece, (start, stop) in zip(init.pieces, init.shard.spans, strict=True):
             self.values[start:stop].copy_(piece.detach().reshape(-1))
             piece.data = self.values[start:stop].view(piece.shape)
 
@@ -103,13 +103,13 @@ class Step(_Weights):
     """Steps pieces of the parameters with the user's optimizers.
 
     Args:
-        begin: initialisation of the server.
+        init: initialisation of the server.
     """
 
-    def __init__(self, begin: Begin) -> None:
-        super().__init__(begin)
-        self._optimizers = [] if begin.optimizers is None else begin.optimizers.unpack(begin.pieces)
-        pushed = [] if begin.optimizers is None else begin.optimizers.pushed
+    def __init__(self, init: ServerInit) -> None:
+        super().__init__(init)
+        self._optimizers = [] if init.optimizers is None else init.optimizers.unpack(init.pieces)
+        pushed = [] if init.optimizers is None else init.optimizers.pushed
         self._hyperparameters = Hyperparameters(self._optimizers, pushed)
         # With sparse gradients, these optimizers change only the rows of the gradient.
         kinds = (optim.SGD, optim.Adagrad, optim.SparseAdam)
@@ -187,13 +187,13 @@ class Outer(_Weights):
     Modeling", arXiv 2401.09135, algorithm 3 with c = 0: the momentum is applied once per as many rounds as workers.
 
     Args:
-        begin: initialisation of the server.
+        init: initialisation of the server.
     """
 
-    def __init__(self, begin: Begin) -> None:
-        super().__init__(begin)
-        self._settings = begin.settings
-        self.velocity: Tensor = torch.zeros_like(self.values) if begin.velocity is None else begin.velocity.clone()
+    def __init__(self, init: ServerInit) -> None:
+        super().__init__(init)
+        self._settings = init.settings
+        self.velocity: Tensor = torch.zeros_like(self.values) if init.velocity is None else init.velocity.clone()
         self._gathered = torch.zeros_like(self.values)
         self._rounds = 0
 
@@ -276,12 +276,12 @@ def damping(staleness: int) -> float:
     return 1.0 / max(1, staleness)
 
 
-def make_rule(begin: Begin) -> Rule:
+def make_rule(init: ServerInit) -> Rule:
     """Return the update rule for the settings of an initialisation.
 
     Args:
-        begin: the server's initialisation.
+        init: the server's initialisation.
     """
-    if begin.settings.outer is not None:
-        return Outer(begin)
-    return Sum(begin) if begin.optimizers is None else Step(begin)
+    if init.settings.outer is not None:
+        return Outer(init)
+    return Sum(init) if init.optimizers is None else Step(init)

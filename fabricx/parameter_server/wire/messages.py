@@ -1,4 +1,18 @@
-"""Messages between workers and servers; vectors precede a message on the same link."""
+"""Messages between workers and servers; vectors precede a message on the same link.
+
+A worker sends requests, and a server replies in the same order:
+
+| request | reply |
+|---|---|
+| `ServerInit` | `Reply` |
+| `Pull` | `Reply`, after the vector with weights or a sum |
+| `Push`, after the vector with a gradient | `PushReply`, if the push has `confirm`; otherwise none |
+| `ReadNorm`, `TakeTurn`, `StartAverage`, `ReadState` | `Reply` |
+| `RequestLease` | `LeaseReply` |
+| `ApplyUpdate`, `OpenSection`, `CloseSection`, `LeaveSection`, `SetReceivedWeights` | none |
+
+`server/handlers.py` has the conditions under which a server processes them.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +26,11 @@ from torch import Tensor
 from fabricx.core.averaging import AverageRule
 from fabricx.parameter_server.wire.partition import Shard
 
-BEGUN: Final = "begun"  # life of the tables with which all workers have begun; see `Pull.since`
+INITIAL_HISTORY: Final = "begun"  # history of the tables with which all workers have begun; see `Pull.since`
 Groups = list[list[dict[str, Any]]]  # hyperparameters of each group of each optimizer, including nested optimizers
+
+
+# -- initialisation ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -73,7 +90,7 @@ class Settings:
 
     @property
     def may_drop(self) -> bool:
-        """Return whether late gradients may be dropped; each push is then answered with a `Pushed`."""
+        """Return whether late gradients may be dropped; each push is then answered with a `PushReply`."""
         by_version = self.max_staleness is not None and self.bound == "version"
         return bool(self.backup) or (by_version and self.on_stale == "drop" and not self.aggregate)
 
@@ -85,7 +102,7 @@ class Settings:
 
 
 @dataclass(slots=True)
-class Begin:
+class ServerInit:
     """Initialise the server with weights and optimizers.
 
     Attributes:
@@ -96,7 +113,7 @@ class Begin:
         dtype: data type of the vectors.
         version: number of updates made before.
         velocity: velocity of the outer optimizer, flat; None for zero.
-        lost: error feedback of compressed sums; None for zero.
+        error_feedback: error feedback of compressed sums; None for zero.
     """
 
     settings: Settings
@@ -106,46 +123,10 @@ class Begin:
     dtype: torch.dtype
     version: int
     velocity: Tensor | None = None
-    lost: Tensor | None = None
+    error_feedback: Tensor | None = None
 
 
-@dataclass(slots=True)
-class Open:
-    """Begin a section of `count` leases for these workers, at the version of the weights.
-
-    Attributes:
-        section, count, version, workers: see above.
-        data: (epoch, position, items): the section begins at this position of an order with so many items; None for
-            data without an order.
-    """
-
-    section: int
-    count: int
-    version: int = 0
-    workers: tuple[int, ...] | None = None
-    data: tuple[int, int, int] | None = None
-
-
-@dataclass(slots=True)
-class Ask:
-    """Request a lease; with `wait`, this worker holds no lease, and waits for a lease or the end of the section."""
-
-    section: int
-    wait: bool
-
-
-@dataclass(slots=True)
-class Close:
-    """End the distribution of leases of a section early, so that all workers meet; also before the section begins."""
-
-    section: int
-
-
-@dataclass(slots=True)
-class Leave:
-    """Request no more leases of a section: the data of this worker are over, and other workers may still have some."""
-
-    section: int
+# -- weights and gradients --------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -158,7 +139,7 @@ class Pull:
         dense: request all pieces.
         rows: number of requested rows by table, whose ids are in the message's vector; None for all pieces and
             tables.
-        since: with `rows=None`: (life, version) of the complete tables that the worker has; see `ChangedRows`.
+        since: with `rows=None`: (history, version) of the complete tables that the worker has; see `ChangedRows`.
         whole: request full weights if otherwise compressed differences would be sent.
     """
 
@@ -182,13 +163,13 @@ class Push:
         missing: numbers of the pieces without a gradient.
         rows: number of rows with a gradient, by table.
         groups: present hyperparameters of this worker.
-        hold: the update waits for an `Apply`.
+        hold: the update waits for an `ApplyUpdate`.
         scale: scale of a compressed gradient.
         share: weight of the gradient in its update, as fraction of the samples.
         clips: clipping of the sum of an update's parts, in order: ("norm" or "value", numbers of pieces, limit).
         confirm: send a reply when the message was processed.
         logged: metric sums (`merge_sums`) that the leases have logged, and sums that hooks have logged between this
-            worker's previous push and this one; each counts if the server that deals leases uses the gradient.
+            worker's previous push and this one; each counts if the server that grants leases uses the gradient.
         samples: (epoch, begin, end) in the data order of the batches that this worker has trained for the gradient.
     """
 
@@ -209,14 +190,7 @@ class Push:
 
 
 @dataclass(slots=True)
-class Pushed:
-    """Reply to a push, if gradients may be dropped: the gradient is `used`, or its data is leased again."""
-
-    used: bool
-
-
-@dataclass(slots=True)
-class Turn:
+class TakeTurn:
     """Request the number of this worker's next update; no other update precedes it, until its push or its end.
 
     The reply's content is False, and other workers continue, if the gradient would not be used: see `UpdateOrder`.
@@ -224,7 +198,7 @@ class Turn:
 
 
 @dataclass(slots=True)
-class Norm:
+class ReadNorm:
     """Request the sum of squares of pieces of a held gradient, when all its parts are complete."""
 
     clock: int
@@ -232,7 +206,7 @@ class Norm:
 
 
 @dataclass(slots=True)
-class Apply:
+class ApplyUpdate:
     """Make a held update. All workers send it, and the last message triggers the update: no worker reads weights then.
 
     Attributes:
@@ -248,23 +222,60 @@ class Apply:
     groups: Groups | None = None
 
 
+# -- leases -----------------------------------------------------------------------------------------------------------
+
+
 @dataclass(slots=True)
-class Tell:
-    """Request other state of the server.
+class OpenSection:
+    """Begin a section of `count` leases for these workers, at the version of the weights.
 
     Attributes:
-        what: "optimizers" (`ServerOptimizers`), "velocity" of the outer optimizer, the server's "weights", their moving
-            "average" (values, steps since its begin; or None), the error feedback "lost" of compressed sums, "counts",
-            the "samples" in the weights (`SampleLedger`), or metric sums "logged" in a section.
-        section: the newest section or its predecessor, for "logged".
+        section, count, version, workers: see above.
+        data: (epoch, position, items): the section begins at this position of an order with so many items; None for
+            data without an order.
     """
 
-    what: Literal["optimizers", "velocity", "weights", "average", "lost", "counts", "samples", "logged"]
-    section: int = -1
+    section: int
+    count: int
+    version: int = 0
+    workers: tuple[int, ...] | None = None
+    data: tuple[int, int, int] | None = None
 
 
 @dataclass(slots=True)
-class Average:
+class RequestLease:
+    """Request a lease; with `wait`, this worker holds no lease, and waits for a lease or the end of the section."""
+
+    section: int
+    wait: bool
+
+
+@dataclass(slots=True)
+class CloseSection:
+    """End the distribution of leases of a section early, so that all workers meet; also before the section begins."""
+
+    section: int
+
+
+@dataclass(slots=True)
+class LeaveSection:
+    """Request no more leases of a section: the data of this worker are over, and other workers may still have some."""
+
+    section: int
+
+
+# -- other state ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class SetReceivedWeights:
+    """Report the weights of this worker, flat, to which the next compressed difference refers."""
+
+    weights: Tensor
+
+
+@dataclass(slots=True)
+class StartAverage:
     """Start a moving average of the weights; a server that has an average continues it.
 
     Attributes:
@@ -279,10 +290,21 @@ class Average:
 
 
 @dataclass(slots=True)
-class Have:
-    """Report the weights of this worker, flat, to which the next compressed difference refers."""
+class ReadState:
+    """Request other state of the server.
 
-    weights: Tensor
+    Attributes:
+        name: "optimizers" (`ServerOptimizers`), "velocity" of the outer optimizer, the server's "weights", their moving
+            "average" (values, steps since its begin; or None), the "error_feedback" of compressed sums, "counts",
+            the "samples" in the weights (`SampleLedger`), or metric sums "logged" in a section.
+        section: the newest section or its predecessor, for "logged".
+    """
+
+    name: Literal["optimizers", "velocity", "weights", "average", "error_feedback", "counts", "samples", "logged"]
+    section: int = -1
+
+
+# -- replies ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -292,8 +314,8 @@ class Reply:
     Attributes:
         version: number of updates.
         trained: number of leases in the weights.
-        content: requested data other than the vector; for all weights, the tables' life and the number of changed rows
-            per table (None for all rows).
+        content: requested data other than the vector; for all weights, the history of the tables and the number of
+            changed rows per table (None for all rows).
         spans: byte ranges of the vector that precede the reply.
         scale: scale of compressed values; None without compression.
         skipped: versions without an update of the weights, because no worker had a gradient for the global batch.
@@ -308,7 +330,14 @@ class Reply:
 
 
 @dataclass(slots=True)
-class Granted:
+class PushReply:
+    """Reply to a push, if gradients may be dropped: the gradient is `used`, or its data is leased again."""
+
+    used: bool
+
+
+@dataclass(slots=True)
+class LeaseReply:
     """Reply to a request for a lease; without a lease, the section is `over` or none can begin at present.
 
     Attributes:
@@ -328,6 +357,9 @@ class Granted:
     again: bool = False
 
 
+# -- statistics -------------------------------------------------------------------------------------------------------
+
+
 @dataclass(slots=True)
 class Counts:
     """Statistics of a server.
@@ -339,7 +371,7 @@ class Counts:
         messages: processed messages.
         queued: waiting messages, summed over the processed messages.
         begun: version at initialisation, from which the next three attributes count.
-        dealt: leases of all sections, on the server that deals leases.
+        dealt: leases of all sections, on the server that grants leases.
         used: distinct leases whose gradients were used, or that had no gradient.
         repeated: gradients used for leases that had been used before.
         conflicts: updates whose parts had different hyperparameters.

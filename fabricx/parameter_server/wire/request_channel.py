@@ -8,7 +8,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from fabricx.parameter_server.wire.channel import LOST, Link
+from fabricx.parameter_server.wire.link import LINK_ERRORS, Link
 from fabricx.parameter_server.wire.messages import Pull
 
 
@@ -70,7 +70,7 @@ class Channel:
         self._posted.append((start, stop))
         try:
             self._link.post(start, stop)
-        except LOST:
+        except LINK_ERRORS:
             self._send_again()
 
     def send(self, message: Any) -> None:
@@ -84,7 +84,7 @@ class Channel:
         self._unanswered.append(_Sent(self._number, message, posted))
         try:
             self._link.send((self._number, message))
-        except LOST:
+        except LINK_ERRORS:
             self._send_again()
 
     def recv(self) -> Any:
@@ -92,7 +92,7 @@ class Channel:
         while True:
             try:
                 number, answer = self._link.recv()
-            except LOST:
+            except LINK_ERRORS:
                 self._send_again()
                 continue
             self._unanswered = [sent for sent in self._unanswered if sent.number > number]
@@ -101,11 +101,11 @@ class Channel:
     def _send_again(self) -> None:
         """Replace the link, and send all messages that the server may not have processed."""
         while True:
-            before = self._link
-            self._link = self._reconnect(before)
+            previous = self._link
+            self._link = self._reconnect(previous)
             self._link.arrived = self._arrived
-            self._traffic = self._traffic[0] + before.sent, self._traffic[1] + before.received
-            before.close()
+            self._traffic = self._traffic[0] + previous.sent, self._traffic[1] + previous.received
+            previous.close()
             try:
                 for sent in self._unanswered:
                     self._post_all(sent.spans)
@@ -113,7 +113,7 @@ class Channel:
                         sent.message.whole = True  # a difference may refer to a reply that was lost
                     self._link.send((sent.number, sent.message))
                 self._post_all(self._posted)
-            except LOST:
+            except LINK_ERRORS:
                 continue
             return
 
@@ -130,7 +130,7 @@ class Channel:
         try:
             if done:
                 self._link.send(None)
-        except LOST:
+        except LINK_ERRORS:
             pass
         finally:
             self._link.close()

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from fabricx.distributed import authentication
 from fabricx.distributed.generations import membership
-from fabricx.parameter_server.wire.channel import DOOR, Store, anonymous_file, map_vector
+from fabricx.parameter_server.wire.connecting import SOCKET_NAME, Store
+from fabricx.parameter_server.wire.shared_vectors import anonymous_file, map_vector
 from fabricx.scratch import private_folder
 
 
@@ -63,8 +64,8 @@ class SharedMemoryGroup:
     ) -> None:  # fmt: skip
         """Connect to all other ranks: a rank connects to lower ranks, and accepts higher ranks."""
         with private_folder() as folder:
-            door = authentication.listen(folder, DOOR)
-            store.set(f"{key}/{self.rank}", f"{socket.gethostname()}:{os.path.join(folder, DOOR)}")
+            door = authentication.listen(folder, SOCKET_NAME)
+            store.set(f"{key}/{self.rank}", f"{socket.gethostname()}:{os.path.join(folder, SOCKET_NAME)}")
             for other in range(self.rank):
                 self._wait_until(functools.partial(store.check, [f"{key}/{other}"]))
                 path = _path(store.get(f"{key}/{other}").decode(), other)

@@ -48,20 +48,20 @@ class Asynchronous(WorkerProtocol[Client]):
         self.numbers = UpdateNumbers(0)
         self.statistics = RunningStatistics(nn.Identity())
         self.has_whole_weights = False
-        self._stale = True  # pull weights before the next step
+        self._pull_due = True  # pull weights before the next step
         self._stepped = False
         self._clips: list[Clip] = []  # clipping of the sum that includes this gradient
 
-    def begin(
+    def connect(
         self, world: World, exchange: Client, parameters: list[Tensor], optimizers: list[Optimizer],
         timing: PullTiming,
     ) -> None:  # fmt: skip
-        super().begin(world, exchange, parameters, optimizers, timing)
+        super().connect(world, exchange, parameters, optimizers, timing)
         self.leases.workers = tuple(range(world.size))
 
-    def starts(self, step: int, ranks: int, module: nn.Module | None) -> None:
+    def start_training(self, step: int, ranks: int, module: nn.Module | None) -> None:
         self.leases.planned = ranks
-        super().starts(step, ranks, module)
+        super().start_training(step, ranks, module)
         self._restart(step, module)
 
     def _restart(self, step: int, module: nn.Module | None) -> None:
@@ -69,19 +69,18 @@ class Asynchronous(WorkerProtocol[Client]):
         self.numbers = UpdateNumbers(step)
         self.statistics = RunningStatistics(module or nn.Identity())
         self.leases.section, self.leases.scheduled, self.leases.within_section = -1, step, False
-        self._stale, self.has_whole_weights = True, False
+        self._pull_due, self.has_whole_weights = True, False
 
     @property
     def workers_of_update(self) -> int:
-        fixed = (
-            self.settings.aggregate and not self.settings.backup
-        )  # with backup workers, each has at most a single part
+        # Global batches keep their size when workers die. With backup workers, each worker has at most a single part.
+        fixed = self.settings.aggregate and not self.settings.backup
         return self.leases.planned if fixed and self.leases.planned else self.world.size
 
-    def end(self) -> None:
+    def disconnect(self) -> None:
         self.leases.end()
         self.statistics = RunningStatistics(nn.Identity())
-        super().end()
+        super().disconnect()
 
     # -- leases ---------------------------------------------------------------------------------------------------
 
@@ -124,13 +123,13 @@ class Asynchronous(WorkerProtocol[Client]):
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
-    def computes(self) -> AbstractContextManager[Any]:
+    def computing_gradient(self) -> AbstractContextManager[Any]:
         self.statistics.computed()
-        return self._computes()
+        return self._computing()
 
     def before_step(self) -> None:
-        if self._stale:
-            self._stale = False
+        if self._pull_due:
+            self._pull_due = False
             self.timing.pull(self._least_version(), self.numbers.note, one_by_one=self.settings.orders_updates)
 
     def _least_version(self) -> int:
@@ -140,8 +139,8 @@ class Asynchronous(WorkerProtocol[Client]):
             return 0
         return max(0, lease.clock - settings.max_staleness)
 
-    def weights_step(self, step: int) -> int:
-        super().weights_step(step)
+    def await_weights(self, step: int) -> int:
+        super().await_weights(step)
         return self.numbers.pulled
 
     def groups(self) -> Groups | None:
@@ -167,25 +166,22 @@ class Asynchronous(WorkerProtocol[Client]):
         self._stepped = True
         return None
 
-    def updated(self, step: int) -> int:
+    def finish_update(self, step: int) -> int:
         stepped, self._stepped = self._stepped, False
         clips, self._clips = self._clips, []
         leases, numbers = self.leases, self.numbers
         lease, leases.lease = leases.lease, None
         if lease is None or lease.lease is None:
-            return numbers.version - numbers.skipped
+            return numbers.version - numbers.skipped  # this worker has trained no data
         push = Push(
             lease.clock, lease.parts, (lease.lease,), share=lease.share, groups=self.groups(),
             logged=leases.logged_sums(), samples=leases.take_samples(),
         )  # fmt: skip
         gradients = self.gradients.all() if stepped else []
         leases.dropped = not self.exchange.push(gradients, push, clips=clips, answered=self.may_drop)
-        if stepped and not leases.dropped:
-            numbers.newest = numbers.number
-        numbers.version = numbers.number + numbers.skipped + stepped
         self.drop_partial_gradients()
-        self._stale = True
-        return numbers.number + stepped
+        self._pull_due = True
+        return numbers.pushed(stepped=stepped, used=not leases.dropped)
 
     # -- between the workers --------------------------------------------------------------------------------------
 

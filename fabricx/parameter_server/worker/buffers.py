@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Generic, Protocol, TypeVar, final
+from typing import Any, Generic, Protocol, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -14,8 +13,6 @@ from fabricx.distributed.codecs import Codec
 from fabricx.parameter_server.optimizer_parts import part_of
 from fabricx.parameter_server.wire.messages import Reply
 from fabricx.parameter_server.wire.partition import Rows, Shard, merge_spans
-
-WORTH_A_CALL: Final = 1 << 15  # minimum bytes of a gradient that is sent separately; others are sent together
 
 
 class Vectors(Protocol):
@@ -50,37 +47,43 @@ L = TypeVar("L", bound=Vectors)
 class ExchangeBuffers(Generic[L]):
     """Vectors shared by a worker and a server.
 
+    A vector contains the pieces of parameters, and after them the rows of tables. The pieces have the same positions in
+    gradients and weights; the tables do not, because gradients have row ids before the rows (`Shard.rooms` for
+    gradients, `Shard.spans` for weights).
+
     Args:
         link: between them.
         shard: the server's part of the parameters.
         parameters: all parameters of the model.
         codec: codec of gradients.
-        back: compression of replies.
+        reply_codec: codec of replies.
         views: gradients may be views of the link's vector, because none is kept until the next gradient.
 
     Attributes:
         link, shard: see Args.
-        tables: (life, version) of the complete tables that this worker has.
+        tables: (history, version) of the complete tables that this worker has.
     """
 
     def __init__(
         self, link: L, shard: Shard, parameters: Sequence[Tensor], codec: Codec | None, *, views: bool,
-        back: Codec | None = None,
+        reply_codec: Codec | None = None,
     ) -> None:  # fmt: skip
         self.link, self.shard = link, shard
-        self._codec = codec
-        self._plain = link.outbox[: shard.dense] if codec is None else torch.zeros(shard.dense, dtype=link.outbox.dtype)
-        rooms = shard.rooms[: len(shard.pieces)]
-        self._out = [self._plain[start:stop] for start, stop in rooms]
-        self._back = back
-        self._received = link.inbox[: shard.dense] if back is None else torch.zeros(shard.dense, dtype=link.inbox.dtype)
-        self._in = [self._received[start:stop] for start, stop in rooms]
-        self._kept_before = torch.empty(0)  # error feedback before the newest gradient
-        self._begun = False  # weights were received, to which the next differences refer
         self.tables: tuple[str, int] | None = None
-        self._early: set[int] = set()  # pieces that were sent already
-        self._views: dict[int, Tensor] = {}  # views of pieces that are a whole gradient
-        if views and codec is None and back is None:
+        dtype, rooms = link.outbox.dtype, shard.rooms[: len(shard.pieces)]
+        # Uncompressed gradients, in the outbox itself if they are sent in this form; and the part of each piece.
+        self._codec = codec
+        self._plain = link.outbox[: shard.dense] if codec is None else torch.zeros(shard.dense, dtype=dtype)
+        self._out = [self._plain[start:stop] for start, stop in rooms]
+        self._feedback_before = torch.empty(0)  # error feedback before the newest gradient
+        self._early: set[int] = set()  # pieces of the next gradient that were sent already
+        self._views: dict[int, Tensor] = {}  # by piece that is a whole parameter: its room, used as `parameter.grad`
+        # Uncompressed replies, in the inbox itself if they are sent in this form; and the part of each piece.
+        self._reply_codec = reply_codec
+        self._received = link.inbox[: shard.dense] if reply_codec is None else torch.zeros(shard.dense, dtype=dtype)
+        self._in = [self._received[start:stop] for start, stop in rooms]
+        self._has_weights = False  # weights were received, to which the next differences refer
+        if views and codec is None and reply_codec is None:
             for number, (piece, room) in enumerate(zip(shard.pieces, self._out, strict=True)):
                 parameter = parameters[piece.parameter]
                 alike = parameter.device.type == "cpu" and parameter.dtype == room.dtype and parameter.is_contiguous()
@@ -140,7 +143,7 @@ class ExchangeBuffers(Generic[L]):
             for start, stop in merge_spans(unsent):
                 self._post(start, stop)
         else:
-            self._kept_before = self._codec.lost
+            self._feedback_before = self._codec.lost
             filled.scale = self._codec.encode(self._plain, self.link.outbox.view(torch.uint8))
             self.link.post(0, self._codec.bytes(len(self._plain)))
         for number, rows in enumerate(self.shard.rows):
@@ -152,7 +155,7 @@ class ExchangeBuffers(Generic[L]):
     def undo_feedback(self) -> None:
         """Revert the error feedback to its state before the newest gradient, which the server has not used."""
         if self._codec is not None:
-            self._codec.lost = self._kept_before
+            self._codec.lost = self._feedback_before
 
     def _post(self, start: int, stop: int) -> None:
         size = self.link.outbox.element_size()
@@ -188,35 +191,35 @@ class ExchangeBuffers(Generic[L]):
             reply: the server's reply.
             sums: the reply contains sums.
         """
-        if self._back is None:
+        if self._reply_codec is None:
             return
-        self._begun = not sums
+        self._has_weights = not sums
         if reply.scale is None:
             self._received.copy_(self.link.inbox[: self.shard.dense])
             return
         raw = self.link.inbox.view(torch.uint8)
-        decoded = self._back.decode(raw, len(self._received), reply.scale, self._received.dtype)
+        decoded = self._reply_codec.decode(raw, len(self._received), reply.scale, self._received.dtype)
         self._received.copy_(decoded) if sums else self._received.add_(decoded)
 
     @property
     def received_weights(self) -> Tensor | None:
         """Return the weights received so far, flat, if compressed differences refer to them; else None."""
-        return self._received.clone() if self._begun else None
+        return self._received.clone() if self._has_weights else None
 
     @received_weights.setter
     def received_weights(self, weights: Tensor) -> None:
-        self._begun = True
+        self._has_weights = True
         self._received.copy_(weights)
 
     @property
-    def kept(self) -> Tensor:
+    def error_feedback(self) -> Tensor:
         """Return the error feedback that will be added to the next gradient; empty without compression."""
         return torch.empty(0) if self._codec is None else self._codec.lost
 
-    @kept.setter
-    def kept(self, lost: Tensor) -> None:
+    @error_feedback.setter
+    def error_feedback(self, feedback: Tensor) -> None:
         if self._codec is not None:
-            self._codec.lost = lost
+            self._codec.lost = feedback
 
     def write_sums(self, parameters: Sequence[Tensor], missing: frozenset[int]) -> None:
         """Write the received sums to `parameter.grad`, which is allocated for parameters with several pieces.
@@ -256,7 +259,7 @@ class ExchangeBuffers(Generic[L]):
         Args:
             number: number of the piece.
         """
-        if self._back is not None:
+        if self._reply_codec is not None:
             return self.link.inbox.nbytes
         return self.shard.rooms[number][1] * self.link.inbox.element_size()
 
@@ -349,48 +352,6 @@ def dtype_of(parameters: Sequence[Tensor]) -> torch.dtype:
         parameters: parameters of the model.
     """
     return torch.float64 if any(parameter.dtype == torch.float64 for parameter in parameters) else torch.float32
-
-
-def register_grad_hooks(
-    parameters: Sequence[Tensor], shards: Sequence[Shard], put: Callable[[int, int, Tensor], None]
-) -> Callable[[], None]:  # fmt: skip
-    """Call a function when a large gradient is complete; returns a function that removes the hooks.
-
-    Args:
-        parameters: parameters of the model.
-        shards: shards of all servers.
-        put: called with (server, number of the piece, parameter).
-    """
-    where = pieces_by_parameter(shards)
-
-    def put_all(places: list[tuple[int, int]], parameter: Tensor) -> None:
-        for server, number in places:
-            put(server, number, parameter)
-
-    handles = [
-        parameters[number].register_post_accumulate_grad_hook(functools.partial(put_all, places))
-        for number, places in where.items()
-        if parameters[number].requires_grad and parameters[number].nbytes >= WORTH_A_CALL
-    ]
-
-    def end() -> None:
-        for handle in handles:
-            handle.remove()
-
-    return end
-
-
-def pieces_by_parameter(shards: Sequence[Shard]) -> dict[int, list[tuple[int, int]]]:
-    """Return the pieces of each parameter as (server, number of the piece).
-
-    Args:
-        shards: shards of all servers.
-    """
-    pieces: dict[int, list[tuple[int, int]]] = {}
-    for server, shard in enumerate(shards):
-        for number, piece in enumerate(shard.pieces):
-            pieces.setdefault(piece.parameter, []).append((server, number))
-    return pieces
 
 
 def write_summed_gradients(

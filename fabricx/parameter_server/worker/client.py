@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fabricx.parameter_server.optimizer_parts import flat_part, sliced
-from fabricx.parameter_server.wire.channel import Store
-from fabricx.parameter_server.wire.messages import Apply, Begin, Groups, Norm, Push, Pushed, Settings
+from fabricx.parameter_server.wire.connecting import Store
+from fabricx.parameter_server.wire.messages import ApplyUpdate, Groups, Push, PushReply, ReadNorm, ServerInit, Settings
 from fabricx.parameter_server.wire.request_channel import Channel
-from fabricx.parameter_server.worker.buffers import ExchangeBuffers, Filled, register_grad_hooks
+from fabricx.parameter_server.worker.buffers import ExchangeBuffers, Filled
 from fabricx.parameter_server.worker.exchange import WHOLE, Clip, Exchange, ExchangeStatistics
+from fabricx.parameter_server.worker.gradient_hooks import register_grad_hooks
 from fabricx.parameter_server.worker.lease_requests import LeaseRequests
 from fabricx.parameter_server.worker.remote_state import RemoteState
 from fabricx.parameter_server.worker.server_locator import ServerLocator
@@ -68,7 +69,7 @@ class Client(Exchange):
 
     def begin(
         self, settings: Settings, optimizers: Sequence[Optimizer] | None, version: int,
-        *, velocity: Sequence[Tensor] | None = None, lost: Sequence[Tensor | None] = (),
+        *, velocity: Sequence[Tensor] | None = None, error_feedback: Sequence[Tensor | None] = (),
     ) -> None:  # fmt: skip
         servers = self.servers
         self._locator.restarts = bool(settings.snapshot_every)
@@ -80,8 +81,10 @@ class Client(Exchange):
             copies, pieces = sliced(optimizers or [], servers.parameters, shard)
             stepped = None if optimizers is None else copies
             moving = None if velocity is None else flat_part(velocity, shard)
-            before = lost[number] if lost else None
-            servers.request(number, Begin(settings, stepped, pieces, shard, servers.dtype, version, moving, before))
+            feedback = error_feedback[number] if error_feedback else None
+            servers.request(
+                number, ServerInit(settings, stepped, pieces, shard, servers.dtype, version, moving, feedback)
+            )
 
     # -- gradients ------------------------------------------------------------------------------------------------
 
@@ -133,19 +136,19 @@ class Client(Exchange):
 
     def _await_confirmation(self, buffers: ExchangeBuffers[Channel], *, empty: bool) -> bool:
         """Wait for the reply to a push; if the gradient is not used, revert the error feedback."""
-        reply: Pushed = buffers.link.recv()
+        reply: PushReply = buffers.link.recv()
         if not (reply.used or empty):
             buffers.undo_feedback()
         return reply.used
 
     @property
-    def kept(self) -> list[Tensor]:
-        return [buffers.kept for buffers in self.servers.buffers]
+    def error_feedback(self) -> list[Tensor]:
+        return [buffers.error_feedback for buffers in self.servers.buffers]
 
-    @kept.setter
-    def kept(self, lost: Sequence[Tensor]) -> None:
-        for buffers, error in zip(self.servers.buffers, lost, strict=True):
-            buffers.kept = error
+    @error_feedback.setter
+    def error_feedback(self, feedback: Sequence[Tensor]) -> None:
+        for buffers, part in zip(self.servers.buffers, feedback, strict=True):
+            buffers.error_feedback = part
 
     def pull_sums(self, version: int) -> None:
         self.weights.pull_sums(version)
@@ -161,7 +164,7 @@ class Client(Exchange):
         """
         squares = 0.0
         for number, pieces in enumerate(self.servers.numbers(parameters)):
-            squares += sum(self.servers.request(number, Norm(clock, pieces)).content)
+            squares += sum(self.servers.request(number, ReadNorm(clock, pieces)).content)
         return math.sqrt(squares)
 
     def apply(
@@ -180,7 +183,7 @@ class Client(Exchange):
         limited = [(self.servers.numbers(parameters), limit) for parameters, limit in limits]
         for n in range(len(self.servers.shards)):
             own_scales, own_limits = [(pieces[n], f) for pieces, f in scaled], [(pieces[n], x) for pieces, x in limited]
-            self.servers.notify(n, Apply(clock, own_scales, own_limits, groups))
+            self.servers.notify(n, ApplyUpdate(clock, own_scales, own_limits, groups))
 
     @property
     def traffic(self) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 from fabricx.core.dealer import Dealer
-from fabricx.parameter_server.wire.messages import Granted
+from fabricx.parameter_server.wire.messages import LeaseReply
 from fabricx.parameter_server.worker.asynchronous import Asynchronous
 from fabricx.parameter_server.worker.lease_state import LeaseState
 
@@ -31,7 +31,7 @@ class LeaseDealer(LeaseState, Dealer):
 
         Args:
             leases: number of leases.
-            data: see `Open`.
+            data: see `OpenSection`.
         """
         self.section += 1
         self.within_section = True
@@ -39,7 +39,7 @@ class LeaseDealer(LeaseState, Dealer):
         version = self._protocol.numbers.version
         self._protocol.exchange.leases.open(self.section, leases, version, self.workers, data)
 
-    def ask(self, *, wait: bool) -> Granted:
+    def ask(self, *, wait: bool) -> LeaseReply:
         """Request the next lease.
 
         Args:

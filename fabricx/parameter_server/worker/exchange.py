@@ -57,16 +57,16 @@ class Exchange(ABC):
 
     def begin(
         self, settings: Settings, optimizers: Sequence[Optimizer] | None, version: int,
-        *, velocity: Sequence[Tensor] | None = None, lost: Sequence[Tensor | None] = (),
+        *, velocity: Sequence[Tensor] | None = None, error_feedback: Sequence[Tensor | None] = (),
     ) -> None:  # fmt: skip
-        """Initialise the servers, if any: the first worker sends `Begin`, and servers process no other message before.
+        """Initialise the servers, if any: the first worker sends `ServerInit`, which servers process first.
 
         Args:
             settings: behaviour of the servers.
             optimizers: the user's optimizers, over the parameters; None if servers only sum.
             version: number of updates made before.
             velocity: velocity of the outer optimizer, by parameter, in its shape; None for zero.
-            lost: error feedback of the servers' compressed sums, by server, flat.
+            error_feedback: error feedback of the servers' compressed sums, by server, flat.
         """
 
     @abstractmethod
@@ -97,12 +97,12 @@ class Exchange(ABC):
         """
 
     @property
-    def kept(self) -> list[Tensor]:
+    def error_feedback(self) -> list[Tensor]:
         """Return this worker's error feedback of compressed gradients, by server, flat."""
         return []
 
-    @kept.setter
-    def kept(self, lost: Sequence[Tensor]) -> None:
+    @error_feedback.setter
+    def error_feedback(self, feedback: Sequence[Tensor]) -> None:
         """Restore the error feedback."""
 
     @property

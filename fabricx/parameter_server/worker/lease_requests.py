@@ -5,7 +5,16 @@ from __future__ import annotations
 import time
 from typing import Any, final
 
-from fabricx.parameter_server.wire.messages import Ask, Close, Granted, Leave, Open, Reply, Tell, Turn
+from fabricx.parameter_server.wire.messages import (
+    CloseSection,
+    LeaseReply,
+    LeaveSection,
+    OpenSection,
+    ReadState,
+    Reply,
+    RequestLease,
+    TakeTurn,
+)
 from fabricx.parameter_server.worker.exchange import ExchangeStatistics
 from fabricx.parameter_server.worker.servers import Servers
 
@@ -32,19 +41,19 @@ class LeaseRequests:
             leases: number of leases.
             version: present version of the weights.
             workers: numbers of the workers.
-            data: see `Open`.
+            data: see `OpenSection`.
         """
         for number in range(len(self._servers.shards)):
-            self._servers.notify(number, Open(section, leases, version, workers, data))
+            self._servers.notify(number, OpenSection(section, leases, version, workers, data))
 
-    def ask(self, section: int, *, wait: bool) -> Granted:
+    def ask(self, section: int, *, wait: bool) -> LeaseReply:
         """Request this worker's next lease.
 
         Args:
             section: number of the section.
             wait: wait for a lease or the end of the section; this worker holds no lease.
         """
-        granted: Granted = self._request(Ask(section, wait))
+        granted: LeaseReply = self._request(RequestLease(section, wait))
         return granted
 
     def take_turn(self) -> Reply:
@@ -53,7 +62,7 @@ class LeaseRequests:
         Returns:
             The number of the update as its version; its content is False if the gradient would not be used.
         """
-        reply: Reply = self._request(Turn())
+        reply: Reply = self._request(TakeTurn())
         return reply
 
     def close_section(self, section: int) -> None:
@@ -62,7 +71,7 @@ class LeaseRequests:
         Args:
             section: number of the section.
         """
-        self._servers.notify(0, Close(section))
+        self._servers.notify(0, CloseSection(section))
 
     def leave_section(self, section: int) -> None:
         """Request no more leases of a section, whose other workers go on.
@@ -70,7 +79,7 @@ class LeaseRequests:
         Args:
             section: number of the section.
         """
-        self._servers.notify(0, Leave(section))
+        self._servers.notify(0, LeaveSection(section))
 
     def logged(self, section: int) -> dict[str, Any]:
         """Return the metric sums of the used gradients of a section.
@@ -78,10 +87,10 @@ class LeaseRequests:
         Args:
             section: number of the section.
         """
-        sums: dict[str, Any] = self._servers.request(0, Tell("logged", section)).content
+        sums: dict[str, Any] = self._servers.request(0, ReadState("logged", section)).content
         return sums
 
-    def _request(self, message: Ask | Turn) -> Any:
+    def _request(self, message: RequestLease | TakeTurn) -> Any:
         begun = time.perf_counter()
         reply = self._servers.request(0, message)
         self._statistics.waited_s += time.perf_counter() - begun

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fabricx.distributed.metric_sums import merge_sums
-from fabricx.parameter_server.wire.messages import Granted
+from fabricx.parameter_server.wire.messages import LeaseReply
 
 
 class LeaseState:
@@ -24,7 +24,7 @@ class LeaseState:
     """
 
     def __init__(self) -> None:
-        self.lease: Granted | None = None
+        self.lease: LeaseReply | None = None
         self.section = -1
         self.within_section = False
         self.planned = self.scheduled = 0

@@ -48,17 +48,17 @@ class LocalRounds(Asynchronous):
     def _elastic(self) -> bool:
         return self.settings.outer == "elastic"
 
-    def begin(
+    def connect(
         self, world: World, exchange: Client, parameters: list[Tensor], optimizers: list[Optimizer],
         timing: PullTiming,
     ) -> None:  # fmt: skip
-        super().begin(world, exchange, parameters, optimizers, timing)
+        super().connect(world, exchange, parameters, optimizers, timing)
         self._base = [torch.empty_like(parameter).detach() for parameter in parameters]
 
     def load_velocity(self, velocity: list[Tensor] | None) -> None:
         self._velocity = velocity
 
-    def starts(self, step: int, ranks: int, module: nn.Module | None) -> None:
+    def start_training(self, step: int, ranks: int, module: nn.Module | None) -> None:
         self.leases.planned = ranks
         self.settings.workers = self.world.size
         self.exchange.begin(self.settings, None, step, velocity=self._velocity)
@@ -70,9 +70,9 @@ class LocalRounds(Asynchronous):
     def unpushed(self) -> int:
         return len(self._leases)
 
-    def end(self) -> None:
+    def disconnect(self) -> None:
         self._base, self._local = [], []
-        super().end()
+        super().disconnect()
 
     def before_step(self) -> None:
         if self._leases and self._repeats:
@@ -80,10 +80,10 @@ class LocalRounds(Asynchronous):
         if self._local:
             _copy(self._local, self.parameters)
             self._local = []
-        elif self._stale:
+        elif self._pull_due:
             self._pull(self.parameters)
             _copy(self.parameters, self._base)
-        self._stale = False
+        self._pull_due = False
 
     @property
     def _repeats(self) -> bool:
@@ -104,13 +104,13 @@ class LocalRounds(Asynchronous):
     def reserve_update(self) -> int:
         return self.update_number()  # each worker steps independently
 
-    def weights_step(self, step: int) -> int:
+    def await_weights(self, step: int) -> int:
         return step  # each worker has local weights
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         return optimizer.step(closure) if closure is not None else optimizer.step()
 
-    def updated(self, step: int) -> int:
+    def finish_update(self, step: int) -> int:
         lease, again, self.leases.lease = self.leases.lease, self._repeats, None
         if lease is None or lease.lease is None:
             return self.update_number()
@@ -133,7 +133,7 @@ class LocalRounds(Asynchronous):
             moved = torch._foreach_neg(difference)
         else:
             moved = torch._foreach_sub(self._base, [parameter.detach() for parameter in self.parameters])
-            self._stale = True
+            self._pull_due = True
         leases = self.leases
         push = Push(0, 1, tuple(self._leases), logged=leases.logged_sums(), samples=leases.take_samples())
         self.leases.dropped = not self.exchange.push(list(moved), push, answered=self.may_drop)
@@ -144,10 +144,10 @@ class LocalRounds(Asynchronous):
         self.exchange.remote.counts()  # the reply follows all of this worker's pushes
         self.world.barrier()
         if not self.has_whole_weights:
-            if self._elastic and not self._stale and not self._local:
+            if self._elastic and not self._pull_due and not self._local:
                 self._local = [parameter.detach().clone() for parameter in self.parameters]
             self._pull(self.parameters, to_train=False)
-            self._stale = self.has_whole_weights = True
+            self._pull_due = self.has_whole_weights = True
         self.world.barrier()  # an earlier push of the next section would be in the weights of some workers
 
     @contextlib.contextmanager

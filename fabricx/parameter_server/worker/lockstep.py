@@ -28,8 +28,8 @@ class Lockstep(WorkerProtocol[E]):
         super().__init__(settings)
         self._clock = 0  # number of updates so far
 
-    def starts(self, step: int, ranks: int, module: nn.Module | None) -> None:
-        super().starts(step, ranks, module)
+    def start_training(self, step: int, ranks: int, module: nn.Module | None) -> None:
+        super().start_training(step, ranks, module)
         self._clock = step
 
     @property
@@ -37,7 +37,7 @@ class Lockstep(WorkerProtocol[E]):
         return self.servers_step and self.world.size > 1
 
     def _push_part(self, gradients: Sequence[Tensor | None], *, hold: bool) -> None:
-        """Push this worker's part of the update's gradient; with `hold`, the update waits for `Apply`."""
+        """Push this worker's part of the update's gradient; with `hold`, the update waits for `ApplyUpdate`."""
         self.exchange.push(
             gradients, Push(self._clock, self.world.size, (self.world.rank,), groups=self.groups(), hold=hold)
         )
@@ -72,7 +72,7 @@ class WorkerStep(Lockstep[Exchange]):
         self.gradients.clear()
         return earlier
 
-    def complete(self) -> bool:
+    def exchange_gradient(self) -> bool:
         if self._low_rank is None:
             self._sum()
         else:
@@ -86,19 +86,19 @@ class WorkerStep(Lockstep[Exchange]):
         self._clock += 1
         self.exchange.pull_sums(self._clock)
 
-    def kept(self) -> Any:
-        return super().kept() if self._low_rank is None else self._low_rank.state()
+    def error_feedback(self) -> Any:
+        return super().error_feedback() if self._low_rank is None else self._low_rank.state()
 
-    def keep(self, kept: Any) -> None:
+    def load_error_feedback(self, feedback: Any) -> None:
         if self._low_rank is None:
-            super().keep(kept)
+            super().load_error_feedback(feedback)
         else:
-            self._low_rank.load(kept)
+            self._low_rank.load(feedback)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         return optimizer.step(closure) if closure is not None else optimizer.step()
 
-    def updated(self, step: int) -> int:
+    def finish_update(self, step: int) -> int:
         return step
 
 
@@ -115,12 +115,13 @@ class ServerStep(Lockstep[Client]):
         self._scales: list[tuple[list[Tensor], float]] = []
         self._limits: list[tuple[list[Tensor], float]] = []
         self._pushed = False
-        self._joined = False  # complete weights were pulled since the newest update
-        self._whole: list[Tensor] | None = None  # complete weights of the servers, if this worker's may lack updates
+        self._has_whole_weights = False  # complete weights were pulled since the newest update
+        # Results of `load_local_state`, until `start_training`:
+        self._restored: list[Tensor] | None = None  # the servers' weights, if a worker's weights may lack updates
         self._received: list[Tensor | None] = []  # weights by server to which compressed differences refer
 
-    def complete(self) -> bool:
-        self.world.barrier()  # whether there is an update is known when all workers have reached this point
+    def exchange_gradient(self) -> bool:
+        self.world.barrier()  # an update is certain only when all workers have reached this point
         return True
 
     def _push(self) -> None:
@@ -153,13 +154,13 @@ class ServerStep(Lockstep[Client]):
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         return None
 
-    def updated(self, step: int) -> int:
+    def finish_update(self, step: int) -> int:
         # The module's optimizer_step may have changed learning rates after the gradient was pushed for its norm.
         groups = self.groups() if self._pushed else None
         self._push()
         self.drop_partial_gradients()
         self.exchange.apply(self._clock, self._scales, self._limits, groups)
-        self._scales, self._limits, self._pushed, self._joined = [], [], False, False
+        self._scales, self._limits, self._pushed, self._has_whole_weights = [], [], False, False
         self._clock += 1
         self.timing.pull(self._clock, lambda reply: None)
         return step
@@ -167,9 +168,9 @@ class ServerStep(Lockstep[Client]):
     def meet(self) -> None:
         self.timing.settle()
         weights = self.exchange.weights
-        if weights.partial and not self._joined:  # a callback may have replaced the module's weights meanwhile
+        if weights.partial and not self._has_whole_weights:  # else a callback may have replaced the module's weights
             weights.pull(self.parameters)
-        self._joined = True
+        self._has_whole_weights = True
 
     def whole_states(self) -> AbstractContextManager[Any]:
         return self.optimizers.holding(self.exchange.remote.optimizers())
@@ -182,21 +183,24 @@ class ServerStep(Lockstep[Client]):
             return None, None, received
         return remote.optimizers(), remote.weights() if weights.partial else None, received
 
-    def starts(self, step: int, ranks: int, module: nn.Module | None) -> None:
-        whole, received = self._whole, self._received
-        self._whole, self._received, self._joined = None, [], False
-        differ = any(weights is not None for weights in received)
-        local = [parameter.detach().clone() for parameter in self.parameters] if differ else []
-        for parameter, weights in zip(self.parameters, whole or (), strict=False):
-            parameter.detach().copy_(weights)
-        super().starts(step, ranks, module)
-        for parameter, weights in zip(self.parameters, local, strict=False):
-            parameter.detach().copy_(weights)
-        if differ:
+    def start_training(self, step: int, ranks: int, module: nn.Module | None) -> None:
+        servers, received = self._restored, self._received
+        self._restored, self._received, self._has_whole_weights = None, [], False
+        differs = any(weights is not None for weights in received)  # this worker's weights from those of the servers
+        local = [parameter.detach().clone() for parameter in self.parameters] if differs else []
+        if servers is not None:
+            self._set_weights(servers)  # the main rank initialises the servers with its parameters
+        super().start_training(step, ranks, module)
+        if differs:
+            self._set_weights(local)
             self.exchange.weights.forget_tables()
         self.exchange.weights.set_received_weights(received)
 
+    def _set_weights(self, values: Sequence[Tensor]) -> None:
+        for parameter, value in zip(self.parameters, values, strict=True):
+            parameter.detach().copy_(value)
+
     def load_local_state(self, states: Sequence[Any]) -> None:
-        servers, self._whole, self._received = states[0]
-        if servers is not None:  # otherwise the main rank initialises the servers
-            self.optimizers.load(servers)
+        optimizers, self._restored, self._received = states[0]
+        if optimizers is not None:  # on the main rank, which initialises the servers
+            self.optimizers.load(optimizers)

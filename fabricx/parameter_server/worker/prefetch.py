@@ -10,7 +10,7 @@ from typing import cast, final
 import torch
 from torch import Tensor, nn
 
-from fabricx.parameter_server.wire.channel import LOST
+from fabricx.parameter_server.wire.link import LINK_ERRORS
 from fabricx.parameter_server.wire.messages import Pull, Reply
 from fabricx.parameter_server.wire.request_channel import Channel
 from fabricx.parameter_server.worker.buffers import ExchangeBuffers
@@ -45,7 +45,7 @@ class PrefetchTask:
             reply: Reply = self._buffers.link.recv()
             self._buffers.unpack(reply, sums=False)
             return reply
-        except LOST as error:
+        except LINK_ERRORS as error:
             self._lost = error
             raise
         finally:

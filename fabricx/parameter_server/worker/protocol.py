@@ -24,6 +24,16 @@ E = TypeVar("E", bound=Exchange)
 class WorkerProtocol(ABC, Generic[E]):
     """Decides when a worker pushes gradients and pulls weights.
 
+    A strategy calls, in this order:
+
+    - `connect`; `load_local_state`, `load_error_feedback` and `load_velocity`, if a run resumes; `start_training`.
+    - For each microbatch: `computing_gradient` around the training step, which calls `before_step`; then `backward`.
+    - `exchange_gradient` at the end of an accumulation window: by `backward`, or by the strategy on a worker without
+      samples. Then `clip_norm` or `clip_value`, `step` for each optimizer, `finish_update`.
+    - `await_weights` before it reads weights between two steps.
+    - `meet`, then `pool_statistics`, when all workers meet: for a validation, a checkpoint, the end of training.
+    - `disconnect`.
+
     Args:
         settings: settings of the exchange.
 
@@ -59,11 +69,11 @@ class WorkerProtocol(ABC, Generic[E]):
 
     @property
     def exchange(self) -> E:
-        """Return the exchange; it exists between `begin` and `end`."""
+        """Return the exchange; it exists between `connect` and `disconnect`."""
         assert self._exchange is not None
         return self._exchange
 
-    def begin(
+    def connect(
         self, world: World, exchange: E, parameters: list[Tensor], optimizers: list[Optimizer], timing: PullTiming
     ) -> None:  # fmt: skip
         """Connect the protocol to its exchange, before training.
@@ -78,17 +88,17 @@ class WorkerProtocol(ABC, Generic[E]):
         self.world, self._exchange = world, exchange
         self._attach(parameters, optimizers, timing)
 
-    def starts(self, step: int, ranks: int, module: nn.Module | None) -> None:
+    def start_training(self, step: int, ranks: int, module: nn.Module | None) -> None:
         """Start training: initialise the servers, if there are any.
 
         Args:
             step: number of updates made before.
-            ranks: number of ranks at the begin of the run.
+            ranks: number of ranks at the beginning of the run.
             module: the user's module.
         """
         self.settings.workers = self.workers_of_update
         optimizers = self.optimizers.optimizers if self.servers_step else None
-        self.exchange.begin(self.settings, optimizers, step, lost=self.server_feedback)
+        self.exchange.begin(self.settings, optimizers, step, error_feedback=self.server_feedback)
         if self.servers_step:
             self.optimizers.forget_moments()
 
@@ -97,7 +107,7 @@ class WorkerProtocol(ABC, Generic[E]):
         """Return the number of workers whose batches make up a global batch."""
         return self.world.size
 
-    def end(self) -> None:
+    def disconnect(self) -> None:
         """End training."""
         self.timing.end()
         self._exchange = None
@@ -105,12 +115,12 @@ class WorkerProtocol(ABC, Generic[E]):
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
-    def computes(self) -> AbstractContextManager[Any]:
-        """Return a context for computing a gradient, with the weights for it."""
-        return self._computes()
+    def computing_gradient(self) -> AbstractContextManager[Any]:
+        """Return a context for the computation of a gradient, with the weights for it."""
+        return self._computing()
 
     @contextlib.contextmanager
-    def _computes(self) -> Iterator[None]:
+    def _computing(self) -> Iterator[None]:
         self.before_step()
         self.computing = True
         self.timing.begin_step()
@@ -132,10 +142,14 @@ class WorkerProtocol(ABC, Generic[E]):
         """
         self.timing.backward(compute)
         if closing:
-            self.complete()
+            self.exchange_gradient()
 
-    def complete(self) -> bool:
-        """Exchange the window's gradient, if there is one; returns whether all ranks have reached this point."""
+    def exchange_gradient(self) -> bool:
+        """Exchange the gradient of the accumulation window, if there is a gradient.
+
+        Returns:
+            True if all ranks have reached this point when this returns.
+        """
         return False
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor | None:
@@ -169,14 +183,14 @@ class WorkerProtocol(ABC, Generic[E]):
         """
 
     @abstractmethod
-    def updated(self, step: int) -> int:
+    def finish_update(self, step: int) -> int:
         """Complete an update; returns its number.
 
         Args:
             step: number of the update, as counted by this worker.
         """
 
-    def weights_step(self, step: int) -> int:
+    def await_weights(self, step: int) -> int:
         """Wait for weights in transit; returns the number of updates in this worker's weights.
 
         Args:
@@ -230,30 +244,30 @@ class WorkerProtocol(ABC, Generic[E]):
         return None
 
     def load_local_state(self, states: Sequence[Any]) -> None:
-        """Restore local states before `starts`; the weights are restored already.
+        """Restore local states before `start_training`; the weights are restored already.
 
         Args:
             states: result of `local_state` of this rank, or of all ranks of another run.
         """
 
     def load_velocity(self, velocity: list[Tensor] | None) -> None:
-        """Use a velocity of the servers' outer optimizer from `starts` on, if there is such an optimizer.
+        """Use a velocity of the servers' outer optimizer from `start_training` on, if there is such an optimizer.
 
         Args:
             velocity: velocity by parameter, in its shape; None for zero.
         """
 
-    def kept(self) -> Any:
+    def error_feedback(self) -> Any:
         """Return this worker's error feedback of compressed gradients."""
-        return self.exchange.kept
+        return self.exchange.error_feedback
 
-    def keep(self, kept: Any) -> None:
+    def load_error_feedback(self, feedback: Any) -> None:
         """Restore the error feedback.
 
         Args:
-            kept: result of `kept`.
+            feedback: result of `error_feedback`.
         """
-        self.exchange.kept = kept
+        self.exchange.error_feedback = feedback
 
 
 @final
@@ -268,5 +282,5 @@ class NoProtocol(WorkerProtocol[Exchange]):
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         return optimizer.step(closure) if closure is not None else optimizer.step()
 
-    def updated(self, step: int) -> int:
+    def finish_update(self, step: int) -> int:
         return step

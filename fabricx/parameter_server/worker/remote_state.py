@@ -11,7 +11,7 @@ from torch import Tensor
 from fabricx.core.averaging import AverageRule
 from fabricx.parameter_server.optimizer_parts import ServerOptimizers, flat_part, part_of
 from fabricx.parameter_server.sample_ledger import SampleLedger
-from fabricx.parameter_server.wire.messages import Average, Counts, Tell
+from fabricx.parameter_server.wire.messages import Counts, ReadState, StartAverage
 from fabricx.parameter_server.wire.partition import Shard
 
 
@@ -37,15 +37,15 @@ class RemoteState:
 
     def optimizers(self) -> list[ServerOptimizers]:
         """Return the optimizers of each server."""
-        return self._tell("optimizers")
+        return self._read("optimizers")
 
     def velocity(self) -> list[Tensor]:
         """Return the velocity of the servers' outer optimizer, by parameter, in its shape."""
-        return self._by_parameter(self._tell("velocity"))
+        return self._by_parameter(self._read("velocity"))
 
     def weights(self) -> list[Tensor]:
         """Return the servers' weights, by parameter, in its shape, without effect on compressed differences."""
-        return self._by_parameter(self._tell("weights"))
+        return self._by_parameter(self._read("weights"))
 
     def keep_average(self, rule: AverageRule, step: int, averages: Sequence[Tensor]) -> None:
         """Start moving averages of the weights on all servers; returns when all have started.
@@ -56,29 +56,29 @@ class RemoteState:
             averages: present averages, by parameter, in its shape.
         """
         for number, shard in enumerate(self._shards):
-            self._request(number, Average(rule, step, flat_part(averages, shard).cpu()))
+            self._request(number, StartAverage(rule, step, flat_part(averages, shard).cpu()))
 
     def averages(self) -> tuple[list[Tensor], int]:
         """Return the moving averages by parameter, in its shape, and the number of updates of the average."""
-        replies: list[tuple[Tensor, int]] = self._tell("average")
+        replies: list[tuple[Tensor, int]] = self._read("average")
         return self._by_parameter([values for values, _ in replies]), replies[0][1]
 
-    def lost(self) -> list[Tensor | None]:
+    def error_feedback(self) -> list[Tensor | None]:
         """Return the servers' error feedback of compressed sums, by server, flat."""
-        return self._tell("lost")
+        return self._read("error_feedback")
 
     def counts(self) -> list[Counts]:
         """Return the statistics of each server: updates, staleness, dropped gradients."""
-        return self._tell("counts")
+        return self._read("counts")
 
     def samples(self) -> list[SampleLedger]:
         """Return the account of each server of the samples in its weights."""
-        return self._tell("samples")
+        return self._read("samples")
 
-    def _tell(
-        self, what: Literal["optimizers", "velocity", "weights", "average", "lost", "counts", "samples"]
+    def _read(
+        self, name: Literal["optimizers", "velocity", "weights", "average", "error_feedback", "counts", "samples"]
     ) -> list[Any]:  # fmt: skip
-        return [self._request(number, Tell(what)).content for number in range(len(self._shards))]
+        return [self._request(number, ReadState(name)).content for number in range(len(self._shards))]
 
     def _by_parameter(self, vectors: Sequence[Tensor]) -> list[Tensor]:
         """Return the servers' vectors by parameter, in their dtype."""

@@ -9,17 +9,8 @@ from typing import Final, final
 
 from fabricx.distributed.generations import membership
 from fabricx.errors import ServerLost
-from fabricx.parameter_server.wire.channel import (
-    LOST,
-    NETWORK,
-    READY,
-    Handshake,
-    Link,
-    SharedMemory,
-    Store,
-    connect,
-    meet_over_gloo,
-)
+from fabricx.parameter_server.wire.connecting import NETWORK, READY, Store, connect, meet_over_gloo
+from fabricx.parameter_server.wire.link import LINK_ERRORS, Handshake, Link, SharedMemoryLink
 
 START: Final = timedelta(minutes=5)  # maximum time for a server to start
 RESTART_S: Final = 60.0  # maximum time for a server to restart
@@ -44,55 +35,55 @@ class ServerLocator:
         self._store, self._prefix, self._secret, self._over_gloo = store, prefix, secret, over_gloo
         self._addresses: dict[int, str] = {}  # newest address of each server to which this worker has announced itself
 
-    def connect(self, number: int, hello: Handshake, before: Link | None = None) -> Link:
+    def connect(self, number: int, handshake: Handshake, previous: Link | None = None) -> Link:
         """Connect to a server as soon as it can be reached.
 
         Args:
             number: the server's number.
-            hello: introduction of this worker.
-            before: a link that has ended, whose vectors are reused.
+            handshake: introduction of this worker.
+            previous: a link that has ended, whose vectors are reused.
 
         Raises:
             PeerLost: this worker's generation has ended.
-            ServerLost: the server can't be reached; or `before` has ended and the server's state is lost.
+            ServerLost: the server can't be reached; or `previous` has ended and the server's state is lost.
         """
-        if before is not None and not self.restarts:
+        if previous is not None and not self.restarts:
             raise ServerLost(f"server {number} has ended, and its state is lost")
         key = f"{self._prefix}/server/{number}"
         self._store.wait([key], START)
         deadline = time.monotonic() + RESTART_S
         while time.monotonic() < deadline:
-            _check_generation(hello)
-            with contextlib.suppress(*LOST):  # the server has died while connecting
-                if (link := self._connect_to(self._store.get(key).decode(), number, hello, before)) is not None:
+            _check_generation(handshake)
+            with contextlib.suppress(*LINK_ERRORS):  # the server has died while connecting
+                if (link := self._connect_to(self._store.get(key).decode(), number, handshake, previous)) is not None:
                     return link
             time.sleep(0.02)
         raise ServerLost(f"server {number} has ended, and was not restarted within {RESTART_S:.0f} s")
 
-    def _connect_to(self, published: str, number: int, hello: Handshake, before: Link | None) -> Link | None:
+    def _connect_to(self, published: str, number: int, handshake: Handshake, previous: Link | None) -> Link | None:
         """Connect to a server at its published address; returns None if the server has ended."""
         generation, reach, address = published.split(" ", 2)
-        link = None if self._over_gloo else connect(address, hello, self._secret, before)
-        if link is not None or reach != NETWORK or isinstance(before, SharedMemory):
+        link = None if self._over_gloo else connect(address, handshake, self._secret, previous)
+        if link is not None or reach != NETWORK or isinstance(previous, SharedMemoryLink):
             return link
         if published == self._addresses.get(number):
             return None  # the address of the link that has ended: gloo would wait for the dead server
         self._addresses[number] = published
         key = f"{self._prefix}/server/{number}/{generation}/from"
         key = f"{key}/{self._store.add(key, 1)}"
-        self._store.set(key, hello.dumps(self._secret, key).hex())
-        if not self._await_server(f"{key}/{READY}", published, number, hello):
+        self._store.set(key, handshake.dumps(self._secret, key).hex())
+        if not self._await_server(f"{key}/{READY}", published, number, handshake):
             return None
-        return meet_over_gloo(self._store, f"{key}/link", hello, self._secret, server=False, before=before)
+        return meet_over_gloo(self._store, f"{key}/link", handshake, self._secret, server=False, previous=previous)
 
-    def _await_server(self, ready: str, published: str, number: int, hello: Handshake) -> bool:
+    def _await_server(self, ready: str, published: str, number: int, handshake: Handshake) -> bool:
         """Wait until a server is ready to connect; returns False if the server was restarted meanwhile.
 
         Args:
             ready: store key that the server sets.
             published: address of the server.
             number: the server's number.
-            hello: introduction of this worker.
+            handshake: introduction of this worker.
 
         Raises:
             PeerLost: this worker's generation has ended.
@@ -100,16 +91,16 @@ class ServerLocator:
         """
         deadline = time.monotonic() + RESTART_S
         while not self._store.check([ready]):
-            _check_generation(hello)
+            _check_generation(handshake)
             if self._store.get(f"{self._prefix}/server/{number}").decode() != published:
                 return False
             if time.monotonic() >= deadline:
-                raise ServerLost(f"server {number} has not answered worker {hello.worker} within {RESTART_S:.0f} s")
+                raise ServerLost(f"server {number} has not answered worker {handshake.worker} within {RESTART_S:.0f} s")
             time.sleep(0.02)
         return True
 
 
-def _check_generation(hello: Handshake) -> None:
+def _check_generation(handshake: Handshake) -> None:
     """Raise `PeerLost` if the workers are in lockstep and their generation has ended."""
-    if hello.generation is not None:
-        membership().check(hello.generation)
+    if handshake.generation is not None:
+        membership().check(handshake.generation)

@@ -9,7 +9,7 @@ from typing import Any, final
 from torch import Tensor
 
 from fabricx.distributed.codecs import make_codec
-from fabricx.parameter_server.wire.channel import Gloo, Handshake
+from fabricx.parameter_server.wire.link import GlooLink, Handshake
 from fabricx.parameter_server.wire.partition import Shard, divide
 from fabricx.parameter_server.wire.request_channel import Channel
 from fabricx.parameter_server.worker.buffers import ExchangeBuffers, dtype_of
@@ -26,7 +26,7 @@ class VectorOptions:
         views: gradients may be views of the links' vectors; see `ExchangeBuffers`.
         tables: numbers of the parameters with sparse gradients.
         compression: compression of gradients, a key of `CODECS`; None for none.
-        back: the same for replies.
+        reply_compression: the same for replies.
         keep: see `Codec`.
     """
 
@@ -35,7 +35,7 @@ class VectorOptions:
     views: bool = False
     tables: frozenset[int] = frozenset()
     compression: str | None = None
-    back: str | None = None
+    reply_compression: str | None = None
     keep: float = 0.01
 
 
@@ -75,17 +75,19 @@ class Servers:
     def _connect(self, number: int, shard: Shard) -> ExchangeBuffers[Channel]:
         """Connect to a server."""
         options = self.options
-        hello = Handshake(self._worker, self.dtype, shard.room, None if options.sums else shard.room, self._generation)
-        link = self._locator.connect(number, hello)
+        to_worker = None if options.sums else shard.room  # a sum replaces the gradient in the same memory
+        handshake = Handshake(self._worker, self.dtype, shard.room, to_worker, self._generation)
+        link = self._locator.connect(number, handshake)
         if any(parameter.is_cuda for parameter in self.parameters):
             self._unpin.append(link.pin())
         codec = None if options.compression is None else make_codec(options.compression, keep=options.keep)
-        decoder = None if options.back is None else make_codec(options.back, keep=options.keep, feedback=False)
-        again = replace(hello, resumes=True)
-        channel = Channel(link, lambda before: self._locator.connect(number, again, before))
+        kind = options.reply_compression
+        reply_codec = None if kind is None else make_codec(kind, keep=options.keep, feedback=False)
+        again = replace(handshake, resumes=True)
+        channel = Channel(link, lambda previous: self._locator.connect(number, again, previous))
         # Gloo sends from the vector in the background, so it must not change; shared memory is read after the push.
-        views = options.views and not isinstance(link, Gloo)
-        return ExchangeBuffers(channel, shard, self.parameters, codec, views=views, back=decoder)
+        views = options.views and not isinstance(link, GlooLink)
+        return ExchangeBuffers(channel, shard, self.parameters, codec, views=views, reply_codec=reply_codec)
 
     def notify(self, number: int, message: Any) -> None:
         """Send a message that has no reply to a server.

@@ -12,7 +12,7 @@ from torch import Tensor
 from fabricx.distributed.world import World
 from fabricx.errors import ServerLost
 from fabricx.parameter_server.gradients import add_up, merge_rows
-from fabricx.parameter_server.wire.channel import LOST
+from fabricx.parameter_server.wire.link import LINK_ERRORS
 from fabricx.parameter_server.wire.messages import Push
 from fabricx.parameter_server.wire.partition import divide
 from fabricx.parameter_server.wire.shm_group import RemappableBuffer, SharedMemoryGroup
@@ -20,10 +20,10 @@ from fabricx.parameter_server.worker.buffers import (
     ExchangeBuffers,
     Filled,
     dtype_of,
-    register_grad_hooks,
     write_summed_gradients,
 )
 from fabricx.parameter_server.worker.exchange import WHOLE, Clip, Exchange, ExchangeStatistics
+from fabricx.parameter_server.worker.gradient_hooks import register_grad_hooks
 from fabricx.parameter_server.worker.remote_state import RemoteState
 
 
@@ -182,5 +182,5 @@ def detects_dead_workers() -> Iterator[None]:
     """
     try:
         yield
-    except LOST as error:
+    except LINK_ERRORS as error:
         raise ServerLost("another worker has died, and its gradients are lost") from error

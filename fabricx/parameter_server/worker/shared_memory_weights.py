@@ -61,11 +61,11 @@ class SharedWeights(Lockstep[SharedMemorySum]):
         self._stepping: list[Optimizer] = []
         self._summed = False
 
-    def begin(
+    def connect(
         self, world: World, exchange: SharedMemorySum, parameters: list[Tensor], optimizers: list[Optimizer],
         timing: PullTiming,
     ) -> None:  # fmt: skip
-        super().begin(world, exchange, parameters, optimizers, timing)
+        super().connect(world, exchange, parameters, optimizers, timing)
         self._private = [parameter.data for parameter in parameters]
         for parameter, (start, stop) in zip(parameters, _spans(parameters), strict=True):
             view = self._memory.vector[start:stop].view(parameter.shape)
@@ -77,7 +77,7 @@ class SharedWeights(Lockstep[SharedMemorySum]):
         assert self.exchange.memory is not None
         return self.exchange.memory
 
-    def starts(self, step: int, ranks: int, module: nn.Module | None) -> None:
+    def start_training(self, step: int, ranks: int, module: nn.Module | None) -> None:
         self._shard = self._divided(self.world.size)[self.world.rank]
         offsets = [start for start, _ in _spans(self.parameters)]
         packed, self._pieces = sliced(self.optimizers.optimizers, self.parameters, self._shard)
@@ -95,12 +95,12 @@ class SharedWeights(Lockstep[SharedMemorySum]):
     def _divided(self, workers: int) -> list[Shard]:
         return divide([parameter.shape for parameter in self.parameters], workers, whole=self._whole)
 
-    def end(self) -> None:
+    def disconnect(self) -> None:
         for parameter, private in zip(self.parameters, self._private, strict=True):
             private.copy_(parameter.data)
             parameter.data = private
         self._private, self._pieces = [], []
-        super().end()
+        super().disconnect()
 
     def before_step(self) -> None:
         if self._memory.private:
@@ -113,7 +113,7 @@ class SharedWeights(Lockstep[SharedMemorySum]):
 
     # -- one step ------------------------------------------------------------------------------------------------
 
-    def complete(self) -> bool:
+    def exchange_gradient(self) -> bool:
         self.before_step()  # for a worker without a sample, which has not called it
         self.exchange.meet()
         return True
@@ -161,7 +161,7 @@ class SharedWeights(Lockstep[SharedMemorySum]):
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         return None
 
-    def updated(self, step: int) -> int:
+    def finish_update(self, step: int) -> int:
         self._sum()
         self._summed = False
         self.drop_partial_gradients()

@@ -14,11 +14,14 @@ EARLIER: Final = 256  # changes of hyperparameters that are kept for late gradie
 class UpdateNumbers:
     """Numbers of updates.
 
+    A version counts global batches, and a number of an update counts updates: a global batch without a gradient
+    increases the version only. Therefore number = version - skipped.
+
     Attributes:
         version: newest version of the weights that this worker has received or made.
         skipped: versions without an update, because a global batch had no gradient.
-        pulled: updates in this worker's weights.
-        number: number of the update of the present lease's gradient.
+        pulled: number of updates in this worker's weights.
+        number: number of the update to which the gradient of the present lease belongs.
         newest: update of this worker's newest push; -1 before the first.
 
     >>> numbers = UpdateNumbers(5)
@@ -41,6 +44,19 @@ class UpdateNumbers:
         """
         self.version, self.skipped = reply.version, reply.skipped
         self.pulled = reply.version - reply.skipped
+
+    def pushed(self, *, stepped: bool, used: bool) -> int:
+        """Record the push of the present lease; returns the number of updates that include it.
+
+        Args:
+            stepped: the lease had a gradient.
+            used: the servers use the gradient.
+        """
+        if stepped and used:
+            self.newest = self.number
+        updates = self.number + stepped
+        self.version = updates + self.skipped
+        return updates
 
     def keep_earlier_groups(self, update: int, before: Groups) -> None:
         """Save hyperparameters, before schedulers step.

@@ -10,10 +10,11 @@ from typing import final
 
 from torch import Tensor
 
-from fabricx.parameter_server.wire.messages import BEGUN, Have, Pull, Reply
+from fabricx.parameter_server.wire.messages import INITIAL_HISTORY, Pull, Reply, SetReceivedWeights
 from fabricx.parameter_server.wire.request_channel import Channel
-from fabricx.parameter_server.worker.buffers import ExchangeBuffers, pieces_by_parameter, write_summed_gradients
+from fabricx.parameter_server.worker.buffers import ExchangeBuffers, write_summed_gradients
 from fabricx.parameter_server.worker.exchange import ExchangeStatistics
+from fabricx.parameter_server.worker.gradient_hooks import pieces_by_parameter
 from fabricx.parameter_server.worker.prefetch import PrefetchTask
 from fabricx.parameter_server.worker.servers import Servers
 
@@ -33,7 +34,7 @@ class WeightPulls:
     """
 
     def __init__(self, servers: Servers, statistics: ExchangeStatistics) -> None:
-        self.partial = bool(servers.options.tables) or servers.options.back is not None
+        self.partial = bool(servers.options.tables) or servers.options.reply_compression is not None
         self._servers, self._statistics = servers, statistics
         self._threads: ThreadPoolExecutor | None = None
         self._prefetches: list[PrefetchTask] = []
@@ -62,10 +63,10 @@ class WeightPulls:
             if to_train:
                 buffers.write_weights(targets, tables=False)
                 return
-            life, counts = reply.content
+            history, counts = reply.content
             buffers.write_weights(targets, tables=counts is None)
             buffers.write_changed_rows(targets, counts or {})
-            buffers.tables = life, reply.version
+            buffers.tables = history, reply.version
 
         return self._pull_all(message, write, one_by_one=one_by_one)[0]
 
@@ -178,7 +179,7 @@ class WeightPulls:
             version: number of updates made before.
         """
         for buffers in self._servers.buffers:
-            buffers.tables = BEGUN, version
+            buffers.tables = INITIAL_HISTORY, version
 
     def forget_tables(self) -> None:
         """Pull whole tables next: this worker does not have the tables with which the servers have begun."""
@@ -198,7 +199,7 @@ class WeightPulls:
         for number, weights in enumerate(received):
             if weights is not None:
                 self._servers.buffers[number].received_weights = weights
-                self._servers.notify(number, Have(weights))
+                self._servers.notify(number, SetReceivedWeights(weights))
 
     def close(self) -> None:
         """End the threads of background pulls."""

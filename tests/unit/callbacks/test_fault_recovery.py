@@ -22,7 +22,7 @@ from fabricx.errors import CopiesLost
 from fabricx.loop.boundary import advance
 from fabricx.parameter_server.server.leases import LeaseSet
 from fabricx.parameter_server.server.server import Server
-from fabricx.parameter_server.wire.messages import Ask, Open, Push
+from fabricx.parameter_server.wire.messages import OpenSection, Push, RequestLease
 from fabricx.parameter_server.worker.asynchronous import Asynchronous
 from fabricx.parameter_server.worker.dealer import LeaseDealer
 from fabricx.session.fault_tolerance import FaultTolerance
@@ -145,13 +145,13 @@ def test_a_feed_that_goes_on_from_another_place_than_training_is_noticed(
 def test_the_last_line_counts_what_each_server_has_used(second: tuple[int, ...]) -> None:
     """The second of two servers misses leases of the first server, or used a lease twice."""
     begun, _ = begin(workers=1, aggregate=False)
-    servers = [Server(1), Server(1, deals=False)]
+    servers = [Server(1), Server(1, grants=False)]
     empty = torch.empty(0)
     for server in servers:
         server.handle(0, begun, empty, empty)
-        server.handle(0, Open(0, 3), empty, empty)
+        server.handle(0, OpenSection(0, 3), empty, empty)
     for _ in range(3):
-        lease = servers[0].handle(0, Ask(0, True), empty, empty).lease
+        lease = servers[0].handle(0, RequestLease(0, True), empty, empty).lease
         servers[0].handle(0, Push(0, 1, (lease,), True), empty, empty)
     for lease in second:
         servers[1].state.ledger._received = LeaseSet()  # disables the detection of repeated gradients

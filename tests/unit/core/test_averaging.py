@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fabricx.core.averaging import AverageRule
 from fabricx.parameter_server.optimizer_parts import sliced
 from fabricx.parameter_server.server.server import Server
-from fabricx.parameter_server.wire.messages import Average, Begin, Reply, Settings, Tell
+from fabricx.parameter_server.wire.messages import ReadState, Reply, ServerInit, Settings, StartAverage
 from fabricx.parameter_server.wire.partition import divide
 from fabricx.testing.simulated_server import simulate
 
@@ -50,10 +50,12 @@ def test_a_server_averages_the_weights_of_each_update(rule: AverageRule, setting
     [shard] = divide([[5]], 1)
     copies, pieces = sliced([torch.optim.SGD([parameter], lr=0.5, momentum=0.5)], [parameter], shard)
     server = Server(3)
-    server.handle(0, Begin(Settings(workers=3, **settings), copies, pieces, shard, torch.float32, 0), NOTHING, NOTHING)
+    server.handle(
+        0, ServerInit(Settings(workers=3, **settings), copies, pieces, shard, torch.float32, 0), NOTHING, NOTHING
+    )
     watched, step = Watched(server), 5  # updates of the run before
-    server.handle(0, Average(rule, step, parameter.detach().clone()), NOTHING, NOTHING)
-    simulate(server.begun, 30, gradient, uneven, server=cast(Server, watched))
+    server.handle(0, StartAverage(rule, step, parameter.detach().clone()), NOTHING, NOTHING)
+    simulate(server.init, 30, gradient, uneven, server=cast(Server, watched))
     assert len(watched.weights) > 10
     assert torch.equal(watched.weights[-1], server.values)
 
@@ -65,11 +67,11 @@ def test_a_server_averages_the_weights_of_each_update(rule: AverageRule, setting
             wanted = weights.clone()
         else:
             wanted, updates = rule.decay * wanted + (1 - rule.decay) * weights, updates + 1
-    reply = server.handle(0, Tell("average"), NOTHING, NOTHING)
+    reply = server.handle(0, ReadState("average"), NOTHING, NOTHING)
     assert isinstance(reply, Reply)
     assert reply.content[1] == updates
     torch.testing.assert_close(reply.content[0], wanted)
 
     # One that comes later, such as from a worker that has come back, changes nothing.
-    server.handle(1, Average(rule, 0, torch.zeros(5)), NOTHING, NOTHING)
-    torch.testing.assert_close(server.handle(0, Tell("average"), NOTHING, NOTHING).content[0], wanted)
+    server.handle(1, StartAverage(rule, 0, torch.zeros(5)), NOTHING, NOTHING)
+    torch.testing.assert_close(server.handle(0, ReadState("average"), NOTHING, NOTHING).content[0], wanted)

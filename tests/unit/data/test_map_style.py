@@ -14,7 +14,7 @@ from fabricx.data import make_feed
 from fabricx.data.map_style import OrderedFeed
 from fabricx.distributed.world import World
 from fabricx.errors import RanksDisagree
-from fabricx.parameter_server.wire.messages import Granted
+from fabricx.parameter_server.wire.messages import LeaseReply
 
 DATA: Any = range(20)
 
@@ -103,7 +103,7 @@ def test_ranks_that_meet_without_a_lease_are_in_the_middle_of_a_batch() -> None:
         def ask(self, *, wait: bool) -> Any:
             lease = self.next if self.next < self.count else None
             self.next += 1
-            return Granted(lease, over=lease is None, count=self.count)
+            return LeaseReply(lease, over=lease is None, count=self.count)
 
     feed = make_feed(DataLoader(range(12), 4), World(rank=0, size=1), seed=5)
     micros = list(feed.leased(Grants(), lambda done, left: 9, 0))

@@ -15,7 +15,7 @@ import torch
 
 from fabricx.distributed import authentication
 from fabricx.distributed.authentication import AuthenticationError, accept, connect, listen, new_key
-from fabricx.parameter_server.wire.channel import Handshake
+from fabricx.parameter_server.wire.link import Handshake
 
 KEY = b"k" * 32
 

@@ -20,7 +20,8 @@ from fabricx.distributed import peers
 from fabricx.distributed.authentication import AuthenticationError
 from fabricx.distributed.world import World
 from fabricx.launch.supervisor import run_workers
-from fabricx.parameter_server.wire.channel import Handshake, meet_over_gloo
+from fabricx.parameter_server.wire.connecting import meet_over_gloo
+from fabricx.parameter_server.wire.link import Handshake
 
 LIMIT = timedelta(seconds=20)
 STRANGER = """

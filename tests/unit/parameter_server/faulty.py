@@ -19,7 +19,18 @@ from fabricx.distributed.codecs import make_codec
 from fabricx.parameter_server.optimizer_parts import sliced
 from fabricx.parameter_server.server.journal import Journal
 from fabricx.parameter_server.server.server import Server
-from fabricx.parameter_server.wire.messages import Ask, Begin, Granted, Open, Pull, Push, Reply, Settings, Tell, Turn
+from fabricx.parameter_server.wire.messages import (
+    LeaseReply,
+    OpenSection,
+    Pull,
+    Push,
+    ReadState,
+    Reply,
+    RequestLease,
+    ServerInit,
+    Settings,
+    TakeTurn,
+)
 from fabricx.parameter_server.wire.partition import Shard, divide
 
 NONE: Final = torch.empty(0)
@@ -80,14 +91,14 @@ class Faulty:
         self.faults = dict(zip(("server", "worker", "link"), faults, strict=True))
         size = 2 * leases  # of both sections
         self.shards: list[Shard] = divide([[size]] * servers, servers)
-        self.servers = [Server(workers, deals=number == 0) for number in range(servers)]
+        self.servers = [Server(workers, grants=number == 0) for number in range(servers)]
         self.journals = [self._journal(number) for number in range(servers)]
         parameters = [nn.Parameter(torch.zeros(size)) for _ in range(servers)]
         stepped = [torch.optim.SGD(parameters, lr=1.0, momentum=0.0)]
         none = torch.empty(0)
         for number, server in enumerate(self.servers):
             copies, pieces = sliced(stepped, parameters, self.shards[number])
-            begin = Begin(self.settings, None if every else copies, pieces, self.shards[number], torch.float32, 0)
+            begin = ServerInit(self.settings, None if every else copies, pieces, self.shards[number], torch.float32, 0)
             server.handle(0, begin, none, none)
             self.journals[number].snapshot_if_due(server, begin)
         self.ends: dict[int, list[End]] = {}
@@ -109,7 +120,7 @@ class Faulty:
         self.ends[worker] = [End(torch.zeros(s.size), torch.zeros(s.size)) for s in self.shards]
         for number, server in enumerate(self.servers):
             self.journals[number].record_joined(worker, resumes=False)
-            server.joined(worker)
+            server.add_worker(worker)
         self.sections[worker] = section
         self.steps[worker] = self._section(worker, section)
         self.requests[worker] = next(self.steps[worker])
@@ -119,9 +130,9 @@ class Faulty:
         servers, mine = range(len(self.servers)), []
         present = tuple(sorted(self.ends))
         for server in servers:
-            yield "send", server, Open(section, self.leases, 0, present)
+            yield "send", server, OpenSection(section, self.leases, 0, present)
         while True:
-            granted: Granted = yield "ask", 0, Ask(section, not mine)
+            granted: LeaseReply = yield "ask", 0, RequestLease(section, not mine)
             if granted.lease is None and mine:
                 yield from self._push(section, granted, mine)
                 mine = []
@@ -142,8 +153,8 @@ class Faulty:
                 mine = []
         yield "meet", 0, None
 
-    def _push(self, section: int, granted: Granted, mine: list[int]) -> Step:
-        if self.settings.orders_updates and len(self.servers) > 1 and not (yield "ask", 0, Turn()).content:
+    def _push(self, section: int, granted: LeaseReply, mine: list[int]) -> Step:
+        if self.settings.orders_updates and len(self.servers) > 1 and not (yield "ask", 0, TakeTurn()).content:
             return
         for server in range(1, len(self.servers)):
             yield "ask", server, Push(granted.clock, granted.parts, tuple(mine), confirm=True)
@@ -222,7 +233,7 @@ class Faulty:
         if sent is None:
             if not end.linked:
                 journal.record_left(worker)
-                server.left(worker)
+                server.remove_worker(worker)
             self._forget_the_dead()
             return
         if not server.repeated(worker, sent.number, sent.message):
@@ -252,7 +263,7 @@ class Faulty:
         self.log.append(f"server {number} dies")
         before = self.servers[number]
         self.journals[number].close()
-        server, journal = Server(self.settings.workers, deals=number == 0), self._journal(number)
+        server, journal = Server(self.settings.workers, grants=number == 0), self._journal(number)
         assert journal.replay(server)
         if not torn:
             assert server.version == before.version
@@ -264,7 +275,7 @@ class Faulty:
             ends[number].linked = False
             if worker not in self.steps:  # as the supervisor says
                 journal.record_left(worker)
-                server.left(worker)
+                server.remove_worker(worker)
         self._forget_the_dead()
 
     def _kill_worker(self, worker: int) -> None:
@@ -277,7 +288,7 @@ class Faulty:
                 end.queue.append(None)
             elif not end.queue:  # the supervisor says so to a server that has no link to it
                 self.journals[number].record_left(worker)
-                self.servers[number].left(worker)
+                self.servers[number].remove_worker(worker)
             end.linked = False
 
     def _forget_the_dead(self) -> None:
@@ -300,9 +311,9 @@ class Faulty:
         end.queue = deque()
         if self.rng.random() < 0.5:  # the server notices the end of the old link first
             self.journals[number].record_left(worker)
-            self.servers[number].left(worker)
+            self.servers[number].remove_worker(worker)
         self.journals[number].record_joined(worker, resumes=True)
-        self.servers[number].joined(worker, resumes=True)
+        self.servers[number].add_worker(worker, resumes=True)
         for sent in end.unanswered:
             if isinstance(sent.message, Pull):
                 sent.message.whole = True
@@ -328,7 +339,7 @@ class Faulty:
             else:
                 raise AssertionError("it never ends")
             assert self.meeting == set(self.steps), (self.log, self.requests)
-            _, numbers, count = self.servers[0].handle(0, Tell("logged", section), NONE, NONE).content["numbers"]
+            _, numbers, count = self.servers[0].handle(0, ReadState("logged", section), NONE, NONE).content["numbers"]
             assert (numbers, count) == (sum(range(self.leases)), self.leases), (self.log, numbers, count)
         for journal in self.journals:
             journal.close()

@@ -22,7 +22,7 @@ from fabricx.parameter_server.optimizer_parts import (
     sliced,
 )
 from fabricx.parameter_server.server.server import Server
-from fabricx.parameter_server.wire.messages import Begin, Push, Settings, Tell
+from fabricx.parameter_server.wire.messages import Push, ReadState, ServerInit, Settings
 from fabricx.parameter_server.wire.partition import Shard, divide
 
 SHAPES = [[3, 4], [7], [1]]
@@ -171,7 +171,7 @@ class Served:
     def begin(self, shard: Shard) -> Server:
         server = Server(1)
         packed, pieces = sliced(self.optimizers, self.weights, shard)
-        begin = Begin(Settings(1, aggregate=False), packed, pieces, shard, torch.float32, 0)
+        begin = ServerInit(Settings(1, aggregate=False), packed, pieces, shard, torch.float32, 0)
         server.handle(0, pickle.loads(pickle.dumps(begin)), torch.empty(0), torch.empty(0))
         return server
 
@@ -197,7 +197,7 @@ class Served:
                 part.copy_(server.values[start:stop].view(part.shape))
 
     def states(self) -> list[Any]:
-        answers = [server.handle(0, Tell("optimizers"), *[torch.empty(0)] * 2).content for server in self.servers]
+        answers = [server.handle(0, ReadState("optimizers"), *[torch.empty(0)] * 2).content for server in self.servers]
         load_from_servers(self.optimizers, self.weights, pickle.loads(pickle.dumps(answers)))
         return [optimizer.state_dict() for optimizer in self.optimizers]
 
@@ -324,13 +324,13 @@ def test_a_stale_gradient_moves_weights_by_a_part_of_what_it_would(name: str) ->
     def moved(*, damp: bool) -> tuple[list[Tensor], list[Any]]:
         served = Served(DAMPED[name], 1, whole=False)
         [server] = served.servers
-        server.begun.settings.damp = damp
+        server.init.settings.damp = damp
         served.steps(0, 2)
         before = server.values.clone()
         server.state.shard.version += (
             5  # others' updates, which this test leaves out: the gradient below is 5 updates old
         )
-        server.state.order.begins(0, server.version - 5)
+        server.state.order.record_pull(0, server.version - 5)
         inbox = torch.linspace(-3, 5, len(before))
         server.handle(0, Push(2, 1, (2,), groups=groups_of(nested(served.optimizers))), inbox, torch.empty(0))
         return [server.values - before], served.states()

@@ -11,7 +11,7 @@ import torch
 
 from fabricx.parameter_server.sample_ledger import SampleLedger
 from fabricx.parameter_server.server.server import Server
-from fabricx.parameter_server.wire.messages import Ask, Open, Push, Reply, Tell
+from fabricx.parameter_server.wire.messages import OpenSection, Push, ReadState, Reply, RequestLease
 from tests.unit.parameter_server.server.test_server import begin
 
 EMPTY = torch.empty(0)
@@ -46,9 +46,9 @@ def test_an_epoch_that_was_left_out_is_lost_and_one_that_is_trained_in_order_tak
 
 def train(server: Server, section: int, position: int, leases: int) -> None:
     """Train a section of leases of 2 samples each, of an epoch of 12."""
-    server.handle(0, Open(section, leases, data=(0, position, 12)), EMPTY, EMPTY)
+    server.handle(0, OpenSection(section, leases, data=(0, position, 12)), EMPTY, EMPTY)
     for _ in range(leases):
-        granted: Any = server.handle(0, Ask(section, True), EMPTY, EMPTY)
+        granted: Any = server.handle(0, RequestLease(section, True), EMPTY, EMPTY)
         low = position + 2 * granted.lease
         server.handle(0, Push(0, 1, (granted.lease,), True, samples=[(0, low, low + 2)]), EMPTY, EMPTY)
 
@@ -63,6 +63,6 @@ def test_a_section_that_begins_elsewhere_than_the_weights_are_is_seen_by_the_acc
     server.handle(0, begun, EMPTY, EMPTY)
     train(server, 0, 0, 3)
     train(server, 1, second, (12 - second) // 2)
-    counts, told = server.counts, cast(Reply, server.handle(0, Tell("samples"), EMPTY, EMPTY))
+    counts, told = server.counts, cast(Reply, server.handle(0, ReadState("samples"), EMPTY, EMPTY))
     assert (counts.dealt - counts.used, counts.repeated) == (0, 0)
     assert told.content.lost_and_repeated(1, 0) == expected

@@ -18,7 +18,7 @@ class Kept(NoProtocol):  # type: ignore[misc]
 
     restored: Any = None
 
-    def keep(self, kept: Any) -> None:
+    def load_error_feedback(self, kept: Any) -> None:
         self.restored = kept
 
 

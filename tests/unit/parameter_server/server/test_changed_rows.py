@@ -10,7 +10,7 @@ from torch import nn, optim
 
 from fabricx.parameter_server.optimizer_parts import sliced
 from fabricx.parameter_server.server.server import Server
-from fabricx.parameter_server.wire.messages import BEGUN, Begin, Pull, Push, Settings
+from fabricx.parameter_server.wire.messages import INITIAL_HISTORY, Pull, Push, ServerInit, Settings
 from fabricx.parameter_server.wire.partition import divide
 
 HEIGHT, WIDTH = 6, 2
@@ -23,7 +23,7 @@ def test_a_server_knows_which_rows_have_changed_also_when_it_was_started_again()
     packed, pieces = sliced([optimizer], [table], shard)
     server = Server(1)
     server.handle(
-        0, Begin(Settings(1, aggregate=False), packed, pieces, shard, torch.float32, 7), *[torch.empty(0)] * 2
+        0, ServerInit(Settings(1, aggregate=False), packed, pieces, shard, torch.float32, 7), *[torch.empty(0)] * 2
     )
     outbox, none = torch.zeros(shard.room), torch.empty(0)
 
@@ -36,23 +36,23 @@ def test_a_server_knows_which_rows_have_changed_also_when_it_was_started_again()
 
     def pull(since: Any) -> Any:
         reply = server.handle(0, Pull(since=since), none, outbox)
-        life, counts = reply.content
+        history, counts = reply.content
         assert sum(stop - start for start, stop in reply.spans) == 4 * (
             HEIGHT * WIDTH if counts is None else counts[0] * (1 + WIDTH)
         )
         if counts is None:
-            return (life, reply.version), outbox[: HEIGHT * WIDTH].view(HEIGHT, WIDTH)[:, 0].tolist()
+            return (history, reply.version), outbox[: HEIGHT * WIDTH].view(HEIGHT, WIDTH)[:, 0].tolist()
         ids, values = shard.rows_in(outbox, 0, counts[0])
-        return (life, reply.version), dict(zip(ids.tolist(), values[:, 0].tolist(), strict=True))
+        return (history, reply.version), dict(zip(ids.tolist(), values[:, 0].tolist(), strict=True))
 
     push([1, 4])
     push([4])
-    had, rows = pull((BEGUN, 7))
-    assert (had, rows) == ((BEGUN, 9), {1: 1.0, 4: 2.0})
+    had, rows = pull((INITIAL_HISTORY, 7))
+    assert (had, rows) == ((INITIAL_HISTORY, 9), {1: 1.0, 4: 2.0})
     push([0])
     had, rows = pull(had)
-    assert (had, rows) == ((BEGUN, 10), {0: 1.0})
-    assert pull((BEGUN, 3))[1] == [1.0, 1.0, 0.0, 0.0, 2.0, 0.0]  # a worker of an earlier beginning
+    assert (had, rows) == ((INITIAL_HISTORY, 10), {0: 1.0})
+    assert pull((INITIAL_HISTORY, 3))[1] == [1.0, 1.0, 0.0, 0.0, 2.0, 0.0]  # a worker of an earlier beginning
     snapshot = copy.deepcopy(server.snapshot())
     server = Server(1)
     server.restore(snapshot)  # as a server is that was started again

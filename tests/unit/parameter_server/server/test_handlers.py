@@ -13,11 +13,21 @@ import torch
 from fabricx.parameter_server.server.handlers import HANDLERS, READABLE
 from fabricx.parameter_server.server.server import Server
 from fabricx.parameter_server.wire import messages
-from fabricx.parameter_server.wire.messages import Ask, Begin, Close, Norm, Open, Pull, Push, Tell, Turn
+from fabricx.parameter_server.wire.messages import (
+    CloseSection,
+    OpenSection,
+    Pull,
+    Push,
+    ReadNorm,
+    ReadState,
+    RequestLease,
+    ServerInit,
+    TakeTurn,
+)
 from tests.unit.parameter_server.server.test_server import SIZE, begin
 
 NONE = torch.empty(0)
-REPLIES = {messages.Reply, messages.Granted, messages.Pushed}
+REPLIES = {messages.Reply, messages.LeaseReply, messages.PushReply}
 PARTS = {messages.Settings, messages.Counts}  # of messages
 
 
@@ -52,7 +62,16 @@ def test_an_unknown_message_is_an_error_and_waits_for_nothing(server: Server) ->
 
 def test_before_the_begin_all_other_messages_wait() -> None:
     server, (start, _) = Server(2), begin(workers=2)
-    waiting = [Pull(), Push(0, 1, (0,)), Ask(0, True), Open(0, 1), Close(0), Tell("counts"), Turn(), Norm(0, [])]
+    waiting = [
+        Pull(),
+        Push(0, 1, (0,)),
+        RequestLease(0, True),
+        OpenSection(0, 1),
+        CloseSection(0),
+        ReadState("counts"),
+        TakeTurn(),
+        ReadNorm(0, []),
+    ]
     assert not any(server.ready(1, message) for message in waiting)
     assert server.ready(1, start)
     server.handle(1, start, NONE, NONE)
@@ -60,28 +79,28 @@ def test_before_the_begin_all_other_messages_wait() -> None:
 
 
 def test_other_state_is_sent_under_each_name_of_the_message() -> None:
-    names = get_args(get_type_hints(Tell)["what"])
+    names = get_args(get_type_hints(ReadState)["name"])
     assert set(READABLE) == set(names)
     server = begun(aggregate=False)
-    content = {name: server.handle(0, Tell(name), NONE, NONE).content for name in names}
+    content = {name: server.handle(0, ReadState(name), NONE, NONE).content for name in names}
     assert torch.equal(content["weights"], server.values)
     assert content["counts"] is server.counts
-    assert content["velocity"] is content["average"] is content["lost"] is None
+    assert content["velocity"] is content["average"] is content["error_feedback"] is None
     assert content["logged"] == {}
 
 
 def test_messages_that_change_nothing_are_processed_again_and_not_replayed() -> None:
     repeatable = {kind for kind, handler in HANDLERS.items() if handler.repeatable}
-    assert repeatable == {Pull, Norm, Tell}
+    assert repeatable == {Pull, ReadNorm, ReadState}
     assert HANDLERS[Pull].journaled(Pull())
     assert not HANDLERS[Pull].journaled(Pull(dense=False, rows={0: 1}))  # rows only: no effect on the state
     journaled = {kind for kind in set(HANDLERS) - {Pull} if HANDLERS[kind].journaled(None)}
-    assert journaled == set(HANDLERS) - {Pull, Begin, Norm, Tell}
+    assert journaled == set(HANDLERS) - {Pull, ServerInit, ReadNorm, ReadState}
 
 
 def test_updates_that_are_not_held_have_no_norm() -> None:
     server = begun(aggregate=False)
     server.handle(0, Push(0, 1, (0,)), torch.zeros(SIZE), NONE)
-    assert not server.ready(0, Norm(5, [0]))  # for ever: no such update is held
+    assert not server.ready(0, ReadNorm(5, [0]))  # for ever: no such update is held
     with pytest.raises(TypeError, match="EachGradient holds no updates"):
-        server.handle(0, Norm(5, [0]), NONE, NONE)
+        server.handle(0, ReadNorm(5, [0]), NONE, NONE)

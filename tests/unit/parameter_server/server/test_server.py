@@ -14,7 +14,17 @@ from torch import Tensor, nn
 from fabricx.parameter_server.gradients import clip
 from fabricx.parameter_server.optimizer_parts import part_of, sliced
 from fabricx.parameter_server.server.server import Server
-from fabricx.parameter_server.wire.messages import Ask, Begin, Close, Granted, Leave, Open, Pull, Push, Settings
+from fabricx.parameter_server.wire.messages import (
+    CloseSection,
+    LeaseReply,
+    LeaveSection,
+    OpenSection,
+    Pull,
+    Push,
+    RequestLease,
+    ServerInit,
+    Settings,
+)
 from fabricx.parameter_server.wire.partition import divide
 from fabricx.testing.simulated_server import simulate
 
@@ -27,13 +37,13 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def begin(optimizer: str = "sgd", **settings: Any) -> tuple[Begin, Tensor]:
+def begin(optimizer: str = "sgd", **settings: Any) -> tuple[ServerInit, Tensor]:
     """Return what a server is given, and the weights that it begins with."""
     weights = torch.linspace(-1, 1, SIZE)
     parameter = nn.Parameter(weights.clone())
     [shard] = divide([[SIZE]], 1)
     copies, pieces = sliced([OPTIMIZERS[optimizer]([parameter])], [parameter], shard)
-    return Begin(Settings(**settings), copies, pieces, shard, torch.float32, 0), weights
+    return ServerInit(Settings(**settings), copies, pieces, shard, torch.float32, 0), weights
 
 
 def gradient(lease: int, weights: Tensor) -> Tensor:
@@ -167,10 +177,10 @@ def test_a_worker_does_not_wait_for_one_that_closes_the_section_instead_of_train
     def train(most: int) -> int:
         """Let worker 1 train until a message has to wait; returns the number of its leases."""
         for number in range(most):
-            if not server.ready(1, Ask(0, True)):
+            if not server.ready(1, RequestLease(0, True)):
                 return number
-            granted: Any = server.handle(1, Ask(0, True), nothing, nothing)
-            assert isinstance(granted, Granted)
+            granted: Any = server.handle(1, RequestLease(0, True), nothing, nothing)
+            assert isinstance(granted, LeaseReply)
             if granted.lease is None:
                 assert granted.over
                 assert granted.count == sum(server.counts.staleness.values()) == server.counts.used
@@ -180,27 +190,27 @@ def test_a_worker_does_not_wait_for_one_that_closes_the_section_instead_of_train
         return most
 
     if not trained:
-        server.handle(0, Close(0), nothing, nothing)
-    server.handle(1, Open(0, 20, workers=(0, 1)), nothing, nothing)
+        server.handle(0, CloseSection(0), nothing, nothing)
+    server.handle(1, OpenSection(0, 20, workers=(0, 1)), nothing, nothing)
     train(trained)
     if trained:
-        server.handle(0, Close(0), nothing, nothing)
+        server.handle(0, CloseSection(0), nothing, nothing)
     assert train(9) < 9
-    assert server.ready(1, Ask(0, True))
+    assert server.ready(1, RequestLease(0, True))
     assert server.state.ledger.leases.over
-    server.handle(1, Open(1, 20, workers=(0, 1)), nothing, nothing)
+    server.handle(1, OpenSection(1, 20, workers=(0, 1)), nothing, nothing)
     assert not server.state.ledger.leases.over
 
 
 def test_a_worker_whose_data_are_over_does_not_bound_the_clocks_of_others() -> None:
     start, _ = begin(workers=2, aggregate=False, max_staleness=0)
     server, nothing = Server(2), torch.zeros(SIZE)
-    for message in (start, Open(0, 9), Ask(0, True), Push(0, 1, (0,))):
+    for message in (start, OpenSection(0, 9), RequestLease(0, True), Push(0, 1, (0,))):
         server.handle(1, message, nothing, nothing)
-    assert not server.ready(1, Ask(0, True))
-    server.handle(0, Leave(0), nothing, nothing)
-    assert server.ready(1, Ask(0, True))
-    server.handle(1, Open(1, 9, workers=(0, 1)), nothing, nothing)
+    assert not server.ready(1, RequestLease(0, True))
+    server.handle(0, LeaveSection(0), nothing, nothing)
+    assert server.ready(1, RequestLease(0, True))
+    server.handle(1, OpenSection(1, 9, workers=(0, 1)), nothing, nothing)
     assert set(server.state.ledger.workers) == {0, 1}
 
 
@@ -293,8 +303,8 @@ def test_a_server_goes_on_from_a_snapshot_of_any_moment(settings: dict[str, Any]
         again = Server(3)
         again.restore(torch.load(io.BytesIO(moment), weights_only=False))
         for worker in range(3):  # what they had is dealt again
-            again.left(worker)
-            again.joined(worker, resumes=True)
+            again.remove_worker(worker)
+            again.add_worker(worker, resumes=True)
         finished, who, _ = simulate(start, 30, gradient, uneven, server=again)
         assert finished.version == server.version
         assert len({lease for worker in who for lease in worker.trained}) == sum(len(w.trained) for w in who)
@@ -304,10 +314,10 @@ def test_a_global_batch_without_a_gradient_is_no_update() -> None:
     start, weights = begin(workers=1, max_staleness=0)
     server, inbox, outbox = Server(1), torch.ones(SIZE), torch.empty(SIZE)
     server.handle(0, start, inbox, outbox)
-    server.handle(0, Open(0, 3), inbox, outbox)
+    server.handle(0, OpenSection(0, 3), inbox, outbox)
     replies = []
     for empty in (False, True, False):
-        granted = server.handle(0, Ask(0, True), inbox, outbox)
+        granted = server.handle(0, RequestLease(0, True), inbox, outbox)
         server.handle(0, Push(granted.clock, granted.parts, (granted.lease,), empty), inbox, outbox)
         replies.append(server.handle(0, Pull(), inbox, outbox))
     assert [(reply.version, reply.skipped) for reply in replies] == [(1, 0), (2, 1), (3, 1)]

@@ -8,7 +8,7 @@ from fabricx.parameter_server.server.update_order import UpdateOrder
 def ordered(bases: dict[int, int], bound: int = 1) -> UpdateOrder:
     order = UpdateOrder(ordered=True, bound=bound)
     for worker, version in bases.items():
-        order.begins(worker, version)
+        order.record_pull(worker, version)
     return order
 
 
@@ -22,7 +22,7 @@ def test_an_early_update_waits_for_the_gradient_that_it_would_make_too_old() -> 
     order = ordered({0: 0, 1: 1})
     assert not order.may_push(1, 1)
     assert order.may_push(0, 1)
-    assert order.pushed(0) == 0
+    assert order.record_push(0) == 0
     assert order.may_push(1, 2)
 
 
@@ -31,20 +31,20 @@ def test_a_turn_is_one_workers_until_its_gradient_has_come() -> None:
     order.take_turn(1)
     assert order.may_take_turn(1, 0)
     assert not order.may_take_turn(0, 0)
-    order.pushed(1)
+    order.record_push(1)
     assert order.may_take_turn(0, 1)
 
 
 def test_the_turn_of_a_worker_that_has_left_is_free() -> None:
     order = ordered({0: 0, 1: 0})
     order.take_turn(1)
-    order.left(1)
+    order.remove(1)
     assert order.may_take_turn(0, 0)
 
 
 def test_a_worker_that_was_away_has_no_place_and_waits_for_none() -> None:
     order = ordered({0: 1, 1: 1})  # two compute, so that a third gradient would make one of theirs too old
-    order.left(2)
+    order.remove(2)
     assert not order.has_place(2)
     assert order.may_push(2, 1)
 
@@ -54,5 +54,5 @@ def test_without_a_bound_none_waits() -> None:
     assert order.has_place(0)
     for worker in range(9):
         assert order.may_begin(worker)
-        order.begins(worker, 0)
+        order.record_pull(worker, 0)
     assert order.may_push(8, 100)

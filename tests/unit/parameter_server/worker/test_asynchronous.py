@@ -22,7 +22,7 @@ def worker(rate: float) -> tuple[Asynchronous, LeaseDealer, torch.optim.Optimize
     optimizer = torch.optim.SGD(groups, lr=rate)
     pace = Asynchronous(Settings(2))
     client: Any = SimpleNamespace(remote=SimpleNamespace(counts=lambda: [Counts(), Counts(conflicts=1)]))
-    pace.begin(SimpleNamespace(size=2), client, parameters, [optimizer], NoPulls())  # type: ignore[arg-type]
+    pace.connect(SimpleNamespace(size=2), client, parameters, [optimizer], NoPulls())  # type: ignore[arg-type]
     return pace, LeaseDealer(pace), optimizer
 
 

@@ -15,8 +15,9 @@ from fabricx.distributed.codecs import make_codec
 from fabricx.distributed.world import World
 from fabricx.errors import ServerLost
 from fabricx.parameter_server.connection import Connection
-from fabricx.parameter_server.wire.channel import NETWORK, READY, Handshake, meet_over_gloo
-from fabricx.parameter_server.wire.messages import Pushed, Settings
+from fabricx.parameter_server.wire.connecting import NETWORK, READY, meet_over_gloo
+from fabricx.parameter_server.wire.link import Handshake
+from fabricx.parameter_server.wire.messages import PushReply, Settings
 from fabricx.parameter_server.wire.partition import Shard
 from fabricx.parameter_server.worker import server_locator
 from fabricx.parameter_server.worker.buffers import ExchangeBuffers
@@ -42,8 +43,8 @@ class Refuses:
     def send(self, message: Any) -> None:
         pass
 
-    def recv(self) -> Pushed:
-        return Pushed(self.used)
+    def recv(self) -> PushReply:
+        return PushReply(self.used)
 
 
 def client_of(monkeypatch: pytest.MonkeyPatch, servers: int) -> Client:
@@ -67,21 +68,21 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Client:
 
 def test_a_gradient_that_is_not_used_changes_nothing_of_what_was_kept(client: Client) -> None:
     assert client.push([torch.arange(float(SIZE))])
-    before = client.kept[0].clone()
+    before = client.error_feedback[0].clone()
     assert before.any()
     assert not client.push([torch.ones(SIZE)], answered=True)
-    assert torch.equal(client.kept[0], before)
+    assert torch.equal(client.error_feedback[0], before)
     assert not client.push([None], answered=True)
-    assert torch.equal(client.kept[0], before)
+    assert torch.equal(client.error_feedback[0], before)
 
 
 def test_where_a_link_may_be_cut_each_server_says_whether_it_uses_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     client = client_of(monkeypatch, 2)
     client.begin(Settings(2, aggregate=False, snapshot_every=100, compression="topk", keep=0.2), None, 0)
-    before = [lost.clone() for lost in client.kept]
+    before = [lost.clone() for lost in client.error_feedback]
     assert not client.push([torch.arange(1.0, SIZE + 1)])  # its lease is another worker's since
-    assert torch.equal(client.kept[0], before[0])
-    assert client.kept[1].any()
+    assert torch.equal(client.error_feedback[0], before[0])
+    assert client.error_feedback[1].any()
 
 
 @pytest.mark.filterwarnings("ignore:the number of ranks has changed")
@@ -89,10 +90,10 @@ def test_where_a_link_may_be_cut_each_server_says_whether_it_uses_the_gradient(m
 def test_servers_go_on_with_what_workers_have_kept_only_for_as_many_workers(client: Client, own: bool) -> None:
     strategy, module = ParameterServer(compression="topk"), nn.Linear(1, 1)
     strategy._use(Connection(WorkerStep(strategy._settings, several=False, low_rank=None), client))
-    strategy._protocol.begin(World(), client, [], [], NoPulls())
+    strategy._protocol.connect(World(), client, [], [], NoPulls())
     state = {**state_of(module), "own": None, "kept": [torch.ones(SIZE)], "lost": ()}
     strategy.load_local_states([state], module, [], own=own)
-    assert bool(client.kept[0].any()) == own
+    assert bool(client.error_feedback[0].any()) == own
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:

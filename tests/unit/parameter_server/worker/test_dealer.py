@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fabricx.parameter_server.wire.messages import Granted, Reply, Settings
+from fabricx.parameter_server.wire.messages import LeaseReply, Reply, Settings
 from fabricx.parameter_server.worker.asynchronous import Asynchronous
 from fabricx.parameter_server.worker.dealer import LeaseDealer
 
@@ -19,10 +19,10 @@ class Requests:
         self.leases = leases
         self.calls: list[Any] = []
 
-    def ask(self, section: int, *, wait: bool) -> Granted:
+    def ask(self, section: int, *, wait: bool) -> LeaseReply:
         self.calls.append(("ask", wait))
         self.leases -= 1
-        return Granted(None, over=True) if self.leases < 0 else Granted(self.leases)
+        return LeaseReply(None, over=True) if self.leases < 0 else LeaseReply(self.leases)
 
     def open(self, *arguments: Any) -> None:
         self.calls.append(("open", *arguments))
@@ -57,7 +57,7 @@ def dealer(leases: int = 0, workers: int = 2, **settings: Any) -> tuple[LeaseDea
 
 def test_dealer_and_protocol_have_the_same_lease() -> None:
     leases, protocol, _ = dealer()
-    leases.lease = Granted(3)
+    leases.lease = LeaseReply(3)
     assert protocol.leases.lease is leases.lease
 
 

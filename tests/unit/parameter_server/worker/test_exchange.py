@@ -33,5 +33,5 @@ def test_a_worker_that_has_not_joined_exchanges_nothing() -> None:
     assert not exchange.push([parameter.grad])
     exchange.pull_sums(1)
     assert torch.equal(parameter.grad, torch.ones(2))
-    assert (exchange.traffic, exchange.kept, exchange.remote.counts()) == ((0, 0), [], [])
+    assert (exchange.traffic, exchange.error_feedback, exchange.remote.counts()) == ((0, 0), [], [])
     exchange.close()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fabricx.core.averaging import AverageRule
-from fabricx.parameter_server.wire.messages import Average, Counts, Reply, Tell
+from fabricx.parameter_server.wire.messages import Counts, ReadState, Reply, StartAverage
 from fabricx.parameter_server.wire.partition import divide
 from fabricx.parameter_server.worker.remote_state import RemoteState
 
@@ -25,7 +25,7 @@ def served(requests: list[Any]) -> RemoteState:
         requests.append((number, message))
         part = FLAT[bounds[number] : bounds[number + 1]]
         contents = {"weights": part, "velocity": -part, "average": (2 * part, 5), "counts": Counts(updates=number)}
-        return Reply(content=contents.get(getattr(message, "what", "")))
+        return Reply(content=contents.get(getattr(message, "name", "")))
 
     return RemoteState(PARAMETERS, SHARDS, request)
 
@@ -43,12 +43,12 @@ def test_each_server_keeps_the_average_of_its_part() -> None:
     requests: list[Any] = []
     served(requests).keep_average(AverageRule(0.5), 3, PARAMETERS)
     assert [number for number, _ in requests] == [0, 1, 2]
-    assert all(isinstance(message, Average) and message.step == 3 for _, message in requests)
+    assert all(isinstance(message, StartAverage) and message.step == 3 for _, message in requests)
     assert torch.equal(torch.cat([message.values for _, message in requests]), FLAT)
 
 
 def test_no_servers_have_no_statistics() -> None:
     none = RemoteState.none()
-    assert none.counts() == none.lost() == none.optimizers() == []
+    assert none.counts() == none.error_feedback() == none.optimizers() == []
     with pytest.raises(LookupError, match="there is no server 0"):
-        none._request(0, Tell("counts"))
+        none._request(0, ReadState("counts"))

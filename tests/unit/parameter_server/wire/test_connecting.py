@@ -18,7 +18,8 @@ import torch.distributed as dist
 from fabricx.distributed.authentication import KEY_BYTES, TAG_BYTES, tag
 from fabricx.distributed.store import PrivateStore
 from fabricx.distributed.store_server import StoreServer
-from fabricx.parameter_server.wire.channel import Handshake, LinkListener, connect, meet_over_gloo
+from fabricx.parameter_server.wire.connecting import LinkListener, connect, meet_over_gloo
+from fabricx.parameter_server.wire.link import Handshake
 
 KEY = b"k" * 32
 TO_SERVER, TO_CLIENT = "to server", "to client"
