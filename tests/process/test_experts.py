@@ -370,8 +370,12 @@ class Transformers(Model):
             "vocab_size": WORDS, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 2,
             "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 16, "num_experts": 4,
             "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 8,
-            "pad_token_id": 0, "experts_implementation": implementation,
+            "pad_token_id": 0, "experts_implementation": implementation, "shared_expert_intermediate_size": 12,
+            "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+            "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
         }  # fmt: skip
+        if kind == "DeepseekV3ForCausalLM":
+            del options["head_dim"]  # is that of its rotated features
         with quiet() as library:
             built = getattr(library, kind)
             self.net = built(built.config_class(**options))
@@ -387,8 +391,9 @@ class Transformers(Model):
 def test_mixtures_of_transformers_train_what_one_process_trains() -> None:
     kinds = [("MixtralForCausalLM", "eager"), ("MixtralForCausalLM", "grouped_mm")]
     more = [("Qwen3MoeForCausalLM", "eager"), ("Qwen2MoeForCausalLM", "batched_mm"), ("GptOssForCausalLM", "eager")]
+    more += [("DeepseekV2ForCausalLM", "eager"), ("DeepseekV3ForCausalLM", "eager")]
     modules = [functools.partial(Transformers, *kind) for kind in [*kinds, *(more if SOAK else [])]]
-    options = {"max_epochs": 1}
+    options = {"max_epochs": 5 if SOAK else 1}  # 20 or 4 updates
     alone, found = train("single", 8, options, modules), run_ranks(train, 2, ExpertMesh(), 4, options, modules)[0]
     for one, other in zip(alone, found, strict=True):  # the library rounds norms and the router to float32
         assert far(one, other) < 1e-5
