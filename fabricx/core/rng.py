@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import os
 import random
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final, final
 
 import torch
+from torch import nn
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -233,3 +235,19 @@ def random_kept() -> Iterator[None]:
         yield
     finally:
         before.restore()
+
+
+def generators_of(module: nn.Module) -> Iterator[Callable[[], object]]:
+    """Yield a function for each generator in an attribute of a module, that restores its present state.
+
+    Args:
+        module: root module; attributes of submodules are included.
+    """
+    values = {id(value): value for part in module.modules() for value in vars(part).values()}
+    for value in values.values():
+        if isinstance(value, torch.Generator):
+            yield functools.partial(value.set_state, value.get_state())
+        elif isinstance(value, random.Random):
+            yield functools.partial(value.setstate, value.getstate())
+        elif (bits := getattr(value, "bit_generator", None)) is not None and hasattr(bits, "state"):  # of numpy
+            yield functools.partial(setattr, bits, "state", bits.state)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,17 +11,19 @@ from torch import nn
 
 
 class Validation(NamedTuple):
-    """The validation step on two samples.
+    """The validation step on two samples of each loader.
 
     Attributes:
-        module: copy of the module, with its weights and the rest of its own.
-        step: of the copy; called with `args`.
-        args: two samples, and their indices.
+        module: copy of the module, with its parameters and buffers, and the rest of its own.
+        step: of the copy; called with the arguments of a loader.
+        begin: calls the hooks of the copy before the first step of a validation.
+        args: for each loader two samples, and their indices.
     """
 
     module: nn.Module
     step: Callable[..., Any]
-    args: tuple[Any, ...]
+    begin: Callable[[], None]
+    args: list[tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,9 @@ class Trial:
         samples: samples of the batch, if the data set was read; None for a batch of the loader.
         rows: samples of a batch of the run, as far as the loader tells.
         weight: returns the weight of a batch; None if that is the number of samples.
-        validation: returns the validation step; None if the run has none, or if it can't be tried.
+        validation: returns the validation step of a copy of the module, which shares its parameters, its buffers
+            and the given objects; None if the run has none, or if the module can't be copied.
+        others: returns further batches of two samples, which may differ in the number of terms of their losses.
         undisturbed: returns a context in which values of `self.log` are discarded; buffers and random numbers are
             restored at its end.
     """
@@ -45,7 +49,8 @@ class Trial:
     samples: int | None = None
     rows: int = 2
     weight: Callable[[Any], float] | None = None
-    validation: Callable[[], Validation | None] = lambda: None
+    validation: Callable[[Iterable[object]], Validation | None] = lambda shared: None
+    others: Callable[[], list[Any]] = list
 
     def run(self) -> Any:
         """Return the outputs of the step for the two samples."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
+Seed = Callable[[int], None]
 Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
@@ -39,3 +41,39 @@ def intercept(module: nn.Module, call: Call) -> Callable[[], None]:
         module.__class__ = before
 
     return restore
+
+
+def seeds_of(number: int) -> tuple[int, int]:
+    """Return the numbers of the seeds before and after a block of a pipeline; that of the begin of the step is 0.
+
+    All stages seed after the blocks that they compute, and after those of earlier stages: numbers that are drawn
+    between two blocks are the same on all stages.
+
+    Args:
+        number: number of the block.
+    """
+    return 2 * number + 1, 2 * number + 2
+
+
+@contextlib.contextmanager
+def seeded(module: nn.Module, blocks: Sequence[str], seed: Seed) -> Iterator[None]:
+    """Context in which a step in one process draws the random numbers of a pipeline with one microbatch.
+
+    Args:
+        module: root module, with all blocks.
+        blocks: names of the blocks, in the order of their calls.
+        seed: seeds random numbers, by the number of a seed.
+    """
+
+    def call(number: int, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before, after = seeds_of(number)
+        seed(before)
+        output = compute(*args, **kwargs)
+        seed(after)
+        return output
+
+    with contextlib.ExitStack() as stack:
+        for number, name in enumerate(blocks):
+            stack.callback(intercept(module.get_submodule(name), functools.partial(call, number)))
+        seed(0)
+        yield

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -15,17 +14,20 @@ from torch import Tensor, nn
 
 from fabricx.core.evaluation_mode import evaluation_mode
 from fabricx.core.loss import loss_of
+from fabricx.core.rng import seed_often
 from fabricx.distributed.point_to_point import open_channels
 from fabricx.distributed.world import World
+from fabricx.model_parallel.block_calls import seeded
 from fabricx.model_parallel.division import Division
 from fabricx.model_parallel.expert_modules import find_experts
 from fabricx.model_parallel.expert_parallel import REMEDY, ExpertParallel
 from fabricx.model_parallel.microbatches import rows_of
-from fabricx.model_parallel.trial_run import IN_PARTS, Measured, gradients_in_parts, measure
+from fabricx.model_parallel.trial_run import IN_PARTS, Measured, gradients_in_parts, measure, tolerance_of
 
 if TYPE_CHECKING:
     from fabricx.core.trial import Trial
     from fabricx.model_parallel.context_parallel import ContextParallel
+    from fabricx.model_parallel.evaluation_trial import Evaluated
     from fabricx.model_parallel.pipeline import Pipeline
     from fabricx.model_parallel.pipeline_chain import Blocks, Chain
     from fabricx.model_parallel.pipeline_cuts import Cuts
@@ -77,6 +79,7 @@ class Divider:
         self.experts: ExpertParallel | None = None
         self.division: Division | None = None
         self.plan: dict[str, Any] | None = None
+        self._evaluated: Evaluated | None = None  # values of the validation step before the division
 
     def world_changed(self, module: nn.Module, world: World) -> None:
         """Use other process groups, with the same place of this rank in the mesh; all ranks call it.
@@ -126,22 +129,69 @@ class Divider:
             layout: layout of the run that is resumed or joined.
             joins: this rank replaces a dead worker: it has no weights yet, and the other ranks don't compare with it.
         """
-        if self._world.axis("expert").size > 1:
-            self._divide_experts(module, trial, compares=not joins)
-            return
         in_stages = self._world.axis("pipeline").size > 1  # whose random numbers are not those of one process
+        chain = self._chain(module, trial, shared=not joins) if in_stages else None
         with evaluation_mode(module) if in_stages else nullcontext():
-            if in_stages and not joins:
-                self._divide_and_compare(module, trial, layout)
+            self._evaluated = None if joins else self._evaluate_whole(trial, chain)
+            if self._world.axis("expert").size > 1:
+                self._divide_experts(module, trial, compares=not joins)
+            elif chain is not None and not joins:
+                self._divide_in_stages(module, chain, trial, layout)
             else:
-                self._divide_tensors(module, trial, layout, compares=not joins)
+                self._divide_tensors(module, chain, trial, layout, compares=not joins)
+        if self._evaluated is not None:
+            self._check_evaluated(module, trial, self._evaluated)
+
+    def _evaluate_whole(self, trial: Trial, chain: Chain | None) -> Evaluated | None:
+        """Compute the validation step before the division; None without one that can be tried on all ranks."""
+        from fabricx.model_parallel.evaluation_trial import Evaluated, evaluate_whole
+
+        if chain is None:
+            found = evaluate_whole(trial)
+        else:
+            found = evaluate_whole(trial, lambda copied: seeded(copied, chain.blocks, seed_often))
+        tried = all(self._world.gather_objects(isinstance(found, Evaluated)))
+        if isinstance(found, str):
+            self._print([f"  note: validation_step is not tried before the run, since it fails: {found}"])
+        return found if tried and isinstance(found, Evaluated) else None
+
+    def _check_evaluated(self, module: nn.Module, trial: Trial, before: Evaluated) -> None:
+        """Refuse a validation step that computes other values than in one process."""
+        from fabricx.model_parallel.evaluation_trial import check_evaluated
+        from fabricx.model_parallel.trial import StepChanged
+
+        own = [self.tensor, self.context, *([] if self.experts is None else self.experts.forwards)]
+        validation = trial.validation([part for part in own if part is not None])
+        if not all(self._world.gather_objects(validation is not None)) or validation is None:
+            self._print(["  note: validation_step is not tried, since the divided module can't be copied"])
+            return
+        step, pipeline = self.sharded(validation.step), self.pipeline
+        if pipeline is not None:
+            step = functools.partial(pipeline.evaluate, step, seed=seed_often)
+        with trial.undisturbed():
+            tolerance = tolerance_of(self._dtypes(module))
+            # In 16 bits, rounding may change predictions, and with them an accuracy.
+            complete = not self._settings.half and (pipeline is None or pipeline.last)
+            difference = check_evaluated(trial, validation, step, before, tolerance, complete=complete)
+        found = [text for text in self._world.gather_objects(difference) if text]
+        if found:
+            raise StepChanged(
+                f"validation_step of the module divided by strategy={self._settings.name} computes other values: "
+                f"{found[0]}. Compute them from outputs of the model, as training_step does, or choose other layers or "
+                "blocks by plan or blocks"
+            )
+
+    def _dtypes(self, module: nn.Module) -> set[torch.dtype]:
+        """Return the data types in which the module computes."""
+        return {parameter.dtype for parameter in module.parameters()} | (
+            {torch.bfloat16} if self._settings.half else set()
+        )
 
     def _divide_tensors(
-        self, module: nn.Module, trial: Trial, layout: Mapping[str, Any], *, compares: bool = True
+        self, module: nn.Module, chain: Chain | None, trial: Trial, layout: Mapping[str, Any], *, compares: bool = True
     ) -> None:  # fmt: skip
         """Divide matrices over the tensor axis, and the sequence over the context axis or blocks over stages."""
         blocks = self._context_blocks(module, trial)
-        chain = self._chain(module, trial, shared=compares) if self._world.axis("pipeline").size > 1 else None
         gc.collect()  # graphs of the trial runs remember the shapes of whole parameters
         if self._world.axis("tensor").size > 1:
             self._divide_matrices(module, trial, layout, compares=compares)
@@ -204,17 +254,16 @@ class Divider:
         else:
             self.context.adopt(run, layout["lengths"])
 
-    def _divide_and_compare(self, module: nn.Module, trial: Trial, layout: Mapping[str, Any]) -> None:
-        """Compare loss and gradient of two samples before and after the division in stages."""
-        dtypes = {parameter.dtype for parameter in module.parameters()} | (
-            {torch.bfloat16} if self._settings.half else set()
-        )
-        before = measure(functools.partial(_gradients, trial.run), module.parameters(), _plain_norm, dtypes)
-        in_parts = measure(
-            functools.partial(gradients_in_parts, trial), module.parameters(), _plain_norm, dtypes, least=IN_PARTS
-        )
-        self._divide_tensors(module, trial, layout)
-        after = measure(functools.partial(self._staged_gradients, trial), module.parameters(), self._trial_norm, dtypes)
+    def _divide_in_stages(self, module: nn.Module, chain: Chain, trial: Trial, layout: Mapping[str, Any]) -> None:
+        """Divide a module in stages, and compare loss and gradient of two samples before and after.
+
+        Random numbers are those of a pipeline with one microbatch in both.
+        """
+        measured = functools.partial(measure, parameters=list(module.parameters()), dtypes=self._dtypes(module))
+        before = measured(functools.partial(_seeded_gradients, module, chain.blocks, trial), norm=_plain_norm)
+        changed, untried = self._compare_parts(trial, functools.partial(measured, norm=_plain_norm, least=IN_PARTS))
+        self._divide_tensors(module, chain, trial, layout)
+        after = measured(functools.partial(self._staged_gradients, trial), norm=self._trial_norm)
         if before.differs(after):
             raise ValueError(
                 f"strategy={self._settings.name} computes another model: for two samples the loss is {after.loss:.9g} "
@@ -222,9 +271,39 @@ class Divider:
                 f"{before.norm:.9g}. "
                 "Choose other blocks by blocks=CLASS or a list of names, or set pipeline=1"
             )
-        assert self.pipeline is not None
-        if self.pipeline.microbatches > 1 and not math.isnan(in_parts.loss) and in_parts.differs(before):
-            self._changed_by_parts(before, in_parts, weighted=trial.weight is not None)
+        if changed:
+            self._changed_by_parts(*changed, weighted=trial.weight is not None)
+        elif untried:
+            self._print([
+                f"  note: the loss of two samples can't be compared with the mean of both: {untried}. If it isn't the "
+                "mean over samples, define batch_weight or set microbatches=1"
+            ])  # fmt: skip
+
+    def _compare_parts(
+        self, trial: Trial, measured: Callable[[Callable[[], float]], Measured]
+    ) -> tuple[tuple[Measured, Measured] | None, str]:  # fmt: skip
+        """Compare the gradients of batches with those of their parts.
+
+        Returns:
+            the gradients of the first batch that differs, and of its parts; and why the samples can't be compared.
+        """
+        if self._microbatches == 1:
+            return None, ""
+        untried = ""
+        for number, batch in enumerate([trial.batch, *trial.others()]):
+            together, apart = gradients_in_parts(trial, batch)
+            try:
+                whole, parts = measured(together), measured(apart)
+            except Exception as error:  # such as a step that needs several samples, or a batch without a loss
+                untried = untried or ("" if number else str(error))
+                continue
+            if parts.differs(whole):
+                return (whole, parts), untried
+        return None, untried
+
+    @property
+    def _microbatches(self) -> int:
+        return self._settings.microbatches or 2 * self._world.axis("pipeline").size
 
     def _changed_by_parts(self, before: Measured, in_parts: Measured, *, weighted: bool) -> None:
         """Report a loss that is not the mean of the losses of its microbatches; an error, unless these have weights."""
@@ -276,20 +355,27 @@ class Divider:
     def _chain(self, module: nn.Module, trial: Trial, *, shared: bool) -> Chain:
         from fabricx.model_parallel.pipeline_chain import find_blocks, trace_chain
 
-        chain = trace_chain(module, find_blocks(module, self._settings.blocks, trial.run), trial.run)
+        def run() -> Any:
+            return trial.step(trial.batch, 0)
+
+        with trial.undisturbed():  # outside of the traces, in which it would use all buffers
+            chain = trace_chain(module, find_blocks(module, self._settings.blocks, run), run)
         return replace(chain, costs=self._world.broadcast_object(chain.costs)) if shared else chain  # times differ
 
     def _check_validation(self, trial: Trial, chain: Chain, cuts: Cuts) -> None:
         """Refuse a validation step that needs tensors that the stages would not have."""
         from fabricx.model_parallel.pipeline_checks import check_evaluation
 
-        validation = trial.validation()
+        validation = trial.validation([self.tensor] if self.tensor is not None else [])
         if validation is None:
             return
-        run = functools.partial(self.sharded(validation.step), *validation.args)
-        with torch.no_grad(), trial.undisturbed():
-            stages = self._world.axis("pipeline").size
-            check_evaluation(validation.module, chain, cuts, stages, "validation_step", run)
+        stages = self._world.axis("pipeline").size
+        for args in validation.args:
+            run = functools.partial(self.sharded(validation.step), *args)
+            with torch.no_grad(), trial.undisturbed():
+                if self._evaluated is not None and self._evaluated.begins:
+                    validation.begin()
+                check_evaluation(validation.module, chain, cuts, stages, "validation_step", run)
 
     def _divide_blocks(
         self, module: nn.Module, chain: Chain, layout: Mapping[str, Any], trial: Trial, *, prints: bool
@@ -301,9 +387,9 @@ class Divider:
         cuts = divide(chain.costs, stages.size * settings.virtual, chain.joined)
         if layout.get("blocks") == list(chain.blocks) and len(layout["cuts"]) == len(cuts):
             cuts = [(begin, end) for begin, end in layout["cuts"]]  # measured times would give other cuts
-        if prints:
+        if self._evaluated is not None:
             self._check_validation(trial, chain, cuts)
-        microbatches = settings.microbatches or 2 * stages.size
+        microbatches = self._microbatches
         self.pipeline = Pipeline(
             module, chain, cuts, stages, schedule=settings.schedule, microbatches=microbatches,
             virtual=settings.virtual, channels=self._channels(), weight=trial.weight,
@@ -334,7 +420,7 @@ class Divider:
         microbatches, self.pipeline.microbatches = self.pipeline.microbatches, 1
         with trial.undisturbed():
             outputs = self.pipeline.forward_backward(
-                self.sharded(trial.step), self._trial_backward, trial.batch, 0, seed=lambda number: None
+                self.sharded(trial.step), self._trial_backward, trial.batch, 0, seed=seed_often
             )
             self.pipeline.reduce_shared()
         self.pipeline.microbatches = microbatches
@@ -382,10 +468,11 @@ class Divider:
         return total_norm(parameters, *self.gradient_ranks())
 
 
-def _gradients(run: Callable[[], Any]) -> float:
-    """Compute the gradients of a step, and return its loss."""
-    loss = loss_of(run())
-    loss.backward()
+def _seeded_gradients(module: nn.Module, blocks: Sequence[str], trial: Trial) -> float:
+    """Compute the gradients of the two samples, with the random numbers of a pipeline; return the loss."""
+    with trial.undisturbed(), seeded(module, blocks, seed_often):
+        loss = loss_of(trial.step(trial.batch, 0))
+        loss.backward()
     return float(loss.detach())
 
 

@@ -88,6 +88,11 @@ class ExpertParallel:
         entries = (f"{name} ({n}): {total // self.ranks} of {total} on each" for (name, total), n in counts.items())
         return f"expert parallel on groups of {self.ranks} ranks: {'; '.join(entries)}"
 
+    @property
+    def forwards(self) -> list[Any]:
+        """Return the forwards of the divided modules, which a copy of the root module has to share."""
+        return [vars(part)["forward"] for _, part in self._expert_modules]
+
     def inside(self, name: str) -> bool:
         """Return whether a submodule is a part of the experts.
 

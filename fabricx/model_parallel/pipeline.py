@@ -89,10 +89,10 @@ class Pipeline:
         self.shared_names = {
             name: stages for name, stages in self.owners.items() if len(stages) > 1 and name not in chain.buffers
         }
-        kept = {name for name in chain.buffers if not chain.uses[name] or -1 in chain.uses[name]}
         if schedule == "zero_bubble" and any(hasattr(parameter, "full_tensor") for parameter in module.parameters()):
             raise ValueError(_ZERO_BUBBLE_FSDP)
-        placeholders.release(module, self.owners.keys() - self.own_names - kept)
+        # Buffers are small, and code that copies a module's state writes to them.
+        placeholders.release(module, self.owners.keys() - self.own_names - chain.buffers)
         self._deferred = DeferredWeights() if schedule == "zero_bubble" else None
         self._restore = [
             intercept(module.get_submodule(name), functools.partial(self._call, number))
@@ -133,8 +133,9 @@ class Pipeline:
                 it is called once with None.
             batch: the same on all stages.
             index: index of the batch.
-            seed: seeds random numbers; its argument numbers the pairs of microbatch and block. Called at the begin of
-                each step, alike on all stages, and before each block, so that dropout does not depend on the cuts.
+            seed: seeds random numbers; its argument numbers the pairs of microbatch and `seeds_of` blocks. Called at
+                the begin of each step, alike on all stages, and before and after each block, so that random numbers do
+                not depend on the cuts.
 
         Returns:
             the result of the step for the whole batch on the last stage; None on other stages.
@@ -218,10 +219,10 @@ class Pipeline:
         chunk, microbatch = action.chunk * self.world.size + self.world.rank, action.microbatch
         parts = len(keys)  # numbers below are those of steps, which begin with the same random numbers on all stages
 
-        def seed_block(number: int) -> None:
-            seed((number + 1) * parts + microbatch)
+        def seed_at(number: int) -> None:
+            seed(number * parts + microbatch)
 
-        return Pass(self.chain, self.cuts, chunk, microbatch, self._links, keys[microbatch], seed_block)
+        return Pass(self.chain, self.cuts, chunk, microbatch, self._links, keys[microbatch], seed_at)
 
     def _is_last(self, now: Pass) -> bool:
         return now.chunk == len(self.cuts) - 1

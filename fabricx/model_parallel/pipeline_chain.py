@@ -50,7 +50,7 @@ class Chain:
         costs: seconds of forward and backward of two samples: before the blocks, of each block, after the blocks.
         sizes: bytes of the parameters at each position, in the order of `costs`.
         saved: bytes per sample that autograd stores at each position, in the order of `costs`.
-        notes: differences from training in a single process, for the user.
+        notes: differences of several microbatches from training in a single process, for the user.
     """
 
     blocks: tuple[str, ...]

@@ -161,7 +161,8 @@ def describe(
             f"  stage {rank}: {blocks}; {stage.cost:.0%} of the time, weights {stage.parameters / 2**20:.1f} MiB, "
             f"memory about {stage.memory / 2**20:.1f} MiB"
         )
-    yield from (f"  note: {note}" for note in chain.notes)
+    if microbatches > 1:
+        yield from (f"  note: {note}" for note in chain.notes)
 
 
 def times_of(chain: Measured, cuts: Cuts) -> list[float]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fabricx.distributed.point_to_point import Expected, Transfers
+from fabricx.model_parallel.block_calls import seeds_of
 from fabricx.model_parallel.nested import leaves, mapped
 from fabricx.model_parallel.pipeline_chain import Chain
 from fabricx.model_parallel.pipeline_cuts import Cuts
@@ -115,7 +116,7 @@ class Pass:
         microbatch: number of the microbatch.
         links: links to the neighbouring chunks.
         key: signature of the microbatch; None if shapes are announced in each pass.
-        seed: seeds the random numbers of a block, by its number.
+        seed: seeds random numbers, by a number of `seeds_of`.
     """
 
     def __init__(
@@ -159,8 +160,11 @@ class Pass:
         """
         if not self._again:
             self._check_order(number)
+        before, after = seeds_of(number)
         if number < self._begin:
-            return self._stand_in(number, args, kwargs)
+            output = self._stand_in(number, args, kwargs)
+            self._seed(after)
+            return output
         if number == self._end:
             self._send(args, kwargs)
             self.ended = True
@@ -169,8 +173,9 @@ class Pass:
             args, kwargs = self._enter(args, kwargs)
         elif self._replaced:
             args, kwargs = mapped((args, kwargs), self._replacement)
-        self._seed(number)  # also where a checkpointed block computes again
+        self._seed(before)  # also where a checkpointed block computes again
         output = call(*args, **kwargs)
+        self._seed(after)
         if not self._again and not self._last and self._announces():
             self._outputs[number] = [_described(leaf) for _, leaf in leaves(output)]
         return output

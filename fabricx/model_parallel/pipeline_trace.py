@@ -271,7 +271,7 @@ def tracing(module: nn.Module, names: Sequence[str], *, calls_blocks: bool = Tru
         for number, name in enumerate(names):
             call = functools.partial(trace.call, number)
             stack.callback(intercept(module.get_submodule(name), call))
-        stack.enter_context(_logs(module, trace))
+        stack.enter_context(log_calls(module, trace.logged))
         stack.enter_context(trace)
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(trace.pack, lambda tensor: tensor))
         yield trace
@@ -279,17 +279,22 @@ def tracing(module: nn.Module, names: Sequence[str], *, calls_blocks: bool = Tru
 
 
 @contextlib.contextmanager
-def _logs(module: Any, trace: Trace) -> Iterator[None]:
-    """Pass the values of `self.log` and `self.log_dict` to a trace."""
+def log_calls(module: Any, logged: Callable[[str, Any], None]) -> Iterator[None]:
+    """Context in which values of `self.log` and `self.log_dict` are also passed to a function.
+
+    Args:
+        module: the user's module.
+        logged: called with the name and the value.
+    """
     before = {name: vars(module).get(name) for name in ("log", "log_dict") if callable(getattr(module, name, None))}
 
     def log(call: Callable[..., Any], name: str, value: Any, *args: Any, **options: Any) -> Any:
-        trace.logged(name, value)
+        logged(name, value)
         return call(name, value, *args, **options)
 
     def log_dict(call: Callable[..., Any], values: Mapping[str, Any], *args: Any, **options: Any) -> Any:
         for name, value in values.items():
-            trace.logged(name, value)
+            logged(name, value)
         return call(values, *args, **options)
 
     for name in before:

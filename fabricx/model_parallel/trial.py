@@ -199,13 +199,17 @@ def _leaving(name: str, record: Record, entered: list[str], whole: Callable[[Any
         for tensor in tensors:
             record.precision = max(record.precision, torch.finfo(tensor.dtype).eps)
             with torch.no_grad():
-                record.outputs.append((name, _fingerprint(whole(tensor.detach()))))
+                record.outputs.append((name, fingerprint(whole(tensor.detach()))))
 
     return hook
 
 
-def _fingerprint(tensor: Tensor) -> list[float]:
-    """Return the norm of a tensor, and projections that depend on the order of its elements."""
+def fingerprint(tensor: Tensor) -> list[float]:
+    """Return the norm of a tensor, and projections that depend on the order of its elements.
+
+    Args:
+        tensor: of any shape.
+    """
     flat = tensor.detach().reshape(-1).double()
     index = torch.arange(len(flat), dtype=torch.float64, device=flat.device)
     projections = [(flat * (index * frequency).cos()).sum() for frequency in (0.0, 1.0, 0.37)]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from fabricx.core.loss import loss_of
-from fabricx.core.rng import RandomState
 from fabricx.core.trial import Trial
-from fabricx.model_parallel.microbatches import shares, split
+from fabricx.model_parallel.batch_draws import BatchDraws
+from fabricx.model_parallel.microbatches import rows_of, shares, split
 
 # Relative differences that rounding explains, by the dtype of the weights: sums are in another order.
 TOLERANCE: Final = {torch.float64: 1e-8, torch.float32: 1e-3}
@@ -58,39 +58,57 @@ def measure(
         least: least tolerance.
     """
     trained = list(parameters)
-    loss = compute()
-    tolerance = max(least, *(TOLERANCE.get(dtype, HALF) for dtype in dtypes))
-    measured = Measured(loss, float(norm(trained)), tolerance)
-    for parameter in trained:
-        parameter.grad = None
-    return measured
+    tolerance = max(least, tolerance_of(dtypes))
+    try:
+        return Measured(compute(), float(norm(trained)), tolerance)
+    finally:
+        for parameter in trained:
+            parameter.grad = None
 
 
-def gradients_in_parts(trial: Trial) -> float:
-    """Compute the gradients of the trial's samples in two parts, as microbatches.
+def tolerance_of(dtypes: Iterable[torch.dtype]) -> float:
+    """Return the relative difference that rounding explains.
 
     Args:
-        trial: the training step on two samples.
+        dtypes: data types of the computation.
+    """
+    return max(TOLERANCE.get(dtype, HALF) for dtype in dtypes)
 
-    Returns:
-        the mean of both losses, weighted as in a pipeline. NaN if it can't be compared with the loss of the samples
-        together: the step draws random numbers, or can't be computed for a part.
+
+def gradients_in_parts(trial: Trial, batch: Any) -> tuple[Callable[[], float], Callable[[], float]]:
+    """Return functions that compute the gradients of a batch, and those of its parts as microbatches.
+
+    Each sample has the same random numbers in both. The functions return the loss, which for the parts is their mean,
+    weighted as in a pipeline.
+
+    Args:
+        trial: the training step.
+        batch: two samples, or a batch of the loader.
 
     Raises:
         ValueError: the batch can't be split.
     """
-    parts, total = split(trial.batch, 2), 0.0
-    for part, share in zip(parts, shares(parts, trial.weight), strict=True):
-        if not share:
-            continue
-        before = RandomState()
-        with trial.undisturbed():
-            try:
-                loss = loss_of(trial.step(part, 0)) * share
-            except Exception:  # such as a step that needs several samples, or a part without a loss
-                return math.nan
-            if before.differs(RandomState()):
-                return math.nan
-        loss.backward()
-        total += float(loss.detach())
-    return total
+    parts = split(batch, 2)
+    sizes = [rows_of(part) or 0 for part in parts]
+    draws = BatchDraws(sum(sizes))
+
+    def together() -> float:
+        with trial.undisturbed(), draws.record():
+            return _gradients(trial.step(batch, 0), 1.0)
+
+    def apart() -> float:
+        total, begin = 0.0, 0
+        for part, share, rows in zip(parts, shares(parts, trial.weight), sizes, strict=True):
+            if share:
+                with trial.undisturbed(), draws.replay(begin, rows):
+                    total += _gradients(trial.step(part, 0), share)
+            begin += rows
+        return total
+
+    return together, apart
+
+
+def _gradients(outputs: Any, share: float) -> float:
+    loss = loss_of(outputs) * share
+    loss.backward()
+    return float(loss.detach())

@@ -6,19 +6,24 @@ import contextlib
 import copy
 import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from fabricx.core.rng import random_kept
+from fabricx.core.rng import generators_of, random_kept
 from fabricx.core.steps import wrap_steps
 from fabricx.core.trial import Trial, Validation
 from fabricx.data.combined import CombinedLoader
 
 if TYPE_CHECKING:
     from fabricx.session.session import Session
+
+BATCHES: Final = 4  # further batches, at most
+CANDIDATES: Final = 32  # samples of which these consist
+IGNORED: Final = -100  # label without a loss, in torch and in loaders of transformers
 
 
 def trial_of(session: Session) -> Trial:
@@ -36,35 +41,51 @@ def trial_of(session: Session) -> Trial:
     samples, rows = _sizes(session.data.train_dataloader)
     undisturbed = functools.partial(_undisturbed, session)
     validation = functools.partial(_validation_of, session)
-    return Trial(step, batch, undisturbed, samples, rows, session.weigh, validation)
+    others = functools.partial(_others, session)
+    return Trial(step, batch, undisturbed, samples, rows, session.weigh, validation, others)
 
 
-def _validation_of(session: Session) -> Validation | None:
-    """Return the validation step on two samples, if it can be called before a validation begins.
+def _others(session: Session) -> list[Any]:
+    with random_kept():
+        return [session.to_device(batch, 0) for batch in other_batches(session.data.train_dataloader)]
 
-    It belongs to a copy of the module, since validation steps add to lists and metrics of the module.
+
+def _validation_of(session: Session, shared: Iterable[object]) -> Validation | None:
+    """Return the validation step on two samples of each loader; None without one, or if the module can't be copied.
+
+    It belongs to a copy of the module, since validation steps add to lists and metrics of the module. Parameters and
+    buffers are those of the module, by which a divided module finds them.
     """
-    loaders = session.data.val_dataloaders
-    loader = loaders[0] if isinstance(loaders, (list, tuple)) and session.data.several_loaders else loaders
     if not session.data.val_feeds:
         return None
-    several = session.data.several_loaders
+    several, loaders = session.data.several_loaders, session.data.val_dataloaders
+    module = session.module
     try:
         with random_kept():
-            copied = copy.deepcopy(session.module, {id(p): p for p in session.module.parameters()}).eval()
-            batch = session.to_device(two_samples(loader), 0)
-        computes = wrap_steps(copied, session.precision, several_loaders=several)["validation"]
-
-        def step(*args: Any) -> Any:
-            vars(copied).update({name: vars(session.module)[name] for name in ("_trainer", "_log_to")})
-            return computes(*args)
-
-        validation = Validation(copied, step, (batch, 0, 0) if several else (batch, 0))
-        with torch.no_grad(), _undisturbed(session):
-            validation.step(*validation.args)
-    except Exception:  # such as a step that needs a hook of the validation: errors appear in the validation itself
+            kept = (*module.parameters(), *module.buffers(), *shared)  # buffers are restored after a step
+            memo: dict[int, Any] = {id(entry): entry for entry in kept}
+            for part in module.modules():  # weights that nn.utils.spectral_norm has computed can't be copied
+                memo.update({id(v): v.detach() for v in vars(part).values() if isinstance(v, Tensor) and v.grad_fn})
+            copied = copy.deepcopy(module, memo).eval()
+            batches = [session.to_device(two_samples(part), 0) for part in (loaders if several else [loaders])]
+    except Exception:  # such as a handle of a file in the module
         return None
-    return validation
+    computes = wrap_steps(copied, session.precision, several_loaders=several)["validation"]
+
+    def attach() -> None:
+        vars(copied).update({name: vars(module)[name] for name in ("_trainer", "_log_to")})
+
+    def step(*args: Any) -> Any:
+        attach()
+        return computes(*args)
+
+    def begin() -> None:
+        attach()
+        for hook in ("on_validation_start", "on_validation_epoch_start"):
+            getattr(copied, hook)()
+
+    args = [(batch, 0, number) if several else (batch, 0) for number, batch in enumerate(batches)]
+    return Validation(copied, step, begin, args)
 
 
 def _sizes(loader: Any) -> tuple[int | None, int]:
@@ -79,6 +100,7 @@ def _sizes(loader: Any) -> tuple[int | None, int]:
 def _undisturbed(session: Session) -> Iterator[None]:
     """Context of a trial: discards logged values, and restores buffers and random numbers."""
     buffers = [(buffer, buffer.clone()) for buffer in session.module.buffers()]
+    own = [*generators_of(session.module)]
     logbook, before = session.metrics.training, vars(session.module).get("_log_to")
     session.metrics.collect(logbook)
     try:
@@ -86,8 +108,80 @@ def _undisturbed(session: Session) -> Iterator[None]:
             yield
     finally:
         session.metrics.collect(before)
+        for restore in own:
+            restore()
         for buffer, value in buffers:
             buffer.data.copy_(value)  # not counted as a change: a backward that follows may need the buffer
+
+
+def other_batches(loader: Any) -> list[Any]:
+    """Return batches for which a loss may have other numbers of terms than for `two_samples`; no state changes.
+
+    They are pairs of samples with few and many elements, such as words without padding. Pairs that the loader can't
+    collate are left out.
+
+    Args:
+        loader: loader of the training data, which `two_samples` accepts.
+    """
+    if not isinstance(loader, DataLoader):
+        if isinstance(loader, Sequence):
+            return [loader[number] for number in _spread(len(loader), BATCHES)[1:]]
+        return list(itertools.islice(iter(_copied(loader)), 1, BATCHES))
+    dataset: Any = loader.dataset
+    batched = loader.batch_size is not None or loader.batch_sampler is not None
+    count = CANDIDATES if batched else BATCHES
+    if isinstance(dataset, IterableDataset):
+        items = list(itertools.islice(iter(_copied(dataset)), count))
+    elif isinstance(dataset, Mapping) or not hasattr(dataset, "__len__"):
+        items = [dataset[key] for key in itertools.islice(iter(_copied(loader.sampler)), count)]
+    else:
+        items = [dataset[number] for number in _spread(len(dataset), count)]
+    if not batched:
+        return items[1:]
+    found = []
+    for few, many in pairs(items):
+        with contextlib.suppress(Exception):  # such as samples of different lengths, of a loader with length groups
+            found.append(loader.collate_fn([items[few], items[many]]))
+    return found
+
+
+def _spread(length: int, count: int) -> list[int]:
+    """Return positions with equal distances, from 0."""
+    return [number * length // min(length, count) for number in range(min(length, count))]
+
+
+def pairs(items: Sequence[Any]) -> list[tuple[int, int]]:
+    """Return the positions of pairs of samples whose losses may be means over different numbers of terms.
+
+    Args:
+        items: samples: nested tensors, arrays, numbers and texts.
+
+    >>> pairs([torch.tensor([5, 7, 0]), torch.tensor([5, 0, 0]), torch.tensor([5, 7, 8])])
+    [(0, 1), (1, 2)]
+    """
+    columns = zip(*(_counts(item) for item in items), strict=False)
+    extremes = [(column.index(min(column)), column.index(max(column))) for column in columns]
+    spread = [(0, len(items) // 2)]  # loaders may draw random masks
+    return [*dict.fromkeys(pair for pair in (*spread, *extremes) if pair[0] != pair[1])][:BATCHES]
+
+
+def _counts(item: Any) -> list[int]:
+    """Return counts of a sample, of which one may be the number of terms of its loss."""
+    if isinstance(item, Mapping):
+        item = list(item.values())
+    if isinstance(item, (list, tuple)) and any(isinstance(entry, (Tensor, list, tuple, Mapping)) for entry in item):
+        return [count for entry in item for count in _counts(entry)]
+    if isinstance(item, str):
+        return [len(item)]
+    try:
+        flat = torch.as_tensor(item).reshape(-1)
+    except (TypeError, ValueError, RuntimeError):
+        return []
+    if not len(flat):
+        return [0, 0, 0, 0]
+    changes = (flat != flat[-1]).nonzero()
+    padding = len(flat) - 1 - int(changes[-1]) if len(changes) else len(flat)
+    return [padding, int((flat == IGNORED).sum()), len(flat), int((flat != 0).sum())]
 
 
 def two_samples(loader: Any) -> Any:

@@ -398,13 +398,71 @@ def measured(strategy: Any, statistics: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("axis", "statistics"), [("tensor", True), ("pipeline", False)])
-def test_metric_objects_predictions_and_batch_statistics_are_those_of_one_process(axis: str, statistics: bool) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "statistics"),
+    [(Mesh(tensor=2), True), (Mesh(pipeline=2), False), (Mesh(pipeline=2, microbatches=1), True)],
+)
+def test_metric_objects_predictions_and_batch_statistics_are_those_of_one_process(
+    strategy: Mesh, statistics: bool
+) -> None:
     alone = measured("single", statistics)
-    for found in run_ranks(measured, 2, Mesh(**{axis: 2}), statistics):
+    for found in run_ranks(measured, 2, strategy, statistics):
         assert found["metrics"] == pytest.approx(alone["metrics"], rel=1e-4)  # float32
         assert torch.allclose(found["predicted"], alone["predicted"], atol=1e-4)
         assert all(torch.allclose(found["weights"][name], w, atol=1e-4) for name, w in alone["weights"].items())
+
+
+PARAMETRIZED: dict[str, Callable[[nn.Module], Any]] = {
+    "spectral": nn.utils.parametrizations.spectral_norm,
+    "weight": nn.utils.parametrizations.weight_norm,
+    "orthogonal": nn.utils.parametrizations.orthogonal,
+    "old spectral": nn.utils.spectral_norm,
+}
+
+
+class Parametrized(GPT):
+    """Some weights are computed from others."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        for block in self.blocks:
+            PARAMETRIZED[kind](block.up)
+            PARAMETRIZED[kind](block.out)
+
+
+def normalised(strategy: Any, kind: str, batch: int = 4) -> Any:
+    """Train in the present ranks; return parameters and buffers, and the validation loss."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        fx.seed_everything(3)
+        module = Parametrized(kind)
+        devices = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        trainer = fx.Trainer(devices=devices, strategy=strategy, **{**QUIET, "max_epochs": 5 if SOAK else 1})
+        data: Any = sentences(16)
+        trainer.fit(module, DataLoader(data, batch), DataLoader(data[:4], 2))
+        state: dict[str, Any] = {**module.state_dict(), "val": torch.as_tensor(trainer.callback_metrics["val"])}
+        return {n: value.full_tensor() if hasattr(value, "full_tensor") else value for n, value in state.items()}
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "data_ranks"),
+    params(
+        [(Mesh(pipeline=2, microbatches=1), 2, 1)],
+        [
+            (Mesh(tensor=2), 2, 1), (Mesh(tensor=2, pipeline=2, microbatches=1), 4, 1), (FSDP(), 2, 2),
+            (Mesh(data="fsdp", tensor=2), 4, 2), (Mesh(data="fsdp", pipeline=2, microbatches=1), 4, 2),
+        ],
+    ),
+)  # fmt: skip
+def test_normalised_weights_and_their_buffers_are_those_of_one_process(
+    strategy: Any, ranks: int, data_ranks: int
+) -> None:
+    for kind in PARAMETRIZED if SOAK else ["spectral"]:
+        alone = normalised("single", kind)
+        for found in run_ranks(normalised, ranks, strategy, kind, 4 // data_ranks):
+            assert max(float((found[name] - value).abs().max()) for name, value in alone.items()) < 1e-9, kind
 
 
 class ReadsEarlier(GPT):

@@ -18,6 +18,7 @@ from fabricx.distributed import world as worlds
 from fabricx.distributed.point_to_point import Transfers
 from fabricx.distributed.world import World
 from fabricx.errors import PeerLost
+from fabricx.model_parallel.block_calls import seeded
 from fabricx.model_parallel.microbatches import split
 from fabricx.testing import run_ranks
 from tests.process.stages import LENGTH, WIDTH, Language, batches, compute, divided, make, staged, whole
@@ -71,6 +72,22 @@ class Masking(Language):
         return super().training_step(torch.where(torch.rand(batch.shape) < 0.3, 0, batch), index)
 
 
+class Between(Language):
+    """Noise is drawn on the first stage, between two blocks, and is used in the loss, too."""
+
+    def body(self, x: Tensor, mask: Tensor) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = block(x, mask)
+            if number == 0:
+                self.noise = torch.randn(x.shape, dtype=torch.float64)
+                x = x + self.noise
+        return x
+
+    def training_step(self, batch: Tensor, index: int) -> Any:
+        outputs = super().training_step(batch, index)
+        return {"loss": outputs["loss"] + F.mse_loss(outputs["logits"][..., :WIDTH], self.noise)}
+
+
 def draw() -> dict[str, Any]:
     world()
     torch.manual_seed(5)
@@ -85,6 +102,7 @@ def draw() -> dict[str, Any]:
         "checkpointed": equal(first, gradients(make(Dropping, checkpointed=True))),
         "gpipe": equal(first, gradients(make(Dropping), schedule="gpipe")),
         "after": after, "expected": expected, "masking": gradients(make(Masking)),
+        "between": gradients(make(Between)),
     }  # fmt: skip
 
 
@@ -100,6 +118,13 @@ def test_random_numbers_are_reproducible_and_the_same_on_all_stages_before_the_b
         (module.training_step(part, 1)["loss"] / 4).backward()
     for name, parameter in module.named_parameters():
         assert torch.allclose(first["masking"][name], parameter.grad, rtol=0, atol=1e-12), name
+    module = make(Between)
+    for number, part in enumerate(split(batches(ROWS)[1], 4)):
+        seed = lambda place, number=number: torch.manual_seed(1000 + 4 * place + number)  # noqa: E731
+        with seeded(module, [f"blocks.{block}" for block in range(4)], seed):
+            (module.training_step(part, 1)["loss"] / 4).backward()
+    for name, parameter in module.named_parameters():
+        assert torch.allclose(first["between"][name], parameter.grad, rtol=0, atol=1e-12), name
 
 
 # -- steps ------------------------------------------------------------------------------------------------------------

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from fabricx.core.rng import (
     GLOBAL_SEED,
     RandomState,
+    generators_of,
     random_kept,
     reset_seed,
     seed_everything,
@@ -113,3 +115,18 @@ def test_seeds_within_a_step_are_those_of_other_seeds():
             seed(7)
             drawn.append((random.random(), np.random.rand(), torch.rand(1).item()))
         assert drawn[0] == drawn[1]
+
+
+def test_generators_of_a_module_are_restored() -> None:
+    module = nn.Sequential(nn.Module())
+    own: Any = module[0]
+    own.torch, own.numpy, own.python = torch.Generator(), np.random.default_rng(1), random.Random(1)
+
+    def draw() -> list[float]:
+        return [float(torch.rand((), generator=own.torch)), own.numpy.random(), own.python.random()]
+
+    restores = [*generators_of(module)]
+    first = draw()
+    for restore in restores:
+        restore()
+    assert draw() == first

@@ -70,3 +70,4 @@ def test_the_description_names_blocks_memory_and_notes():
     assert lines[1].startswith("  stage 0: blocks.0 to blocks.2; 50% of the time, weights 0.0 MiB")
     assert lines[2].startswith("  stage 1: blocks.3; 50% of the time")
     assert lines[-1] == "  note: batch statistics"
+    assert "note" not in "".join(describe(chain(), divide(chain().costs, 2), 2, "1f1b", 1, 1, 8))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
+from fabricx.core.rng import random_kept
 from fabricx.core.trial import Trial
+from fabricx.model_parallel.batch_draws import DifferentDraws
 from fabricx.model_parallel.trial_run import Measured, gradients_in_parts, measure
 
 
@@ -62,25 +63,51 @@ STEPS = {
 }
 
 
+def compared(step: Any, weight: Any = None) -> bool:
+    """Return whether the gradients of a batch differ from those of its parts."""
+    trial = Trial(step, (INPUTS, TARGETS), random_kept, 2, 2, weight)
+    norm = lambda parameters: nn.utils.get_total_norm([p.grad for p in parameters])  # noqa: E731
+    together, apart = (
+        measure(part, LAYER.parameters(), norm, [torch.float64]) for part in gradients_in_parts(trial, trial.batch)
+    )
+    return apart.differs(together)
+
+
 @pytest.mark.parametrize("name", STEPS)
 def test_a_loss_that_is_no_mean_over_samples_differs_in_parts(name: str) -> None:
     step, weight, differs = STEPS[name]
-    trial = Trial(step, (INPUTS, TARGETS), contextlib.nullcontext, 2, 2, weight)
-    whole = trial.run()
-    whole.backward()
-    gradient, LAYER.weight.grad = LAYER.weight.grad, None
-    loss = gradients_in_parts(trial)
-    assert (not math.isclose(loss, float(whole.detach()), rel_tol=1e-9)) is differs
-    assert (not torch.allclose(LAYER.weight.grad, gradient)) is differs
-    LAYER.zero_grad()
+    assert compared(step, weight) is differs
 
 
-def test_a_step_that_draws_random_numbers_or_needs_both_samples_is_not_compared_in_parts() -> None:
-    def noise(batch: Any, index: int) -> Tensor:
-        return (LAYER(batch[0]) - torch.randn(len(batch[0]), 3)).square().mean()
+def masked(batch: Any, share: float) -> tuple[Tensor, Tensor]:
+    noise = torch.randn(len(batch[0]), 3, dtype=torch.float64)
+    return (LAYER(batch[0] + noise) - noise).square(), torch.rand(len(batch[0]), 3) < share
 
-    def both(batch: Any, index: int) -> Tensor:
-        return (LAYER(batch[0])[1] - 1.0).square().mean()
 
-    for step in (noise, both):
-        assert math.isnan(gradients_in_parts(Trial(step, (INPUTS, TARGETS), contextlib.nullcontext)))
+RANDOM = {
+    "noise": (lambda batch, index: masked(batch, 0.5)[0].mean(), False),
+    "dropout of words": (lambda batch, index: F.dropout(LAYER(batch[0]), 0.5).square().mean(), False),
+    "mean over masked elements": (lambda batch, index: torch.masked_select(*masked(batch, 0.7)).mean(), True),
+    "a number for the batch": (lambda batch, index: LAYER(batch[0]).mean() * np.random.rand() * torch.rand(()), False),
+    "order of features": (lambda batch, index: (LAYER(batch[0]) * torch.randperm(3)).square().mean(), False),
+}
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_samples_have_the_same_random_numbers_in_a_batch_and_in_its_parts(name: str) -> None:
+    step, differs = RANDOM[name]
+    torch.manual_seed(2)  # different numbers of masked elements
+    assert compared(step) is differs
+
+
+def test_numbers_that_are_not_those_of_samples_and_a_step_for_several_samples_are_errors() -> None:
+    steps: dict[str, Any] = {
+        "in another way": lambda batch, index: LAYER(batch[0])[torch.randperm(len(batch[0]))].mean(),
+        "NumPy depend on the number": lambda batch, index: LAYER(batch[0]).mean() * np.random.rand(len(batch[0])).sum(),
+        "more random numbers": lambda batch, index: sum(LAYER(row).mean() * torch.rand(()) for row in batch[0]) / 2,
+        "out of bounds": lambda batch, index: (LAYER(batch[0])[1] - 1.0).square().mean(),
+    }
+    for said, step in steps.items():
+        with pytest.raises((DifferentDraws, IndexError), match=said):
+            compared(step)
+    assert all(parameter.grad is None for parameter in LAYER.parameters())

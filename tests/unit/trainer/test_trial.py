@@ -14,7 +14,7 @@ from fabricx.core.strategy import Traits
 from fabricx.data.combined import CombinedLoader
 from fabricx.distributed.world import World
 from fabricx.metrics.collector import Logbook
-from fabricx.trainer.trial import _undisturbed, two_samples
+from fabricx.trainer.trial import _undisturbed, other_batches, two_samples
 
 
 class Stream(IterableDataset[Any]):
@@ -43,6 +43,25 @@ def test_batches_that_exist_are_taken_as_they_are() -> None:
     batches = [torch.zeros(3), torch.ones(3)]
     assert two_samples(batches) is batches[0]
     assert two_samples(DataLoader(batches, batch_size=None)) is batches[0]  # type: ignore[arg-type]
+
+
+def test_other_batches_have_samples_with_few_and_many_words() -> None:
+    words = [torch.tensor([1, 2, 3, 4]) for _ in range(40)]
+    words[21][1:] = 0
+    loader = DataLoader([{"ids": ids, "name": "a"} for ids in words], 8)  # type: ignore[arg-type]
+    lengths = [(batch["ids"] > 0).sum(1).tolist() for batch in other_batches(loader)]
+    assert [4, 4] in lengths  # far apart: their masks may be drawn
+    assert [4, 1] in lengths or [1, 4] in lengths
+    uneven: Any = DataLoader([torch.ones(2), torch.ones(3), torch.ones(2)], 2)  # type: ignore[arg-type]
+    assert [batch.shape for batch in other_batches(uneven)] == []  # they can't be collated
+
+
+def test_other_batches_of_streams_and_of_batches_leave_the_position() -> None:
+    stream = Stream()
+    assert [batch.tolist() for batch in other_batches(DataLoader(stream, 2))] == [[0.0, 1.0]]
+    assert stream.given == 0
+    batches = [torch.full((3,), float(number)) for number in range(6)]
+    assert [float(batch[0]) for batch in other_batches(batches)] == [1.0, 3.0, 4.0]
 
 
 def test_what_cannot_be_copied_is_an_error() -> None:

@@ -1,0 +1,128 @@
+"""The trial of the validation step: it computes the same values before and after a module is divided."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from fabricx.core.trial import Trial, Validation
+from fabricx.errors import FabricxError
+from fabricx.model_parallel.nested import leaves
+from fabricx.model_parallel.pipeline_trace import log_calls
+from fabricx.model_parallel.trial import StepChanged, fingerprint
+
+NEAR_ZERO: Final = 0.01  # smaller values are compared as if they had this size
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Values of a validation step on two samples of each loader.
+
+    Attributes:
+        values: norm and projections of each value that the step returns or logs, and of each state of a metric.
+        begins: the step needs the hooks at the begin of a validation.
+    """
+
+    values: Mapping[str, list[float]]
+    begins: bool
+
+
+def evaluate_whole(
+    trial: Trial, context: Callable[[nn.Module], AbstractContextManager[Any]] = lambda module: nullcontext()
+) -> Evaluated | str | None:  # fmt: skip
+    """Compute the validation step before the module is divided.
+
+    Args:
+        trial: has the step.
+        context: called with the copy of the module; returns the context of the step.
+
+    Returns:
+        its values; the reason why it can't be computed; or None without a validation.
+    """
+    reason = ""
+    for begins in (False, True):  # without hooks if possible: they may write to loggers
+        try:
+            validation = trial.validation(())
+            if validation is None:
+                return None
+            return Evaluated(_values(trial, validation, validation.step, context, begins=begins), begins)
+        except Exception as error:  # such as a step that needs a trained model
+            reason = reason or f"{type(error).__name__}: {error}"
+    return reason
+
+
+def check_evaluated(
+    trial: Trial, validation: Validation, step: Callable[..., Any], before: Evaluated, tolerance: float, *,
+    complete: bool,
+) -> str:  # fmt: skip
+    """Compute the validation step of the divided module, and compare it with that of one process.
+
+    Args:
+        trial: the trial of `evaluate_whole`.
+        validation: of the divided module.
+        step: computes `validation.step` with all ranks.
+        before: values before the division.
+        tolerance: relative difference that rounding explains.
+        complete: this rank has all values.
+
+    Returns:
+        the difference, as text; "" without one.
+
+    Raises:
+        StepChanged: the step fails.
+    """
+    try:
+        after = _values(trial, validation, step, begins=before.begins)
+    except (ValueError, FabricxError) as error:
+        error.add_note("in the trial of validation_step")
+        raise
+    except Exception as error:
+        raise StepChanged(
+            f"validation_step fails in the divided module, and in one process it does not: {type(error).__name__}: "
+            f"{error}"
+        ) from error
+    return next(_differences(before.values, after, tolerance), "") if complete else ""
+
+
+def _differences(
+    before: Mapping[str, list[float]], after: Mapping[str, list[float]], tolerance: float
+) -> Iterator[str]:  # fmt: skip
+    for name in before.keys() ^ after.keys():
+        yield f"{name} {'is missing' if name in before else 'is not computed in one process'}"
+    for name, wanted in before.items():
+        size = max(wanted[0], NEAR_ZERO)
+        computed = after[name]
+        if len(computed) != len(wanted) or any(
+            not abs(a - b) <= tolerance * size and not (a != a and b != b)
+            for a, b in zip(wanted, computed, strict=True)
+        ):
+            yield f"{name} has the norm {computed[0]:.9g}, and {wanted[0]:.9g} in one process"
+
+
+def _values(
+    trial: Trial, validation: Validation, step: Callable[..., Any],
+    context: Callable[[nn.Module], AbstractContextManager[Any]] = lambda module: nullcontext(), *, begins: bool,
+) -> dict[str, list[float]]:  # fmt: skip
+    found: dict[str, list[float]] = {}
+
+    def add(name: str, value: Any) -> None:
+        for path, leaf in leaves(value):
+            tensor = torch.as_tensor(leaf) if isinstance(leaf, (int, float)) else leaf
+            if isinstance(tensor, Tensor) and (tensor.is_floating_point() or not isinstance(leaf, Tensor)):
+                place = name + "".join(f"[{key!r}]" for key in path)
+                found[f"{place} ({len(found)})" if place in found else place] = fingerprint(tensor)
+
+    with torch.no_grad(), trial.undisturbed(), log_calls(validation.module, lambda n, v: add(f"the logged {n!r}", v)):
+        if begins:
+            validation.begin()
+        for number, args in enumerate(validation.args):
+            with context(validation.module):
+                add(f"the output for loader {number}" if number else "the output", step(*args))
+        for name, part in validation.module.named_modules():
+            add(f"the state of {name}", getattr(part, "metric_state", None))  # of a metric of torchmetrics
+    return found

@@ -1,0 +1,141 @@
+"""Steps that a division would change are refused before the first update; steps with random numbers are compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.data import DataLoader
+
+import fabricx as fx
+from fabricx.strategies import PipelineMesh, TensorMesh
+from fabricx.testing import QUIET, run_ranks
+from tests.soak import SOAK
+
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
+WIDTH, LENGTH, IGNORED = 6, 5, -100
+
+
+class Block(nn.Module):
+    def __init__(self, always: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.always = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), always
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.dropout(F.gelu(self.up(x)), 0.3, self.always))
+
+
+class Steps(fx.Module):
+    """Classifies words; its steps are of several kinds."""
+
+    def __init__(self, training: str = "", validation: str = "") -> None:
+        super().__init__()
+        self.kinds = training, validation
+        self.inputs, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block(training == "dropout") for _ in range(2))
+        self.found: list[Any] | None = None
+
+    def forward(self, x: Tensor, noise: Tensor | float = 0.0) -> Tensor:
+        x = self.inputs(x)
+        for block in self.blocks:
+            x = block(x) + noise
+        return self.head(x)  # type: ignore[no-any-return]
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, labels = batch
+        noise = torch.randn(x.shape) if "noise" in self.kinds[0] else torch.zeros(x.shape)
+        outputs = self(x + noise)
+        if self.kinds[0] == "masks":  # a mean over other numbers of elements in each sample
+            return ((outputs - noise) * (torch.rand(len(x), LENGTH, 1) < 0.5)).square().sum() / 7
+        if self.kinds[0] == "noise":
+            return F.mse_loss(outputs, noise)
+        if self.kinds[0] == "masked mean":
+            return (outputs - x).square()[torch.rand(len(x), LENGTH) < 0.5].mean()
+        return F.cross_entropy(outputs.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+
+    def on_validation_epoch_start(self) -> None:
+        self.found = []
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        x, labels = batch
+        scale = 1.0
+        if self.kinds[1] == "number of a weight":  # of another stage
+            scale = float(self.inputs.weight.detach().abs().sum())
+        if self.kinds[1] == "list":
+            assert self.found is not None
+            self.found.append(len(x))
+        if self.kinds[1] == "list, number":
+            assert self.found is not None
+            scale = float(self.inputs.weight.detach().abs().sum())
+        loss = F.cross_entropy(self(x).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+        self.log("val", loss * scale)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Weighted(Steps):
+    def batch_weight(self, batch: tuple[Tensor, Tensor]) -> float:
+        return float((batch[1] != IGNORED).sum())
+
+
+def samples(lengths: list[int]) -> list[tuple[Tensor, Tensor]]:
+    """Return samples of which only the first words have a label."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(len(lengths), LENGTH, WIDTH, generator=generator)
+    labels = torch.randint(WIDTH, (len(lengths), LENGTH), generator=generator)
+    for label, length in zip(labels, lengths, strict=True):
+        label[length:] = IGNORED
+    return list(zip(x, labels, strict=True))
+
+
+# In `make test`; `make soak` has all.
+ALWAYS = ("fewer words later", "weights", "noise", "masked mean", "dropout", "list, number")
+EQUAL, LATER = [LENGTH] * 8, [LENGTH] * 7 + [2]  # the first samples have equally many words
+# name -> strategy, module, words of the samples, part of the message; "" for a run that begins
+CASES: dict[str, tuple[Any, Callable[[], Any], list[int], str]] = {
+    "equal samples": (PipelineMesh(), Steps, EQUAL, ""),
+    "fewer words later": (PipelineMesh(), Steps, LATER, "define batch_weight(self, batch)"),
+    "one microbatch": (PipelineMesh(microbatches=1), Steps, LATER, ""),
+    "weights": (PipelineMesh(), Weighted, LATER, ""),
+    "fewer words, tensor": (TensorMesh(), Steps, LATER, ""),
+    "noise": (PipelineMesh(), lambda: Steps("noise"), EQUAL, ""),
+    "masks": (PipelineMesh(), lambda: Steps("masks"), EQUAL, "which would change the loss"),
+    "masked mean": (PipelineMesh(), lambda: Steps("masked mean"), EQUAL, "which would change the loss"),
+    "dropout": (PipelineMesh(), lambda: Steps("dropout"), EQUAL, ""),
+    "dropout, tensor": (TensorMesh(), lambda: Steps("dropout"), EQUAL, ""),
+    "number of a weight": (PipelineMesh(), lambda: Steps("", "number of a weight"), EQUAL, "the logged 'val' has"),
+    "number of a weight, tensor": (TensorMesh(), lambda: Steps("", "number of a weight"), EQUAL, ""),
+    "list of a hook": (PipelineMesh(), lambda: Steps("", "list"), EQUAL, ""),
+    "list, number": (PipelineMesh(), lambda: Steps("", "list, number"), EQUAL, "the logged 'val' has"),
+}
+
+
+def begin(names: list[str]) -> dict[str, str]:
+    """Return the messages of runs that can't begin."""
+    found = {}
+    for name in names:
+        strategy, module, lengths, _ = CASES[name]
+        torch.manual_seed(0)
+        trainer = fx.Trainer(devices=2, strategy=strategy, **{**QUIET, "max_epochs": 1})
+        data = samples(lengths)
+        try:
+            trainer.fit(module(), DataLoader(data, 4), DataLoader(data, 4))  # type: ignore[arg-type]
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+        else:
+            found[name] = ""
+    return found
+
+
+def test_steps_that_a_division_would_change_are_refused_and_no_others() -> None:
+    names = list(CASES) if SOAK else [*ALWAYS]
+    for found in run_ranks(begin, 2, names):
+        for name in names:
+            said = CASES[name][3]
+            assert (said in found[name]) if said else not found[name], (name, found[name])
