@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import os
 import pathlib
@@ -19,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from fabricx.checkpoint import numpy_data
 from fabricx.checkpoint.archive import is_single_file
 from fabricx.checkpoint.files import MANIFEST, MARKER, SHARDS, member
 from fabricx.checkpoint.storage import Place, as_path, local_copy
@@ -31,6 +33,10 @@ _SHOWN: Final = 6  # names in an error message
 # Classes of plain data in files of Lightning. torch compares names, so Lightning is not imported.
 _PLAIN: Final[list[Any]] = [
     argparse.Namespace,
+    *numpy_data.GLOBALS,
+    datetime.date,
+    datetime.datetime,
+    datetime.timedelta,
     *((pathlib.Path, f"pathlib{part}.{kind}") for part in ("", "._local") for kind in ("PosixPath", "WindowsPath")),
     *((dict, f"{package}.AttributeDict") for package in (
         "pytorch_lightning.utilities.parsing", "lightning.fabric.utilities.data", "lightning_fabric.utilities.data",
@@ -159,14 +165,15 @@ def torch_load(path: Path, map_location: Any, *, mapped: bool = False) -> Any:
             warnings.simplefilter("ignore")  # torch describes files that it refuses
             if zipfile.is_zipfile(local):
                 check_sizes(local, os.path.getsize(local))
-            return torch.load(local, map_location=map_location, weights_only=True, mmap=mapped or None)
+            content = torch.load(local, map_location=map_location, weights_only=True, mmap=mapped or None)
+            return numpy_data.settled(content)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} was refused, and nothing in it was executed: {reason(error)}\n  only tensors and plain data are "
             "read. In the program that made the file, write them to a new file: "
             f'torch.save({{"state_dict": module.state_dict(), "hyper_parameters": {{...}}}}, "plain.ckpt")'
         ) from None
-    except (RuntimeError, EOFError, OSError, ValueError, KeyError) as error:
+    except (RuntimeError, EOFError, OSError, ValueError, LookupError, TypeError, OverflowError) as error:
         plainly = isinstance(error, (RuntimeError, OSError)) and "weights_only" not in str(error)
         detail = str(error) if plainly else reason(error)
         raise CheckpointError(

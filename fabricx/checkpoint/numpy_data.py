@@ -1,0 +1,124 @@
+"""Arrays and numbers of numpy in files of torch, read without numpy's own reconstruction.
+
+numpy's functions trust a pickle: a crafted type of array lets them take bytes of the file for addresses. The classes here
+take their places, and accept numbers, texts and times only.
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from typing import Any, Final, final
+
+import numpy as np
+
+_KINDS: Final = re.compile(r"[<>=|]?(\?|b1|[iuf][1248]|c8|c16|[SU]\d+|[mM]8)")
+
+
+@final
+class Type:
+    """In the place of `numpy.dtype`.
+
+    Args:
+        code: type code, such as "f8".
+        rest: whether it is aligned and copied, without an effect.
+    """
+
+    def __init__(self, code: Any, *rest: Any) -> None:
+        if not isinstance(code, str) or not _KINDS.fullmatch(code):
+            raise ValueError("an array of another type than numbers, texts and times")
+        self.value = np.dtype(code)
+
+    def __setstate__(self, state: Any) -> None:
+        _, order, *fields = state[:5]
+        if order not in ("<", ">", "=", "|") or any(fields):
+            raise ValueError("an array of another type than numbers, texts and times")
+        unit = state[8][1] if self.value.kind in "mM" and len(state) > 8 else None
+        if unit is not None:
+            name, count = unit[0], unit[1]
+            name = name.decode() if isinstance(name, bytes) else str(name)
+            if not name.isalpha():  # "s],O8" would add objects
+                raise ValueError("an unknown unit of time")
+            suffix = "" if name == "generic" else f"[{int(count)}{name}]"
+            self.value = np.dtype(f"{self.value.kind}8{suffix}")
+        self.value = self.value.newbyteorder(order)
+
+
+@final
+class Array:
+    """In the place of `numpy.ndarray` and of the function that creates one; `value` is the array.
+
+    Args:
+        parts: class, shape and type of an empty array, without an effect.
+    """
+
+    def __init__(self, *parts: Any) -> None:
+        self.value = np.empty(0)
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, kind, by_columns, content = state
+        if not isinstance(kind, Type) or not isinstance(content, bytes):
+            raise ValueError("an array of objects")
+        flat = np.frombuffer(content, kind.value).copy()
+        self.value = flat.reshape(tuple(map(int, shape)), order="F" if by_columns else "C")
+
+
+def scalar(kind: Any, content: Any) -> Any:
+    """Return a number of numpy, in the place of `numpy.core.multiarray.scalar`.
+
+    Args:
+        kind: its type.
+        content: its bytes.
+    """
+    if not isinstance(kind, Type) or not isinstance(content, bytes):
+        raise ValueError("an object in the place of a number of numpy")
+    return np.frombuffer(content, kind.value, count=1)[0]
+
+
+def empty(*arguments: Any) -> bytes:
+    """Return the content of an empty array, in the place of `bytes`, whose argument may be a size.
+
+    Args:
+        arguments: none.
+    """
+    if arguments:
+        raise ValueError("bytes of a stated size")
+    return b""
+
+
+GLOBALS: Final[list[Any]] = [
+    (Type, "numpy.dtype"),
+    (Array, "numpy.ndarray"),
+    (empty, "builtins.bytes"),
+    *((Array, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
+    *((scalar, f"numpy.{core}.multiarray.scalar") for core in ("core", "_core")),
+]
+
+
+def settled(content: Any) -> Any:
+    """Return content of a file with arrays and types of numpy in the places of the classes here.
+
+    Args:
+        content: of a file that was read with `GLOBALS`; its lists and dicts are changed.
+    """
+    return _settled(content, set())
+
+
+def _settled(content: Any, seen: set[int]) -> Any:
+    if isinstance(content, (Type, Array)):
+        return content.value
+    if type(content) is tuple:
+        return tuple(_settled(item, seen) for item in content)
+    if id(content) in seen:
+        return content
+    if isinstance(content, dict):
+        seen.add(id(content))
+        for name, value in content.items():
+            content[name] = _settled(value, seen)
+    elif isinstance(content, list):
+        seen.add(id(content))
+        content[:] = [_settled(item, seen) for item in content]
+    elif isinstance(content, Namespace):
+        seen.add(id(content))
+        _settled(vars(content), seen)
+    return content
