@@ -1,7 +1,7 @@
 """Arrays and numbers of numpy in files of torch, read without numpy's own reconstruction.
 
-numpy's functions trust a pickle: a crafted type of array lets them take bytes of the file for addresses. The classes here
-take their places, and accept numbers, texts and times only.
+numpy's functions trust a pickle: a crafted type of array lets them take bytes of the file for addresses. The classes
+here take their places, and accept numbers, texts and times only.
 """
 
 from __future__ import annotations
