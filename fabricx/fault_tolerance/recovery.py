@@ -50,7 +50,7 @@ class _MemberState:
     Attributes:
         progress: see `fault_tolerance.progress.progress`; empty for a replacement.
         records: per-rank state by progress, of this member or of the worker that it replaces.
-        now: per-rank state at this moment; None for a replacement.
+        now: per-rank state at the time of the contribution; None for a replacement.
         empty: (generation, records) of each rank without a worker, with the generation since which it is vacant.
     """
 
@@ -157,18 +157,20 @@ def _join_others(session: Session, ft: RankRecords, *, holds: bool) -> None:
         holds: this rank was a member before; False for a replacement.
     """
     group_member = membership()
-    writer, given_up = _let_go(session) if holds else None, None
+    writer, given_up = _abandon_batch(session) if holds else None, None
     began, step = time.monotonic(), session.state.step
-    number, unchanged, taken_over = session.world.generation, holds, -1
+    number = session.world.generation  # newest generation that this rank has tried to join
+    unchanged = holds  # no generation was tried since the interrupted batch
+    loaded = -1  # generation in which this rank has loaded the members' state; -1 for none
     point = (ft.epoch_end or ft.resume_point or session.rank_state()) if holds and ft.memory is None else None
     member, state = (_MemberState() if point is None else _current_state(session, ft, point)), None
     while True:
         generation = group_member.newer_than(number, NEWCOMER_S)
         if ft.memory is not None and unchanged and generation.whole:
             ft.memory.before_change(session, torn=ft.torn)
-        if 0 <= taken_over <= generation.settled:
+        if 0 <= loaded <= generation.settled:  # a member trains with this state: contribute the present state
             member, state = _current_state(session, ft, session.rank_state()), None
-        number, unchanged, taken_over = generation.number, False, -1
+        number, unchanged, loaded = generation.number, False, -1
         try:
             _join(session, generation)
             if writer is not None:  # all members have abandoned the checkpoint that was being written
@@ -178,8 +180,8 @@ def _join_others(session: Session, ft: RankRecords, *, holds: bool) -> None:
             if ft.memory is not None:
                 failures = roll_back(session, ft, newcomer=not holds)
             else:
-                member, state = _agree(session, ft, generation, member, point, state)
-                failures, point, taken_over = state["failures"], None, number
+                member, state = _load_most_advanced(session, ft, generation, member, point, state)
+                failures, point, loaded = state["failures"], None, number
             _connect(session, ft, generation)
             if member.records and ft.slot is not None:  # both records are needed until the generation is settled
                 ft.slot.write(*member.records[0])
@@ -218,7 +220,7 @@ def _report_lost_checkpoint(session: Session, abandoned: list[Path | None]) -> N
         session.print(text)
 
 
-def _let_go(session: Session) -> Writer | None:
+def _abandon_batch(session: Session) -> Writer | None:
     """Abandon the interrupted batch; returns the writer of an abandoned checkpoint."""
     membership().shut()
     membership().send("left", session.world.generation)
@@ -268,7 +270,7 @@ def _current_state(session: Session, ft: RankRecords, point: RankState) -> _Memb
     return _MemberState(progress(session), [(progress(session), record_of(session, point))], now)
 
 
-def _agree(
+def _load_most_advanced(
     session: Session, ft: RankRecords, generation: Generation, member: _MemberState, point: RankState | None,
     before: dict[str, Any] | None,
 ) -> tuple[_MemberState, dict[str, Any]]:  # fmt: skip

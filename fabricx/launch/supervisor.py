@@ -114,7 +114,15 @@ def _write_job(folder: Path, function: Any, arguments: tuple[Any, ...], named: M
 
 
 class _Workers:
-    """The processes of a run and their state."""
+    """The processes of a run and their state.
+
+    `rank` is the number of a process (`WorkerSpec.rank`), which it keeps: workers first, then servers, then
+    replacements and newcomers. The present rank of a worker in the process group is `_rank(worker)`.
+
+    Messages of a process: "beat" (heartbeat), `ASKED` (diagnosis), `ENDS` (reason why it ends itself), "result" (path
+    of the result), "failure" (`Failure`), and those of `ElasticController.receive`. Messages to a process: `ASKED`,
+    "died" (to servers, with the number of a worker), and those of `ElasticController.messages`.
+    """
 
     def __init__(
         self, folder: str, size: int, servers: int, serve: Callable[..., Any] | None, liveness: HeartbeatMonitor,
@@ -129,7 +137,7 @@ class _Workers:
         self._store = StoreServer(folder, key)
         self._size = size
         self._controller = None if elastic is None else ElasticController(elastic, size, failures)
-        self._results: dict[int, str] = {}
+        self._results: dict[int, str] = {}  # path of each worker's result
         self._outside: list[int] = []  # workers whose message "outside" the controller has not received yet
         self._failures: list[Failure] = []
         self._diagnoses: dict[int, Diagnosis] = {}  # answers of workers to the last request
@@ -201,27 +209,33 @@ class _Workers:
             if sentinel in ready:
                 self._receive_from_all()  # messages sent before its end; those of other ranks may have caused its end
                 self._forward_outside()
-                process = self._processes.pop(rank)
-                process.join()
-                worker_process.end_children(process)
-                self._liveness.over(rank)
-                if rank in self._results or any(failure.rank == rank for failure in self._failures):
-                    continue
-                serves = self._specs[rank].serve is not None
-                if not serves:
-                    self._store.set(death_key(rank), b"")
-                    self._notify_servers(rank)
-                death = worker_process.failure_of_end(rank, process.exitcode, self._termination_reasons.get(rank))
-                if serves and process.exitcode == 0:  # a server ends after its workers
-                    continue
-                if serves and self._controller is not None and self._specs[rank].generation < RESTARTS:
-                    self._restart_server(rank)
-                elif serves or self._controller is None or not self._controller.died(rank, death.traceback):
-                    self._failures.append(death)
-                else:
-                    self._deaths[rank] = death
-                    if process.exitcode:  # 0: it left on request
-                        self._note("death", f"{self._name(rank)}: {death.traceback}")
+                self._handle_end(rank)
+
+    def _handle_end(self, rank: int) -> None:
+        """Release a process that has ended, and decide what its end means: a result, a survived death, or a failure."""
+        process = self._processes.pop(rank)
+        process.join()
+        worker_process.end_children(process)
+        self._liveness.over(rank)
+        if rank in self._results or any(failure.rank == rank for failure in self._failures):
+            return
+        death = worker_process.failure_of_end(rank, process.exitcode, self._termination_reasons.get(rank))
+        if self._specs[rank].serve is not None:
+            if process.exitcode == 0:  # a server ends after its workers
+                return
+            if self._controller is not None and self._specs[rank].generation < RESTARTS:
+                self._restart_server(rank)
+            else:
+                self._failures.append(death)
+            return
+        self._store.set(death_key(rank), b"")
+        self._notify_servers(rank)
+        if self._controller is None or not self._controller.died(rank, death.traceback):
+            self._failures.append(death)
+            return
+        self._deaths[rank] = death
+        if process.exitcode:  # 0: it left on request
+            self._note("death", f"{self._name(rank)}: {death.traceback}")
 
     def _notify_servers(self, worker: int) -> None:
         """Notify all servers, including servers started later, of a worker's death: they reassign its batches."""
@@ -345,10 +359,10 @@ class _Workers:
         A worker ends its training only after the others have begun theirs. The controller dismisses a replacement that
         has not reported its first step when another worker ends, so that report must not be read too late.
         """
-        known = -1
-        while len(self._outside) > known:  # a pipe may have been read before a message that another worker waited for
-            known = len(self._outside)
-            if known:
+        seen = -1
+        while len(self._outside) > seen:  # a pipe may have been read before a message that another worker waited for
+            seen = len(self._outside)
+            if seen:
                 self._receive_from_all()
         for rank in self._outside:
             assert self._controller is not None
