@@ -230,6 +230,15 @@ class Division:
         if not absent:
             local.copy_(self.part_of(name, local, whole))
 
+    @torch.no_grad()
+    def from_first(self, whole: Tensor) -> None:
+        """Write the elements of the first rank that reads a weight to its copies on the others; these call it, too.
+
+        Args:
+            whole: copy of a whole tensor.
+        """
+        self.readers.broadcast(whole)
+
     def meet(self, name: str) -> None:
         """Wait for all ranks that have parts of a weight, which otherwise would wait in a collective without end.
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fabricx.core.rng import RandomState
 from fabricx.model_parallel.division import Division
 from fabricx.model_parallel.hidden_gradients import DividedGradient, HiddenGradient, hidden
 from fabricx.model_parallel.sharded_functions import AUTOGRAD, PROPERTIES, SIZES
@@ -65,6 +66,8 @@ _COPIED: Final = (
     "AveragedModel in __init__ or configure_model and update_parameters in the hook, use the callback EMA or "
     "WeightAveraging, or copy the weights: {name: value.detach().clone() for name, value in self.state_dict().items()}"
 )
+_SETS: Final = "aten.set_."  # in a message of torch
+_SET: Final = "a hook changes the memory of a weight that fsdp has sharded, by set_: use weight.copy_(values)"
 _TIED = "another tensor can't share the memory of {name}, which is divided over ranks: use copy_"
 _GRADIENTS = (
     "gradients of {name} in a hook: the weight is divided over ranks, and weight.detach() or weight.data has no "
@@ -124,9 +127,14 @@ class Gathered:
         if self.weights.version(self.weight) != self.written[0]:
             raise DividedWeight(_STALE.format(name=self.weight.name))
 
+    @property
+    def changed(self) -> bool:
+        """Return whether a function has changed the elements since they were written."""
+        return self.whole._version != self.written[1]
+
     def write(self) -> None:
         """Write the elements to the parts of all ranks, if a function has changed them."""
-        if self.whole._version != self.written[1]:
+        if self.changed:
             self.weights.write(self.weight, self.whole)
             self._note()
 
@@ -191,6 +199,8 @@ class HookWeights(TorchFunctionMode):
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         if isinstance(error, AssertionError) and _NO_COPY in str(error):
             raise DividedWeight(_COPIED) from error
+        if isinstance(error, RuntimeError) and _SETS in str(error):  # torch passes set_ to no mode
+            raise DividedWeight(_SET) from error
 
     def call(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
         """Apply a function of torch whose arguments include divided weights.
@@ -311,7 +321,12 @@ class HookWeights(TorchFunctionMode):
                 gathered[id(value)] = value, self._gather(weight)
             return gathered[id(value)][1].whole
 
+        before = RandomState()
         result = func(*tree_map(replaced, tuple(args)), **tree_map(replaced, options))
+        if self._hook and before.differs(RandomState()):  # such as nn.init: data ranks draw different numbers
+            for _, copy in gathered.values():
+                if copy.changed:
+                    self._division.from_first(copy.whole)
         for _, copy in gathered.values():
             copy.write()
         for value, copy in gathered.values():

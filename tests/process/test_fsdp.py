@@ -348,6 +348,7 @@ def changes_in_hooks() -> list[Callable[[nn.Linear], Any]]:
         lambda head: head.weight.copy_(torch.linspace(0, 1, head.weight.numel()).view(head.weight.shape)),
         lambda head: head.weight[1].mul_(2),
         lambda head: (torch.manual_seed(3), nn.init.normal_(head.weight)),
+        lambda head: nn.init.normal_(head.weight),  # with the numbers of the first rank
         lambda head: head.weight.div_(head.weight.norm()).clamp_(-0.3, 0.3),
         lambda head: head.weight.sub_(head.weight.grad, alpha=0.1),
         lambda head: setattr(head.bias, "grad", torch.ones(3)),
@@ -379,6 +380,8 @@ class ChangesWeights(fx.Module):
         self.norms += [float(self.head.weight.norm()), float(self.average.module.weight.norm())]
         if self.mistake == "copies":
             copy.deepcopy(self.head)
+        if self.mistake == "sets":
+            self.head.weight.set_(torch.zeros(3, 5))
         if self.mistake == "replaces":
             self.head.weight = nn.Parameter(self.head.weight.detach() * 2)
 
@@ -399,7 +402,7 @@ def changed_in_hooks(strategy: Any, devices: int) -> list[Any]:
     torch.manual_seed(2)
     module = ChangesWeights()
     trainer = fx.Trainer(devices=devices, strategy=strategy, **{"max_epochs": 1, **QUIET})
-    trainer.fit(module, DataLoader(layered_data(16), 2 // devices))
+    trainer.fit(module, DataLoader(layered_data(18), 2 // devices))
     return [module.norms, {name: whole(p) for name, p in module.named_parameters()}]
 
 
@@ -418,6 +421,7 @@ def test_hooks_see_and_change_whole_weights() -> None:
     [
         ("replaces", r"head\.weight was replaced by another parameter"),
         ("copies", "call AveragedModel in __init__"),
+        ("sets", r"by set_: use weight\.copy_\(values\)"),
         ("assigns", r"on_before_zero_grad assigns to parameter\.data"),
     ],
 )
