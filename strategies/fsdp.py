@@ -34,6 +34,11 @@ _NOT_GATHERED = (
     "penalty on weights, use the optimizer's weight_decay), or use strategy=ddp"
 )
 _OF_SHARDS = ("mixed torch.Tensor and DTensor", "Sharding propagation failed")  # in messages of torch
+_RELEASED = "out of bounds for storage of size 0"  # in a message of torch
+_DIFFERENTIATED_AGAIN = (
+    "{step} uses the weights of a block after they were released: torch's FSDP computes no second derivative, such as "
+    "that of a gradient penalty, through blocks that are gathered separately: use strategy=ddp"
+)
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -364,7 +369,8 @@ class FSDP(Strategy, Elastic, HidesGradients, MeasuresWaiting, ShardsWeights, Wr
         if self._unused is not None:
             self._unused.check_hooks()
         try:
-            super().backward(loss, compute)
+            with _explained("training_step"):
+                super().backward(loss, compute)
         finally:
             self._in_backward = False
         self._note("ends a backward")
@@ -475,6 +481,8 @@ def _explained(step: str) -> Iterator[None]:
     except RuntimeError as error:
         if any(text in str(error) for text in _OF_SHARDS):
             raise ValueError(_NOT_GATHERED.format(step=step)) from error
+        if _RELEASED in str(error):
+            raise ValueError(_DIFFERENTIATED_AGAIN.format(step=step)) from error
         raise
 
 

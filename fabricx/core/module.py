@@ -159,14 +159,15 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
         self.trainer.print(*args, **kwargs)
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
-        """Gather tensors of all ranks; collective.
+        """Gather tensors of all ranks that train different shares of the data; collective.
 
         Args:
             data: a tensor of shape [...], or a collection of tensors; the same shapes on every rank.
             sync_grads: propagate gradients to the rank of each part.
 
         Returns:
-            The same structure with tensors of shape [world_size, ...]; as it is, under a strategy for a single rank.
+            The same structure with tensors of shape [data ranks, ...], where a mesh has as many data ranks as its data
+            axis is long, and other strategies have `world_size`; as it is, under a strategy for a single rank.
         """
         return self.trainer.all_gather(data, sync_grads)
 

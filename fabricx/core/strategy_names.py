@@ -76,7 +76,7 @@ class StrategyNames:
         return self.world.broadcast_object(obj, src)
 
     def reduce(self, tensor: Any, group: None = None, reduce_op: str | None = "mean") -> Any:
-        """Return a tensor, reduced over all ranks.
+        """Return a tensor, reduced over all data ranks.
 
         Args:
             tensor: tensor of the same shape on each rank; other objects are returned as they are.
@@ -92,22 +92,19 @@ class StrategyNames:
             )
         if not isinstance(tensor, Tensor):
             return tensor
-        word = (reduce_op or "mean").lower()
+        word, world = (reduce_op or "mean").lower(), self.world.axis("data")
         if word in ("mean", "avg"):
-            return (
-                self.world.all_reduce(tensor.clone().to(torch.promote_types(tensor.dtype, torch.float32)))
-                / self.world.size
-            )
+            return world.all_reduce(tensor.clone().to(torch.promote_types(tensor.dtype, torch.float32))) / world.size
         if word not in ("sum", "max", "min"):
             raise ValueError(f"strategy.reduce(reduce_op={reduce_op!r}): set 'mean', 'sum', 'max' or 'min'")
-        return self.world.all_reduce(tensor.clone(), word)  # type: ignore[arg-type]
+        return world.all_reduce(tensor.clone(), word)  # type: ignore[arg-type]
 
     def all_gather(self, tensor: Tensor, group: None = None, sync_grads: bool = False) -> Tensor:
-        """Return the tensors of all ranks, shape [world_size, ...]; as it is, under a strategy for a single rank.
+        """Return the tensors of all data ranks, shape [ranks, ...]; as it is, under a strategy for a single rank.
 
         Args:
             tensor: shape [...], the same on each rank.
             group: None for all ranks.
             sync_grads: propagate gradients to the rank of each part.
         """
-        return tensor if self.traits.max_ranks == 1 else self.world.all_gather(tensor, sync_grads)
+        return tensor if self.traits.max_ranks == 1 else self.world.axis("data").all_gather(tensor, sync_grads)

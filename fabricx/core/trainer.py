@@ -177,14 +177,14 @@ class TrainerProtocol(Protocol):
         ...
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
-        """Gather tensors of all ranks.
+        """Gather tensors of all ranks that train different shares of the data.
 
         Args:
             data: nested tensors, of the same shapes on all ranks.
             sync_grads: gradients flow back to the ranks.
 
         Returns:
-            `data` with tensors of shape [world_size, ...]; as it is, under a strategy for a single rank.
+            `data` with tensors of shape [data ranks, ...]; as it is, under a strategy for a single rank.
         """
         ...
 

@@ -477,14 +477,14 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
                 (bar.print if bar is not None else print)(*args, **kwargs)
 
     def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
-        """Gather tensors from all ranks.
+        """Gather tensors from all ranks that train different shares of the data.
 
         Args:
             data: a tensor, or nested collections of tensors.
             sync_grads: whether gradients flow back to the ranks.
 
         Returns:
-            `data`, with each tensor of shape [...] replaced by a tensor of shape [world_size, ...]; as it is, under a
+            `data`, with each tensor of shape [...] replaced by a tensor of shape [data ranks, ...]; as it is, under a
             strategy for a single rank.
 
         Raises:
@@ -495,7 +495,8 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         if self.strategy.traits.max_ranks == 1:
             return data
         check_users_collective()
-        return apply_to_collection(data, Tensor, lambda item: self.world.all_gather(item, sync_grads))
+        data_ranks = self.world.axis("data")  # of a pipeline, only the last stage ends the training step
+        return apply_to_collection(data, Tensor, lambda item: data_ranks.all_gather(item, sync_grads))
 
     def manual_backward(self, loss: Tensor, *args: Any, **options: Any) -> None:
         """Compute gradients in manual optimization.

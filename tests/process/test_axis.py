@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import fabricx as fx
 from fabricx.distributed import world as worlds
 from fabricx.distributed.world import World
-from fabricx.strategies import DDP, LocalSGD, Reproducible, Single
+from fabricx.strategies import DDP, FSDP, LocalSGD, Mesh, Reproducible, Single
 from fabricx.testing import QUIET, LayeredModule, layered_data, run_ranks
 
 
@@ -81,3 +83,42 @@ def test_strategies_reduce_over_the_ranks_along_the_data_axis_only() -> None:
         for rank in range(4):
             assert four[rank]["weights"] == pair[0]["weights"], (type(strategy).__name__, rank)
             assert four[rank]["metrics"] == pair[0]["metrics"]
+
+
+class Contrasts(fx.Module):
+    """Compares each sample with all samples of the global batch, which ranks gather."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)).double()
+
+    def training_step(self, batch: Any) -> Tensor:
+        inputs, numbers = batch
+        outputs = self.layers(inputs)
+        everyone = self.all_gather({"outputs": outputs, "numbers": numbers}, sync_grads=True)
+        of_all, own = everyone["outputs"].reshape(-1, 4), self.all_gather(numbers).reshape(-1)
+        places = (numbers[:, None] == own).int().argmax(1)
+        return nn.functional.cross_entropy(outputs @ of_all.T, places)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.5)
+
+
+def contrast(strategy: Any, ranks: int, batch: int) -> dict[str, Tensor]:
+    fx.seed_everything(3)
+    module = Contrasts()
+    samples = torch.randn(24, 6, generator=torch.Generator().manual_seed(0)).double()
+    loader = DataLoader(TensorDataset(samples, torch.arange(24)), batch)
+    fx.Trainer(devices=ranks, strategy=strategy, max_epochs=3, **QUIET).fit(module, loader)
+    return {name: weight.detach().clone() for name, weight in module.named_parameters()}
+
+
+@pytest.mark.usefixtures("warm_ranks")
+def test_all_gather_has_each_sample_of_the_global_batch_once() -> None:
+    wanted = contrast("single", 1, 8)
+    for strategy, ranks, shares in (
+        (DDP(), 2, 2), (FSDP(), 2, 2), (Mesh(tensor=2), 2, 1), (Mesh(pipeline=2, microbatches=1), 2, 1),
+        (Mesh(tensor=2, data="fsdp"), 4, 2), (Mesh(pipeline=2, microbatches=1, data="ddp"), 4, 2),
+    ):  # fmt: skip
+        found = contrast(strategy, ranks, 8 // shares)
+        assert all(torch.allclose(found[name], w, rtol=0, atol=1e-12) for name, w in wanted.items()), strategy

@@ -429,3 +429,28 @@ def test_mistakes_of_hooks_are_errors(mistake: str, message: str) -> None:
     trainer = fx.Trainer(devices=2, strategy=FSDP(), **{"max_epochs": 1, **QUIET})
     with pytest.raises(WorkerFailed, match=message):
         trainer.fit(ChangesWeights(mistake), DataLoader(layered_data(16), 1))
+
+
+class Penalised(Layers):
+    """Adds a term to the loss, by name."""
+
+    term = "weights"
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if self.term == "weights":
+            return loss + sum(weight.pow(2).sum() for weight in self.parameters())
+        inputs = batch[0].clone().requires_grad_()
+        [slope] = torch.autograd.grad(self(inputs).sum(), inputs, create_graph=True)
+        return loss + slope.pow(2).mean()
+
+
+@pytest.mark.parametrize(
+    ("term", "message"), [("weights", "Call the submodule instead of reading"), ("slope", "no second derivative")]
+)
+def test_terms_of_the_loss_that_shards_cant_give_are_explained(term: str, message: str) -> None:
+    module = Penalised()
+    module.term = term
+    with pytest.raises(WorkerFailed, match=rf"training_step (?s:.*){message}(?s:.*)strategy=ddp"):
+        fx.Trainer(devices=2, strategy=FSDP(wrap=["Linear"]), max_epochs=1, **QUIET).fit(module, loader(3))
+    fx.Trainer(devices=2, strategy=DDP(), max_epochs=1, **QUIET).fit(module, loader(3))
