@@ -1,7 +1,7 @@
-"""Arrays and numbers of numpy in files of torch, read without numpy's own reconstruction.
+"""Reads numpy arrays and scalars in files of torch without numpy's own reconstruction.
 
-numpy's functions trust a pickle: a crafted type of array lets them take bytes of the file for addresses. The classes
-here take their places, and accept numbers, texts and times only.
+numpy's functions trust a pickle: with a crafted dtype they read bytes of the file as addresses. The replacements here
+accept numbers, texts and times only.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _KINDS: Final = re.compile(r"[<>=|]?(\?|b1|[iuf][1248]|c8|c16|[SU]\d+|[mM]8)")
 
 @final
 class Type:
-    """In the place of `numpy.dtype`.
+    """Replaces `numpy.dtype`.
 
     Args:
         code: type code, such as "f8".
-        rest: whether it is aligned and copied, without an effect.
+        rest: alignment and copying, which are ignored.
     """
 
     def __init__(self, code: Any, *rest: Any) -> None:
@@ -46,10 +46,10 @@ class Type:
 
 @final
 class Array:
-    """In the place of `numpy.ndarray` and of the function that creates one; `value` is the array.
+    """Replaces `numpy.ndarray` and the function that creates arrays; `value` is the array.
 
     Args:
-        parts: class, shape and type of an empty array, without an effect.
+        parts: class, shape and type of an empty array, which are ignored.
     """
 
     def __init__(self, *parts: Any) -> None:
@@ -64,19 +64,19 @@ class Array:
 
 
 def scalar(kind: Any, content: Any) -> Any:
-    """Return a number of numpy, in the place of `numpy.core.multiarray.scalar`.
+    """Return a numpy scalar; replaces `numpy.core.multiarray.scalar`.
 
     Args:
-        kind: its type.
-        content: its bytes.
+        kind: dtype.
+        content: bytes of the scalar.
     """
     if not isinstance(kind, Type) or not isinstance(content, bytes):
-        raise ValueError("an object in the place of a number of numpy")
+        raise ValueError("a numpy scalar that is no number, text or time")
     return np.frombuffer(content, kind.value, count=1)[0]
 
 
 def empty(*arguments: Any) -> bytes:
-    """Return the content of an empty array, in the place of `bytes`, whose argument may be a size.
+    """Return the content of an empty array; replaces `bytes`, whose argument may be a size.
 
     Args:
         arguments: none.
@@ -96,10 +96,10 @@ GLOBALS: Final[list[Any]] = [
 
 
 def settled(content: Any) -> Any:
-    """Return content of a file with arrays and types of numpy in the places of the classes here.
+    """Return the content of a file with numpy arrays and dtypes instead of the replacements.
 
     Args:
-        content: of a file that was read with `GLOBALS`; its lists and dicts are changed.
+        content: read with `GLOBALS`; lists and dicts are changed in place.
     """
     return _settled(content, set())
 
