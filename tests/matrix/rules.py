@@ -47,7 +47,7 @@ ELSEWHERE = ("ps", "bounded", "async", "rounds", "local_sgd")  # no rank has the
 APART = UNEQUAL_PACE  # ranks go at their own pace
 DIVIDES = {*TOGETHER_RANKS, "expert"}  # a rank has a part of some weights
 TRIAL_STEPS = 6  # calls of the training step before a mesh divides a module, at most
-_MICROBATCHES = 15  # calls of a pipeline until the first update, with those of the trial
+_MICROBATCHES = 27  # calls of a pipeline until the first update: 12 are of the trial, for four other pairs of samples
 REFUSALS = (
     Refusal(
         lambda c: c.manual and c.way == "ddp-static" and c.ranks > 1,
@@ -331,7 +331,7 @@ REFUSALS = (
         lambda c: c.loop == "no-loss" and c.way == "pipeline",
         "returned None after it has called the model",
         "Other stages have computed the batch already. Return None before the model is called, or a loss of zero.",
-        steps=24,  # a batch without a loss comes later
+        steps=_MICROBATCHES + 9,  # a batch without a loss comes later
     ),
     Refusal(
         lambda c: c.save in WITHIN_STEP,
