@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, Final
 
 from torch.utils import checkpoint
+
+_FORMER: Final = checkpoint._checkpoint_without_reentrant_generator.__name__
+_GENERATOR: Final = f"{_FORMER}_impl" if hasattr(checkpoint, f"{_FORMER}_impl") else _FORMER  # from torch 2.14 on
+_SIGNATURE: Final = inspect.signature(getattr(checkpoint, _GENERATOR))
 
 
 @contextmanager
@@ -18,23 +23,24 @@ def recomputing(again: Callable[[], AbstractContextManager[Any]]) -> Iterator[No
         again: called in the forward of each checkpointed part; returns the context of the recomputation, which
             happens outside of the step.
     """
-    original = checkpoint._checkpoint_without_reentrant_generator
+    original = getattr(checkpoint, _GENERATOR)
 
     def contexts(context_fn: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
         forward, recomputation = context_fn()
         return forward, _both(again(), recomputation)
 
-    def generator(
-        fn: Any, preserve_rng_state: bool = True, context_fn: Any = checkpoint.noop_context_fn, *args: Any,
-        **options: Any,
-    ) -> Any:  # fmt: skip
-        return original(fn, preserve_rng_state, functools.partial(contexts, context_fn), *args, **options)
+    def generator(*args: Any, **options: Any) -> Any:
+        bound = _SIGNATURE.bind(*args, **options)
+        given = bound.arguments.get("context_fn", checkpoint.noop_context_fn)
+        bound.arguments["context_fn"] = functools.partial(contexts, given)
+        bound.apply_defaults()  # so that positional arguments after it keep their places
+        return original(*bound.args, **bound.kwargs)
 
-    checkpoint._checkpoint_without_reentrant_generator = generator
+    setattr(checkpoint, _GENERATOR, generator)
     try:
         yield
     finally:
-        checkpoint._checkpoint_without_reentrant_generator = original
+        setattr(checkpoint, _GENERATOR, original)
 
 
 @contextmanager

@@ -27,11 +27,13 @@ def test_a_recomputation_is_in_the_context_of_its_forward() -> None:
         finally:  # torch ends a recomputation early
             place[0] = "outside"
 
-    original = checkpoint._checkpoint_without_reentrant_generator
+    original = dict(vars(checkpoint))
     with recomputing(lambda: again(f"again in {place[0]}")):
         y = checkpoint.checkpoint(part, torch.ones(2, requires_grad=True), use_reentrant=False)
-    assert checkpoint._checkpoint_without_reentrant_generator is original
+        z = checkpoint.checkpoint(part, x=torch.ones(2, requires_grad=True), use_reentrant=False)
+    assert vars(checkpoint) == original
     place[0] = "outside"
     y.sum().backward()
-    assert seen == ["forward", "again in forward"]
+    z.sum().backward()
+    assert seen == ["forward", "forward", "again in forward", "again in forward"]
     assert place == ["outside"]
