@@ -25,6 +25,7 @@ ROOT: Final = Path(__file__).parents[1]
 _LINK: Final = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)(#[^)\s]*)?(\))")
 _TABLE: Final = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
 _CODE: Final = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_WIDE: Final = ("index.md", "combinations.md")  # without sidebars; front matter would be text on GitHub
 _LANGUAGES: Final = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sh": "sh"}
 
 
@@ -110,9 +111,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Let links of pages in docs lead to the added pages; insert tables from the source, and draw diagrams."""
+    """Let links of pages in docs lead to the added pages; insert tables, draw diagrams, and set the layout."""
     if page.file.generated_by:
         return markdown
+    if page.file.src_uri in _WIDE:
+        page.meta["hide"] = ["navigation", "toc"]
     markdown = _TABLE.sub(lambda match: str(getattr(tables, match[1])()), markdown)
     markdown = diagrams.FENCE.sub(lambda match: diagrams.drawn(match[1]), markdown)
     return with_links(markdown, f"docs/{page.file.src_uri}")

@@ -46,6 +46,13 @@ def configuration() -> str:
     return "\n".join(lines) + "\n"
 
 
+def peers() -> str:
+    """Return the measured comparison with other frameworks, from the guide to performance."""
+    page = (ROOT / "docs" / "guides" / "performance.md").read_text()
+    [table] = re.findall(r"^\| \| GPT.*?\n(?=\n)", page, re.MULTILINE | re.DOTALL)
+    return str(table)
+
+
 def _composed(composition: Composition, groups: dict[str, list[str]]) -> dict[tuple[str, str], DictConfig]:
     """Return a configuration for each choice; a composition has the n-th choice of each group, to save time."""
     found = {}

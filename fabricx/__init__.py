@@ -17,12 +17,14 @@ if TYPE_CHECKING:
     from fabricx.core.rng import seed_everything
     from fabricx.core.strategy import Strategy, Traits
     from fabricx.data.combined import CombinedLoader
+    from fabricx.distributed.codecs import Codec
     from fabricx.trainer.trainer import Trainer
     from fabricx.trainer.tuner import Tuner
 
 __version__ = "0.1.0"
 __all__ = [
     "Callback",
+    "Codec",
     "CombinedLoader",
     "DataModule",
     "LightningDataModule",
@@ -39,6 +41,7 @@ __all__ = [
 
 _MODULES = {
     "Callback": "fabricx.core.callback",
+    "Codec": "fabricx.distributed.codecs",
     "CombinedLoader": "fabricx.data.combined",
     "DataModule": "fabricx.core.datamodule",
     "LightningDataModule": "fabricx.core.datamodule:DataModule",

@@ -106,6 +106,14 @@ class PossibleUserWarning(UserWarning):
 class CheckpointError(FabricxError):
     """A checkpoint cannot be loaded: it is incomplete, damaged, or does not match the module."""
 
+    def __init__(self, message: str = "") -> None:
+        super().__init__(message)
+        if "damaged" in message or "not a complete checkpoint" in message:
+            self.add_note(
+                "use another checkpoint: `fabricx checkpoint ls FOLDER` lists them, `fabricx checkpoint verify FOLDER` "
+                "checks them"
+            )
+
 
 class NotPicklable(TypeError):
     """An object for the worker processes cannot be pickled; the message names the attribute."""
@@ -169,7 +177,7 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
     return f" Did you mean '{match}'?" if match else ""
 
 
-def check_choice(owner: str, option: str, value: object, known: Sequence[str | None]) -> None:
+def check_choice(owner: str, option: str, value: object, known: Sequence[str | None], own: str = "") -> None:
     """Check that an option has a known value.
 
     Args:
@@ -177,6 +185,7 @@ def check_choice(owner: str, option: str, value: object, known: Sequence[str | N
         option: name of the option.
         value: value of the option.
         known: valid values.
+        own: what else is valid, for the message.
 
     Raises:
         ValueError: the value is unknown; the message suggests the nearest valid value.
@@ -190,6 +199,7 @@ def check_choice(owner: str, option: str, value: object, known: Sequence[str | N
         words = [str(word) for word in known]
         raise ValueError(
             f"{option}={value!r} isn't known to {owner}.{did_you_mean(str(value), words)}\n  known: {', '.join(words)}"
+            + (f"\n  your own: {own}" if own else "")
         )
 
 

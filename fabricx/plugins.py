@@ -76,7 +76,7 @@ def registered(kind: str) -> dict[str, metadata.EntryPoint]:
     """Return the entry points of other packages, by name.
 
     Args:
-        kind: "strategies", "callbacks" or "loggers".
+        kind: "strategies", "callbacks", "loggers" or "codecs".
     """
     return {entry.name: entry for entry in metadata.entry_points(group=f"fabricx.{kind}")}
 

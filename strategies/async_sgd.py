@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, final
 
-from fabricx.distributed.codecs import VectorCompression
 from fabricx.errors import check_choice
 from fabricx.parameter_server.strategy import ServedStrategy
 from fabricx.parameter_server.worker.asynchronous import Asynchronous
@@ -50,7 +49,7 @@ class AsyncSGD(ServedStrategy):
         ValueError: an option is unknown or out of range, or options exclude each other.
     """
 
-    compression: VectorCompression | None = None
+    compression: str | None = None
     max_staleness: int | None = None
     bound: Literal["version", "clock"] = "version"
     on_stale: Literal["wait", "drop", "damp"] = "wait"

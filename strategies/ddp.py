@@ -71,7 +71,7 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         if compression == POWERSGD:  # each rank keeps the compression error of its gradients
             self.traits = Traits(averages=True, elastic=True, unreplicated=True)
         if compression is not None:
-            check_choice("DDP", "compression", compression, SUMMED)
+            check_choice("DDP", "compression", compression, SUMMED, "a codec needs servers: strategy=parameter_server")
         if bucket_mib <= 0:
             raise ValueError(f"bucket_mib={bucket_mib}: must be more than 0; torch's default is 25")
         if powersgd_rank < 1:

@@ -103,7 +103,9 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
             if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
                 raise ValueError(f"{name}={size!r}: set the number of ranks along this axis, or null for all ranks")
         if len(rest := [f"{axis}=None" for axis, size in self._axes.items() if size is None]) > 1:
-            raise ValueError(f"{' and '.join(rest)}: only one axis can have all the ranks that remain")
+            raise ValueError(
+                f"{' and '.join(rest)}: only one axis can have all the ranks that remain; set numbers for the others"
+            )
         if context != 1 and pipeline != 1:
             raise ValueError(
                 "context with pipeline isn't supported: each stage would divide the sequence again; set pipeline=1 and "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, final
 
-from fabricx.distributed.codecs import CODECS, POWERSGD
+from fabricx.distributed.codecs import POWERSGD
 from fabricx.errors import check_choice
 from fabricx.parameter_server.strategy import ServedStrategy
 from fabricx.parameter_server.worker.asynchronous import Asynchronous
@@ -46,7 +46,7 @@ class ParameterServer(ServedStrategy):
         ValueError: an option is unknown or out of range, or options exclude each other.
     """
 
-    compressions = (*CODECS, POWERSGD)
+    compressions = (POWERSGD,)
 
     mode: Literal["sync", "bounded", "async"] = "sync"
     optimizer: Literal["worker", "server"] = "worker"

@@ -373,6 +373,13 @@ def test_all_pages_name_the_same_files_to_read_first():
     assert re.findall(r"`fabricx/([\w/]+\.py)`", re.findall(r"Read first(.*?)\. Your", design, re.DOTALL)[0]) == first
 
 
+def test_the_readme_compares_with_the_measured_figures_of_the_guide():
+    [rows] = re.findall(
+        r"^\| \| GPT.*?\n\n", (ROOT / "docs/guides/performance.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert rows in (ROOT / "README.md").read_text()
+
+
 def test_targets_that_the_readme_names_are_in_the_makefile():
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"(?:^ +|`)make ([a-z]+)\b", (ROOT / "README.md").read_text(), re.MULTILINE))

@@ -375,7 +375,7 @@ def _take_config_dir(arguments: list[str]) -> list[str]:
                 raise ValueError("--config-dir needs a folder")
             folder = Path(value)
             if not folder.is_dir():
-                raise ValueError(f"--config-dir {folder}: the folder does not exist")
+                raise ValueError(f"--config-dir {folder}: the folder does not exist in {os.getcwd()}")
             ProjectPath.folder = str(folder.resolve())
         else:
             kept.append(argument)

@@ -104,7 +104,7 @@ def _settings(arguments: Sequence[str]) -> dict[str, str]:
                 f"{argument!r} is no setting KEY=VALUE.{did_you_mean(key, KEYS)}\n  known: {', '.join(KEYS)}"
             )
         if key in settings:
-            raise ValueError(f"{key} is given twice")
+            raise ValueError(f"{key} is given twice: remove one of them")
         settings[key] = value
     return settings
 

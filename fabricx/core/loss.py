@@ -44,6 +44,7 @@ def loss_of(outputs: Any) -> Tensor:
     loss = outputs["loss"] if isinstance(outputs, Mapping) and "loss" in outputs else outputs
     if loss is None:
         raise ValueError(
-            "training_step returned no loss for the first two samples, which model parallelism computes before training"
+            "training_step returned no loss for the first two samples, which model parallelism computes before "
+            "training; return a loss for each batch"
         )
     return checked_loss(loss)

@@ -10,16 +10,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fabricx import plugins
+from fabricx.errors import check_choice
+
 _FP16_MAX: Final = 65504.0
 
 
 class Codec(ABC):
-    """Encodes a flat vector in fewer bytes, and decodes it.
+    """Encodes a flat vector in fewer bytes, and decodes it. Subclasses implement `bytes`, `pack` and `unpack`.
 
-    The encoding error of a vector is added to the next vector (error feedback), so it is delayed, not lost.
+    `encode` adds the encoding error of a vector to the next vector (error feedback), so it is delayed, not lost, and a
+    codec has no state of its own: sender and receiver have an object each.
 
     Args:
-        keep: fraction of the elements that "topk" sends.
+        keep: fraction of the elements that "topk" sends (`compression_keep` of a strategy).
         feedback: use error feedback.
 
     Attributes:
@@ -36,7 +40,7 @@ class Codec(ABC):
 
     @abstractmethod
     def bytes(self, size: int) -> int:
-        """Return the encoded size in bytes.
+        """Return the encoded size in bytes, which depends on `size` and `keep` only: both ends compute it.
 
         Args:
             size: elements of the vector.
@@ -56,7 +60,7 @@ class Codec(ABC):
         if self._feedback and len(self.lost) == size:
             vector.add_(self.lost)
         raw = room[: self.bytes(size)]
-        scale = self._encode(vector, raw) if size else 1.0
+        scale = self.pack(vector, raw) if size else 1.0
         if self._feedback:
             self.lost = vector - self.decode(raw, size, scale, vector.dtype)
         return scale
@@ -73,15 +77,33 @@ class Codec(ABC):
         Returns:
             The vector, shape [size].
         """
-        return self._decode(room[: self.bytes(size)], size, scale, dtype) if size else torch.zeros(0, dtype=dtype)
+        return self.unpack(room[: self.bytes(size)], size, scale, dtype) if size else torch.zeros(0, dtype=dtype)
 
     @abstractmethod
-    def _encode(self, vector: Tensor, raw: Tensor) -> float:
-        """Encode a vector of one or more elements into exactly as many bytes as needed; returns the scale."""
+    def pack(self, vector: Tensor, raw: Tensor) -> float:
+        """Write a vector of one or more elements into exactly as many bytes as needed.
+
+        Args:
+            vector: float32 or float64 on the CPU, shape [elements]; must not be changed.
+            raw: output, uint8, shape [`bytes(elements)`].
+
+        Returns:
+            A factor that `unpack` gets; 1.0 if the bytes need none. NaN and infinity must not become finite.
+        """
 
     @abstractmethod
-    def _decode(self, raw: Tensor, size: int, scale: float, dtype: torch.dtype) -> Tensor:
-        """Decode a vector of one or more elements."""
+    def unpack(self, raw: Tensor, size: int, scale: float, dtype: torch.dtype) -> Tensor:
+        """Return the vector of one or more elements that `pack` wrote.
+
+        Args:
+            raw: uint8, shape [`bytes(size)`]; must not be changed.
+            size: elements of the vector.
+            scale: result of `pack`.
+            dtype: data type of the vector.
+
+        Returns:
+            The vector, shape [size], in memory of its own.
+        """
 
 
 @final
@@ -93,11 +115,11 @@ class BFloat16(Codec):
     def bytes(self, size: int) -> int:
         return 2 * size
 
-    def _encode(self, vector: Tensor, raw: Tensor) -> float:
+    def pack(self, vector: Tensor, raw: Tensor) -> float:
         raw.view(torch.bfloat16).copy_(vector)
         return 1.0
 
-    def _decode(self, raw: Tensor, size: int, scale: float, dtype: torch.dtype) -> Tensor:
+    def unpack(self, raw: Tensor, size: int, scale: float, dtype: torch.dtype) -> Tensor:
         return raw.view(torch.bfloat16).to(dtype)
 
 
@@ -113,12 +135,12 @@ class Float16(Codec):
     def bytes(self, size: int) -> int:
         return 2 * size
 
-    def _encode(self, vector: Tensor, raw: Tensor) -> float:
+    def pack(self, vector: Tensor, raw: Tensor) -> float:
         scale = max(float(vector.abs().max()) / _FP16_MAX, 1e-30)
         raw.view(torch.float16).copy_(vector / scale)
         return scale
 
-    def _decode(self, raw: Tensor, size: int, scale: float, dtype: torch.dtype) -> Tensor:
+    def unpack(self, raw: Tensor, size: int, scale: float, dtype: torch.dtype) -> Tensor:
         return raw.view(torch.float16).to(dtype).mul_(scale)
 
 
@@ -132,14 +154,14 @@ class TopK(Codec):
     def bytes(self, size: int) -> int:
         return 8 * self._kept(size)
 
-    def _encode(self, vector: Tensor, raw: Tensor) -> float:
+    def pack(self, vector: Tensor, raw: Tensor) -> float:
         indices = vector.abs().topk(self._kept(len(vector)), sorted=False).indices
         indices_room, values_room = raw.view(torch.int32).chunk(2)
         indices_room.copy_(indices)
         values_room.view(torch.float32).copy_(vector[indices])
         return 1.0
 
-    def _decode(self, raw: Tensor, size: int, scale: float, dtype: torch.dtype) -> Tensor:
+    def unpack(self, raw: Tensor, size: int, scale: float, dtype: torch.dtype) -> Tensor:
         indices, values = raw.view(torch.int32).chunk(2)
         decoded = torch.zeros(size, dtype=dtype)
         decoded[indices.long()] = values.view(torch.float32).to(dtype)
@@ -159,16 +181,15 @@ class Sign(Codec):
     def bytes(self, size: int) -> int:
         return -(-size // 8)
 
-    def _encode(self, vector: Tensor, raw: Tensor) -> float:
+    def pack(self, vector: Tensor, raw: Tensor) -> float:
         raw.copy_(torch.from_numpy(np.packbits((vector >= 0).numpy())))
         return float(vector.abs().mean())
 
-    def _decode(self, raw: Tensor, size: int, scale: float, dtype: torch.dtype) -> Tensor:
+    def unpack(self, raw: Tensor, size: int, scale: float, dtype: torch.dtype) -> Tensor:
         bits = torch.from_numpy(np.unpackbits(raw.numpy(), count=size))
         return bits.to(dtype).mul_(2 * scale).sub_(scale)
 
 
-VectorCompression = Literal["bf16", "fp16", "topk", "sign"]
 SumCompression = Literal["bf16", "fp16", "powersgd"]
 
 CODECS: Final[Mapping[str, type[Codec]]] = {"bf16": BFloat16, "fp16": Float16, "topk": TopK, "sign": Sign}
@@ -176,14 +197,54 @@ POWERSGD: Final = "powersgd"  # no codec of a vector: ranks add factors of matri
 SUMMED: Final = (*(name for name, codec in CODECS.items() if codec.sum_dtype is not None), POWERSGD)
 
 
-def make_codec(name: str, *, keep: float = 0.01, feedback: bool = True) -> Codec:
-    """Return a new codec of the table.
+def check_codec(owner: str, option: str, name: str | None, *others: str) -> None:
+    """Check that an option names a codec: one of the table, a registered codec, or the dotted path of a class.
 
     Args:
-        name: key of `CODECS`.
+        owner: name of the object with the option, for the message.
+        option: name of the option.
+        name: value of the option; None for no compression.
+        *others: further valid values.
+
+    Raises:
+        ValueError: the value is no codec; the message suggests the nearest valid value.
+        LookupError: there is no class at the dotted path.
+
+    >>> check_codec("AsyncSGD", "compression", "topq")
+    Traceback (most recent call last):
+    ValueError: compression='topq' isn't known to AsyncSGD. Did you mean 'topk'?
+      known: bf16, fp16, topk, sign, None
+      your own: its dotted path, such as my_project.codec.Mine
+    """
+    if name is None or name in others:
+        return
+    if not isinstance(name, str) or "." not in name:
+        known = (*CODECS, *plugins.registered("codecs"), *others, None)
+        check_choice(owner, option, name, known, "its dotted path, such as my_project.codec.Mine")
+    if name.startswith("__main__."):
+        raise ValueError(
+            f"{option}={name!r}: servers import the class, and can't import it from the script; move it into a module"
+        )
+    found = _class(name, option)
+    if not (isinstance(found, type) and issubclass(found, Codec)):
+        raise ValueError(f"{option}={name!r} is not a codec: derive the class from fabricx.Codec")
+
+
+def make_codec(name: str, *, keep: float = 0.01, feedback: bool = True) -> Codec:
+    """Return a new codec.
+
+    Args:
+        name: key of `CODECS`, registered name, or dotted path of a class.
         keep, feedback: see `Codec`.
 
     >>> make_codec("sign").bytes(800), make_codec("topk", keep=0.01).bytes(800), make_codec("bf16").bytes(800)
     (100, 64, 1600)
     """
-    return CODECS[name](keep=keep, feedback=feedback)
+    return _class(name, "compression")(keep=keep, feedback=feedback)
+
+
+def _class(name: str, option: str) -> type[Codec]:
+    if name in CODECS:
+        return CODECS[name]
+    found: type[Codec] = plugins.load(option, name) if "." in name else plugins.registered("codecs")[name].load()
+    return found

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from fabricx.distributed.codecs import CODECS, VectorCompression
+from fabricx.distributed.codecs import check_codec
 from fabricx.errors import check_choice
 from fabricx.parameter_server.wire.messages import Settings
 
@@ -22,8 +22,9 @@ class ServerOptions:
     Args:
         servers: server processes, among which the parameters are divided by size.
         compression: compression of gradients, with error feedback: "bf16", "fp16" (half the bytes), "topk" (the largest
-            `compression_keep` of the elements, 8 bytes each), "sign" (1 bit each); and, if the strategy has it,
-            "powersgd" (two low-rank factors for each large matrix).
+            `compression_keep` of the elements, 8 bytes each), "sign" (1 bit each); the registered name or the dotted
+            path of a `Codec` of your own; and, if the strategy has it, "powersgd" (two low-rank factors for each large
+            matrix).
         compression_keep: fraction of the elements that "topk" sends.
         pull_compression: the same for the data that servers send: sums, or weight differences.
         snapshot_every: updates between two snapshots of each server. A server that dies is restarted from its newest
@@ -36,18 +37,18 @@ class ServerOptions:
             forward, layer by layer, if servers step; callbacks between two steps then see the old weights.
 
     Attributes:
-        compressions: valid values of `compression` besides None.
+        compressions: valid values of `compression` besides codecs.
 
     Raises:
         ValueError: an option is unknown or out of range.
     """
 
-    compressions: ClassVar[Sequence[str]] = tuple(CODECS)
+    compressions: ClassVar[Sequence[str]] = ()
 
     servers: int = 1
-    compression: VectorCompression | Literal["powersgd"] | None = None
+    compression: str | None = None
     compression_keep: float = 0.01
-    pull_compression: VectorCompression | None = None
+    pull_compression: str | None = None
     snapshot_every: int = 100
     link: LinkKind = "auto"
     shard_by: ShardBy = "auto"
@@ -55,8 +56,8 @@ class ServerOptions:
 
     def __post_init__(self) -> None:
         name = type(self).__name__
-        check_choice(name, "compression", self.compression, (*self.compressions, None))
-        check_choice(name, "pull_compression", self.pull_compression, (*CODECS, None))
+        check_codec(name, "compression", self.compression, *self.compressions)
+        check_codec(name, "pull_compression", self.pull_compression)
         check_choice(name, "link", self.link, ("auto", "gloo"))
         check_choice(name, "shard_by", self.shard_by, ("auto", "element", "tensor"))
         check_choice(name, "overlap", self.overlap, ("backward", "forward"))

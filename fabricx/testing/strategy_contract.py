@@ -18,6 +18,7 @@ from fabricx.core.callback import Callback
 from fabricx.core.module import Module
 from fabricx.core.strategy import Strategy
 from fabricx.errors import WorkerFailed
+from fabricx.testing.broken import BrokenContract
 from fabricx.trainer.trainer import Trainer
 
 GLOBAL_BATCH: Final = 12
@@ -41,10 +42,6 @@ MANUAL: Final = (
     "A step called backward for each layer before the optimizers stepped. Does the second call reduce the gradients of "
     "the first again? Then setup has to raise a ValueError for several_backwards=True."
 )
-
-
-class BrokenContract(AssertionError):
-    """A strategy breaks its contract; the message names the run and the difference."""
 
 
 def check_strategy(make: Callable[[], Strategy], *, ranks: int = 2, tolerance: float = 1e-5) -> None:

@@ -42,7 +42,10 @@ def choose_strategy(
     made = plugins.build("strategies", strategy, **options) if isinstance(strategy, str) else strategy
     chosen = adapt_strategy(made)
     if not isinstance(chosen, Strategy):
-        raise ValueError(f"strategy={_described(strategy)} is not a fabricx.Strategy")
+        raise ValueError(
+            f"strategy={_described(strategy)} is not a fabricx.Strategy: pass a name, such as 'ddp', or an object "
+            "of a class that is derived from fabricx.Strategy"
+        )
     if reproducible and not chosen.traits.batch_parts:
         raise ValueError(
             "deterministic='elastic' selects the strategy 'reproducible' instead of ddp: set strategy to 'auto' or "

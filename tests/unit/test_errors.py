@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 import fabricx as fx
-from fabricx.errors import ALL_FRAMES, brief_traceback
+from fabricx.errors import ALL_FRAMES, CheckpointError, brief_traceback
 from fabricx.testing import QUIET, TinyModule, tiny_loader
 
 
@@ -45,3 +47,11 @@ def test_nothing_is_left_out_of_an_error_that_has_no_frame_of_the_users():
     error = caught.value
     error.__traceback__ = error.__traceback__.tb_next  # without this test's own
     assert "options.py" in brief_traceback(error)
+
+
+def test_a_damaged_checkpoint_is_answered_with_the_way_to_another() -> None:
+    [note] = CheckpointError("a.ckpt/state.pt is damaged: its size or checksum isn't what the manifest says").__notes__
+    assert "fabricx checkpoint ls" in note
+    again = pickle.loads(pickle.dumps(CheckpointError("a.ckpt is not a complete checkpoint")))
+    assert again.__notes__ == [note]
+    assert not hasattr(CheckpointError("the weights in a.ckpt are not those of the module"), "__notes__")

@@ -1,0 +1,114 @@
+"""The contract suites of loggers, callbacks and launchers name promises that an implementation breaks."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fabricx as fx
+from fabricx.callbacks import EMA, EarlyStopping
+from fabricx.loggers import CSVLogger
+from fabricx.testing import BrokenContract, check_callback, check_launcher, check_logger, launcher_contract
+from tests.soak import params
+
+
+def rows(run_dir: Path) -> Iterator[tuple[int, str, float]]:
+    with (run_dir / "metrics.csv").open(newline="") as file:
+        for row in csv.DictReader(file):
+            yield from ((int(row["step"]), name, float(row[name])) for name in row if name != "step" and row[name])
+
+
+class Keeps(fx.Logger):
+    """Writes rows, and rewinds none."""
+
+    def open(self, run_dir: Path) -> None:
+        self.path = run_dir / "metrics.csv"
+        if not self.path.exists():
+            self.path.write_text("step,loss\n")
+
+    def log_metrics(self, metrics: Any, step: int) -> None:
+        with self.path.open("a") as file:
+            file.write(f"{step},{metrics['loss']}\n")
+
+
+class Forgets(fx.Callback):
+    """Stops at the third validation, and has no state."""
+
+    validations = 0
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        self.validations += 1
+        trainer.should_stop = self.validations == 3
+
+
+class Counts(fx.Callback):
+    """Counts the starts of batches in its state."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.batches = state_dict["batches"]
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.batches += 1
+
+
+def test_a_logger_without_rewind_is_named() -> None:
+    with pytest.raises(
+        BrokenContract, match=r"'loss' of the steps \[1, 2, 3, 3\], not \[1, 2, 3\]. Does rewind delete"
+    ):
+        check_logger(Keeps, rows)
+
+
+@pytest.mark.parametrize("make", params([], [CSVLogger]))
+def test_a_logger_of_fabricx_keeps_the_contract(make: Any) -> None:
+    check_logger(make, rows)
+
+
+@pytest.mark.usefixtures("warm_ranks")
+def test_a_callback_that_forgets_is_named() -> None:
+    with pytest.raises(BrokenContract, match=r"resumed from a checkpoint: 16 steps, and 12 without.*state_dict"):
+        check_callback(Forgets, num_sanity_val_steps=0)
+
+
+def test_a_callback_that_counts_a_batch_twice_is_named() -> None:
+    with pytest.raises(BrokenContract, match=r"after the death of a worker: the state is .*'batches': 17.*interrupted"):
+        check_callback(Counts)
+
+
+@pytest.mark.parametrize("make", params([], [lambda: EarlyStopping("val_loss"), EMA]))
+def test_a_callback_of_fabricx_keeps_the_contract(make: Any) -> None:
+    check_callback(make)
+
+
+LAUNCH = """
+import os, subprocess, sys
+ranks = [subprocess.Popen([sys.executable, *sys.argv[1:]], env={**os.environ, "RANK": str(rank)}) for rank in (0, 1)]
+"""
+
+
+def test_a_launcher_that_breaks_a_promise_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="2 or more"):
+        check_launcher(["torchrun"], ranks=1)
+    hides = [sys.executable, "-c", f"{LAUNCH}\nranks[1].wait(); ranks[0].kill(); ranks[0].wait()"]
+    with pytest.raises(BrokenContract, match="exited with status 7, and the launcher with status 0"):
+        launcher_contract._check_failing(hides, tmp_path, 60)
+    rank = {"WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0"}
+    first, second = {**rank, "RANK": "0", "LOCAL_RANK": "0"}, {**rank, "RANK": "1", "LOCAL_RANK": "1"}
+    launcher_contract._check_numbers([first, second], 2)
+    for wrong, message in [
+        ({"WORLD_SIZE": "1"}, "WORLD_SIZE is 1, 2 on 2 ranks"),
+        ({"RANK": "0"}, r"RANK is \[0, 0\]"),
+        ({"LOCAL_RANK": "0"}, r"machine 0 has 2 ranks: LOCAL_RANK is \[0, 0\]"),
+    ]:
+        with pytest.raises(BrokenContract, match=message):
+            launcher_contract._check_numbers([first, {**second, **wrong}], 2)
