@@ -221,8 +221,8 @@ class ElasticController:
                 f"this strategy divides the model over {self._size} workers, and their number can't change during a "
                 "run: stop it, and resume with other devices"
             )
-        if self._ended or not self._inside.issuperset(self.workers):
-            return "the number of workers can't be changed while the run starts or ends; try again later"
+        if self._ended:
+            return "the number of workers can't be changed any more: the run ends"
         self._size = workers
         return f"{workers} worker{'s' if workers != 1 else ''} from now on"
 

@@ -170,6 +170,17 @@ def test_workers_that_still_wait_in_a_generation_are_informed_when_another_worke
     assert not list(changes.messages())
 
 
+def test_a_request_while_a_worker_still_starts_is_met_when_it_trains() -> None:
+    changes = ElasticController(ElasticPolicy(), 2, [])
+    changes.receive(0, "inside", None)  # and trains already, if workers train asynchronously
+    assert changes.resize(3) == "3 workers from now on"
+    assert changes.wanted() == 2
+    ready(changes, 2)
+    assert not list(changes.messages())
+    changes.receive(1, "inside", None)
+    assert [(workers, kind) for workers, kind, _ in changes.messages()] == [((0, 1, 2), "generation")]
+
+
 def test_a_worker_that_is_not_needed_any_more_is_informed_too() -> None:
     changes = ElasticController(ElasticPolicy(), 3, [])
     for worker in range(3):
