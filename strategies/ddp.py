@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,10 +20,12 @@ from fabricx.core.strategy import Strategy, Traits
 from fabricx.core.strategy_parts import Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep
 from fabricx.distributed.codecs import CODECS, POWERSGD, SUMMED, SumCompression
 from fabricx.distributed.compressed_buckets import LowRankAverager, average_as, average_as_factors
+from fabricx.distributed.shared_buckets import SharedMemoryAverager, average_in_shared_memory
 from fabricx.distributed.unused_parameters import UnusedParameters, reached, requiring_grad, with_sparse_gradients, zero
 from fabricx.distributed.world import World
 from fabricx.errors import check_choice
 
+_FIRST_BUCKET = 1 << 20  # DDP's limit of the first bucket, in bytes
 _GRAPH_CHANGED = (
     "static_graph=True needs gradients of the same parameters in each step, but in this step other parameters have "
     "gradients than in the first; remove static_graph"
@@ -50,6 +53,8 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         powersgd_rank: rank of the approximation; a larger rank is more accurate and slower. The error of a gradient is
             added to the next gradient, and is saved in checkpoints.
         broadcast_buffers: broadcast the buffers of rank 0 at each forward, as batch normalisation requires.
+        shared_memory: sum gradients in shared memory if all ranks are on one machine, with Linux and without GPUs, and
+            gradients are dense and not compressed; gloo sums them otherwise, and with False.
 
     Raises:
         ValueError: an option is unknown or out of range.
@@ -66,6 +71,7 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         compression: SumCompression | None = None,
         powersgd_rank: int = 1,
         broadcast_buffers: bool = True,
+        shared_memory: bool = True,
     ) -> None:
         super().__init__()
         if compression == POWERSGD:  # each rank keeps the compression error of its gradients
@@ -82,6 +88,7 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         self.compression = compression
         self.powersgd_rank = powersgd_rank
         self.broadcast_buffers = broadcast_buffers
+        self.shared_memory = shared_memory
         if static_graph:
             self.accumulation_refused = (
                 "static_graph=True needs one backward per update, and accumulation has several; remove either"
@@ -94,6 +101,7 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         self._retired: nn.parallel.DistributedDataParallel | None = None
         self._unused: UnusedParameters | None = None
         self._thin: LowRankAverager | None = None  # PowerSGD
+        self._shared: SharedMemoryAverager | None = None  # sums in shared memory
         self._laid_out = False  # whether DDP has its final bucket layout
         self._of_each_step: set[Tensor] = set()  # parameters that get a gradient, with static_graph
 
@@ -117,11 +125,30 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         self._step = _Step(module)
         self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
         self._laid_out = False
+        if self._can_share_memory(module):
+            self._shared = SharedMemoryAverager(self.data_ranks, self._largest_bucket(module))
         self._build(init_sync=self.world.generation == 0)  # in later generations all ranks have the same weights
         self._lay_out_buckets()
         self._laid_out = True
         if self._thin is not None:
             self._thin.active = True
+
+    def _can_share_memory(self, module: nn.Module) -> bool:
+        """Return whether gradients can be summed in memory that all ranks map."""
+        world = self.world
+        one_machine = sys.platform == "linux" and world.local_size == world.size and world.store is not None
+        on_cpu = world.device.type == "cpu" and world.backend == "gloo"
+        plain = not self.compression and not with_sparse_gradients(module)
+        return self.shared_memory and one_machine and on_cpu and plain
+
+    def _largest_bucket(self, module: nn.Module) -> int:
+        """Return a bound on the size of a bucket, in bytes: DDP closes a bucket after it has exceeded its limit.
+
+        The limit of the first bucket does not depend on `bucket_mib`.
+        """
+        sizes = [parameter.numel() * parameter.element_size() for parameter in module.parameters()]
+        limit = max(int(self.bucket_mib * 2**20), _FIRST_BUCKET)
+        return min(sum(sizes), limit + max(sizes, default=0))
 
     def _build(self, *, init_sync: bool) -> None:
         """Construct torch's DDP over all parameters that are not in `_frozen`; collective."""
@@ -155,15 +182,19 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
             self._ddp.register_comm_hook(self._thin, average_as_factors)
         elif self.compression:
             self._ddp.register_comm_hook((CODECS[self.compression].sum_dtype, self.data_ranks.group), average_as)
+        elif self._shared is not None:
+            self._ddp.register_comm_hook(self._shared, average_in_shared_memory)
 
     def _lay_out_buckets(self) -> None:
         """Make DDP finalise its bucket layout before the first step by a reduction of zeros; collective.
 
         DDP rebuilds its buckets after the first reduction, and the position of a gradient in a bucket determines the
-        order in which gradients of three or more ranks are summed. Without this, the first step after a resume or a
-        failure would round differently than the same step of an uninterrupted run.
+        order in which gloo sums gradients of three or more ranks. Without this, the first step after a resume or a
+        failure would round differently than the same step of an uninterrupted run. Sums in shared memory do not depend
+        on the layout.
         """
         rebuilds = not self._several_backwards and not self.static_graph and self.data_ranks.size > 2
+        rebuilds = rebuilds and self._shared is None
         if self._ddp is None or self._unused is None or self.module is None or not rebuilds:
             return
         parameters = self._unused.parameters
@@ -240,7 +271,9 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
             # expects gradients would fail in the next backward.
             for name in ("reducer", "logger"):
                 vars(self._ddp).pop(name, None)
-        self._ddp = self._step = self._retired = self._unused = None
+        if self._shared is not None:
+            self._shared.close()
+        self._ddp = self._step = self._retired = self._unused = self._shared = None
         self._frozen, self._of_each_step = [], set()
 
     def synchronize(self, copies: Mapping[str, Tensor] | None = None, *, ends: bool = False) -> None:
@@ -281,6 +314,8 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
             self._complete(loss)
         if on_cpu:
             self.waited_s += time.perf_counter() - self._computed
+            if self._shared is not None:
+                self.waited_s += self._shared.take_waited()
 
     def _complete(self, loss: Tensor | None) -> None:
         """Contribute zeros for the parameters that this rank's backward has not reached, to complete the averages.

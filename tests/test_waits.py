@@ -27,7 +27,8 @@ LOCKS = {"Lock", "RLock", "Condition", "Semaphore", "BoundedSemaphore"}
 NOT_PROCESSES = ("placement", "path", "tree", "memory_checkpoint", "sep", "shlex")  # what else has a `join`
 
 
-NAMES = ALWAYS | COLLECTIVES | {"join", "get", "poll", "write", "run", "select", "connect"}  # that `waits` looks at
+# Those that `waits` looks at.
+NAMES = ALWAYS | COLLECTIVES | {"join", "get", "poll", "read", "write", "run", "select", "connect"}
 
 
 def waits(name: str, receiver: ast.expr | None, call: ast.Call) -> bool:
@@ -47,6 +48,8 @@ def waits(name: str, receiver: ast.expr | None, call: ast.Call) -> bool:
         return "store" in text or "queue" in text or "tasks" in text or text == "signed"
     if name == "poll":
         return text != "select" and "writer" not in text and text != "session.checkpoints"
+    if name == "read":  # of a descriptor; files are read through objects
+        return text == "os"
     if name == "write":  # of a pipe, or of a file that may be one; what `open` gives is a file on a disk
         return text in ("os", "stdin", "sys.stdout")
     if name in ("run", "select"):

@@ -7,20 +7,24 @@ import functools
 import mmap
 import os
 import socket
+import struct
 import time
 from collections.abc import Callable
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from fabricx.distributed import authentication
 from fabricx.distributed.generations import membership
-from fabricx.parameter_server.wire.connecting import SOCKET_NAME, Store
-from fabricx.parameter_server.wire.shared_vectors import anonymous_file, map_vector
+from fabricx.distributed.shared_vectors import anonymous_file, map_vector
 from fabricx.scratch import private_folder
+
+SOCKET_NAME: Final = "door"  # file name of a Unix socket
+_SIGNAL: Final = b"\0"
 
 
 @final
@@ -36,6 +40,7 @@ class SharedMemoryGroup:
         dtype, elements: of the vectors.
         generation: generation of all ranks.
         secret: key of the run.
+        timeout_s: maximum time to wait for a message or signal of another rank, in seconds; 0: no limit.
 
     Attributes:
         rank: see Args.
@@ -46,20 +51,24 @@ class SharedMemoryGroup:
     """
 
     def __init__(
-        self, store: Store | None, key: str, rank: int, size: int, dtype: torch.dtype, elements: int,
-        generation: int = 0, secret: bytes = b"",
+        self, store: dist.Store | None, key: str, rank: int, size: int, dtype: torch.dtype, elements: int,
+        generation: int = 0, secret: bytes = b"", timeout_s: int = 0,
     ) -> None:  # fmt: skip
-        self.rank, self._generation, self._secret = rank, generation, secret
+        self.rank, self._generation, self._secret, self._timeout_s = rank, generation, secret, timeout_s
         self._others: dict[int, Connection] = {}
         vectors: dict[int, Tensor] = {}
         local = anonymous_file(elements * dtype.itemsize)
         if store is not None and size > 1:
             self._meet(store, key, local, vectors, dtype, elements, size)
+        for connection in self._others.values():
+            with socket.socket(fileno=os.dup(connection.fileno())) as link:
+                link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", timeout_s, 0))
+        self._numbers = [connection.fileno() for connection in self._others.values()]
         vectors[rank] = map_vector(local, dtype, elements)
         self.vectors = [vectors[number] for number in range(size)]
 
     def _meet(
-        self, store: Store, key: str, local: int, vectors: dict[int, Tensor], dtype: torch.dtype, elements: int,
+        self, store: dist.Store, key: str, local: int, vectors: dict[int, Tensor], dtype: torch.dtype, elements: int,
         size: int,
     ) -> None:  # fmt: skip
         """Connect to all other ranks: a rank connects to lower ranks, and accepts higher ranks."""
@@ -107,6 +116,29 @@ class SharedMemoryGroup:
             EOFError: a rank has died.
         """
         return {rank: connection.recv() for rank, connection in self._others.items()}
+
+    def signal(self) -> None:
+        """Send a signal to all other ranks. Signals and messages must not be mixed without a wait for all ranks.
+
+        Raises:
+            OSError: a rank has died.
+        """
+        for number in self._numbers:
+            os.write(number, _SIGNAL)
+
+    def await_signals(self) -> None:
+        """Wait for the next signal of each other rank.
+
+        Raises:
+            EOFError: a rank has died, or the group has ended.
+            TimeoutError: a rank has sent no signal within the time limit.
+        """
+        for rank, number in zip(self._others, self._numbers, strict=True):
+            try:
+                if not os.read(number, 1):
+                    raise EOFError(f"the connection to rank {rank} has ended")
+            except BlockingIOError as error:
+                raise TimeoutError(f"rank {rank} has sent no signal for {self._timeout_s} s") from error
 
     def share_file(self, file: int) -> int:
         """Distribute the first rank's file to all ranks.
@@ -199,7 +231,6 @@ def _path(address: str, rank: int) -> str:
     host, _, path = address.partition(":")
     if host != socket.gethostname():
         raise ValueError(
-            f"rank {rank} is on {host} and this rank on {socket.gethostname()}: workers without servers have to be on "
-            "one machine; set servers=1, or use strategy=ddp"
+            f"rank {rank} is on {host} and this rank on {socket.gethostname()}: ranks of two machines share no memory"
         )
     return path

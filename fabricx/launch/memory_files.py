@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
+from fabricx.distributed.shared_vectors import anonymous_file
 from fabricx.fault_tolerance import memory_checkpoint
-from fabricx.parameter_server.wire.shared_vectors import anonymous_file
 
 
 class MemoryFiles:

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("warm_ranks")
 WAYS: dict[str, tuple[Callable[[], fx.Strategy], int]] = {
     "single": (Single, 1),
     "ddp": (DDP, 2),
+    "ddp, over gloo": (lambda: DDP(shared_memory=False), 2),
     "fsdp": (FSDP, 2),
     "fsdp, weights kept": (lambda: FSDP(wrap=["Linear"], reshard_after_forward=False), 2),
     "fsdp, recomputed, offloaded": (lambda: FSDP(wrap=60, activation_checkpointing="auto", cpu_offload=True), 2),
@@ -44,6 +45,7 @@ SYNCHRONOUS = [name for name, (make, _) in WAYS.items() if make().traits.synchro
 
 # Strategies much of whose code others run, too, with the tasks that `make test` gives them; `make soak` gives them all.
 VARIANTS = {
+    "ddp, over gloo": ("plain", "accumulated", "fewer samples than ranks", "manual"),
     "reproducible": ("plain", "clipped by norm", "accumulated", "averaged", "fewer samples than ranks", "manual"),
     "parameter_server": (
         "plain",

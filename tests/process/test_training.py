@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import fabricx as fx
 from fabricx.errors import NotPicklable, RanksDisagree, WorkerFailed
 from fabricx.lightning.functions import grad_norm
+from fabricx.strategies import DDP
 from fabricx.testing import QUIET, TinyModule, tiny_loader
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
@@ -60,7 +61,7 @@ class Ledger(TinyModule):
 
 
 def train(
-    root: Path, devices: int, accumulate: int, strategy: str = "ddp", **options: Any
+    root: Path, devices: int, accumulate: int, strategy: Any = "ddp", **options: Any
 ) -> tuple[Ledger, fx.Trainer]:
     torch.manual_seed(5)
     module = Ledger()
@@ -294,16 +295,30 @@ def test_what_cannot_be_sent_to_workers_is_named(tmp_path: Path) -> None:
         trainer.fit(module, tiny_loader())
 
 
+class Sums(fx.Callback):
+    """Counts the sums of gradients that torch's DDP leaves to its process group, on the main rank."""
+
+    def __init__(self) -> None:
+        self.in_memory = False
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.in_memory = trainer.strategy._shared is not None
+
+
+def test_sums_in_shared_memory_are_those_of_gloo_to_the_bit_for_two_ranks(tmp_path: Path) -> None:
+    found = []
+    for shared in (True, False):
+        how: Any = DDP(shared_memory=shared, bucket_mib=1e-4)
+        module, trainer = train(tmp_path, 2, 1, how, callbacks=[sums := Sums()])
+        assert sums.in_memory == shared
+        found.append([*module.parameters(), trainer.callback_metrics["loss_epoch"]])
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("compression", ["bf16", "fp16", "powersgd"])
-def test_compressed_gradients_still_train(tmp_path: Path, compression: str) -> None:
-    strategy = fx_ddp(compression)
+def test_compressed_gradients_still_train(tmp_path: Path, compression: Any) -> None:
+    strategy = DDP(compression=compression)
     module = TinyModule()
     trainer = fx.Trainer(max_epochs=4, devices=2, strategy=strategy, default_root_dir=tmp_path, **QUIET)
     trainer.fit(module, tiny_loader(32, 4), tiny_loader(32, 4))
     assert float(trainer.callback_metrics["val_loss"]) < 0.1  # it begins above 1
-
-
-def fx_ddp(compression: Any) -> Any:
-    from fabricx.strategies import DDP
-
-    return DDP(compression=compression)

@@ -18,12 +18,12 @@ from typing import Any, Final, final
 import torch.distributed as dist
 
 from fabricx.distributed import authentication, peers
+from fabricx.distributed.shared_memory_group import SOCKET_NAME
+from fabricx.distributed.shared_vectors import anonymous_file, map_vector
 from fabricx.parameter_server.wire.link import GlooLink, Handshake, Link, SharedMemoryLink
-from fabricx.parameter_server.wire.shared_vectors import anonymous_file, map_vector
 from fabricx.scratch import private_folder
 
 Store = dist.Store
-SOCKET_NAME: Final = "door"  # file name of the Unix socket
 NETWORK: Final = "network"  # in a server's address: workers of other machines can reach the server
 READY: Final = "ready"  # store key with which a server announces that it connects to a worker now
 MEET: Final = timedelta(seconds=20)  # timeout for connecting both ends of a gloo link when both are ready

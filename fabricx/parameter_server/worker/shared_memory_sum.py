@@ -9,13 +9,13 @@ from typing import final
 
 from torch import Tensor
 
+from fabricx.distributed.shared_memory_group import RemappableBuffer, SharedMemoryGroup
 from fabricx.distributed.world import World
 from fabricx.errors import ServerLost
 from fabricx.parameter_server.gradients import add_up, merge_rows
 from fabricx.parameter_server.wire.link import LINK_ERRORS
 from fabricx.parameter_server.wire.messages import Push
 from fabricx.parameter_server.wire.partition import divide
-from fabricx.parameter_server.wire.shm_group import RemappableBuffer, SharedMemoryGroup
 from fabricx.parameter_server.worker.buffers import (
     ExchangeBuffers,
     Filled,
@@ -57,9 +57,12 @@ class SharedMemorySum(Exchange):
         self.dtype = dtype_of(parameters)
         with detects_dead_workers():
             key = f"{key}/{world.generation}"
-            self._group = SharedMemoryGroup(
-                world.store, key, rank, size, self.dtype, self.shard.room, world.generation, world.secret
-            )
+            try:
+                self._group = SharedMemoryGroup(
+                    world.store, key, rank, size, self.dtype, self.shard.room, world.generation, world.secret
+                )
+            except ValueError as error:
+                raise ValueError(f"servers=0: {error}; set servers=1, or use strategy=ddp") from error
             self.memory = RemappableBuffer(self._group, self.dtype, self.shard.size) if memory else None
         self.slots = self._group.vectors
         self._slot = Slot(self.slots[rank])

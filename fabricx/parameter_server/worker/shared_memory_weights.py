@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fabricx.distributed.shared_memory_group import RemappableBuffer
 from fabricx.distributed.world import World
 from fabricx.parameter_server.gradients import add_up
 from fabricx.parameter_server.optimizer_parts import Hyperparameters, ServerOptimizers, pack, sliced
 from fabricx.parameter_server.wire.messages import Settings
 from fabricx.parameter_server.wire.partition import Shard, divide
-from fabricx.parameter_server.wire.shm_group import RemappableBuffer
 from fabricx.parameter_server.worker.buffers import dtype_of
 from fabricx.parameter_server.worker.lockstep import Lockstep
 from fabricx.parameter_server.worker.pull_timing import PullTiming

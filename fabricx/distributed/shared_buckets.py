@@ -1,0 +1,164 @@
+"""Averages the gradient buckets of torch's DDP in memory that the ranks of a machine share."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Final, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fabricx.distributed.generations import membership
+from fabricx.distributed.shared_memory_group import SharedMemoryGroup
+from fabricx.distributed.world import OPERATION, World
+from fabricx.errors import PeerLost
+
+DIRECT: Final = 4  # number of ranks up to which each rank sums whole buckets; more ranks sum a part each
+_ALIGNMENT: Final = 64  # bytes
+
+
+@final
+class SharedMemoryAverager:
+    """Averages buckets: each rank writes its gradients to its own shared memory, and sums those of all ranks.
+
+    Gradients are summed in the order of ranks at each element, so that the sum does not depend on the layout of
+    buckets, and is equal on all ranks to the bit. A rank waits for the others' parts of a bucket only when its next
+    bucket is ready, or if there is none, so that ranks need not reach a bucket at the same time.
+
+    There are two slots per rank, used in turn. A rank publishes a bucket after it has read the previous bucket of all
+    ranks. A signal for bucket k therefore means that bucket k - 1 was read, and the slot of k - 1 may be written.
+
+    Args:
+        ranks: all of them are on this machine, and call this.
+        room: bytes of the largest bucket.
+
+    Raises:
+        PeerLost: a rank has died.
+    """
+
+    def __init__(self, ranks: World, room: int) -> None:
+        assert ranks.store is not None
+        self._ranks, self._rank, self._size = ranks, ranks.rank, ranks.size
+        self._room = -(-room // _ALIGNMENT) * _ALIGNMENT
+        self._turn = 0
+        self._pending: tuple[Tensor, list[Tensor], torch.futures.Future[Tensor]] | None = None
+        self._views: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
+        self._waited_s = 0.0
+        # A rank may set up several times in a generation; the number is the same on all ranks.
+        number = ranks.store.add(ranks.key(f"gradients/{ranks.generation}/rank {ranks.rank}"), 1)
+        key = ranks.key(f"gradients/{ranks.generation}/{number}")
+        # Connections of the generation end when any of its ranks dies, and so does a wait.
+        with membership().opening(), _detects_lost_ranks(ranks):
+            self._group = SharedMemoryGroup(
+                ranks.store, key, ranks.rank, ranks.size, torch.uint8, 2 * self._room, ranks.generation, ranks.secret,
+                int(OPERATION.total_seconds()),
+            )  # fmt: skip
+
+    def average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Publish a bucket, and complete the previous bucket.
+
+        Args:
+            bucket: bucket of torch's DDP communication hook.
+
+        Returns:
+            Future of the bucket's buffer, which is complete when the last bucket was averaged.
+
+        Raises:
+            PeerLost: a rank has died.
+        """
+        buffer = bucket.buffer()
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        with _detects_lost_ranks(self._ranks):
+            self._complete()
+            slots = self._slots(buffer)
+            torch.mul(buffer, 1.0 / self._size, out=slots[self._rank])
+            self._group.signal()
+            self._pending = buffer, slots, future
+            if bucket.is_last():
+                self._complete()
+        return future
+
+    def take_waited(self) -> float:
+        """Return the seconds for which this rank has waited for others since the last call."""
+        waited, self._waited_s = self._waited_s, 0.0
+        return waited
+
+    def close(self) -> None:
+        """End the connections to the other ranks."""
+        self._pending = None
+        self._group.close()
+
+    def _slots(self, buffer: Tensor) -> list[Tensor]:
+        """Return the memory for a bucket by rank, as vectors like its buffer."""
+        key = (self._turn, buffer.dtype, buffer.numel())
+        if key not in self._views:
+            start = self._turn * self._room
+            stop = start + buffer.numel() * buffer.element_size()
+            self._views[key] = [vector[start:stop].view(buffer.dtype) for vector in self._group.vectors]
+        self._turn = 1 - self._turn
+        return self._views[key]
+
+    def _complete(self) -> None:
+        """Wait for the other ranks' parts of the newest bucket, and sum them."""
+        if self._pending is None:
+            return
+        (buffer, slots, future), self._pending = self._pending, None
+        began = time.perf_counter()
+        self._group.await_signals()
+        self._waited_s += time.perf_counter() - began
+        if self._size <= DIRECT:
+            _sum(slots, buffer)
+        else:
+            bounds = [len(buffer) * rank // self._size for rank in range(self._size + 1)]
+            begin, end = bounds[self._rank], bounds[self._rank + 1]
+            _sum([slot[begin:end] for slot in slots], buffer[begin:end])
+            slots[self._rank][begin:end] = buffer[begin:end]
+            self._group.signal()
+            self._group.await_signals()
+            for slot, start, stop in zip(slots, bounds, bounds[1:], strict=False):
+                buffer[start:stop] = slot[start:stop]
+        future.set_result(buffer)
+
+
+@contextlib.contextmanager
+def _detects_lost_ranks(ranks: World) -> Iterator[None]:
+    """Context that converts errors of the connections to other ranks.
+
+    Raises:
+        PeerLost: a connection has ended.
+    """
+    try:
+        yield
+    except TimeoutError:
+        raise
+    except (EOFError, OSError) as error:
+        raise PeerLost(
+            f"rank {ranks.rank} of {ranks.size}: the connection to another rank was lost: {error}"
+        ) from error
+
+
+def average_in_shared_memory(averager: SharedMemoryAverager, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Average the gradients of a bucket over all ranks, in place.
+
+    Args:
+        averager: state of this rank.
+        bucket: bucket of torch's DDP communication hook.
+
+    Returns:
+        Future of the bucket's buffer.
+    """
+    return averager.average(bucket)
+
+
+# DDP compares a hook's annotations with types, and annotations are strings in this module.
+average_in_shared_memory.__annotations__.update({"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]})
+
+
+def _sum(parts: list[Tensor], out: Tensor) -> None:
+    """Sum vectors in their order."""
+    torch.add(parts[0], parts[1], out=out)
+    for part in parts[2:]:
+        out.add_(part)
