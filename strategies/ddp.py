@@ -30,6 +30,10 @@ _GRAPH_CHANGED = (
     "static_graph=True needs gradients of the same parameters in each step, but in this step other parameters have "
     "gradients than in the first; remove static_graph"
 )
+_HOOK_LOST = (
+    "strategy=ddp lacks the gradient of a parameter that the step uses: torch drops the hooks of a parameter whose "
+    "memory set_ replaces. Change its elements instead, such as by `with torch.no_grad(): weight.copy_(new)`"
+)
 # torch 2.13 renamed the argument, and warns about the old name.
 _SIGNATURE = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
 _BUFFERS_ARGUMENT = "forward_sync_buffers" if "forward_sync_buffers" in _SIGNATURE else "broadcast_buffers"
@@ -324,7 +328,8 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
             loss: loss of the backward; None without a backward.
 
         Raises:
-            ValueError: with `static_graph`, other parameters got a gradient than in the first step.
+            ValueError: with `static_graph`, other parameters got a gradient than in the first step; or DDP lacks the
+                gradient of a parameter that the backward has reached.
         """
         ddp, unused = self._ddp, self._unused
         assert ddp is not None
@@ -340,10 +345,15 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
                 if self.static_graph and not self._of_each_step:
                     self._of_each_step = reached(loss)
                 return
+        if loss is not None and not set(unused.parameters) - reached(loss):
+            raise ValueError(_HOOK_LOST)
         unused.complete(loss, warns=not self.find_unused_parameters)
         if self._thin is not None:
             self._thin.undo([parameter for parameter in unused.parameters if parameter.grad is None])
-        ddp.reducer._check_reducer_finalized()
+        try:
+            ddp.reducer._check_reducer_finalized()
+        except RuntimeError as error:
+            raise ValueError(_HOOK_LOST) from error
 
     # -- state of each rank --------------------------------------------------------------------------------------
 

@@ -435,7 +435,15 @@ class FSDP(Strategy, Elastic, HidesGradients, MeasuresWaiting, ShardsWeights, Wr
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         if self._gathered is not None:  # otherwise the next forward would use the weights before this step
             self._gathered.shard()
-        return super().optimizer_step(optimizer, closure)
+        try:
+            return super().optimizer_step(optimizer, closure)
+        except RuntimeError as error:
+            if not any(word in str(error) for word in ("DTensor", "placement", "sharding strategy")):
+                raise
+            raise ValueError(
+                f"{type(optimizer).__name__} computes with parameters in a way that torch doesn't support for shards: "
+                "use an optimizer that treats elements separately, such as AdamW or SGD, or strategy=ddp"
+            ) from error
 
     def synchronize(self, copies: Mapping[str, Tensor] | None = None, *, ends: bool = False) -> None:
         super().synchronize(copies, ends=ends)

@@ -29,6 +29,7 @@ from fabricx.core.strategy_parts import (
 )  # fmt: skip
 from fabricx.distributed.world import World
 from fabricx.errors import check_choice
+from fabricx.model_parallel import placeholders
 from fabricx.model_parallel.axes import sizes_of, with_axes
 from fabricx.model_parallel.divider import Divider, Settings
 from fabricx.model_parallel.elementwise import check_elementwise
@@ -443,7 +444,15 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         with self._shown():
-            return self.data_strategy.optimizer_step(optimizer, closure)
+            try:
+                return self.data_strategy.optimizer_step(optimizer, closure)
+            except RuntimeError as error:
+                if not placeholders.refuses(error):
+                    raise
+                raise ValueError(
+                    f"{type(optimizer).__name__} steps parameters without a gradient, also those that other stages of "
+                    "the pipeline hold: skip parameters whose grad is None, or use strategy=tensor or strategy=fsdp"
+                ) from error
 
     def after_update(self, step: int) -> int:
         return self.data_strategy.after_update(step)

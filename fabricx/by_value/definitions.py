@@ -234,6 +234,30 @@ def set_attributes(value: Any, attributes: Mapping[str, Any]) -> None:
         setattr(value, name, attribute)
 
 
+def new_object(cls: Any) -> Any:
+    """Return an object without attributes.
+
+    Args:
+        cls: its class.
+    """
+    return cls.__new__(cls)
+
+
+def fill_parametrized(module: Any, state: Any) -> None:
+    """Complete a module of `torch.nn.utils.parametrize`, which gives each module a class with properties of its own.
+
+    Args:
+        module: of the class that it had before it was parametrized.
+        state: its attributes.
+    """
+    from torch.nn.utils import parametrize
+
+    module.__setstate__(state)
+    parametrize._inject_new_class(module)
+    for name in module.parametrizations:
+        parametrize._inject_property(module, name)
+
+
 def new_cached(maxsize: int | None, typed: bool) -> Any:
     """Return a function with an empty `functools.lru_cache`, whose `__wrapped__` is set later: it may call itself.
 

@@ -38,6 +38,7 @@ _SENTINELS: Final = {dataclasses.MISSING: "MISSING", dataclasses.KW_ONLY: "KW_ON
 _WEAK: Final = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 _OF_SCRIPT: Final = ("__file__", "__package__", "__path__")  # variables of the script that functions may rely on
 _Reduced = tuple[Callable[..., Any], tuple[Any, ...], Any, Callable[[Any, Any], None]]
+_PARAMETRIZE: Final = "torch.nn.utils.parametrize"
 _HEAP_TYPE: Final = 1 << 9  # flag of a class that was made by a class statement
 
 
@@ -170,6 +171,11 @@ class Reducer:
             return NotImplemented if is_importable(owner) else (kind, (value.__func__, value.__self__))
         if kind is functools.cached_property:  # has a lock up to Python 3.11
             return kind, (value.func,), {"attrname": value.attrname, "__doc__": value.__doc__}
+        if kind.__module__ == _PARAMETRIZE and "__getstate__" in vars(kind):  # a class of its own for each module
+            base: Any = kind.__base__
+            own = getattr(base, "__getstate__", None) is not getattr(object, "__getstate__", None)
+            state = base.__getstate__(value) if own else vars(value)
+            return definitions.new_object, (base,), state, None, None, definitions.fill_parametrized
         return (kind, (dict(value),)) if kind in _WEAK else NotImplemented
 
     def shares(self, value: object) -> bool:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fabricx.consistency.comparison import CHANGE_ALIKE, LIMITS, compare, of_hooks, of_optimizers
+from fabricx.consistency.weight_changes import digest
 from fabricx.core.placeholder import is_placeholder
 from fabricx.core.strategy_parts import HasServers, as_part
 from fabricx.errors import RanksDisagree
@@ -39,35 +40,18 @@ _GUARDED: Final = (
 )  # fmt: skip
 FAR: Final = "other values"
 ROUNDING: Final = 1e-3  # tolerated difference of weights between ranks, relative to a parameter's largest value
-_ROW: Final = 4093  # 8-byte words; prime, so that even strides and even counts of changed signs do not cancel
 
 
 def fingerprint(module: nn.Module) -> Tensor:
     """Return a digest of this rank's parameters, shape [bytes].
 
-    torch's version counters miss writes to `.data`, so the memory is read: small tensors are copied; larger tensors are
-    viewed as a table of 8-byte words, whose rows and columns are summed as integers, 2 to 5 times as fast as a norm.
-    The digest changes if a value changes, and if values swap positions or signs.
+    torch's version counters miss writes to `.data`, so the memory is read.
 
     Args:
         module: the user's module.
     """
     held = (parameter for parameter in module.parameters() if not is_placeholder(parameter))
-    tensors = [getattr(parameter, "_local_tensor", parameter).detach() for parameter in held]
-    return torch.cat([part for tensor in tensors for part in _digest(tensor)]) if tensors else torch.zeros(0)
-
-
-def _digest(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the digest of a tensor as byte tensors, which may share its memory."""
-    flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
-    elements = 8 // flat.element_size()  # per word
-    end = flat.numel() // (elements * _ROW) * (elements * _ROW)
-    rest = flat[end:].view(torch.uint8)
-    if not end:
-        return (rest,)
-    aligned = flat[:end].clone() if flat.storage_offset() % elements else flat[:end]
-    table = aligned.view(torch.int64).view(-1, _ROW)
-    return table.sum(0).view(torch.uint8), table.sum(1).view(torch.uint8), rest
+    return digest(getattr(parameter, "_local_tensor", parameter).detach() for parameter in held)
 
 
 @final

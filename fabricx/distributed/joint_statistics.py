@@ -1,16 +1,17 @@
-"""Joint running statistics of batch normalisation, if each rank has computed a share of the same steps."""
+"""Joint running statistics of normalisations, if each rank has computed a share of the same steps."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from fabricx.distributed.world import World
 
@@ -24,7 +25,8 @@ class Share:
     Attributes:
         mean, variance: running statistics, shape [channels].
         batches: batches since then.
-        elements: values of each channel in these batches; 0 if they were not counted (compiled code).
+        elements: values of each channel in these batches, or instances of an instance normalisation; 0 if they were not
+            counted (compiled code).
     """
 
     mean: Tensor
@@ -34,19 +36,22 @@ class Share:
 
 
 def joint(
-    start: tuple[Tensor, Tensor], before: int, shares: Sequence[Share], momentum: float | None
+    start: tuple[Tensor, Tensor], before: int, shares: Sequence[Share], momentum: float | None, *,
+    of_instances: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the running mean and variance of a process that has computed the steps of all ranks.
 
     A rank's statistics are q start + (1 - q) own, with q = (1 - momentum)^batches. The own means of the ranks are
     weighted by elements. The variance also has the differences between the means of ranks: those of a step (exact for
     one step), and for several steps their expected value, since a mean over steps varies less than that of each step.
+    An instance normalisation averages the variances of instances, without the differences between their means.
 
     Args:
         start: mean and variance that all ranks started from.
         before: batches before the start.
         shares: shares of the ranks.
         momentum: momentum of the layer; None for a cumulative mean.
+        of_instances: the layer is an instance normalisation.
     """
     steps = max(share.batches for share in shares)
     first = shares[0]
@@ -64,10 +69,13 @@ def joint(
     mean = sum((w * x for w, x in zip(weights, means, strict=True)), torch.zeros_like(begun[0]))
     variance = torch.zeros_like(mean)
     for weight, x, v, size, share in zip(weights, means, variances, sizes, used, strict=True):
+        if of_instances:
+            variance += weight * v
+            continue
         averaged = 1 - _concentration(share.batches, momentum)
         variance += weight * (v + (x - mean).square() + v / size * ((1 - weight) * averaged - 1))
     whole = math.inf if math.inf in sizes else sum(counts) / steps
-    if math.isfinite(whole):
+    if math.isfinite(whole) and not of_instances:
         variance *= whole / (whole - 1)
     q = _kept(before, steps, momentum)
     joined = q * begun[0] + (1 - q) * mean, q * begun[1] + (1 - q) * variance
@@ -97,7 +105,9 @@ def _of_layer(name: str, buffers: Mapping[str, Tensor]) -> _Buffers | None:
 
 @final
 class JointStatistics:
-    """Running statistics of the batch normalisations of a module, which ranks join.
+    """Running statistics of the batch and instance normalisations of a module, which ranks join.
+
+    `num_batches_tracked` of an instance normalisation never changes, so that its batches are counted here.
 
     Args:
         module: the user's module.
@@ -107,9 +117,10 @@ class JointStatistics:
         self._layers: dict[str, Any] = {
             name: layer
             for name, layer in module.named_modules()
-            if isinstance(layer, _BatchNorm) and isinstance(layer.running_mean, Tensor)
+            if isinstance(layer, (_BatchNorm, _InstanceNorm)) and isinstance(layer.running_mean, Tensor)
         }
         self._elements = dict.fromkeys(self._layers, 0)
+        self._batches = dict.fromkeys(self._layers, 0)  # since `remember`
         self._hooks = [
             layer.register_forward_pre_hook(functools.partial(self._count, name))
             for name, layer in self._layers.items()
@@ -117,17 +128,28 @@ class JointStatistics:
         self._start: dict[str, tuple[Tensor, Tensor, int]] = {}
         self.remember()
 
-    def _count(self, name: str, layer: nn.Module, inputs: Any) -> None:
-        if layer.training and not torch.compiler.is_compiling():  # a counter would compile each step anew
-            self._elements[name] += inputs[0].numel() // inputs[0].shape[1]
+    def _count(self, name: str, layer: Any, inputs: Any) -> None:
+        if not layer.training or torch.compiler.is_compiling():  # a counter would compile each step anew
+            return
+        self._batches[name] += 1
+        values = inputs[0]
+        if not isinstance(layer, _InstanceNorm):
+            self._elements[name] += values.numel() // values.shape[1]
+        else:
+            self._elements[name] += 1 if values.dim() == layer._get_no_batch_dim() else values.shape[0]
 
     def remember(self) -> None:
         """Save the present statistics, equal on all ranks, as the start."""
         self._elements = dict.fromkeys(self._layers, 0)
+        self._batches = dict.fromkeys(self._layers, 0)
         self._start = {
-            name: (layer.running_mean.clone(), layer.running_var.clone(), int(layer.num_batches_tracked))
+            name: (layer.running_mean.clone(), layer.running_var.clone(), self._tracked(name))
             for name, layer in self._layers.items()
         }
+
+    def _tracked(self, name: str) -> int:
+        layer = self._layers[name]
+        return self._batches[name] if isinstance(layer, _InstanceNorm) else int(layer.num_batches_tracked)
 
     def join(self, world: World, copies: Mapping[str, Tensor] | None = None) -> None:
         """Replace the statistics of all ranks by the joint statistics; collective.
@@ -158,16 +180,14 @@ class JointStatistics:
     def _state(self, buffers: Mapping[str, _Buffers]) -> dict[str, Any]:
         state = {}
         for name, (mean, variance, tracked) in buffers.items():
-            start = self._start[name]
-            batches, counted = int(tracked) - start[2], int(self._layers[name].num_batches_tracked) - start[2]
+            start, now = self._start[name], self._tracked(name)
+            # Copies of an instance normalisation have no number: that of its present values has the same effect where
+            # all ranks have as many batches.
+            then = now if isinstance(self._layers[name], _InstanceNorm) else int(tracked)
             elements = self._elements[name]
-            if batches != counted:  # earlier, with batches of the same size
-                elements = elements * batches // max(1, counted)
-            state[name] = {
-                "start": list(start),
-                "elements": elements,
-                "now": [mean.cpu(), variance.cpu(), int(tracked)],
-            }
+            if then != now:  # earlier, with batches of the same size
+                elements = elements * (then - start[2]) // max(1, now - start[2])
+            state[name] = {"start": list(start), "elements": elements, "now": [mean.cpu(), variance.cpu(), then]}
         return state
 
     def load_states(self, states: Sequence[Mapping[str, Any]], *, own: bool) -> None:
@@ -184,6 +204,7 @@ class JointStatistics:
             mean, variance, tracked = state["start"]
             self._start[name] = mean.clone(), variance.clone(), tracked
             self._elements[name] = state["elements"]
+            self._batches[name] = state["now"][2] - tracked
 
     def _set(self, states: Sequence[Mapping[str, Any]]) -> None:
         self._write(self._live(), states)
@@ -198,10 +219,17 @@ class JointStatistics:
                 for state in states
                 for own_mean, own_variance, tracked in [state[name]["now"]]
             ]
-            joined = joint((mean.cpu(), variance.cpu()), before, shares, self._layers[name].momentum)
+            layer = self._layers[name]
+            if of_instances := isinstance(layer, _InstanceNorm):
+                momentum = layer.momentum or 0.0  # None is 0 in this layer
+                if not any(share.batches for share in shares):  # compiled: not counted
+                    shares = [replace(share, batches=1) for share in shares]
+            else:
+                momentum = layer.momentum
+                num_batches_tracked.fill_(max(state[name]["now"][2] for state in states))
+            joined = joint((mean.cpu(), variance.cpu()), before, shares, momentum, of_instances=of_instances)
             running_mean.copy_(joined[0])
             running_var.copy_(joined[1])
-            num_batches_tracked.fill_(max(state[name]["now"][2] for state in states))
 
     def close(self) -> None:
         """Remove the hooks."""

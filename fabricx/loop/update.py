@@ -89,6 +89,7 @@ def step_optimizer(
     with session.gradients.weights_as_stored():
         session.fault_tolerance.begin_update()
         if session.module.automatic_optimization:
+            session.overridden.own_steps += 1
             used = closure if id(optimizer) in session.overridden.closures else None
             session.precision.step(optimizer, session.strategy.optimizer_step, used)
             return None
@@ -162,9 +163,17 @@ def _step_with_closure(session: Session, micro: Microbatch, batch: Any, optimize
         session.backward(loss * ((session.window.again or micro.factor) * session.gradient_factor))
         return _global_loss(session, micro, loss.detach())
 
-    gradients = session.gradients
+    gradients, overridden = session.gradients, session.overridden
+    overridden.own_steps = 0
     with torch.enable_grad(), gradients.hooks_see_gradients(), gradients.hooks_see_weights("optimizer_step"):
         session.module.optimizer_step(session.state.epoch, micro.index, session.handle_of(optimizer), closure)
+    if overridden.own_steps != 1 and session.serving.weight_pulls is not None:
+        raise ValueError(
+            f"optimizer_step calls the step of {type(optimizer).__name__} {overridden.own_steps} times for this batch, "
+            "but servers step once for each batch: set accumulate_grad_batches for fewer steps, return None from "
+            "training_step to leave a batch out, or use parameter_server with optimizer='worker' and mode='sync', or "
+            "strategy=ddp"
+        )
     session.fault_tolerance.after_own_update(micro)
 
 

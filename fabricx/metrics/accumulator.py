@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -285,6 +285,28 @@ class Metrics:
                     torch.get_default_dtype()
                 )
         return {name: values[name] for name in wanted}
+
+    def means(self, latest: Mapping[str, tuple[Tensor, int]], *, alone: bool) -> dict[str, Tensor]:
+        """Return the means over ranks of the step's values of metric objects; every rank calls it, except with `alone`.
+
+        A metric object computes its value of a step from the samples of a rank. Values with several elements are those
+        of this rank.
+
+        Args:
+            latest: (value, weight) by name; a rank without a sample has weight 0.
+            alone: return this rank's values without communication.
+        """
+        values = {name: value for name, (value, _) in latest.items()}
+        names = [name for name, value in values.items() if value.numel() == 1]
+        if self._size == 1 or alone or not names:
+            return values
+        kind = torch.float32 if self._device.type == "mps" else torch.float64
+        weights = torch.tensor([latest[name][1] for name in names], dtype=kind, device=self._device)
+        own = torch.stack([values[name].detach().to(self._device, kind).reshape(()) for name in names])
+        total, weight = self._reduce(torch.stack([torch.where(weights > 0, own * weights, 0.0), weights]), "sum")
+        for name, mean in zip(names, torch.where(weight > 0, total / weight, own), strict=True):
+            values[name] = mean.to(torch.get_default_dtype()).reshape(values[name].shape)
+        return values
 
     def _pack(self, names: list[str], *, epoch: bool) -> Tensor:
         pairs = [self._epoch_pair(name) if epoch else self.series[name].packed(epoch=False) for name in names]

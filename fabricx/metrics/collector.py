@@ -54,6 +54,8 @@ class Logbook:
         self.loader: int | None = None
         self.loaders: dict[str, int | None] = {}
         self.batches = 0
+        self._of_parts: dict[str, tuple[Tensor, int]] = {}  # mean of metric objects over parts of a batch, and weight
+        self._updated: dict[str, tuple[int, int]] = {}  # step and samples of metric objects that log values of steps
         self._batch = 0  # number of this rank's batch in the epoch, from 1; 0 between two batches
         self.idle = False
         self.logs_batches = False
@@ -84,6 +86,7 @@ class Logbook:
         """
         self.batch, self.size, self.step, self.in_step, self.idle = batch, size, step, True, False
         self._weight = None
+        self._of_parts.clear()
         self.batches += 1
         self._batch = self.batches
 
@@ -130,6 +133,8 @@ class Logbook:
                 if name not in self.metrics.objects:
                     series.step_batch = series.epoch_batch = self._batch
                 self.metrics.objects[name] = (value, series)
+                if series.on_step:
+                    self._updated[name] = self.step, self.count() if batch_size is None else batch_size
                 return
             value = as_value(value, name)
         if not self.in_step:
@@ -167,10 +172,21 @@ class Logbook:
         """
         whole = self.batch, self.size, self._weight
         self.batch, self.size, self._weight = part, None, None
+        self._updated.clear()
         try:
             yield
+            self._add_part()
         finally:
             self.batch, self.size, self._weight = whole
+
+    def _add_part(self) -> None:
+        """Add the values that metric objects have for a part of a batch."""
+        for name, (_, weight) in self._updated.items():
+            cached = getattr(self.metrics.objects[name][0], "_forward_cache", None)
+            if weight and isinstance(cached, Tensor) and cached.numel() == 1:
+                mean, before = self._of_parts.get(name, (torch.zeros_like(cached), 0))
+                share = weight / (before + weight)
+                self._of_parts[name] = mean * (1 - share) + cached * share, before + weight
 
     @contextlib.contextmanager
     def muted(self) -> Iterator[None]:
@@ -254,11 +270,19 @@ class Logbook:
         metrics = self.metrics
         names = [] if self.idle else metrics.due(epoch=False, step=step)
         values = metrics.joined(names, epoch=False, batches=self._had, alone=self._alone)
-        for name, (metric, series) in metrics.objects.items():
+        latest: dict[str, tuple[Tensor, int]] = {}  # results of the metrics' own forward, with their weights
+        for name, (metric, series) in sorted(metrics.objects.items()):
             if series.on_step:
-                latest = getattr(metric, "_forward_cache", None)  # result of the metric's own forward
-                values[name] = torch.as_tensor(metric.compute() if latest is None else latest)
-        return values
+                cached = getattr(metric, "_forward_cache", None)
+                if cached is None:
+                    values[name] = torch.as_tensor(metric.compute())
+                else:
+                    updated, weight = self._updated.get(name, (-1, 0))
+                    value = torch.as_tensor(cached)
+                    if name in self._of_parts:
+                        value, weight = self._of_parts[name]
+                    latest[name] = value, weight if updated == step and not self.idle else 0
+        return values | metrics.means(latest, alone=self._alone)
 
     def values_of_batch(self) -> dict[str, Tensor]:
         """Return this rank's values of the present evaluation batch that were logged with `on_step`."""

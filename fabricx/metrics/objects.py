@@ -12,6 +12,11 @@ from torch import Tensor, nn
 
 from fabricx.distributed.world import World
 
+_DTYPES: Final = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128,
+)  # fmt: skip
+_LONGEST: Final = 12  # numbers that describe a state: dtype, dimensions, and up to 10 sizes
 _OF_MODULES: Final = frozenset(vars(nn.Module()))  # attributes that every module has
 _SEARCHED: Final = 64  # maximum items of a container that is searched: longer lists are a history of numbers
 _OF_PROCESS: Final = frozenset({
@@ -64,6 +69,15 @@ def _search(path: str, value: Any, depth: int = 3) -> Iterator[tuple[str, Any]]:
             yield from _search(f"{path}.{key}", item, depth - 1)
 
 
+def syncs_by_itself(metric: Any) -> bool:
+    """Return whether a user has given a metric object a function or a process group of its own for its reduction.
+
+    Args:
+        metric: a torchmetrics object.
+    """
+    return metric.process_group is not None or not isinstance(metric.dist_sync_fn, (_GatherAlong, type(None)))
+
+
 def reduce_along(metric: Any, world: World) -> Callable[[], None]:
     """Make a metric object reduce its state over the ranks that update it with different samples.
 
@@ -99,8 +113,27 @@ class _GatherAlong:
     def __call__(self, state: Tensor, group: Any = None) -> list[Tensor]:
         from torchmetrics.utilities.distributed import gather_all_tensors
 
-        gathered: list[Tensor] = gather_all_tensors(state, self._group)
+        gathered: list[Tensor] = gather_all_tensors(self._alike(state), self._group)
         return gathered
+
+    def _alike(self, state: Tensor) -> Tensor:
+        """Return a state that may be gathered with those of other ranks.
+
+        A rank without updates has an empty float32 vector in place of a list of tensors, which gloo and NCCL can't
+        gather with tensors of another dtype or number of dimensions: gloo ends the process.
+        """
+        if state.dim() == 0:
+            return state
+        header = torch.tensor([_DTYPES.index(state.dtype), state.dim(), *state.shape], device=state.device)
+        own = torch.nn.functional.pad(header, (0, _LONGEST - len(header)))
+        headers = [torch.zeros_like(own) for _ in range(torch.distributed.get_world_size(self._group))]
+        torch.distributed.all_gather(headers, own, self._group)
+        if state.numel():
+            return state
+        for kind, dims, *shape in (header.tolist() for header in headers):
+            if all(shape[:dims]):
+                return state.new_zeros((0, *shape[1:dims]), dtype=_DTYPES[kind])
+        return state
 
     def __deepcopy__(self, memo: Any) -> _GatherAlong:
         return self

@@ -12,7 +12,7 @@ from fabricx.core.state import Phase
 from fabricx.core.strategy_parts import HasServers, HidesGradients, as_part
 from fabricx.metrics.collector import Logbook
 from fabricx.metrics.logger_dispatcher import LoggerDispatcher
-from fabricx.metrics.objects import metric_objects, reduce_along
+from fabricx.metrics.objects import metric_objects, reduce_along, syncs_by_itself
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -144,8 +144,8 @@ class RunMetrics:
             world: the ranks.
         """
         self.training.world_changed(world)
-        if world.axis("model").size > 1:
-            for metric in metric_objects(self._module).values():
+        for metric in metric_objects(self._module).values():
+            if world.axis("model").size > 1 or not syncs_by_itself(metric):
                 reduce_along(metric, world.axis("metrics"))
 
     def log_step(self, recorder: NoopRecorder, optimizers: Sequence[Optimizer], norm: Tensor | None) -> None:

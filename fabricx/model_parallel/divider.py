@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
 
+from fabricx.consistency.weight_changes import WeightChanges, refused_change
 from fabricx.core.evaluation_mode import evaluation_mode
 from fabricx.core.loss import loss_of
 from fabricx.core.rng import seed_often
@@ -211,7 +212,8 @@ class Divider:
         expert_modules = find_experts(module, self._settings.experts, world.size)
         with evaluation_mode(module):  # the experts of another rank draw other random numbers
             whole = functools.partial(_sum_gradients, list(module.parameters()), world)
-            before = recorded_step(module, trial.run, complete=whole, remedy=REMEDY) if compares else None
+            with _unchanged_weights(module):
+                before = recorded_step(module, trial.run, complete=whole, remedy=REMEDY) if compares else None
             self.experts = experts = ExpertParallel(module, expert_modules, world)
             self.division = Division(module, self._world, experts, None)
             if before is None:
@@ -236,7 +238,8 @@ class Divider:
             return []
         from fabricx.model_parallel.context_parallel import context_blocks
 
-        return context_blocks(module, self._settings.blocks, trial.run)
+        with _unchanged_weights(module):
+            return context_blocks(module, self._settings.blocks, trial.run)
 
     def _divide_sequence(
         self, module: nn.Module, blocks: Blocks, trial: Trial, layout: Mapping[str, Any], *, compares: bool
@@ -331,7 +334,8 @@ class Divider:
         from fabricx.model_parallel.trial import check_unchanged, recorded_step
 
         world = self._world.axis("tensor")
-        before = recorded_step(module, trial.run) if compares else None
+        with _unchanged_weights(module):
+            before = recorded_step(module, trial.run) if compares else None
         if compares:  # samples may differ between data ranks, and with them the layers that a step calls
             plan = find_tensor_plan(module, trial.run, world.size, self._settings.plan)
             plan = TensorPlan.of(self._world.broadcast_object(plan.plain()))
@@ -358,7 +362,8 @@ class Divider:
         def run() -> Any:
             return trial.step(trial.batch, 0)
 
-        with trial.undisturbed():  # outside of the traces, in which it would use all buffers
+        # Outside of the traces, in which it would use all buffers.
+        with trial.undisturbed(), _unchanged_weights(module):
             chain = trace_chain(module, find_blocks(module, self._settings.blocks, run), run)
         return replace(chain, costs=self._world.broadcast_object(chain.costs)) if shared else chain  # times differ
 
@@ -466,6 +471,19 @@ class Divider:
         from fabricx.model_parallel.gradient_norm import total_norm
 
         return total_norm(parameters, *self.gradient_ranks())
+
+
+@contextmanager
+def _unchanged_weights(module: nn.Module) -> Iterator[None]:
+    """Refuse a step that changes weights; it runs inside, on the whole module.
+
+    Raises:
+        ValueError: a parameter was changed.
+    """
+    changes = WeightChanges(module.parameters(), values=True)
+    yield
+    if (changed := changes.first(module.parameters())) is not None:
+        raise ValueError(refused_change([name for name, _ in module.named_parameters()][changed]))
 
 
 def _seeded_gradients(module: nn.Module, blocks: Sequence[str], trial: Trial) -> float:

@@ -10,6 +10,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
+from fabricx.consistency.weight_changes import WeightChanges, refused_change
 from fabricx.core.rng import random_kept
 from fabricx.distributed.lost_peers import raise_peer_lost
 from fabricx.distributed.point_to_point import Transfers
@@ -25,6 +26,11 @@ from fabricx.model_parallel.pipeline_schedule import Action, check_schedule, sch
 from fabricx.model_parallel.weight_gradients import DeferredWeights
 
 Step = Callable[..., Any]
+_ELSEWHERE: Final = (
+    "the step changes a parameter or uses it, and this stage of the pipeline does not hold it, since the step of the "
+    "trial run did not use it in this way. Let each step use the same parameters, such as by 0.0 * output.sum(); "
+    "change weights in on_before_optimizer_step or on_train_batch_end; or use strategy=tensor or strategy=fsdp"
+)
 _NOTHING: Final = contextlib.nullcontext()
 _SHARED: Final = 1 << 20  # tags of shared parameters; those of activations are smaller
 _SWALLOWED: Final = (
@@ -154,6 +160,7 @@ class Pipeline:
         delayed: dict[tuple[int, int], list[Callable[[], None]]] = {}
         outputs: list[Any] = [None] * len(parts)
         self._take_deferred()  # of an interrupted batch
+        changes = WeightChanges(self.module.parameters(), values=False)
         with random_kept():
             for action, following in zip(actions, [*actions[1:], None], strict=True):
                 now = passes[action[1:]]
@@ -170,9 +177,18 @@ class Pipeline:
                     if self._is_last(now):
                         outputs[now.microbatch] = now.take_output()
             self.transfers.finish()
+        self._check_parameters(changes)
         if not any(now.reached for now in passes.values()):
             backward(None)
         return rows.joined(outputs, parts, shares) if self.last else None
+
+    def _check_parameters(self, changes: WeightChanges) -> None:
+        """Refuse weights that the step has changed, and gradients of weights that this stage doesn't hold."""
+        if (changed := changes.first(self.module.parameters())) is not None:
+            raise ValueError(refused_change([name for name, _ in self.module.named_parameters()][changed]))
+        for name, parameter in self.module.named_parameters():
+            if name not in self.own_names and parameter.grad is not None:
+                raise ValueError(f"{name}: {_ELSEWHERE}")
 
     def _expect(self, passes: Mapping[tuple[int, int], Pass], action: Action, following: Action | None) -> None:
         """Begin to receive the inputs of this action and of the next, so that transfers and computation overlap."""
@@ -239,6 +255,8 @@ class Pipeline:
         except BaseException as error:
             if now.ended:
                 raise RuntimeError(_SWALLOWED) from error
+            if placeholders.refuses(error):
+                raise ValueError(_ELSEWHERE) from error
             raise
         finally:
             self._pass = None
@@ -284,6 +302,8 @@ class Pipeline:
             with self._deferred or _NOTHING:
                 (compute or loss.backward)()
         except RuntimeError as error:
+            if placeholders.refuses(error):
+                raise ValueError(_ELSEWHERE) from error
             raise_peer_lost(error, f"stage {self.world.rank} of {self.world.size}, backward")
             raise
 

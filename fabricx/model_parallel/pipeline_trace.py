@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fabricx.core.rng import random_kept
+from fabricx.errors import FabricxError
 from fabricx.model_parallel.block_calls import intercept
 from fabricx.model_parallel.nested import Path, leaves, mapped, named
 
@@ -64,6 +65,7 @@ class Trace(TorchDispatchMode):
         self._derived: set[str] = set()  # buffers with derived values
         self._values: dict[str, Tensor] = {}
         self._written: dict[str, set[int]] = {}
+        self._hooks: list[Any] = []
         self._kept: list[Any] = []  # storages that have a number in the tables
 
     # -- calls of blocks ----------------------------------------------------------------------------------------------
@@ -97,6 +99,7 @@ class Trace(TorchDispatchMode):
             )
         self._move(number)
         self._calls += 1
+        self._watch(args, kwargs)
         self._enter(number, args, kwargs)
         self._inside = True
         output = call(*args, **kwargs)
@@ -107,7 +110,20 @@ class Trace(TorchDispatchMode):
                 self._mark(_storage(leaf), leaf)
         if number == len(self._names) - 1:
             self._move(number + 1)
+        else:
+            self._watch(output)
         return output
+
+    def _watch(self, *values: Any) -> None:
+        """Refuse gradients that the step computes through a block; the backward of the loss comes after the trace."""
+        for _, leaf in leaves(values):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                self._hooks.append(leaf.register_hook(_refuse_derivative))
+
+    def close(self) -> None:
+        """Remove the hooks of the tensors between blocks."""
+        for hook in self._hooks:
+            hook.remove()
 
     def _enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         paths = []
@@ -271,6 +287,7 @@ def tracing(module: nn.Module, names: Sequence[str], *, calls_blocks: bool = Tru
         for number, name in enumerate(names):
             call = functools.partial(trace.call, number)
             stack.callback(intercept(module.get_submodule(name), call))
+        stack.callback(trace.close)
         stack.enter_context(log_calls(module, trace.logged))
         stack.enter_context(trace)
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(trace.pack, lambda tensor: tensor))
@@ -307,6 +324,14 @@ def log_calls(module: Any, logged: Callable[[str, Any], None]) -> Iterator[None]
                 del vars(module)[name]
             else:
                 vars(module)[name] = logger
+
+
+def _refuse_derivative(gradient: Tensor) -> None:
+    raise FabricxError(
+        "training_step computes gradients through the model, such as by torch.autograd.grad for a gradient penalty, "
+        "and each stage of a pipeline has the graph of its own blocks only: use strategy=ddp or strategy=fsdp, or a "
+        "penalty without derivatives, such as finite differences in one call of the model"
+    )
 
 
 def _depends_on_values(name: str, inputs: Sequence[Tensor]) -> bool:

@@ -51,3 +51,18 @@ def restore(module: nn.Module, values: Mapping[str, Tensor]) -> None:
             raise LookupError(f"the module has no parameter or buffer {name!r}")
         tensor = tensors[name]
         tensor.data = value.detach().to(device=tensor.device, dtype=tensor.dtype).reshape(tensor.shape)
+
+
+def refuses(error: BaseException) -> bool:
+    """Return whether an error is torch's refusal to write to a placeholder.
+
+    Args:
+        error: error of a step.
+
+    >>> try:
+    ...     torch.zeros(()).expand(2).add_(1)
+    ... except RuntimeError as error:
+    ...     print(refuses(error))
+    True
+    """
+    return isinstance(error, RuntimeError) and "refers to a single memory location" in str(error)

@@ -49,6 +49,8 @@ PROPERTIES: Final[set[Any]] = {
         "is_quantized", "is_meta", "_version", "grad_fn",
     )),
 }  # fmt: skip
+_tensor: Final[Any] = Tensor
+DATA: Final[Any] = _tensor.data.__get__
 AUTOGRAD: Final[set[Any]] = {
     Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_, Tensor.backward, torch.autograd.grad,
     *(getattr(Tensor, name).__get__ for name in ("grad",)),
@@ -75,6 +77,8 @@ def sharded_function(activations: Activations, func: Any, args: Sequence[Any], o
     """
     if func in PROPERTIES:
         return func(*args, **options)
+    if func == DATA:  # shares memory with its tensor, and so does the result here
+        func = Tensor.detach
     sharded = _sharded_tensors((*args, *options.values()))
     for tensor in sharded:
         tensor.check_usable()
@@ -87,6 +91,8 @@ def sharded_function(activations: Activations, func: Any, args: Sequence[Any], o
             result = apply(activations, func, args, options)
             if result is not NotImplemented:
                 return result
+            if _changes_arguments(func, options):
+                raise _refused(func, "no rule changes it in place")
         args, options = tree_map(activations.in_order, (args, options))
         sharded = _sharded_tensors((*args, *options.values()))
         if not sharded:

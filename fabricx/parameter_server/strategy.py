@@ -7,11 +7,12 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fabricx.consistency.weight_changes import WeightChanges
 from fabricx.core.averaging import AverageRule
 from fabricx.core.dealer import Dealer
 from fabricx.core.gradient_checks import warn_of_lost_residuals
@@ -35,6 +36,9 @@ from fabricx.parameter_server.totals import Totals
 from fabricx.parameter_server.wire.messages import Counts, Settings
 from fabricx.parameter_server.worker.asynchronous import Asynchronous
 from fabricx.parameter_server.worker.dealer import LeaseDealer
+
+_READ_FIRST: Final = 8  # first training steps in which weights are read to notice changes by `training_step`
+_READ_EVERY: Final = 32  # steps between later readings
 
 
 class ServedStrategy(
@@ -89,6 +93,7 @@ class ServedStrategy(
         self._parameters: list[Tensor] = []
         self._optimizers: list[Optimizer] = []
         self._several_backwards = False
+        self._steps = 0  # training steps of this worker
         self._saved_feedback: Any = None  # error feedback from a checkpoint
         self._measured_before: Totals | None = None  # totals at the previous call of `measured`
 
@@ -244,11 +249,13 @@ class ServedStrategy(
         return super().forward_backward(checked, backward, batch, index)
 
     def _without_changes(self, step: Callable[..., Any], batch: Any, index: int) -> Any:
-        before, pulls = [parameter._version for parameter in self._parameters], self.weight_pulls
+        pulls = self.weight_pulls
+        reads = self._steps < _READ_FIRST or self._steps % _READ_EVERY == 0
+        self._steps += 1
+        changes = WeightChanges(self._parameters, values=reads)
         outputs = step(batch, index)
-        after = [parameter._version for parameter in self._parameters]
-        if after != before and self.weight_pulls == pulls:  # a pull within the forward writes weights, too
-            changed = [old != new for old, new in zip(before, after, strict=True)].index(True)
+        changed = changes.first(self._parameters)
+        if changed is not None and self.weight_pulls == pulls:  # a pull within the forward writes weights, too
             raise ValueError(
                 f"training_step changes {self._names(self.module)[changed]}, but servers hold the weights, so a "  # type: ignore[arg-type]
                 "worker's change would be lost: compute the changed weights from the parameters in each forward, or "

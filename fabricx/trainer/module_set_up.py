@@ -16,7 +16,7 @@ from fabricx.core.module_hooks import ModuleHooks
 from fabricx.core.precision import make_precision
 from fabricx.core.transfer import to_device
 from fabricx.distributed.sync_batchnorm import synchronise
-from fabricx.metrics.objects import metric_objects, reduce_along
+from fabricx.metrics.objects import metric_objects, reduce_along, syncs_by_itself
 from fabricx.session.status import Overridden
 
 if TYPE_CHECKING:
@@ -47,9 +47,10 @@ def set_up_module(session: Session, ckpt_path: str | Path | None) -> None:
     session.window.by_weight = session.overridden.batch_weight and module.automatic_optimization
     session.transfer = _batch_transfer(session)
     session.data.load(session.world)
-    if session.divided:
-        metrics = session.world.axis("metrics")
-        session.overridden.undo += [reduce_along(metric, metrics) for metric in metric_objects(module).values()]
+    if session.world.size > 1:
+        axis = session.world.axis("metrics")
+        metrics = [m for m in metric_objects(module).values() if session.divided or not syncs_by_itself(m)]
+        session.overridden.undo += [reduce_along(metric, axis) for metric in metrics]
 
 
 def set_up_evaluation(session: Session) -> None:

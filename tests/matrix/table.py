@@ -123,7 +123,16 @@ LIMITS: Final = """
 - **`fsdp`: parameters that are frozen and released within a step** through the optimizer (`optimizer.param_groups`)
   have an effect if the forward of their submodule is between the two. A step that reads such a parameter without this
   forward (a penalty on `self.layer.weight`) trains it. Freeze the module's own parameters
-  (`self.layer.requires_grad_(False)`), or use `ddp`."""
+  (`self.layer.requires_grad_(False)`), or use `ddp`.
+- **Losses that are no mean over samples**: each data rank computes the loss of its share, and the shares are weighted
+  by their samples. A sum, a mean over tokens, class weights, `ignore_index`, a comparison of samples with each other,
+  and code that depends on the contents of a whole batch therefore depend on the number of data ranks, as in other
+  frameworks. Define `Module.batch_weight` (the number of terms, or the sum of the class weights): then the result is
+  that of one process. A pipeline refuses such losses before training.
+- **Buffers that a forward computes from the batch** (statistics of BatchNorm and InstanceNorm, codebooks with moving
+  averages) have the share of a rank; ranks that train together use those of rank 0, as torch's DDP does. Sum over
+  ranks in the forward (`self.all_gather`), or use `sync_batchnorm=True`. `local_sgd` joins the statistics of
+  BatchNorm and InstanceNorm, and ranks at their own pace pool them."""
 
 
 def table() -> str:

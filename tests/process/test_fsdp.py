@@ -303,7 +303,7 @@ def test_parameters_that_are_frozen_for_a_forward_are_not_trained_by_it() -> Non
 
 @pytest.mark.parametrize("where", ["training_step", "validation_step"])
 def test_weights_that_are_changed_while_they_are_gathered_are_an_error(where: str) -> None:
-    with pytest.raises(WorkerFailed, match=r"head\.weight was changed while strategy=fsdp had gathered it"):
+    with pytest.raises(WorkerFailed, match=r"head\.weight was changed or replaced while strategy=fsdp had gathered it"):
         trained(FSDP(), [{"where": where, "clamps": True}], devices=2)
 
 

@@ -11,6 +11,7 @@ import torchmetrics
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+from torchmetrics.utilities import dim_zero_cat
 
 import fabricx as fx
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, Mesh, ParameterServer, Single
@@ -150,3 +151,56 @@ def test_states_after_a_run_are_those_of_one_process(
 ) -> None:  # fmt: skip
     for found, wanted in zip(run(strategy, 2, tmp_path), alone, strict=True):
         assert found == {name: pytest.approx(value, rel=1e-5) for name, value in wanted.items()}  # float32
+
+
+class Kept(torchmetrics.Metric):
+    """Has a list of tensors as its state, as curves and correlations have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("values", [], dist_reduce_fx="cat")
+
+    def update(self, values: Tensor) -> None:
+        self.values.append(values)
+
+    def compute(self) -> Any:
+        return dim_zero_cat(self.values).square().mean()
+
+
+class OfSteps(fx.Module):
+    """Logs a metric object for each step, and in validation a metric object whose state is a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
+        self.accuracy = MulticlassAccuracy(3, average="micro")
+        self.kept = Kept()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        outputs = self.layers(batch[0].double())
+        self.accuracy(outputs, batch[1])
+        self.log("accuracy", self.accuracy, on_step=True, on_epoch=True)
+        return nn.functional.cross_entropy(outputs, batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.kept.update(self.layers(batch[0].double()))
+        self.log("kept", self.kept)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("strategy", [DDP(), FSDP(), Mesh(pipeline=2)])
+def test_values_of_steps_are_means_over_samples_and_a_rank_may_have_no_update(strategy: Any) -> None:
+    """The last batch has 3 samples, and the validation one: gloo ended a process without a sample by SIGABRT."""
+    generator = torch.Generator().manual_seed(5)
+    inputs, labels = torch.randn(11, 2, generator=generator), torch.randint(3, (11,), generator=generator)
+    found = []
+    for used, devices, batch in ((Single(), 1, 4), (strategy, 2, 4 if isinstance(strategy, Mesh) else 2)):
+        trainer = fx.Trainer(devices=devices, strategy=used, max_epochs=1, **QUIET)
+        validation = DataLoader(TensorDataset(inputs[:1], labels[:1]), batch)
+        trainer.fit(OfSteps(), DataLoader(TensorDataset(inputs, labels), batch), validation)
+        found.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+    assert set(found[0]) == {"accuracy", "accuracy_step", "accuracy_epoch", "kept"}

@@ -215,3 +215,21 @@ def test_without_such_objects_nothing_of_cloudpickle_is_imported() -> None:
     assert reducer(torch.nn.Linear) is NotImplemented
     assert reducer([1]) is NotImplemented
     assert reducer._cloudpickle is None
+
+
+def test_a_parametrized_module_has_its_class_in_another_process() -> None:
+    """torch gives each of these modules a class of its own, and refuses to pickle them."""
+    from torch import nn
+    from torch.nn.utils import parametrizations
+
+    layer = parametrizations.weight_norm(nn.Linear(4, 4))
+    model = nn.Sequential(layer, layer, parametrizations.orthogonal(nn.Linear(4, 4)))
+    received = pickle.loads(by_value.dumps(model))
+    again = pickle.loads(by_value.dumps(received))
+    for other in (received, again):
+        assert other[0] is other[1]
+        assert isinstance(other[0], nn.Linear)
+        assert torch.equal(other(torch.ones(4)), model(torch.ones(4)))
+        assert other.state_dict().keys() == model.state_dict().keys()
+    received[0].weight = torch.full((4, 4), 2.0)  # by the inverse of the parametrization
+    assert torch.allclose(received[0].weight, torch.full((4, 4), 2.0))

@@ -138,3 +138,18 @@ def test_equal_statistics_stay_as_they_are_and_uncounted_elements_weight_by_batc
     found = joint(zero, 0, [Share(mean, variance, 1), Share(2 * mean, variance, 3)], None)
     assert float(found[0]) == pytest.approx(3.5)
     assert float(found[1]) == pytest.approx(3.0 + 0.25 * 1.5**2 + 0.75 * 0.5**2)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_an_instance_normalisation_has_the_statistics_of_all_instances(momentum: float | None) -> None:
+    """Its counter of batches never changes."""
+    torch.manual_seed(1)
+    start: Any = nn.InstanceNorm1d(3, momentum=momentum, track_running_stats=True, dtype=torch.float64)  # type: ignore[arg-type]
+    steps = [[torch.randn(n, 3, 5, dtype=torch.float64) * n + 4 * n for n in (1, 3)] for _ in range(2)]
+    wanted, found = copy.deepcopy(start), copy.deepcopy(start)
+    for parts in steps:
+        wanted(torch.cat(parts))
+    states = [state_of(start, start, [parts[rank] for parts in steps]) for rank in range(2)]
+    JointStatistics(found).load_states(states, own=False)
+    assert torch.allclose(found.running_mean, wanted.running_mean, rtol=1e-12)
+    assert torch.allclose(found.running_var, wanted.running_var, rtol=1e-12)

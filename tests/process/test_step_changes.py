@@ -1,0 +1,141 @@
+"""Steps that change weights, differentiate through the model, or don't step: right, or an error with the remedy."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrizations import spectral_norm, weight_norm
+from torch.utils.data import DataLoader, TensorDataset
+
+import fabricx as fx
+from fabricx.errors import WorkerFailed
+from fabricx.strategies import DDP, FSDP, ParameterServer, PipelineMesh, TensorMesh
+from fabricx.testing import QUIET
+
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
+GLOBAL_BATCH = 4
+
+
+class Net(fx.Module):
+    """Two layers in float64; the subclasses do something in the second batch, after a trial run of the step.
+
+    Args:
+        kind: of the change.
+    """
+
+    def __init__(self, kind: str = "") -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.kind = kind
+        self.net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+        self.other = nn.Linear(4, 2)
+        if kind == "parametrized":
+            weight_norm(self.net[0])
+            spectral_norm(self.net[2])
+        self.double()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        inputs, later = batch[0], self.global_step == 1
+        first: Any = self.net[0]
+        if (self.kind == "data.mul_" and later) or self.kind == "data.mul_ always":
+            first.weight.data.mul_(0.5)
+        if self.kind == "data =" and later:
+            first.weight.data = first.weight.data * 0.5
+        if self.kind == "parameter" and later:
+            first.weight = nn.Parameter(first.weight.detach() * 0.5)
+        if self.kind == "set_" and later:
+            with torch.no_grad():
+                first.weight.set_(first.weight * 0.5)
+        outputs = self.net(inputs.requires_grad_(self.kind == "penalty"))
+        if self.kind == "branch" and later:
+            outputs = outputs + self.other(inputs)
+        loss = (outputs - batch[1]).square().mean()
+        if self.kind == "penalty":
+            gradient: Tensor = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)[0]
+            loss = loss + gradient.square().sum(1).mean()
+        return loss
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+        if self.kind == "skips" and batch_idx == 1:
+            closure()
+        else:
+            optimizer.step(closure=closure)
+
+    def configure_optimizers(self) -> Any:
+        if self.kind == "Adafactor":
+            return torch.optim.Adafactor(self.parameters())
+        return (
+            AllStep(self.parameters(), 0.1) if self.kind == "no gradient" else torch.optim.SGD(self.parameters(), 0.1)
+        )
+
+
+class AllStep(torch.optim.SGD):
+    """Changes parameters without a gradient, too."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for parameter in self.param_groups[0]["params"]:
+            parameter.mul_(0.9)
+        return super().step(closure)
+
+
+def train(kind: str, strategy: Any = "auto", devices: int = 1, data_ranks: int = 1) -> dict[str, Tensor]:
+    """Return the weights after two epochs of three global batches."""
+    generator = torch.Generator().manual_seed(1)
+    data = [torch.randn(12, columns, generator=generator, dtype=torch.float64) for columns in (4, 2)]
+    trainer = fx.Trainer(devices=devices, strategy=strategy, max_epochs=2, **QUIET)
+    module = Net(kind)
+    trainer.fit(module, DataLoader(TensorDataset(*data), GLOBAL_BATCH // data_ranks))
+    return module.state_dict()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kinds", "message"),
+    [
+        (FSDP(), ["data =", "parameter"], r"net\.0\.weight was changed or replaced while strategy=fsdp had gathered"),
+        (FSDP(), ["Adafactor"], r"Adafactor computes with parameters in a way .* strategy=ddp"),
+        (DDP(), ["set_"], r"strategy=ddp lacks the gradient of a parameter .* weight\.copy_\(new\)"),
+        (
+            ParameterServer(optimizer="server"), ["data.mul_", "data ="],
+            r"training_step changes net\.0\.weight, but servers hold the weights",
+        ),
+        (ParameterServer(optimizer="server"), ["skips"], "calls the step of SGD 0 times for this batch, but servers"),
+        (
+            PipelineMesh(), ["data.mul_ always", "data =", "parameter"],
+            r"training_step changes net\.0\.weight, and ranks hold parts of the module",
+        ),
+        (PipelineMesh(), ["data.mul_"], "the step changes a parameter or uses it, and this stage of the pipeline does"),
+        (PipelineMesh(), ["branch"], r"other\.\w+: the step changes a parameter or uses it, and this stage"),
+        (PipelineMesh(), ["penalty"], "computes gradients through the model, .* use strategy=ddp or strategy=fsdp"),
+        (PipelineMesh(), ["no gradient"], "AllStep steps parameters without a gradient, also those that other stages"),
+        (TensorMesh(), ["data.mul_ always"], r"training_step changes net\.0\.weight, and ranks hold parts of the"),
+    ],
+)  # fmt: skip
+def test_what_would_be_lost_or_done_several_times_is_refused(strategy: Any, kinds: list[str], message: str) -> None:
+    data_ranks = 1 if isinstance(strategy, (PipelineMesh, TensorMesh)) else 2
+    for kind in kinds:
+        with pytest.raises(WorkerFailed, match=message):
+            train(kind, copy.copy(strategy), 2, data_ranks)
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategies"),
+    [
+        ("data.mul_", [DDP(), TensorMesh()]),
+        ("penalty", [DDP(), FSDP()]),
+        ("skips", [DDP(), FSDP(), ParameterServer()]),
+        ("parametrized", [DDP(), FSDP(), ParameterServer(optimizer="server"), TensorMesh()]),
+    ],
+)
+def test_what_one_process_does_is_done_by_ranks(kind: str, strategies: list[Any]) -> None:
+    wanted = train(kind)
+    for strategy in strategies:
+        data_ranks = 1 if isinstance(strategy, TensorMesh) else 2
+        for name, weight in train(kind, strategy, 2, data_ranks).items():
+            # float64; spectral norms iterate on each rank for each batch, as in one process
+            assert torch.allclose(weight, wanted[name], rtol=0, atol=1e-9), (kind, strategy, name)
