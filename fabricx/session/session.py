@@ -252,7 +252,16 @@ class Session:
         Args:
             loss: scalar, shape [].
             args, options: of `Tensor.backward`.
+
+        Raises:
+            ValueError: `create_graph=True`, and gradients are averaged over ranks.
         """
+        if options.get("create_graph") and self.world.size > 1 and self.strategy.traits.synchronous:
+            raise ValueError(
+                f"backward(create_graph=True) on {self.world.size} ranks: a loss of gradients would see those of this "
+                "rank's samples, in place of the global batch's. Add a penalty of each sample to the loss of "
+                "training_step (torch.autograd.grad with create_graph=True), or use devices=1"
+            )
         if self.overridden.backward:
             self.strategy.backward(loss, functools.partial(self.module.backward, loss, *args, **options))
         elif args or options:

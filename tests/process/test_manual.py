@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fabricx as fx
 from fabricx.callbacks import GradientAccumulation
 from fabricx.distributed import world as worlds
+from fabricx.errors import WorkerFailed
 from fabricx.strategies import DDP, FSDP, LocalSGD, ParameterServer, Reproducible
 from fabricx.testing import QUIET, run_ranks
 
@@ -320,3 +321,18 @@ def test_streams_of_different_lengths_are_trained_to_their_ends() -> None:
         assert steps == trainer.global_step == 3
         for a, b in zip(weights, module.parameters(), strict=True):
             assert torch.allclose(a, b, rtol=0.0, atol=1e-10)
+
+
+class SecondOrder(Manual):
+    """Keeps the graph of gradients, as second-order optimizers do."""
+
+    def keep_graph(self, first: Any, second: Any, inputs: Tensor, wanted: Tensor) -> None:
+        self.manual_backward(mse(self.net(inputs), wanted), create_graph=True)
+        first.step()
+
+
+@pytest.mark.parametrize("strategy", [DDP, FSDP, lambda: ParameterServer(servers=0)])
+def test_gradients_with_a_graph_are_refused_where_they_are_averaged(strategy: Any) -> None:
+    loader = DataLoader(TensorDataset(torch.randn(8, 6).double(), torch.randn(8, 1).double()), 4)
+    with pytest.raises(WorkerFailed, match=r"create_graph=True\) on 2 ranks.*or use devices=1"):
+        fx.Trainer(max_steps=1, devices=2, strategy=strategy(), **QUIET).fit(SecondOrder("keep_graph"), loader)
