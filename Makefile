@@ -54,6 +54,7 @@ docs: $(INSTALLED)  ## build the documentation into site/, with checked links
 bench: $(INSTALLED)  ## measure against plain torch, side by side
 	$(BIN)/python tests/bench/imports.py
 	$(BIN)/python tests/bench/overhead.py
+	$(BIN)/python tests/bench/data.py
 	$(BIN)/python tests/bench/telemetry.py
 	$(BIN)/python tests/bench/ddp.py
 	$(BIN)/python tests/bench/checkpoints.py
