@@ -13,7 +13,9 @@ import shutil
 import statistics
 import subprocess
 import sys
+import sysconfig
 import tomllib
+import venv
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,7 +106,10 @@ def test_a_folder_at_the_top_refuses_to_be_imported_by_its_own_name(name, monkey
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """Build a source archive from a copy of the tree, a wheel from this archive, and install it as pip does."""
+    """Build a source archive from a copy of the tree, a wheel from this archive, and install it in a fresh environment.
+
+    Returns its folder of packages, which has no dependencies.
+    """
     tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
     for name in ("fabricx", *LINKED):
         shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
@@ -116,12 +121,15 @@ def wheel(tmp_path_factory) -> Path:
     [unpacked] = (tree / "unpacked").iterdir()
     python(f"from setuptools import build_meta; build_meta.build_wheel({str(out)!r})", cwd=unpacked)
     [path] = out.glob("*.whl")
+    fresh = out / "fresh"
+    venv.create(fresh, with_pip=False)
     subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile",
-         "--disable-pip-version-check", "--root-user-action=ignore", "--target", out / "installed", path],
+        [sys.executable, "-m", "pip", "--python", fresh / "bin" / "python", "install", "--quiet", "--no-index",
+         "--no-deps", "--no-compile", "--disable-pip-version-check", "--root-user-action=ignore", path],
         check=True, timeout=100,
     )  # fmt: skip
-    return out / "installed"
+    [site] = (fresh / "lib").glob("python*/site-packages")
+    return site
 
 
 def test_the_wheel_has_every_module_and_every_choice_of_the_configuration(wheel):
@@ -132,12 +140,12 @@ def test_the_wheel_has_every_module_and_every_choice_of_the_configuration(wheel)
     expected |= {f"fabricx/{short(path)}" for path in files(ROOT / "conf", "*.yaml")}
     expected.add("fabricx/py.typed")
     packed = {path.relative_to(wheel).as_posix() for path in wheel.rglob("*") if path.is_file()}
-    assert {name for name in packed if ".dist-info/" not in name and not name.startswith("bin/")} == expected
+    assert {name for name in packed if ".dist-info/" not in name} == expected
 
 
 def test_the_wheel_has_one_name_at_the_top(wheel):
     # a project's own `callbacks/` must never meet one of ours
-    assert {path.name for path in wheel.iterdir() if path.suffix != ".dist-info"} == {"fabricx", "bin"}
+    assert {path.name for path in wheel.iterdir() if path.suffix != ".dist-info"} == {"fabricx"}
 
 
 def test_what_is_installed_from_the_wheel_finds_its_plugins(wheel, tmp_path):
@@ -148,12 +156,17 @@ def test_what_is_installed_from_the_wheel_finds_its_plugins(wheel, tmp_path):
         "assert (r.files('fabricx.conf') / 'strategy' / 'ddp.yaml').is_file()\n"
         "print(fabricx.__file__)"
     )
-    assert python(program, cwd=tmp_path, path=wheel).startswith(str(wheel))
-    command = subprocess.run(
-        [wheel / "bin" / "fabricx", "--version"], env={**os.environ, "PYTHONPATH": str(wheel)}, cwd=tmp_path,
-        capture_output=True, text=True, timeout=100, check=True,
-    )  # fmt: skip
-    assert command.stdout == f"fabricx {PYPROJECT['project']['version']}\n"
+    (wheel / "dependencies.pth").write_text(sysconfig.get_path("purelib"))  # without its own .pth files
+    bin = wheel.parents[2] / "bin"
+    for command, said in (
+        ([bin / "python", "-P", "-c", program], str(wheel / "fabricx" / "__init__.py")),
+        ([bin / "fabricx", "--version"], f"fabricx {PYPROJECT['project']['version']}"),
+    ):
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        ended = subprocess.run(
+            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=True
+        )
+        assert ended.stdout == f"{said}\n"
 
 
 def test_a_folder_of_that_name_beside_a_script_hides_nothing(tmp_path):

@@ -152,6 +152,18 @@ def test_the_figure_of_the_first_page_is_what_two_runs_give(own_folder):
     assert "a replacement joins" in Path("drawn.svg").read_text()
 
 
+def test_each_entry_of_the_reference_has_an_example():
+    bare = {
+        f"{page}: {entry}"
+        for page, text in PAGES.items()
+        if page.startswith("docs/reference/")
+        and page not in ("docs/reference/errors.md", "docs/reference/configuration.md")
+        for entry, rest in re.findall(r"^::: (\S+)\n(.*?)(?=^:::|\Z)", text, re.MULTILINE | re.DOTALL)
+        if "```python" not in rest
+    }
+    assert bare == set()  # of errors and of commands, a single example is enough
+
+
 @pytest.mark.parametrize("package", ["", ".callbacks", ".checkpoint", ".loggers", ".strategies", ".testing"])
 def test_each_public_name_is_in_the_reference(package):
     module = importlib.import_module(f"fabricx{package}")
