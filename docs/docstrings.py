@@ -1,4 +1,4 @@
-"""Docstrings for the reference: an entry of several arguments becomes an entry for each."""
+"""Docstrings for the reference: an entry of several arguments becomes an entry for each, and examples become code."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Final
 import griffe
 
 _SHARED: Final = re.compile(r"^( +)(\*{0,2}\w+(?:, \*{0,2}\w+)+): (.*\n?(?:\1 +\S.*\n?)*)", re.MULTILINE)
+_EXAMPLE: Final = re.compile(r"^>>> .*(?:\n.+)*\n?", re.MULTILINE)
 
 
 def one_entry_each(docstring: str) -> str:
@@ -33,9 +34,18 @@ def one_entry_each(docstring: str) -> str:
     return _SHARED.sub(divided, docstring)
 
 
+def fenced(docstring: str) -> str:
+    """Return a docstring with its interactive examples as blocks of code, which Markdown would show as quotations.
+
+    Args:
+        docstring: without common indentation.
+    """
+    return _EXAMPLE.sub(lambda match: f"```pycon\n{match[0].rstrip()}\n```\n", docstring)
+
+
 class OneEntryEach(griffe.Extension):
-    """Divides entries when an object is loaded."""
+    """Divides entries and marks examples when an object is loaded."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
-            obj.docstring.value = one_entry_each(obj.docstring.value)
+            obj.docstring.value = fenced(one_entry_each(obj.docstring.value))

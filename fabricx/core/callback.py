@@ -81,15 +81,16 @@ class Callback(NamesChecked):
     Callbacks run before the module's hook of the same name, in list order. Callbacks with `watches_metrics` (early
     stopping, then checkpointing) run after all other callbacks and the module, when the metrics are complete.
 
-    The arguments of hooks are:
-        trainer: this rank's trainer.
-        module: the run's module.
-        stage: "fit", "validate", "test" or "predict".
-        batch: batch on the device; `batch_idx` is its index, and `dataloader_idx` the number of its data loader.
-        outputs: result of the step, without its graph.
-        loss: loss of the microbatch, shape [].
-        optimizer: optimizer that is about to step, or whose gradients are reset.
-        checkpoint: content of the checkpoint, which the hook may read and extend.
+    Arguments of hooks:
+
+    - `trainer`: this rank's trainer.
+    - `module`: the run's module.
+    - `stage`: "fit", "validate", "test" or "predict".
+    - `batch`: batch on the device; `batch_idx` is its index, and `dataloader_idx` the number of its data loader.
+    - `outputs`: result of the step, without its graph.
+    - `loss`: loss of the microbatch, shape [].
+    - `optimizer`: optimizer that is about to step, or whose gradients are reset.
+    - `checkpoint`: content of the checkpoint, which the hook may read and extend.
     """
 
     watches_metrics: ClassVar[bool] = False

@@ -25,7 +25,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from docs import diagrams
+from docs import diagrams, docstrings
 from fabricx import config
 from fabricx.cli.hydra_app import run_app
 from fabricx.cli.main import COMMANDS, STAGES, _demonstration
@@ -186,6 +186,10 @@ def test_diagrams_are_drawn_in_full():
         assert len(drawn.findall("{*}svg/{*}text")) == len(text.splitlines())  # a name, or the text of a step
     with pytest.raises(ValueError, match="loop over nothing"):
         diagrams.drawn("participant A as a\nloop over nothing")
+
+
+def test_examples_in_docstrings_become_code():
+    assert docstrings.fenced("Add.\n\n>>> 1 + 1\n2\n\nEnd.") == "Add.\n\n```pycon\n>>> 1 + 1\n2\n```\n\nEnd."
 
 
 @pytest.mark.parametrize("name", ["docstrings", "hooks"])
