@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fabricx.core.evaluation_mode import evaluation_mode
+from fabricx.core.module_hooks import RUN_ATTRIBUTES
 from fabricx.core.transfer import to_device
 
 
@@ -77,7 +78,7 @@ def _example(module: Any, passed: Any, call: str, argument: str) -> Any:
 def _evaluating(module: nn.Module) -> Iterator[None]:
     """Context in evaluation mode, and without the trainer: torch reads all attributes, also `module.trainer`."""
     of_run = [
-        (vars(part), name, vars(part)[name]) for part in module.modules() for name in ("_trainer", "_log_to")
+        (vars(part), name, vars(part)[name]) for part in module.modules() for name in RUN_ATTRIBUTES
         if name in vars(part)
     ]  # fmt: skip
     for attributes, name, _ in of_run:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabricx.core.hparams import HyperParameters, of_class, refuse_execution
-from fabricx.core.module_hooks import ModuleHooks
+from fabricx.core.module_hooks import RUN_ATTRIBUTES, ModuleHooks
 from fabricx.core.rank_zero import set_launched_rank
 from fabricx.core.reductions import Reduction
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from fabricx.core.trainer import TrainerProtocol
 
 set_launched_rank()  # before the first use of `rank_zero_only` in a user's module
-
-_NOT_CARRIED = ("_trainer", "_log_to")  # attributes of the running trainer, which are not pickled
 
 
 class Module(ModuleHooks, HyperParameters, nn.Module):
@@ -51,13 +49,12 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
     ]  # fmt: skip
     __jit_ignored_attributes__: ClassVar[list[str]] = [
         "automatic_optimization", "example_input_array", "strict_loading", "prepare_data_per_node",
-        "single_file_checkpoints", "_trainer", "_log_to",
+        "single_file_checkpoints", *RUN_ATTRIBUTES,
     ]  # fmt: skip
 
     def __init__(self) -> None:
         super().__init__()
-        self.__dict__["_trainer"] = None
-        self.__dict__["_log_to"] = None
+        self.__dict__.update(dict.fromkeys(RUN_ATTRIBUTES))
 
     # -- what users call ----------------------------------------------------------------------------------------
 
@@ -415,8 +412,8 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
         return next(kinds, torch.get_default_dtype())
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {name: value for name, value in self.__dict__.items() if name not in _NOT_CARRIED}
-        return {**state, **dict.fromkeys(_NOT_CARRIED)}
+        state = {name: value for name, value in self.__dict__.items() if name not in RUN_ATTRIBUTES}
+        return {**state, **dict.fromkeys(RUN_ATTRIBUTES)}
 
 
 def _tensors(module: nn.Module) -> Iterable[Tensor]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+# Attributes that are set while a trainer runs a module, and None in its pickles and copies.
+RUN_ATTRIBUTES: Final = ("_trainer", "_log_to")
 
 
 class ModuleHooks:

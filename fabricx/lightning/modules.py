@@ -10,6 +10,7 @@ from torch import nn
 
 from fabricx.checkpoint import is_committed
 from fabricx.core.module import Module
+from fabricx.core.module_hooks import RUN_ATTRIBUTES
 from fabricx.lightning.classes import Absent, adapted_class, form, is_lightning, lightning_base
 
 # State that Lightning's constructor creates and users' constructors change, before fabricx has seen the object.
@@ -43,7 +44,7 @@ def adapt_module(module: Any) -> Any:
             check_supported(cls)
             _add_loading(cls)
             part.__class__ = module_class(cls)
-            vars(part)["_trainer"] = vars(part)["_log_to"] = None  # it may have a trainer of Lightning
+            vars(part).update(dict.fromkeys(RUN_ATTRIBUTES))  # it may have a trainer of Lightning
     return module
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fabricx import by_value
+from fabricx.core.module_hooks import RUN_ATTRIBUTES
 from fabricx.metrics.objects import attributes_of_metrics
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ _PLAIN: Final = (
     *_SIMPLE, bytes, bytearray, np.ndarray, np.generic, Tensor, pathlib.PurePath, datetime.date, datetime.time,
     datetime.timedelta, decimal.Decimal, uuid.UUID, enum.Enum,
 )  # fmt: skip
-_OF_MODULES: Final = frozenset(vars(nn.Module())) | {"_trainer", "_log_to", "_requires_grad"}
+_OF_MODULES: Final = frozenset(vars(nn.Module())) | {*RUN_ATTRIBUTES, "_requires_grad"}
 _OF_DATA: Final = frozenset({"trainer", "_in_workers"})
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from fabricx.core.module_hooks import RUN_ATTRIBUTES
 from fabricx.core.rng import generators_of, random_kept
 from fabricx.core.steps import wrap_steps
 from fabricx.core.trial import Trial, Validation
@@ -73,7 +74,7 @@ def _validation_of(session: Session, shared: Iterable[object]) -> Validation | N
     computes = wrap_steps(copied, session.precision, several_loaders=several)["validation"]
 
     def attach() -> None:
-        vars(copied).update({name: vars(module)[name] for name in ("_trainer", "_log_to")})
+        vars(copied).update({name: vars(module)[name] for name in RUN_ATTRIBUTES})
 
     def step(*args: Any) -> Any:
         attach()
