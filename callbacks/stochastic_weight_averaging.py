@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -34,23 +35,24 @@ def annealed(begin: float, end: float, part: float, strategy: str) -> float:
 
 
 class StochasticWeightAveraging(Callback):
-    """Average the weights at the ends of the last epochs (Izmailov et al., 2018), while the learning rate is constant.
+    """Average the weights at the beginnings of the last epochs (Izmailov et al., 2018) at a constant learning rate.
 
     From `swa_epoch_start` on, the learning rate moves to `swa_lrs` within `annealing_epochs`, in place of the schedules
-    of the module. After training, the module holds the mean of the weights at the ends of these epochs. A resumed run
-    continues the average. `EMA` averages at each step, under every strategy.
+    of the module. After training, the module holds the mean of the weights with which these epochs began. Epochs,
+    rates and averages are those of Lightning's callback: the weights after the last epoch are not a part of the mean. A
+    resumed run continues the average. `EMA` averages at each step, under every strategy.
 
     Args:
         swa_lrs: final learning rate, or a rate for each parameter group of all optimizers.
-        swa_epoch_start: first epoch of the average, from 0; a fraction is that of `max_epochs`.
-        annealing_epochs: epochs until the rate is constant; 0 sets it at once.
+        swa_epoch_start: first epoch of the average, from 1; a fraction is that of `max_epochs`.
+        annealing_epochs: epochs until the rate is constant, beginning with the rate before; 0 sets it at once.
         annealing_strategy: "cos" or "linear".
         avg_fn: returns the new average of (average, weights, number of averaged epochs); default: the mean.
         device: must be None or that of the weights; averages are kept beside the weights.
 
     Raises:
         ValueError: an argument is out of range; or (at set-up) there is no limit by epochs, the module has batch
-            normalisation, or ranks hold different weights at the end of an epoch.
+            normalisation, or ranks hold different weights.
     """
 
     needs_all_ranks: ClassVar[bool] = True
@@ -70,9 +72,9 @@ class StochasticWeightAveraging(Callback):
             raise ValueError(
                 f"StochasticWeightAveraging(swa_lrs={swa_lrs!r}): must be positive, or a list of such rates"
             )
-        if swa_epoch_start < 0 or (fraction and swa_epoch_start > 1):
+        if not (0 <= swa_epoch_start <= 1 if fraction else swa_epoch_start >= 1):
             raise ValueError(
-                f"StochasticWeightAveraging(swa_epoch_start={swa_epoch_start}): must be an epoch from 0, or a fraction "
+                f"StochasticWeightAveraging(swa_epoch_start={swa_epoch_start}): must be an epoch from 1, or a fraction "
                 "from 0.0 to 1.0"
             )
         if annealing_epochs < 0 or annealing_strategy not in ("cos", "linear"):
@@ -89,13 +91,13 @@ class StochasticWeightAveraging(Callback):
         self._rates: list[float] = []  # of this epoch, for each group; empty before `swa_epoch_start`
 
     def swa_start(self, max_epochs: int) -> int:
-        """Return the first epoch of the average.
+        """Return the first epoch of the average, from 0.
 
         Args:
             max_epochs: of the run.
         """
         start = self.swa_epoch_start
-        return int(max_epochs * start) if isinstance(start, float) else start
+        return max(0, (int(max_epochs * start) if isinstance(start, float) else start) - 1)
 
     def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
         if stage != "fit":
@@ -118,9 +120,16 @@ class StochasticWeightAveraging(Callback):
                 "StochasticWeightAveraging: the statistics of batch normalisation belong to the weights of the last "
                 "step and not to the average; use EMA(use_buffers=True), or GroupNorm"
             )
+        if not self.swa_start(trainer.max_epochs):
+            warnings.warn(
+                f"StochasticWeightAveraging(swa_epoch_start={self.swa_epoch_start}) with max_epochs="
+                f"{trainer.max_epochs}: the average has the weights before training; set swa_epoch_start to 2 or more",
+                stacklevel=2,
+            )
         self.averages, self.n_averaged, self._newest_epoch = {}, 0, -1
         self._first_rates, self._rates = [], []
 
+    @torch.no_grad()
     def on_train_epoch_start(self, trainer: TrainerProtocol, module: Module) -> None:
         start, epoch = self.swa_start(trainer.max_epochs or 0), trainer.current_epoch
         if epoch < start:
@@ -133,25 +142,27 @@ class StochasticWeightAveraging(Callback):
             raise ValueError(
                 f"StochasticWeightAveraging(swa_lrs={self.swa_lrs}): {len(groups)} parameter groups need as many rates"
             )
-        part = min(1.0, (epoch - start + 1) / self.annealing_epochs) if self.annealing_epochs else 1.0
+        part = min(1.0, (epoch - start) / self.annealing_epochs) if self.annealing_epochs else 1.0
         self._rates = [
             annealed(begin, end, part, self.annealing_strategy)
             for begin, end in zip(self._first_rates, final, strict=True)
         ]
+        self._set_rates(groups)
+        if epoch > self._newest_epoch:  # else resumed within the epoch
+            self._newest_epoch = epoch
+            self._add(module)
 
     def on_before_optimizer_step(self, trainer: TrainerProtocol, module: Module, optimizer: Any) -> None:
         # At each step, since schedules change the rates, and on all ranks, also without a sample of the batch.
         if self._rates:
-            groups = [group for other in trainer.optimizers for group in other.param_groups]
-            for group, rate in zip(groups, self._rates, strict=True):
-                group["lr"] = rate
+            self._set_rates([group for other in trainer.optimizers for group in other.param_groups])
 
-    @torch.no_grad()
-    def on_train_epoch_end(self, trainer: TrainerProtocol, module: Module) -> None:
-        epoch = trainer.current_epoch
-        if epoch < self.swa_start(trainer.max_epochs or 0) or epoch <= self._newest_epoch or trainer.interrupted:
-            return
-        self._newest_epoch = epoch
+    def _set_rates(self, groups: list[dict[str, Any]]) -> None:
+        for group, rate in zip(groups, self._rates, strict=True):
+            group["lr"] = rate
+
+    def _add(self, module: Module) -> None:
+        """Add the weights to the average."""
         for name, parameter in module.named_parameters():
             if name not in self.averages:
                 self.averages[name] = parameter.detach().clone()

@@ -219,7 +219,7 @@ def callbacks(cell: Cell, ranks: int) -> list[fx.Callback]:
     if cell.callback == "ema":
         found.append(EMA(0.5))
     if cell.callback == "swa":
-        found.append(StochasticWeightAveraging(0.15, swa_epoch_start=0, annealing_epochs=2))
+        found.append(StochasticWeightAveraging(0.15, swa_epoch_start=1, annealing_epochs=2))
     if cell.callback == "averaging":
         found.append(EMAWeightAveraging(decay=0.5, update_every_n_steps=2, update_starting_at_epoch=1))
     if cell.callback == "scheduler":

@@ -41,13 +41,49 @@ def train(quiet: dict[str, Any], ckpt: Path | None = None, **options: Any) -> tu
     return module, trainer
 
 
-def test_the_module_ends_with_the_mean_of_the_last_epochs_trained_at_a_constant_rate(quiet: dict[str, Any]) -> None:
-    module, _ = train(quiet, max_epochs=4)
-    each = len(module.ends) // 4
-    expected = (module.ends[3 * each - 1] + module.ends[-1]) / 2
+def test_the_module_ends_with_the_mean_of_the_beginnings_of_the_last_epochs(quiet: dict[str, Any]) -> None:
+    module, _ = train(quiet, max_epochs=6)
+    each = len(module.ends) // 6
+    expected = torch.stack([module.ends[epoch * each - 1] for epoch in (2, 3, 4, 5)]).mean(0)
     assert torch.allclose(module.layer.weight, expected)
     assert module.rates[:3] == [0.4, 0.2, 0.1]
-    assert module.rates[2 * each :] == [0.1] * (2 * each)
+    assert module.rates[3 * each :] == [0.1] * (3 * each)
+
+
+# Rates of the epochs and sum of the weights of Lightning 2.6.6.
+LIGHTNING = [
+    (None, (0.5, 3, "cos"), [0.4, 0.4, 0.4, 0.325, 0.175, 0.1], -0.560087568512),
+    ("epoch", (2, 3, "linear"), [0.4, 0.2, 0.5 / 3, 0.4 / 3, 0.1, 0.1], 0.123585457382),
+    ("step", (0.5, 0, "cos"), [0.4, 0.05, 0.1, 0.1, 0.1, 0.1], -0.080978010549),
+]
+
+
+@pytest.mark.parametrize(("interval", "arguments", "rates", "weights"), LIGHTNING)
+def test_weights_and_rates_are_those_of_lightning(
+    interval: str | None, arguments: Any, rates: list[float], weights: float, quiet: dict[str, Any]
+) -> None:
+    class Net(fx.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.rates = nn.Linear(4, 1), list[float]()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if not batch_idx:
+                self.rates.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+            return self.layer(batch[0]).pow(2).mean()
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.4)
+            decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+            return [optimizer], [{"scheduler": decay, "interval": interval}] if interval else []
+
+    torch.manual_seed(0)
+    module, draws = Net().double(), torch.Generator().manual_seed(1)
+    data = torch.utils.data.TensorDataset(torch.randn(12, 4, generator=draws, dtype=torch.float64))
+    trainer = fx.Trainer(max_epochs=6, callbacks=StochasticWeightAveraging(0.1, *arguments), **quiet)
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=4))
+    assert module.rates == pytest.approx(rates)
+    assert module.layer.weight.sum().item() == pytest.approx(weights, rel=1e-10)
 
 
 def test_a_resumed_run_continues_the_average(quiet: dict[str, Any], tmp_path: Path) -> None:
@@ -66,12 +102,15 @@ def test_a_resumed_run_continues_the_average(quiet: dict[str, Any], tmp_path: Pa
 
 
 def test_wrong_arguments_and_what_has_no_such_average_are_refused(quiet: dict[str, Any]) -> None:
-    for arguments in ({"swa_lrs": 0.0}, {"swa_lrs": []}, {"swa_epoch_start": 1.5}, {"annealing_strategy": "log"}):
+    for arguments in (
+        {"swa_lrs": 0.0}, {"swa_lrs": []}, {"swa_epoch_start": 1.5}, {"swa_epoch_start": 0},
+        {"annealing_strategy": "log"},
+    ):  # fmt: skip
         with pytest.raises(ValueError, match="StochasticWeightAveraging"):
             StochasticWeightAveraging(**{"swa_lrs": 0.1, **arguments})  # type: ignore[arg-type]
 
     def refused(module: Any, message: str, rates: Any = 0.1, **options: Any) -> None:
-        trainer = fx.Trainer(callbacks=StochasticWeightAveraging(rates, 0), **{**quiet, "max_epochs": 2, **options})
+        trainer = fx.Trainer(callbacks=StochasticWeightAveraging(rates, 2), **{**quiet, "max_epochs": 2, **options})
         with pytest.raises(ValueError, match=message):
             trainer.fit(module, tiny_loader())
 
@@ -81,3 +120,9 @@ def test_wrong_arguments_and_what_has_no_such_average_are_refused(quiet: dict[st
     refused(TinyModule(), "set max_epochs", max_epochs=-1)
     refused(TinyModule(), "LocalSGD has them elsewhere", strategy="local_sgd")
     refused(TinyModule(), "1 parameter groups need as many rates", rates=[0.1, 0.2])
+
+
+def test_an_average_with_the_weights_before_training_is_a_warning(quiet: dict[str, Any]) -> None:
+    trainer = fx.Trainer(callbacks=StochasticWeightAveraging(0.1), max_epochs=1, **quiet)
+    with pytest.warns(UserWarning, match="the average has the weights before training; set swa_epoch_start"):
+        trainer.fit(TinyModule(), tiny_loader())

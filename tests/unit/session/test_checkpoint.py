@@ -365,7 +365,7 @@ def test_averages_beside_the_trained_weights_are_no_reason_for_a_warning(
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
             trainer.save_checkpoint(own_folder / "a.ckpt")
 
-    averaging = StochasticWeightAveraging(0.1, swa_epoch_start=0)
+    averaging = StochasticWeightAveraging(0.1, swa_epoch_start=1)
     fx.Trainer(max_epochs=2, callbacks=[averaging, Saves()], **QUIET).fit(TinyModule(), tiny_loader())
     recwarn.clear()
     fx.Trainer(max_epochs=3, **QUIET).fit(TinyModule(), tiny_loader(), ckpt_path=own_folder / "a.ckpt")
