@@ -47,7 +47,7 @@ _PLAIN: Final[list[Any]] = [
 _NOT_FOR_HOOKS: Final = frozenset({
     "state_dict", "hyper_parameters", "hparams_name", "hparams_type", "loops", "callbacks", "optimizer_states",
     "lr_schedulers", "strategy", "state", "ranks", "hparams", "imported", "schedules", "metrics", "precision",
-    "datamodule", "hparams_omitted", "callback_arguments",
+    "datamodule", "hparams_omitted", "hparams_form", "callback_arguments",
 })  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from fabricx.checkpoint.files import INDEX, STATE, check_size, deserialized, rea
 from fabricx.checkpoint.foreign import is_foreign, mismatch, read_foreign, shapes_differ
 from fabricx.checkpoint.index import parse
 from fabricx.checkpoint.storage import Place, as_path, is_local
+from fabricx.core.hparams import Form
 from fabricx.distributed.fsdp_internals import shard_like
 from fabricx.errors import CheckpointError
 from fabricx.redaction import masked_keys
@@ -176,7 +177,7 @@ def load_module(
     Args:
         cls: class of the module.
         path: path of the checkpoint, see `load`.
-        map_location: device of the module; None for the CPU.
+        map_location: device of the module; the CPU for None, a function and a dict.
         strict: see `Module.load_state_dict`; None for `strict_loading` of the module.
         override: arguments of `cls` that replace those of the checkpoint.
         hparams_file: YAML file whose arguments replace all arguments of the checkpoint.
@@ -184,10 +185,15 @@ def load_module(
     Raises:
         CheckpointError: the weights do not match the module, or the checkpoint lacks a required argument of `cls`.
     """
+    if callable(map_location) or isinstance(map_location, Mapping):  # of torch.load, by the places of tensors
+        map_location = "cpu"
     state = load(path, map_location or "cpu")
     weights, kept = weights_of(state, path), state.get("hparams")
     known = load_hparams(hparams_file) if hparams_file is not None else kept if isinstance(kept, dict) else {}
-    arguments = _arguments(cls, known, override, state.get("imported", {}).get("argument"))
+    form = Form.read(state.get("hparams_form"))
+    if imported := state.get("imported", {}).get("argument"):
+        form = Form(imported)
+    arguments = _arguments(cls, known, override, form)
     if lost := [f"{name} ({kind})" for name, kind in state.get("hparams_omitted", {}).items() if name not in override]:
         warnings.warn(
             f"{cls.__name__}: {path} omits {', '.join(lost)}, which is no plain data: it has its default; pass it to "
@@ -202,7 +208,7 @@ def load_module(
         module, state["state_dict"], path, strict=getattr(module, "strict_loading", True) if strict is None else strict
     )
     if map_location is not None:
-        module.to(map_location if not callable(map_location) else "cpu")
+        module.to(map_location)
     return module  # type: ignore[no-any-return]
 
 
@@ -220,20 +226,21 @@ def load_data(
     Raises:
         CheckpointError: the checkpoint lacks a required argument of `cls`.
     """
-    argument = None
+    form = Form()
     if hparams_file is not None:
         known: Any = load_hparams(hparams_file)
     elif is_foreign(path):
         others = read_foreign(as_path(path)).others
         known, argument = others.get("datamodule_hyper_parameters"), others.get("datamodule_hparams_name")
+        form = Form(argument if argument and argument != "kwargs" else "")
     else:
-        known = read_manifest(as_path(path)).get("datamodule_hparams")
-    argument = None if argument == "kwargs" else argument
-    return cls(**_arguments(cls, dict(known) if isinstance(known, Mapping) else {}, override, argument))
+        manifest = read_manifest(as_path(path))
+        known, form = manifest.get("datamodule_hparams"), Form.read(manifest.get("datamodule_hparams_form"))
+    return cls(**_arguments(cls, dict(known) if isinstance(known, Mapping) else {}, override, form))
 
 
 def _arguments(
-    cls: type, known: dict[str, Any], override: Mapping[str, Any], argument: str | None
+    cls: type, known: dict[str, Any], override: Mapping[str, Any], form: Form
 ) -> dict[str, Any]:  # fmt: skip
     """Return the arguments of a constructor: those of a checkpoint that it has, and those that replace them.
 
@@ -241,15 +248,17 @@ def _arguments(
         cls: the class.
         known: hyperparameters of the checkpoint.
         override: arguments that replace them.
-        argument: the constructor's argument for all of them as a dict; None or "" if each is an argument.
+        form: of the hyperparameters of the checkpoint.
 
     Raises:
         CheckpointError: a required argument is missing.
     """
     parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    if argument and argument in parameters and known:
-        known = {argument: {**known, **{name: value for name, value in override.items() if name not in parameters}}}
+    argument, known = form.argument, form.restored(known)
+    if argument in parameters and known:
+        others = {name: value for name, value in override.items() if name not in parameters}
+        known = {argument: form.whole({**known, **others})}
         override = {name: value for name, value in override.items() if name in parameters}
     hidden = {key.partition(".")[0] for key in masked_keys(known)} - override.keys()
     arguments = {name: v for name, v in known.items() if (takes_all or name in parameters) and name not in hidden}

@@ -20,6 +20,7 @@ from fabricx.checkpoint.archive import add_record
 from fabricx.checkpoint.files import dated, put_in_place
 from fabricx.checkpoint.foreign import torch_load
 from fabricx.checkpoint.storage import is_local
+from fabricx.core.hparams import Form
 from fabricx.errors import CheckpointError
 from fabricx.scratch import private_folder
 
@@ -90,8 +91,9 @@ def _write_archive(file: Path, content: Mapping[str, Any], manifest: Mapping[str
 
 def _entries(state: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of Lightning, which share their tensors with the state of fabricx."""
-    strategy = state.get("strategy")
+    strategy, form = state.get("strategy"), Form.read(state.get("hparams_form"))
     return {
+        **({"hparams_name": form.argument} if form.argument else {}),
         "epoch": manifest.get("epoch", 0),
         "global_step": manifest.get("step", 0),
         "pytorch-lightning_version": _LIGHTNING,

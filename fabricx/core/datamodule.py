@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from fabricx.core.hparams import HyperParameters, of_class, refuse_execution
+from fabricx.core.hparams import HyperParameters, of_class, warn_of_execution
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -77,16 +77,15 @@ class DataModule(HyperParameters):
             checkpoint_path: folder of the checkpoint; or a file of Lightning.
             map_location: without an effect; hyperparameters are plain data.
             hparams_file: YAML file with arguments, in the place of the saved hyperparameters.
-            weights_only: True or None; a checkpoint is never executed.
+            weights_only: without an effect; a checkpoint is never executed, and False is a warning.
             override: arguments that replace or complete the saved hyperparameters.
 
         Raises:
             CheckpointError: the checkpoint does not exist, is incomplete, or lacks arguments of the constructor.
-            ValueError: weights_only=False, which would execute code of the file.
         """
         from fabricx.checkpoint import load_data
 
-        refuse_execution(weights_only, "load_from_checkpoint")
+        warn_of_execution(weights_only, "load_from_checkpoint")
         return load_data(cls, checkpoint_path, override, hparams_file)
 
     def prepare_data(self) -> None:

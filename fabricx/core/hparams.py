@@ -5,14 +5,18 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import PurePath
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+
+from fabricx.errors import PossibleUserWarning
 
 _COLLECTIONS: Final = (Sequence, set, frozenset)
 
@@ -73,18 +77,21 @@ class HyperParameters:
         Raises:
             ValueError: there is no argument of such a name.
         """
+        arguments = _init_arguments(frame or inspect.currentframe().f_back, type(self))  # type: ignore[union-attr]
+        whole: str | None = None  # argument that has all hyperparameters
         if len(names) == 1 and isinstance(names[0], (Mapping, Namespace)):
-            values = vars(names[0]) if isinstance(names[0], Namespace) else names[0]
+            values = _mapping(names[0])
+            whole = next((name for name, value in arguments.items() if _same(_mapping(value), values)), None)
+            self.__dict__["_hparams_omegaconf"] = whole is not None and is_omegaconf(arguments[whole])
             arguments = dict(values)
-        else:
-            arguments = _init_arguments(frame or inspect.currentframe().f_back, type(self))  # type: ignore[union-attr]
-            if names:
-                unknown = [name for name in names if name not in arguments]
-                if unknown:
-                    raise ValueError(
-                        f"save_hyperparameters({unknown[0]!r}): there is no such argument.\n  known: {list(arguments)}"
-                    )
-                arguments = {name: arguments[name] for name in names}
+        elif names:
+            unknown = [name for name in names if name not in arguments]
+            if unknown:
+                raise ValueError(
+                    f"save_hyperparameters({unknown[0]!r}): there is no such argument.\n  known: {list(arguments)}"
+                )
+            arguments = {name: arguments[name] for name in names}
+        self.__dict__["_hparams_name"] = whole  # Lightning's attribute
         dropped = {ignore} if isinstance(ignore, str) else set(ignore)
         kept = {name: value for name, value in arguments.items() if name not in dropped}
         self.remove_ignored_hparams(dropped)
@@ -101,6 +108,105 @@ class HyperParameters:
         """
         for name in ignore_list:
             self.hparams.pop(name, None)
+
+
+def _mapping(value: Any) -> Any:
+    """Return the variables of a namespace; other values as they are."""
+    return vars(value) if isinstance(value, Namespace) else value
+
+
+def _same(value: Any, given: Any) -> bool:
+    if value is given or not isinstance(value, Mapping):
+        return value is given
+    try:
+        return bool(value == given)
+    except (ValueError, RuntimeError):  # arrays and tensors have no truth value
+        return False
+
+
+def is_omegaconf(value: Any) -> bool:
+    """Return whether a value is a dict or a list of OmegaConf, which is not imported.
+
+    Args:
+        value: any value.
+    """
+    return type(value).__module__.partition(".")[0] == "omegaconf"
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a checkpoint notes of hyperparameters beside their values, to call the constructor again.
+
+    Attributes:
+        argument: the constructor's argument that has all of them; "" if each is an argument.
+        omegaconf: names of those that were given as dicts or lists of OmegaConf; "" for the argument with all.
+    """
+
+    argument: str = ""
+    omegaconf: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, owner: Any) -> Form:
+        """Return the form of an object's hyperparameters.
+
+        Args:
+            owner: a module or data module, also one whose `save_hyperparameters` is Lightning's.
+        """
+        argument = vars(owner).get("_hparams_name")
+        names = [str(name) for name, value in owner.hparams.items() if is_omegaconf(value)]
+        if (argument and vars(owner).get("_hparams_omegaconf")) or is_omegaconf(owner.hparams):
+            names.insert(0, "")
+        return cls(argument if argument and argument != "kwargs" else "", tuple(names))
+
+    @classmethod
+    def read(cls, noted: Any) -> Form:
+        """Return the form that a checkpoint has noted.
+
+        Args:
+            noted: result of `note`; another value for a checkpoint without it.
+        """
+        return cls(str(noted["argument"]), tuple(noted["omegaconf"])) if isinstance(noted, Mapping) else cls()
+
+    def note(self) -> dict[str, Any]:
+        """Return the form as plain data."""
+        return {"argument": self.argument, "omegaconf": list(self.omegaconf)}
+
+    def restored(self, hparams: Mapping[str, Any]) -> dict[str, Any]:
+        """Return hyperparameters of a checkpoint, with those of OmegaConf as such.
+
+        Args:
+            hparams: as plain data.
+        """
+        return {name: _omegaconf(value) if name in self.omegaconf else value for name, value in hparams.items()}
+
+    def whole(self, hparams: Mapping[str, Any]) -> Any:
+        """Return the value of the argument that has all hyperparameters: of OmegaConf, or with keys as attributes.
+
+        Args:
+            hparams: by name.
+        """
+        return _omegaconf(plain_containers(dict(hparams))) if "" in self.omegaconf else AttributeDict(hparams)
+
+
+def _omegaconf(value: Any) -> Any:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.create(value)
+
+
+def plain_containers(value: Any) -> Any:
+    """Return a value without containers of OmegaConf: interpolations are resolved, and missing values are "???".
+
+    Args:
+        value: any nesting of collections.
+    """
+    if is_omegaconf(value):
+        from omegaconf import OmegaConf
+
+        return OmegaConf.to_container(value, resolve=True, throw_on_missing=False)
+    if type(value) in (dict, AttributeDict):
+        return {name: plain_containers(item) for name, item in value.items()}
+    return value
 
 
 def _init_arguments(frame: FrameType | None, cls: type) -> dict[str, Any]:
@@ -155,6 +261,7 @@ def plain(value: Any, otherwise: Callable[[Any], Any] = str) -> Any:
     >>> plain({"sizes": (1, 2), "activation": len})
     {'sizes': [1, 2], 'activation': '<built-in function len>'}
     """
+    value = plain_containers(value)
     if isinstance(value, Mapping):
         return {str(name): plain(item, otherwise) for name, item in value.items()}
     if isinstance(value, _COLLECTIONS) and not isinstance(value, (str, bytes)):
@@ -190,9 +297,9 @@ def storable(hparams: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]
         hparams: by name.
     """
     kept, others = {}, {}
-    for name, value in hparams.items():
+    for name, value in (plain_containers(hparams) if is_omegaconf(hparams) else hparams).items():
         try:
-            kept[str(name)] = _exact(value)
+            kept[str(name)] = _exact(plain_containers(value))
         except TypeError as error:
             others[str(name)] = str(error)
     return kept, others
@@ -239,18 +346,17 @@ def _refuse_object(method: Any, instance: Any, *args: Any, **options: Any) -> No
     )
 
 
-def refuse_execution(weights_only: bool | None, call: str) -> None:
-    """Refuse to execute code of a checkpoint's file.
+def warn_of_execution(weights_only: bool | None, call: str) -> None:
+    """Warn that no code of a checkpoint's file is executed, whatever the argument is.
 
     Args:
-        weights_only: argument of the call; None and True load tensors and plain data only.
+        weights_only: argument of the call; with every value, tensors and plain data only are loaded.
         call: name of the call, for the message.
-
-    Raises:
-        ValueError: weights_only=False.
     """
     if weights_only is False:
-        raise ValueError(
+        warnings.warn(
             f"{call}(weights_only=False): fabricx loads tensors and plain data only, and executes nothing of a "
-            "checkpoint; remove the argument"
+            "checkpoint; the argument has no effect",
+            PossibleUserWarning,
+            stacklevel=4,
         )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabricx.core.hparams import HyperParameters, of_class, refuse_execution
+from fabricx.core.hparams import HyperParameters, of_class, warn_of_execution
 from fabricx.core.module_hooks import RUN_ATTRIBUTES, ModuleHooks
 from fabricx.core.rank_zero import set_launched_rank
 from fabricx.core.reductions import Reduction
@@ -322,7 +322,7 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
             map_location: device of the weights; the CPU by default.
             hparams_file: YAML file with arguments, in the place of the saved hyperparameters.
             strict: require that the names of all weights match; by default as `strict_loading` of the module.
-            weights_only: True or None; a checkpoint is never executed.
+            weights_only: without an effect; a checkpoint is never executed, and False is a warning.
             override: arguments that replace or complete the saved hyperparameters.
 
         Returns:
@@ -330,11 +330,10 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
 
         Raises:
             CheckpointError: the checkpoint does not exist, is incomplete, or lacks arguments of the constructor.
-            ValueError: weights_only=False, which would execute code of the file.
         """
         from fabricx.checkpoint import load_module
 
-        refuse_execution(weights_only, "load_from_checkpoint")
+        warn_of_execution(weights_only, "load_from_checkpoint")
         return load_module(cls, checkpoint_path, map_location, strict, override, hparams_file)
 
     # -- what users read ----------------------------------------------------------------------------------------

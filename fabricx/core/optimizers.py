@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
@@ -44,11 +45,6 @@ class Schedule:
         self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
         if self.interval not in ("step", "epoch"):
             raise ValueError(f"interval={self.interval!r} of a scheduler: must be 'step' or 'epoch'")
-        if self.reduce_on_plateau and self.monitor is None:
-            raise ValueError(
-                f"{type(self.scheduler).__name__} needs the name of a metric; return "
-                '{"optimizer": ..., "lr_scheduler": {"scheduler": ..., "monitor": "val_loss"}}'
-            )
 
     @property
     def described(self) -> str:
@@ -60,11 +56,12 @@ class Schedule:
 _KEYS = tuple(field.name for field in fields(Schedule))
 
 
-def parse_optimizers(result: Any) -> tuple[list[Optimizer], list[Schedule]]:
+def parse_optimizers(result: Any, *, manual: bool = False) -> tuple[list[Optimizer], list[Schedule]]:
     """Parse the result of `configure_optimizers`.
 
     Args:
         result: in any of the supported forms.
+        manual: the user advances the schedules, so they need no metric.
 
     Returns:
         the optimizers, and the schedules of all optimizers.
@@ -74,6 +71,11 @@ def parse_optimizers(result: Any) -> tuple[list[Optimizer], list[Schedule]]:
     """
     optimizers, schedules = _parsed(result)
     for schedule in schedules:
+        if schedule.reduce_on_plateau and schedule.monitor is None and not manual:
+            raise ValueError(
+                f"{type(schedule.scheduler).__name__} needs the name of a metric; return "
+                '{"optimizer": ..., "lr_scheduler": {"scheduler": ..., "monitor": "val_loss"}}'
+            )
         of = getattr(schedule.scheduler, "optimizer", None)
         if isinstance(of, Optimizer) and not any(of is optimizer for optimizer in optimizers):
             raise ValueError(
@@ -111,10 +113,7 @@ def _parsed(result: Any) -> tuple[list[Optimizer], list[Schedule]]:
 
 def _from_dict(result: Mapping[str, Any]) -> tuple[list[Optimizer], list[Schedule]]:
     known = ("optimizer", "lr_scheduler", "monitor", "frequency")
-    unknown = [key for key in result if key not in known]
-    if unknown or "optimizer" not in result:
-        wrong = f"has the key {unknown[0]!r}.{did_you_mean(unknown[0], known)}" if unknown else "has no 'optimizer'"
-        raise ValueError(f"the dict that configure_optimizers returned {wrong}\n  known: {', '.join(known)}")
+    _check_keys(result, "optimizer", known, "the dict that configure_optimizers returned")
     scheduler = result.get("lr_scheduler")
     if scheduler is None:
         return [result["optimizer"]], []
@@ -124,11 +123,26 @@ def _from_dict(result: Mapping[str, Any]) -> tuple[list[Optimizer], list[Schedul
 def _schedule(scheduler: Any, monitor: str | None = None) -> Schedule:
     if not isinstance(scheduler, Mapping):
         return Schedule(scheduler, monitor=monitor)
-    unknown = [key for key in scheduler if key not in _KEYS]
-    if unknown or "scheduler" not in scheduler:
-        wrong = f"has the key {unknown[0]!r}.{did_you_mean(unknown[0], _KEYS)}" if unknown else "has no 'scheduler'"
-        raise ValueError(f"the lr_scheduler dict of configure_optimizers {wrong}\n  known: {', '.join(_KEYS)}")
-    return Schedule(**{"monitor": monitor, **scheduler})
+    _check_keys(scheduler, "scheduler", _KEYS, "the lr_scheduler dict of configure_optimizers")
+    return Schedule(**{"monitor": monitor, **{key: value for key, value in scheduler.items() if key in _KEYS}})
+
+
+def _check_keys(given: Mapping[str, Any], needed: str, known: Sequence[str], owner: str) -> None:
+    """Refuse a dict without a needed key, or with a misspelt key; warn of other keys.
+
+    Raises:
+        ValueError: the message has the known keys.
+    """
+    for key in given:
+        if key in known:
+            continue
+        meant = did_you_mean(key, known)
+        text = f"{owner} has the key {key!r}.{meant}\n  known: {', '.join(known)}"
+        if meant:
+            raise ValueError(text)
+        warnings.warn(f"{text}\n  it is ignored", stacklevel=2)
+    if needed not in given:
+        raise ValueError(f"{owner} has no {needed!r}\n  known: {', '.join(known)}")
 
 
 def load_schedules(

@@ -21,7 +21,7 @@ def check_reduction(name: str, reduce_fx: Any) -> Reduction:
         ValueError: it is not mean, sum, max or min.
     """
     word = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", str(reduce_fx))
-    word = _ALIASES.get(word, word)
+    word = _ALIASES.get(word.lower(), word.lower())
     if word not in REDUCTIONS:
         raise ValueError(
             f"self.log({name!r}, ..., reduce_fx={reduce_fx!r}): unknown reduction.\n  known: {', '.join(REDUCTIONS)}"

@@ -255,7 +255,9 @@ class RunData:
         for owner, contract in ((self._datamodule, DataModule), (self._module, ModuleHooks)):
             if owner is None:
                 continue
-            loader = getattr(owner, name)()
+            if (method := getattr(owner, name)) is None:  # assigned by the user: the owner has no such loader
+                continue
+            loader = method()
             if loader is not None:
                 return loader
             if overrides(owner, name, contract):

@@ -13,7 +13,7 @@ import torch
 
 from fabricx import checkpoint
 from fabricx.consistency.comparison import of_added
-from fabricx.core.hparams import plain, storable
+from fabricx.core.hparams import Form, plain, storable
 from fabricx.core.state import Phase
 from fabricx.core.strategy_parts import ModelParallel, as_part
 from fabricx.errors import PossibleUserWarning
@@ -83,6 +83,7 @@ def _begin_checkpoint(
         "strategy": session.strategy.state_dict(session.module, [] if weights_only else session.optimizers),
         "hparams": hparams,
         "hparams_omitted": omitted,
+        "hparams_form": Form.of(session.module).note(),
         "state": session.state.state_dict(),
     }
     state["strategy"]["module"].update(buffers)
@@ -148,6 +149,7 @@ def _manifest(session: Session, *, weights_only: bool) -> dict[str, Any]:
         "configuration": masked(session.trainer.configuration),
     }
     if session.datamodule is not None:
+        manifest["datamodule_hparams_form"] = Form.of(session.datamodule).note()
         manifest["datamodule_hparams"] = masked(plain(storable(session.datamodule.hparams)[0]))
     return manifest
 

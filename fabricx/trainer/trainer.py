@@ -7,7 +7,7 @@ from typing import Any
 
 from fabricx.core.callback import Callback
 from fabricx.core.datamodule import DataModule
-from fabricx.core.hparams import refuse_execution
+from fabricx.core.hparams import warn_of_execution
 from fabricx.core.module import Module
 from fabricx.trainer.dispatch import dispatch
 from fabricx.trainer.interface import TrainerInterface
@@ -41,14 +41,14 @@ class Trainer(TrainerInterface):
             ckpt_path: checkpoint to resume from: its path, "last" (the newest checkpoint, or newer snapshot for
                 recovery, of this run or of the newest run in `runs`; starts from the beginning without either), or
                 "best".
-            weights_only: True or None; a checkpoint is never executed.
+            weights_only: without an effect; a checkpoint is never executed, and False is a warning.
 
         Raises:
             ValueError: an argument or a method of the module is invalid; raised before any process starts if possible.
             WorkerFailed: a worker process failed; the message contains its traceback.
             SystemExit: with code 143, after SIGTERM or the notice of a scheduler, when the run is stopped and saved.
         """
-        refuse_execution(weights_only, "trainer.fit")
+        warn_of_execution(weights_only, "trainer.fit")
         chosen = _one_of(model, module, "fit")
         if chosen is None:
             raise ValueError("trainer.fit() has no module: pass an instance of a subclass of fabricx.Module")
@@ -83,7 +83,7 @@ class Trainer(TrainerInterface):
             ckpt_path: checkpoint whose weights are loaded: its path, "last" or "best".
             verbose: print the metrics.
             datamodule: creates the loaders.
-            weights_only: True or None; a checkpoint is never executed.
+            weights_only: without an effect; a checkpoint is never executed, and False is a warning.
 
         Returns:
             the metrics of each loader over the samples of all ranks, with each sample counted once.
@@ -92,7 +92,7 @@ class Trainer(TrainerInterface):
             ValueError: an argument is invalid.
             WorkerFailed: a worker process failed.
         """
-        refuse_execution(weights_only, "trainer.validate")
+        warn_of_execution(weights_only, "trainer.validate")
         chosen = _one_of(model, module, "validate")
         return self._evaluate("validate", chosen, dataloaders, datamodule, ckpt_path, verbose)
 
@@ -115,9 +115,9 @@ class Trainer(TrainerInterface):
             ckpt_path: checkpoint whose weights are loaded: its path, "last" or "best".
             verbose: print the metrics.
             datamodule: creates the loaders.
-            weights_only: True or None; a checkpoint is never executed.
+            weights_only: without an effect; a checkpoint is never executed, and False is a warning.
         """
-        refuse_execution(weights_only, "trainer.test")
+        warn_of_execution(weights_only, "trainer.test")
         chosen = _one_of(model, module, "test")
         return self._evaluate("test", chosen, dataloaders, datamodule, ckpt_path, verbose)
 
@@ -141,7 +141,7 @@ class Trainer(TrainerInterface):
             datamodule: creates the loaders.
             return_predictions: False discards the outputs.
             ckpt_path: checkpoint whose weights are loaded: its path, "last" or "best".
-            weights_only: True or None; a checkpoint is never executed.
+            weights_only: without an effect; a checkpoint is never executed, and False is a warning.
 
         Returns:
             the outputs in the order of the data set; a list for each loader if there are several. None with
@@ -151,7 +151,7 @@ class Trainer(TrainerInterface):
             ValueError: an argument is invalid.
             WorkerFailed: a worker process failed.
         """
-        refuse_execution(weights_only, "trainer.predict")
+        warn_of_execution(weights_only, "trainer.predict")
         chosen, keep = _one_of(model, module, "predict"), return_predictions is not False
         outputs = self._evaluate("predict", chosen, dataloaders, datamodule, ckpt_path, keep)
         return outputs if keep else None  # type: ignore[return-value]  # as in Lightning

@@ -95,7 +95,7 @@ def _former_layout(session: Session) -> dict[str, Any]:
 def _set_up_optimizers(session: Session) -> None:
     """Create the optimizers, compare them with the other ranks, and attach them to the strategy."""
     module = session.module
-    optimizers, schedules = parse_optimizers(module.configure_optimizers())
+    optimizers, schedules = parse_optimizers(module.configure_optimizers(), manual=not module.automatic_optimization)
     if not optimizers:
         session.warn_once("no optimizer", "configure_optimizers returned no optimizer, so no weight will change")
     trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}

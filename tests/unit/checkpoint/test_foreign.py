@@ -152,7 +152,8 @@ def test_plain_data_that_is_saved_as_objects_is_read_and_other_objects_are_refus
         Ours.load_from_checkpoint(tmp_path / "bad.ckpt")
     with pytest.raises(CheckpointError, match="refused"):
         fx.Trainer(**QUIET).validate(Ours(2), data(), ckpt_path=tmp_path / "bad.ckpt")
-    with pytest.raises(ValueError, match="weights_only=False"):
+    warned = pytest.warns(UserWarning, match="weights_only=False.*executes nothing")
+    with warned, pytest.raises(CheckpointError, match="refused, and nothing in it was executed"):
         Ours.load_from_checkpoint(tmp_path / "bad.ckpt", weights_only=False)
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from torch import nn
 
 import fabricx as fx
-from fabricx.core.hparams import HyperParameters, is_plain, plain
+from fabricx.core.hparams import Form, HyperParameters, is_omegaconf, is_plain, plain, storable
 from fabricx.loggers import CSVLogger
 from fabricx.testing import TinyModule, tiny_loader
 
@@ -142,3 +143,70 @@ def test_several_calls_add_hyperparameters_and_ignored_ones_are_removed() -> Non
 
     net = Derived()
     assert net.hparams == net.hparams_initial == {"width": 2, "lr": 0.1}
+
+
+class Dotted(TinyModule):
+    """Reads its only argument by attributes."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.remove_ignored_hparams(["config"])  # saved by TinyModule
+        self.save_hyperparameters(config)
+        self.second = nn.Linear(self.hparams["net"]["width"], 1)
+        self.width = config.net.width if is_omegaconf(config) else None
+
+
+class Nested(TinyModule):
+    def __init__(self, net: Any, depth: int = 1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.second = nn.Linear(self.hparams.net.width, 1)
+
+
+CONFIG = {"net": {"width": 3, "height": "${net.width}"}, "rate": 0.1}
+
+
+class Given(HyperParameters):
+    def __init__(self, array: Any, config: Any, other: Any = None) -> None:
+        self.save_hyperparameters(config)
+
+
+def test_the_argument_with_all_hyperparameters_is_found_beside_arrays() -> None:
+    values = {"array": np.ones(2)}
+    assert vars(Given(np.ones(2), {**values}, other=values))["_hparams_name"] == "config"
+    assert vars(Given(torch.ones(2), values))["_hparams_name"] == "config"
+    namespace = Namespace(width=3)
+    assert Form.of(Given(1, vars(namespace), namespace)) == Form("config")
+
+
+@pytest.mark.parametrize("single_file", [True, False])
+@pytest.mark.parametrize(
+    "config", [OmegaConf.create(CONFIG), {**CONFIG}, Namespace(**CONFIG)], ids=["omegaconf", "dict", "namespace"]
+)
+def test_a_checkpoint_restores_the_argument_that_has_all_hyperparameters(
+    config: Any, single_file: bool, quiet: dict[str, Any], tmp_path: Path
+) -> None:
+    trainer = fx.Trainer(max_steps=1, **quiet)
+    trainer.fit(Dotted(config), tiny_loader())
+    path = trainer.save_checkpoint(tmp_path / "a.ckpt", single_file=single_file)
+    loaded = Dotted.load_from_checkpoint(path, map_location={"cuda:1": "cpu"})
+    assert loaded.second.in_features == 3
+    assert loaded.hparams.rate == 0.1
+    assert loaded.width == (3 if is_omegaconf(config) else None)
+    assert Dotted.load_from_checkpoint(path, rate=0.2).hparams.rate == 0.2
+    if single_file:
+        assert torch.load(path, weights_only=True)["hparams_name"] == "config"
+
+
+def test_a_checkpoint_restores_arguments_of_omegaconf(quiet: dict[str, Any], tmp_path: Path) -> None:
+    trainer = fx.Trainer(max_steps=1, **quiet)
+    trainer.fit(Nested(OmegaConf.create(CONFIG).net, depth=2), tiny_loader())
+    loaded = Nested.load_from_checkpoint(trainer.save_checkpoint(tmp_path / "a.ckpt"))
+    assert loaded.hparams.net.width == loaded.hparams.net.height == 3
+    assert loaded.hparams.depth == 2
+    assert is_omegaconf(loaded.hparams.net)
+
+
+def test_missing_values_of_omegaconf_stay_missing() -> None:
+    kept, omitted = storable({"net": OmegaConf.create({"width": "???"})})
+    assert (kept, omitted) == ({"net": {"width": "???"}}, {})

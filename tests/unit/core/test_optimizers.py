@@ -68,6 +68,16 @@ def test_another_form_is_an_error_that_shows_the_right_one(result: Any, said: st
         parse_optimizers(result)
 
 
+def test_another_key_is_ignored_with_a_warning() -> None:
+    with pytest.warns(UserWarning, match="has the key 'foo'.*\n.*\n  it is ignored"):
+        parsed = parse_optimizers({"optimizer": ONE, "lr_scheduler": {"scheduler": STEPS, "foo": 1}})
+    assert parsed == ([ONE], [Schedule(STEPS)])
+
+
+def test_a_plateau_scheduler_of_manual_optimization_needs_no_metric() -> None:
+    assert parse_optimizers({"optimizer": TWO, "lr_scheduler": PLATEAU}, manual=True) == ([TWO], [Schedule(PLATEAU)])
+
+
 def test_a_state_belongs_to_schedules_of_the_same_description() -> None:
     schedules = [Schedule(STEPS, "step", 3)]
     assert schedules[0].described == "StepLR by 3 steps"

@@ -9,6 +9,7 @@ from fabricx.core.reductions import REDUCTIONS, check_reduction
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_a_reduction_has_a_name_or_is_the_function_of_torch(name: str) -> None:
     assert check_reduction("loss", name) == check_reduction("loss", getattr(torch, name)) == name
+    assert check_reduction("loss", name.upper()) == name
 
 
 @pytest.mark.parametrize("unknown", ["median", torch.median, None])

@@ -104,6 +104,14 @@ def test_no_batch_at_all_is_an_error(options: dict[str, Any], data: dict[str, An
     fx.Trainer(max_epochs=1, limit_train_batches=0, **QUIET).fit(Counts(), tiny_loader())  # nothing was asked for
 
 
+def test_a_loader_method_that_is_set_to_none_is_no_loader(quiet: dict[str, Any]) -> None:
+    module = type("Validates", (TinyModule,), {"val_dataloader": lambda self: tiny_loader()})()
+    module.val_dataloader = None
+    trainer = fx.Trainer(max_epochs=1, **quiet)
+    trainer.fit(module, tiny_loader())
+    assert not trainer.enable_validation
+
+
 @pytest.mark.parametrize("method", ["train_dataloader", "val_dataloader"])
 @pytest.mark.parametrize("of_data", [False, True], ids=["module", "data module"])
 def test_a_method_that_returns_no_loader_is_an_error(method: str, of_data: bool) -> None:
