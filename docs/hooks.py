@@ -25,7 +25,8 @@ ROOT: Final = Path(__file__).parents[1]
 _LINK: Final = re.compile(r"(\]\()(?!\w+:|#)([^)#\s]+)(#[^)\s]*)?(\))")
 _TABLE: Final = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
 _CODE: Final = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
-_WIDE: Final = ("index.md", "combinations.md")  # without sidebars; front matter would be text on GitHub
+# Pages without sidebars, for wide tables. Front matter of a page would be text on GitHub.
+_WIDE: Final = ("index.md", "combinations.md", "waits.md", "lightning_names.md", "private_apis.md")
 _LANGUAGES: Final = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sh": "sh"}
 
 

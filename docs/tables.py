@@ -73,8 +73,9 @@ def _prefix(group: str, choice: str, composed: DictConfig) -> str:
 def _description(group: str, choice: str) -> str:
     file = ROOT / "conf" / group / f"{choice}.yaml"
     comments = [line for line in file.read_text().splitlines() if line.startswith("# ")] if file.is_file() else []
-    text = next((line[2:] for line in comments if "@package" not in line), "")
-    return text or f"A class of your own: `{group}._target_=my_project.Mine`, and its arguments as keys."
+    if choice == "custom":
+        return f"A class of your own: `{group}._target_=my_project.Mine`, and its arguments as keys."
+    return next(line[2:] for line in comments if "@package" not in line)
 
 
 def _rows(group: str, composed: DictConfig, prefix: str) -> list[str]:
