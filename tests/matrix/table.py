@@ -129,6 +129,11 @@ LIMITS: Final = """
   and code that depends on the contents of a whole batch therefore depend on the number of data ranks, as in other
   frameworks. Define `Module.batch_weight` (the number of terms, or the sum of the class weights): then the result is
   that of one process. A pipeline refuses such losses before training.
+- **Hooks of gradients** (`register_hook` of a weight or an activation, backward hooks of a module) see the gradient of
+  a rank's share of the batch: that of the share's mean where gradients are averaged (`ddp`, `fsdp`, `local_sgd`), and
+  a part of the mean over the global batch where they are summed (strategies with servers). A hook that is not linear,
+  such as a clamp or noise of a fixed size, therefore depends on ranks and strategy; change gradients in
+  `on_before_optimizer_step`. Random numbers that forwards and hooks draw are the same under each of these strategies.
 - **Buffers that a forward computes from the batch** (statistics of BatchNorm and InstanceNorm, codebooks with moving
   averages) have the share of a rank; ranks that train together use those of rank 0, as torch's DDP does. Sum over
   ranks in the forward (`self.all_gather`), or use `sync_batchnorm=True`. `local_sgd` joins the statistics of
