@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fabricx import by_value
 from fabricx.core.state import RunState
@@ -83,6 +83,7 @@ class Outcome:
     Attributes:
         results: metrics or outputs of the job.
         weights: the complete state dict of the module, by name.
+        buffers: names of buffers of the module.
         records: records of the trainer, which the caller's trainer adopts.
         attributes: attributes of the module.
         modes: whether each submodule is in training mode, by name.
@@ -98,6 +99,7 @@ class Outcome:
 
     results: Any = None
     weights: dict[str, Any] = field(default_factory=dict)
+    buffers: frozenset[str] = frozenset()
     records: RunRecords = field(default_factory=RunRecords)
     attributes: dict[str, Any] = field(default_factory=dict)
     modes: dict[str, bool] = field(default_factory=dict)
@@ -126,6 +128,7 @@ class Outcome:
             this object.
         """
         self.weights, self.records = weights, records
+        self.buffers = frozenset(name for name, _ in module.named_buffers(remove_duplicate=False))
         self.attributes = picklable_part(
             {k: v for k, v in vars(module).items() if not k.startswith("_") and not inspect.ismethod(v)}
         )
@@ -171,6 +174,7 @@ class Outcome:
                     state[name].copy_(tensor)
         if set(state) != set(self.weights):  # layers that configure_model or setup has built in the workers
             module.configure_model()
+            _add_missing(module, self.weights, self.buffers)
             module.load_state_dict(self.weights)
         else:  # extra state of submodules
             others = {name: value for name, value in self.weights.items() if not isinstance(value, Tensor)}
@@ -204,6 +208,24 @@ class Outcome:
                 f"{', '.join(lost)}. Create them in __init__",
                 stacklevel=2,
             )
+
+
+def _add_missing(module: Module, weights: Mapping[str, Any], buffers: Collection[str]) -> None:
+    """Add the parameters and buffers that the run has registered in submodules that the caller's module has, too.
+
+    Args:
+        module: of the caller.
+        weights: the complete state dict of the workers' module.
+        buffers: names of its buffers.
+    """
+    parts, known = dict(module.named_modules()), module.state_dict()
+    for name, value in weights.items():
+        owner, _, key = name.rpartition(".")
+        if name not in known and owner in parts and isinstance(value, Tensor):
+            if name in buffers:
+                parts[owner].register_buffer(key, value.clone())
+            else:
+                parts[owner].register_parameter(key, nn.Parameter(value.clone(), value.is_floating_point()))
 
 
 def holders(module: Module, callbacks: Iterable[Callback]) -> dict[str, Any]:

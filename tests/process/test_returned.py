@@ -60,3 +60,23 @@ def test_the_script_has_its_own_objects_with_the_changed_attributes(strategy: An
     else:
         with pytest.raises(RuntimeError, match="the optimizers and schedules remain in the worker processes"):
             net.optimizers()
+
+
+class Registers(Net):
+    """Registers a buffer and a parameter during the run."""
+
+    def on_train_start(self) -> None:
+        self.layer.register_buffer("late", torch.zeros(2))
+        self.layer.register_parameter("scale", torch.nn.Parameter(torch.ones(3), requires_grad=False))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.layer.get_buffer("late").add_(1.0)
+
+
+def test_buffers_and_parameters_that_the_run_has_registered_are_in_the_script() -> None:
+    module = Registers()
+    data = DataLoader(TensorDataset(torch.linspace(-1, 1, 32).reshape(8, 4)), 2)
+    fx.Trainer(max_epochs=1, devices=2, strategy=DDP(), **QUIET).fit(module, data)
+    assert module.layer.get_buffer("late").tolist() == [2.0, 2.0]
+    assert dict(module.layer.named_buffers()).keys() == {"late"}
+    assert module.layer.get_parameter("scale").tolist() == [1.0, 1.0, 1.0]
