@@ -114,6 +114,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Let links of pages in docs lead to the added pages; insert tables, draw diagrams, and set the layout."""
     if page.file.generated_by:
+        page.meta["search"] = {"boost": 0.3}  # guides first
         return markdown
     if page.file.src_uri in _WIDE:
         page.meta["hide"] = ["navigation", "toc"]

@@ -57,7 +57,7 @@ def main(
     Returns:
         a decorator; the decorated function has no parameters.
 
-    Example::
+    For example:
 
         @fx.main(config_path="conf", config_name="train")
         def train(cfg):

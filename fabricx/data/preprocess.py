@@ -58,7 +58,7 @@ class Preprocess(DataLoader[Any]):
     Raises:
         ValueError: the dataset is not map-style or is empty, or an option is decided by this class.
 
-    Example::
+    For example:
 
         loader = Preprocess(images, augment, batch_size=64, shuffle=True)
     """
