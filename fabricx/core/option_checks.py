@@ -39,7 +39,7 @@ def check_root(folder: str | os.PathLike[str] | None) -> str:
     """Return the parent of the runs' folders.
 
     Args:
-        folder: path; None for the current folder.
+        folder: path, in which "~" is the home folder; None for the current folder.
 
     Raises:
         ValueError: the path is a URL.
@@ -49,7 +49,7 @@ def check_root(folder: str | os.PathLike[str] | None) -> str:
             f"default_root_dir={str(folder)!r}: a run's folder is on this machine; to write checkpoints to a URL, set "
             "ModelCheckpoint(dirpath='...') or callbacks.model_checkpoint.dirpath=..."
         )
-    return str(folder or Path.cwd())
+    return str(Path(folder).expanduser() if folder else Path.cwd())
 
 
 def check_accelerator(accelerator: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -59,6 +60,7 @@ def test_an_unknown_accelerator_or_a_url_is_answered_with_the_nearest() -> None:
         TrainerOptions(accelerator="cdua")
     with pytest.raises(ValueError, match=r"to write checkpoints to a URL, set ModelCheckpoint\(dirpath="):
         TrainerOptions(default_root_dir="s3://bucket/runs")
+    assert TrainerOptions(default_root_dir="~/runs").default_root_dir == str(Path.home() / "runs")
 
 
 def test_text_is_no_switch_and_a_schedule_no_number() -> None:
