@@ -6,6 +6,7 @@ import contextlib
 import gc
 import importlib
 import inspect
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -165,3 +166,18 @@ class PassThroughProfiler(SimpleProfiler):
 
 def cli_lightning_logo() -> None:
     """Do nothing; Lightning's examples call it, and it prints their logo."""
+
+
+def get_filesystem(path: str | os.PathLike[str], **options: Any) -> Any:
+    """Return the file system of fsspec of a path or a URL.
+
+    Args:
+        path: path or URL.
+        options: of the file system, such as credentials.
+
+    >>> get_filesystem("runs/last.ckpt").protocol
+    ('file', 'local')
+    """
+    from upath import UPath
+
+    return UPath(str(path), **options).fs

@@ -242,11 +242,11 @@ TREE: Final[Mapping[str, Names]] = {
         )
     ),
     "utilities.cloud_io": Names(
+        names={"get_filesystem": f"{_FUNCTIONS}:get_filesystem"},
         absent={
             "atomic_save": "torch.save",
-            "get_filesystem": "fsspec.core.url_to_fs(path)[0]",
             "load": "torch.load, or fabricx.checkpoint.load for a checkpoint of fabricx",
-        }
+        },
     ),
     "utilities.parameter_tying": Names(
         absent=_each("find_shared_parameters set_shared_parameters", "a tied weight has all its names in checkpoints")
@@ -332,6 +332,7 @@ TREE: Final[Mapping[str, Names]] = {
     ),
     "core.saving": Names(
         names={
+            "get_filesystem": f"{_FUNCTIONS}:get_filesystem",
             "load_hparams_from_yaml": "fabricx.checkpoint.reader:load_hparams",
         },
         absent={
