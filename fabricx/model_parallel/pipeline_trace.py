@@ -329,8 +329,8 @@ def log_calls(module: Any, logged: Callable[[str, Any], None]) -> Iterator[None]
 def _refuse_derivative(gradient: Tensor) -> None:
     raise FabricxError(
         "training_step computes gradients through the model, such as by torch.autograd.grad for a gradient penalty, "
-        "and each stage of a pipeline has the graph of its own blocks only: use strategy=ddp or strategy=fsdp, or a "
-        "penalty without derivatives, such as finite differences in one call of the model"
+        "and no rank of a pipeline, or of a sequence that is divided, has the graph of all blocks: use strategy=ddp or "
+        "strategy=fsdp, or a penalty without derivatives, such as finite differences in one call of the model"
     )
 
 
