@@ -25,7 +25,6 @@ from fabricx.distributed.unused_parameters import UnusedParameters, reached, req
 from fabricx.distributed.world import World
 from fabricx.errors import check_choice
 
-_FIRST_BUCKET = 1 << 20  # DDP's limit of the first bucket, in bytes
 _GRAPH_CHANGED = (
     "static_graph=True needs gradients of the same parameters in each step, but in this step other parameters have "
     "gradients than in the first; remove static_graph"
@@ -130,7 +129,8 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
         self._laid_out = False
         if self._can_share_memory(module):
-            self._shared = SharedMemoryAverager(self.data_ranks, self._largest_bucket(module))
+            gradients = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+            self._shared = SharedMemoryAverager(self.data_ranks, min(gradients, int(self.bucket_mib * 2**20)))
         self._build(init_sync=self.world.generation == 0)  # in later generations all ranks have the same weights
         self._lay_out_buckets()
         self._laid_out = True
@@ -144,15 +144,6 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         on_cpu = world.device.type == "cpu" and world.backend == "gloo"
         plain = not self.compression and not with_sparse_gradients(module)
         return self.shared_memory and one_machine and on_cpu and plain
-
-    def _largest_bucket(self, module: nn.Module) -> int:
-        """Return a bound on the size of a bucket, in bytes: DDP closes a bucket after it has exceeded its limit.
-
-        The limit of the first bucket does not depend on `bucket_mib`.
-        """
-        sizes = [parameter.numel() * parameter.element_size() for parameter in module.parameters()]
-        limit = max(int(self.bucket_mib * 2**20), _FIRST_BUCKET)
-        return min(sum(sizes), limit + max(sizes, default=0))
 
     def _build(self, *, init_sync: bool) -> None:
         """Construct torch's DDP over all parameters that are not in `_frozen`; collective."""

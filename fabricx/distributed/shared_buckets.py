@@ -28,12 +28,13 @@ class SharedMemoryAverager:
     buckets, and is equal on all ranks to the bit. A rank waits for the others' parts of a bucket only when its next
     bucket is ready, or if there is none, so that ranks need not reach a bucket at the same time.
 
-    There are two slots per rank, used in turn. A rank publishes a bucket after it has read the previous bucket of all
-    ranks. A signal for bucket k therefore means that bucket k - 1 was read, and the slot of k - 1 may be written.
+    A bucket that is larger than a slot is averaged in pieces: torch's DDP begins with a single bucket of all gradients.
+    There are two slots per rank, used in turn. A rank publishes a piece after it has read the previous piece of all
+    ranks. A signal for piece k therefore means that piece k - 1 was read, and the slot of k - 1 may be written.
 
     Args:
         ranks: all of them are on this machine, and call this.
-        room: bytes of the largest bucket.
+        room: bytes of a slot, at least; the same on all ranks.
 
     Raises:
         PeerLost: a rank has died.
@@ -42,9 +43,10 @@ class SharedMemoryAverager:
     def __init__(self, ranks: World, room: int) -> None:
         assert ranks.store is not None
         self._ranks, self._rank, self._size = ranks, ranks.rank, ranks.size
-        self._room = -(-room // _ALIGNMENT) * _ALIGNMENT
+        self._room = max(1, -(-room // _ALIGNMENT)) * _ALIGNMENT
         self._turn = 0
-        self._pending: tuple[Tensor, list[Tensor], torch.futures.Future[Tensor]] | None = None
+        self._pending: tuple[Tensor, list[Tensor]] | None = None  # newest piece, and the ranks' parts of it
+        self._bucket: tuple[torch.futures.Future[Tensor], Tensor] | None = None  # bucket that ends with this piece
         self._views: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
         self._waited_s = 0.0
         # A rank may set up several times in a generation; the number is the same on all ranks.
@@ -72,11 +74,13 @@ class SharedMemoryAverager:
         buffer = bucket.buffer()
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         with _detects_lost_ranks(self._ranks):
-            self._complete()
-            slots = self._slots(buffer)
-            torch.mul(buffer, 1.0 / self._size, out=slots[self._rank])
-            self._group.signal()
-            self._pending = buffer, slots, future
+            for piece in buffer.split(self._room // buffer.element_size()):
+                self._complete()
+                slots = self._slots(piece)
+                torch.mul(piece, 1.0 / self._size, out=slots[self._rank])
+                self._group.signal()
+                self._pending = piece, slots
+            self._bucket = future, buffer
             if bucket.is_last():
                 self._complete()
         return future
@@ -87,40 +91,44 @@ class SharedMemoryAverager:
         return waited
 
     def close(self) -> None:
-        """End the connections to the other ranks."""
-        self._pending = None
+        """End the connections to the other ranks, and release the memory."""
+        self._pending = self._bucket = None
         self._group.close()
+        self._group.vectors.clear()
+        self._views.clear()
 
-    def _slots(self, buffer: Tensor) -> list[Tensor]:
-        """Return the memory for a bucket by rank, as vectors like its buffer."""
-        key = (self._turn, buffer.dtype, buffer.numel())
+    def _slots(self, piece: Tensor) -> list[Tensor]:
+        """Return the memory for a piece by rank, as vectors like the piece."""
+        key = (self._turn, piece.dtype, piece.numel())
         if key not in self._views:
             start = self._turn * self._room
-            stop = start + buffer.numel() * buffer.element_size()
-            self._views[key] = [vector[start:stop].view(buffer.dtype) for vector in self._group.vectors]
+            stop = start + piece.numel() * piece.element_size()
+            self._views[key] = [vector[start:stop].view(piece.dtype) for vector in self._group.vectors]
         self._turn = 1 - self._turn
         return self._views[key]
 
     def _complete(self) -> None:
-        """Wait for the other ranks' parts of the newest bucket, and sum them."""
+        """Wait for the other ranks' parts of the newest piece, and sum them."""
         if self._pending is None:
             return
-        (buffer, slots, future), self._pending = self._pending, None
+        (piece, slots), self._pending = self._pending, None
         began = time.perf_counter()
         self._group.await_signals()
         self._waited_s += time.perf_counter() - began
         if self._size <= DIRECT:
-            _sum(slots, buffer)
+            _sum(slots, piece)
         else:
-            bounds = [len(buffer) * rank // self._size for rank in range(self._size + 1)]
+            bounds = [len(piece) * rank // self._size for rank in range(self._size + 1)]
             begin, end = bounds[self._rank], bounds[self._rank + 1]
-            _sum([slot[begin:end] for slot in slots], buffer[begin:end])
-            slots[self._rank][begin:end] = buffer[begin:end]
+            _sum([slot[begin:end] for slot in slots], piece[begin:end])
+            slots[self._rank][begin:end] = piece[begin:end]
             self._group.signal()
             self._group.await_signals()
             for slot, start, stop in zip(slots, bounds, bounds[1:], strict=False):
-                buffer[start:stop] = slot[start:stop]
-        future.set_result(buffer)
+                piece[start:stop] = slot[start:stop]
+        if self._bucket is not None:
+            (future, buffer), self._bucket = self._bucket, None
+            future.set_result(buffer)
 
 
 @contextlib.contextmanager

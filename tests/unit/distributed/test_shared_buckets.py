@@ -59,8 +59,9 @@ def gradients(rank: int, step: int, number: int, elements: int, dtype: torch.dty
     return torch.randn(elements, generator=seed).to(dtype)
 
 
+@pytest.mark.parametrize("room", [100, 1000])  # less than a bucket, and more
 @pytest.mark.parametrize("size", [2, 3, 6])
-def test_buckets_are_averaged_in_the_order_of_ranks_however_ranks_hurry(size: int) -> None:
+def test_buckets_are_averaged_in_the_order_of_ranks_however_ranks_hurry(size: int, room: int) -> None:
     kinds = [(7, torch.float32), (100, torch.float32), (33, torch.float64), (5, torch.bfloat16), (1, torch.float32)]
 
     def train(rank: int, averager: SharedMemoryAverager) -> list[Tensor]:
@@ -79,7 +80,7 @@ def test_buckets_are_averaged_in_the_order_of_ranks_however_ranks_hurry(size: in
                 means.append(buffer)
         return means
 
-    found = on_ranks(size, train)
+    found = on_ranks(size, train, room)
     wanted = []
     for step in range(8):
         for number, (elements, dtype) in enumerate(kinds):
