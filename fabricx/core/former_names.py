@@ -63,6 +63,7 @@ FORMER_PARAMETERS: Final[Mapping[str, str]] = {
         "all optimizers share one loss and step together; to train them in turn, set self.automatic_optimization = "
         "False and step them in training_step: opt_a, opt_b = self.optimizers()"
     ),
+    "dataloader_iter": "fabricx passes batches, and not the iterator: define the step with (self, batch, batch_idx)",
     "hiddens": "keep the hidden state in an attribute, and loop over the parts of a sequence in training_step",
     "outputs": "append what it needs to a list of self in the step",
 }

@@ -231,7 +231,8 @@ def check_signature(obj: object, name: str) -> None:
     unknown = unknown_parameters(method, passed)
     former = former_parameter(parameter for parameter in parameter_names(method) if parameter not in passed)
     # With a default, the loss of training would be that of the first optimizer only.
-    if former is not None and (unknown or (former == "optimizer_idx" and name not in _STEPS[1:])):
+    other = former == "dataloader_iter" or (former == "optimizer_idx" and name not in _STEPS[1:])
+    if former is not None and (unknown or other):
         raise ValueError(
             f"{type(obj).__name__}.{name} has the parameter {former!r}, which is of Lightning 1: "
             f"{FORMER_PARAMETERS[former]}"

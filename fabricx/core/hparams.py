@@ -7,7 +7,7 @@ import functools
 import inspect
 import warnings
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import PurePath
@@ -139,11 +139,12 @@ class Form:
 
     Attributes:
         argument: the constructor's argument that has all of them; "" if each is an argument.
-        omegaconf: names of those that were given as dicts or lists of OmegaConf; "" for the argument with all.
+        omegaconf: paths of the values that were given as dicts or lists of OmegaConf, by keys and indices; the empty
+            path is the argument with all.
     """
 
     argument: str = ""
-    omegaconf: tuple[str, ...] = ()
+    omegaconf: tuple[tuple[Any, ...], ...] = ()
 
     @classmethod
     def of(cls, owner: Any) -> Form:
@@ -153,10 +154,10 @@ class Form:
             owner: a module or data module, also one whose `save_hyperparameters` is Lightning's.
         """
         argument = vars(owner).get("_hparams_name")
-        names = [str(name) for name, value in owner.hparams.items() if is_omegaconf(value)]
-        if (argument and vars(owner).get("_hparams_omegaconf")) or is_omegaconf(owner.hparams):
-            names.insert(0, "")
-        return cls(argument if argument and argument != "kwargs" else "", tuple(names))
+        paths = list(_omegaconf_paths(owner.hparams))
+        if argument and vars(owner).get("_hparams_omegaconf"):
+            paths = [()]
+        return cls(argument if argument and argument != "kwargs" else "", tuple(paths))
 
     @classmethod
     def read(cls, noted: Any) -> Form:
@@ -165,11 +166,13 @@ class Form:
         Args:
             noted: result of `note`; another value for a checkpoint without it.
         """
-        return cls(str(noted["argument"]), tuple(noted["omegaconf"])) if isinstance(noted, Mapping) else cls()
+        if not isinstance(noted, Mapping):
+            return cls()
+        return cls(str(noted["argument"]), tuple(tuple(path) for path in noted["omegaconf"]))
 
     def note(self) -> dict[str, Any]:
         """Return the form as plain data."""
-        return {"argument": self.argument, "omegaconf": list(self.omegaconf)}
+        return {"argument": self.argument, "omegaconf": [list(path) for path in self.omegaconf]}
 
     def restored(self, hparams: Mapping[str, Any]) -> dict[str, Any]:
         """Return hyperparameters of a checkpoint, with those of OmegaConf as such.
@@ -177,7 +180,16 @@ class Form:
         Args:
             hparams: as plain data.
         """
-        return {name: _omegaconf(value) if name in self.omegaconf else value for name, value in hparams.items()}
+        return {name: self._restored(value, (name,)) for name, value in hparams.items()}
+
+    def _restored(self, value: Any, path: tuple[Any, ...]) -> Any:
+        if path in self.omegaconf:
+            return _omegaconf(value)
+        if isinstance(value, dict):
+            return {name: self._restored(item, (*path, name)) for name, item in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(self._restored(item, (*path, index)) for index, item in enumerate(value))
+        return value
 
     def whole(self, hparams: Mapping[str, Any]) -> Any:
         """Return the value of the argument that has all hyperparameters: of OmegaConf, or with keys as attributes.
@@ -185,7 +197,7 @@ class Form:
         Args:
             hparams: by name.
         """
-        return _omegaconf(plain_containers(dict(hparams))) if "" in self.omegaconf else AttributeDict(hparams)
+        return _omegaconf(plain_containers(dict(hparams))) if () in self.omegaconf else AttributeDict(hparams)
 
 
 def _omegaconf(value: Any) -> Any:
@@ -206,7 +218,21 @@ def plain_containers(value: Any) -> Any:
         return OmegaConf.to_container(value, resolve=True, throw_on_missing=False)
     if type(value) in (dict, AttributeDict):
         return {name: plain_containers(item) for name, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(plain_containers(item) for item in value)
     return value
+
+
+def _omegaconf_paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the paths of the outermost containers of OmegaConf in a nesting of dicts, lists and tuples."""
+    if is_omegaconf(value):
+        yield path
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from _omegaconf_paths(item, (*path, name))
+    elif type(value) in (list, tuple):
+        for index, item in enumerate(value):
+            yield from _omegaconf_paths(item, (*path, index))
 
 
 def _init_arguments(frame: FrameType | None, cls: type) -> dict[str, Any]:

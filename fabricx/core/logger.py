@@ -9,7 +9,10 @@ from typing import Any, ClassVar, Literal, Protocol, final, runtime_checkable
 
 from torch import nn
 
+from fabricx.core.rank_zero import set_launched_rank
 from fabricx.errors import NamesChecked
+
+set_launched_rank()  # methods of loggers are decorated with `rank_zero_only`, and work without a Trainer
 
 Ending = Literal["success", "failed", "interrupted"]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fabricx.core.rank_zero import set_launched_rank
 from fabricx.pytorch.modules import available, install, lookup
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ __version__ = "2.6.0"  # of Lightning, whose names these are
 __all__ = ["Callback", "LightningDataModule", "LightningModule", "Trainer", "seed_everything"]
 
 install()
+set_launched_rank()  # for `rank_zero_only` before the first Trainer
 
 
 def __getattr__(name: str) -> Any:

@@ -157,7 +157,7 @@ class Dotted(TinyModule):
 
 
 class Nested(TinyModule):
-    def __init__(self, net: Any, depth: int = 1) -> None:
+    def __init__(self, net: Any, depth: int = 1, parts: Any = None) -> None:
         super().__init__()
         self.save_hyperparameters()
         self.second = nn.Linear(self.hparams.net.width, 1)
@@ -200,11 +200,13 @@ def test_a_checkpoint_restores_the_argument_that_has_all_hyperparameters(
 
 def test_a_checkpoint_restores_arguments_of_omegaconf(quiet: dict[str, Any], tmp_path: Path) -> None:
     trainer = fx.Trainer(max_steps=1, **quiet)
-    trainer.fit(Nested(OmegaConf.create(CONFIG).net, depth=2), tiny_loader())
+    config = OmegaConf.create(CONFIG)
+    trainer.fit(Nested(config.net, depth=2, parts={"all": [config]}), tiny_loader())
     loaded = Nested.load_from_checkpoint(trainer.save_checkpoint(tmp_path / "a.ckpt"))
     assert loaded.hparams.net.width == loaded.hparams.net.height == 3
     assert loaded.hparams.depth == 2
     assert is_omegaconf(loaded.hparams.net)
+    assert loaded.hparams.parts["all"][0].net.width == 3
 
 
 def test_missing_values_of_omegaconf_stay_missing() -> None:

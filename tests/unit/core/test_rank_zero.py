@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 from lightning_utilities.core.rank_zero import rank_zero_only
 
@@ -22,3 +25,9 @@ def test_the_launchers_rank_is_set_once(monkeypatch: pytest.MonkeyPatch) -> None
     set_rank(3)
     set_launched_rank()
     assert rank_zero_only.rank == 3  # type: ignore[attr-defined]
+
+
+def test_the_rank_is_set_before_the_first_trainer() -> None:
+    program = "from fabricx.pytorch.utilities.rank_zero import rank_zero_only as only; print(only(lambda: 'ran')())"
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert done.stdout == "ran\n"

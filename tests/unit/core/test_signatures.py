@@ -162,6 +162,7 @@ def _module_with(name: str, method: Callable[..., Any]) -> Any:
         ),
         ("training_step", lambda self, batch, batch_idx, hiddens: None, "'hiddens', which is of Lightning 1"),
         ("optimizer_step", lambda self, epoch, batch_idx, optimizer, optimizer_idx, closure: None, "'optimizer_idx'"),
+        ("validation_step", lambda self, dataloader_iter: None, "'dataloader_iter'.*passes batches"),
         ("on_train_epoch_end", lambda self, outputs: None, "'outputs'.*append what it needs to a list"),
         ("on_train_batch_start", lambda self, batch, batch_idx, dataloader_idx: None, "parameter 'dataloader_idx'"),
         ("on_fit_start", lambda self, *, stage: None, r"has the required parameter 'stage', but is called with \(\)"),

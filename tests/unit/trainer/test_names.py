@@ -84,6 +84,8 @@ def test_a_call_takes_its_module_under_either_name_and_its_arguments_in_lightnin
     assert trainer.validate(module, loader, path, False)
     assert len(trainer.predict(module, loader, None, None, path)) == len(loader)
     assert trainer.ckpt_path == path
+    trainer.validate(module, loader, ckpt_path=str(path))
+    assert trainer.ckpt_path == str(path)  # comparable with `best_model_path`
     with pytest.raises(ValueError, match="two names of one argument"):
         trainer.fit(module, loader, module=module)
     with pytest.raises(ValueError, match=r"trainer.fit\(\) has no module"):
