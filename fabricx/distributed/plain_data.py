@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import io
+import pickle
 import re
 import warnings
 import zipfile
+from collections import OrderedDict
 from typing import Any
 
+import numpy as np
 import torch
 
 
 def dumps(obj: Any) -> bytes:
     """Serialise numbers, text, lists, tuples, sets, dicts and tensors.
+
+    Numbers and texts of numpy become Python's own: a schedule by a function of numpy makes them learning rates.
 
     Args:
         obj: nested plain data.
@@ -20,13 +25,30 @@ def dumps(obj: Any) -> bytes:
     Raises:
         TypeError: the object contains an unsupported type; the message names it.
     """
-    stream = io.BytesIO()
     try:
-        torch.save(obj, stream)
-        _read(stream.getvalue())
+        try:
+            return _written(obj)
+        except pickle.UnpicklingError:  # the conversion is needed rarely
+            return _written(_without_numpy_scalars(obj))
     except Exception as error:
         raise TypeError(reason(error)) from None
+
+
+def _written(obj: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(obj, stream)
+    _read(stream.getvalue())
     return stream.getvalue()
+
+
+def _without_numpy_scalars(obj: Any) -> Any:
+    if isinstance(obj, (np.number, np.bool_, np.str_)):
+        return obj.item()
+    if type(obj) in (dict, OrderedDict):
+        return type(obj)((_without_numpy_scalars(name), _without_numpy_scalars(value)) for name, value in obj.items())
+    if type(obj) in (list, tuple, set):
+        return type(obj)(_without_numpy_scalars(value) for value in obj)
+    return obj
 
 
 def loads(data: bytes) -> Any:

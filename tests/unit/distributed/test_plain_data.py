@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -53,3 +54,10 @@ def test_bytes_of_somebody_else_are_refused_and_nothing_in_them_runs(make: Any, 
     assert not Path("ran").exists()
     assert error.value.__suppress_context__
     assert "weights_only" not in str(error.value)  # torch's advice to switch the protection off
+
+
+def test_numbers_and_texts_of_numpy_become_pythons_own() -> None:
+    given = {"lr": np.float64(0.1), "steps": [np.int64(3), (np.float32(0.5), np.bool_(True))], "name": np.str_("a")}
+    read = loads(dumps(given))
+    assert read == {"lr": 0.1, "steps": [3, (0.5, True)], "name": "a"}
+    assert [type(read["lr"]), type(read["steps"][0]), type(read["name"])] == [float, int, str]
