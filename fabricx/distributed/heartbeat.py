@@ -89,7 +89,9 @@ def _frames() -> dict[int, FrameType]:
 
 
 def waits() -> bool:
-    """Return whether the innermost frame of the main thread is in torch, as during a blocking collective."""
+    """Return whether the main thread waits for other processes: for an event, or in torch as in a collective."""
+    if _WAITS_FOR[0]:
+        return True
     frame = _frames().get(threading.main_thread().ident or 0)
     return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
 

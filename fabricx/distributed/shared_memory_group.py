@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fabricx.distributed import authentication
+from fabricx.distributed import authentication, heartbeat
 from fabricx.distributed.generations import membership
 from fabricx.distributed.shared_vectors import anonymous_file, map_vector
 from fabricx.scratch import private_folder
@@ -56,6 +56,7 @@ class SharedMemoryGroup:
     ) -> None:  # fmt: skip
         self.rank, self._generation, self._secret, self._timeout_s = rank, generation, secret, timeout_s
         self._others: dict[int, Connection] = {}
+        self._events = [f"exchange in shared memory with rank {number}" for number in range(size)]
         vectors: dict[int, Tensor] = {}
         local = anonymous_file(elements * dtype.itemsize)
         if store is not None and size > 1:
@@ -115,7 +116,14 @@ class SharedMemoryGroup:
         Raises:
             EOFError: a rank has died.
         """
-        return {rank: connection.recv() for rank, connection in self._others.items()}
+        found = {}
+        try:
+            for rank, connection in self._others.items():
+                heartbeat.waits_for(self._events[rank])
+                found[rank] = connection.recv()
+        finally:
+            heartbeat.waits_for("")
+        return found
 
     def signal(self) -> None:
         """Send a signal to all other ranks. Signals and messages must not be mixed without a wait for all ranks.
@@ -133,12 +141,15 @@ class SharedMemoryGroup:
             EOFError: a rank has died, or the group has ended.
             TimeoutError: a rank has sent no signal within the time limit.
         """
-        for rank, number in zip(self._others, self._numbers, strict=True):
-            try:
+        try:
+            for rank, number in zip(self._others, self._numbers, strict=True):
+                heartbeat.waits_for(self._events[rank])
                 if not os.read(number, 1):
                     raise EOFError(f"the connection to rank {rank} has ended")
-            except BlockingIOError as error:
-                raise TimeoutError(f"rank {rank} has sent no signal for {self._timeout_s} s") from error
+        except BlockingIOError as error:
+            raise TimeoutError(f"rank {rank} has sent no signal for {self._timeout_s} s") from error
+        finally:
+            heartbeat.waits_for("")
 
     def share_file(self, file: int) -> int:
         """Distribute the first rank's file to all ranks.

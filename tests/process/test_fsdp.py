@@ -20,7 +20,8 @@ from fabricx.callbacks import ModelCheckpoint
 from fabricx.distributed.fsdp_internals import units_of
 from fabricx.errors import WorkerFailed
 from fabricx.strategies import DDP, FSDP, Single, fsdp
-from fabricx.testing import QUIET, Layer, LayeredModule, SavesAtEnd, assert_same_state, layered_data, run_ranks
+from fabricx.testing import QUIET, LayeredModule, SavesAtEnd, assert_same_state, layered_data, run_ranks
+from fabricx.testing.modules import Layer
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 

@@ -28,6 +28,7 @@ from fabricx.telemetry.diagnosis import diagnose
 from fabricx.telemetry.report import load_run, rank_lines, recovery, warnings_of
 from fabricx.testing import QUIET, TinyModule, kill, tiny_data, tiny_loader
 from tests import warm
+from tests.soak import params
 from tests.unit.telemetry.test_trace import check_trace
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
@@ -230,11 +231,18 @@ class Hung(TinyModule):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_rank_that_hangs_is_found_at_its_line_and_the_others_in_their_collective(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+SHARED = "exchange in shared memory with rank 1"
+
+
+@pytest.mark.parametrize(
+    ("event", "strategy"),
+    params([(SHARED, DDP())], [("all_reduce #", DDP(shared_memory=False)), (SHARED, ParameterServer(servers=0))]),
+)
+def test_a_rank_that_hangs_is_found_at_its_line_and_the_others_where_they_wait(
+    tmp_path: Path, event: str, strategy: Any
 ) -> None:
     trainer = fx.Trainer(
-        devices=2, strategy=DDP(), max_epochs=1, default_root_dir=tmp_path,
+        devices=2, strategy=strategy, max_epochs=1, default_root_dir=tmp_path,
         callbacks=[FaultRecovery(stuck_after=5, patience=60.0)], **LOGGING,
     )  # fmt: skip
     trainer.fit(Hung(), tiny_loader(80, 4))
@@ -243,8 +251,8 @@ def test_a_rank_that_hangs_is_found_at_its_line_and_the_others_in_their_collecti
     assert hang["silent_s"] > 5.0  # stuck_after
     sentence, _, stacks = hang["text"].partition("\n")
     assert "rank 1 is at " in sentence
-    assert "in training_step: time.sleep(0.01), after all_reduce #" in sentence
-    assert "rank 0 waits in all_reduce #" in sentence
+    assert "in training_step: time.sleep(0.01), after " in sentence
+    assert f"rank 0 waits in {event}" in sentence
     assert "rank 0:" in stacks
     assert "thread MainThread" in stacks
     assert trainer.global_step == 10
