@@ -16,7 +16,7 @@ from fabricx.core.callback import Callback
 from fabricx.core.hooks import check_hooks
 from fabricx.testing.broken import BrokenContract
 from fabricx.testing.faults import kill
-from fabricx.testing.modules import QUIET, TinyModule, assert_same_state, tiny_loader
+from fabricx.testing.modules import QUIET, SavesAtStep, TinyModule, assert_same_state, tiny_loader
 from fabricx.trainer.trainer import Trainer
 
 EPOCHS: Final = 4
@@ -43,7 +43,7 @@ def check_callback(make: Callable[[], Callback], *, ranks: int = 2, **options: A
     _check_state(make)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "middle.ckpt"
-        whole = _train(make(), ranks, options, _Saves(path))
+        whole = _train(make(), ranks, options, SavesAtStep(path, SAVED_AT))
         if path.exists():  # the callback has not ended the run before
             hint = "Does state_dict contain all state that later hooks depend on?"
             _compare("resumed from a checkpoint", _train(make(), ranks, options, ckpt_path=path), whole, hint)
@@ -99,18 +99,3 @@ def _compare(name: str, run: _End, whole: _End, hint: str) -> None:
     except AssertionError:
         states = f"the state is {run.state}, and {whole.state} without an interruption"
         raise BrokenContract(f"{name}: {states}. {hint}") from None
-
-
-class _Saves(Callback):
-    """Saves a checkpoint in the middle of the second epoch.
-
-    Args:
-        path: path of the checkpoint.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == SAVED_AT:
-            trainer.save_checkpoint(self._path)

@@ -15,7 +15,7 @@ GUARD: Final = 16  # bytes behind the encoded vector, which must not change
 
 
 def check_codec(make: type[Codec], *, keep: float = 0.1, rounds: int = 3000, tolerance: float = 0.1) -> None:
-    """Check that a codec decodes what it has encoded, and that error feedback loses nothing.
+    """Check that a codec decodes its encoded vectors, and that error feedback keeps the sum of the vectors.
 
     Vectors of 0, 1, 7 and 800 elements, in float32 and float64, of values from 1e-20 to 1e8, zeros, and vectors with
     NaN and infinity. No process is started; it takes about a second.
@@ -25,7 +25,7 @@ def check_codec(make: type[Codec], *, keep: float = 0.1, rounds: int = 3000, tol
         keep: as `compression_keep` of a strategy.
         rounds: number of equal vectors that are sent to test error feedback.
         tolerance: largest norm of the difference between the mean of `rounds` decoded vectors and the vector, relative
-            to the norm of the vector. What is lost must not grow with the number of rounds.
+            to the norm of the vector. The error must not grow with the number of rounds.
 
     Raises:
         BrokenContract: the codec breaks the contract.
@@ -50,7 +50,7 @@ def _check_empty(make: type[Codec], keep: float, dtype: torch.dtype) -> None:
 
 
 def _check_once(make: type[Codec], keep: float, vector: Tensor) -> None:
-    """Encode and decode a vector, and check what both ends rely on."""
+    """Encode and decode a vector, and check the conditions of the sender and the receiver."""
     sender, receiver = make(keep=keep, feedback=False), make(keep=keep, feedback=False)
     size, about = len(vector), f"a vector of {len(vector)} elements, {vector.dtype}"
     length = sender.bytes(size)
@@ -99,7 +99,7 @@ def _check_feedback(make: type[Codec], keep: float, vector: Tensor, rounds: int,
     if not difference <= tolerance:
         raise BrokenContract(
             f"error feedback: the mean of {rounds} decoded vectors differs by {difference:.3g} of the vector's norm, "
-            f"more than tolerance={tolerance:g}. Does unpack return what pack has written?"
+            f"more than tolerance={tolerance:g}. Does unpack return the values that pack has written?"
         )
 
 

@@ -199,6 +199,23 @@ class SavesAtEnd(Callback):
         trainer.save_checkpoint(self.path)
 
 
+class SavesAtStep(Callback):
+    """Save a checkpoint after a step.
+
+    Args:
+        path: path of the checkpoint.
+        step: `global_step` at the end of the batch.
+    """
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path, self.step = path, step
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Save the checkpoint."""
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
 def assert_same_state(actual: Any, expected: Any) -> None:
     """Check that two states of tensors and plain data are bitwise equal.
 

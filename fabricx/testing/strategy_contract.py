@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fabricx.core.callback import Callback
 from fabricx.core.module import Module
 from fabricx.core.strategy import Strategy
 from fabricx.errors import WorkerFailed
 from fabricx.testing.broken import BrokenContract
+from fabricx.testing.modules import SavesAtStep
 from fabricx.trainer.trainer import Trainer
 
 GLOBAL_BATCH: Final = 12
@@ -149,7 +149,7 @@ def _check_manual_optimization(make: Callable[[], Strategy], ranks: int, toleran
 def _check_resuming(make: Callable[[], Strategy], ranks: int, folder: Path, tolerance: float) -> None:
     """Compare a run with runs that resume from its checkpoint in the middle of an epoch."""
     path = folder / "middle.ckpt"
-    whole = _train(make(), ranks, callbacks=[_Saves(path)])
+    whole = _train(make(), ranks, callbacks=[SavesAtStep(path, SAVED_AT)])
     resumed = _train(make(), ranks, ckpt_path=path)
     for name, wanted in whole.weights.items():
         weights = resumed.weights[name]
@@ -160,21 +160,6 @@ def _check_resuming(make: Callable[[], Strategy], ranks: int, folder: Path, tole
             )
     alone = _train("single", 1, ckpt_path=path, began_with=ranks)  # a global batch keeps its size
     _compare("a checkpoint, resumed in one process", whole, alone, tolerance)
-
-
-class _Saves(Callback):
-    """Saves a checkpoint in the middle of the second epoch.
-
-    Args:
-        path: path of the checkpoint.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == SAVED_AT:
-            trainer.save_checkpoint(self._path)
 
 
 def _data(samples: int) -> TensorDataset:
