@@ -130,7 +130,8 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         self._laid_out = False
         if self._can_share_memory(module):
             gradients = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-            self._shared = SharedMemoryAverager(self.data_ranks, min(gradients, int(self.bucket_mib * 2**20)))
+            room = min(gradients, int(self.bucket_mib * 2**20))
+            self._shared = SharedMemoryAverager(self.data_ranks, room, at_once=self.static_graph)
         self._build(init_sync=self.world.generation == 0)  # in later generations all ranks have the same weights
         self._lay_out_buckets()
         self._laid_out = True

@@ -35,16 +35,17 @@ class SharedMemoryAverager:
     Args:
         ranks: all of them are on this machine, and call this.
         room: bytes of a slot, at least; the same on all ranks.
+        at_once: complete each bucket before the next: with `static_graph`, DDP's first step numbers no bucket as last.
 
     Raises:
         PeerLost: a rank has died.
     """
 
-    def __init__(self, ranks: World, room: int) -> None:
+    def __init__(self, ranks: World, room: int, *, at_once: bool = False) -> None:
         assert ranks.store is not None
         self._ranks, self._rank, self._size = ranks, ranks.rank, ranks.size
         self._room = max(1, -(-room // _ALIGNMENT)) * _ALIGNMENT
-        self._turn = 0
+        self._turn, self._at_once = 0, at_once
         self._pending: tuple[Tensor, list[Tensor]] | None = None  # newest piece, and the ranks' parts of it
         self._bucket: tuple[torch.futures.Future[Tensor], Tensor] | None = None  # bucket that ends with this piece
         self._views: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
@@ -81,7 +82,7 @@ class SharedMemoryAverager:
                 self._group.signal()
                 self._pending = piece, slots
             self._bucket = future, buffer
-            if bucket.is_last():
+            if self._at_once or bucket.is_last():
                 self._complete()
         return future
 
