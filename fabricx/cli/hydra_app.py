@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import io
+import itertools
 import logging
 import os
 import secrets
@@ -39,6 +40,7 @@ from fabricx.redaction import masked_text, records_masked
 from fabricx.trainer import provenance
 
 CONFIG_PACKAGE = "pkg://fabricx.conf"
+_STAMPS = itertools.count()  # all ranks of a launch compose the same configurations in the same order
 _DISPLAY_FLAGS = ("--cfg", "-c", "--info", "-i")  # flags with which Hydra prints a configuration
 
 
@@ -408,11 +410,20 @@ def _runs_folder(_root_: Any) -> str:
 
 
 def _stamp() -> str:
-    """Return a name for the run's folder; equal for the ranks that the same torchrun process started."""
-    if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
+    """Return a name for the run's folder; equal on all ranks of a launch, which call it together."""
+    from fabricx.launch import cluster, launch_store  # import torch, which short commands do without
+
+    launched = cluster.detect()
+    if launched is None or launched.size == 1:
+        return _new_stamp(restarts=False)
+    name = _new_stamp(restarts=cluster.launch() is not None)
+    return launch_store.agreed(launch_store.connect(launched), f"stamp/{next(_STAMPS)}", name)
+
+
+def _new_stamp(*, restarts: bool) -> str:
+    """Return a name for a run's folder; if torchrun `restarts` this process, the same name each time."""
+    if restarts and Path("/proc").is_dir():
         launcher = os.getppid()
-        began = (
-            datetime.fromtimestamp(os.stat(f"/proc/{launcher}").st_ctime) if Path("/proc").is_dir() else datetime.min
-        )
+        began = datetime.fromtimestamp(os.stat(f"/proc/{launcher}").st_ctime)
         return f"{began:%Y-%m-%d_%H-%M-%S}-{launcher:06x}"
     return f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(3)}"

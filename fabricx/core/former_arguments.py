@@ -67,7 +67,7 @@ FORMER_ARGUMENTS: Final[Mapping[str, str]] = {
 # Arguments of Lightning 2 that may only have their default.
 _ABSENT: Final[Mapping[str, str]] = {
     "plugins": (
-        "precision plugins are Trainer(precision=...), clusters (torchrun, SLURM) are detected, "
+        "precision plugins are Trainer(precision=...), clusters (torchrun, MPI, SLURM) are detected, "
         "sync_batchnorm=True synchronises layers, and checkpoints have one format"
     ),
 }

@@ -123,7 +123,8 @@ class TrainerOptions:
                 "ddp" for several ranks.
             devices: ranks on this machine: a number, "auto", -1 for all devices, or a list of device numbers. On a CPU,
                 each rank is a process.
-            num_nodes: number of machines; for more than 1, start the script on each machine with torchrun or SLURM.
+            num_nodes: number of machines; for more than 1, a launcher starts the script on each machine:
+                torchrun, mpirun or srun.
             precision: "32-true", "64-true", "16-true", "bf16-true", "16-mixed" (CUDA) or "bf16-mixed".
             max_epochs: number of epochs; -1 for no limit. Training ends at the first limit of epochs, steps and time
                 that is reached; if none is set, after 1000 epochs.

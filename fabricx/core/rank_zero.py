@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any, Final
 
 from lightning_utilities.core import rank_zero
 
-_VARIABLES: Final = ("RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")  # of launchers
+# Of torchrun, Open MPI, MPICH, SLURM and LSF. Before SLURM's: mpirun passes on those of the job's first process.
+_VARIABLES: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 _FUNCTION: Final[Any] = rank_zero.rank_zero_only
 
 
@@ -20,8 +22,15 @@ def set_rank(rank: int) -> None:
     _FUNCTION.rank = rank
 
 
+def launched_rank() -> int | None:
+    """Return the rank that a launcher gave this process; None without a launcher."""
+    rank = next((os.environ[name] for name in _VARIABLES if os.environ.get(name, "").isdigit()), None)
+    if rank is None and "SM_CURRENT_HOST" in os.environ:  # SageMaker starts a process on each of its machines
+        return int(json.loads(os.environ.get("SM_HOSTS", "[]")).index(os.environ["SM_CURRENT_HOST"]))
+    return None if rank is None else int(rank)
+
+
 def set_launched_rank() -> None:
     """Set the rank that a launcher gave this process; 0 without a launcher. A rank that is set already is kept."""
     if getattr(_FUNCTION, "rank", None) is None:
-        rank = next((os.environ[name] for name in _VARIABLES if os.environ.get(name, "").isdigit()), "0")
-        set_rank(int(rank))
+        set_rank(launched_rank() or 0)

@@ -1,4 +1,4 @@
-"""Store and key of a launch by torchrun or SLURM.
+"""Store and key of a launch by torchrun, MPI, SLURM or SageMaker.
 
 The launcher's store admits any process that can reach its port. Therefore it is used only once: the first rank writes
 the address of the launch's private store (`store_host.py`), which admits only processes with the launch's key. Later
@@ -30,7 +30,7 @@ from fabricx.distributed.store import PrivateStore
 from fabricx.distributed.store_server import SOCKET
 from fabricx.distributed.world import World
 from fabricx.launch import store_host
-from fabricx.launch.cluster import address, detect, launch, on_one_machine
+from fabricx.launch.cluster import address, detect, job, launch, on_one_machine
 from fabricx.launch.store_host import COMPLETE, KEY
 from fabricx.redaction import printable
 
@@ -91,8 +91,7 @@ def connect(world: World, environ: Mapping[str, str] | None = None) -> World:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # other machines do not need to reach this process
     agent_hosts_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host, port = address(env)
-    variables = ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEPID")
-    names = (host, str(port), str(detected.size), launch(env) or "", *(env.get(name, "") for name in variables))
+    names = (host, str(port), str(detected.size), launch(env) or "", job(env))
     key, restarts = user_key(env), int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
     info = Launch(detected.rank, detected.size, alone, key or b"", names, host, restarts, agent_hosts_store)
     identity = (*names, str(detected.rank), str(restarts))
@@ -108,6 +107,20 @@ def connect(world: World, environ: Mapping[str, str] | None = None) -> World:
         _CONNECTED[identity] = replace(world, store=store, secret=secret)
     joined = _CONNECTED[identity]
     return replace(world, store=joined.store, secret=joined.secret)
+
+
+def agreed(world: World, name: str, value: str) -> str:
+    """Return the first rank's value; all ranks of a launch call it together, before they are a process group.
+
+    Args:
+        world: the world, as returned by `connect`.
+        name: of the value, different in each call.
+        value: of this rank.
+    """
+    assert world.store is not None
+    if world.main_rank:
+        world.store.set(name, value)
+    return world.store.get(name).decode()
 
 
 def restarts(world: World) -> int:

@@ -1,4 +1,4 @@
-"""Process that hosts the store of a launch by torchrun or SLURM; started by the first rank.
+"""Process that hosts the store of a launch; started by the first rank.
 
 It does not import torch, so that it starts in a fraction of a second. It ends when no process of the launch is
 connected any more, because ranks, including the first, may end at different times.

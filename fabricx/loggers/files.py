@@ -12,15 +12,15 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, ParamSpec
+from typing import Any, ParamSpec
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from fabricx.core.hparams import plain
 from fabricx.core.logger import Logger
+from fabricx.core.rank_zero import launched_rank
 
 P = ParamSpec("P")
-LAUNCHED: Final = ("RANK", "SLURM_PROCID")  # variables of torchrun and SLURM
 
 
 @dataclass
@@ -68,7 +68,7 @@ class LoggerFolder:
         """
         if self.path is not None or self.save_dir is None:
             return self.path
-        if not any(name in os.environ for name in LAUNCHED):
+        if launched_rank() is None:
             return self.make(None)
         parent = self._parent(self.save_dir)
         if self.version is None:

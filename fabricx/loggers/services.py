@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
 import secrets
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from typing import Any, Literal
 
 from fabricx.core.hparams import plain
 from fabricx.core.logger import Ending, Logger, Silent
+from fabricx.core.rank_zero import launched_rank
 from fabricx.distributed.world import current
 
 LogModel = bool | Literal["all"]
@@ -125,7 +125,7 @@ class ServiceLogger(Logger):
         On ranks that do not log it is `Silent`.
         """
         world = current()
-        elsewhere = self._sent or os.environ.get("RANK", "0") != "0" or (world is not None and not world.main_rank)
+        elsewhere = self._sent or bool(launched_rank()) or (world is not None and not world.main_rank)
         if self._run is None and not elsewhere:
             self.open(self._run_dir or Path.cwd())
         return self._run or Silent()

@@ -38,7 +38,7 @@ _COMMAND: Final = (
     "builds runs from configurations and options"
 )
 _PRECISION: Final = "set Trainer(precision=...)"
-_CLUSTER: Final = "torchrun and SLURM are detected; remove it"
+_CLUSTER: Final = "torchrun, MPI, SLURM and SageMaker are detected; remove it"
 _CHECKPOINTS: Final = "ModelCheckpoint(dirpath='s3://...') writes to storages of fsspec and your own: docs/extending.md"
 _MACHINERY: Final = "fabricx has its own loops; hooks of modules and callbacks are the public interface"
 _DEMO: Final = "fabricx.demo has other modules; define the module in your program"

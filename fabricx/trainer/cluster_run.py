@@ -1,4 +1,4 @@
-"""A run in the processes of a launch: torchrun or SLURM has started this process."""
+"""A run in the processes of a launch: torchrun, MPI, SLURM or SageMaker has started this process."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _FITS: Final = itertools.count()  # calls of `fit` in this process
 
 
 def is_launched() -> bool:
-    """Return whether torchrun or SLURM has started several processes, including this process."""
+    """Return whether a launcher has started several processes, including this process."""
     launched = cluster.detect()
     return launched is not None and launched.size > 1
 
 
 def join_launch(options: TrainerOptions, strategy: Strategy) -> World | None:
-    """Join the world of a launch by torchrun or SLURM.
+    """Join the world of a launch.
 
     Args:
         options: the run's options.
@@ -52,7 +52,7 @@ def join_launch(options: TrainerOptions, strategy: Strategy) -> World | None:
         if options.num_nodes > 1:
             raise ValueError(
                 f"num_nodes={options.num_nodes}, but no launcher has started processes on all nodes; start the script "
-                "with `torchrun --nnodes ... --nproc-per-node ... script.py`, or with srun"
+                "with `torchrun --nnodes ... --nproc-per-node ... script.py`, with srun, or with mpirun"
             )
         return None
     workers = launched.size - as_part(strategy, HasServers).servers
@@ -63,6 +63,11 @@ def join_launch(options: TrainerOptions, strategy: Strategy) -> World | None:
         raise ValueError(
             f"devices={len(options.device_ids)}, but {launched.local_size} processes were started on this machine; "
             "set devices to 'auto' or to that number"
+        )
+    if not options.devices_given and (gpus := cluster.unused_devices()):
+        raise ValueError(
+            f"this machine has {gpus} GPUs, and SageMaker has started a single process on it: start its job with "
+            "distribution={'torch_distributed': {'enabled': True}}, or set devices=1 to use one of the GPUs"
         )
     atexit.register(worlds.leave)  # a process that exits while its group's threads run may abort
     return process.enter(options, connected(launched, strategy))

@@ -14,7 +14,11 @@ from fabricx.core.rank_zero import set_launched_rank, set_rank
 def test_the_launchers_rank_is_set_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_zero_only, "rank", 0)  # restored afterwards
     runs = rank_zero_only(lambda: "ran")
-    for variables, rank in (({}, 0), ({"RANK": "1"}, 1), ({"SLURM_PROCID": "2"}, 2), ({"RANK": "none"}, 0)):
+    machines = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2"}
+    for variables, rank in (
+        ({}, 0), ({"RANK": "1"}, 1), ({"SLURM_PROCID": "2"}, 2), ({"RANK": "none"}, 0), ({"PMI_RANK": "3"}, 3),
+        ({"OMPI_COMM_WORLD_RANK": "1", "SLURM_PROCID": "0"}, 1), (machines, 1),
+    ):  # fmt: skip
         with monkeypatch.context() as patch:
             patch.delattr(rank_zero_only, "rank")
             for name, value in variables.items():

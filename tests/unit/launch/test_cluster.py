@@ -1,4 +1,4 @@
-"""torchrun and SLURM are recognised by their variables, and nothing else is."""
+"""Launchers are recognised by their variables, and nothing else is."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 import psutil
 import pytest
 
+import fabricx as fx
 from fabricx.distributed.world import World
 from fabricx.launch import launch_store
-from fabricx.launch.cluster import address, detect, on_one_machine
+from fabricx.launch.cluster import address, detect, job, on_one_machine, unused_devices
 from fabricx.launch.launch_store import connect
 from fabricx.strategies import DDP, ParameterServer
+from fabricx.testing import QUIET
 from fabricx.trainer import cluster_run
 from tests.ports import reserved_port
 
@@ -38,6 +40,66 @@ def test_slurm() -> None:
     assert (world.rank, world.size, world.local_rank, world.local_size, world.node_rank) == (3, 4, 1, 2, 1)
     for nodes, first in [("a1,a2", "a1"), ("gpu[07-09,12]", "gpu07"), ("n[3]", "n3"), ("host", "host")]:
         assert address({"SLURM_JOB_NODELIST": nodes, "SLURM_JOB_ID": "77"}) == (first, 15077)
+
+
+# As mpirun of MPICH 5.0 and of Open MPI 5.0 and 4.1 sets them.
+MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+            "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "PMIX_NAMESPACE": "prterun-vm-6078@1"}  # fmt: skip
+SAGEMAKER = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2", "SM_NUM_GPUS": "8",
+             "TRAINING_JOB_NAME": "job17"}  # fmt: skip
+
+
+@pytest.mark.parametrize("env", [MPICH, OPEN_MPI], ids=["mpich", "openmpi"])
+def test_mpi(env: dict[str, str]) -> None:
+    for given in (env, {**env, "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}):  # mpirun within a job of SLURM
+        world = detect(given)
+        assert world is not None
+        assert (world.rank, world.size, world.local_rank, world.local_size, world.node_rank) == (3, 4, 1, 2, 1)
+    assert not on_one_machine(env)
+    assert address({**env, "MASTER_ADDR": "node0"}) == ("node0", 29500)
+    with pytest.raises(ValueError, match="set MASTER_ADDR to the machine of rank 0"):
+        address(env)
+
+
+def test_on_one_machine_the_job_of_mpi_has_its_own_port() -> None:
+    alone = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+    host, port = address(alone)
+    assert on_one_machine(alone)
+    assert (host, port) == ("127.0.0.1", address({**alone, "OMPI_COMM_WORLD_RANK": "0"})[1])
+    assert port != address({**alone, "PMIX_NAMESPACE": "prterun-vm-6079@1"})[1]
+    assert address({**alone, "MASTER_PORT": "1234"}) == ("127.0.0.1", 1234)
+    assert job({**MPICH, "MPI_LOCALNRANKS": "4"}).split()[0] == str(os.getppid())  # MPICH has no number of the job
+
+
+def test_the_variables_of_pmi_alone_are_those_of_srun() -> None:
+    world = detect({"PMI_RANK": "1", "PMI_SIZE": "2", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1"})
+    assert world is not None
+    assert (world.rank, world.local_rank) == (1, 1)
+    assert detect({"PMI_RANK": "1", "PMI_SIZE": "2"}) is None
+
+
+def test_sagemaker_starts_a_process_on_each_machine() -> None:
+    world = detect(SAGEMAKER)
+    assert world is not None
+    assert (world.rank, world.size, world.local_rank, world.local_size, world.node_rank) == (1, 2, 0, 1, 1)
+    assert not on_one_machine(SAGEMAKER)
+    assert address(SAGEMAKER) == ("algo-1", 7777)
+    assert job(SAGEMAKER) == "job17"
+    assert detect({**SAGEMAKER, "SM_HOSTS": '["algo-2"]'}) is None
+    started = detect({**OPEN_MPI, **SAGEMAKER})  # with its launcher for MPI
+    assert started is not None
+    assert (started.size, address({**OPEN_MPI, **SAGEMAKER})) == (4, ("algo-1", 7777))
+
+
+def test_a_process_of_sagemaker_does_not_leave_gpus_unused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert unused_devices({**OPEN_MPI, **SAGEMAKER}) == 0
+    assert unused_devices({**SAGEMAKER, "SM_NUM_GPUS": "1"}) == 0
+    for name, value in SAGEMAKER.items():
+        monkeypatch.setenv(name, value)
+    options = fx.Trainer(num_nodes=2, **QUIET)
+    with pytest.raises(ValueError, match="this machine has 8 GPUs, and SageMaker has started a single process on it"):
+        cluster_run.join_launch(options, DDP())
 
 
 def test_on_one_machine_the_store_of_the_first_rank_listens_on_the_loopback_interface(
