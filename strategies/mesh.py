@@ -71,6 +71,8 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         context: ranks over which the sequence is divided, for long sequences; None for all remaining ranks. Blocks
             compute a shard of it, with the positions and the attention of the whole sequence.
         sequence_dim: dim of the sequence in the first argument of the first block.
+        context_method: "all_gather" gathers keys and values in each attention; "ring" passes them from rank to rank,
+            so that no rank holds those of the whole sequence.
         pipeline: ranks over which the blocks of the module are divided into stages; None for all remaining ranks.
         blocks: modules that the stages consist of, or that compute shards of the sequence: their names, the name of
             their class, or "auto" for the longest chain of modules that a trial run finds.
@@ -89,13 +91,14 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
     def __init__(
         self, *, data: Data | Strategy | Mapping[str, Any] = "ddp", tensor: int | None = 1,
         plan: Mapping[str, str] | None = None, sequence: bool = False, context: int | None = 1, sequence_dim: int = 1,
-        pipeline: int | None = 1, blocks: str | Sequence[str] = "auto", microbatches: int | None = None,
-        schedule: str = "1f1b", virtual: int = 1, expert: int | None = 1, experts: str | Sequence[str] = "auto",
+        context_method: str = "all_gather", pipeline: int | None = 1, blocks: str | Sequence[str] = "auto",
+        microbatches: int | None = None, schedule: str = "1f1b", virtual: int = 1, expert: int | None = 1,
+        experts: str | Sequence[str] = "auto",
     ) -> None:  # fmt: skip
         super().__init__()
         self.data = data_parallelism(type(self).__name__, data)
         self.tensor, self.plan, self.sequence = tensor, dict(plan or {}), sequence
-        self.context, self.sequence_dim = context, sequence_dim
+        self.context, self.sequence_dim, self.context_method = context, sequence_dim, context_method
         self.pipeline, self.blocks, self.microbatches = pipeline, blocks, microbatches
         self.schedule, self.virtual = schedule, virtual
         self.expert, self.experts = expert, experts
@@ -120,6 +123,7 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         if expert != 1:
             self._check_expert()
         check_choice(type(self).__name__, "schedule", schedule, SCHEDULES)
+        check_choice(type(self).__name__, "context_method", context_method, ("all_gather", "ring"))
         self.data_strategy: Strategy = (
             plugins.build("strategies", self.data) if isinstance(self.data, str) else self.data
         )
@@ -286,8 +290,9 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
     def _divide(self, module: nn.Module, trial: Trial, layout: Mapping[str, Any], *, joins: bool = False) -> None:
         self._batches = SameBatches(self.world.axis("model"))
         settings = Settings(
-            self._called, self.plan, self.sequence, self.sequence_dim, self.blocks, self.microbatches, self.schedule,
-            self.virtual, self.experts, self._half, apart=not self.data_strategy.traits.synchronous,
+            self._called, self.plan, self.sequence, self.sequence_dim, self.context_method, self.blocks,
+            self.microbatches, self.schedule, self.virtual, self.experts, self._half,
+            apart=not self.data_strategy.traits.synchronous,
         )  # fmt: skip
         self._divider = Divider(settings, self.world)
         self._divider.divide(module, trial, layout, joins=joins)

@@ -55,7 +55,7 @@ class ContextMesh(Mesh):
 
     Args:
         context: ranks over which the sequence is divided; None for all ranks.
-        data, sequence_dim, blocks: see `Mesh`.
+        data, sequence_dim, context_method, blocks: see `Mesh`.
 
     Raises:
         ValueError: an option is unknown or out of range.
@@ -63,9 +63,11 @@ class ContextMesh(Mesh):
 
     def __init__(
         self, *, data: Data | Strategy = "ddp", context: int | None = None, sequence_dim: int = 1,
-        blocks: str | Sequence[str] = "auto",
+        context_method: str = "all_gather", blocks: str | Sequence[str] = "auto",
     ) -> None:  # fmt: skip
-        super().__init__(data=data, context=context, sequence_dim=sequence_dim, blocks=blocks)
+        super().__init__(
+            data=data, context=context, sequence_dim=sequence_dim, context_method=context_method, blocks=blocks
+        )
 
 
 @final

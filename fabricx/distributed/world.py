@@ -344,15 +344,42 @@ class World:
             by: distance in ranks; not a multiple of the world size.
         """
         room = torch.empty_like(received, device=self.device) if self.device.type != "cpu" else received
-        operations = []
-        if sent.numel():
-            operations.append(self._transfer(dist.isend, sent.to(self.device), by))
-        if room.numel():
-            operations.append(self._transfer(dist.irecv, room, -by))
-        for work in dist.batch_isend_irecv(operations) if operations else ():
+        for work in self._shifted(sent.to(self.device), room, by):
             work.wait()
         if room is not received:
             received.copy_(room)
+
+    @_counted
+    def begin_shift(self, sent: Tensor, received: Tensor, by: int) -> list[Any]:
+        """Begin what `shift` does; neither tensor may be used before `end_shift`.
+
+        Args:
+            sent: contiguous tensor on the device of this rank.
+            received: contiguous tensor on the device of this rank, written in place.
+            by: distance in ranks; not a multiple of the world size.
+
+        Returns:
+            handles of torch, for `end_shift`.
+        """
+        return self._shifted(sent, received, by)
+
+    @_counted
+    def end_shift(self, works: Iterable[Any]) -> None:
+        """Wait until the tensors of a `begin_shift` were sent and received.
+
+        Args:
+            works: result of `begin_shift`.
+        """
+        for work in works:
+            work.wait()
+
+    def _shifted(self, sent: Tensor, received: Tensor, by: int) -> list[Any]:
+        operations = []
+        if sent.numel():
+            operations.append(self._transfer(dist.isend, sent, by))
+        if received.numel():
+            operations.append(self._transfer(dist.irecv, received, -by))
+        return list(dist.batch_isend_irecv(operations)) if operations else []
 
     def _transfer(self, operation: Any, tensor: Tensor, by: int) -> dist.P2POp:
         return dist.P2POp(operation, tensor, group=self.group, group_peer=(self.rank + by) % self.size)

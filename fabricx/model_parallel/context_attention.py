@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from fabricx.distributed.world import World
+from fabricx.model_parallel.ring_attention import ring_attention
 from fabricx.model_parallel.sequence_shard import SequenceShard, gathered
 
 LENGTH: Final = -2  # dim of positions in [..., heads, length, features of a head]
@@ -18,12 +19,13 @@ LENGTH: Final = -2  # dim of positions in [..., heads, length, features of a hea
 
 def scaled_dot_product_attention(
     world: World, shard: SequenceShard, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0, is_causal: bool = False, **options: Any,
+    dropout_p: float = 0.0, is_causal: bool = False, *, ring: bool = False, **options: Any,
 ) -> Tensor:  # fmt: skip
     """Compute `F.scaled_dot_product_attention` over the whole sequence, for this rank's queries.
 
-    Keys and values of all ranks are gathered; the backward sums their gradients. Causal attention computes two pieces
-    of queries, each with the keys before its end only, so that all ranks have the same amount of work.
+    Keys and values of all ranks are gathered, and the backward sums their gradients; or they pass from rank to rank.
+    Causal attention computes two pieces of queries, each with the keys before its end only, so that all ranks have the
+    same amount of work.
 
     Args:
         world: ranks along the context axis.
@@ -37,15 +39,18 @@ def scaled_dot_product_attention(
         dropout_p: probability. Each rank draws from a separate random stream, so that the common stream is equal on all
             ranks.
         is_causal, options: of torch's function.
+        ring: keys and values pass from rank to rank.
 
     Raises:
         ValueError: the mask has an unsupported shape.
     """
     if key.shape[LENGTH] != shard.local:
         return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
-    key, value = _whole_keys(world, shard, key, value)
     if attn_mask is not None:
         attn_mask = _mask(world, shard, attn_mask)
+    if ring:
+        return ring_attention(world, shard, query, key, value, attn_mask, dropout_p, is_causal, **options)
+    key, value = _whole_keys(world, shard, key, value)
     with own_stream(world, query, dropout_p):
         if not is_causal or query.shape[LENGTH] != shard.local:
             return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)

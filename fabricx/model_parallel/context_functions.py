@@ -26,6 +26,7 @@ class ContextFunctions(TorchFunctionMode):
         world: ranks along the context axis.
         dim: dimension of the sequence in activations.
         tables: buffers of the module, which may have a row for each position.
+        ring: keys and values pass from rank to rank, in place of a gather.
 
     Attributes:
         shard: shard of the sequence that is computed; None outside of the blocks.
@@ -33,9 +34,9 @@ class ContextFunctions(TorchFunctionMode):
             user's code takes for lengths are recorded.
     """
 
-    def __init__(self, world: World, dim: int, tables: Iterable[Tensor]) -> None:
+    def __init__(self, world: World, dim: int, tables: Iterable[Tensor], *, ring: bool = False) -> None:
         super().__init__()
-        self.world, self.dim = world, dim
+        self.world, self.dim, self._ring = world, dim, ring
         self.shard: SequenceShard | None = None
         self.in_trial = False
         self._tables = {id(table): table for table in tables}
@@ -96,7 +97,7 @@ class ContextFunctions(TorchFunctionMode):
         if self.shard is None:
             whole: Tensor = F.scaled_dot_product_attention(query, key, value, **named)
             return whole
-        return scaled_dot_product_attention(self.world, self.shard, query, key, value, **named)
+        return scaled_dot_product_attention(self.world, self.shard, query, key, value, ring=self._ring, **named)
 
     def arange(self, *args: Any, **options: Any) -> Tensor:
         """Return the positions of the shard for `torch.arange(length)`, or after an offset.
@@ -212,7 +213,9 @@ class ContextFunctions(TorchFunctionMode):
             shown = shown if batched else shown.squeeze(0)
         else:
             causal = named.get("is_causal", False) and mask is None
-            attended = scaled_dot_product_attention(self.world, shard, q, k, v, mask, dropout, causal)
+            attended = scaled_dot_product_attention(
+                self.world, shard, q, k, v, mask, dropout, causal, ring=self._ring
+            )  # fmt: skip
         attended = attended.permute(2, 0, 1, 3).flatten(-2)
         output = F.linear(attended, named["out_proj_weight"], named["out_proj_bias"])
         return output if batched else output.squeeze(1), shown

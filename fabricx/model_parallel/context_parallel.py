@@ -59,15 +59,17 @@ class ContextParallel:
         blocks: names and modules in the order of their calls; the first tensor argument of the first has the sequence.
         world: ranks along the context axis.
         dim: dimension of the sequence in that argument.
+        ring: attention passes keys and values from rank to rank; otherwise it gathers them.
         ordinary: returns an activation as an ordinary tensor, if another axis shards it, too.
     """
 
     def __init__(
-        self, module: nn.Module, blocks: Blocks, world: World, *, dim: int = 1,
+        self, module: nn.Module, blocks: Blocks, world: World, *, dim: int = 1, ring: bool = False,
         ordinary: Callable[[Any], Any] = lambda value: value,
     ) -> None:  # fmt: skip
         self._module, self._blocks, self._world, self._dim, self._ordinary = module, blocks, world, dim, ordinary
-        self._mode = ContextFunctions(world, dim, module.buffers())
+        self._mode = ContextFunctions(world, dim, module.buffers(), ring=ring)
+        self._ring = ring
         self._active = self._learns = False
         self._length = 0  # of the whole sequence, in the blocks
         self._dims: dict[tuple[int, tuple[Any, ...]], int] = {}  # of the sequence, by block and path of the argument
@@ -81,9 +83,10 @@ class ContextParallel:
     def describe(self) -> list[str]:
         """Return lines for the main rank to print."""
         first, last = self._blocks[0][0], self._blocks[-1][0]
+        keys = "pass from rank to rank" if self._ring else "are gathered"
         return [
-            f"context: {first} to {last} compute {self._world.size} shards of the sequence; all else is computed whole "
-            "on each rank"
+            f"context: {first} to {last} compute {self._world.size} shards of the sequence, whose keys and values "
+            f"{keys}; all else is computed whole on each rank"
         ]
 
     def undo(self) -> None:

@@ -49,6 +49,7 @@ class Settings:
     plan: Mapping[str, str]
     sequence: bool
     sequence_dim: int
+    context_method: str
     blocks: str | Sequence[str]
     microbatches: int | None
     schedule: str
@@ -250,7 +251,10 @@ class Divider:
         run = replace(trial, step=self.sharded(trial.step)).run
         ordinary = self.tensor.ordinary if self.tensor is not None else lambda output: output
         world = self._world.axis("context")
-        self.context = ContextParallel(module, blocks, world, dim=self._settings.sequence_dim, ordinary=ordinary)
+        self.context = ContextParallel(
+            module, blocks, world, dim=self._settings.sequence_dim, ring=self._settings.context_method == "ring",
+            ordinary=ordinary,
+        )  # fmt: skip
         if compares:
             self.context.check(run)
             self._print(self.context.describe())

@@ -215,7 +215,7 @@ KINDS = ["", "grouped", "table", "torch", "checkpointed"]
 
 def test_context_parallelism_trains_what_one_process_trains() -> None:
     modules: list[dict[str, Any]] = [{"kind": "rotary"}, *({"kind": kind} for kind in KINDS), {"dropout": 0.3}]
-    epochs, beside = (3, 3) if SOAK else (1, 1)  # modules of the larger meshes
+    epochs, beside = (4, 3) if SOAK else (1, 1)  # 20 steps; modules of the larger meshes
     options: dict[bool, dict[str, Any]] = {
         False: {"max_epochs": epochs}, True: {"max_epochs": epochs, "accumulate_grad_batches": 2},
     }  # fmt: skip
@@ -224,15 +224,18 @@ def test_context_parallelism_trains_what_one_process_trains() -> None:
     }  # fmt: skip
     for name, (strategy, ranks, shares, accumulates) in {
         "context": (ContextMesh(), 2, 1, False),
+        "ring": (ContextMesh(context_method="ring"), 2, 1, False),
         "of 4": (Mesh(context=4), 4, 1, False),
+        "ring of 4": (Mesh(context=4, context_method="ring"), 4, 1, False),
         "ddp": (Mesh(context=2), 4, 2, True),
         "fsdp": (ContextMesh(context=2, data="fsdp"), 4, 2, True),
         "tensor": (Mesh(context=2, tensor=2), 4, 1, False),
+        "ring x tensor": (Mesh(context=2, tensor=2, context_method="ring"), 4, 1, False),
     }.items():
-        if name == "ddp" and not SOAK:  # which reduces gradients over context ranks, too
+        if name in ("ddp", "ring of 4", "ring x tensor") and not SOAK:  # the others run the same code
             continue
         alone = results[accumulates]
-        count = len(modules) if name == "context" else beside
+        count = len(modules) if name == "context" or (name == "ring" and SOAK) else beside
         by_rank = run_ranks(train, ranks, strategy, 4 // shares, options[accumulates], modules[:count])
         for number, module in enumerate(modules[:count]):
             assert far(alone[number], by_rank[0][number]) < 1e-9, (name, module)

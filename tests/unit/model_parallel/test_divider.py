@@ -12,7 +12,7 @@ from fabricx.core.trial import Trial
 from fabricx.distributed.world import World
 from fabricx.model_parallel.divider import Divider, Settings
 
-SETTINGS = Settings("mesh", {}, False, 1, "auto", None, "1f1b", 1, "auto", half=False)
+SETTINGS = Settings("mesh", {}, False, 1, "all_gather", "auto", None, "1f1b", 1, "auto", half=False)
 
 
 def test_without_axes_nothing_is_divided_and_the_norm_is_that_of_torch() -> None:
