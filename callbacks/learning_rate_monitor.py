@@ -27,6 +27,9 @@ def rate_names(optimizers: Sequence[Optimizer], schedule_names: dict[int, str]) 
 
     Returns:
         for each optimizer, the names of its parameter groups.
+
+    Raises:
+        ValueError: two parameter groups of an optimizer have the same name.
     """
     names: list[list[str]] = []
     taken: dict[str, int] = {}
@@ -40,24 +43,30 @@ def rate_names(optimizers: Sequence[Optimizer], schedule_names: dict[int, str]) 
         if len(groups) == 1 and "name" not in groups[0]:
             names.append([stem])
         else:
-            names.append([f"{stem}/{group.get('name', f'pg{number}')}" for number, group in enumerate(groups, 1)])
+            own = [f"{group.get('name', f'pg{number}')}" for number, group in enumerate(groups, 1)]
+            if twice := sorted({name for name in own if own.count(name) > 1}):
+                raise ValueError(
+                    f"LearningRateMonitor: {stem} has several parameter groups named {', '.join(twice)}; give each "
+                    'group of an optimizer another "name"'
+                )
+            names.append([f"{stem}/{name}" for name in own])
     return names
 
 
 def rates(
-    optimizers: Sequence[Optimizer], schedule_names: dict[int, str], *, momentum: bool, weight_decay: bool
+    optimizers: Sequence[Optimizer], names: Sequence[Sequence[str]], *, momentum: bool, weight_decay: bool
 ) -> dict[str, float]:
     """Return the learning rate of every parameter group by name.
 
     Args:
-        optimizers: the optimizers, in the module's order.
-        schedule_names: user-defined names of schedulers, by index of the optimizer.
+        optimizers: some optimizers of the module.
+        names: of their parameter groups.
         momentum: also return the momentum, or the first beta, as "NAME-momentum".
         weight_decay: also return the weight decay, as "NAME-weight_decay".
     """
     values: dict[str, float] = {}
-    for optimizer, names in zip(optimizers, rate_names(optimizers, schedule_names), strict=True):
-        for group, name in zip(optimizer.param_groups, names, strict=True):
+    for optimizer, of_groups in zip(optimizers, names, strict=True):
+        for group, name in zip(optimizer.param_groups, of_groups, strict=True):
             values[name] = float(group["lr"])
             if momentum:
                 values[f"{name}-momentum"] = float(group["betas"][0] if "betas" in group else group.get("momentum", 0))
@@ -71,15 +80,19 @@ class LearningRateMonitor(Callback):
     """Log the learning rate of each optimizer, in the row of the step that it is used for, and in `callback_metrics`.
 
     Attributes:
-        lrs: all logged values by name.
+        lrs: learning rates that the newest fit has logged, by name.
+        last_momentum_values, last_weight_decay_values: newest momenta and weight decays, by the names of their charts.
 
     Args:
-        logging_interval: "step" (every `log_every_n_steps` of the Trainer) or "epoch"; None logs at both.
+        logging_interval: "step" (every `log_every_n_steps` of the Trainer) or "epoch"; None logs an optimizer at the
+            interval of its scheduler, and at both without a scheduler.
         log_momentum: also log the momentum, or the first beta.
         log_weight_decay: also log the weight decay.
+        log_key_prefix: begin of each name.
 
     Raises:
-        ValueError: `logging_interval` is invalid, or (when training starts) the run has no logger.
+        ValueError: `logging_interval` is invalid, or (when training starts) the run has no logger, or two parameter
+            groups of an optimizer have the same name.
     """
 
     def __init__(
@@ -87,6 +100,7 @@ class LearningRateMonitor(Callback):
         logging_interval: Literal["step", "epoch"] | None = None,
         log_momentum: bool = False,
         log_weight_decay: bool = False,
+        log_key_prefix: str | None = None,
     ) -> None:
         if logging_interval not in (None, "step", "epoch"):
             raise ValueError(
@@ -95,8 +109,12 @@ class LearningRateMonitor(Callback):
         self.logging_interval = logging_interval
         self.log_momentum = log_momentum
         self.log_weight_decay = log_weight_decay
+        self.log_key_prefix = log_key_prefix or ""
         self.lrs: dict[str, list[float]] = {}
-        self._names: dict[int, str] = {}
+        self.last_momentum_values: dict[str, float | None] = {}
+        self.last_weight_decay_values: dict[str, float | None] = {}
+        self._schedule_names: dict[int, str] = {}
+        self._intervals: dict[int, set[str]] = {}  # of the schedules of an optimizer, by its index
         self._every = 0
         self._logged_step = -1
 
@@ -106,30 +124,55 @@ class LearningRateMonitor(Callback):
                 "LearningRateMonitor: the run has no logger (logger=False); enable a logger or remove the callback"
             )
         numbers = {id(optimizer): number for number, optimizer in enumerate(trainer.optimizers)}
-        self._names = {}
+        self._schedule_names, self._intervals = {}, {}
         for schedule in trainer.lr_schedulers:
             number = numbers.get(id(getattr(schedule.scheduler, "optimizer", None)))
-            if schedule.name and number is not None:
-                self._names[number] = schedule.name
+            if number is not None:
+                self._intervals.setdefault(number, set()).add(schedule.interval)
+                if schedule.name:
+                    self._schedule_names[number] = schedule.name
+        names = [name for of_groups in self._names(trainer) for name in of_groups]
+        self.lrs = {name: [] for name in names}
+        self.last_momentum_values = {f"{name}-momentum": None for name in names}
+        self.last_weight_decay_values = {f"{name}-weight_decay": None for name in names}
         self._every = 0 if self.logging_interval == "epoch" else trainer.log_every_n_steps
         self._logged_step = -1
+
+    def _names(self, trainer: TrainerProtocol) -> list[list[str]]:
+        names = rate_names(trainer.optimizers, self._schedule_names)
+        return [[f"{self.log_key_prefix}{name}" for name in of_groups] for of_groups in names]
 
     def on_train_batch_start(self, trainer: TrainerProtocol, module: Module, batch: Any, batch_idx: int) -> None:
         # Before the step, because a scheduler may change the rate directly after it.
         step = trainer.global_step + 1
         if self._every and step % self._every == 0 and step != self._logged_step:
             self._logged_step = step
-            self._log(trainer, step)
+            self._log(trainer, step, "step")
 
     def on_train_epoch_start(self, trainer: TrainerProtocol, module: Module) -> None:
         # A batch number above 0 means that the resumed run began this epoch, and logged it.
         if self.logging_interval != "step" and not trainer.state.batch:
-            self._log(trainer, trainer.global_step)
+            self._log(trainer, trainer.global_step, "epoch")
 
-    def _log(self, trainer: TrainerProtocol, step: int) -> None:
-        values = rates(trainer.optimizers, self._names, momentum=self.log_momentum, weight_decay=self.log_weight_decay)
+    def _log(self, trainer: TrainerProtocol, step: int, interval: str) -> None:
+        due = [
+            number
+            for number in range(len(trainer.optimizers))
+            if self.logging_interval is not None or interval in self._intervals.get(number, {interval})
+        ]
+        names = self._names(trainer)
+        values = rates(
+            [trainer.optimizers[number] for number in due], [names[number] for number in due],
+            momentum=self.log_momentum, weight_decay=self.log_weight_decay,
+        )  # fmt: skip
         for name, value in values.items():
-            self.lrs.setdefault(name, []).append(value)
+            if name in self.last_momentum_values:
+                self.last_momentum_values[name] = value
+            elif name in self.last_weight_decay_values:
+                self.last_weight_decay_values[name] = value
+            else:
+                single = name.removesuffix("/pg1")  # its name before other groups were added
+                self.lrs.setdefault(name, self.lrs.pop(single, []) if single != name else []).append(value)
         if values:
             trainer.callback_metrics.update({name: torch.tensor(value) for name, value in values.items()})
             row = {**values, "epoch": float(trainer.current_epoch)}

@@ -51,10 +51,35 @@ def test_rates_are_logged_at_log_steps_only(trainer: Any) -> None:
     assert callback.lrs["lr-SGD"] == [0.2, 0.4]
 
 
+def test_equal_names_of_parameter_groups_are_refused() -> None:
+    same = SGD([{"params": weights(), "name": "head"}, {"params": weights(), "name": "head"}], lr=0.1)
+    with pytest.raises(ValueError, match="lr-SGD has several parameter groups named head"):
+        rate_names([same], {})
+
+
+def test_by_default_a_rate_is_logged_at_the_interval_of_its_scheduler(trainer: Any) -> None:
+    logger = Recorder()
+    optimizers = [SGD(weights(), lr=0.1, momentum=0.9), Adam(weights(), lr=0.2), Adam(weights(), lr=0.3)]
+    schedules = [
+        SimpleNamespace(scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 9), name=None, interval=interval)
+        for optimizer, interval in zip(optimizers, ("epoch", "step"), strict=False)
+    ]
+    callback = LearningRateMonitor(log_momentum=True, log_key_prefix="train/")
+    run = trainer(callback, loggers=[logger], optimizers=optimizers, lr_schedulers=schedules).start()
+    assert callback.lrs == {"train/lr-SGD": [], "train/lr-Adam": [], "train/lr-Adam-1": []}
+    run.epoch()
+    assert callback.lrs == {"train/lr-SGD": [0.1], "train/lr-Adam": [0.2] * 2, "train/lr-Adam-1": [0.3] * 3}
+    assert callback.last_momentum_values["train/lr-SGD-momentum"] == 0.9
+    optimizers[0].add_param_group({"params": weights()})
+    run.epoch()
+    assert callback.lrs["train/lr-SGD/pg1"] == [0.1] * 2
+    assert callback.lrs["train/lr-SGD/pg2"] == [0.1]
+
+
 def test_rates_are_logged_by_epoch(trainer: Any) -> None:
     logger, optimizer = Recorder(), Adam(weights(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    schedule = SimpleNamespace(scheduler=scheduler, name="decay")
+    schedule = SimpleNamespace(scheduler=scheduler, name="decay", interval="epoch")
     run = trainer(LearningRateMonitor("epoch"), loggers=[logger], optimizers=[optimizer], lr_schedulers=[schedule])
     run.start()
     run.epoch()
