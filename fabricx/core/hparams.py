@@ -47,7 +47,10 @@ class HyperParameters:
 
     @property
     def hparams(self) -> AttributeDict:
-        """Return the hyperparameters; later checkpoints save changes of them."""
+        """Return the hyperparameters; later checkpoints save changes of them.
+
+        After `save_hyperparameters(config)` with a config of OmegaConf it is this config.
+        """
         hparams: AttributeDict | None = self.__dict__.get("_hparams")
         if hparams is None:
             hparams = self.__dict__["_hparams"] = AttributeDict()
@@ -78,12 +81,14 @@ class HyperParameters:
             ValueError: there is no argument of such a name.
         """
         arguments = _init_arguments(frame or inspect.currentframe().f_back, type(self))  # type: ignore[union-attr]
+        dropped = {ignore} if isinstance(ignore, str) else set(ignore)
+        self.remove_ignored_hparams(dropped)
         whole: str | None = None  # argument that has all hyperparameters
         if len(names) == 1 and isinstance(names[0], (Mapping, Namespace)):
             values = _mapping(names[0])
             whole = next((name for name, value in arguments.items() if _same(_mapping(value), values)), None)
             self.__dict__["_hparams_omegaconf"] = whole is not None and is_omegaconf(arguments[whole])
-            arguments = dict(values)
+            arguments = {} if is_omegaconf(values) and self._adopt_config(values, dropped) else dict(values)
         elif names:
             unknown = [name for name in names if name not in arguments]
             if unknown:
@@ -92,13 +97,30 @@ class HyperParameters:
                 )
             arguments = {name: arguments[name] for name in names}
         self.__dict__["_hparams_name"] = whole  # Lightning's attribute
-        dropped = {ignore} if isinstance(ignore, str) else set(ignore)
         kept = {name: value for name, value in arguments.items() if name not in dropped}
-        self.remove_ignored_hparams(dropped)
+        if kept and is_omegaconf(self.hparams):  # of an earlier call
+            self.__dict__["_hparams"] = AttributeDict(self.hparams)
         self.hparams.update(kept)
-        initial = {**self.hparams}  # also those of an earlier call, such as of a base class
-        self.__dict__["_hparams_initial"] = AttributeDict(copy.deepcopy(initial) if is_plain(initial) else initial)
+        initial: Any = self.hparams  # also those of an earlier call, such as of a base class
+        copied = copy.deepcopy(initial) if is_omegaconf(initial) or is_plain(initial) else AttributeDict(initial)
+        self.__dict__["_hparams_initial"] = copied
         self.__dict__["_log_hyperparams"] = logger
+
+    def _adopt_config(self, config: Any, dropped: set[str]) -> bool:
+        """Let a config of OmegaConf be the hyperparameters, because functions of OmegaConf need its class.
+
+        Args:
+            config: the config.
+            dropped: keys of it that are not saved.
+
+        Returns:
+            False, without an effect, if an earlier call has saved other hyperparameters.
+        """
+        config = _without(config, dropped)
+        if not set(self.hparams) <= set(config):
+            return False
+        self.__dict__["_hparams"] = config
+        return True
 
     def remove_ignored_hparams(self, ignore_list: Iterable[str]) -> None:
         """Remove hyperparameters that an earlier call has saved, such as one of a base class.
@@ -106,6 +128,9 @@ class HyperParameters:
         Args:
             ignore_list: their names.
         """
+        if is_omegaconf(self.hparams):
+            self.__dict__["_hparams"] = _without(self.hparams, set(ignore_list))
+            return
         for name in ignore_list:
             self.hparams.pop(name, None)
 
@@ -113,6 +138,22 @@ class HyperParameters:
 def _mapping(value: Any) -> Any:
     """Return the variables of a namespace; other values as they are."""
     return vars(value) if isinstance(value, Namespace) else value
+
+
+def _entries(config: Any) -> dict[str, Any]:
+    """Return the values of a config of OmegaConf that are not missing."""
+    from omegaconf import OmegaConf
+
+    return {name: config[name] for name in config if not OmegaConf.is_missing(config, name)}
+
+
+def _without(config: Any, dropped: set[str]) -> Any:
+    """Return a config of OmegaConf without some keys; the config itself if it has none of them."""
+    if not dropped & set(config):
+        return config
+    from omegaconf import OmegaConf
+
+    return OmegaConf.masked_copy(config, [name for name in config if name not in dropped])
 
 
 def _same(value: Any, given: Any) -> bool:
@@ -154,7 +195,8 @@ class Form:
             owner: a module or data module, also one whose `save_hyperparameters` is Lightning's.
         """
         argument = vars(owner).get("_hparams_name")
-        paths = list(_omegaconf_paths(owner.hparams))
+        saved = owner.hparams
+        paths = list(_omegaconf_paths(_entries(saved) if is_omegaconf(saved) else saved))
         if argument and vars(owner).get("_hparams_omegaconf"):
             paths = [()]
         return cls(argument if argument and argument != "kwargs" else "", tuple(paths))

@@ -209,6 +209,40 @@ def test_a_checkpoint_restores_arguments_of_omegaconf(quiet: dict[str, Any], tmp
     assert loaded.hparams.parts["all"][0].net.width == 3
 
 
+class Configured(HyperParameters):
+    def __init__(self, config: Any, ignore: Any = (), also: Any = None) -> None:
+        self.save_hyperparameters(config, ignore=ignore)
+        self.save_hyperparameters(config)  # a derived class
+        if also is not None:
+            self.save_hyperparameters("also")
+
+
+def test_a_config_of_omegaconf_is_the_hyperparameters() -> None:
+    config = OmegaConf.create({**CONFIG, "depth": "???"})
+    OmegaConf.set_struct(config, True)
+    hparams: Any = Configured(config).hparams
+    assert hparams is config  # OmegaConf.to_yaml(self.hparams), hydra.utils.instantiate(self.hparams.net)
+    assert Form.of(Configured(config)) == Form("config", ((),))
+    assert Form.of(Configured(OmegaConf.masked_copy(config, "net"))).omegaconf == ((),)
+    assert Configured(config, ignore="rate").hparams_initial.net.height == 3
+
+    class Omits(HyperParameters):
+        def __init__(self, config: Any) -> None:
+            self.save_hyperparameters(config, ignore=["rate"])
+            self.save_hyperparameters({"more": 1}, ignore="depth")
+
+    assert Omits(config).hparams == {"net": {"width": 3, "height": 3}, "more": 1}
+    assert "rate" in config
+    both = Configured(OmegaConf.create(CONFIG), also=2).hparams
+    assert (both.net.height, both.also) == (3, 2)
+
+    class Unnamed(HyperParameters):
+        def __init__(self, width: int) -> None:
+            self.save_hyperparameters(OmegaConf.create({"net": {"width": width}, "rate": 0.1, "depth": "???"}))
+
+    assert Form.of(Unnamed(3)) == Form("", (("net",),))
+
+
 def test_missing_values_of_omegaconf_stay_missing() -> None:
     kept, omitted = storable({"net": OmegaConf.create({"width": "???"})})
     assert (kept, omitted) == ({"net": {"width": "???"}}, {})
