@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -127,7 +128,12 @@ class Logbook:
         if series is None:
             series = self._begin(name, reduce_fx, on_step, on_epoch, bar, to_logger, joined)
         elif series.asked != (reduce_fx, on_step, on_epoch, joined, self.in_step):
-            self._check_same(name, series, reduce_fx, on_step, on_epoch, joined)
+            other = series.inside is not None and series.inside is not self.in_step
+            if other and series.total is None and series.epoch_batch == math.inf:
+                # A hook at the end of an epoch, after its steps' values are published, or a step of the next epoch.
+                series = self._begin(name, reduce_fx, on_step, on_epoch, bar, to_logger, joined)
+            else:
+                self._check_same(name, series, reduce_fx, on_step, on_epoch, joined)
         if type(value) is not Tensor or value.dim() or value.dtype not in EXACT:
             if hasattr(value, "compute") and hasattr(value, "update"):
                 if name not in self.metrics.objects:

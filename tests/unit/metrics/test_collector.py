@@ -83,6 +83,19 @@ def test_a_mean_over_batches_takes_no_value_from_between_them(reduction: str) ->
         log(book, 2.0, on_step=False, reduce_fx=reduction)
 
 
+def test_a_hook_at_the_end_of_an_epoch_logs_a_name_of_the_steps_again() -> None:
+    book = logbook()
+    for epoch in range(2):
+        book.begin_batch(torch.zeros(2), 2, epoch + 1)
+        log(book, epoch, on_step=True, on_epoch=bool(epoch))
+        assert book.step_values(epoch + 1)["x"].item() == epoch
+        book.end_batch()
+        assert book.epoch_values(ended=False) == ({"x": epoch} if epoch else {})
+        log(book, 10.0)
+        assert book.epoch_values(ended=True)["x"].item() == 10.0
+        assert book.names("x", epoch=True) == "x"
+
+
 def test_a_rank_without_outputs_shows_reduced_values_only() -> None:
     stage = World(axes={"pipeline": World(rank=0, size=2)})
     book = Logbook(cast(Any, SimpleNamespace(world=stage, traits=Traits(), module=None)), training=True)
