@@ -19,7 +19,7 @@ from fabricx.checkpoint.index import parse
 from fabricx.checkpoint.storage import Place, as_path, is_local
 from fabricx.core.hparams import Form
 from fabricx.distributed.fsdp_internals import shard_like
-from fabricx.errors import CheckpointError
+from fabricx.errors import CheckpointError, did_you_mean
 from fabricx.redaction import masked_keys
 
 T = TypeVar("T")
@@ -184,6 +184,8 @@ def load_module(
 
     Raises:
         CheckpointError: the weights do not match the module, or the checkpoint lacks a required argument of `cls`.
+        TypeError: `override` has a name similar to an argument of `cls`.
+        ValueError: `strict` contradicts `strict_loading` of the module.
     """
     if callable(map_location) or isinstance(map_location, Mapping):  # of torch.load, by the places of tensors
         map_location = "cpu"
@@ -201,15 +203,30 @@ def load_module(
             stacklevel=3,
         )
     module: Any = cls(**arguments)
+    strict = _strictness(module, strict)
     module.configure_model()
     state |= {"state_dict": weights, "hyper_parameters": kept or {}}  # by which hooks of Lightning read them
     module.on_load_checkpoint(state)
-    load_weights(
-        module, state["state_dict"], path, strict=getattr(module, "strict_loading", True) if strict is None else strict
-    )
+    load_weights(module, state["state_dict"], path, strict=strict)
     if map_location is not None:
         module.to(map_location)
     return module  # type: ignore[no-any-return]
+
+
+def _strictness(module: Any, strict: bool | None) -> bool:
+    """Return whether all names of weights must match.
+
+    Raises:
+        ValueError: the module has set `strict_loading` to another value.
+    """
+    chosen: bool = getattr(module, "strict_loading", True)
+    own = vars(module).get("strict_loading", vars(module).get("_strict_loading"))  # the latter in Lightning's class
+    if strict is not None and strict != chosen and (own is not None or not chosen):
+        raise ValueError(
+            f"load_from_checkpoint(strict={strict}) contradicts {type(module).__name__}.strict_loading = {chosen}: "
+            "remove one of them, or set both alike"
+        )
+    return chosen if strict is None else strict
 
 
 def load_data(
@@ -252,6 +269,7 @@ def _arguments(
 
     Raises:
         CheckpointError: a required argument is missing.
+        TypeError: `override` has a name similar to an argument.
     """
     parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -262,7 +280,7 @@ def _arguments(
         override = {name: value for name, value in override.items() if name in parameters}
     hidden = {key.partition(".")[0] for key in masked_keys(known)} - override.keys()
     arguments = {name: v for name, v in known.items() if (takes_all or name in parameters) and name not in hidden}
-    arguments |= override
+    arguments |= override if takes_all else _accepted(cls, override, list(parameters)[1:])
     needed = [
         name
         for name, p in list(parameters.items())[1:]
@@ -282,3 +300,17 @@ def _arguments(
             stacklevel=5,
         )
     return arguments
+
+
+def _accepted(cls: type, override: Mapping[str, Any], known: list[str]) -> dict[str, Any]:
+    """Return the arguments that a constructor has; others are ignored with a warning, as in Lightning.
+
+    Raises:
+        TypeError: a name is similar to one of the constructor, whose value would be another silently.
+    """
+    for name in override.keys() - set(known):
+        text = f"load_from_checkpoint({name}=...): {cls.__name__}.__init__ has no such argument"
+        if near := did_you_mean(name, known):
+            raise TypeError(f"{text}.{near}")
+        warnings.warn(f"{text}, so it is ignored", stacklevel=6)
+    return {name: value for name, value in override.items() if name in known}

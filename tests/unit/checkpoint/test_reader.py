@@ -141,3 +141,36 @@ def test_a_missing_argument_is_named_with_the_hyperparameters_of_the_checkpoint(
     path = checkpoint.save(own_folder / "one", {"strategy": {"module": {}}, "hparams": saved_ones}, {})
     with pytest.raises(CheckpointError, match=rf"Needs needs extra.*extra=\.\.\.\)\n.*{hint}"):
         Needs.load_from_checkpoint(path)
+
+
+def test_an_argument_that_the_constructor_lacks_is_ignored_unless_it_is_misspelt(own_folder: Path) -> None:
+    path = checkpoint.save(own_folder / "one", {"strategy": {"module": TinyModule().state_dict()}, "hparams": {}}, {})
+    with pytest.warns(UserWarning, match=r"load_from_checkpoint\(verbosity=...\): TinyModule.__init__ has no such"):
+        assert TinyModule.load_from_checkpoint(path, verbosity=1, lr=0.5).hparams.lr == 0.5
+
+    class Wide(TinyModule):
+        def __init__(self, hidden_width: int = 2) -> None:
+            super().__init__()
+
+    with pytest.raises(TypeError, match=r"hiden_width.*no such argument. Did you mean 'hidden_width'"):
+        Wide.load_from_checkpoint(path, hiden_width=3)
+
+
+class Lenient(TinyModule):
+    strict_loading = False
+
+
+class Strict(TinyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.strict_loading = True
+
+
+@pytest.mark.parametrize(("cls", "strict"), [(Lenient, True), (Strict, False)])
+def test_strict_contradicts_no_choice_of_the_module(cls: Any, strict: bool, own_folder: Path) -> None:
+    path = checkpoint.save(own_folder / "one", {"strategy": {"module": TinyModule().state_dict()}}, {})
+    with pytest.raises(ValueError, match=rf"strict={strict}\) contradicts {cls.__name__}.strict_loading"):
+        cls.load_from_checkpoint(path, strict=strict)
+    for same in (not strict, None):
+        cls.load_from_checkpoint(path, strict=same)
+    TinyModule.load_from_checkpoint(path, strict=strict)
