@@ -264,6 +264,9 @@ class ProgressBar(Callback):
         self._stages: list[Stage] = []
         self._every_s = 0.0
         self._next = math.inf  # time of the next update on the monotonic clock; infinity on ranks without a display
+        self._enabled = True
+        self._trainer: TrainerProtocol | None = None
+        self._loader = 0
 
     def __init_subclass__(cls) -> None:
         for name, value in vars(cls).items():
@@ -277,7 +280,72 @@ class ProgressBar(Callback):
                 )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_screen": None, "_stages": [], "_next": math.inf}
+        return {**self.__dict__, "_screen": None, "_stages": [], "_next": math.inf, "_trainer": None}
+
+    # -- for subclasses -----------------------------------------------------------------------------------------
+
+    @property
+    def trainer(self) -> Any:
+        """Return the trainer of the run.
+
+        Raises:
+            RuntimeError: there was no run yet.
+        """
+        if self._trainer is None:
+            raise RuntimeError(f"{type(self).__name__} is not attached to a trainer; read `trainer` in hooks of a run")
+        return self._trainer
+
+    sanity_check_description = "sanity check"
+    train_description = "epoch"
+    validation_description = "validation"
+    test_description = "test"
+    predict_description = "prediction"
+
+    @property
+    def total_train_batches(self) -> int | float:
+        """Return the number of training batches of an epoch; infinity if it is unknown."""
+        total: int | float = self.trainer.num_training_batches
+        return total
+
+    @property
+    def total_val_batches(self) -> int | float:
+        """Return the number of validation batches of all loaders."""
+        total: int | float = sum(self.trainer.num_val_batches)
+        return total
+
+    @property
+    def total_val_batches_current_dataloader(self) -> int | float:
+        """Return the number of validation batches of the loader that is being read."""
+        return _of_loader(_lengths(self.trainer, "validate"), self._loader)
+
+    @property
+    def total_test_batches_current_dataloader(self) -> int | float:
+        """Return the number of test batches of the loader that is being read."""
+        return _of_loader(_lengths(self.trainer, "test"), self._loader)
+
+    @property
+    def total_predict_batches_current_dataloader(self) -> int | float:
+        """Return the number of batches to predict of the loader that is being read."""
+        return _of_loader(_lengths(self.trainer, "predict"), self._loader)
+
+    @property
+    def is_enabled(self) -> bool:
+        """Return whether the main rank shows progress."""
+        return self._enabled and self.refresh_rate != 0
+
+    @property
+    def is_disabled(self) -> bool:
+        """Return whether nothing is shown."""
+        return not self.is_enabled
+
+    def enable(self) -> None:
+        """Show progress again, from the next epoch or evaluation."""
+        self._enabled = True
+
+    def disable(self) -> None:
+        """Show nothing until `enable`."""
+        self._enabled = False
+        self._close()
 
     def get_metrics(self, trainer: Any, module: Any) -> dict[str, Any]:
         """Return the values to show; called on the main rank when the display is updated.
@@ -303,10 +371,11 @@ class ProgressBar(Callback):
 
     def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
         self._close()
+        self._trainer = trainer
         self._open(trainer)
 
     def _open(self, trainer: TrainerProtocol) -> None:
-        if trainer.is_global_zero and self.refresh_rate != 0:
+        if trainer.is_global_zero and self.is_enabled:
             self._screen = open_screen()
             usual = _LINES_S if isinstance(self._screen, Lines) else _TERMINAL_S
             self._every_s = usual if self.refresh_rate is None else self.refresh_rate
@@ -357,7 +426,8 @@ class ProgressBar(Callback):
             self._open(trainer)
         self._stages.clear()  # remove stages that a failure interrupted
         epoch, epochs = trainer.current_epoch, trainer.max_epochs  # from 0, as in the names of checkpoints
-        label = f"epoch {epoch}/{epochs - 1}" if epochs is not None and epochs > 0 else f"epoch {epoch}"
+        label = f"{self.train_description} {epoch}"
+        label += f"/{epochs - 1}" if epochs is not None and epochs > 0 else ""
         self._begin(label, trainer.num_training_batches, trainer.state.batch)
 
     def on_train_batch_end(
@@ -373,18 +443,24 @@ class ProgressBar(Callback):
     # -- evaluation ---------------------------------------------------------------------------------------------
 
     def on_validation_start(self, trainer: TrainerProtocol, module: Module) -> None:
-        self._begin_evaluation(trainer, "sanity check" if trainer.sanity_checking else "validation")
+        self._begin_evaluation(
+            trainer, self.sanity_check_description if trainer.sanity_checking else self.validation_description
+        )
 
     def on_test_start(self, trainer: TrainerProtocol, module: Module) -> None:
-        self._begin_evaluation(trainer, "test")
+        self._begin_evaluation(trainer, self.test_description)
 
     def on_predict_start(self, trainer: TrainerProtocol, module: Module) -> None:
-        self._begin_evaluation(trainer, "prediction")
+        self._begin_evaluation(trainer, self.predict_description)
 
     def _begin_evaluation(self, trainer: TrainerProtocol, label: str) -> None:
+        self._loader = 0
+        if self._screen is None:
+            self._open(trainer)
         self._begin(label, sum(_lengths(trainer)))
 
     def _evaluated(self, trainer: TrainerProtocol, batch_idx: int, dataloader_idx: int) -> None:
+        self._loader = dataloader_idx
         if time.monotonic() >= self._next:
             before = sum(_lengths(trainer)[:dataloader_idx])
             self._draw((int(before) if before < math.inf else 0) + batch_idx + 1, {})
@@ -483,10 +559,15 @@ class RichProgressBar(ProgressBar):
         super().__init__(0 if refresh_rate == 0 else None if refresh_rate > 0 else refresh_rate)
 
 
-def _lengths(trainer: TrainerProtocol) -> list[float]:
-    """Return the number of batches of each loader of the running evaluation."""
+def _lengths(trainer: TrainerProtocol, stage: str = "") -> list[float]:
+    """Return the number of batches of each loader of an evaluation; by default of the running evaluation."""
     of_stage = {"test": trainer.num_test_batches, "predict": trainer.num_predict_batches}
-    lengths = [float(length) for length in of_stage.get(trainer.state.phase, trainer.num_val_batches)]
+    lengths = [float(length) for length in of_stage.get(stage or trainer.state.phase, trainer.num_val_batches)]
     if trainer.sanity_checking and trainer.num_sanity_val_steps >= 0:
         return [min(length, trainer.num_sanity_val_steps) for length in lengths]
     return lengths
+
+
+def _of_loader(lengths: Sequence[float], loader: int) -> int | float:
+    length = lengths[loader] if loader < len(lengths) else 0
+    return length if length == math.inf else int(length)

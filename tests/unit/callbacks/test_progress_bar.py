@@ -207,3 +207,39 @@ def test_a_subclass_chooses_the_values(quiet: dict[str, Any], capfd: pytest.Capt
     trainer.fit(TinyModule(), tiny_loader())
     assert f"steps={trainer.global_step}  kind=mine" in capfd.readouterr().err
     assert sum(callback.trainer_role == "progress_bar" for callback in trainer.callbacks) == 1
+
+
+class Percent(ProgressBar):
+    """Is written as Lightning's documentation shows it, with properties of the base class."""
+
+    train_description = "training"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def on_validation_batch_end(self, trainer: Any, *args: Any) -> None:
+        super().on_validation_batch_end(trainer, *args)
+        self.seen.append((self.trainer is trainer, self.total_train_batches, self.total_val_batches_current_dataloader))
+
+
+def test_a_subclass_reads_the_trainer_and_numbers_of_batches(trainer: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    bar = Percent()
+    with pytest.raises(RuntimeError, match="Percent is not attached to a trainer"):
+        _ = bar.trainer
+    run = trainer(bar, num_val_batches=[2, math.inf], num_test_batches=[3], num_predict_batches=[4]).start()
+    run.call("on_train_epoch_start")
+    run.call("on_validation_start")
+    run.call("on_validation_batch_end", None, None, 0, 0)
+    run.call("on_validation_batch_end", None, None, 0, 1)
+    run.call("on_validation_end")
+    assert bar.seen == [(True, 4, 2), (True, 4, math.inf)]
+    assert (bar.total_val_batches, bar.total_test_batches_current_dataloader) == (math.inf, 0)
+    assert pickle.loads(pickle.dumps(bar)).train_description == "training"
+    run.end_epoch()
+    bar.disable()
+    assert bar.is_disabled
+    run.epoch()
+    bar.enable()
+    run.epoch()
+    assert [line.split("  ")[0] for line in capsys.readouterr().err.splitlines()] == ["training 0/2", "training 2/2"]
