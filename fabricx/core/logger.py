@@ -213,7 +213,15 @@ class DummyLogger(Logger):
 
     def open(self, run_dir: Path) -> None: ...
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int = 0) -> None: ...
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None: ...
+
+    @property
+    def name(self) -> str:
+        return ""
+
+    @property
+    def version(self) -> str:
+        return ""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(Silent(), name)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from fabricx.core.duration import check_count
 from fabricx.core.former_arguments import lightnings
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from fabricx.core.callback import Callback
     from fabricx.core.logger import FourMethods, Logger
     from fabricx.core.strategy import Strategy
+
+
+DEFAULT_EPOCHS: Final = 1000
 
 
 class ProfilerName(str):
@@ -215,8 +218,9 @@ class TrainerOptions:
         self.max_steps = -1 if max_steps in (-1, None) else check_count("max_steps", max_steps, "step") or 0
         self.min_steps = check_count("min_steps", min_steps, "step") or 0
         self.max_time = check_max_time(max_time)
+        self.length_given = self.max_epochs is not None or self.max_steps != -1 or bool(self.max_time)
         if self.max_epochs is None:
-            self.max_epochs = -1 if self.max_steps != -1 or self.max_time else 1000
+            self.max_epochs = -1 if self.length_given else DEFAULT_EPOCHS
 
     def _set_batches(self, train: Any, val: Any, test: Any, predict: Any) -> None:
         self.limit_train_batches = check_limit("limit_train_batches", train)

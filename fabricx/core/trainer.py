@@ -23,7 +23,6 @@ class TrainerProtocol(Protocol):
 
     strategy: Strategy
     callbacks: list[Any]  # of Callback, whose hooks receive this protocol
-    loggers: list[Logger]
     configuration: dict[str, Any] | None
     device_ids: list[int]
     num_nodes: int
@@ -91,6 +90,11 @@ class TrainerProtocol(Protocol):
     @property
     def local_rank(self) -> int:
         """Return the number of this rank on this machine."""
+        ...
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """Return the loggers."""
         ...
 
     @property

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.utils.data import RandomSampler
 
+from fabricx.core.options import DEFAULT_EPOCHS
 from fabricx.errors import PossibleUserWarning
 
 
@@ -53,6 +54,17 @@ def advise_on_overfitting(loaders: Iterable[Any]) -> None:
     """
     if any(isinstance(getattr(loader, "sampler", None), RandomSampler) for loader in loaders):
         _warn("overfit_batches: a loader with shuffle=True is not shuffled, so that each epoch has the same batches")
+
+
+def advise_on_length(given: bool, epochs: int | None) -> None:
+    """Warn about a fit whose length nobody has chosen.
+
+    Args:
+        given: whether the Trainer was given a limit of epochs, steps or time.
+        epochs: `max_epochs`; other than the default if it was assigned later.
+    """
+    if not given and epochs == DEFAULT_EPOCHS:
+        _warn(f"max_epochs is not set: training ends after {epochs} epochs. Set max_epochs, or -1 for no limit")
 
 
 def advise_on_logging(batches: int | float, every: int, loggers: Sequence[Any]) -> None:

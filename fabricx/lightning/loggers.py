@@ -118,32 +118,6 @@ class LightningLogger(Logger):
         return "/"
 
 
-class DummyLogger(LightningLogger):
-    """Logger that accepts all calls and writes nothing."""
-
-    @property
-    def name(self) -> str:
-        """Return an empty name."""
-        return ""
-
-    @property
-    def version(self) -> str:
-        """Return an empty version."""
-        return ""
-
-    @property
-    def experiment(self) -> Any:
-        """Return an object that accepts all calls."""
-        return Silent()
-
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Do nothing.
-
-        Args:
-            metrics, step: unused.
-        """
-
-
 def rank_zero_experiment(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return a method that returns the writer on the main rank, and an object that does nothing on other ranks.
 

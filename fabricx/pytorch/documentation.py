@@ -42,6 +42,7 @@ _DIFFERS: Final[Mapping[str, str]] = {
     "trainer.strategy": "has `root_device`, `barrier`, `broadcast`, `reduce`, `all_gather` and `model`",
     "trainer.lr_schedulers, lr_scheduler_configs": "the same list of schedules",
     "trainer.logger.log_dir": "a folder of the run, by default in `runs/`",
+    "trainer.log_dir, without a logger": "the run's folder; in Lightning `default_root_dir`, which runs share",
     "self.log(sync_dist=)": "True by default: over the samples of all ranks; False logs the main rank's value",
     "self.log(enable_graph=, metric_attribute=)": "accepted, without an effect",
     "several optimizers": "allowed in automatic optimization: they share one loss and step together",

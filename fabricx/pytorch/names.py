@@ -124,7 +124,7 @@ TREE: Final[Mapping[str, Names]] = {
     "loggers": Names(
         "fabricx.loggers",
         {
-            "DummyLogger": "fabricx.lightning.loggers:DummyLogger",
+            "DummyLogger": f"{_CORE}.logger:DummyLogger",
             "Logger": "fabricx.lightning.loggers:LightningLogger",
             "LightningLoggerBase": "fabricx.lightning.loggers:LightningLogger",
             "rank_zero_experiment": "fabricx.lightning.loggers:rank_zero_experiment",

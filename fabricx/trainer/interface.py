@@ -15,7 +15,6 @@ from fabricx import plugins
 from fabricx.checkpoint.storage import as_path
 from fabricx.core.arguments import non_defaults
 from fabricx.core.former_arguments import FORMER_ARGUMENTS
-from fabricx.core.logger import DummyLogger
 from fabricx.core.options import TrainerOptions
 from fabricx.core.state import Phase, RunState
 from fabricx.core.strategy_parts import HasServers, as_part
@@ -30,7 +29,7 @@ from fabricx.session.checkpoint import finish_checkpoint
 from fabricx.session.saving import save_checkpoint
 from fabricx.session.session import Session
 from fabricx.session.status import FailureLog, StopStatus
-from fabricx.trainer.factory import choose_callbacks, choose_loggers, choose_strategy, launched, several_ranks
+from fabricx.trainer.factory import choose_callbacks, choose_strategy, launched, several_ranks
 from fabricx.trainer.names import TrainerNames
 from fabricx.trainer.result import RunRecords
 from fabricx.trainer.run_dir import new_run_dir
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 
     from fabricx.core.callback import Callback
     from fabricx.core.datamodule import DataModule
-    from fabricx.core.logger import Logger
     from fabricx.core.module import Module
     from fabricx.core.optimizers import OptimizerHandle, Schedule
     from fabricx.core.strategy import Strategy
@@ -52,7 +50,7 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
 
     Attributes:
         strategy: method of distributed training.
-        callbacks, loggers: of the runs.
+        callbacks: of the runs.
         records: records of the newest run; `state`, `run_dir` and other properties read them.
         module, datamodule: of the newest call; None before.
         configuration: configuration by Hydra; None in Python, see `arguments`.
@@ -69,9 +67,8 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         self.strategy: Strategy = choose_strategy(
             arguments["strategy"], len(self.device_ids), self.num_nodes, reproducible=self.deterministic == "elastic"
         )
-        self.loggers: list[Logger] = choose_loggers(arguments["logger"])
-        if fast and self.loggers:
-            self.loggers = [DummyLogger()]
+        self._sessions = Sessions()
+        self.loggers = arguments["logger"]
         wanted = {
             "progress_bar": arguments["enable_progress_bar"],
             "model_summary": arguments["enable_model_summary"],
@@ -92,7 +89,6 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         self.datamodule: DataModule | None = None
         self.configuration: dict[str, Any] | None = None
         self._world = World()  # before a run, and in a server
-        self._sessions = Sessions()
 
     def serve_as(self, world: World) -> World:
         """Set the world of a process that serves workers, and runs nothing itself; returns it.
@@ -348,11 +344,6 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         by_steps = float("inf") if self.max_steps == -1 else self.max_steps // updates
         limit = min(by_epochs, by_steps)
         return limit if limit == float("inf") else int(limit)
-
-    @property
-    def logger(self) -> Logger | None:
-        """Return the first logger, or None."""
-        return self.loggers[0] if self.loggers else None
 
     @property
     def writes(self) -> bool:

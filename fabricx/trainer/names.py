@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from fabricx.core.logger import DummyLogger
 from fabricx.core.precision import stored_dtype
 from fabricx.core.state import Phase
 from fabricx.errors import did_you_mean
+from fabricx.trainer.factory import choose_loggers
 
 if TYPE_CHECKING:
     from fabricx.core.callback import Callback
+    from fabricx.core.logger import Logger
     from fabricx.core.module import Module
     from fabricx.core.optimizers import Schedule
     from fabricx.core.state import RunState
@@ -113,6 +116,8 @@ class TrainerNames:
         num_sanity_val_steps: int
         limit_val_batches: int | float
         precision: str
+        fast_dev_run: bool | int
+        _loggers: list[Logger]
         _sessions: Sessions
 
         @property
@@ -155,6 +160,29 @@ class TrainerNames:
     @ckpt_path.setter
     def ckpt_path(self, path: str | Path | None) -> None:
         self._chosen_ckpt_path = self.records.ckpt_path = path
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """Return the loggers; assign others between two runs, as for the argument `logger` of the Trainer."""
+        return self._loggers
+
+    @loggers.setter
+    def loggers(self, logger: Any) -> None:
+        session = self._sessions.newest
+        if session is not None and session.running:
+            raise RuntimeError("the loggers of a run are open: assign trainer.logger before or after the run")
+        self._loggers = choose_loggers(logger)
+        if self.fast_dev_run and self._loggers:
+            self._loggers = [DummyLogger()]
+
+    @property
+    def logger(self) -> Logger | None:
+        """Return the first logger, or None; assign others between two runs."""
+        return self._loggers[0] if self._loggers else None
+
+    @logger.setter
+    def logger(self, logger: Any) -> None:
+        self.loggers = logger
 
     @property
     def sanity_checking(self) -> bool:

@@ -13,7 +13,7 @@ from fabricx.consistency import comparison
 from fabricx.core.gradient_checks import SPARSE_CLIPPED, sparse_tables
 from fabricx.core.optimizers import OptimizerHandle, need_metrics_each_step, needs_closure, parse_optimizers
 from fabricx.core.strategy_parts import ModelParallel, as_part
-from fabricx.data.advice import advise_on_logging
+from fabricx.data.advice import advise_on_length, advise_on_logging
 from fabricx.distributed.sync_batchnorm import synchronised
 from fabricx.fault_tolerance import fault_tolerance
 from fabricx.loop import manual_optimization
@@ -38,6 +38,7 @@ def set_up_training(session: Session) -> None:
         ValueError: an option, the data or an optimizer does not fit the module or the strategy.
     """
     if session.world.main_rank and not session.options.fast_dev_run:
+        advise_on_length(session.options.length_given, session.options.max_epochs)
         advise_on_logging(session.data.batches.training, session.options.log_every_n_steps, session.loggers)
     _check_samples_of_all_ranks(session)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

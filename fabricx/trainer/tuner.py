@@ -206,7 +206,7 @@ class Tuner:
         """Return a Trainer with the same options and ranks, that writes and prints nothing."""
         trial = copy.copy(self._trainer)
         vars(trial).update(
-            callbacks=callbacks, loggers=[], records=RunRecords(RunState(seed=self._trainer.state.seed)),
+            callbacks=callbacks, _loggers=[], records=RunRecords(RunState(seed=self._trainer.state.seed)),
             failure_log=FailureLog(), balance=Balance(), configuration=None, module=None, datamodule=None,
             _sessions=Sessions(), _chosen_ckpt_path=None,
             max_epochs=-1, max_steps=-1, min_epochs=0, min_steps=0, max_time=None, num_sanity_val_steps=0,

@@ -93,3 +93,4 @@ def test_a_dummy_logger_accepts_all_calls() -> None:
     fx.Trainer(**{**QUIET, "logger": logger, "max_steps": 1}).fit(TinyModule(), tiny_loader())
     logger.log_hyperparams({"lr": 0.1})
     logger.experiment.add_image("image", None)
+    assert isinstance(fx.Trainer(fast_dev_run=True).logger, type(logger))

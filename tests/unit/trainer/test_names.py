@@ -12,6 +12,7 @@ import fabricx as fx
 from fabricx.callbacks import EarlyStopping, ModelCheckpoint
 from fabricx.core.callback import Callback
 from fabricx.core.state import RunningStage, TrainerFn
+from fabricx.loggers import CSVLogger
 from fabricx.testing import QUIET, TinyModule, tiny_loader
 from fabricx.trainer.names import _SUCCESSORS
 
@@ -169,3 +170,22 @@ def test_former_methods_of_the_class_name_the_remedy(name: str) -> None:
     assert not hasattr(fx.Trainer, name)
     with pytest.raises(AttributeError, match=f"'{name}': add the arguments to your parser"):
         getattr(fx.Trainer, name)
+
+
+def test_loggers_are_assigned_between_two_runs(quiet: dict[str, Any]) -> None:
+    class Assigns(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            with pytest.raises(RuntimeError, match="the loggers of a run are open"):
+                trainer.logger = None
+
+    first, second = CSVLogger(), CSVLogger()
+    trainer = fx.Trainer(max_steps=1, callbacks=Assigns(), **quiet)
+    trainer.logger = first
+    assert trainer.loggers == [first]
+    trainer.fit(TinyModule(), tiny_loader())
+    trainer.loggers = [first, second]
+    assert trainer.logger is first
+    trainer.logger = None
+    assert (trainer.logger, trainer.loggers) == (None, [])
+    with pytest.raises(ValueError, match="is not a logger"):
+        trainer.logger = 3
