@@ -30,7 +30,7 @@ Replicas = Callable[[int, int], list[int]]
 COST: Final = 0.01  # largest fraction of the time that is spent on copies
 CHUNK: Final = 1 << 26  # bytes of a transfer between machines
 LOOK: Final = 20  # fewest steps between two adaptations of the interval
-_OWN: Final = ("word", "state")  # keys of a copy's per-rank state, which no replica has, and of its position
+_OWN: Final = ("record", "state")  # keys of a copy's per-rank state, which no replica has, and of its position
 
 
 @final
@@ -141,7 +141,7 @@ class MemoryCheckpointer:
         if point is None:
             session.world.settle()
         point = point or session.rank_state()
-        state = {**_tensors(session), "word": by_value.dumps_for_peer(point.record()), **common_state(session)}
+        state = {**_tensors(session), "record": by_value.dumps_for_peer(point.record()), **common_state(session)}
         if "strategy" in state:
             state["strategy"]["module"].update(point.buffers)
         self.copies.make((progress(session), session.world.generation), self._members, state)

@@ -14,13 +14,13 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 
 from fabricx.checkpoint import read_manifest, tree
 from fabricx.core.strategy_parts import KeepsLocalState
-from fabricx.distributed.generations import membership
+from fabricx.distributed.generations import Generation, membership
 from fabricx.distributed.world import World
 from fabricx.errors import CopiesLost
 from fabricx.fault_tolerance import memory_checkpoint
@@ -42,7 +42,7 @@ class _Source:
         step: weight updates.
         here: copies on this machine, by part.
         holders: ranks that have verified a copy with tensors, by part.
-        words: ranks that have a copy of the per-rank state, by part.
+        records: ranks that have a copy of the per-rank state, by part.
         same: existing parts with the same tensors, by part; itself first.
         nodes: machines, by rank.
     """
@@ -51,7 +51,7 @@ class _Source:
     step: int
     here: dict[int, memory_checkpoint.Copy]
     holders: list[list[int]]
-    words: list[list[int]]
+    records: list[list[int]]
     same: list[list[int]]
     nodes: list[int]
 
@@ -100,23 +100,50 @@ def _send(world: World, copy: memory_checkpoint.Copy | None, holder: int) -> mem
     return complete
 
 
-def roll_back(session: Session, ft: RankRecords, *, newcomer: bool) -> int:
-    """Restore all members from the newest complete in-memory checkpoint; collective.
+@final
+class Rollback:
+    """Restores all members of a generation from the newest complete in-memory checkpoint.
 
     Args:
-        session: this rank's session, whose world has the members.
-        newcomer: this rank is a replacement or newcomer.
-
-    Returns:
-        the number of failures that were recorded at the time of the checkpoint.
-
-    Raises:
-        CopiesLost: there is no complete in-memory checkpoint.
+        session: this rank's session.
+        ft: fault tolerance of the session.
+        survivor: this rank was a member before; False for a replacement.
     """
-    source = _newest(session.world, session.strategy.traits.replicas_of)
-    if source is None:
-        raise CopiesLost("no in-memory checkpoint has valid parts of all ranks; resume from a checkpoint on disk")
-    return _take(session, ft, source, newcomer=newcomer)
+
+    def __init__(self, session: Session, ft: RankRecords, *, survivor: bool) -> None:
+        self._session, self._ft, self._survivor = session, ft, survivor
+        self._unchanged = survivor  # no generation was tried since the interrupted batch
+
+    def prepare(self, generation: Generation) -> None:
+        """Copy the present state, if the interruption was planned and no worker has died.
+
+        Args:
+            generation: generation that this rank will join.
+        """
+        assert self._ft.memory is not None
+        if self._unchanged and generation.whole:
+            self._ft.memory.before_change(self._session, torn=self._ft.torn)
+        self._unchanged = False
+
+    def load(self, generation: Generation) -> int:
+        """Restore the checkpoint; collective.
+
+        Args:
+            generation: generation that this rank has joined.
+
+        Returns:
+            number of failures that the checkpoint includes.
+
+        Raises:
+            CopiesLost: there is no complete in-memory checkpoint.
+        """
+        source = _newest(self._session.world, self._session.strategy.traits.replicas_of)
+        if source is None:
+            raise CopiesLost("no in-memory checkpoint has valid parts of all ranks; resume from a checkpoint on disk")
+        return _take(self._session, self._ft, source, newcomer=not self._survivor)
+
+    def record(self) -> None:
+        """Do nothing: `MemoryCheckpointer.begin` makes the first copy of the generation."""
 
 
 def restore_newest(session: Session, ft: RankRecords) -> bool:
@@ -156,15 +183,15 @@ def _take(session: Session, ft: RankRecords, source: _Source, *, newcomer: bool)
     states = (
         [memory_checkpoint.join(parts, room)] if sharded else [memory_checkpoint.join([copy], room) for copy in parts]
     )
-    words = {part: copy.rest["word"] for part, copy in source.here.items() if world.rank in source.words[part]}
-    words = {part: word for by_part in world.gather_objects(words) for part, word in by_part.items()}
+    own = {part: copy.rest["record"] for part, copy in source.here.items() if world.rank in source.records[part]}
+    records = {part: record for by_part in world.gather_objects(own) for part, record in by_part.items()}
     strategy, local_states = session.strategy, [state["strategy"] for state in states]
     if isinstance(strategy, KeepsLocalState):
         strategy.load_local_states(local_states, session.module, session.optimizers, own=part_index is not None)
     else:
         strategy.load_state_dict(local_states[0], session.module, session.optimizers)
     state = states[0]
-    state["ranks"] = [from_record(pickle.loads(words[part])) for part in range(size)]
+    state["ranks"] = [from_record(pickle.loads(records[part])) for part in range(size)]
     ft.torn = False
     load_common_state(session, state, part_index, newcomer=newcomer)
     ft.memory.keep(source.key)
@@ -187,8 +214,8 @@ def _newest(world: World, replicas: Replicas) -> _Source | None:
         size = len(members)
         wanted = [[(key, members, step, part, tensors) for tensors in (True, False)] for part in range(size)]
         holders = [[rank for rank, (_, entries) in enumerate(by_rank) if full in entries] for full, _ in wanted]
-        words = [[rank for rank, (_, entries) in enumerate(by_rank) if entries.intersection(both)] for both in wanted]
+        records = [[rank for rank, (_, entries) in enumerate(by_rank) if entries.intersection(both)] for both in wanted]
         same = [[peer for peer in replicas(part, size) if holders[peer]] for part in range(size)]
-        if all(words) and all(same):
-            return _Source(key, step, states.get((key, members), {}), holders, words, same, nodes)
+        if all(records) and all(same):
+            return _Source(key, step, states.get((key, members), {}), holders, records, same, nodes)
     return None

@@ -77,7 +77,7 @@ def in_groups(groups: int) -> Callable[[int, int], list[int]]:
 
 def state_of(step: int, shard: int) -> dict[str, Any]:
     weights = torch.full((1000,), 10.0 * step + shard)
-    return {"strategy": weights, "word": f"{step} of {shard}", "state": {"step": step}}
+    return {"strategy": weights, "record": f"{step} of {shard}", "state": {"step": step}}
 
 
 def copy_steps(*steps: int, groups: int = 1) -> Callable[[Threads], None]:
@@ -88,7 +88,7 @@ def copy_steps(*steps: int, groups: int = 1) -> Callable[[Threads], None]:
             memory_checkpointer.copies.make((step,), range(world.size), state)
             assert memory_checkpointer._buddy is not None
             memory_checkpointer._buddy.exchange(
-                memory_checkpointer.copies, {"word": f"{step} of rank {world.rank}", "state": state["state"]}
+                memory_checkpointer.copies, {"record": f"{step} of rank {world.rank}", "state": state["state"]}
             )
 
     return work
@@ -99,7 +99,7 @@ def found(world: Threads, groups: int = 1) -> tuple[int, list[float]] | None:
     source = rollback._newest(world, in_groups(groups))
     if source is None:
         return None
-    assert all(source.words)
+    assert all(source.records)
     return source.step, [float(copy.tensor("strategy").unique()) for copy in source.parts(world)]
 
 

@@ -1,0 +1,202 @@
+"""The state with which the members of a generation continue: that of the most advanced member."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor
+
+from fabricx.checkpoint import tree
+from fabricx.distributed.generations import Generation, membership
+from fabricx.fault_tolerance import rank_record
+from fabricx.fault_tolerance.common_state import common_state, load_common_state
+from fabricx.fault_tolerance.progress import NO_SUMS, progress, record_of
+from fabricx.session.rank_state import RankState, from_record
+
+if TYPE_CHECKING:
+    from fabricx.fault_tolerance.records import RankRecords
+    from fabricx.session.session import Session
+
+Records = list[tuple[Any, dict[str, Any]]]  # per-rank state by progress
+
+
+@dataclass
+class Contribution:
+    """State that a member contributes to a generation.
+
+    Attributes:
+        progress: see `fault_tolerance.progress.progress`; empty for a replacement.
+        records: per-rank state by progress, of this member or of the worker that it replaces.
+        now: per-rank state at the time of the contribution; None for a replacement.
+        vacant: (generation, records) of each rank without a worker, with the generation since which it is vacant.
+    """
+
+    progress: tuple[Any, ...] = ()
+    records: Records = field(default_factory=list)
+    now: dict[str, Any] | None = None
+    vacant: list[tuple[int, Records]] = field(default_factory=list)
+
+
+def record_at(
+    records: Records, progress: tuple[Any, ...], now: dict[str, Any] | None = None
+) -> dict[str, Any] | None:  # fmt: skip
+    """Return the record of `progress`, else `now`, else the newest earlier record; None without.
+
+    Records of earlier generations are skipped: the sums of the present generation include them.
+
+    Args:
+        records: per-rank state by progress.
+        progress: progress of the most advanced member.
+        now: present state of the rank.
+    """
+    exact = next((record for key, record in records if key == progress), None)
+    if exact or now:
+        return exact or now
+    earlier = [(key, record) for key, record in records if key <= progress and key[-1] == progress[-1]]
+    return max(earlier, key=lambda entry: entry[0])[1] if earlier else None
+
+
+def records_of_all(
+    contributions: list[Contribution], furthest: tuple[Any, ...]
+) -> tuple[list[dict[str, Any]], bool]:  # fmt: skip
+    """Return the per-rank states to continue with, and whether there is one for each rank, in their order.
+
+    Otherwise the main rank receives all metric sums, which are only needed in total.
+
+    Args:
+        contributions: of all members, by rank.
+        furthest: progress of the most advanced member.
+    """
+    present = [record_at(member.records, furthest, member.now) for member in contributions]
+    vacant = [records for member in contributions for since, records in member.vacant if since > furthest[-1]]
+    absent = [record_at(records, furthest) for records in vacant]
+    each_rank = not vacant and all(record is not None for record in present)
+    return [record for record in (*present, *absent) if record is not None], each_rank
+
+
+@final
+class MemberStates:
+    """Loads the state of the most advanced member on all members of a generation.
+
+    A worker may die while the members load the state, when only some of them have finished. A member starts to train
+    only after all have loaded it. Until the supervisor has received that a member trains (`Generation.settled`), every
+    member therefore contributes to the next generation what it contributed before, or has loaded.
+
+    Args:
+        session: this rank's session.
+        ft: fault tolerance of the session.
+        survivor: this rank was a member before; False for a replacement.
+    """
+
+    def __init__(self, session: Session, ft: RankRecords, *, survivor: bool) -> None:
+        self._session, self._ft = session, ft
+        # Start of the interrupted batch, until a state is loaded:
+        self._batch_start = (ft.epoch_end or ft.resume_point or session.rank_state()) if survivor else None
+        self._contribution = Contribution() if self._batch_start is None else self._present(self._batch_start)
+        self._common: dict[str, Any] | None = None  # loaded state that some members may lack
+        self._loaded_in = -1  # newest generation, if it has loaded the state; else -1
+
+    def prepare(self, generation: Generation) -> None:
+        """Select the contribution to a generation.
+
+        Args:
+            generation: generation that this rank will join.
+        """
+        if 0 <= self._loaded_in <= generation.settled:  # a member trains with the loaded state
+            self._contribution, self._common = self._present(self._session.rank_state()), None
+        self._loaded_in = -1
+
+    def load(self, generation: Generation) -> int:
+        """Load the state of the most advanced member; collective.
+
+        Nothing changes before all data is received.
+
+        Args:
+            generation: generation that this rank has joined.
+
+        Returns:
+            number of failures that this state includes.
+
+        Raises:
+            RuntimeError: all members are replacements.
+        """
+        session, own = self._session, self._contribution
+        members = self._gather(generation)
+        furthest = max(member.progress for member in members)
+        if not furthest:
+            raise RuntimeError(
+                "no member of the process group has the state of the run; resume from a checkpoint on disk"
+            )
+        world, holder = session.world, [member.progress for member in members].index(furthest)
+        common = (self._common or common_state(session)) if world.rank == holder else None
+        common = world.broadcast_object(common, holder)
+        record = record_at(members[world.rank].records, furthest, members[world.rank].now)
+        if session.strategy.traits.lockstep:
+            if any(member.progress != furthest for member in members):
+                weights = self._broadcast_weights(holder)
+                if own.progress != furthest:
+                    session.strategy.load_state_dict(weights, session.module, session.optimizers)
+            records, each_rank = records_of_all(members, furthest)
+            source = world.rank if each_rank else None
+            if own.progress == furthest and self._batch_start is not None and self._batch_start.of_window:
+                self._batch_start.restore_buffers(session.module)
+        else:  # the servers have the weights, and each worker keeps its metric sums
+            records = [] if record is None else [record]
+            source = 0 if records else None
+        states = [from_record(per_rank) for per_rank in records]
+        self._ft.torn = False
+        load_common_state(session, {**common, "ranks": states}, source, newcomer=not own.progress)
+        self._contribution = Contribution(furthest, [] if record is None else [(furthest, record)])
+        self._common, self._batch_start, self._loaded_in = common, None, generation.number
+        failures: int = common["failures"]
+        return failures
+
+    def record(self) -> None:
+        """Record the loaded state, before any rank continues: a replacement of this rank starts from this record."""
+        session, contribution, slot = self._session, self._contribution, self._ft.slot
+        if contribution.records and slot is not None:  # both records are needed until the generation is settled
+            slot.write(*contribution.records[0])
+        self._ft.record()
+        contribution.records.append((progress(session), record_of(session, session.rank_state())))
+
+    def _present(self, point: RankState) -> Contribution:
+        """Return the present state as a contribution, with that at a point as the record to continue from."""
+        session = self._session
+        now = record_of(session, session.rank_state())
+        if self._ft.epoch_end is not None:  # other ranks may have finished this epoch
+            now |= NO_SUMS
+        return Contribution(progress(session), [(progress(session), record_of(session, point))], now)
+
+    def _gather(self, generation: Generation) -> list[Contribution]:
+        """Return the contributions of all members, by rank; a replacement has the records of its predecessors."""
+        folder, worker, world = membership().folder, membership().worker, self._session.world
+        records, vacant = self._contribution.records, []
+        if not self._contribution.progress:
+            records = _read_slots(folder, generation.replacements.get(worker, ()))
+        if world.main_rank:
+            vacant = [(since, _read_slots(folder, workers)) for since, workers in generation.departed]
+        return world.gather_objects(replace(self._contribution, records=records, vacant=vacant))
+
+    def _broadcast_weights(self, holder: int) -> Any:
+        """Return the weights and the optimizer states of rank `holder`, on all ranks."""
+        session, world = self._session, self._session.world
+        held: tuple[Any, dict[str, Tensor]] = (None, {})  # plain data and tensors of the holder
+        if world.rank == holder:
+            state = session.strategy.state_dict(session.module, session.optimizers)
+            state["module"].update(self._batch_start.buffers if self._batch_start is not None else {})
+            held = tree.split(state)
+        kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in held[1].items()}
+        rest, kinds = world.broadcast_object((held[0], kinds), holder)
+        tensors = {}
+        for name, (shape, dtype) in kinds.items():
+            source = held[1].get(name)
+            tensor = torch.empty(shape, dtype=dtype, device=world.device) if source is None else source.to(world.device)
+            tensors[name] = world.broadcast(tensor, holder)
+        return tree.join(rest, tensors)
+
+
+def _read_slots(folder: str, workers: Iterable[int]) -> Records:
+    return [entry for worker in workers for entry in rank_record.read(folder, worker)]

@@ -1,0 +1,45 @@
+"""The per-rank states with which the members of a generation continue."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fabricx.fault_tolerance.member_states import Contribution, record_at, records_of_all
+
+BATCH_1, BATCH_2, NEXT_GENERATION = (1, 0), (2, 0), (2, 1)  # (batch, generation)
+
+
+def record(name: str) -> dict[str, Any]:
+    return {"sums": name}
+
+
+def test_the_record_of_the_furthest_progress_comes_before_the_present_state() -> None:
+    records = [(BATCH_1, record("before")), (BATCH_2, record("after"))]
+    assert record_at(records, BATCH_2, record("now")) == record("after")
+    assert record_at(records[:1], BATCH_2, record("now")) == record("now")
+
+
+def test_a_replacement_continues_with_the_newest_earlier_record_of_its_generation() -> None:
+    records = [(BATCH_1, record("first")), (BATCH_2, record("second"))]
+    assert record_at(records, (3, 0)) == record("second")
+    assert record_at(records, (1, 1)) is None  # sums of an earlier generation are in those of the present one
+    assert record_at([], BATCH_1) is None
+
+
+def test_each_rank_keeps_its_record_if_all_ranks_have_one() -> None:
+    survivor = Contribution(BATCH_2, [(BATCH_2, record("0"))], record("now"))
+    replacement = Contribution(records=[(BATCH_2, record("1"))])
+    assert records_of_all([survivor, replacement], BATCH_2) == ([record("0"), record("1")], True)
+
+
+def test_the_main_rank_receives_the_sums_of_ranks_that_have_no_worker() -> None:
+    vacant = [(1, [(BATCH_2, record("of a dead rank"))])]
+    survivor = Contribution(BATCH_2, [(BATCH_2, record("0"))], record("now"), vacant)
+    assert records_of_all([survivor], BATCH_2) == ([record("0"), record("of a dead rank")], False)
+    # In later generations, the sums of the members include those of the dead rank.
+    assert records_of_all([survivor], NEXT_GENERATION) == ([record("now")], True)
+
+
+def test_a_replacement_without_a_record_begins_with_empty_sums() -> None:
+    survivor = Contribution(BATCH_2, [(BATCH_2, record("0"))], record("now"))
+    assert records_of_all([survivor, Contribution()], BATCH_2) == ([record("0")], False)
