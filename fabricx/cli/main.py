@@ -95,6 +95,21 @@ the folder as config-resumed-1.yaml and command-resumed-1.txt.
 The number of ranks may change: the global batches stay the same. Optimizers
 continue with the learning rates of the checkpoint.
 """
+DOCTOR_HELP = """\
+fabricx doctor
+
+Print versions, devices, communication backends, and the time of an all-reduce
+between two processes. Include its output in a bug report.
+"""
+SCALE_HELP = """\
+fabricx scale RUN_DIR WORKERS
+
+Change the number of workers of a run in progress, at its next step: the
+global batches stay the same. Call it on the machine of the run; the run
+prints a message when the workers train.
+
+  fabricx scale runs/2026-01-31_12-00-00-abcdef 3
+"""
 HELP = """\
 fabricx: training for PyTorch, distributed by a single setting
 
@@ -142,6 +157,9 @@ def main() -> None:
         print(f"error: there is no command {command!r}.{hint}\n  known: {', '.join(COMMANDS)}", file=sys.stderr)
         raise SystemExit(1)
     if command == "doctor":
+        if arguments[1:]:
+            print(DOCTOR_HELP)
+            raise SystemExit(arguments[1] not in ("-h", "--help"))
         from fabricx.cli.doctor import examine
 
         raise SystemExit(examine())
@@ -270,7 +288,7 @@ def _run_resumed(config: dict[str, Any], run_dir: Path, newest: Path) -> bool:
 def _scale(arguments: list[str]) -> int:
     """Request a number of workers of a run in progress; return the exit status."""
     if len(arguments) != 2 or arguments[0].startswith("-"):
-        print("fabricx scale RUN_DIR WORKERS\n\nChange the number of workers of a run in progress, at its next step.")
+        print(SCALE_HELP)
         return 0 if arguments and arguments[0] in ("-h", "--help") else 1
     from fabricx.launch.resize import request_workers
 

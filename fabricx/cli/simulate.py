@@ -22,6 +22,24 @@ parameters, on H100s. docs/scaling.md has the assumptions.
   fabricx simulate devices=64,256 sequence=8192
   fabricx simulate devices=256 between_gb_s=12 memory_gb=74
   fabricx simulate devices=256 mesh.tensor=8 mesh.pipeline=4 mesh.data=fsdp
+
+Keys, with their values for the H100s; GB are 10^9 bytes, and speeds are per second
+  devices=16,64,256,1024,4096  numbers of devices; each has a line
+  batch                        sequences in a step; by default, 4.2 million tokens
+  layers=80 hidden=8192 heads=64 kv_heads=8 ffn=28672 vocabulary=128256
+    sequence=4096              dimensions of the transformer
+  tflops=989 efficiency=0.6    peak of a device, and the part that products reach
+  memory_gb=74 memory_gb_s=2500  memory of a device, and its speed
+  node=8                       devices of a machine
+  inside_gb_s=360 inside_us=3  speed and latency of messages within a machine
+  between_gb_s=40 between_us=10  the same between machines
+
+Keys that fix a part of the mesh; others are searched for the fastest
+  mesh.pipeline mesh.context mesh.tensor   ranks of an axis
+  mesh.virtual mesh.microbatches           chunks of blocks of a rank, and of a batch
+  mesh.schedule                            of the pipeline
+  mesh.sequence mesh.recompute             true or false
+  mesh.data                                ddp or fsdp
 """
 DEVICES: Final = (16, 64, 256, 1024, 4096)
 TOKENS: Final = 2**22  # of a step, unless batch= is set
@@ -47,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
         arguments: arguments of the command.
     """
     if any(argument in ("-h", "--help") for argument in arguments):
-        print(f"{USAGE}\nkeys: {', '.join(KEYS)}")
+        print(USAGE)
         return 0
     try:
         lines = simulated(arguments)

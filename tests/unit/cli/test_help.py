@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from pathlib import Path
 
 import pytest
 
 from fabricx.cli.help import explained_argument
 from fabricx.cli.hydra_app import run_app
+from fabricx.cli.main import main
 
 NET = """
 class Net:
@@ -78,3 +80,14 @@ def test_what_a_docstring_refers_to_is_explained(own_folder: Path, capsys: pytes
     said = capsys.readouterr().out
     assert "  strategy.compression_keep=0.01\n      fraction of the elements" in said
     assert "see `ServerOptions`" not in said
+
+
+@pytest.mark.parametrize("command", ["doctor", "scale", "resume", "simulate"])
+def test_a_command_without_a_configuration_explains_itself_and_does_nothing(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fabricx", command, "--help"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    assert capsys.readouterr().out.startswith(f"fabricx {command}")

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import pytest
 
-from fabricx.cli.simulate import KEYS, main, simulated
+from fabricx.cli.simulate import KEYS, UNITS, main, simulated
+from fabricx.model_parallel.dimensions import Cluster, Transformer
 
 SMALL = ["layers=4", "hidden=64", "heads=4", "kv_heads=2", "ffn=128", "vocabulary=100", "sequence=64", "batch=16"]
 
@@ -46,3 +49,6 @@ def test_the_help_names_the_keys(capsys):
     assert main(["--help"]) == 0
     said = capsys.readouterr().out
     assert all(key in said for key in KEYS)
+    model = asdict(Transformer())
+    cluster = {key: getattr(Cluster(), field) / unit for key, (field, unit) in UNITS.items()}
+    assert [text for name, value in {**model, **cluster}.items() if (text := f"{name}={value:.10g}") not in said] == []
