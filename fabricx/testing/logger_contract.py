@@ -58,7 +58,7 @@ def _check_rewinding(make: Callable[[], Logger], read: Callable[[Path], Iterable
     resumed.rewind(2)
     resumed.flush()
     resumed.log_metrics({"loss": 8.0}, 3)
-    resumed.close()
+    resumed.close("success")
     _compare("after rewind(2)", read(run_dir), {1: 0.5, 2: 1.0, 3: 8.0}, "Does rewind delete rows of later steps?")
 
 

@@ -35,6 +35,9 @@ class Keeps(fx.Logger):
         with self.path.open("a") as file:
             file.write(f"{step},{metrics['loss']}\n")
 
+    def close(self, status: Any) -> None:
+        """Has no default, which a run does not need."""
+
 
 class Forgets(fx.Callback):
     """Stops at the third validation, and has no state."""
