@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fabricx.core.callback import Callback
 from fabricx.core.placeholder import is_placeholder
+from fabricx.distributed.dtensors import is_dtensor
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
@@ -179,7 +180,7 @@ def local(tensors: Iterable[Any]) -> list[Tensor]:
     Args:
         tensors: ordinary tensors and DTensors.
     """
-    return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    return [tensor.to_local() if is_dtensor(tensor) else tensor for tensor in tensors]
 
 
 def averageable(tensor: Tensor) -> bool:

@@ -16,6 +16,7 @@ from fabricx.core.gradient_checks import check_dense
 from fabricx.core.strategy import Strategy, Traits
 from fabricx.core.strategy_parts import Elastic, HidesGradients, MeasuresWaiting, ShardsWeights, WrapsStep
 from fabricx.distributed.collective_order import CollectiveOrder
+from fabricx.distributed.dtensors import is_dtensor
 from fabricx.distributed.fsdp_internals import CollectiveTimer, DeviceWaits, UnshardedModule
 from fabricx.distributed.fsdp_units import Policy, blocks, check_owned, outermost_owners, tied_parameters
 from fabricx.distributed.gathered import GatheredWeights
@@ -416,7 +417,7 @@ class FSDP(Strategy, Elastic, HidesGradients, MeasuresWaiting, ShardsWeights, Wr
     def _zero(self) -> Tensor:
         """Return a loss of zero that depends on the outputs of the newest step, and on all gathered parameters."""
         assert self.module is not None
-        gathered = [p for p in self.module.parameters() if p.requires_grad and not hasattr(p, "full_tensor")]
+        gathered = [p for p in self.module.parameters() if p.requires_grad and not is_dtensor(p)]
         return torch.stack([tensor.sum() * 0.0 for tensor in (*self._outputs, *gathered)]).sum()
 
     def apply_requires_grad(self) -> None:
@@ -454,20 +455,20 @@ class FSDP(Strategy, Elastic, HidesGradients, MeasuresWaiting, ShardsWeights, Wr
         self._note("clips gradients by their norm")
         with paused():
             norm: Any = nn.utils.clip_grad_norm_(parameters, max_norm)  # DTensors: the norm is over all ranks
-        whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        whole: Tensor = norm.full_tensor() if is_dtensor(norm) else norm
         return whole
 
     def sharded_parameters(self) -> dict[str, Tensor]:
         return {
             name: parameter
             for name, parameter in _all_names(self.module)  # a checkpoint saves tied weights under each of their names
-            if hasattr(parameter, "full_tensor")
+            if is_dtensor(parameter)
         }
 
     def whole_weights(self, module: nn.Module) -> dict[str, Any]:
         weights = {}
         for name, value in module.state_dict().items():
-            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+            whole = value.full_tensor() if is_dtensor(value) else value
             if self.world.main_rank:
                 weights[name] = whole.detach().cpu() if isinstance(whole, Tensor) else whole
         return weights

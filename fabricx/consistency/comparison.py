@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fabricx.distributed.dtensors import is_dtensor
 from fabricx.distributed.generations import membership
 from fabricx.distributed.grad_hooks import number_of_hooks
 from fabricx.distributed.world import World
@@ -128,7 +129,7 @@ def share_weights(world: World, module: nn.Module) -> None:
     if world.size == 1:
         return
     candidates = (*module.parameters(), *module.buffers())
-    tensors = [p for p in candidates if not nn.parameter.is_lazy(p) and not hasattr(p, "full_tensor")]
+    tensors = [p for p in candidates if not nn.parameter.is_lazy(p) and not is_dtensor(p)]
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
         digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
@@ -305,7 +306,7 @@ def _with_values(value: Any) -> str:
         return "{" + ", ".join(f"{_plain(key)}: {_with_values(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_with_values, value))}]"
-    if not isinstance(value, Tensor) or hasattr(value, "full_tensor") or value.nbytes > COMPARED or not value.numel():
+    if not isinstance(value, Tensor) or is_dtensor(value) or value.nbytes > COMPARED or not value.numel():
         return _plain(value)
     words = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return f"tensor, {_like(value)}, {hashlib.blake2b(words, digest_size=16).hexdigest()}"

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from fabricx.core.averaging import AverageRule
 from fabricx.core.dealer import Dealer
+from fabricx.distributed.dtensors import is_dtensor
 from fabricx.distributed.world import World
 
 if TYPE_CHECKING:
@@ -397,7 +398,7 @@ class HidesGradients:
         if not gradients:
             return None
         norm: Any = nn.utils.get_total_norm(gradients)
-        whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        whole: Tensor = norm.full_tensor() if is_dtensor(norm) else norm
         return whole
 
     def nonfinite_gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:

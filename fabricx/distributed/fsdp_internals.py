@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from fabricx.distributed.dtensors import is_dtensor
 
 _FSDP = "torch.distributed.fsdp"
 
@@ -36,12 +39,23 @@ def own_block(tensor: Any) -> tuple[Tensor, tuple[int, ...] | None]:
     Returns:
         The local shard and its global offsets; for an ordinary tensor, the tensor and None.
     """
-    if not hasattr(tensor, "to_local"):
+    if not is_dtensor(tensor):
         return tensor, None
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tensor.to_local(), tuple(offsets)
+
+
+def class_before_fsdp(module: nn.Module) -> type[nn.Module]:
+    """Return the class of a module without that which `fully_shard` derives from it.
+
+    Args:
+        module: any module, also one that is not sharded.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # without it, no module is sharded
+    kinds = (kind for kind in type(module).__mro__ if fsdp is None or not issubclass(kind, fsdp.FSDPModule))
+    return cast(type[nn.Module], next(kinds))
 
 
 def units_of(module: nn.Module) -> list[Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from fabricx.distributed.dtensors import is_dtensor
 from fabricx.errors import NotPicklable
 
 
@@ -68,7 +69,7 @@ def check_sharded(module: nn.Module) -> None:
         ValueError: a shard has such a hook; the message names the parameter.
     """
     for name, parameter in module.named_parameters():
-        if hasattr(parameter, "full_tensor") and number_of_hooks(parameter, accumulated=False):
+        if is_dtensor(parameter) and number_of_hooks(parameter, accumulated=False):
             raise ValueError(no_hook(name))
 
 

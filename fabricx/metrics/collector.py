@@ -13,6 +13,7 @@ from torch import Tensor
 from fabricx.core.reductions import check_reduction
 from fabricx.core.strategy import Strategy
 from fabricx.core.transfer import batch_size_of
+from fabricx.distributed.dtensors import is_dtensor
 from fabricx.distributed.world import World
 from fabricx.metrics.accumulator import EXACT, Metrics, Series, as_value
 from fabricx.metrics.objects import metric_objects, set_states, states_of
@@ -115,8 +116,8 @@ class Logbook:
             to_logger: loggers receive the value.
             joined: the value is reduced over ranks.
         """
-        if type(value) is not Tensor and hasattr(value, "full_tensor"):  # a norm of shards, such as under fsdp
-            value = value.detach().full_tensor()  # a collective: also on ranks whose value is discarded
+        if type(value) is not Tensor and is_dtensor(value):  # a norm of shards, such as under fsdp
+            value = value.full_tensor().detach()  # a collective: also on ranks whose value is discarded
         if self._mute:
             return
         if self.loader is not None:

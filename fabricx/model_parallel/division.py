@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabricx.distributed.collective_guard import check_joined
+from fabricx.distributed.dtensors import is_dtensor
 from fabricx.distributed.fsdp_internals import shard_like
 from fabricx.distributed.generations import membership
 from fabricx.distributed.world import World
@@ -167,7 +168,7 @@ class Division:
         absent = self.absent
         for name, tensor in self._named(duplicates=False):
             shared = also_shared and self._pipeline is not None
-            if shared or name in sharded or self._source(name) is not None or hasattr(tensor, "full_tensor"):
+            if shared or name in sharded or self._source(name) is not None or is_dtensor(tensor):
                 yield name, tensor, name in absent
 
     def _source(self, name: str) -> int | None:
@@ -215,7 +216,7 @@ class Division:
             whole: on all ranks.
         """
         part = whole if self._parts is None else self._parts.part(name, whole)
-        return shard_like(part, local) if hasattr(local, "full_tensor") else part
+        return shard_like(part, local) if is_dtensor(local) else part
 
     @torch.no_grad()
     def write(self, name: str, local: Tensor, whole: Tensor, *, absent: bool = False) -> None:
@@ -301,13 +302,13 @@ class Division:
         return dict(self._module.named_parameters(remove_duplicate=False))
 
     def _whole(self, name: str, value: Any) -> Tensor:
-        local: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+        local: Tensor = value.full_tensor() if is_dtensor(value) else value
         return local if self._parts is None else self._parts.whole(name, local)
 
     def _part(self, name: str, value: Tensor) -> Any:
         part = value if self._parts is None else self._parts.part(name, value)
         like: Any = self._parameters()[name]
-        return shard_like(part, like) if hasattr(like, "full_tensor") and part.shape == like.shape else part
+        return shard_like(part, like) if is_dtensor(like) and part.shape == like.shape else part
 
     @torch.no_grad()
     def restore(self, optimizers: Sequence[Optimizer], unshard: Callable[[], None]) -> None:
@@ -356,5 +357,5 @@ def _mapped(value: Any, name: str, known: Mapping[str, Any], convert: Callable[[
 
 def _placements(parameter: Any) -> Iterator[tuple[int, Any]]:
     """Return (number of ranks, placement) of each dim of the mesh over which a DTensor is placed."""
-    if hasattr(parameter, "placements"):
+    if is_dtensor(parameter):
         yield from zip(parameter.device_mesh.shape, parameter.placements, strict=True)

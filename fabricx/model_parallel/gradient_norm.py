@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fabricx.core.gradient_checks import SPARSE_CLIPPED
+from fabricx.distributed.dtensors import is_dtensor
 from fabricx.distributed.world import World
 
 
@@ -88,9 +89,10 @@ def _local(gradient: Any) -> Tensor:
     Raises:
         ValueError: the gradient is sparse.
     """
-    placements = getattr(gradient, "placements", ())
-    assert not any(placement.is_partial() for placement in placements), "a gradient is not summed over ranks yet"
-    local: Tensor = (gradient.to_local() if placements else gradient).detach()
+    local: Tensor = gradient.detach()
+    if is_dtensor(gradient):
+        assert not any(part.is_partial() for part in gradient.placements), "a gradient is not summed over ranks yet"
+        local = gradient.to_local().detach()
     if local.layout is not torch.strided:
         raise ValueError(SPARSE_CLIPPED)
     return local

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fabricx.core.rng import RandomState
+from fabricx.distributed.dtensors import is_dtensor
 from fabricx.model_parallel.division import Division
 from fabricx.model_parallel.hidden_gradients import DividedGradient, HiddenGradient, hidden
 from fabricx.model_parallel.sharded_functions import AUTOGRAD, PROPERTIES, SIZES
@@ -282,7 +283,7 @@ class HookWeights(TorchFunctionMode):
         whole = _whole_shard(value) if other is None else self._gather(other).whole
         if tuple(whole.shape) != tuple(self._division.empty(weight.name, weight.local).shape):
             raise ValueError(f"{weight.name}.data: a divided weight keeps its shape, and this is {list(whole.shape)}")
-        if weight.absent or hasattr(weight.local, "full_tensor"):
+        if weight.absent or is_dtensor(weight.local):
             self.write(weight, whole)
         else:  # not written in place: a backward that follows may need the elements before
             _local(target).data = self._division.part_of(weight.name, weight.local, whole).detach().clone()
@@ -291,7 +292,7 @@ class HookWeights(TorchFunctionMode):
     def _set_gradient(self, weight: Weight, parameter: Tensor, value: Any) -> None:
         if value is not None and self._has_divided([value]):
             raise DividedGradient(f"the gradient of {weight.name} is divided over ranks: set a whole tensor, or None")
-        if value is None or isinstance(value, HiddenGradient) or hasattr(value, "full_tensor"):
+        if value is None or isinstance(value, HiddenGradient) or is_dtensor(value):
             parameter.grad = value
         elif not weight.absent:
             parameter.grad = self._division.part_of(weight.name, weight.local, value.detach())
@@ -313,7 +314,7 @@ class HookWeights(TorchFunctionMode):
 
         def replaced(value: Any) -> Any:
             weight = self._weight(value)
-            if weight is None and hasattr(value, "full_tensor") and not self._division.divides:
+            if weight is None and is_dtensor(value) and not self._division.divides:
                 weight = Weight("a shard", value)  # such as a gradient
             if weight is None:
                 return value
@@ -399,13 +400,13 @@ def _local(value: Any) -> Tensor:
 
 
 def _whole_shard(value: Any) -> Any:
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+    return value.full_tensor() if is_dtensor(value) else value
 
 
 def _plain(values: Iterable[Any], weight: Weight) -> bool:
     """Return whether further arguments are equal for all elements of a weight."""
     tensors = [value for value in values if isinstance(value, Tensor)]
-    return not tensors or (all(value.dim() == 0 for value in tensors) and not hasattr(weight.local, "full_tensor"))
+    return not tensors or (all(value.dim() == 0 for value in tensors) and not is_dtensor(weight.local))
 
 
 def _is_one_of(result: Any, values: Sequence[Any]) -> bool:

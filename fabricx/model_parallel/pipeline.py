@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fabricx.consistency.weight_changes import WeightChanges, refused_change
 from fabricx.core.rng import random_kept
+from fabricx.distributed.dtensors import is_dtensor
 from fabricx.distributed.lost_peers import raise_peer_lost
 from fabricx.distributed.point_to_point import Transfers
 from fabricx.distributed.world import World
@@ -95,7 +96,7 @@ class Pipeline:
         self.shared_names = {
             name: stages for name, stages in self.owners.items() if len(stages) > 1 and name not in chain.buffers
         }
-        if schedule == "zero_bubble" and any(hasattr(parameter, "full_tensor") for parameter in module.parameters()):
+        if schedule == "zero_bubble" and any(is_dtensor(parameter) for parameter in module.parameters()):
             raise ValueError(_ZERO_BUBBLE_FSDP)
         # Buffers are small, and code that copies a module's state writes to them.
         placeholders.release(module, self.owners.keys() - self.own_names - chain.buffers)
@@ -346,7 +347,7 @@ class Pipeline:
             raise ValueError(
                 f"{name} is used by stages {stages} and has a sparse gradient: set sparse=False in its layer"
             )
-        local = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+        local = gradient.to_local() if is_dtensor(gradient) else gradient
         first, *others = stages
         event, tag = f"sum of the gradients of {name} over stages {', '.join(map(str, stages))}", _SHARED + number
         if self.world.rank != first:

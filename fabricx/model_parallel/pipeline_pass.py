@@ -10,6 +10,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
+from fabricx.distributed.dtensors import is_dtensor
 from fabricx.distributed.point_to_point import Expected, Transfers
 from fabricx.model_parallel.block_calls import seeds_of
 from fabricx.model_parallel.nested import leaves, mapped
@@ -385,7 +386,7 @@ class Pass:
 def _described(leaf: Any) -> list[Any]:
     """Return plain data about a leaf: ["tensor", shape, dtype, has a gradient], ["value", value] or ["other"]."""
     if isinstance(leaf, Tensor):
-        if leaf.is_nested or leaf.layout is not torch.strided or hasattr(leaf, "full_tensor"):
+        if leaf.is_nested or leaf.layout is not torch.strided or is_dtensor(leaf):
             raise ValueError(
                 "a block takes or returns a nested, sparse or distributed tensor, which a pipeline can't send; for "
                 "nn.TransformerEncoder set enable_nested_tensor=False"

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from fabricx.core.placeholder import is_placeholder
 from fabricx.core.strategy import Traits
 from fabricx.core.strategy_parts import ShardsWeights
+from fabricx.distributed.dtensors import is_dtensor
 from fabricx.distributed.grad_hooks import check_before_sharding
 from fabricx.distributed.sharded_parameters import ShardedParameters
 from fabricx.model_parallel.gradient_sums import GradientSums
@@ -78,7 +79,7 @@ class ShardedSums(GradientSums, ShardsWeights):
 
     def whole_weights(self, module: nn.Module) -> dict[str, Any]:
         state: Mapping[str, Any] = module.state_dict()
-        whole = {name: value.full_tensor() if hasattr(value, "full_tensor") else value for name, value in state.items()}
+        whole = {name: value.full_tensor() if is_dtensor(value) else value for name, value in state.items()}
         return {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in whole.items()}
 
     def unshard(self) -> None:

@@ -16,6 +16,7 @@ from fabricx.consistency.comparison import of_added
 from fabricx.core.hparams import Form, plain, storable
 from fabricx.core.state import Phase
 from fabricx.core.strategy_parts import ModelParallel, as_part
+from fabricx.distributed.fsdp_internals import class_before_fsdp
 from fabricx.errors import PossibleUserWarning
 from fabricx.redaction import masked
 from fabricx.session.callback_states import by_key, constructed
@@ -131,8 +132,7 @@ def _begin_checkpoint(
 
 def _manifest(session: Session, *, weights_only: bool) -> dict[str, Any]:
     """Return the description of a checkpoint as plain data; it is readable without the tensors."""
-    # fully_shard derives a class with `reshard`; save the user's class.
-    module_class = next(c for c in type(session.module).__mro__ if not hasattr(c, "reshard"))
+    module_class = class_before_fsdp(session.module)
     manifest: dict[str, Any] = {
         "run": [session.state.run, session.run_dir.name if session.run_dir is not None else ""],
         "step": session.state.step,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fabricx import by_value
 from fabricx.core.module_hooks import RUN_ATTRIBUTES
+from fabricx.distributed.dtensors import is_dtensor
 from fabricx.metrics.objects import attributes_of_metrics
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def refuse_shards(value: object) -> Any:
     Raises:
         ValueError: it is a shard.
     """
-    if hasattr(value, "full_tensor"):
+    if is_dtensor(value):
         raise ValueError("a rank's shard")
     return NotImplemented
 
@@ -142,7 +143,7 @@ def _is_plain(value: object) -> bool:
 
 def _on_cpu(value: Any) -> Any:
     """Return a tensor in main memory, without the rest of a larger one that it is a part of."""
-    if not isinstance(value, Tensor) or hasattr(value, "full_tensor") or isinstance(value, nn.Parameter):
+    if not isinstance(value, Tensor) or is_dtensor(value) or isinstance(value, nn.Parameter):
         return value
     if value.device.type not in ("cpu", "meta"):
         return value.detach().cpu()

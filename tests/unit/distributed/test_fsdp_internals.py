@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
-from fabricx.distributed.fsdp_internals import UnshardedModule
+from fabricx.distributed.fsdp_internals import UnshardedModule, class_before_fsdp
 
 
 class Tied(nn.Module):
@@ -72,3 +72,16 @@ def test_what_was_sharded_can_be_taken_apart_and_sharded_again() -> None:
         before = len(seen)
         assert module.training_step(torch.ones(3, 4)).requires_grad
         assert len(seen) == before + 1
+
+
+class Reshards(nn.Linear):
+    def reshard(self) -> None: ...
+
+
+@pytest.mark.usefixtures("group")
+def test_the_class_of_a_sharded_module_is_that_of_the_user() -> None:
+    module = Reshards(2, 2)
+    assert class_before_fsdp(module) is Reshards
+    fully_shard(module)
+    assert type(module) is not Reshards
+    assert class_before_fsdp(module) is Reshards

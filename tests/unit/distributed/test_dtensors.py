@@ -1,0 +1,42 @@
+"""DTensors are recognised without the import of their module."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+
+from fabricx.distributed.dtensors import is_dtensor
+
+
+class Similar:
+    """Has the methods of a DTensor."""
+
+    def full_tensor(self) -> None: ...
+
+    def to_local(self) -> None: ...
+
+
+def test_tensors_and_other_objects_are_no_dtensors() -> None:
+    assert not any(map(is_dtensor, (torch.ones(2), torch.nn.Parameter(torch.ones(2)), None, Similar())))
+
+
+def test_a_distributed_tensor_is_a_dtensor() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert is_dtensor(distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,))))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_question_imports_nothing() -> None:
+    program = (
+        "import sys; from fabricx.distributed.dtensors import is_dtensor; assert not is_dtensor(1); "
+        "print([name for name in sys.modules if name.startswith('torch')])"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout == "[]\n"
