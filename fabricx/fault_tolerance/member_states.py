@@ -160,15 +160,15 @@ class MemberStates:
         if contribution.records and slot is not None:  # both records are needed until the generation is settled
             slot.write(*contribution.records[0])
         self._ft.record()
-        contribution.records.append((progress(session), record_of(session, session.rank_state())))
+        contribution.records.append((progress(session), record_of(session.rank_state(), self._ft.buffers)))
 
     def _present(self, point: RankState) -> Contribution:
         """Return the present state as a contribution, with that at a point as the record to continue from."""
         session = self._session
-        now = record_of(session, session.rank_state())
+        now = record_of(session.rank_state(), self._ft.buffers)
         if self._ft.epoch_end is not None:  # other ranks may have finished this epoch
             now |= NO_SUMS
-        return Contribution(progress(session), [(progress(session), record_of(session, point))], now)
+        return Contribution(progress(session), [(progress(session), record_of(point, self._ft.buffers))], now)
 
     def _gather(self, generation: Generation) -> list[Contribution]:
         """Return the contributions of all members, by rank; a replacement has the records of its predecessors."""

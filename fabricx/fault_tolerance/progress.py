@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from fabricx.core.state import Stage
-from fabricx.session.rank_state import RankState
+from fabricx.session.rank_state import BufferCopies, RankState
 
 if TYPE_CHECKING:
     from fabricx.session.session import Session
@@ -53,12 +53,11 @@ def progress(session: Session) -> Progress:
     )  # fmt: skip
 
 
-def record_of(session: Session, point: RankState) -> dict[str, Any]:
+def record_of(point: RankState, buffers: BufferCopies | None) -> dict[str, Any]:
     """Return the per-rank state at a point, with the buffers that batches have changed on this rank.
 
     Args:
-        session: this rank's session.
         point: state to record.
+        buffers: copies of the module's buffers; None if they are not recorded.
     """
-    buffers = session.fault_tolerance.buffers
     return {**point.record(), "buffers": None if buffers is None else buffers.packed(point)}

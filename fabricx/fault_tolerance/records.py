@@ -89,7 +89,7 @@ class RankRecords(FaultTolerance):
             return
         session = self._session
         key = progress(session)._replace(stage=int(Stage.EPOCH_WATCHERS), closing=session.state.drained)
-        self.slot.write(key, {**record_of(session, session.rank_state()), **NO_SUMS})
+        self.slot.write(key, {**record_of(session.rank_state(), self.buffers), **NO_SUMS})
 
     def after_validation_steps(self) -> None:
         if self.slot is not None:
@@ -176,7 +176,7 @@ class RankRecords(FaultTolerance):
     def _write(self, key: Progress, point: RankState | None) -> None:
         assert self.slot is not None
         session = self._session
-        self.slot.write(key, record_of(session, point or session.rank_state(objects=self.metric_objects)))
+        self.slot.write(key, record_of(point or session.rank_state(objects=self.metric_objects), self.buffers))
 
     def _hooks_before_update(self) -> bool:
         session = self._session

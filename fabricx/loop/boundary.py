@@ -17,6 +17,7 @@ from fabricx.session.schedule import agree_at_boundary, limit_reached, validatio
 from fabricx.telemetry.events import Span
 
 if TYPE_CHECKING:
+    from fabricx.session.accumulation import AccumulationWindow
     from fabricx.session.session import Session
 
 
@@ -38,16 +39,16 @@ def begin_batch(session: Session, micro: Microbatch) -> Any:
     return batch
 
 
-def results_of(session: Session, outputs: Any, batch: Any) -> Any:
-    """Return the outputs of a step without their graph, for the hooks that end a batch.
+def results_for_hooks(window: AccumulationWindow, outputs: Any, batch: Any) -> Any:
+    """Return the outputs of a step without their graph, for the hooks that end a batch; the window keeps them.
 
     Args:
-        session: this rank's session.
+        window: the present accumulation window.
         outputs: outputs of the training step.
         batch: batch on the device.
     """
     results = {"loss": outputs.detach()} if isinstance(outputs, Tensor) else detached(outputs)
-    session.window.keep(results, batch)
+    window.keep(results, batch)
     return results
 
 

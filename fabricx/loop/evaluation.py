@@ -18,6 +18,7 @@ from fabricx.distributed.collective_guard import ALL_JOIN, along, without_sample
 from fabricx.telemetry.events import Span
 
 if TYPE_CHECKING:
+    from fabricx.core.strategy_parts import ShardsWeights
     from fabricx.session.session import Session
 
 _WORDS = {Phase.SANITY: "validation", Phase.VALIDATE: "validation", Phase.TEST: "test", Phase.PREDICT: "predict"}
@@ -140,7 +141,7 @@ def _evaluate_batches(session: Session, word: str, number: int, feed: Feed) -> N
             batch = session.to_device(micro.data, number)
             session.batch.is_last = micro.last
             logbook.begin_batch(batch, micro.size, logbook.batches)
-            in_step, in_hook = _guards(session, word, micro)
+            in_step, in_hook = _guards(session.sharding, word, micro)
             with in_hook:
                 for hook in starts:
                     hook(batch, micro.index, number)
@@ -154,13 +155,13 @@ def _evaluate_batches(session: Session, word: str, number: int, feed: Feed) -> N
             logbook.end_batch()
 
 
-def _guards(session: Session, word: str, micro: Microbatch) -> tuple[AbstractContextManager[Any], ...]:
+def _guards(sharding: ShardsWeights, word: str, micro: Microbatch) -> tuple[AbstractContextManager[Any], ...]:
     """Return contexts for the step and for hooks of a batch, which refuse collectives that some rank does not join."""
     if not micro.idle:
         return ALL_JOIN, ALL_JOIN
     names = f"{word}_step", f"on_{word}_epoch_end"
     in_hook = without_sample(micro.idle, *names)
-    return along(micro.idle, *names) if session.sharding.computes_together else in_hook, in_hook
+    return along(micro.idle, *names) if sharding.computes_together else in_hook, in_hook
 
 
 def _batches(session: Session, feed: Feed) -> Iterator[Microbatch]:
@@ -211,7 +212,7 @@ def predict(session: Session, feeds: Sequence[Feed], *, keep: bool) -> list[Any]
                     batch = session.to_device(micro.data, number)
                     session.batch.is_last = micro.last
                     session.batch.indices = feed.indices(micro)
-                    in_step, in_hook = _guards(session, "predict", micro)
+                    in_step, in_hook = _guards(session.sharding, "predict", micro)
                     with in_hook:
                         for hook in session.hooks.on_predict_batch_start:
                             hook(batch, micro.index, number)

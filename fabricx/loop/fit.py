@@ -11,7 +11,7 @@ from fabricx.core.state import Phase, Stage
 from fabricx.data import Microbatch
 from fabricx.data.order import epoch_seed
 from fabricx.distributed.collective_guard import ALL_JOIN, without_sample
-from fabricx.loop.boundary import advance, begin_batch, end_batch, results_of, skip_rest
+from fabricx.loop.boundary import advance, begin_batch, end_batch, results_for_hooks, skip_rest
 from fabricx.loop.epoch import begin_epoch, end_epoch, repeated_hooks
 from fabricx.loop.evaluation import sanity_check
 from fabricx.loop.lr_schedules import step_schedules
@@ -224,7 +224,7 @@ def train_batch(session: Session, micro: Microbatch) -> int | None:
         session.serving.wait_for_weights(session.state.step)  # hooks don't change weights that arrive in them
     effects = session.checks.effects() if micro.idle else None
     if hooks.on_train_batch_end:
-        results = results_of(session, outputs, batch)
+        results = results_for_hooks(session.window, outputs, batch)
         for hook in hooks.train_batch_end_others:
             with ALL_JOIN if hook in hooks.train_batch_end_empty else guard:
                 hook(results, batch, index)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fabricx.data import Microbatch
 from fabricx.distributed.collective_guard import OWN_PACE
-from fabricx.loop.boundary import advance, begin_batch, end_batch, results_of
+from fabricx.loop.boundary import advance, begin_batch, end_batch, results_for_hooks
 from fabricx.loop.lr_schedules import follow_schedules
 from fabricx.loop.manual_optimization import train_manually
 from fabricx.loop.microbatch import step_and_backward
@@ -90,7 +90,7 @@ def _train_batch(session: Session, micro: Microbatch) -> None:
     session.recorder.samples += session.metrics.logbook.size or session.metrics.logbook.count()
     session.batch.in_step = False
     if hooks.on_train_batch_end:
-        results = results_of(session, outputs, batch)
+        results = results_for_hooks(session.window, outputs, batch)
         for hook in hooks.train_batch_end_others:
             hook(results, batch, index)
     if micro.closes:

@@ -8,6 +8,8 @@ from fabricx.core.optimizers import Schedule
 from fabricx.errors import missing_metric
 
 if TYPE_CHECKING:
+    from fabricx.distributed.world import World
+    from fabricx.metrics.run_metrics import RunMetrics
     from fabricx.session.session import Session
 
 
@@ -68,7 +70,7 @@ def step_schedules(session: Session, interval: str, count: int, *, metrics: bool
             continue
         metric = None
         if schedule.reduce_on_plateau:
-            metric = _monitored(session, schedule)
+            metric = _monitored(schedule, session.metrics, session.world)
             if metric is None:
                 text = missing_metric(str(schedule.monitor), session.metrics.published.metrics, "the scheduler")
                 if schedule.strict:
@@ -79,7 +81,7 @@ def step_schedules(session: Session, interval: str, count: int, *, metrics: bool
             session.module.lr_scheduler_step(schedule.scheduler, metric)
 
 
-def _monitored(session: Session, schedule: Schedule) -> Any:
+def _monitored(schedule: Schedule, metrics: RunMetrics, world: World) -> Any:
     """Return the newest value of a schedule's metric on rank 0, so that all ranks have equal learning rates."""
-    metric = session.metrics.newest().metrics.get(schedule.monitor or "")
-    return metric if session.world.size == 1 else session.world.broadcast_object(metric)
+    metric = metrics.newest().metrics.get(schedule.monitor or "")
+    return metric if world.size == 1 else world.broadcast_object(metric)

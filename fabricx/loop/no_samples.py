@@ -53,7 +53,7 @@ def _compute(session: Session, micro: Microbatch) -> None:
             "Remove its length, or set limit_train_batches to a number of batches that every rank has"
         )
     if not session.module.automatic_optimization:
-        train_without_data(session, micro, example_batch(session, micro))
+        train_without_data(session, micro, example_batch(micro, session.to_device))
         session.fault_tolerance.after_own_update(micro)
         advance(session, micro)
         return
@@ -61,7 +61,7 @@ def _compute(session: Session, micro: Microbatch) -> None:
         if micro.opens:
             zero_grad(session, micro)
         with nullcontext() if micro.closes else session.strategy.accumulate():
-            session.window.sit_out(micro, NO_BATCH, session.settings, example_batch(session, micro))
+            session.window.sit_out(micro, NO_BATCH, session.settings, example_batch(micro, session.to_device))
         if micro.closes and session.window.ready():
             update(session, micro, None)
         elif micro.closes:

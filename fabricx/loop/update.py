@@ -156,7 +156,7 @@ def _step_with_closure(session: Session, micro: Microbatch, batch: Any, optimize
             return _global_loss(session, micro, session.window.loss)
         optimizer.zero_grad()
         if batch is None:  # other ranks compute
-            session.strategy.backward_without_data(example_batch(session, micro))
+            session.strategy.backward_without_data(example_batch(micro, session.to_device))
             return _global_loss(session, micro, None)
         outputs = session.training_step(batch, micro.index)
         loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
@@ -188,11 +188,11 @@ def _global_loss(session: Session, micro: Microbatch, loss: Tensor | None) -> Te
     return world.all_reduce(share)
 
 
-def example_batch(session: Session, micro: Microbatch) -> tuple[Any, ...]:
+def example_batch(micro: Microbatch, to_device: Callable[[Any, int], Any]) -> tuple[Any, ...]:
     """Return the arguments with which a rank without samples computes along: (batch, index), or () without a batch.
 
     Args:
-        session: this rank's session.
         micro: this rank's microbatch; its data are a sample of another rank.
+        to_device: transfers (batch, loader index) to the device.
     """
-    return () if micro.data is None else (session.to_device(micro.data, 0), micro.index)
+    return () if micro.data is None else (to_device(micro.data, 0), micro.index)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+from torch.optim import Optimizer
 
 from fabricx import checkpoint
 from fabricx.core.optimizers import load_schedules
@@ -126,7 +128,7 @@ def restore(session: Session, path: Path, *, weights_only: bool) -> None:
             f"{path} lacks {', '.join(missing)}, so training can't continue from it. To begin a new run with its "
             "weights: Module.load_from_checkpoint(path)"
         )
-    configured = _hyperparameters(session)
+    configured = _hyperparameters(session.optimizers)
     try:
         session.strategy.load_state_dict(state["strategy"], session.module, session.optimizers)
     except RuntimeError as error:
@@ -145,16 +147,16 @@ def restore(session: Session, path: Path, *, weights_only: bool) -> None:
     session.metrics.loggers.rewind(session.state.step)
 
 
-def _hyperparameters(session: Session) -> list[dict[str, Any]]:
+def _hyperparameters(optimizers: Iterable[Optimizer]) -> list[dict[str, Any]]:
     """Return the numbers with which each parameter group of the optimizers begins."""
-    groups = [group for optimizer in session.optimizers for group in optimizer.param_groups]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     numbers = [{name: value for name, value in group.items() if isinstance(value, (int, float))} for group in groups]
     return [{**group, "lr": group.get("initial_lr", group.get("lr"))} for group in numbers]
 
 
 def _report_hyperparameters(session: Session, configured: Sequence[Mapping[str, Any]]) -> None:
     """Print numbers of `configure_optimizers` that the checkpoint has replaced."""
-    restored = _hyperparameters(session)
+    restored = _hyperparameters(session.optimizers)
     pairs = {
         f"{name}={now[name]} (configured: {value})": None
         for before, now in zip(configured, restored, strict=False)
@@ -281,7 +283,8 @@ def _print_global_batch(session: Session, before: int) -> None:
     )
     if not session.serving.global_updates:
         why = "an update has batch_size x accumulate_grad_batches samples of a single worker"
-    per_batch = max(1, now // max(1, _batch_size(session)))  # updates have so many times the batch size
+    batch_size = max(1, _batch_size(session.data.train_dataloader))
+    per_batch = max(1, now // batch_size)  # batches of the loader in an update
     keep = f"; to keep {before}, set batch_size={before // per_batch}" if before % per_batch == 0 else ""
     session.print(
         f"each update now has {now} samples, and had {before} before the checkpoint: {why}; learning rates are not "
@@ -289,8 +292,8 @@ def _print_global_batch(session: Session, before: int) -> None:
     )
 
 
-def _batch_size(session: Session) -> int:
-    return int(getattr(session.data.train_dataloader, "batch_size", None) or 0)
+def _batch_size(loader: object) -> int:
+    return int(getattr(loader, "batch_size", None) or 0)
 
 
 def recount_batches(session: Session) -> None:

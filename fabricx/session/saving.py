@@ -24,6 +24,7 @@ from fabricx.session.save_points import check_savable, meet_to_save
 from fabricx.telemetry.events import Span
 
 if TYPE_CHECKING:
+    from fabricx.distributed.world import World
     from fabricx.session.rank_state import RankState
     from fabricx.session.session import Session
 
@@ -70,6 +71,28 @@ def _begin_checkpoint(
     single_file: bool,
 ) -> None:
     began = time.monotonic()
+    state, added = _content(session, path, weights_only=weights_only)
+    manifest = _manifest(session, weights_only=weights_only)
+
+    def full() -> None:
+        session.metrics.loggers.event(
+            "checkpoint", f"{path} could not be written: the disk is full; delete files to make room", manifest["step"]
+        )
+        if failed is not None:
+            failed()
+
+    def done() -> None:
+        session.recorder.event("checkpoint", f"{path} is complete", manifest["step"], seconds=time.monotonic() - began)
+        if after is not None:
+            after()
+
+    writer = session.checkpoints.writer = session.checkpoints.writer or checkpoint.Writer(session.world)
+    shown = added if single_file else None
+    writer.begin(path, state, manifest, done, full, repeated=after is not None, shown=shown)
+
+
+def _content(session: Session, path: Path, *, weights_only: bool) -> tuple[dict[str, Any], list[str]]:
+    """Return the content of a checkpoint, and the names of the entries that hooks have added to it; collective."""
     point = session.fault_tolerance.resume_point or (None if weights_only else session.rank_state())
     buffers = {} if point is None else point.buffers
     if buffers and not weights_only and session.window.unfinished and session.strategy.traits.checkpoint_averages:
@@ -89,7 +112,7 @@ def _begin_checkpoint(
     }
     state["strategy"]["module"].update(buffers)
     if point is not None and not weights_only:
-        state |= {**run_state(session), "ranks": _states_of_ranks(session, point)}
+        state |= {**run_state(session), "ranks": _states_of_ranks(session.world, point)}
     known = set(state)
     session.checkpoints.collecting = True
     try:
@@ -105,29 +128,12 @@ def _begin_checkpoint(
             f"checkpoints omit the hyperparameters {', '.join(f'{name} ({kind})' for name, kind in omitted.items())}: "
             "they are no plain data. Pass them to load_from_checkpoint, and to save_hyperparameters(ignore=[...])",
             PossibleUserWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
     state |= {"hparams": masked(hparams), "hparams_omitted": omitted}
     added = {name: value for name, value in state.items() if name not in known}
-    _warn_if_lost(session, added)
-    state = as_part(session.strategy, ModelParallel).whole_state(state)
-    manifest = _manifest(session, weights_only=weights_only)
-
-    def full() -> None:
-        session.metrics.loggers.event(
-            "checkpoint", f"{path} could not be written: the disk is full; delete files to make room", manifest["step"]
-        )
-        if failed is not None:
-            failed()
-
-    def done() -> None:
-        session.recorder.event("checkpoint", f"{path} is complete", manifest["step"], seconds=time.monotonic() - began)
-        if after is not None:
-            after()
-
-    writer = session.checkpoints.writer = session.checkpoints.writer or checkpoint.Writer(session.world)
-    shown = [str(name) for name in added] if single_file else None
-    writer.begin(path, state, manifest, done, full, repeated=after is not None, shown=shown)
+    _warn_if_lost(session.world, added)
+    return as_part(session.strategy, ModelParallel).whole_state(state), [str(name) for name in added]
 
 
 def _manifest(session: Session, *, weights_only: bool) -> dict[str, Any]:
@@ -178,17 +184,17 @@ def weights_as_state_dict(state: dict[str, Any]) -> Iterator[None]:
         state["strategy"]["module"] = changed
 
 
-def _states_of_ranks(session: Session, point: RankState) -> list[dict[str, Any]]:
+def _states_of_ranks(world: World, point: RankState) -> list[dict[str, Any]]:
     """Return the states of all data ranks; ranks that compute a share together have the same random numbers."""
-    states = session.world.gather_objects(point.state_dict() if session.world.represents else None)
+    states = world.gather_objects(point.state_dict() if world.represents else None)
     return [state for state in states if state is not None]
 
 
-def _warn_if_lost(session: Session, added: Mapping[str, Any]) -> None:
+def _warn_if_lost(world: World, added: Mapping[str, Any]) -> None:
     """Warn if hooks add different values on other ranks: only those of rank 0 are saved; every rank calls it."""
-    by_rank = session.world.gather_objects(of_added(added)) if session.world.size > 1 else []
+    by_rank = world.gather_objects(of_added(added)) if world.size > 1 else []
     names = sorted({str(name) for other in by_rank for name in other if other[name] != by_rank[0].get(name)})
-    if names and session.world.main_rank:
+    if names and world.main_rank:
         warnings.warn(
             f"on_save_checkpoint adds values that differ between ranks ({', '.join(names)}), and a checkpoint stores "
             "those of rank 0 only: gather the values of all ranks in on_save_checkpoint, by self.all_gather or "

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Final, Literal, final
 
 import torch
+from torch.optim import Optimizer
 
 from fabricx.core.callback import Callback
 from fabricx.core.transfer import batch_size_of
@@ -135,7 +136,7 @@ class RateSweep(Callback):
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self._step = trainer.global_step
-        self._set_rate(trainer)
+        self._set_rate(trainer.optimizers)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
@@ -146,7 +147,7 @@ class RateSweep(Callback):
             return
         self._record(trainer)
         self._step = trainer.global_step
-        self._set_rate(trainer)
+        self._set_rate(trainer.optimizers)
 
     def _record(self, trainer: Any) -> None:
         world = trainer.world.axis("data")
@@ -170,9 +171,9 @@ class RateSweep(Callback):
         finder = self.finder
         return rate_at(step, finder.num_training, finder.lr_min, finder.lr_max, finder.mode)
 
-    def _set_rate(self, trainer: Any) -> None:
+    def _set_rate(self, optimizers: Iterable[Optimizer]) -> None:
         rate = self._rate(len(self.finder.results["lr"]))
-        for optimizer in trainer.optimizers:
+        for optimizer in optimizers:
             for group in optimizer.param_groups:
                 if isinstance(group["lr"], torch.Tensor):
                     group["lr"].fill_(rate)

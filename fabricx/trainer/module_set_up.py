@@ -38,7 +38,8 @@ def set_up_module(session: Session, ckpt_path: str | Path | None) -> None:
     if session.options.sync_batchnorm and (session.world.size > 1 or session.world.newcomer):
         synchronise(module, session.world.device)
     _place(module, session.world.device)
-    _compile(session)
+    if session.options.compile:
+        _compile(module, session.options.compile)
     overridden: dict[str, Any] = {
         name: overrides(module, name, ModuleHooks)
         for name in ("backward", "batch_weight", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")
@@ -78,13 +79,11 @@ def _place(module: nn.Module, device: torch.device) -> None:
         module.to(device)
 
 
-def _compile(session: Session) -> None:
-    if not session.options.compile:
-        return
-    options = dict(session.options.compile) if isinstance(session.options.compile, Mapping) else {}
+def _compile(module: nn.Module, choice: bool | Mapping[str, Any]) -> None:
+    options = dict(choice) if isinstance(choice, Mapping) else {}
     # In place, so that names in the state dict do not change. Without a forward, training_step calls the children.
-    has_forward = type(session.module).forward is not nn.Module.forward
-    for part in [session.module] if has_forward else list(session.module.children()):
+    has_forward = type(module).forward is not nn.Module.forward
+    for part in [module] if has_forward else list(module.children()):
         part.compile(**options)
 
 

@@ -18,6 +18,8 @@ from fabricx.trainer import provenance
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from fabricx.core.datamodule import DataModule
+    from fabricx.core.module import Module
     from fabricx.session.session import Session
     from fabricx.telemetry.logs import LogSettings
 
@@ -78,18 +80,18 @@ def _record_arguments(session: Session, run_dir: Path, arguments: Mapping[str, A
         if (file := run_dir / name).is_file():
             text = (file.stem, file.read_text())
             session.metrics.loggers.each(lambda logger, text=text: logger.log_text(*text))  # type: ignore[misc]
-    params = _hparams_to_log(session) if session.options.enable_autolog_hparams else {}
+    params = _hparams_to_log(session.module, session.datamodule) if session.options.enable_autolog_hparams else {}
     if params:
         session.metrics.loggers.each(lambda logger: logger.log_hyperparams(masked(params)))
 
 
-def _hparams_to_log(session: Session) -> dict[str, Any]:
+def _hparams_to_log(module: Module, data: DataModule | None) -> dict[str, Any]:
     """Return the hyperparameters of the module and the data module as plain data.
 
     Raises:
         ValueError: they have different values of one name.
     """
-    owners = [owner for owner in (session.module, session.datamodule) if owner is not None]
+    owners = [owner for owner in (module, data) if owner is not None]
     logged = [plain(owner.hparams) for owner in owners if owner.__dict__.get("_log_hyperparams")]
     for name in sorted(set.intersection(*map(set, logged))) if len(logged) > 1 else ():
         if logged[0][name] != logged[1][name]:
