@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 import torch
@@ -20,6 +21,16 @@ if TYPE_CHECKING:
 Mode = Literal["min", "max"]
 
 
+class EarlyStoppingReason(Enum):
+    """Criteria by which training stops early, with Lightning's names and numbers."""
+
+    NOT_STOPPED = 0
+    STOPPING_THRESHOLD = 1
+    DIVERGENCE_THRESHOLD = 2
+    PATIENCE_EXHAUSTED = 3
+    NON_FINITE_METRIC = 4
+
+
 @dataclass(frozen=True)
 class Rule:
     """Arguments of `EarlyStopping` that determine the decision."""
@@ -34,11 +45,12 @@ class Rule:
 
 @dataclass(frozen=True)
 class Decision:
-    """Result of a check: best score so far, checks without improvement, and the reason to stop (None: continue)."""
+    """Result of a check: best score, checks without improvement, the reason to stop (None: continue) and its kind."""
 
     best: float
     checks_waited: int
     reason: str | None = None
+    kind: EarlyStoppingReason = field(default=EarlyStoppingReason.NOT_STOPPED, repr=False)
 
 
 def judge(rule: Rule, score: float, best: float, checks_waited: int) -> Decision:
@@ -57,23 +69,24 @@ def judge(rule: Rule, score: float, best: float, checks_waited: int) -> Decision
         the updated best score and number of checks, and the reason to stop, if any.
     """
     sign = 1.0 if rule.mode == "max" else -1.0
+    kinds = EarlyStoppingReason
     if rule.check_finite and not math.isfinite(score):
-        return Decision(best, checks_waited, f"it is {score}, which is not a finite number")
+        reason = f"it is {score}, which is not a finite number"
+        return Decision(best, checks_waited, reason, kinds.NON_FINITE_METRIC)
     if rule.stopping_threshold is not None and sign * score > sign * rule.stopping_threshold:
-        return Decision(score, 0, f"{score:.4g} is better than the threshold of {rule.stopping_threshold:.4g}")
+        reason = f"{score:.4g} is better than the threshold of {rule.stopping_threshold:.4g}"
+        return Decision(score, 0, reason, kinds.STOPPING_THRESHOLD)
     if rule.divergence_threshold is not None and sign * score < sign * rule.divergence_threshold:
-        return Decision(
-            best, checks_waited, f"{score:.4g} is worse than the threshold of {rule.divergence_threshold:.4g}"
-        )
+        reason = f"{score:.4g} is worse than the threshold of {rule.divergence_threshold:.4g}"
+        return Decision(best, checks_waited, reason, kinds.DIVERGENCE_THRESHOLD)
     if sign * score - rule.min_delta > sign * best:
         return Decision(score, 0)
     checks_waited += 1
     if checks_waited < rule.patience:
         return Decision(best, checks_waited)
     enough = f" by at least {rule.min_delta:.4g}" if rule.min_delta else ""
-    return Decision(
-        best, checks_waited, f"it has not improved on {best:.4g}{enough} in the last {checks_waited} checks"
-    )
+    reason = f"it has not improved on {best:.4g}{enough} in the last {checks_waited} checks"
+    return Decision(best, checks_waited, reason, kinds.PATIENCE_EXHAUSTED)
 
 
 @final
@@ -85,6 +98,7 @@ class EarlyStopping(Callback):
         wait_count: checks since the last improvement.
         best_score: best value so far, a scalar tensor.
         reason: sentence that explains why training stopped, or None.
+        stopping_reason: the criterion by which training stopped.
 
     Args:
         monitor: name of a logged metric.
@@ -139,6 +153,7 @@ class EarlyStopping(Callback):
         self.wait_count = 0
         self.stopped_epoch = 0
         self.reason: str | None = None
+        self.stopping_reason = EarlyStoppingReason.NOT_STOPPED
         self._fitting = False
         self._validated = False
         self._stopped_before = False  # the checkpoint's run stopped early under the same rule
@@ -148,6 +163,11 @@ class EarlyStopping(Callback):
     def min_delta(self) -> float:
         """Return the smallest change that counts as an improvement."""
         return self.rule.min_delta
+
+    @property
+    def stopping_reason_message(self) -> str | None:
+        """Return the sentence that explains why training stopped, or None."""
+        return self.reason
 
     @property
     def best_score(self) -> Tensor:
@@ -203,7 +223,7 @@ class EarlyStopping(Callback):
             trainer.print(f"{self.monitor} improved from {self._best:.4g} to {decision.best:.4g}")
         self._best, self.wait_count = decision.best, decision.checks_waited
         if decision.reason is not None:
-            self.reason = f"{self.monitor}: {decision.reason}"
+            self.reason, self.stopping_reason = f"{self.monitor}: {decision.reason}", decision.kind
             self.stopped_epoch = trainer.current_epoch
             trainer.should_stop = True
             if self.verbose:
@@ -215,6 +235,7 @@ class EarlyStopping(Callback):
             "stopped_epoch": self.stopped_epoch,
             "best_score": self._best,
             "reason": self.reason,
+            "stopping_reason": self.stopping_reason.value,
             "rule": asdict(self.rule),
         }
 
@@ -223,4 +244,5 @@ class EarlyStopping(Callback):
         self.stopped_epoch = state_dict["stopped_epoch"]
         self._best = float(state_dict["best_score"])
         self.reason = state_dict["reason"]
+        self.stopping_reason = EarlyStoppingReason(state_dict.get("stopping_reason", 0))
         self._stopped_before = self.reason is not None and state_dict.get("rule") == asdict(self.rule)

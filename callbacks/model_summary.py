@@ -77,6 +77,16 @@ class Summary:
         """Return the names of the submodules, under Lightning's name."""
         return [row.name for row in self.rows]
 
+    @property
+    def layer_types(self) -> list[str]:
+        """Return the classes of the submodules."""
+        return [row.kind for row in self.rows]
+
+    @property
+    def param_nums(self) -> list[int]:
+        """Return the numbers of parameters of the submodules; 0 for one without a shape yet."""
+        return [row.parameters or 0 for row in self.rows]
+
     def cells(self) -> list[tuple[str, ...]]:
         """Return the formatted cells of each row."""
         return [(str(number), *row.cells()) for number, row in enumerate(self.rows)]

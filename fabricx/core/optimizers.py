@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fabricx.core.optimizer_state import OTHER_STATE
-from fabricx.errors import did_you_mean
+from fabricx.errors import PossibleUserWarning, did_you_mean
 
 if TYPE_CHECKING:
     from fabricx.core.strategy import Strategy
@@ -75,6 +75,13 @@ def parse_optimizers(result: Any, *, manual: bool = False) -> tuple[list[Optimiz
             raise ValueError(
                 f"{type(schedule.scheduler).__name__} needs the name of a metric; return "
                 '{"optimizer": ..., "lr_scheduler": {"scheduler": ..., "monitor": "val_loss"}}'
+            )
+        if manual and (schedule.interval, schedule.frequency, schedule.monitor) != ("epoch", 1, None):
+            warnings.warn(
+                f"interval, frequency and monitor of {type(schedule.scheduler).__name__} have no effect with "
+                "automatic_optimization = False: call self.lr_schedulers().step() in the module",
+                PossibleUserWarning,
+                stacklevel=2,
             )
         of = getattr(schedule.scheduler, "optimizer", None)
         if isinstance(of, Optimizer) and not any(of is optimizer for optimizer in optimizers):

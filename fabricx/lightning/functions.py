@@ -7,6 +7,7 @@ import gc
 import importlib
 import inspect
 import os
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -158,10 +159,75 @@ class SimpleProfiler:
 
     def __init__(self, **options: Any) -> None:
         self.options = options
+        self.recorded_durations: dict[str, list[float]] = {}
+        self._begun: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def profile(self, action_name: str) -> Iterator[str]:
+        """Return a context that measures an action of the program.
+
+        Args:
+            action_name: of the action.
+        """
+        self.start(action_name)
+        try:
+            yield action_name
+        finally:
+            self.stop(action_name)
+
+    def start(self, action_name: str) -> None:
+        """Begin an action.
+
+        Args:
+            action_name: of the action.
+
+        Raises:
+            ValueError: the action has begun and not ended.
+        """
+        if action_name in self._begun:
+            raise ValueError(f"{type(self).__name__}.start({action_name!r}): the action has begun already; call stop")
+        self._begun[action_name] = time.monotonic()
+
+    def stop(self, action_name: str) -> None:
+        """End an action.
+
+        Args:
+            action_name: of the action.
+
+        Raises:
+            ValueError: the action has not begun.
+        """
+        if action_name not in self._begun:
+            raise ValueError(f"{type(self).__name__}.stop({action_name!r}): the action has not begun; call start")
+        self.recorded_durations.setdefault(action_name, []).append(time.monotonic() - self._begun.pop(action_name))
+
+    def summary(self) -> str:
+        """Return a line with the calls and the seconds of each action that the program has measured."""
+        return "\n".join(
+            f"{name}: {len(times)} calls, {sum(times):.4g} s" for name, times in self.recorded_durations.items()
+        )
+
+    def describe(self) -> None:
+        """Print the summary."""
+        print(self.summary())
 
 
 class PassThroughProfiler(SimpleProfiler):
-    """`Trainer(profiler=PassThroughProfiler())`, as profiler=None."""
+    """`Trainer(profiler=PassThroughProfiler())`, as profiler=None; measures nothing."""
+
+    def start(self, action_name: str) -> None:
+        """Do nothing.
+
+        Args:
+            action_name: unused.
+        """
+
+    def stop(self, action_name: str) -> None:
+        """Do nothing.
+
+        Args:
+            action_name: unused.
+        """
 
 
 def cli_lightning_logo() -> None:

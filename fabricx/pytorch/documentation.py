@@ -35,7 +35,7 @@ ABSENT_MEMBERS: Final[Mapping[str, Mapping[str, str]]] = {
 _DIFFERS: Final[Mapping[str, str]] = {
     "trainer.global_step, max_steps": "weight updates, for any number of optimizers",
     "step of the rows of loggers": "the number of weight updates: 1 for the first batch, in Lightning 0",
-    "trainer.fit_loop": "has the limits (`max_epochs`, ...) and `setup_data`; trainer.state is the position",
+    "trainer.fit_loop": "has `max_epochs`, ..., and `epoch_loop.global_step`; trainer.state is the position",
     "trainer.model": "the module; no strategy wraps it",
     "trainer.accelerator": "a name, not an object",
     "trainer.profiler": "a name; its `profile`, `start` and `stop` measure nothing",

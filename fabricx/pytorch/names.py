@@ -103,6 +103,7 @@ TREE: Final[Mapping[str, Names]] = {
         {
             "Callback": "fabricx:Callback",
             "Checkpoint": "fabricx.callbacks:ModelCheckpoint",
+            "EarlyStoppingReason": "fabricx.callbacks.early_stopping:EarlyStoppingReason",
             "RichProgressBarTheme": "fabricx.callbacks.progress_bar:RichProgressBarTheme",
             "WriteInterval": "fabricx.callbacks.prediction_writer:WriteInterval",
         },
@@ -360,9 +361,13 @@ TREE: Final[Mapping[str, Names]] = {
         ),
     ),
     "demos": Names(
+        names={
+            name: f"fabricx.demo.boring:{name}"
+            for name in ("BoringDataModule", "BoringModel", "ManualOptimBoringModel", "RandomDataset")
+        },
         absent=_each(
-            "BoringDataModule BoringModel DemoModel LightningLSTM LightningTransformer "
-            "SequenceSampler SimpleLSTM Transformer WikiText2 RandomDataset MNISTDataModule",
+            "DemoModel LightningLSTM LightningTransformer SequenceSampler SimpleLSTM Transformer WikiText2 "
+            "MNISTDataModule",
             _DEMO,
         ),
         paths="boring_classes lstm mnist_datamodule transformer",

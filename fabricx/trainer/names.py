@@ -67,6 +67,20 @@ _SUCCESSORS: Final[Mapping[str, str]] = {
 }  # fmt: skip
 
 
+class EpochLoopSteps:
+    """What programs read of `trainer.fit_loop.epoch_loop`: the number of weight updates, by which they log.
+
+    Args:
+        global_step: number of weight updates.
+    """
+
+    def __init__(self, global_step: int) -> None:
+        self.global_step = self._batches_that_stepped = global_step
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"trainer.fit_loop.epoch_loop has no attribute {name!r}: trainer.fit_loop: {_LOOP}")
+
+
 class FitLimits:
     """The limits of a fit as attributes of `trainer.fit_loop`, which programs read and set between two fits.
 
@@ -79,6 +93,11 @@ class FitLimits:
 
     def setup_data(self) -> None:
         """Do nothing: `trainer.train_dataloader` is set before `configure_optimizers`, unlike in Lightning."""
+
+    @property
+    def epoch_loop(self) -> EpochLoopSteps:
+        """Return the number of weight updates under the names of Lightning's inner loop."""
+        return EpochLoopSteps(self.__dict__["_trainer"].global_step)
 
     def __getattr__(self, name: str) -> Any:
         if name not in _LIMITS:

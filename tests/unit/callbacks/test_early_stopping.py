@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from fabricx.callbacks import EarlyStopping
-from fabricx.callbacks.early_stopping import Decision, Rule, judge
+from fabricx.callbacks.early_stopping import Decision, EarlyStoppingReason, Rule, judge
 
 
 def stops_after(rule: Rule, scores: list[float]) -> int | None:
@@ -47,6 +47,23 @@ def test_the_reason_is_told() -> None:
     assert judge(Rule(), 0.3, 0.4, 2) == Decision(0.3, 0)
 
 
+@pytest.mark.parametrize(
+    ("rule", "score", "kind"),
+    [
+        (Rule(), 0.3, "NOT_STOPPED"),
+        (Rule(stopping_threshold=0.35), 0.3, "STOPPING_THRESHOLD"),
+        (Rule(divergence_threshold=1.0), 2.0, "DIVERGENCE_THRESHOLD"),
+        (Rule(patience=1), 0.5, "PATIENCE_EXHAUSTED"),
+        (Rule(), math.nan, "NON_FINITE_METRIC"),
+    ],
+)
+def test_the_criterion_has_the_name_and_number_of_lightning(rule: Rule, score: float, kind: str) -> None:
+    theirs = pytest.importorskip("lightning.pytorch.callbacks.early_stopping").EarlyStoppingReason
+    found = judge(rule, score, 0.4, 0).kind
+    assert (found.name, found.value) == (kind, theirs[kind].value)
+    assert len(EarlyStoppingReason) == len(theirs)
+
+
 def test_training_is_asked_to_stop(trainer: Any) -> None:
     callback = EarlyStopping("val_loss", patience=2, verbose=True)
     run = trainer(callback).start()
@@ -57,7 +74,11 @@ def test_training_is_asked_to_stop(trainer: Any) -> None:
     assert callback.stopped_epoch == 2
     assert callback.wait_count == 2
     assert float(callback.best_score) == 0.5
-    assert "has not improved" in str(callback.reason)
+    assert callback.stopping_reason is EarlyStoppingReason.PATIENCE_EXHAUSTED
+    resumed = EarlyStopping("val_loss", patience=2)
+    resumed.load_state_dict(callback.state_dict())
+    assert resumed.stopping_reason is callback.stopping_reason
+    assert "has not improved" in str(resumed.stopping_reason_message)
     assert "val_loss" in run.printed[-1]
 
 

@@ -78,6 +78,12 @@ def test_a_plateau_scheduler_of_manual_optimization_needs_no_metric() -> None:
     assert parse_optimizers({"optimizer": TWO, "lr_scheduler": PLATEAU}, manual=True) == ([TWO], [Schedule(PLATEAU)])
 
 
+@pytest.mark.parametrize("option", [{"interval": "step"}, {"frequency": 2}, {"monitor": "val"}], ids=str)
+def test_times_of_a_schedule_in_manual_optimization_are_a_warning(option: dict[str, Any]) -> None:
+    with pytest.warns(UserWarning, match=r"monitor of StepLR have no effect.*self.lr_schedulers\(\).step\(\)"):
+        parse_optimizers({"optimizer": ONE, "lr_scheduler": {"scheduler": STEPS, **option}}, manual=True)
+
+
 def test_a_state_belongs_to_schedules_of_the_same_description() -> None:
     schedules = [Schedule(STEPS, "step", 3)]
     assert schedules[0].described == "StepLR by 3 steps"

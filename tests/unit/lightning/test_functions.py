@@ -37,6 +37,22 @@ def test_a_summary_lists_the_layers() -> None:
     assert "Linear" in table
 
 
+def test_a_profiler_measures_the_actions_of_a_program(capsys: pytest.CaptureFixture[str]) -> None:
+    profiler, silent = functions.SimpleProfiler(), functions.PassThroughProfiler()
+    for each in (profiler, silent, profiler):
+        with each.profile("load"):
+            pass
+    assert len(profiler.recorded_durations["load"]) == 2
+    profiler.describe()
+    assert capsys.readouterr().out.startswith("load: 2 calls, ")
+    assert (silent.recorded_durations, silent.summary()) == ({}, "")
+    with pytest.raises(ValueError, match="has not begun"):
+        profiler.stop("load")
+    profiler.start("load")
+    with pytest.raises(ValueError, match="has begun already"):
+        profiler.start("load")
+
+
 def test_generators_are_restored() -> None:
     torch.manual_seed(1)
     with functions.isolate_rng(include_cuda=False):

@@ -98,7 +98,10 @@ def test_a_metric_that_was_never_logged_is_an_error_unless_the_schedule_may_wait
 def test_in_manual_optimization_the_user_advances_it(quiet: dict[str, Any]) -> None:
     module = _Schedules(interval="step")
     module.automatic_optimization = False
-    with pytest.warns(UserWarning, match="no optimizer made a step in the epoch"):
+    with (
+        pytest.warns(UserWarning, match="no optimizer made a step in the epoch"),
+        pytest.warns(UserWarning, match="interval, frequency and monitor of _Counts have no effect"),
+    ):
         fx.Trainer(max_epochs=1, **quiet).fit(module, tiny_loader())
     assert module.counts.metrics == []
 

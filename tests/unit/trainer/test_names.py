@@ -138,8 +138,12 @@ def test_the_limits_of_the_fit_loop_are_those_of_the_trainer(quiet: dict[str, An
     assert (trainer.fit_loop.max_epochs, trainer.current_epoch, trainer.fit_loop.max_steps) == (2, 2, -1)
     trainer.fit_loop.max_epochs = None
     assert trainer.max_epochs == -1
-    with pytest.raises(AttributeError, match="has no attribute 'epoch_loop': it has max_epochs"):
-        trainer.fit_loop.epoch_loop  # noqa: B018
+    steps = trainer.fit_loop.epoch_loop
+    assert (steps._batches_that_stepped, steps.global_step) == (8, 8)
+    with pytest.raises(AttributeError, match="epoch_loop has no attribute 'val_loop'"):
+        steps.val_loop  # noqa: B018
+    with pytest.raises(AttributeError, match="has no attribute 'epoch_progress': it has max_epochs"):
+        trainer.fit_loop.epoch_progress  # noqa: B018
     with pytest.raises(AttributeError, match=r"fit_loop\.epoch_progress can't be set"):
         trainer.fit_loop.epoch_progress = 3
 
