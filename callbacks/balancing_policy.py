@@ -62,7 +62,10 @@ def share_batch(
     if not all(0.0 < speed < math.inf for speed in speeds):
         raise ValueError(f"speeds must be positive and finite: {list(speeds)}")
     if not sum(low) <= samples <= sum(high):
-        raise ValueError(f"{samples} samples can't be divided with at least {low} and at most {high} for the ranks")
+        raise ValueError(
+            f"{samples} samples can't be divided with at least {low} and at most {high} for the ranks: allow larger "
+            "shares, or use fewer ranks"
+        )
     exact = _within(speeds, samples, low, high)
     shares = [min(h, max(lo, math.floor(part + 1e-9))) for part, lo, h in zip(exact, low, high, strict=True)]
     # Among equal remainders the fastest rank is first, because it needs the least time for a sample.

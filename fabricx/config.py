@@ -330,7 +330,7 @@ def _built(group: str, node: Mapping[str, Any], contract: type[T], adapt: Callab
     if not isinstance(built, contract):
         raise ValueError(
             f"{group}._target_={node['_target_']} creates a {type(built).__name__}, which is not a "
-            f"fabricx.{contract.__name__}"
+            f"fabricx.{contract.__name__}: name a class that is derived from it"
         )
     return built
 

@@ -126,7 +126,8 @@ def _import(source: Path, target: Path, strip: str, add: str) -> int:
             raise CheckpointError(f"{target} exists already: choose another folder, or delete it first")
         if not is_foreign(source):
             raise CheckpointError(
-                f"{source} is neither a file of Lightning, torch or safetensors nor a folder with weights"
+                f"{source} is neither a file of Lightning, torch or safetensors nor a folder with weights: pass the "
+                "file or the folder that the other program has saved; checkpoints of fabricx need no import"
             )
         foreign = read_foreign(source)
         before = len(foreign.weights)

@@ -35,7 +35,7 @@ def load(
     """Load a checkpoint of any number of ranks and any strategy; the files are never executed.
 
     Args:
-        path: path of the checkpoint; or weights of another program, see `read_foreign`.
+        path: path of the checkpoint; or weights in the format of Lightning, torch or safetensors, see `read_foreign`.
         map_location: device of the tensors.
         sharded: sharded parameters by name; all tensors saved for them (weights, moments, averages) are loaded as the
             same shards.
@@ -56,7 +56,7 @@ def load(
     manifest = read_manifest(path) if verified else verify(path)
     if path.is_file():
         return _load_single_file(path, map_location, sharded or {})
-    for name, listed in manifest["files"].items():  # also if verified, which may be some time ago in another process
+    for name, listed in manifest["files"].items():  # also if verified: another process may have verified it earlier
         check_size(path, name, listed)
     index = parse(read_listed(path, INDEX, manifest), manifest["files"], path / INDEX)
     rest = deserialized(read_listed(path, STATE, manifest), path / STATE)
@@ -160,7 +160,9 @@ def load_hparams(file: str | PathLike[str]) -> dict[str, Any]:
     except (OSError, yaml.YAMLError) as error:
         raise CheckpointError(f"hparams_file={str(file)!r}: {error}") from None
     if not isinstance(values, dict):
-        raise CheckpointError(f"hparams_file={str(file)!r} is not a YAML file of names and values")
+        raise CheckpointError(
+            f"hparams_file={str(file)!r} is no YAML file with a line for each argument, such as lr: 0.1"
+        )
     return values
 
 
@@ -179,8 +181,8 @@ def load_module(
         path: path of the checkpoint, see `load`.
         map_location: device of the module; the CPU for None, a function and a dict.
         strict: see `Module.load_state_dict`; None for `strict_loading` of the module.
-        override: arguments of `cls` that replace those of the checkpoint.
-        hparams_file: YAML file whose arguments replace all arguments of the checkpoint.
+        override: arguments of `cls` that replace the checkpoint's.
+        hparams_file: YAML file with arguments in place of all arguments of the checkpoint.
 
     Raises:
         CheckpointError: the weights do not match the module, or the checkpoint lacks a required argument of `cls`.
@@ -237,8 +239,8 @@ def load_data(
     Args:
         cls: class of the data module.
         path: path of the checkpoint, see `load`.
-        override: arguments of `cls` that replace those of the checkpoint.
-        hparams_file: YAML file whose arguments replace all arguments of the checkpoint.
+        override: arguments of `cls` that replace the checkpoint's.
+        hparams_file: YAML file with arguments in place of all arguments of the checkpoint.
 
     Raises:
         CheckpointError: the checkpoint lacks a required argument of `cls`.
@@ -259,7 +261,7 @@ def load_data(
 def _arguments(
     cls: type, known: dict[str, Any], override: Mapping[str, Any], form: Form
 ) -> dict[str, Any]:  # fmt: skip
-    """Return the arguments of a constructor: those of a checkpoint that it has, and those that replace them.
+    """Return the arguments of a constructor: values of a checkpoint, and the caller's values in their place.
 
     Args:
         cls: the class.
@@ -303,10 +305,10 @@ def _arguments(
 
 
 def _accepted(cls: type, override: Mapping[str, Any], known: list[str]) -> dict[str, Any]:
-    """Return the arguments that a constructor has; others are ignored with a warning, as in Lightning.
+    """Return the arguments that a constructor accepts; further arguments are ignored with a warning, as in Lightning.
 
     Raises:
-        TypeError: a name is similar to one of the constructor, whose value would be another silently.
+        TypeError: a name is similar to an argument of the constructor, which would silently keep its default.
     """
     for name in override.keys() - set(known):
         text = f"load_from_checkpoint({name}=...): {cls.__name__}.__init__ has no such argument"

@@ -374,7 +374,7 @@ def _take_config_dir(arguments: list[str]) -> list[str]:
         if flag in ("--config-dir", "-cd"):
             value = value if equals else next(rest, "")
             if not value:
-                raise ValueError("--config-dir needs a folder")
+                raise ValueError("--config-dir needs a folder with your own groups: --config-dir conf")
             folder = Path(value)
             if not folder.is_dir():
                 raise ValueError(f"--config-dir {folder}: the folder does not exist in {os.getcwd()}")

@@ -49,7 +49,7 @@ def arranged(arguments: Sequence[str], keys: Callable[[], list[str]]) -> list[st
         flags.append(argument)
         if argument in _TAKE_VALUE:
             if not rest:
-                raise ValueError(f"{flag} needs a value")
+                raise ValueError(f"{flag} needs a value after it; fabricx fit --help has examples")
             flags.append(rest.pop(0))
         elif argument in ("--info", "-i"):
             flags.append(rest.pop(0) if rest and rest[0] in _INFO else "all")

@@ -1,4 +1,4 @@
-"""Notices weights that a step changes itself, where such a change would be lost or made several times."""
+"""Detects changes of weights by the step, in runs that would lose them or make them several times."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class WeightChanges:
         self._before = [_state(parameter, values=values) for parameter in parameters]
 
     def first(self, parameters: Iterable[Tensor]) -> int | None:
-        """Return the position of the first parameter that was changed or replaced, or has other memory; None if none.
+        """Return the position of the first parameter that was changed, replaced or moved; None without a change.
 
         Args:
             parameters: the parameters now, in the same order.
@@ -79,7 +79,7 @@ def digest(tensors: Iterable[Tensor]) -> Tensor:
     signs.
 
     Args:
-        tensors: on one device.
+        tensors: all on the same device.
     """
     parts = [part for tensor in tensors for part in _digest(tensor)]
     return torch.cat(parts) if parts else torch.zeros(0)

@@ -114,7 +114,7 @@ def check_count(name: str, value: Any, unit: str, least: int = 0) -> int | None:
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
         if text_unit not in (unit, ""):
-            raise ValueError(f"{name} counts {unit}, not {text_unit}")
+            raise ValueError(f"{name} counts {unit}, not {text_unit}: write a number without a unit")
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ValueError(f"{name}={value!r}: must be a whole number, {least} or more")
     return value

@@ -10,7 +10,7 @@ from fabricx.errors import nearest
 _OUTPUTS: Final = "which has no `outputs`: append what it needs to a list of self in the step"
 _START_END: Final = "for training, validation and test each"
 
-# Methods of modules and callbacks that Lightning 2 doesn't call either, and what replaces them.
+# Methods of modules and callbacks that Lightning 2 doesn't call either, with their replacements.
 FORMER_HOOKS: Final[Mapping[str, str]] = {
     "training_epoch_end": f"on_train_epoch_end(self), {_OUTPUTS}",
     "validation_epoch_end": f"on_validation_epoch_end(self), {_OUTPUTS}",
@@ -50,14 +50,14 @@ FORMER_HOOKS: Final[Mapping[str, str]] = {
     "configure_sync_batchnorm": "Trainer(sync_batchnorm=True)",
 }
 
-# Hooks that a data module doesn't have, and what replaces them there.
+# Hooks that a data module doesn't have, with their replacements.
 FORMER_DATA_HOOKS: Final[Mapping[str, str]] = {
     **{name: FORMER_HOOKS[name] for name in FORMER_HOOKS if name.endswith("_dataloader")},
     "on_save_checkpoint": "state_dict(self), which returns the state",
     "on_load_checkpoint": "load_state_dict(self, state_dict)",
 }
 
-# Parameters of Lightning 1 in hooks and steps, and what replaces them.
+# Parameters of Lightning 1 in hooks and steps, with their replacements.
 FORMER_PARAMETERS: Final[Mapping[str, str]] = {
     "optimizer_idx": (
         "all optimizers share one loss and step together; to train them in turn, set self.automatic_optimization = "

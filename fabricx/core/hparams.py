@@ -22,7 +22,7 @@ _COLLECTIONS: Final = (Sequence, set, frozenset)
 
 
 class AttributeDict(dict[str, Any]):
-    """A dict whose keys are also attributes.
+    """A dict with attributes for its keys.
 
     >>> hparams = AttributeDict(lr=0.1)
     >>> hparams.lr
@@ -74,11 +74,11 @@ class HyperParameters:
         Args:
             names: arguments to save; all by default. Alternatively a single dict or namespace with the values.
             ignore: names of arguments not to save, such as a network.
-            frame: frame whose local variables are the arguments; by default the caller's.
+            frame: frame with the arguments as local variables; by default the caller's.
             logger: whether loggers receive the hyperparameters.
 
         Raises:
-            ValueError: there is no argument of such a name.
+            ValueError: no argument has such a name.
         """
         arguments = _init_arguments(frame or inspect.currentframe().f_back, type(self))  # type: ignore[union-attr]
         dropped = {ignore} if isinstance(ignore, str) else set(ignore)
@@ -101,13 +101,13 @@ class HyperParameters:
         if kept and is_omegaconf(self.hparams):  # of an earlier call
             self.__dict__["_hparams"] = AttributeDict(self.hparams)
         self.hparams.update(kept)
-        initial: Any = self.hparams  # also those of an earlier call, such as of a base class
+        initial: Any = self.hparams  # earlier calls included, such as that of a base class
         copied = copy.deepcopy(initial) if is_omegaconf(initial) or is_plain(initial) else AttributeDict(initial)
         self.__dict__["_hparams_initial"] = copied
         self.__dict__["_log_hyperparams"] = logger
 
     def _adopt_config(self, config: Any, dropped: set[str]) -> bool:
-        """Let a config of OmegaConf be the hyperparameters, because functions of OmegaConf need its class.
+        """Store a config of OmegaConf as the hyperparameters, because functions of OmegaConf need its class.
 
         Args:
             config: the config.
@@ -123,7 +123,7 @@ class HyperParameters:
         return True
 
     def remove_ignored_hparams(self, ignore_list: Iterable[str]) -> None:
-        """Remove hyperparameters that an earlier call has saved, such as one of a base class.
+        """Remove hyperparameters that an earlier call has saved, such as the call of a base class.
 
         Args:
             ignore_list: their names.
@@ -148,7 +148,7 @@ def _entries(config: Any) -> dict[str, Any]:
 
 
 def _without(config: Any, dropped: set[str]) -> Any:
-    """Return a config of OmegaConf without some keys; the config itself if it has none of them."""
+    """Return a config of OmegaConf without some keys; the same object if it lacks them all."""
     if not dropped & set(config):
         return config
     from omegaconf import OmegaConf
@@ -176,11 +176,11 @@ def is_omegaconf(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Form:
-    """What a checkpoint notes of hyperparameters beside their values, to call the constructor again.
+    """The form of hyperparameters that a checkpoint stores beside their values, to call the constructor again.
 
     Attributes:
         argument: the constructor's argument that has all of them; "" if each is an argument.
-        omegaconf: paths of the values that were given as dicts or lists of OmegaConf, by keys and indices; the empty
+        omegaconf: paths of the values that are dicts or lists of OmegaConf, by keys and indices; the empty
             path is the argument with all.
     """
 
@@ -192,7 +192,7 @@ class Form:
         """Return the form of an object's hyperparameters.
 
         Args:
-            owner: a module or data module, also one whose `save_hyperparameters` is Lightning's.
+            owner: a module or data module of fabricx or Lightning.
         """
         argument = vars(owner).get("_hparams_name")
         saved = owner.hparams
@@ -203,10 +203,10 @@ class Form:
 
     @classmethod
     def read(cls, noted: Any) -> Form:
-        """Return the form that a checkpoint has noted.
+        """Return the form that a checkpoint has stored.
 
         Args:
-            noted: result of `note`; another value for a checkpoint without it.
+            noted: result of `note`; any other value for a checkpoint without it.
         """
         if not isinstance(noted, Mapping):
             return cls()
@@ -217,7 +217,7 @@ class Form:
         return {"argument": self.argument, "omegaconf": [list(path) for path in self.omegaconf]}
 
     def restored(self, hparams: Mapping[str, Any]) -> dict[str, Any]:
-        """Return hyperparameters of a checkpoint, with those of OmegaConf as such.
+        """Return hyperparameters of a checkpoint, with dicts and lists of OmegaConf restored.
 
         Args:
             hparams: as plain data.
@@ -298,7 +298,7 @@ def _init_arguments(frame: FrameType | None, cls: type) -> dict[str, Any]:
 
 
 def _constructor(frame: FrameType | None, owner: Any) -> FrameType | None:
-    """Return the frame of the constructor that calls methods of its object down to `frame`; None without."""
+    """Return the frame of the constructor that has called `frame` through methods of its object; None without."""
     while frame is not None and owner is not None and frame.f_locals.get("self") is owner:
         if frame.f_code.co_name == "__init__":
             return frame
@@ -356,7 +356,7 @@ def builtin(value: Any) -> Any:
 
 
 def storable(hparams: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the hyperparameters that a checkpoint can hold, with their types; and the classes of the others, by name.
+    """Return the hyperparameters that a checkpoint can store, and the classes of all other hyperparameters by name.
 
     >>> storable({"sizes": (1, 2), "names": {0: "a"}, "activation": len})
     ({'sizes': (1, 2), 'names': {0: 'a'}}, {'activation': 'builtin_function_or_method'})
@@ -377,7 +377,7 @@ def _exact(value: Any) -> Any:
     """Return a value of Python's types, dtypes, devices and tensors.
 
     Raises:
-        TypeError: the value contains another object; the message is its class.
+        TypeError: the value contains an object of another class, which is the message.
     """
     if isinstance(value, Mapping):
         return {builtin(name): _exact(item) for name, item in value.items()}
@@ -398,7 +398,7 @@ if TYPE_CHECKING:
 else:
 
     class of_class(classmethod):  # noqa: N801 - a decorator
-        """A class method whose result a call on an object would discard: such a call is an error."""
+        """A class method that refuses calls on an object, which would discard the result."""
 
         def __get__(self, instance: Any, owner: type | None = None) -> Any:
             if instance is None:
@@ -415,7 +415,7 @@ def _refuse_object(method: Any, instance: Any, *args: Any, **options: Any) -> No
 
 
 def warn_of_execution(weights_only: bool | None, call: str) -> None:
-    """Warn that no code of a checkpoint's file is executed, whatever the argument is.
+    """Warn that no code of a checkpoint's file is executed, for any value of `weights_only`.
 
     Args:
         weights_only: argument of the call; with every value, tensors and plain data only are loaded.

@@ -199,7 +199,10 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
             ValueError: the module is optimised automatically.
         """
         if self.automatic_optimization:
-            raise ValueError("manual_backward needs self.automatic_optimization = False in __init__")
+            raise ValueError(
+                "manual_backward needs self.automatic_optimization = False in __init__; with automatic optimization, "
+                "return the loss from training_step"
+            )
         self.trainer.manual_backward(loss, *args, **kwargs)
 
     def clip_gradients(

@@ -1,4 +1,4 @@
-"""Signatures of users' steps and hooks: fewer parameters than the loop has arguments, and parameters without one."""
+"""Signatures of users' steps and hooks, which may have fewer or more parameters than the loop has arguments."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_O
 
 
 def fitting(function: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
-    """Return a function that takes all arguments of a hook, and passes those that the user's method has.
+    """Return a function that accepts all arguments of a hook, and passes the parameters of the user's method.
 
     Args:
         function: the user's function, with any number of the hook's parameters.
         names: names of the hook's arguments, in their order.
 
     Returns:
-        the function itself, if it takes all arguments.
+        the same function, if it accepts all arguments.
 
     >>> fitting(lambda batch: batch, ["batch", "batch_idx"])("a", 0)
     'a'

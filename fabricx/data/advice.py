@@ -57,7 +57,7 @@ def advise_on_overfitting(loaders: Iterable[Any]) -> None:
 
 
 def advise_on_length(given: bool, epochs: int | None) -> None:
-    """Warn about a fit whose length nobody has chosen.
+    """Warn about a fit without a limit of epochs, steps or time.
 
     Args:
         given: whether the Trainer was given a limit of epochs, steps or time.

@@ -1,4 +1,4 @@
-"""Several loaders as one: their batches side by side, or one loader after the other."""
+"""Combines several loaders: their batches side by side, or the loaders in sequence."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ MODES: Final = ("min_size", "max_size_cycle", "max_size", "sequential")
 
 @final
 class CombinedLoader:
-    """Combine several loaders; an epoch has batches of all of them.
+    """Combine several loaders; an epoch has batches of all loaders.
 
     In training, a dict, list or tuple of loaders is the same as `CombinedLoader(loaders, "max_size_cycle")`. In an
     evaluation it is the same as mode "sequential": one loader after the other, with their `dataloader_idx`.
 
-    With several ranks, each rank reads combined batches of its own, and a global batch is that of all ranks together.
+    With several ranks, each rank reads different combined batches; together they are the global batch.
     Map-style loaders are divided and resumed exactly, like a single loader. The number of samples of all loaders
     together is the weight of a rank's batch.
 
@@ -39,7 +39,7 @@ class CombinedLoader:
             loader after the other, without the structure.
 
     Raises:
-        ValueError: the mode is unknown, or there is no loader.
+        ValueError: the mode is unknown, or no loader was passed.
     """
 
     def __init__(self, iterables: Any, mode: CombineMode = "min_size") -> None:
@@ -67,7 +67,7 @@ class CombinedLoader:
         """Return batches in the structure of the loaders.
 
         Args:
-            batches: one of each loader.
+            batches: a batch of each loader.
         """
         return tree_unflatten(list(batches), tree_flatten(self.iterables)[1])
 
@@ -196,7 +196,7 @@ def joined(loader: CombinedLoader, ranks: int) -> Any:
         ranks: among which its data are divided; 1 if each rank reads all.
 
     Returns:
-        a map-style `DataLoader`, whose batch sampler yields the samples of combined batches, if all loaders are
+        a map-style `DataLoader` with a batch sampler of combined batches, if all loaders are
         map-style; otherwise an iterable.
 
     Raises:
@@ -275,10 +275,10 @@ class JoinedDataset:
 
 @final
 class JoinedSampler(Sampler[list[tuple[int, Any]]]):
-    """Batch sampler whose batches have the indices of a combined batch, for a `JoinedDataset`.
+    """Batch sampler for a `JoinedDataset`; a batch has the indices of a combined batch.
 
     Args:
-        loaders: whose orders are combined.
+        loaders: loaders to combine.
         mode: mode of `CombinedLoader`.
     """
 
@@ -318,7 +318,7 @@ class JoinedSampler(Sampler[list[tuple[int, Any]]]):
 
 
 class _JoinedCollate:
-    """Makes the batch of each loader of its samples."""
+    """Collates the samples of each loader to its batch."""
 
     def __init__(self, combined: CombinedLoader, loaders: Sequence[DataLoader[Any]]) -> None:
         # The structure without the loaders, which loader processes need not have.

@@ -202,7 +202,10 @@ class Membership:
         with self._news:
             self._news.wait_for(lambda: self._newest is not None and self._newest.number > number, timeout)
             if self._newest is None or self._newest.number <= number:
-                raise PeerLost(f"no new generation after {timeout:g} s")
+                raise PeerLost(
+                    f"the supervisor has announced no new group of workers for {timeout:g} s; resume the run from its "
+                    "newest checkpoint: fabricx resume RUN_DIR"
+                )
             return self._newest
 
     # -- called by the receiving thread -------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from fabricx.errors import PeerLost
 
 CHECK: Final = timedelta(seconds=1)  # between two checks of the group during an operation
 CHECKS: Final = 250  # number of checks without progress after which an operation is lost
-_BLOCKED: Final[list[Any]] = []  # groups whose destructor would wait for a lost operation
+_BLOCKED: Final[list[Any]] = []  # groups with a destructor that would wait for a lost operation
 
 
 def wait(work: Any, group: Any, generation: int) -> None:
@@ -40,7 +40,7 @@ def wait(work: Any, group: Any, generation: int) -> None:
         try:
             work.wait(CHECK)
         except RuntimeError as error:
-            if work.is_completed():  # with an error of its own, or just after the time had passed
+            if work.is_completed():  # with an error, or just after the time had passed
                 work.wait()
                 return
             if outdated:
@@ -58,7 +58,7 @@ class BlockedMainThread:
     Checks are counted, and not seconds: a process that was suspended must not end when it continues.
 
     Args:
-        used: returns the CPU time that the main thread has used, or None if the system does not tell it.
+        used: returns the CPU time that the main thread has used, or None if the system does not report it.
         waits: returns whether the main thread waits in an operation of torch.distributed.
     """
 

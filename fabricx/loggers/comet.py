@@ -16,14 +16,14 @@ _FORMER: Final[Mapping[str, str]] = {"experiment_name": "name", "save_dir": "off
 
 @final
 class CometLogger(ServiceLogger):
-    """Log to Comet (pip install 'fabricx[comet]'); arguments are those of Lightning's `CometLogger`.
+    """Log to Comet (pip install 'fabricx[comet]'); with the arguments of Lightning's `CometLogger`.
 
     A resumed fit and a replacement of a dead worker continue the same experiment.
 
     Args:
-        api_key: default: that of comet's configuration or $COMET_API_KEY.
+        api_key: default: from comet's configuration or $COMET_API_KEY.
         workspace, project: of the experiment.
-        experiment_key: an existing experiment, or the key of a new one; default: a random key.
+        experiment_key: key of an existing or new experiment; default: a random key.
         mode: mode of `comet_ml.start`: "get_or_create", "get" or "create".
         online: False writes an archive to `offline_directory`, by default the run's folder.
         prefix: prefix of the names of metrics.

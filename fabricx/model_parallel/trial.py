@@ -19,12 +19,12 @@ _REMEDY = "Keep layers whole by the plan's override 'replicate'"
 
 
 class StepChanged(FabricxError):
-    """A parallelised module computes another step than the module of one process; the message names the place."""
+    """The step of a parallelised module differs from the step of a single process; the message names the place."""
 
 
 @dataclass
 class Record:
-    """Loss, outputs and gradient norms that a step has computed, to compare with another record.
+    """Loss, outputs and gradient norms of a step, for comparison with a second record.
 
     Attributes:
         loss: loss of the step; None without a loss.
@@ -55,7 +55,7 @@ def recorded_step(
     Args:
         module: root module.
         run: computes the training step for a few samples; returns its outputs.
-        world: ranks whose gradients are recorded; None for this rank only.
+        world: ranks with gradients to record; None for this rank only.
         whole: returns an output of a submodule as a tensor that is equal on all ranks.
         complete: called after the backward, to complete gradients.
         remedy: sentences for the message of an error in the step.
@@ -92,7 +92,7 @@ def check_unchanged(
     """Compare the steps of a module before and after it was parallelised.
 
     Args:
-        before: record of one process.
+        before: record of a single process.
         after: record of the parallelised module, on the same samples.
         sharded: names of parameters of which each rank has a part.
         ranks: number of ranks of the parallelised module.
@@ -124,10 +124,10 @@ def check_unchanged(
 
 
 def first_difference(before: Record, after: Record) -> str:
-    """Return the name of the submodule whose output differs first; "" if none does.
+    """Return the name of the first submodule with a different output; "" without a difference.
 
     Args:
-        before: record of one process.
+        before: record of a single process.
         after: record of the parallelised module.
     """
     tolerance = max(before.tolerance, after.tolerance)
@@ -143,7 +143,7 @@ def first_difference(before: Record, after: Record) -> str:
 
 
 def _innermost(entered: Sequence[str]) -> str:
-    """Return the submodule that was entered last, and not left."""
+    """Return the innermost submodule that is computing."""
     return entered[-1] if entered else "the step or its backward"
 
 
@@ -205,7 +205,7 @@ def _leaving(name: str, record: Record, entered: list[str], whole: Callable[[Any
 
 
 def fingerprint(tensor: Tensor) -> list[float]:
-    """Return the norm of a tensor, and projections that depend on the order of its elements.
+    """Return the norm of a tensor, and projections that depend on the order of the elements.
 
     Args:
         tensor: of any shape.

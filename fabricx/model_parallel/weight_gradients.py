@@ -1,4 +1,4 @@
-"""Gradients of weights that are computed later than those of activations, for zero-bubble schedules."""
+"""Weight gradients that are computed later than the gradients of activations, for zero-bubble schedules."""
 
 from __future__ import annotations
 

@@ -57,13 +57,19 @@ def _check_state(make: Callable[[], Callback]) -> None:
     check_hooks(callback)
     copy = pickle.loads(pickle.dumps(callback))  # it is sent to each worker
     if copy.state_key != callback.state_key:
-        raise BrokenContract(f"state_key is {callback.state_key!r}, and {copy.state_key!r} in a worker")
+        raise BrokenContract(
+            f"state_key is {callback.state_key!r}, and {copy.state_key!r} in a worker. Does it depend on more than the "
+            "arguments of the constructor?"
+        )
     state, again = callback.state_dict(), make()
     with tempfile.TemporaryDirectory() as folder:
         checkpoint.save(Path(folder) / "state", {"callback": state}, {})  # refuses other than plain data
         again.load_state_dict(checkpoint.load(Path(folder) / "state")["callback"])
     if again.state_dict().keys() != state.keys():
-        raise BrokenContract(f"state_dict has {[*state]}, and {[*again.state_dict()]} after load_state_dict")
+        raise BrokenContract(
+            f"state_dict has {[*state]}, and {[*again.state_dict()]} after load_state_dict. Does load_state_dict "
+            "restore every entry?"
+        )
 
 
 class _End:

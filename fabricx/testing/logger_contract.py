@@ -1,4 +1,4 @@
-"""The contract suite of loggers: the destination has one value of each step, also after a death of a worker."""
+"""The contract suite of loggers: the destination has a single value of each step, also after a worker has died."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ KILLED_AT: Final = 2  # of 4 steps
 
 
 def check_logger(make: Callable[[], Logger], read: Callable[[Path], Iterable[Row]]) -> None:
-    """Check that a logger has one value of each step: on one rank and two, after a death and after a rewind.
+    """Check that a logger writes a single value of each step: on 1 and 2 ranks, after a death and after a rewind.
 
     It writes rows without a run, and rewinds them with a new object, as a process that resumes a run does. Then it
-    trains a small module on one rank, on two, and on two of which the main rank, which logs, is killed.
+    trains a small module on 1 rank, on 2 ranks, and on 2 ranks with a kill of the main rank, which logs.
 
     Args:
         make: returns a new logger.

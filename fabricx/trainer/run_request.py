@@ -81,9 +81,12 @@ def check_job(job: Job) -> None:
     needed = {"fit": "training_step", "validate": "validation_step", "test": "test_step"}.get(stage)
     if needed and not callable(getattr(module, needed, None)):
         near = did_you_mean(needed, {name for name in dir(type(module)) if name[0] != "_"} - set(dir(Module)))
-        raise ValueError(f"{type(module).__name__} has no {needed}, which trainer.{stage} calls.{near}")
+        raise ValueError(f"{type(module).__name__} has no {needed}, which trainer.{stage} calls: define it.{near}")
     if stage == "predict" and not overrides(module, "predict_step", ModuleHooks) and _lacks_forward(module):
-        raise ValueError(f"{type(module).__name__} has neither predict_step nor forward, which trainer.predict calls")
+        raise ValueError(
+            f"{type(module).__name__} has neither predict_step nor forward, which trainer.predict calls: define one of "
+            "them"
+        )
     for owner in (module, data):
         if owner is not None:
             check_hooks(owner)

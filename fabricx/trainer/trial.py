@@ -211,7 +211,10 @@ def _of_dataset(loader: DataLoader[Any]) -> Any:
     if isinstance(dataset, IterableDataset):
         items = list(itertools.islice(iter(_copied(dataset)), 2))
         if not items:
-            raise ValueError(f"{type(dataset).__name__} has no sample to train on")
+            raise ValueError(
+                f"{type(dataset).__name__} has no sample: the division of a module is tried on two samples of the "
+                "training data"
+            )
     else:
         items = [dataset[index] for index in _first_keys(loader)]
     return loader.collate_fn(items) if loader.batch_size is not None or loader.batch_sampler else items[0]

@@ -1,4 +1,4 @@
-"""Errors for hooks that read a worker's part of a gradient whose sum is on the servers."""
+"""Errors for hooks that read a worker's part of a gradient: only the servers have the sum."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class Data(fx.DataModule):
         ("fit", nn.Linear(1, 1), r"trainer.fit\(Linear\): the first argument is the module"),
         ("fit", TinyModule, "pass an object of it"),
         ("fit", Misspelt(), r"Misspelt has no training_step, which trainer.fit calls.*Did you mean 'trainig_step'"),
-        ("validate", fx.Module(), "Module has no validation_step, which trainer.validate calls.$"),
+        ("validate", fx.Module(), "Module has no validation_step, which trainer.validate calls: define it.$"),
         ("fit", TinyModule(), r"trainer.fit has no data: pass train_dataloaders=.*define TinyModule.train_dataloader"),
         ("test", HasLoaders(), r"trainer.test has no data: pass dataloaders=.*define HasLoaders.test_dataloader"),
     ],
