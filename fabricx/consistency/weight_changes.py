@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import zip_longest
 from typing import Final, NamedTuple, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _ROW: Final = 4093  # 8-byte words; prime, so that even strides and even counts of changed signs do not cancel
 
@@ -43,13 +44,25 @@ class WeightChanges:
         >>> changes.first(weights)
         1
         """
-        for number, (before, now) in enumerate(zip(self._before, parameters, strict=True)):
+        for number, (before, now) in enumerate(zip_longest(self._before, parameters)):
+            if before is None or now is None:
+                return number
             after = _state(now, values=before.values is not None)
             if now is not before.parameter or after[1:3] != before[1:3]:
                 return number
             if before.values is not None and after.values is not None and not torch.equal(after.values, before.values):
                 return number
         return None
+
+    def first_name(self, module: nn.Module) -> str | None:
+        """Return the name of the first parameter of a module that was changed, replaced or added; None if none.
+
+        Args:
+            module: the module of the parameters.
+        """
+        changed = self.first(module.parameters())
+        names = [name for name, _ in module.named_parameters()]
+        return None if changed is None else names[changed] if changed < len(names) else "the number of parameters"
 
 
 def _state(parameter: Tensor, *, values: bool) -> _State:

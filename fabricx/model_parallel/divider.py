@@ -486,8 +486,8 @@ def _unchanged_weights(module: nn.Module) -> Iterator[None]:
     """
     changes = WeightChanges(module.parameters(), values=True)
     yield
-    if (changed := changes.first(module.parameters())) is not None:
-        raise ValueError(refused_change([name for name, _ in module.named_parameters()][changed]))
+    if (changed := changes.first_name(module)) is not None:
+        raise ValueError(refused_change(changed))
 
 
 def _seeded_gradients(module: nn.Module, blocks: Sequence[str], trial: Trial) -> float:

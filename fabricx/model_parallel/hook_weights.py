@@ -33,8 +33,8 @@ EACH_ELEMENT: Final[set[Any]] = {
     )
 }  # fmt: skip
 OWN: Final[set[Any]] = {  # of the parameter object, not of its elements
-    Tensor.register_post_accumulate_grad_hook, Tensor.share_memory_, Tensor.is_shared, _tensor.requires_grad.__set__,
-    _tensor.retains_grad.__get__, _tensor.grad.__delete__,
+    Tensor.register_post_accumulate_grad_hook, Tensor.share_memory_, Tensor.is_shared, _tensor.retains_grad.__get__,
+    _tensor.grad.__delete__,
 }  # fmt: skip
 NORMS: Final[set[Any]] = {torch.norm, Tensor.norm, torch.linalg.vector_norm, torch._foreach_norm}
 _RANK_ZERO: Final = "lightning_utilities.core.rank_zero"

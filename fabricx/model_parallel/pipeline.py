@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, final
 
 import torch
@@ -16,6 +16,7 @@ from fabricx.distributed.dtensors import is_dtensor
 from fabricx.distributed.lost_peers import raise_peer_lost
 from fabricx.distributed.point_to_point import Transfers
 from fabricx.distributed.world import World
+from fabricx.errors import PeerLost
 from fabricx.model_parallel import microbatches as rows
 from fabricx.model_parallel import placeholders
 from fabricx.model_parallel.block_calls import intercept
@@ -162,7 +163,7 @@ class Pipeline:
         outputs: list[Any] = [None] * len(parts)
         self._take_deferred()  # of an interrupted batch
         changes = WeightChanges(self.module.parameters(), values=False)
-        with random_kept():
+        with self._naming_changes(changes), random_kept():
             for action, following in zip(actions, [*actions[1:], None], strict=True):
                 now = passes[action[1:]]
                 self._expect(passes, action, following)
@@ -183,10 +184,22 @@ class Pipeline:
             backward(None)
         return rows.joined(outputs, parts, shares) if self.last else None
 
+    @contextlib.contextmanager
+    def _naming_changes(self, changes: WeightChanges) -> Iterator[None]:
+        """Explain errors of autograd where a microbatch changes weights that the backward of another needs."""
+        try:
+            yield
+        except PeerLost:
+            raise
+        except RuntimeError as error:
+            if (changed := changes.first_name(self.module)) is None:
+                raise
+            raise ValueError(refused_change(changed)) from error
+
     def _check_parameters(self, changes: WeightChanges) -> None:
         """Refuse weights that the step has changed, and gradients of weights that this stage doesn't hold."""
-        if (changed := changes.first(self.module.parameters())) is not None:
-            raise ValueError(refused_change([name for name, _ in self.module.named_parameters()][changed]))
+        if (changed := changes.first_name(self.module)) is not None:
+            raise ValueError(refused_change(changed))
         for name, parameter in self.module.named_parameters():
             if name not in self.own_names and parameter.grad is not None:
                 raise ValueError(f"{name}: {_ELSEWHERE}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -19,15 +19,16 @@ class Activations:
     """Converts activations of a tensor-parallel group.
 
     Args:
-        world: ranks of the group.
+        world, weight_of: see the attributes.
 
     Attributes:
         world: ranks of the group.
         gathered: names of functions that were computed on gathered tensors, and how often.
+        weight_of: returns the name of the weight that has the memory of a shard; "" if none has.
     """
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, world: World, weight_of: Callable[[Tensor], str] = lambda shard: "") -> None:
+        self.world, self.weight_of = world, weight_of
         self.gathered: dict[str, int] = {}
 
     def sharded(

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_map
 
 from fabricx.model_parallel.fused_outputs import fused_output
 from fabricx.model_parallel.local_rules import Rule, local_result
+from fabricx.model_parallel.placement import Placement
 from fabricx.model_parallel.sharded_activations import Activations
 from fabricx.model_parallel.sharded_attention import scaled_dot_product_attention
 from fabricx.model_parallel.sharded_logits import logits_output
@@ -51,9 +52,11 @@ PROPERTIES: Final[set[Any]] = {
 }  # fmt: skip
 _tensor: Final[Any] = Tensor
 DATA: Final[Any] = _tensor.data.__get__
+_SET_DATA: Final[Any] = _tensor.data.__set__
+_NUMPY: Final[set[Any]] = {Tensor.numpy, Tensor.__array__}
 AUTOGRAD: Final[set[Any]] = {
     Tensor.register_hook, Tensor.retain_grad, Tensor.requires_grad_, Tensor.backward, torch.autograd.grad,
-    *(getattr(Tensor, name).__get__ for name in ("grad",)),
+    _tensor.grad.__get__, _tensor.requires_grad.__set__,
 }  # fmt: skip
 
 
@@ -74,6 +77,7 @@ def sharded_function(activations: Activations, func: Any, args: Sequence[Any], o
 
     Raises:
         NotImplementedError: the function changes a sharded tensor, or its gradient, in a way that has no rule.
+        ValueError: the function changes the shape of a weight.
     """
     if func in PROPERTIES:
         return func(*args, **options)
@@ -91,8 +95,8 @@ def sharded_function(activations: Activations, func: Any, args: Sequence[Any], o
             result = apply(activations, func, args, options)
             if result is not NotImplemented:
                 return result
-            if _changes_arguments(func, options):
-                raise _refused(func, "no rule changes it in place")
+        if targets := _sharded_tensors(_targets(func, args, options)):
+            return _change_whole(activations, func, args, options, targets)
         args, options = tree_map(activations.in_order, (args, options))
         sharded = _sharded_tensors((*args, *options.values()))
         if not sharded:
@@ -101,32 +105,103 @@ def sharded_function(activations: Activations, func: Any, args: Sequence[Any], o
     if result is NotImplemented and (rule := _RULES.get(func)) is not None:
         result = rule(activations, func, args, options)
     if result is NotImplemented:
-        if _changes_arguments(func, options) and isinstance(args[0] if args else options.get("out"), ShardedTensor):
-            raise _refused(func, "no rule changes it in place")
+        if targets := _sharded_tensors(_targets(func, args, options)):
+            return _change_whole(activations, func, args, options, targets)
         return _on_whole_tensors(activations, func, args, options)
     return result
 
 
 def _refused(func: Any, reason: str) -> NotImplementedError:
+    if func is Tensor.requires_grad_:
+        remedy = "make parameters in __init__ or configure_model, and change a weight by weight.copy_(...) in no_grad"
+    else:
+        remedy = (
+            "use a function that returns a new tensor, or keep the layers before and after it whole by the plan's "
+            "override 'replicate'"
+        )
     return NotImplementedError(
-        f"{getattr(func, '__name__', func)} was called on an activation that is sharded over tensor-parallel ranks, "
-        f"and {reason}; use a function that returns a new tensor, or keep the layers before and after it whole by the "
-        "plan's override 'replicate'"
+        f"{getattr(func, '__name__', func)} was called on a tensor of which each tensor-parallel rank has a part, an "
+        f"activation or a value of a weight, and {reason}; {remedy}"
     )
 
 
-def _changes_arguments(func: Any, options: dict[str, Any]) -> bool:
+def _changes_arguments(func: Any, options: Mapping[str, Any]) -> bool:
     name = getattr(func, "__name__", "")
     augmented = name.startswith("__i") and name.endswith("__") and name not in ("__invert__", "__index__", "__int__")
     plain = name.endswith("_") and not name.endswith("__")
     return plain or augmented or name in ("__setitem__", "__set__") or options.get("out") is not None
 
 
+def _targets(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Sequence[Any]:
+    """Return the tensors that a function changes, as a list; those of a list in a list."""
+    if not _changes_arguments(func, options):
+        return ()
+    if options.get("out") is not None:
+        return (options["out"],)
+    return (args[0] if args else next(iter(options.values()), None),)  # nn.init passes its tensor by name
+
+
+def _change_whole(
+    activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any], weights: list[ShardedTensor]
+) -> Any:
+    """Change whole weights, alike on each rank, and keep this rank's parts.
+
+    Raises:
+        NotImplementedError: a tensor is no weight, or autograd would record the change.
+        ValueError: a weight has another shape afterwards.
+    """
+    world, sharded = activations.world, _sharded_tensors((*args, *options.values()))
+    unrecorded = func == _SET_DATA or getattr(func, "__module__", "") == "torch.nn.init" or not torch.is_grad_enabled()
+    records = not unrecorded and any(tensor.requires_grad for tensor in sharded)
+    if records or not all(activations.weight_of(tensor.local) for tensor in weights):
+        raise _refused(func, "no rule changes it in place")
+    with torch.no_grad():
+        wholes = {id(tensor): activations.whole(tensor) for tensor in sharded}
+        changed, named = tree_map(lambda value: wholes.get(id(value), value), (tuple(args), options))
+        result = func(*changed, **named)
+        for tensor in weights:
+            whole, local = wholes[id(tensor)], tensor.local
+            if whole.shape != tensor.shape:
+                raise ValueError(
+                    f"{activations.weight_of(local)} is divided over tensor-parallel ranks, and keeps its shape: "
+                    f"{list(tensor.shape)}, not {list(whole.shape)}"
+                )
+            parts = tensor.parts or (tensor.shape[tensor.sharded_dim],)
+            shard = Placement(tuple(tensor.shape), tensor.sharded_dim, parts, world.size).shard(whole, world.rank)
+            if func == _SET_DATA:  # not written in place: a backward that follows needs the elements before
+                local.data = shard.clone()
+            else:
+                local.copy_(shard)
+    return next((tensor for tensor in weights if result is wholes[id(tensor)]), result)
+
+
 def _on_whole_tensors(activations: Activations, func: Any, args: Any, options: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", str(func))
     activations.gathered[name] = activations.gathered.get(name, 0) + 1
-    args, options = tree_map(activations.whole, (args, options))
-    return func(*args, **options)
+
+    def whole(value: Any) -> Any:
+        gathered = activations.whole(value)
+        if isinstance(value, ShardedTensor) and (weight := activations.weight_of(value.local)):
+            gathered.gathered_weight = weight
+        return gathered
+
+    args, options = tree_map(whole, (args, options))
+    result = func(*args, **options)
+    if func in _NUMPY:
+        result.setflags(write=False)  # changes would be lost
+    return result
+
+
+def _check_not_gathered(func: Any, target: Any) -> None:
+    """Refuse a change of a view of a gathered weight, which would be lost."""
+    base = target._base if isinstance(target, Tensor) and target._base is not None else target
+    if name := getattr(base, "gathered_weight", ""):
+        raise NotImplementedError(
+            f"{getattr(func, '__name__', func)} changes a view of {name}, of which each tensor-parallel rank has a "
+            "part: change the weight itself, such as by `weight[0] = new` or `weight.copy_(new)` in no_grad, or in "
+            "on_train_batch_start, on_before_optimizer_step or on_train_batch_end, where views are those of whole "
+            "weights"
+        )
 
 
 # -- rules --------------------------------------------------------------------------------------------------------
@@ -212,6 +287,9 @@ class ShardedFunctions(TorchFunctionMode):
                 return func(*args, **options)
             args, options = tree_map(self._as_sharded, (args, options))
         elif not _has_sharded(args) and not (options and _has_sharded(options.values())):
+            for target in _targets(func, args, options):
+                for tensor in target if isinstance(target, (list, tuple)) else (target,):
+                    _check_not_gathered(func, tensor)
             return func(*args, **options)
         return sharded_function(self._activations, func, args, options)
 

@@ -12,6 +12,10 @@ _OUTSIDE = (
     "that torch does not let fabricx see, such as a custom autograd function; keep the layers before and after it "
     "whole by the plan's override 'replicate'"
 )
+_SET = (
+    "set_ was called with a tensor of which each tensor-parallel rank has a part: change a weight by weight.copy_(new) "
+    "in no_grad"
+)
 
 
 @final
@@ -63,7 +67,7 @@ class ShardedTensor(Tensor):
         Raises:
             NotImplementedError: always.
         """
-        raise NotImplementedError(f"{func}: {_OUTSIDE}")
+        raise NotImplementedError(_SET if func.__name__.startswith("set_.") else f"{func}: {_OUTSIDE}")
 
     def check_usable(self) -> None:
         """Refuse the output of a custom autograd function, whose gradient would be lost.

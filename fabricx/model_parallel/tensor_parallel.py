@@ -17,6 +17,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils._pytree import tree_map
 
 from fabricx.distributed.world import World
+from fabricx.errors import PeerLost
 from fabricx.model_parallel.layer_functions import LayerFunctions, Weight
 from fabricx.model_parallel.parallel_layers import placements_of
 from fabricx.model_parallel.placement import Placement, replace_data
@@ -31,6 +32,11 @@ _OUTSIDE = (
     "{name} is sharded over tensor-parallel ranks, and was called outside of the module's steps; call it in "
     "training_step, validation_step, test_step or predict_step. If this is a recomputation of activation "
     "checkpointing, use use_reentrant=False"
+)
+_REPLACED = (
+    "{name} is divided over tensor-parallel ranks, and training_step has replaced {what}: change a weight by "
+    "weight.copy_(new) in no_grad, or in on_train_batch_start, on_before_optimizer_step or on_train_batch_end; make "
+    "modules and parameters in __init__ or configure_model"
 )
 _LAYERS: Final = {*SIZES, F.linear, torch.addmm, F.embedding, F.multi_head_attention_forward}
 
@@ -60,8 +66,10 @@ class TensorParallel:
         check_not_compiled(module, "tensor parallelism")
         self.placements: dict[str, Placement] = {}
         self._module, self._world = module, world
-        self._activations = Activations(world)
+        self._activations = Activations(world, self._name_of)
         self._functions = LayerFunctions(self._activations)
+        self._parts: dict[str, nn.Module] = {}  # modules with sharded weights, and all modules around them
+        self._divided: list[tuple[nn.Module, str, str, torch.Size]] = []  # weights with their names and shapes
         self._weights: dict[int, tuple[Tensor, Weight]] = {}
         self._mode = ShardedFunctions(self._activations, _LAYERS, self._layer, self._weights, self._weight)
         self._hooks: list[Any] = []
@@ -81,7 +89,7 @@ class TensorParallel:
         Args:
             world: ranks of the group, as many as before.
         """
-        self._world, self._activations = world, Activations(world)
+        self._world, self._activations = world, Activations(world, self._name_of)
         self._functions = LayerFunctions(self._activations)
         self._mode = ShardedFunctions(self._activations, _LAYERS, self._layer, self._weights, self._weight)
 
@@ -97,6 +105,11 @@ class TensorParallel:
             for key, weight in weights.items():
                 self._shard(part.get_parameter(key), weight)
             self._hooks.append(part.register_forward_pre_hook(self._entering(name, weights)))
+            levels = name.split(".") if name else []
+            around = [".".join(levels[: depth + 1]) for depth in range(len(levels))]
+            self._parts.update((path, self._module.get_submodule(path)) for path in around)
+            for key, weight in weights.items():
+                self._divided.append((part, key, weight.name, part.get_parameter(key).shape))
         for name, parameter in self._module.named_parameters(remove_duplicate=False):
             if id(parameter) in self._weights:
                 self.placements[name] = self._weights[id(parameter)][1].placement
@@ -149,7 +162,8 @@ class TensorParallel:
                 replace_data(parameter, self.whole(name, parameter.data))
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self.placements = [], {}
+        self._hooks, self._divided, self.placements = [], [], {}
+        self._parts.clear()
         self._weights.clear()
 
     # -- the step -----------------------------------------------------------------------------------------------
@@ -163,10 +177,36 @@ class TensorParallel:
 
         @functools.wraps(step)
         def sharded_step(*args: Any, **options: Any) -> Any:
-            with self.active():
-                return tree_map(self._activations.whole, step(*args, **options))
+            try:
+                with self.active():
+                    outputs = tree_map(self._activations.whole, step(*args, **options))
+            except PeerLost:
+                raise
+            except Exception as error:
+                self._check_weights(error)
+                raise
+            self._check_weights()
+            return outputs
 
         return sharded_step
+
+    def _check_weights(self, cause: Exception | None = None) -> None:
+        """Refuse a step that has replaced sharded weights, or modules with such weights, by whole ones."""
+        for path, part in self._parts.items():
+            parent, _, key = path.rpartition(".")
+            if getattr(self._parts[parent] if parent else self._module, key, None) is not part:
+                raise ValueError(_REPLACED.format(name=path, what="this module by another")) from cause
+        for part, key, name, shape in self._divided:
+            if part.get_parameter(key).shape != shape:
+                raise ValueError(_REPLACED.format(name=name, what="it or its memory by a whole tensor")) from cause
+
+    def _name_of(self, shard: Tensor) -> str:
+        """Return the name of the weight that has the memory of a tensor; "" if none has."""
+        place = shard.data_ptr()
+        for parameter, weight in self._weights.values():
+            if parameter.data_ptr() <= place < parameter.data_ptr() + parameter.nbytes:
+                return weight.name
+        return ""
 
     @contextmanager
     def active(self, sequence: bool = False) -> Iterator[None]:

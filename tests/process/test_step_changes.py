@@ -19,6 +19,20 @@ from fabricx.testing import QUIET
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
 GLOBAL_BATCH = 4
+CHANGES: dict[str, Any] = {  # of a weight, in no_grad
+    "row =": lambda weight: weight.__setitem__(0, 0.5),
+    "masked": lambda weight: weight.__setitem__(weight > 0.2, 0.2),
+    "lerp_": lambda weight: weight.lerp_(torch.ones_like(weight), 0.1),
+    "foreach": lambda weight: torch._foreach_mul_([weight], 0.5),
+    "out": lambda weight: torch.mul(weight, 0.5, out=weight),
+    "normal_": lambda weight: nn.init.normal_(weight, generator=torch.Generator().manual_seed(4)),
+    "kaiming": lambda weight: nn.init.kaiming_uniform_(weight, generator=torch.Generator().manual_seed(4)),
+    "eye_": nn.init.eye_,
+    "view": lambda weight: weight[0].mul_(0.5),
+    "view of data": lambda weight: weight.data.chunk(2)[1].zero_(),
+    "set_": lambda weight: weight.set_(weight * 0.5),
+    "set_ whole": lambda weight: weight.set_(torch.ones(6, 4, dtype=torch.float64)),
+}
 
 
 class Net(fx.Module):
@@ -48,9 +62,13 @@ class Net(fx.Module):
             first.weight.data = first.weight.data * 0.5
         if self.kind == "parameter" and later:
             first.weight = nn.Parameter(first.weight.detach() * 0.5)
-        if self.kind == "set_" and later:
+        if self.kind == "layer" and later:
+            self.net[0] = nn.Linear(4, 6).double()
+        if self.kind == "requires_grad" and later:
+            first.weight.requires_grad = False
+        if self.kind in CHANGES and later:
             with torch.no_grad():
-                first.weight.set_(first.weight * 0.5)
+                CHANGES[self.kind](first.weight)
         outputs = self.net(inputs.requires_grad_(self.kind == "penalty"))
         if self.kind == "branch" and later:
             outputs = outputs + self.other(inputs)
@@ -113,6 +131,11 @@ def train(kind: str, strategy: Any = "auto", devices: int = 1, data_ranks: int =
         (PipelineMesh(), ["branch"], r"other\.\w+: the step changes a parameter or uses it, and this stage"),
         (PipelineMesh(), ["penalty"], "computes gradients through the model, .* use strategy=ddp or strategy=fsdp"),
         (PipelineMesh(), ["no gradient"], "AllStep steps parameters without a gradient, also those that other stages"),
+        (TensorMesh(), ["view", "view of data"], r"changes a view of net\.0\.weight, .* or `weight\.copy_\(new\)`"),
+        (TensorMesh(), ["set_ whole"], r"net\.0\.weight is divided over .* replaced it or its memory .*copy_\(new\)"),
+        (TensorMesh(), ["layer"], r"net\.0 is divided over .* replaced this module by another"),
+        (TensorMesh(), ["set_"], r"set_ was called with a tensor .*: change a weight by weight\.copy_\(new\)"),
+        (TensorMesh(), ["parameter"], "requires_grad_ was called .* make parameters in __init__ or configure_model"),
         (TensorMesh(), ["data.mul_ always"], r"training_step changes net\.0\.weight, and ranks hold parts of the"),
     ],
 )  # fmt: skip
@@ -127,6 +150,7 @@ def test_what_would_be_lost_or_done_several_times_is_refused(strategy: Any, kind
     ("kind", "strategies"),
     [
         ("data.mul_", [DDP(), TensorMesh()]),
+        *((kind, [TensorMesh()]) for kind in ("data =", "requires_grad", *list(CHANGES)[:8])),
         ("penalty", [DDP(), FSDP()]),
         ("skips", [DDP(), FSDP(), ParameterServer()]),
         ("parametrized", [DDP(), FSDP(), ParameterServer(optimizer="server"), TensorMesh()]),
