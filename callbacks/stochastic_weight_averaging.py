@@ -132,7 +132,8 @@ class StochasticWeightAveraging(Callback):
     @torch.no_grad()
     def on_train_epoch_start(self, trainer: TrainerProtocol, module: Module) -> None:
         start, epoch = self.swa_start(trainer.max_epochs or 0), trainer.current_epoch
-        if epoch < start:
+        # A run that resumes within an epoch has its rates from the checkpoint, where schedules may have changed them.
+        if epoch < start or epoch <= self._newest_epoch:
             return
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
         if not self._first_rates:
@@ -148,9 +149,8 @@ class StochasticWeightAveraging(Callback):
             for begin, end in zip(self._first_rates, final, strict=True)
         ]
         self._set_rates(groups)
-        if epoch > self._newest_epoch:  # else resumed within the epoch
-            self._newest_epoch = epoch
-            self._add(module)
+        self._newest_epoch = epoch
+        self._add(module)
 
     def on_before_optimizer_step(self, trainer: TrainerProtocol, module: Module, optimizer: Any) -> None:
         # At each step, since schedules change the rates, and on all ranks, also without a sample of the batch.

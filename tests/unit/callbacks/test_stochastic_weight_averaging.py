@@ -33,16 +33,16 @@ class Watched(TinyModule):
         optimizer.step(optimizer_closure)
 
 
-def train(quiet: dict[str, Any], ckpt: Path | None = None, **options: Any) -> tuple[Watched, fx.Trainer]:
+def train(quiet: dict[str, Any], **options: Any) -> Watched:
     torch.manual_seed(0)
     module, callback = Watched(), StochasticWeightAveraging(0.1, 0.5, annealing_epochs=1)
     trainer = fx.Trainer(callbacks=callback, **quiet, **options)
-    trainer.fit(module, tiny_loader(), ckpt_path=ckpt)
-    return module, trainer
+    trainer.fit(module, tiny_loader())
+    return module
 
 
 def test_the_module_ends_with_the_mean_of_the_beginnings_of_the_last_epochs(quiet: dict[str, Any]) -> None:
-    module, _ = train(quiet, max_epochs=6)
+    module = train(quiet, max_epochs=6)
     each = len(module.ends) // 6
     expected = torch.stack([module.ends[epoch * each - 1] for epoch in (2, 3, 4, 5)]).mean(0)
     assert torch.allclose(module.layer.weight, expected)
@@ -86,19 +86,34 @@ def test_weights_and_rates_are_those_of_lightning(
     assert module.layer.weight.sum().item() == pytest.approx(weights, rel=1e-10)
 
 
-def test_a_resumed_run_continues_the_average(quiet: dict[str, Any], tmp_path: Path) -> None:
-    whole, _ = train(quiet, max_epochs=4)
-
+@pytest.mark.parametrize("hook", ["on_train_epoch_start", "on_train_batch_end", "on_validation_end"])
+def test_a_resumed_run_has_the_average_and_the_rates_of_a_whole_run(
+    hook: str, quiet: dict[str, Any], tmp_path: Path
+) -> None:
     class Saves(fx.Callback):
-        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-            if trainer.current_epoch == 3 and not (tmp_path / "middle.ckpt").exists():
-                trainer.save_checkpoint(tmp_path / "middle.ckpt")
+        saved = -1
 
-    torch.manual_seed(0)
-    callbacks = [Saves(), StochasticWeightAveraging(0.1, 0.5, annealing_epochs=1)]
-    fx.Trainer(max_epochs=4, callbacks=callbacks, **quiet).fit(Watched(), tiny_loader())
-    rest, _ = train(quiet, tmp_path / "middle.ckpt", max_epochs=4)
-    assert torch.equal(rest.layer.weight, whole.layer.weight)
+    def save(self: Any, trainer: Any, *args: Any) -> None:
+        if trainer.current_epoch == 3:  # the first call, and the last: after it, no step sets the rate
+            self.saved += 1
+            trainer.save_checkpoint(tmp_path / f"{self.saved}.ckpt")
+
+    setattr(Saves, hook, save)
+
+    def run(ckpt: Path | None, *callbacks: fx.Callback) -> tuple[Tensor, float]:
+        torch.manual_seed(0)
+        swa = StochasticWeightAveraging(0.1, 0.5, annealing_epochs=1)
+        trainer = fx.Trainer(max_epochs=4, callbacks=[*callbacks, swa], **{**quiet, "num_sanity_val_steps": 0})
+        module = Watched()
+        trainer.fit(module, tiny_loader(), tiny_loader(), ckpt_path=ckpt)
+        return module.layer.weight.detach(), trainer.optimizers[0].param_groups[0]["lr"]
+
+    saves = Saves()
+    weight, rate = run(None, saves)
+    for number in {0, saves.saved}:
+        resumed, resumed_rate = run(tmp_path / f"{number}.ckpt")
+        assert torch.equal(resumed, weight)
+        assert resumed_rate == rate == 0.05
 
 
 def test_wrong_arguments_and_what_has_no_such_average_are_refused(quiet: dict[str, Any]) -> None:
