@@ -157,6 +157,7 @@ def _export(checkpoints: list[Path], target: Path | None) -> int:
             file=sys.stderr,
         )
         return 1
+    import torch
     from safetensors.torch import save_file
 
     from fabricx.checkpoint.reader import load, weights_of
@@ -168,6 +169,13 @@ def _export(checkpoints: list[Path], target: Path | None) -> int:
         weights = weights_of(load(path), path)
     except CheckpointError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    if unknown := [name for name, weight in weights.items() if weight.dtype == torch.complex128]:
+        print(
+            f"error: safetensors has no complex128, which is the type of {', '.join(unknown)}: load the checkpoint "
+            "with load_from_checkpoint, and save another form of these weights, such as torch.view_as_real",
+            file=sys.stderr,
+        )
         return 1
     save_file(weights, target, metadata={"format": "pt"})
     print(f"{len(weights)} tensors: {target}")

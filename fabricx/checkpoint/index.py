@@ -16,9 +16,11 @@ from fabricx.errors import CheckpointError
 DTYPES: Final = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.uint16: "U16",
-    torch.uint32: "U32", torch.uint64: "U64", torch.bool: "BOOL", torch.complex64: "C64",
+    torch.uint32: "U32", torch.uint64: "U64", torch.bool: "BOOL", torch.complex64: "C64", torch.complex128: "F64",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
+# safetensors has no such type: a file contains pairs of their real and imaginary parts, with a last dim of 2.
+AS_PAIRS: Final = torch.complex128
 _BY_NAME: Final = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 

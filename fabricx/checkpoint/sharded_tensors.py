@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from fabricx.checkpoint.direct_io import DirectFile
 from fabricx.checkpoint.files import BLOCK, member
-from fabricx.checkpoint.index import DTYPES, Chunk, Index
+from fabricx.checkpoint.index import AS_PAIRS, DTYPES, Chunk, Index
 from fabricx.checkpoint.storage import is_local, local_copy
 from fabricx.distributed.world import World
 from fabricx.errors import CheckpointError
@@ -153,7 +153,7 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
         end = position + tensor.nbytes
         header[name] = {
             "dtype": DTYPES[tensor.dtype],
-            "shape": list(tensor.shape),
+            "shape": [*tensor.shape, 2] if tensor.dtype == AS_PAIRS else list(tensor.shape),
             "data_offsets": [position, end],
         }
         position = end
@@ -224,7 +224,9 @@ class _Reader(StorageReader):
                 with local_copy(path) as local, safe_open(local, framework="pt") as opened:
                     for item, chunk in items:
                         target = planner.resolve_tensor(item).detach()
-                        target.copy_(_slice(opened, chunk, target.dtype, item))
+                        block = _slice(opened, chunk, target.dtype, item)
+                        # torch would read memory of a file as complex128 at any address, and needs multiples of 16.
+                        (torch.view_as_real(target) if target.dtype == AS_PAIRS else target).copy_(block)
                         planner.commit_tensor(item, target)
             except SafetensorError as error:
                 raise CheckpointError(f"{path} is damaged: it isn't a safetensors file as expected: {error}") from None
@@ -255,10 +257,10 @@ class _Reader(StorageReader):
 
 def _slice(opened: Any, chunk: Chunk, dtype: torch.dtype, item: Any) -> Tensor:
     part = opened.get_slice(chunk["name"])
-    if list(part.get_shape()) != chunk["sizes"] or part.get_dtype() != DTYPES[dtype]:  # copying would broadcast
+    shape = [*chunk["sizes"], 2] if dtype == AS_PAIRS else chunk["sizes"]
+    if list(part.get_shape()) != shape or part.get_dtype() != DTYPES[dtype]:  # copying would broadcast
         raise SafetensorError(
-            f"{chunk['name']} is {part.get_dtype()} {part.get_shape()} there, and {DTYPES[dtype]} {chunk['sizes']} in "
-            "the index"
+            f"{chunk['name']} is {part.get_dtype()} {part.get_shape()} there, and {DTYPES[dtype]} {shape} in the index"
         )
     if not item.lengths:
         whole: Tensor = opened.get_tensor(chunk["name"])

@@ -42,8 +42,8 @@ def wrong(cell: Cell, folder: Path) -> list[str]:
     found, plain = run_oracle(cell, folder), Plain(cell).train()
     assert not found.error, found.error
     # The same operations in the same order; only norms and metrics are added up otherwise, in float32 at worst.
-    # The model "dtypes" has a layer in float32, and "complex" numbers of two such parts, whose rounding reaches the other
-    # weights where losses are weighted otherwise.
+    # The model "dtypes" has a layer in float32, and "complex" numbers of such parts, whose rounding reaches
+    # the others where losses are weighted otherwise.
     exact = cell.precision == "64" and cell.model not in ("dtypes", "complex")
     close = {"rtol": 1e-12, "atol": 1e-12} if exact else {"rtol": 1e-5, "atol": 1e-6}
     lines = []

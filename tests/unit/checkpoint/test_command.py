@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from fabricx import checkpoint
 from fabricx.checkpoint.command import main, table
@@ -29,3 +30,18 @@ def test_a_table_that_is_too_wide_has_a_line_for_each_folder(tmp_path: Path) -> 
     assert [line for line in lines if line in map(str, folders)] == list(map(str, folders))
     assert [line.split()[-1] for line in lines if line.endswith(".ckpt")] == ["one.ckpt", "two.ckpt"] * 2
     assert max(len(line) for line in lines if line not in map(str, folders)) <= 70
+
+
+def test_complex_numbers_in_double_precision_are_kept_and_an_export_of_them_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = {name: torch.full(size, 1 / 3 + 2j / 3, dtype=torch.complex128) for name, size in
+               {"a": (), "b": (3,), "c": (0, 2), "d": (2, 4)}.items()}  # fmt: skip
+    path = checkpoint.save(tmp_path / "one.ckpt", {"strategy": {"module": weights}, "hparams": {}}, {})
+    loaded = checkpoint.load(path, verified=True)["strategy"]["module"]
+    assert loaded.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert loaded[name].dtype == weight.dtype
+        assert torch.equal(loaded[name], weight)
+    assert main(["export", str(path)]) == 1
+    assert "safetensors has no complex128, which is the type of a, b, c, d" in capsys.readouterr().err
