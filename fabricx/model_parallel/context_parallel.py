@@ -24,9 +24,10 @@ from fabricx.model_parallel.trial import Record, StepChanged, check_unchanged, r
 
 REMEDY: Final = (
     "Under context parallelism blocks compute each position by itself, except in F.scaled_dot_product_attention and "
-    "nn.MultiheadAttention. Convolutions and sums over the sequence, attention by products of matrices or "
-    "flex_attention, and losses inside of blocks are not supported: choose other blocks by blocks=CLASS or a list of "
-    "names, or use strategy=tensor"
+    "nn.MultiheadAttention. Convolutions and sums over the sequence, attention by products of matrices (in "
+    "transformers attn_implementation='eager') or flex_attention, and losses inside of blocks are not supported: use "
+    "attn_implementation='sdpa' in the configuration where the model has it, choose other blocks by blocks=CLASS or a "
+    "list of names, or use strategy=tensor"
 )
 
 
