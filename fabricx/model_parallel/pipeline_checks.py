@@ -43,8 +43,8 @@ def check_evaluation(
     except ValueError as error:
         raise ValueError(
             f"{step} under a pipeline: {error}. A step of an evaluation within fit calls the model once, as "
-            "training_step does; compute what needs more calls, such as generated text, by trainer.validate, test or predict after "
-            "fit, where each rank has the whole module"
+            "training_step does; compute what needs more calls, such as generated text, by trainer.validate, test or "
+            "predict after fit, where each rank has the whole module"
         ) from error
     for begin, _ in cuts[1:]:
         if begin in trace.joined:
