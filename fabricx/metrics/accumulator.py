@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,163 +14,7 @@ from fabricx.core.reductions import Reduction
 from fabricx.distributed.metric_sums import merge_sums, plain
 from fabricx.distributed.world import World
 from fabricx.errors import RanksDisagree
-
-EXACT: Final = (torch.float32, torch.float64, torch.int64)  # dtypes whose sums do not overflow or stop growing
-_VALUES: Final = ("step", "value", "weight", "total", "weights")  # attributes of a series that change
-
-
-class Series:
-    """Values of a logged name: that of the latest step, and the sum of the epoch.
-
-    The value of a step is the weighted mean (or sum, maximum, minimum) over the microbatches of that weight update.
-    While a step has a single value, `add` only sets a few attributes: arithmetic is deferred until a value is read.
-
-    Args:
-        reduction: "mean", "sum", "max" or "min".
-        on_step: keep the value of the latest step.
-        on_epoch: accumulate over the epoch.
-        bar: show in the progress bar.
-        to_logger: write to loggers.
-        local: do not reduce over ranks.
-    """
-
-    __slots__ = (
-        "asked",
-        "bar",
-        "epoch_batch",
-        "inside",
-        "local",
-        "on_epoch",
-        "on_step",
-        "reduction",
-        "step",
-        "step_batch",
-        "to_logger",
-        "total",
-        "value",
-        "weight",
-        "weights",
-    )
-
-    def __init__(
-        self, reduction: Reduction, *, on_step: bool, on_epoch: bool, bar: bool, to_logger: bool, local: bool
-    ) -> None:
-        self.reduction: Reduction = reduction
-        self.on_step = on_step
-        self.on_epoch = on_epoch
-        self.bar = bar
-        self.to_logger = to_logger
-        self.local = local
-        self.asked: Any = None  # arguments of the newest `log` call that was validated against these options
-        self.inside: bool | None = None  # logged within a batch (True) or between batches (False); None if unknown
-        self.step = -1
-        self.value: Any = None  # weighted mean if it comes from several microbatches
-        self.weight: float = 0.0
-        self.total: Any = None
-        self.weights: float = 0.0
-        # Number of this rank's batch in the epoch, from 1, that logged the first value of the step, and of the epoch;
-        # 0 for a value between batches, infinity for no value.
-        self.step_batch = self.epoch_batch = math.inf
-
-    def add(self, value: Any, weight: float, step: int, batch: int = 0) -> None:
-        """Add a value.
-
-        Args:
-            value: a number or a detached one-element tensor.
-            weight: number of samples.
-            step: number of the weight update.
-            batch: number of the batch in the epoch, from 1; 0 between batches.
-        """
-        if self.on_step:
-            if step != self.step:
-                self.step, self.value, self.weight, self.step_batch = step, value, weight, batch
-            else:
-                self.value = _join(self.reduction, self.value, self.weight, value, weight)
-                self.weight += weight
-        if self.on_epoch:
-            if self.total is None:
-                self.total = value * weight if self.reduction == "mean" else value + 0
-                self.epoch_batch = batch
-            elif self.reduction == "mean":
-                self.total = self.total + value * weight
-            else:
-                self.total = _join(self.reduction, self.total, 1.0, value, 1.0)
-            self.weights += weight
-
-    def packed(self, *, epoch: bool) -> tuple[Any, float]:
-        """Return (sum, weight) for a mean, (value, weight) for other reductions, to be reduced over ranks.
-
-        Args:
-            epoch: of the epoch; else of the latest step.
-        """
-        if epoch:
-            return self.total, self.weights
-        return (self.value * self.weight if self.reduction == "mean" else self.value), self.weight
-
-    def kind(self) -> tuple[Any, ...]:
-        """Return the options with which another rank can create the same series."""
-        return self.reduction, self.on_step, self.on_epoch, self.bar, self.to_logger, self.local
-
-    def way(self) -> tuple[Any, ...]:
-        """Return `kind`, and for a mean whether it was logged within batches."""
-        return *self.kind(), self.inside if self.reduction == "mean" else None
-
-    @classmethod
-    def of_kind(cls, kind: tuple[Any, ...]) -> Series:
-        """Create an empty series.
-
-        Args:
-            kind: result of `kind`.
-        """
-        reduction, on_step, on_epoch, bar, to_logger, local = kind
-        return cls(reduction, on_step=on_step, on_epoch=on_epoch, bar=bar, to_logger=to_logger, local=local)
-
-    def contribute_nothing(self, *, epoch: bool) -> None:
-        """Set the neutral value of the reduction, because this rank had no batch.
-
-        Args:
-            epoch: of the epoch; else of the latest step.
-        """
-        neutral = {"max": -math.inf, "min": math.inf}.get(self.reduction, 0.0)
-        if epoch:
-            self.total, self.weights = neutral, 0.0
-        else:
-            self.value, self.weight = neutral, 0.0
-
-    def forget_epoch(self) -> None:
-        """Reset the sum of the epoch."""
-        self.total, self.weights, self.epoch_batch = None, 0.0, math.inf
-
-
-def _join(reduction: Reduction, old: Any, old_weight: float, new: Any, new_weight: float) -> Any:
-    if reduction == "mean":
-        whole = old_weight + new_weight
-        return (old * old_weight + new * new_weight) / whole if whole else new
-    if reduction == "sum":
-        return old + new
-    pick: Callable[[Tensor, Tensor], Tensor] = torch.maximum if reduction == "max" else torch.minimum
-    return pick(torch.as_tensor(old), torch.as_tensor(new))
-
-
-def join_latest(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge results of `Metrics.latest` of several ranks; only values of the newest step are kept.
-
-    Args:
-        ranks: result of each rank.
-    """
-    newest = max((step for latest in ranks for _, step, *_ in latest.values()), default=-1)
-    merged: dict[str, Any] = {}
-    for latest in ranks:
-        for name, (kind, step, value, weight) in latest.items():
-            if step != newest:
-                continue
-            if name in merged and not kind[-1]:  # of a local value, the first rank's is kept
-                _, _, before, weight_before = merged[name]
-                merged[name] = [
-                    kind, step, _join(kind[0], before, weight_before, value, weight), weight_before + weight,
-                ]  # fmt: skip
-            merged.setdefault(name, [kind, step, value, weight])
-    return merged
+from fabricx.metrics.series import VALUES, Series, join
 
 
 class Metrics:
@@ -212,7 +56,7 @@ class Metrics:
 
     def mark(self) -> dict[str, tuple[Any, ...]]:
         """Return the values of all series, for `rewind`."""
-        return {name: tuple(getattr(s, slot) for slot in _VALUES) for name, s in self.series.items()}
+        return {name: tuple(getattr(s, slot) for slot in VALUES) for name, s in self.series.items()}
 
     def rewind(self, mark: dict[str, tuple[Any, ...]]) -> None:
         """Restore the values of a `mark`.
@@ -221,7 +65,7 @@ class Metrics:
             mark: result of `mark`.
         """
         for name, series in self.series.items():
-            for slot, value in zip(_VALUES, mark.get(name, (-1, None, 0.0, None, 0.0)), strict=True):
+            for slot, value in zip(VALUES, mark.get(name, (-1, None, 0.0, None, 0.0)), strict=True):
                 setattr(series, slot, value)
 
     def world_changed(self, world: World) -> None:
@@ -451,7 +295,7 @@ class Metrics:
             series = self.series.setdefault(name, Series.of_kind(tuple(kind)))
             total = added.to(self._device) if isinstance(added, Tensor) else added
             joins = "sum" if series.reduction == "mean" else series.reduction
-            series.total = total if series.total is None else _join(joins, series.total, 1.0, total, 1.0)
+            series.total = total if series.total is None else join(joins, series.total, 1.0, total, 1.0)
             series.weights += weights
 
     def forget_epoch(self) -> None:
@@ -486,34 +330,3 @@ def _check_alike(name: str, ways: list[tuple[Any, ...] | None]) -> None:
 
 def _operation(reduction: Reduction) -> str:
     return reduction if reduction in ("max", "min") else "sum"
-
-
-def as_value(value: Any, name: str) -> Any:
-    """Convert a logged value to a number, or a detached tensor of one element and an exact dtype.
-
-    Args:
-        value: argument of `log`.
-        name: name for the message.
-
-    Raises:
-        ValueError: the value is neither a number nor a tensor of one element.
-    """
-    if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise ValueError(
-                f"self.log({name!r}, ...) got a tensor of shape {tuple(value.shape)}; log one number, "
-                "such as its mean()"
-            )
-        detached = value.detach()
-        if detached.dtype not in EXACT:
-            detached = detached.float() if detached.is_floating_point() else detached.long()
-        # The user may change the tensor in place later (a reused loss, a running sum): keep a separate value.
-        return detached if detached.dim() == 0 else detached.reshape(())
-    if isinstance(value, (bool, int, float)):
-        return float(value)
-    if hasattr(value, "__float__"):
-        return float(value)
-    raise ValueError(
-        f"self.log({name!r}, ...) got {type(value).__name__}; it accepts a number, a tensor of one element or a "
-        "torchmetrics.Metric"
-    )

@@ -15,8 +15,9 @@ from fabricx.core.strategy import Strategy
 from fabricx.core.transfer import batch_size_of
 from fabricx.distributed.dtensors import is_dtensor
 from fabricx.distributed.world import World
-from fabricx.metrics.accumulator import EXACT, Metrics, Series, as_value
+from fabricx.metrics.accumulator import Metrics
 from fabricx.metrics.objects import metric_objects, set_states, states_of
+from fabricx.metrics.series import EXACT, Series, as_value
 
 
 class Logbook:

@@ -11,8 +11,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from fabricx.core.rng import RandomState
 from fabricx.data.own_state import states_of_generators
 from fabricx.distributed.metric_sums import merge_sums, plain
-from fabricx.metrics.accumulator import Series, join_latest
 from fabricx.metrics.objects import merge_states, metric_objects, set_states, states_of, states_on_cpu
+from fabricx.metrics.series import Series, join_latest
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module

@@ -14,8 +14,9 @@ from torch import Tensor
 from fabricx.core.strategy import Traits
 from fabricx.distributed.world import World
 from fabricx.errors import RanksDisagree
-from fabricx.metrics.accumulator import Metrics, Series
+from fabricx.metrics.accumulator import Metrics
 from fabricx.metrics.collector import Logbook
+from fabricx.metrics.series import Series
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,8 @@ import torch
 import fabricx as fx
 from fabricx.core.strategy import Traits
 from fabricx.distributed.world import World
-from fabricx.metrics.accumulator import Series, as_value
 from fabricx.metrics.collector import Logbook
+from fabricx.metrics.series import Series, as_value
 from fabricx.testing import TinyModule, tiny_loader
 
 

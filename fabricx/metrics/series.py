@@ -1,0 +1,207 @@
+"""Values of a logged name: of the latest step, and the sum of the epoch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from fabricx.core.reductions import Reduction
+
+EXACT: Final = (torch.float32, torch.float64, torch.int64)  # dtypes whose sums do not overflow or stop growing
+VALUES: Final = ("step", "value", "weight", "total", "weights")  # attributes of a series that change
+
+
+class Series:
+    """Values of a logged name: that of the latest step, and the sum of the epoch.
+
+    The value of a step is the weighted mean (or sum, maximum, minimum) over the microbatches of that weight update.
+    While a step has a single value, `add` only sets a few attributes: arithmetic is deferred until a value is read.
+
+    Args:
+        reduction: "mean", "sum", "max" or "min".
+        on_step: keep the value of the latest step.
+        on_epoch: accumulate over the epoch.
+        bar: show in the progress bar.
+        to_logger: write to loggers.
+        local: do not reduce over ranks.
+    """
+
+    __slots__ = (
+        "asked",
+        "bar",
+        "epoch_batch",
+        "inside",
+        "local",
+        "on_epoch",
+        "on_step",
+        "reduction",
+        "step",
+        "step_batch",
+        "to_logger",
+        "total",
+        "value",
+        "weight",
+        "weights",
+    )
+
+    def __init__(
+        self, reduction: Reduction, *, on_step: bool, on_epoch: bool, bar: bool, to_logger: bool, local: bool
+    ) -> None:
+        self.reduction: Reduction = reduction
+        self.on_step = on_step
+        self.on_epoch = on_epoch
+        self.bar = bar
+        self.to_logger = to_logger
+        self.local = local
+        self.asked: Any = None  # arguments of the newest `log` call that was validated against these options
+        self.inside: bool | None = None  # logged within a batch (True) or between batches (False); None if unknown
+        self.step = -1
+        self.value: Any = None  # weighted mean if it comes from several microbatches
+        self.weight: float = 0.0
+        self.total: Any = None
+        self.weights: float = 0.0
+        # Number of this rank's batch in the epoch, from 1, that logged the first value of the step, and of the epoch;
+        # 0 for a value between batches, infinity for no value.
+        self.step_batch = self.epoch_batch = math.inf
+
+    def add(self, value: Any, weight: float, step: int, batch: int = 0) -> None:
+        """Add a value.
+
+        Args:
+            value: a number or a detached one-element tensor.
+            weight: number of samples.
+            step: number of the weight update.
+            batch: number of the batch in the epoch, from 1; 0 between batches.
+        """
+        if self.on_step:
+            if step != self.step:
+                self.step, self.value, self.weight, self.step_batch = step, value, weight, batch
+            else:
+                self.value = join(self.reduction, self.value, self.weight, value, weight)
+                self.weight += weight
+        if self.on_epoch:
+            if self.total is None:
+                self.total = value * weight if self.reduction == "mean" else value + 0
+                self.epoch_batch = batch
+            elif self.reduction == "mean":
+                self.total = self.total + value * weight
+            else:
+                self.total = join(self.reduction, self.total, 1.0, value, 1.0)
+            self.weights += weight
+
+    def packed(self, *, epoch: bool) -> tuple[Any, float]:
+        """Return (sum, weight) for a mean, (value, weight) for other reductions, to be reduced over ranks.
+
+        Args:
+            epoch: of the epoch; else of the latest step.
+        """
+        if epoch:
+            return self.total, self.weights
+        return (self.value * self.weight if self.reduction == "mean" else self.value), self.weight
+
+    def kind(self) -> tuple[Any, ...]:
+        """Return the options with which another rank can create the same series."""
+        return self.reduction, self.on_step, self.on_epoch, self.bar, self.to_logger, self.local
+
+    def way(self) -> tuple[Any, ...]:
+        """Return `kind`, and for a mean whether it was logged within batches."""
+        return *self.kind(), self.inside if self.reduction == "mean" else None
+
+    @classmethod
+    def of_kind(cls, kind: tuple[Any, ...]) -> Series:
+        """Create an empty series.
+
+        Args:
+            kind: result of `kind`.
+        """
+        reduction, on_step, on_epoch, bar, to_logger, local = kind
+        return cls(reduction, on_step=on_step, on_epoch=on_epoch, bar=bar, to_logger=to_logger, local=local)
+
+    def contribute_nothing(self, *, epoch: bool) -> None:
+        """Set the neutral value of the reduction, because this rank had no batch.
+
+        Args:
+            epoch: of the epoch; else of the latest step.
+        """
+        neutral = {"max": -math.inf, "min": math.inf}.get(self.reduction, 0.0)
+        if epoch:
+            self.total, self.weights = neutral, 0.0
+        else:
+            self.value, self.weight = neutral, 0.0
+
+    def forget_epoch(self) -> None:
+        """Reset the sum of the epoch."""
+        self.total, self.weights, self.epoch_batch = None, 0.0, math.inf
+
+
+def join(reduction: Reduction, old: Any, old_weight: float, new: Any, new_weight: float) -> Any:
+    """Return the reduction of two values.
+
+    Args:
+        reduction: "mean", "sum", "max" or "min".
+        old, new: a number or a tensor of one element.
+        old_weight, new_weight: weights of the values in a mean.
+    """
+    if reduction == "mean":
+        whole = old_weight + new_weight
+        return (old * old_weight + new * new_weight) / whole if whole else new
+    if reduction == "sum":
+        return old + new
+    pick: Callable[[Tensor, Tensor], Tensor] = torch.maximum if reduction == "max" else torch.minimum
+    return pick(torch.as_tensor(old), torch.as_tensor(new))
+
+
+def join_latest(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Merge results of `Metrics.latest` of several ranks; only values of the newest step are kept.
+
+    Args:
+        ranks: result of each rank.
+    """
+    newest = max((step for latest in ranks for _, step, *_ in latest.values()), default=-1)
+    merged: dict[str, Any] = {}
+    for latest in ranks:
+        for name, (kind, step, value, weight) in latest.items():
+            if step != newest:
+                continue
+            if name in merged and not kind[-1]:  # of a local value, the first rank's is kept
+                _, _, before, weight_before = merged[name]
+                merged[name] = [
+                    kind, step, join(kind[0], before, weight_before, value, weight), weight_before + weight,
+                ]  # fmt: skip
+            merged.setdefault(name, [kind, step, value, weight])
+    return merged
+
+
+def as_value(value: Any, name: str) -> Any:
+    """Convert a logged value to a number, or a detached tensor of one element and an exact dtype.
+
+    Args:
+        value: argument of `log`.
+        name: name for the message.
+
+    Raises:
+        ValueError: the value is neither a number nor a tensor of one element.
+    """
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ValueError(
+                f"self.log({name!r}, ...) got a tensor of shape {tuple(value.shape)}; log one number, "
+                "such as its mean()"
+            )
+        detached = value.detach()
+        if detached.dtype not in EXACT:
+            detached = detached.float() if detached.is_floating_point() else detached.long()
+        # The user may change the tensor in place later (a reused loss, a running sum): keep a separate value.
+        return detached if detached.dim() == 0 else detached.reshape(())
+    if isinstance(value, (bool, int, float)):
+        return float(value)
+    if hasattr(value, "__float__"):
+        return float(value)
+    raise ValueError(
+        f"self.log({name!r}, ...) got {type(value).__name__}; it accepts a number, a tensor of one element or a "
+        "torchmetrics.Metric"
+    )
