@@ -123,7 +123,7 @@ class MemberStates:
         Raises:
             RuntimeError: all members are replacements.
         """
-        session, own = self._session, self._contribution
+        session, contribution = self._session, self._contribution
         members = self._gather(generation)
         furthest = max(member.progress for member in members)
         if not furthest:
@@ -137,18 +137,18 @@ class MemberStates:
         if session.strategy.traits.lockstep:
             if any(member.progress != furthest for member in members):
                 weights = self._broadcast_weights(holder)
-                if own.progress != furthest:
+                if contribution.progress != furthest:
                     session.strategy.load_state_dict(weights, session.module, session.optimizers)
             records, each_rank = records_of_all(members, furthest)
             source = world.rank if each_rank else None
-            if own.progress == furthest and self._batch_start is not None and self._batch_start.of_window:
+            if contribution.progress == furthest and self._batch_start is not None and self._batch_start.of_window:
                 self._batch_start.restore_buffers(session.module)
         else:  # the servers have the weights, and each worker keeps its metric sums
             records = [] if record is None else [record]
             source = 0 if records else None
         states = [from_record(per_rank) for per_rank in records]
         self._ft.torn = False
-        load_common_state(session, {**common, "ranks": states}, source, newcomer=not own.progress)
+        load_common_state(session, {**common, "ranks": states}, source, newcomer=not contribution.progress)
         self._contribution = Contribution(furthest, [] if record is None else [(furthest, record)])
         self._common, self._batch_start, self._loaded_in = common, None, generation.number
         failures: int = common["failures"]

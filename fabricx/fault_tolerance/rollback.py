@@ -183,8 +183,8 @@ def _take(session: Session, ft: RankRecords, source: _Source, *, newcomer: bool)
     states = (
         [memory_checkpoint.join(parts, room)] if sharded else [memory_checkpoint.join([copy], room) for copy in parts]
     )
-    own = {part: copy.rest["record"] for part, copy in source.here.items() if world.rank in source.records[part]}
-    records = {part: record for by_part in world.gather_objects(own) for part, record in by_part.items()}
+    on_rank = {part: copy.rest["record"] for part, copy in source.here.items() if world.rank in source.records[part]}
+    records = {part: record for by_part in world.gather_objects(on_rank) for part, record in by_part.items()}
     strategy, local_states = session.strategy, [state["strategy"] for state in states]
     if isinstance(strategy, KeepsLocalState):
         strategy.load_local_states(local_states, session.module, session.optimizers, own=part_index is not None)
