@@ -20,8 +20,11 @@ from fabricx.cli.main import RESUME_HELP, USAGE
 from fabricx.cli.mistakes import Composition
 
 ROOT: Final = Path(__file__).parents[1]
-_CHOSEN: Final = ("strategy", "callbacks", "logger", "module", "data")  # groups with a table for each choice
-_PLUGINS: Final = {"strategy": "strategies", "callbacks": "callbacks", "logger": "loggers"}
+# Groups with a table for each choice.
+_CHOSEN: Final = ("strategy", "launcher", "callbacks", "logger", "module", "data")
+_PLUGINS: Final = {
+    "strategy": "strategies", "launcher": "launchers", "callbacks": "callbacks", "logger": "loggers",
+}  # fmt: skip
 
 
 def configuration() -> str:

@@ -56,7 +56,7 @@ _MODULES = {
     "seed_everything": "fabricx.core.rng",
 }
 
-_PACKAGES = ("callbacks", "loggers", "pytorch", "strategies")  # imported at first access
+_PACKAGES = ("callbacks", "launchers", "loggers", "pytorch", "strategies")  # imported at first access
 _ABSENT = {
     "Fabric": "fabricx.Trainer runs the loop; a loop of your own is torch.distributed with fabricx.distributed",
     "LightningCLI": "the command `fabricx fit module._target_=my_project.Net module.lr=0.1 "

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from fabricx import plugins
 from fabricx.annotations import check_value
-from fabricx.core.options import TrainerOptions
+from fabricx.core.options import LAUNCHERS, TrainerOptions
 from fabricx.errors import did_you_mean, nearest_key
 from fabricx.redaction import masked, masked_keys
 from fabricx.trainer import provenance
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 
 T = TypeVar("T")
-OPEN_GROUPS = ("module", "data", "strategy")
-_GROUPS = ("self", "strategy", "callbacks", "logger")  # not part of the group "trainer"
+OPEN_GROUPS = ("module", "data", "strategy", "launcher")
+_GROUPS = ("self", "strategy", "launcher", "callbacks", "logger")  # not part of the group "trainer"
 _CHECKED = {"bool": bool, "int": int, "str": str, "bool | None": bool | None, "int | None": int | None,
             "float | None": float | None, "str | None": str | None}  # types of arguments that Hydra checks  # fmt: skip
 
@@ -50,8 +50,9 @@ def register() -> None:
     """Register the schema and the open groups with Hydra; called before the configuration is composed."""
     store = ConfigStore.instance()
     store.store(name="schema", node={"trainer": TrainerConfig}, provider="fabricx")
-    for name in plugins.registered("strategies"):  # by entry points of packages
-        store.store(group="strategy", name=name, node=_open({"name": name}), provider="fabricx")
+    for group, kind in (("strategy", "strategies"), ("launcher", "launchers")):
+        for name in plugins.registered(kind):  # by entry points of packages
+            store.store(group=group, name=name, node=_open({"name": name}), provider="fabricx")
     for group, kind in (("callbacks", "callbacks"), ("logger", "loggers")):
         for name in plugins.registered(kind):
             beside = {"defaults": ["default", "_self_"]} if group == "callbacks" else {}
@@ -129,8 +130,8 @@ def configuration_of(run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
         key, equals, value = override.partition("=")
         if not equals:
             raise ValueError(f"{override!r}: overrides must have the form KEY=VALUE")
-        if key == "strategy":
-            cfg["strategy"] = {"name": value}
+        if key in ("strategy", "launcher"):
+            cfg[key] = {"name": value}
             continue
         parent, _, name = key.rpartition(".")
         node: Any = OmegaConf.select(cfg, parent) if parent else cfg
@@ -229,7 +230,7 @@ def build(cfg: DictConfig | Mapping[str, Any]) -> tuple[Trainer, Module, DataMod
     module = _built("module", config["module"], Module, adapt_module)
     data = _built("data", config["data"], DataModule, adapt_data) if config.get("data") else None
     trainer = Trainer(
-        **{**config["trainer"], "strategy": _strategy(config.get("strategy") or {})},
+        **{**config["trainer"], "strategy": _named("strategy", config), "launcher": _named("launcher", config)},
         callbacks=[_plugin(f"callbacks.{name}", "callbacks", name, options) for name, options in _callbacks(config)],
         logger=[_plugin(f"logger.{name}", "loggers", name, options) for name, options in _entries(config, "logger")],
     )
@@ -261,11 +262,13 @@ def _plugin(where: str, kind: str, name: str, options: dict[str, Any]) -> Any:
     return plugins.build(kind, name, **options)
 
 
-def _strategy(options: dict[str, Any]) -> Any:
-    if not options or options.get("name") == "auto":
-        return "auto"
-    arguments = {key: value for key, value in options.items() if key != "name"}
-    return _plugin("strategy", "strategies", options.get("name", ""), arguments)
+def _named(group: str, config: Mapping[str, Any]) -> Any:
+    """Return the strategy or launcher of a configuration; names without a class are returned unchanged."""
+    options = config.get(group) or {"name": "auto"}
+    name, arguments = options.get("name", ""), {key: value for key, value in options.items() if key != "name"}
+    if name == "auto" or (group == "launcher" and name in LAUNCHERS):
+        return name
+    return _plugin(group, "strategies" if group == "strategy" else "launchers", name, arguments)
 
 
 def _check_target(where: str, node: Mapping[str, Any]) -> Any:
@@ -344,7 +347,7 @@ def check_settings(config: Mapping[str, Any]) -> None:
     Raises:
         ValueError: a value has another type; the message names the key.
     """
-    for group in ("trainer", "module", "data", "strategy", "callbacks", "logger"):
+    for group in ("trainer", "module", "data", "strategy", "launcher", "callbacks", "logger"):
         value = config.get(group)
         if isinstance(value, Mapping) or (value is None and group != "trainer"):
             continue

@@ -58,16 +58,19 @@ _BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = {
         "jsonl": "fabricx.loggers.jsonl:JSONLogger",
         "tensorboard": "fabricx.loggers.tensorboard:TensorBoardLogger",
     },
+    "launchers": {"ray": "fabricx.launchers.ray:Ray"},
 }
-_SINGULAR: Final = {"strategies": "strategy", "callbacks": "callback", "loggers": "logger"}
-_KEYS: Final = {"strategies": "strategy", "callbacks": "+callbacks.mine", "loggers": "+logger.mine"}  # + adds an entry
+_SINGULAR: Final = {"strategies": "strategy", "callbacks": "callback", "loggers": "logger", "launchers": "launcher"}
+_KEYS: Final = {  # + adds an entry
+    "strategies": "strategy", "callbacks": "+callbacks.mine", "loggers": "+logger.mine", "launchers": "launcher",
+}  # fmt: skip
 
 
 def names(kind: str) -> list[str]:
     """Return all names of a kind, including names that other packages register.
 
     Args:
-        kind: "strategies", "callbacks" or "loggers".
+        kind: "strategies", "callbacks", "loggers" or "launchers".
     """
     return sorted({*_BUILT_IN[kind], *registered(kind)})
 
@@ -76,7 +79,7 @@ def registered(kind: str) -> dict[str, metadata.EntryPoint]:
     """Return the entry points of other packages, by name.
 
     Args:
-        kind: "strategies", "callbacks", "loggers" or "codecs".
+        kind: "strategies", "callbacks", "loggers", "launchers" or "codecs".
     """
     return {entry.name: entry for entry in metadata.entry_points(group=f"fabricx.{kind}")}
 
@@ -85,7 +88,7 @@ def path_of(kind: str, name: str) -> str:
     """Return the path of a plugin's class as MODULE:CLASS, without importing it; "" for an unknown name.
 
     Args:
-        kind: "strategies", "callbacks" or "loggers".
+        kind: "strategies", "callbacks", "loggers" or "launchers".
         name: registered name.
     """
     if name in _BUILT_IN[kind]:
@@ -98,7 +101,7 @@ def find(kind: str, name: str) -> Any:
     """Return the class of a name or dotted path.
 
     Args:
-        kind: "strategies", "callbacks" or "loggers".
+        kind: "strategies", "callbacks", "loggers" or "launchers".
         name: registered name, or dotted path of a class.
 
     Raises:
@@ -169,7 +172,7 @@ def build(kind: str, name: str, **options: Any) -> Any:
     """Create a plugin.
 
     Args:
-        kind: "strategies", "callbacks" or "loggers".
+        kind: "strategies", "callbacks", "loggers" or "launchers".
         name: registered name, or dotted path of a class.
         **options: arguments of the class.
 

@@ -19,8 +19,8 @@ from fabricx.cli.overrides import parsed
 from fabricx.errors import did_you_mean, nearest_key
 
 _NAMED_ENTRIES = ("callbacks", "logger")  # an entry of these groups is added under any name
-_GROUPS = ("experiment", "debug", "module", "data", "strategy", "callbacks", "logger", "trainer")
-_CLASSES = {"module": "Net", "data": "Data", "strategy": "Strategy"}  # groups with a `_target_`
+_GROUPS = ("experiment", "debug", "module", "data", "strategy", "launcher", "callbacks", "logger", "trainer")
+_CLASSES = {"module": "Net", "data": "Data", "strategy": "Strategy", "launcher": "Launcher"}  # groups with a `_target_`
 
 
 @dataclass(frozen=True)

@@ -52,11 +52,12 @@ def check_root(folder: str | os.PathLike[str] | None) -> str:
     return str(Path(folder).expanduser() if folder else Path.cwd())
 
 
-def check_accelerator(accelerator: str) -> str:
+def check_accelerator(accelerator: str, *, elsewhere: bool = False) -> str:
     """Return "cpu", "cuda" or "mps".
 
     Args:
         accelerator: a name of `ACCELERATORS`.
+        elsewhere: the ranks are on other machines, so that this machine need not have the device.
 
     Raises:
         ValueError: the name is unknown, or this machine has no such device.
@@ -68,25 +69,30 @@ def check_accelerator(accelerator: str) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     name = "cuda" if accelerator == "gpu" else accelerator
     available = {"cpu": True, "cuda": torch.cuda.is_available, "mps": torch.backends.mps.is_available}[name]
-    if available is not True and not available():  # type: ignore[operator]
+    if available is not True and not elsewhere and not available():  # type: ignore[operator]
         raise ValueError(
             f"accelerator={accelerator!r}, but torch {torch.__version__} finds no such device; set accelerator='cpu'"
         )
     return name
 
 
-def check_devices(devices: Any, accelerator: str) -> list[int]:
+def check_devices(devices: Any, accelerator: str, *, elsewhere: bool = False) -> list[int]:
     """Return the device number of each rank on this machine.
 
     Args:
         devices: number of devices ("auto", 2, "2", -1 for all), or list of device numbers ([0, 2], "0,2").
         accelerator: "cpu", "cuda" or "mps". On a CPU, a device is a process; any number is valid.
+        elsewhere: the ranks are on other machines, whose devices a launcher chooses: only a number is valid.
 
     Raises:
         ValueError: the text is invalid, a device is repeated, or this machine does not have the devices.
     """
     import torch
 
+    if elsewhere:
+        if isinstance(devices, bool) or not str(devices).isdecimal() or int(devices) < 1:
+            raise ValueError(f"devices={devices!r}: with a launcher, set the number of ranks on each machine")
+        return list(range(int(devices)))
     count = torch.cuda.device_count() if accelerator == "cuda" else 1 if accelerator == "mps" else None
     if devices == "auto":
         return list(range(count or 1))

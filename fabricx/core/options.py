@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 
 DEFAULT_EPOCHS: Final = 1000
+LAUNCHERS: Final = ("auto", "local", "environment")  # start no ranks on other machines
 
 
 class ProfilerName(str):
@@ -78,6 +79,7 @@ class TrainerOptions:
         strategy: str | Strategy = "auto",
         devices: int | str | Sequence[int] = "auto",
         num_nodes: int = 1,
+        launcher: Any = "auto",
         precision: str | int = "32-true",
         max_epochs: int | str | None = None,
         min_epochs: int | str | None = None,
@@ -128,6 +130,9 @@ class TrainerOptions:
                 each rank is a process.
             num_nodes: number of machines; for more than 1, a launcher starts the script on each machine:
                 torchrun, mpirun or srun.
+            launcher: "auto": this process is a rank if torchrun, mpirun, srun or SageMaker has started it, and starts
+                its ranks otherwise; "environment" and "local" require one of the two. "ray", a dotted path or a
+                `Launcher` start the ranks on `num_nodes` machines of a cluster.
             precision: "32-true", "64-true", "16-true", "bf16-true", "16-mixed" (CUDA) or "bf16-mixed".
             max_epochs: number of epochs; -1 for no limit. Training ends at the first limit of epochs, steps and time
                 that is reached; if none is set, after 1000 epochs.
@@ -189,7 +194,7 @@ class TrainerOptions:
         """
         arguments = {name: value for name, value in locals().items() if name != "self"}
         check_switches(arguments)
-        self._set_ranks(accelerator, devices, num_nodes, precision)
+        self._set_ranks(accelerator, devices, num_nodes, precision, elsewhere=launcher not in LAUNCHERS)
         self._set_length(max_epochs, min_epochs, max_steps, min_steps, max_time)
         self._set_batches(limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches)
         self._overfit(overfit_batches)
@@ -203,11 +208,14 @@ class TrainerOptions:
             self._limit_to(int(fast_dev_run))
         self._create_plugins(arguments)
 
-    def _set_ranks(self, accelerator: Any, devices: Any, num_nodes: Any, precision: Any) -> None:
+    def _set_ranks(
+        self, accelerator: Any, devices: Any, num_nodes: Any, precision: Any, *, elsewhere: bool
+    ) -> None:  # fmt: skip
         from fabricx.core.precision import check_precision  # imports torch
 
-        self.accelerator = check_accelerator(accelerator)
-        self.device_ids = check_devices(devices, self.accelerator)
+        self.accelerator = check_accelerator(accelerator, elsewhere=elsewhere)
+        self.accelerator_given = accelerator != "auto"
+        self.device_ids = check_devices(devices, self.accelerator, elsewhere=elsewhere)
         self.devices_given = devices != "auto"
         self.num_nodes = check_count("num_nodes", num_nodes, "node", 1) or 1
         self.precision = check_precision(precision)

@@ -20,11 +20,13 @@ from fabricx.distributed.world import World
 from fabricx.errors import full_disk_costs
 from fabricx.fault_tolerance import memory_holder
 from fabricx.launch import cluster
+from fabricx.launch.launcher import Launcher
 from fabricx.launch.resize import ELASTIC
 from fabricx.launch.run_lock import exclusive_run
 from fabricx.launch.signals import TERMINATED, termination_signals
 from fabricx.telemetry.aggregator import Aggregator
 from fabricx.trainer import cluster_run
+from fabricx.trainer.launcher_run import check_launcher_use
 from fabricx.trainer.process import decided_by_main_rank, device_of, interruptible
 from fabricx.trainer.run_dir import describe, new_run_dir, resolve_checkpoint
 from fabricx.trainer.run_request import Job, check_callbacks, check_job
@@ -74,13 +76,19 @@ def _run(trainer: TrainerInterface, job: Job) -> Any:
     strategy, callbacks, records, fits = trainer.strategy, trainer.callbacks, trainer.records, job.stage == "fit"
     records.begin(fits=fits)
     servers = as_part(strategy, HasServers).servers
+    _check_started(trainer.launcher)
     if (launched := cluster_run.launched_server(servers)) is not None:
         server = trainer.serve_as(World(rank=launched.rank, local_rank=launched.local_rank, job=next_job()))
         cluster_run.serve_launch(strategy, launched, server.job, fits=fits)
         return []  # a server has no results
-    here = worlds.current() or cluster_run.join_launch(trainer, strategy)
+    launcher = trainer.launcher if isinstance(trainer.launcher, Launcher) else None
+    if launcher is not None:
+        check_launcher_use(launcher, strategy)
+    here = worlds.current() or (None if launcher is not None else cluster_run.join_launch(trainer, strategy))
     alone = here is None or (here.size == 1 and not cluster_run.is_launched())
-    needs_workers = alone and (len(trainer.device_ids) * trainer.num_nodes > 1 or (fits and servers > 0))
+    needs_workers = alone and (
+        launcher is not None or len(trainer.device_ids) * trainer.num_nodes > 1 or (fits and servers > 0)
+    )
     if needs_workers and fits:
         check_before_pickling(job.module)
     if not alone and fits and servers and not cluster_run.is_launched():
@@ -90,7 +98,7 @@ def _run(trainer: TrainerInterface, job: Job) -> Any:
         root = Path(trainer.default_root_dir)
         if fits and here is not None and (policy := recovery_policy_of(callbacks)) is not None and policy.snapshots:
             trainer.failure_log.errors = _continue_launch(records, job, here, root, strategy, stack)
-        elastic = elastic_policy(strategy, callbacks) if needs_workers and fits else None
+        elastic = elastic_policy(strategy, callbacks) if needs_workers and fits and launcher is None else None
 
         def lock(run_dir: Path) -> None:
             if writes and main:
@@ -114,6 +122,17 @@ def _run(trainer: TrainerInterface, job: Job) -> Any:
         if strategy.traits.lockstep:  # else ranks end independently of each other
             trainer.world.await_departure()  # the script may exit now, and no supervisor keeps this process alive
         return results
+
+
+def _check_started(launcher: object) -> None:
+    """Refuse "local" in a rank of a launch, and "environment" outside."""
+    if launcher == "local" and cluster_run.is_launched():
+        raise ValueError("launcher='local', but a launcher has started this process as a rank; set launcher='auto'")
+    if launcher == "environment" and not cluster_run.is_launched():
+        raise ValueError(
+            "launcher='environment', but no launcher has started this process as a rank: start the script with "
+            "torchrun, mpirun or srun, or in a job of SageMaker, or set launcher='auto'"
+        )
 
 
 def _refuse_missing_servers(strategy: Strategy, servers: int) -> None:

@@ -10,9 +10,11 @@ from fabricx.core.arguments import described
 from fabricx.core.callback import Callback
 from fabricx.core.hooks import check_hooks
 from fabricx.core.logger import Adapted, FourMethods, Logger
+from fabricx.core.options import LAUNCHERS
 from fabricx.core.strategy import Strategy
 from fabricx.core.strategy_parts import Elastic, ModelParallel, as_part
 from fabricx.launch.cluster import detect
+from fabricx.launch.launcher import Launcher
 from fabricx.lightning import adapt_callback, adapt_logger, adapt_strategy, known_strategy
 
 
@@ -64,6 +66,28 @@ def choose_strategy(
             f"require {ranks}; set strategy='ddp', or devices=1"
         )
     return chosen
+
+
+def choose_launcher(launcher: str | Launcher) -> str | Launcher:
+    """Return the launcher with a name; a name of `LAUNCHERS` is returned unchanged.
+
+    Args:
+        launcher: a name, a dotted path or a launcher.
+
+    Raises:
+        ValueError: the object is not a launcher.
+        LookupError: no launcher has this name.
+        ModuleNotFoundError: its engine is not installed.
+    """
+    if launcher in LAUNCHERS:
+        return launcher
+    made = plugins.build("launchers", launcher) if isinstance(launcher, str) else launcher
+    if not isinstance(made, Launcher):
+        raise ValueError(
+            f"launcher={_described(launcher)} is not a launcher: pass a name, such as 'ray', or an object of a class "
+            "that is derived from fabricx.launch.launcher.Launcher"
+        )
+    return made
 
 
 def several_ranks(devices: int, num_nodes: int) -> bool:

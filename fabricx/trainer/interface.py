@@ -29,7 +29,7 @@ from fabricx.session.checkpoint import finish_checkpoint
 from fabricx.session.saving import save_checkpoint
 from fabricx.session.session import Session
 from fabricx.session.status import FailureLog, StopStatus
-from fabricx.trainer.factory import choose_callbacks, choose_strategy, launched, several_ranks
+from fabricx.trainer.factory import choose_callbacks, choose_launcher, choose_strategy, launched, several_ranks
 from fabricx.trainer.names import TrainerNames
 from fabricx.trainer.result import RunRecords
 from fabricx.trainer.run_dir import new_run_dir
@@ -43,12 +43,14 @@ if TYPE_CHECKING:
     from fabricx.core.module import Module
     from fabricx.core.optimizers import OptimizerHandle, Schedule
     from fabricx.core.strategy import Strategy
+    from fabricx.launch.launcher import Launcher
 
 
 class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
     """The Trainer without the calls that start runs: what hooks and the library use.
 
     Attributes:
+        launcher: starts the ranks; a name of `LAUNCHERS` if this process does, or is a rank.
         strategy: method of distributed training.
         callbacks: of the runs.
         records: records of the newest run; `state`, `run_dir` and other properties read them.
@@ -63,6 +65,7 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
 
     def _create_plugins(self, arguments: Mapping[str, Any]) -> None:
         self.arguments = non_defaults(TrainerOptions.__init__, arguments)
+        self.launcher: str | Launcher = choose_launcher(arguments["launcher"])
         fast, several = bool(self.fast_dev_run), several_ranks(len(self.device_ids), self.num_nodes)
         self.strategy: Strategy = choose_strategy(
             arguments["strategy"], len(self.device_ids), self.num_nodes, reproducible=self.deterministic == "elastic"

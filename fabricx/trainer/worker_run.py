@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import signal
 import sys
 import time
 import weakref
@@ -17,6 +18,7 @@ from fabricx.core.strategy_parts import HasServers, ModelParallel, ShardsWeights
 from fabricx.distributed.world import OPERATION, World
 from fabricx.errors import PeerLost, WorkerFailed
 from fabricx.fault_tolerance.controller import ElasticPolicy
+from fabricx.launch.launcher import Launcher
 from fabricx.launch.signals import TERMINATED, termination_signals
 from fabricx.metrics.objects import gather_states, held_metrics
 from fabricx.telemetry.logs import LogSettings
@@ -58,6 +60,7 @@ def run_in_workers(
         SystemExit: with code 143, after a signal to a rank in an evaluation.
     """
     from fabricx.launch.supervisor import run_workers
+    from fabricx.trainer.launcher_run import run_ranks
 
     fits, serving, log = job.stage == "fit", as_part(trainer.strategy, HasServers), trainer.failure_log
     servers = serving.servers if fits else 0
@@ -76,12 +79,15 @@ def run_in_workers(
         job.began_with = ranks_that_began(job)
         try:
             with by_value.shared_objects(_shared(trainer, job, trainer.callbacks)):
-                outcome = run_workers(
-                    _work, (trainer, job, LogSettings.of_this_process()), size=len(trainer.device_ids), named=named,
-                    servers=servers, serve=serve, elastic=elastic, failures=log.errors, run_dir=trainer.run_dir,
-                    note=None if aggregator is None else aggregator.record_event,
-                    stops_at_step=fits, **limits,
-                )[0]  # fmt: skip
+                if isinstance(trainer.launcher, Launcher):
+                    outcome = run_ranks(trainer.launcher, trainer, job, named)
+                else:
+                    outcome = run_workers(
+                        work, (trainer, job, LogSettings.of_this_process()), size=len(trainer.device_ids), named=named,
+                        servers=servers, serve=serve, elastic=elastic, failures=log.errors, run_dir=trainer.run_dir,
+                        note=None if aggregator is None else aggregator.record_event,
+                        stops_at_step=fits, **limits,
+                    )[0]  # fmt: skip
         except WorkerFailed as error:
             _report_lost_checkpoint(aggregator, error)
             if isinstance(error.__cause__, SystemExit) and error.__cause__.code == TERMINATED:
@@ -108,8 +114,22 @@ def run_in_workers(
             return outcome.results
 
 
-def _work(world: World, trainer: TrainerInterface, job: Job, logs: LogSettings) -> Outcome | None:
-    """Run a job in a worker; returns the outcome on the main rank only, for the caller."""
+def work(
+    world: World, trainer: TrainerInterface, job: Job, logs: LogSettings,
+    signals: tuple[signal.Signals, ...] | None = None,
+) -> Outcome | None:  # fmt: skip
+    """Run a job in a worker or in a rank of a launcher.
+
+    Args:
+        world: has a store, and joins its process group here.
+        trainer: this rank's copy.
+        job: this rank's copy.
+        logs: levels of the loggers of the calling process.
+        signals: signals that stop the job; None for termination signals: the supervisor handles Ctrl-C.
+
+    Returns:
+        the outcome for the caller, on the main rank only.
+    """
     world, callbacks, job.copied = process.enter(trainer, world), list(trainer.callbacks), True
     built = {name for name, _ in job.module.named_modules()}
     shared = _shared(trainer, job, callbacks)
@@ -118,8 +138,7 @@ def _work(world: World, trainer: TrainerInterface, job: Job, logs: LogSettings) 
     # Weakly, because the strategy may replace parameters, whose memory is free then.
     known = {name: weakref.ref(value) for name, value in shared.items()}
     del shared
-    # The supervisor handles Ctrl-C; other signals may be sent to a single rank.
-    with process.interruptible(job.stage, trainer.request_stop, termination_signals()):
+    with process.interruptible(job.stage, trainer.request_stop, signals or termination_signals()):
         outcome = execute(trainer, job, world, logs)
     weights = as_part(trainer.strategy, ShardsWeights).whole_weights(job.module)
     _join_metric_objects(trainer, job)

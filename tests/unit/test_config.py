@@ -29,7 +29,7 @@ GIVEN: dict[str, Any] = {
 
 
 def test_the_trainer_group_has_the_trainers_arguments_and_defaults() -> None:
-    own_groups = {"self", "strategy", "callbacks", "logger"}
+    own_groups = {"self", "strategy", "launcher", "callbacks", "logger"}
     signature = inspect.signature(fx.Trainer).parameters.items()  # as notebooks and editors show it
     expected = {name: parameter.default for name, parameter in signature if name not in own_groups}
     assert {field.name: field.default for field in dataclasses.fields(TrainerConfig)} == expected

@@ -9,7 +9,7 @@ from fabricx.core.strategy import Strategy
 from fabricx.strategies import DDP
 
 
-@pytest.mark.parametrize("kind", ["strategies", "callbacks", "loggers"])
+@pytest.mark.parametrize("kind", ["strategies", "callbacks", "loggers", "launchers"])
 def test_every_built_in_name_can_be_found(kind: str) -> None:
     assert all(isinstance(plugins.find(kind, name), type) for name in plugins.names(kind))
 
@@ -29,6 +29,7 @@ def test_an_unknown_name_is_answered_with_the_nearest_and_all() -> None:
         ("strategies", " strategy._target_=my_project.strategy.Mine"),
         ("callbacks", r" \+callbacks.mine._target_=my_project.callback.Mine"),
         ("loggers", r" \+logger.mine._target_=my_project.logger.Mine"),
+        ("launchers", " launcher._target_=my_project.launcher.Mine"),
     ],
 )
 def test_the_way_to_ones_own_is_one_that_the_command_takes(kind: str, advice: str) -> None:

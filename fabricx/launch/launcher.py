@@ -1,0 +1,85 @@
+"""Contract of launchers: engines that start the ranks of a run on the machines of a cluster."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+from fabricx.launch.worker import Failure
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a launcher starts: ranks, each of them a process of `Ranks`.
+
+    Attributes:
+        job: the work of the ranks, for `Ranks`. The content is trusted and may be secret: machines unpickle it.
+        nodes: number of machines.
+        processes: number of ranks on each machine.
+        gpus: each rank needs a GPU.
+        gpus_unused: the ranks compute on CPUs, and the caller has not requested it.
+        stops_at_step: the first signal is passed to the ranks, which stop at their next step; else it ends them.
+    """
+
+    job: bytes = field(repr=False)
+    nodes: int
+    processes: int
+    gpus: bool
+    gpus_unused: bool
+    stops_at_step: bool
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of ranks.
+
+    Attributes:
+        result: the main rank's result; None from other machines, or after a failure.
+        failures: reports of ranks that failed.
+        stopping: a signal had requested a stop before.
+    """
+
+    result: bytes | None = field(default=None, repr=False)
+    failures: tuple[Failure, ...] = ()
+    stopping: bool = False
+
+
+class Launcher(ABC):
+    """Starts the ranks of a run by an engine, such as Ray.
+
+    On each machine the engine runs `Ranks(program.job, variables)`, with the variables of `torchrun_variables`. After a
+    failure all other ranks have to end. The Trainer then starts all ranks again, from the newest checkpoint.
+    """
+
+    @abstractmethod
+    def run(self, program: Program) -> Ended:
+        """Run a program on all ranks, and wait for its end.
+
+        Args:
+            program: the program.
+
+        Returns:
+            the result of the main rank, or the failures of ranks and machines.
+
+        Raises:
+            ModuleNotFoundError: the engine is not installed; the message has the command that installs it.
+            ValueError: the cluster does not have the requested machines.
+        """
+
+
+def torchrun_variables(program: Program, node: int, host: str, port: int) -> list[dict[str, str]]:
+    """Return the environment variables of each rank of a machine, with the names that torchrun uses.
+
+    Args:
+        program: the program.
+        node: number of the machine.
+        host: address of the machine with number 0.
+        port: a free port on it.
+    """
+    world = {"WORLD_SIZE": program.nodes * program.processes, "LOCAL_WORLD_SIZE": program.processes,
+             "GROUP_RANK": node, "MASTER_ADDR": host, "MASTER_PORT": port}  # fmt: skip
+    ranks = [
+        {**world, "RANK": node * program.processes + number, "LOCAL_RANK": number}
+        for number in range(program.processes)
+    ]
+    return [{name: str(value) for name, value in rank.items()} for rank in ranks]

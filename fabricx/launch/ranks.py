@@ -1,0 +1,100 @@
+"""The ranks of a machine, as child processes of a process that an engine has started there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from fabricx.distributed import authentication
+from fabricx.launch.launcher import Ended
+from fabricx.launch.worker import Failure
+from fabricx.launch.worker_process import failure_of_end
+from fabricx.scratch import private_folder
+
+MODULE: Final = "fabricx.trainer.launched_rank"  # main module of a rank
+GATHER_S: Final = 5.0  # time after the first failure in which other ranks may report failures
+LOOK_S: Final = 0.1  # seconds between two looks at the ranks
+
+
+class Ranks:
+    """The ranks of this machine. They end when this process ends, however it ends.
+
+    Args:
+        job: the work of the ranks.
+        variables: environment variables of each rank, in addition to those of this process.
+    """
+
+    def __init__(self, job: bytes, variables: Sequence[Mapping[str, str]]) -> None:
+        self._job, self._variables = job, variables
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._started = threading.Lock()  # a signal may arrive in another thread
+
+    def run(self) -> Ended:
+        """Start the ranks, and wait until all have ended; after a failure the other ranks are killed."""
+        with private_folder() as folder:
+            authentication.write_private(Path(folder) / "job", self._job)
+            try:
+                with self._started:
+                    for number, own in enumerate(self._variables):
+                        self._processes.append(_start(Path(folder) / str(number), {**os.environ, **own}))
+                self._wait()
+                return self._ended(Path(folder))
+            finally:
+                self.kill()
+
+    def signal(self, number: int) -> None:
+        """Send a signal to all ranks.
+
+        Args:
+            number: number of the signal.
+        """
+        with self._started:
+            for process in self._processes:
+                process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill the ranks with their child processes."""
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            assert process.stdin is not None
+            process.stdin.close()
+
+    def _wait(self) -> None:
+        deadline = None
+        while None in (codes := [process.poll() for process in self._processes]):
+            if any(codes) and deadline is None:
+                deadline = time.monotonic() + GATHER_S
+            if deadline is not None and time.monotonic() > deadline:
+                return
+            time.sleep(LOOK_S)
+
+    def _ended(self, folder: Path) -> Ended:
+        failures: list[Failure] = []
+        for number, process in enumerate(self._processes):
+            report, code = folder / str(number) / "failure", process.poll()
+            if report.exists():
+                failures.append(pickle.loads(report.read_bytes()))
+            elif code:
+                rank = int(self._variables[number]["RANK"])
+                failures.append(replace(failure_of_end(rank, code, None), at=time.time()))
+        results = [file.read_bytes() for file in folder.glob("*/result")]
+        return Ended(results[0] if results else None, tuple(failures))
+
+
+def _start(folder: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    folder.mkdir()
+    command = [sys.executable, "-m", MODULE, str(folder)]
+    # In its own session: its child processes can be killed together with it, and no terminal sends it Ctrl-C.
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)

@@ -1,0 +1,16 @@
+"""Launchers: engines that start the ranks of a run on the machines of a cluster."""
+
+from typing import TYPE_CHECKING, Any
+
+from fabricx import plugins
+
+if TYPE_CHECKING:
+    from fabricx.launchers.ray import Ray as Ray
+
+__all__ = ["Ray"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return plugins.find("launchers", name.lower())
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

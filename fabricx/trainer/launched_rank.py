@@ -1,0 +1,87 @@
+"""Main module of a rank that a launcher has started: `python -m fabricx.trainer.launched_rank FOLDER`."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from fabricx import by_value
+from fabricx.core.rank_zero import set_launched_rank
+from fabricx.core.strategy_parts import HasServers
+from fabricx.distributed import authentication
+from fabricx.distributed import world as worlds
+from fabricx.distributed.lost_peers import is_peer_lost
+from fabricx.errors import brief_traceback
+from fabricx.launch import cluster
+from fabricx.launch.signals import termination_signals
+from fabricx.launch.worker import Failure
+from fabricx.trainer import cluster_run
+from fabricx.trainer.worker_run import work
+
+
+def main(folder: Path) -> None:
+    """Run the job in the parent of a folder, and write the result or the failure to the folder.
+
+    Args:
+        folder: folder of this rank.
+
+    Raises:
+        SystemExit: with status 1 after a failure.
+    """
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # also where the parent ignores it; `work` handles it
+    rank = int(os.environ["RANK"])
+    try:
+        with authentication.open_private(folder.parent / "job") as file:
+            caller, content = pickle.load(file)
+        caller.enter()
+        set_launched_rank()
+        by_value.supply_children()
+        outcome = _run(*pickle.loads(content))
+        if rank == 0:
+            with (folder / "result").open("wb") as result:
+                by_value.dump(outcome, result, home=True)
+    except BaseException as error:
+        _report(folder / "failure", rank, error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    worlds.leave()
+
+
+def _run(trainer: Any, job: Any, logs: Any) -> Any:
+    launched = cluster.detect()
+    assert launched is not None
+    world = cluster_run.connected(launched, trainer.strategy)
+    assert not isinstance(trainer.strategy, HasServers) or not trainer.strategy.servers
+    return work(world, trainer, job, logs, (signal.SIGINT, *termination_signals()))
+
+
+def _report(file: Path, rank: int, error: BaseException) -> None:
+    """Write the report of a failure, with the error if it can be pickled."""
+    text = brief_traceback(error)
+    try:
+        pickled = by_value.dumps(error, home=True)
+        pickle.loads(pickled)
+    except Exception:
+        pickled = None
+    failure = Failure(rank, time.time(), type(error).__name__, text, pickled, is_peer_lost(error))
+    file.with_suffix(".new").write_bytes(pickle.dumps(failure))
+    file.with_suffix(".new").rename(file)
+
+
+def _end_with_parent() -> None:
+    """Kill this process and its child processes when the parent's end of the pipe closes."""
+    while os.read(0, 1):
+        pass
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,154 @@
+"""Ranks that a launcher starts: one of the test, and Ray in a cluster of two nodes on this machine."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import fabricx as fx
+from fabricx.callbacks import FaultRecovery
+from fabricx.errors import WorkerFailed
+from fabricx.launch import ranks
+from fabricx.launch.launcher import Ended, Launcher, Program, torchrun_variables
+from fabricx.launch.ranks import Ranks
+from fabricx.strategies import ParameterServer
+from fabricx.testing import QUIET, Ledger, TinyModule, kill, tiny_loader
+from tests import warm
+from tests.ports import reserved_port
+from tests.soak import params
+
+from .test_recovery import BATCH, EPOCHS, SAMPLES, STEPS, Numbered, exact
+
+
+class Here(Launcher):
+    """Starts the ranks of a single machine: this one."""
+
+    def run(self, program: Program) -> Ended:
+        assert program.nodes == 1
+        with reserved_port() as port:
+            return Ranks(program.job, torchrun_variables(program, 0, "127.0.0.1", port)).run()
+
+
+@pytest.fixture(autouse=True)
+def _clones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks.subprocess, "Popen", warm.Popen)  # type: ignore[attr-defined]
+
+
+class Fails(TinyModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_rank == 1 and batch_idx == 1:
+            raise KeyError("no such sample")
+        return super().training_step(batch, batch_idx)
+
+
+def trained(launcher: Any) -> tuple[fx.Trainer, TinyModule]:
+    torch.manual_seed(1)
+    module = TinyModule()
+    trainer = fx.Trainer(launcher=launcher, devices=2, strategy="ddp", precision="64-true", max_epochs=2, **QUIET)
+    trainer.fit(module, tiny_loader(24, 6), tiny_loader(8, 4))
+    return trainer, module
+
+
+def test_ranks_of_a_launcher_return_what_workers_return(own_folder: Path) -> None:
+    (launched, module), (worked, same) = trained(Here()), trained("auto")
+    assert all(torch.equal(a, b) for a, b in zip(module.parameters(), same.parameters(), strict=True))
+    assert launched.callback_metrics == worked.callback_metrics
+    assert (launched.global_step, launched.current_epoch) == (worked.global_step, worked.current_epoch)
+    assert launched.test(module, tiny_loader(8, 4), verbose=False) == worked.test(
+        same, tiny_loader(8, 4), verbose=False
+    )
+
+
+def test_a_killed_rank_costs_no_sample(own_folder: Path) -> None:
+    torch.manual_seed(3)
+    module = Ledger(SAMPLES, BATCH)
+    faults = [kill(rank=1).during("backward", step=5), FaultRecovery(every_n_train_steps=2)]
+    trainer = fx.Trainer(launcher=Here(), devices=2, strategy="ddp", max_epochs=EPOCHS, **QUIET, callbacks=faults)
+    trainer.fit(module, DataLoader(Numbered(), BATCH // 2, shuffle=True))
+    assert (trainer.global_step, exact(module), len(trainer.failures)) == (STEPS, True, 1)
+
+
+def test_an_error_of_a_rank_is_raised_here_and_ends_the_other_rank(own_folder: Path) -> None:
+    trainer = fx.Trainer(launcher=Here(), devices=2, strategy="ddp", max_epochs=1, **QUIET)
+    with pytest.raises(WorkerFailed, match="rank 1 failed:") as raised:
+        trainer.fit(Fails(), tiny_loader(24, 6))
+    assert raised.value.rank == 1
+    assert isinstance(raised.value.__cause__, KeyError)
+
+
+def test_what_a_launcher_cannot_start_is_refused(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = fx.Trainer(launcher=Here(), devices=2, strategy=ParameterServer(servers=1), max_epochs=1, **QUIET)
+    with pytest.raises(ValueError, match="starts ranks, and no servers, of which ParameterServer has 1"):
+        trainer.fit(TinyModule(), tiny_loader(24, 6))
+    for devices in ("auto", [0, 1], -1):
+        with pytest.raises(ValueError, match="with a launcher, set the number of ranks on each machine"):
+            fx.Trainer(launcher=Here(), devices=devices)
+    with pytest.raises(ValueError, match="launcher='environment', but no launcher has started this process"):
+        fx.Trainer(launcher="environment", max_epochs=1, **QUIET).fit(TinyModule(), tiny_loader(24, 6))
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    for launcher, message in ((Here(), "another launcher has started this process, as rank 1 of 2"),
+                              ("local", "launcher='local', but a launcher has started this process")):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            fx.Trainer(launcher=launcher, devices=2, strategy="ddp", **QUIET).fit(TinyModule(), tiny_loader(24, 6))
+
+
+def test_ranks_are_numbered_by_machine() -> None:
+    job = torchrun_variables(Program(b"", 3, 2, False, False, True), 2, "node0", 5)
+    assert [(rank["RANK"], rank["LOCAL_RANK"]) for rank in job] == [("4", "0"), ("5", "1")]
+    assert {(rank["WORLD_SIZE"], rank["LOCAL_WORLD_SIZE"], rank["GROUP_RANK"]) for rank in job} == {("6", "2", "2")}
+
+
+CLUSTER = """
+import os, signal, time
+import ray, torch
+from ray.cluster_utils import Cluster
+from torch.utils.data import DataLoader
+import fabricx as fx
+from fabricx.callbacks import FaultRecovery
+from fabricx.testing import QUIET, Ledger, kill
+from tests.process.test_recovery import BATCH, EPOCHS, SAMPLES, STEPS, Numbered, exact
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+for _ in range(3):  # a spare one
+    cluster.add_node(num_cpus=1)
+ray.init(address=cluster.address, log_to_driver=False)
+
+class LosesMachine(fx.Callback):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_rank == 1 and trainer.global_step == 7 and len(trainer.failures) == 1:
+            os.kill(int(os.environ["RAY_RAYLET_PID"]), signal.SIGKILL)
+            time.sleep(120)  # until this rank ends with its machine
+
+torch.manual_seed(3)
+module = Ledger(SAMPLES, BATCH)
+trainer = fx.Trainer(launcher="ray", num_nodes=2, devices=1, strategy="ddp", max_epochs=EPOCHS, **QUIET, callbacks=[
+    kill(rank=1).during("backward", step=5), LosesMachine(), FaultRecovery(every_n_train_steps=2)])
+trainer.fit(module, DataLoader(Numbered(), BATCH // 2, shuffle=True))
+for line in trainer.failures:
+    print(line)
+print("fit", trainer.global_step == STEPS, exact(module))
+"""
+
+
+# A cluster of Ray takes 15 seconds to start.
+@pytest.mark.parametrize("script", params([], [CLUSTER]))
+def test_ray_replaces_a_killed_process_and_a_lost_machine(own_folder: Path, script: str) -> None:
+    if importlib.util.find_spec("ray") is None:  # an import would leave an environment variable behind
+        pytest.skip("Ray is not installed: pip install 'fabricx[ray]'")
+    (own_folder / "script.py").write_text(script)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "script.py"], capture_output=True, text=True, timeout=280, check=False, env=environment
+    )
+    said = done.stdout.splitlines()[-3:]
+    assert said[-1:] == ["fit True True"], done.stdout + done.stderr
+    assert ["killed by SIGKILL" in said[0], "was lost" in said[1]] == [True, True], said
