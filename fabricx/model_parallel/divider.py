@@ -268,6 +268,12 @@ class Divider:
         """
         measured = functools.partial(measure, parameters=list(module.parameters()), dtypes=self._dtypes(module))
         before = measured(functools.partial(_seeded_gradients, module, chain.blocks, trial), norm=_plain_norm)
+        if not before.finite:
+            raise ValueError(
+                f"strategy={self._settings.name} compares the divided module with the whole, and for the first two "
+                f"samples of the loader the loss is {before.loss} and the norm of the gradient {before.norm}: correct "
+                "or remove samples without a finite loss"
+            )
         changed, untried = self._compare_parts(trial, functools.partial(measured, norm=_plain_norm, least=IN_PARTS))
         self._divide_tensors(module, chain, trial, layout)
         after = measured(functools.partial(self._staged_gradients, trial), norm=self._trial_norm)
@@ -304,7 +310,8 @@ class Divider:
             except Exception as error:  # such as a step that needs several samples, or a batch without a loss
                 untried = untried or ("" if number else str(error))
                 continue
-            if parts.differs(whole):
+            # A sample whose loss is nan makes that of the batch nan: it shows nothing about the others.
+            if (whole.finite or parts.finite) and parts.differs(whole):
                 return (whole, parts), untried
         return None, untried
 

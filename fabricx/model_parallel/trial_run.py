@@ -34,6 +34,11 @@ class Measured:
     norm: float
     tolerance: float
 
+    @property
+    def finite(self) -> bool:
+        """Whether both are numbers that can be compared."""
+        return math.isfinite(self.loss) and math.isfinite(self.norm)
+
     def differs(self, other: Measured) -> bool:
         """Return whether another measurement can't be of the same model.
 

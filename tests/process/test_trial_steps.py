@@ -85,17 +85,18 @@ class Weighted(Steps):
 
 
 def samples(lengths: list[int]) -> list[tuple[Tensor, Tensor]]:
-    """Return samples of which only the first words have a label."""
+    """Return samples of which only the first words have a label; a length of 0 is a sample whose loss is nan."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(len(lengths), LENGTH, WIDTH, generator=generator)
     labels = torch.randint(WIDTH, (len(lengths), LENGTH), generator=generator)
-    for label, length in zip(labels, lengths, strict=True):
-        label[length:] = IGNORED
+    for words, label, length in zip(x, labels, lengths, strict=True):
+        label[length or LENGTH :] = IGNORED
+        words.mul_(1.0 if length else torch.nan)
     return list(zip(x, labels, strict=True))
 
 
 # In `make test`; `make soak` has all.
-ALWAYS = ("fewer words later", "weights", "noise", "masked mean", "dropout", "list, number")
+ALWAYS = ("fewer words later", "weights", "noise", "masked mean", "dropout", "list, number", "nan later", "nan")
 EQUAL, LATER = [LENGTH] * 8, [LENGTH] * 7 + [2]  # the first samples have equally many words
 # name -> strategy, module, words of the samples, part of the message; "" for a run that begins
 CASES: dict[str, tuple[Any, Callable[[], Any], list[int], str]] = {
@@ -107,6 +108,8 @@ CASES: dict[str, tuple[Any, Callable[[], Any], list[int], str]] = {
     "noise": (PipelineMesh(), lambda: Steps("noise"), EQUAL, ""),
     "masks": (PipelineMesh(), lambda: Steps("masks"), EQUAL, "which would change the loss"),
     "masked mean": (PipelineMesh(), lambda: Steps("masked mean"), EQUAL, "which would change the loss"),
+    "nan later": (PipelineMesh(), Steps, [*EQUAL[1:], 0], ""),
+    "nan": (PipelineMesh(), Steps, [0] * 8, "for the first two samples of the loader the loss is nan"),
     "dropout": (PipelineMesh(), lambda: Steps("dropout"), EQUAL, ""),
     "dropout, tensor": (TensorMesh(), lambda: Steps("dropout"), EQUAL, ""),
     "number of a weight": (PipelineMesh(), lambda: Steps("", "number of a weight"), EQUAL, "the logged 'val' has"),
