@@ -269,6 +269,8 @@ def _impossible(cell: Cell) -> Iterator[bool]:
     yield cell.loop == "stop-early" and cell.save == "on_train_end"
     # There a part of a global batch is a batch for the hooks, so their numbers and counts are others.
     yield cell.way == "reproducible" and (cell.loop in ("skip-rest", "no-loss", "limit") or cell.model == "buffer")
+    # A rank without a sample in the part after which the callback changes the rate does so in its next part, too.
+    yield cell.way == "reproducible" and cell.loop == "lr-callback" and cell.data in ("few", "uneven")
     # A stream has no length, and a part of it isn't known.
     yield cell.data in STREAMS and cell.loop == "overfit"
     yield cell.data in ("balanced", *STREAMS) and cell.ranks == 1
