@@ -60,7 +60,8 @@ def wrong(cell: Cell, folder: Path) -> list[str]:
     if [norm for _, norm in found.seen] != pytest.approx([norm for _, norm in plain.seen], rel=rel):
         lines.append(f"gradients {found.seen}, and have to be {plain.seen}")
     for name, value in metrics(cell, plain).items():
-        if found.metrics[name] != pytest.approx(value, rel=rel, abs=1e-9):
+        diverged = value > torch.finfo(torch.float32).max  # the dtype of callback_metrics
+        if not diverged and found.metrics[name] != pytest.approx(value, rel=rel, abs=1e-9):
             lines.append(f"metric {name}: {found.metrics[name]}, and has to be {value}")
     return lines
 
