@@ -396,17 +396,12 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         if not self.ends_window:  # no reduction follows
             self._forward_without_data()
             return True
-        assert self.module is not None
-        weightless = example and self._step.called[0]
-        if weightless and self.static_graph and next(self.module.buffers(), None) is not None:
-            raise ValueError(
-                f"a batch of rank {self.world.rank} has a batch_weight of 0, and static_graph=True needs its backward, "
-                "for which DDP would broadcast the module's buffers a second time; remove static_graph"
-            )
         step, self._step.step = self._step.step, self._zero
         try:
-            # After a forward of this step, a second forward would broadcast the buffers again.
-            loss = self._zero() if self._step.called[0] and not self.static_graph else self._forward()
+            again = self._step.called[0]
+            if again and self.static_graph and self._ddp is not None:
+                self._ddp.require_forward_param_sync = False  # the first forward of this step has broadcast the buffers
+            loss = self._zero() if again and not self.static_graph else self._forward()
             if self._frozen:
                 self._take_in_unfrozen()
             if self.static_graph:

@@ -111,6 +111,7 @@ TELLING = (  # short cells in which a usual mistake shows, with optimizers whose
     "hsdp ranks=2 optimizer=momentum callback=backbone save=on_train_epoch_end",  # groups that are added to shards
     "ps2-server ranks=3 callback=scheduler data=uneven",  # another number of batches in an update
     "ddp-static ranks=2 model=complex",  # buckets of two dtypes, of which DDP numbers none as last
+    "ddp-static ranks=2 model=complex data=ending loop=no-loss",  # a second broadcast of buffers
     "ddp-static ranks=2 callback=scheduler",  # refused at set-up, not at the first update of several batches
     "bounded0 ranks=2 callback=scheduler save=on_train_epoch_end",
     "ddp-bf16 ranks=2 data=uneven",  # factors that rounding could hide

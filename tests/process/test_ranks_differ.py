@@ -379,7 +379,9 @@ def marked() -> list[Tensor]:
     return samples
 
 
-@pytest.mark.parametrize("strategy", [DDP(), FSDP(wrap=["Linear"])], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    "strategy", [DDP(), DDP(static_graph=True), FSDP(wrap=["Linear"])], ids=["ddp", "static graph", "fsdp"]
+)
 def test_a_batch_of_no_weight_on_one_rank_is_computed_once(strategy: Any) -> None:
     alone, found = Masked(), Masked()
     fx.Trainer(max_epochs=1, **QUIET).fit(alone, DataLoader(marked(), 4))
@@ -387,9 +389,3 @@ def test_a_batch_of_no_weight_on_one_rank_is_computed_once(strategy: Any) -> Non
     for one, other in zip(found.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(one, other)
     assert (int(found.forwards), int(alone.forwards)) == (4, 4)
-
-
-def test_a_batch_of_no_weight_is_an_error_where_the_graph_is_static() -> None:
-    trainer = fx.Trainer(devices=2, strategy=DDP(static_graph=True), max_epochs=1, **QUIET)
-    with pytest.raises(WorkerFailed, match="remove static_graph"):
-        trainer.fit(Masked(), DataLoader(marked(), 2))
