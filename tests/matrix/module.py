@@ -84,7 +84,8 @@ class Gain(nn.Module):
         self.weight = nn.Parameter(weight)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return (inputs * self.weight).real
+        gained = inputs * self.weight
+        return gained.real + gained.imag if gained.is_complex() else gained  # both parts have a gradient
 
 
 class Experts(nn.Module):
