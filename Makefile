@@ -65,6 +65,7 @@ bench: $(INSTALLED)  ## measure against plain torch, side by side
 	$(BIN)/python tests/bench/servers.py
 	$(BIN)/python tests/bench/orderings.py
 	$(BIN)/python tests/bench/rounds.py
+	$(BIN)/python tests/bench/control_plane.py
 
 # In an environment of its own: the tests do not need the frameworks that fabricx is compared with.
 PEERS := .venv-peers

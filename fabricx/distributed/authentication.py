@@ -285,8 +285,7 @@ class SignedConnection:
         Args:
             data: content of the message, which is sent with its signature.
         """
-        self._connection.send_bytes(sign(self._key, [self._ours, self._sent], data))
-        self._sent += 1
+        self._connection.send_bytes(self.signed(data))
 
     def recv_bytes(self) -> bytes:
         """Wait for the next message.
@@ -296,7 +295,28 @@ class SignedConnection:
             OSError: the connection was lost, or the message is larger than `LARGEST`.
             EOFError: the other side has closed the connection.
         """
-        data = verify(self._key, [self._theirs, self._received], self._connection.recv_bytes(LARGEST))
+        return self.verified(self._connection.recv_bytes(LARGEST))
+
+    def signed(self, data: bytes) -> bytes:
+        """Return the next message to send, which has to be sent before any other.
+
+        Args:
+            data: content of the message.
+        """
+        message = sign(self._key, [self._ours, self._sent], data)
+        self._sent += 1
+        return message
+
+    def verified(self, message: bytes) -> bytes:
+        """Return the content of the next message that was received.
+
+        Args:
+            message: the message with its signature.
+
+        Raises:
+            AuthenticationError: it is not the next message of the other side.
+        """
+        data = verify(self._key, [self._theirs, self._received], message)
         self._received += 1
         return data
 

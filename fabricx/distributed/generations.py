@@ -43,6 +43,9 @@ class Generation:
     settled: int = 0
 
 
+ANY_DEATH: Final = "gone/any"  # store key that is set with each `death_key`
+
+
 def death_key(worker: int) -> str:
     """Return the store key that is set when a worker has ended: by the supervisor, if it has returned no result, or by
     the store's server where a launcher has started the processes.

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
-from typing import final
+from typing import Final, final
 
 from torch.distributed import Store
 
 from fabricx.distributed.authentication import AuthenticationError
-from fabricx.distributed.generations import death_key, membership
+from fabricx.distributed.generations import ANY_DEATH, death_key, membership
+from fabricx.distributed.store import PrivateStore
 from fabricx.distributed.world import World
 from fabricx.errors import PeerLost
 
-POLL_S = 0.05  # interval at which a rank checks for requests
-ANSWER_S = 0.005  # interval at which it publishes its position while a request is open
-STOP_KEY = "stop/requested"  # set by the supervisor; applies to all runs
+LOOK_S: Final = 0.2  # interval at which a rank that waits at a boundary checks whether all ranks exist
+WATCH_S: Final = 3600.0  # longest wait for a request, after which the wait is repeated
+STOP_KEY: Final = "stop/requested"  # set by the supervisor; applies to all runs
 
 
 @final
@@ -26,9 +26,9 @@ class Agreement:
     Ranks pass the same boundaries in the same order, though not at the same time. A rank with a request publishes at
     each boundary that it wants to act, and waits until all ranks want to act at this boundary (then all do) or until a
     rank turns out to have passed it (then it continues to the next boundary, where that rank will want to act as well).
-    Ranks that receive the request at the same boundary stop exactly at that boundary. A thread of each rank polls for
-    requests and publishes the boundary that its rank has passed; without a request, a boundary costs two attribute
-    accesses.
+    Ranks that receive the request at the same boundary stop exactly at that boundary. A thread of each rank waits for
+    requests, without polling, and publishes the boundary that its rank has passed; without a request, a boundary costs
+    a few attribute accesses. An action costs each rank the same number of store requests for any number of ranks.
 
     Args:
         world: all ranks.
@@ -43,18 +43,16 @@ class Agreement:
         self.reason: str | None = None
         self._world, self._name = world, name
         self._passed = self._published = -1
-        self._closed = threading.Event()
-        self._watcher: threading.Thread | None = None
-        self._watched: list[Agreement] = [self]
+        self._answered = False  # the position at the time of the request is published
+        self._publishing = threading.RLock()  # reentrant: a signal handler may request
+        self._watcher: _Watcher | None = None
         if world.size > 1:
-            assert world.store is not None
+            assert isinstance(world.store, PrivateStore)
             self._store = world.store
             if beside is not None:
                 self._watcher = beside._watcher
-                beside._watched.append(self)
-                return
-            self._watcher = threading.Thread(target=self._watch, name=f"fabricx-{name}", daemon=True)
-            self._watcher.start()
+            self._watcher = self._watcher or _Watcher(self._store, name)
+            self._watcher.add(self)
 
     def forget(self, other: Agreement) -> None:
         """Stop to serve an agreement that shares this agreement's thread.
@@ -62,8 +60,8 @@ class Agreement:
         Args:
             other: created with `beside=self`.
         """
-        if other in self._watched:
-            self._watched.remove(other)
+        if self._watcher is not None:
+            self._watcher.remove(other)
 
     def request(self, reason: str) -> None:
         """Request the action on all ranks; may be called from any thread or signal handler.
@@ -87,32 +85,37 @@ class Agreement:
             return False
         if self._watcher is None:
             return True
-        self._store.add(self._key(f"want/{index}"), 1)
-        others = [self._key(f"passed/{rank}") for rank in range(self._world.size) if rank != self._world.rank]
-        while self._store.add(self._key(f"want/{index}"), 0) < self._world.size:
-            if any(self._store.check([key]) and int(self._store.get(key)) >= index for key in others):
-                self._passed = index
+        wanted, passed = self._key(f"want/{index}"), self._key("passed")
+        self._store.add(wanted, 1)
+        while True:
+            reached = self._store.reach({wanted: self._world.size, passed: index}, LOOK_S)
+            if wanted in reached:
+                return True
+            if passed in reached:
+                self.pass_by(index)
                 return False
             self._check_peers()
-            time.sleep(0.002)
-        return True
 
     def _check_peers(self) -> None:
         """Raise an error if a rank has ended, which will never reach this boundary."""
         member, world = membership(), self._world
         member.check(world.generation)
-        if not member.changes:  # no supervisor ends the generation
+        if not member.changes and self._store.check([ANY_DEATH]):  # no supervisor ends the generation
             for rank, worker in enumerate(member.members(world.generation, world.size)):
                 if self._store.check([death_key(worker)]):
                     raise PeerLost(f"rank {rank} has ended before all ranks agreed on the request {self._name!r}")
 
     def pass_by(self, index: int) -> None:
-        """Record that this rank has passed a boundary without a request.
+        """Record that this rank has passed a boundary.
 
         Args:
             index: number of the boundary.
         """
         self._passed = index
+        # The watching thread publishes the position after it has set the reason. Read the reason after setting the
+        # position: either that thread publishes this position, or this one.
+        if self.reason is not None and self._watcher is not None:
+            self._publish()
 
     def passed_by(self, rank: int) -> int:
         """Return the newest boundary that a rank has published since a request; -1 for none.
@@ -125,40 +128,94 @@ class Agreement:
 
     def local_keys(self) -> list[str]:
         """Return the store keys that this rank has to delete."""
-        return [self._key(f"passed/{self._world.rank}"), *([self._key("requested")] if self._world.main_rank else [])]
+        common = ("requested", "passed") if self._world.main_rank else ()
+        return [self._key(name) for name in (f"passed/{self._world.rank}", *common)]
 
     def close(self) -> None:
-        """Stop the polling thread."""
-        self._closed.set()
+        """Stop the thread that waits for requests."""
         if self._watcher is not None:
-            self._watcher.join()
+            self._watcher.close()
             self._watcher = None
 
     def _key(self, name: str) -> str:
         return self._world.key(f"{self._name}/{self._world.generation}/{name}")
 
-    def _watch(self) -> None:
-        try:
-            while not self._closed.wait(POLL_S if all(a.reason is None for a in self._watched) else ANSWER_S):
-                for agreement in tuple(self._watched):
-                    agreement._poll()
-        except Exception:
-            return  # the store has closed, and all processes that could send a request have ended
+    def _request_keys(self) -> list[str]:
+        """Return the store keys that are set by requests of this action."""
+        return [self._key("requested"), *([STOP_KEY] if self._name == "stop" else [])]
 
-    def _poll(self) -> None:
-        if self.reason is None and self._name == "stop":
-            self._read_request(self._store, [self._key("requested"), STOP_KEY])
-        elif self.reason is None:  # check only: the key may be deleted meanwhile, and `get` would wait for it
-            self.reason = self._name if self._store.check([self._key("requested")]) else self.reason
-        elif self._passed != self._published:
-            self._published = self._passed
-            self._store.set(self._key(f"passed/{self._world.rank}"), str(self._published))
+    def _answer(self) -> None:
+        """Receive a request, and publish the position of this rank; called by the watching thread."""
+        if self._name == "stop":
+            self._read_request(self._store, self._request_keys())
+        elif self.reason is None:
+            self.reason = self._name
+        if self.reason is not None:
+            self._publish()
+            self._answered = True
+
+    def _publish(self) -> None:
+        with self._publishing:
+            if self._passed > self._published:
+                self._published = self._passed
+                self._store.set(self._key(f"passed/{self._world.rank}"), str(self._published))
+                self._store.raise_to(self._key("passed"), self._published)
 
     def _read_request(self, store: Store, keys: list[str]) -> None:
         """Read the request of another process."""
         reason = _requested(store, keys)
         if reason is not None:  # do not overwrite a request that this rank has made during the store access
             self.reason = reason
+
+
+@final
+class _Watcher:
+    """Thread of a rank that waits for requests of all its agreements.
+
+    Args:
+        store: the run's store.
+        name: name of the first agreement.
+    """
+
+    def __init__(self, store: PrivateStore, name: str) -> None:
+        self._watch = store.watch()
+        self._agreements: list[Agreement] = []
+        self._closed = False
+        self._news = threading.Event()  # the list of agreements has changed
+        self._thread = threading.Thread(target=self._run, name=f"fabricx-{name}", daemon=True)
+        self._thread.start()
+
+    def add(self, agreement: Agreement) -> None:
+        """Wait for requests of one more agreement."""
+        self._agreements = [*self._agreements, agreement]
+        self._wake()
+
+    def remove(self, agreement: Agreement) -> None:
+        """Ignore further requests of an agreement."""
+        self._agreements = [other for other in self._agreements if other is not agreement]
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed = True
+        self._wake()
+        self._thread.join()
+
+    def _wake(self) -> None:
+        self._news.set()
+        self._watch.interrupt()
+
+    def _run(self) -> None:
+        with contextlib.closing(self._watch), contextlib.suppress(Exception):
+            # An exception: the store has ended, and with it all processes that could send a request.
+            while not self._closed:
+                self._news.clear()
+                waiting = {key: a for a in self._agreements if not a._answered for key in a._request_keys()}
+                if not waiting:
+                    self._news.wait()
+                    continue
+                found = self._watch.wait_any([*waiting], WATCH_S)
+                for agreement in {id(waiting[key]): waiting[key] for key in found}.values():
+                    agreement._answer()
 
 
 def _requested(store: Store, keys: list[str]) -> str | None:

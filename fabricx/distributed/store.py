@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections import deque
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final, final
 
@@ -16,7 +18,7 @@ import torch.distributed as dist
 
 from fabricx.distributed import authentication
 from fabricx.distributed.authentication import AuthenticationError
-from fabricx.distributed.store_server import Channel, pack, unpack
+from fabricx.distributed.store_server import Channel, pack, shut, unpack
 
 _KEPT: Final[list[dist.Store]] = []  # torch calls Python methods of a store only while a Python reference exists
 
@@ -94,10 +96,23 @@ class PrivateStore(dist.Store):
         """
         return self._request(b"compare_set", key.encode(), _bytes(expected), _bytes(desired))
 
-    def set_at_end(self, key: str) -> None:
-        """Let the server set a key when this process has ended, however it ends."""
+    def raise_to(self, key: str, least: int) -> None:
+        """Set a number if the present value is smaller or missing.
+
+        Args:
+            key: name of the number.
+            least: the number.
+        """
+        self._request(b"raise_to", key.encode(), str(least).encode())
+
+    def set_at_end(self, *keys: str) -> None:
+        """Let the server set keys when this process has ended, however it ends.
+
+        Args:
+            keys: names of the values.
+        """
         connection = self._connected()
-        self._ask(connection, b"set_at_end", key.encode())
+        self._ask(connection, b"set_at_end", *(key.encode() for key in keys))
         self._kept.append(connection)
 
     def delete_key(self, key: str) -> bool:
@@ -130,18 +145,35 @@ class PrivateStore(dist.Store):
         """
         self._wait(keys, self.timeout if timeout is None else timeout)
 
+    def reach(self, numbers: Mapping[str, int], seconds: float) -> list[str]:
+        """Wait until one of several numbers is large enough.
+
+        Args:
+            numbers: least values, by key.
+            seconds: maximum time to wait.
+
+        Returns:
+            The keys of the numbers that are; [] at the timeout.
+        """
+        conditions = (part.encode() for key, least in numbers.items() for part in (key, str(least)))
+        return [key.decode() for key in unpack(self._request(b"reach", str(seconds).encode(), *conditions))[::2]]
+
     def has_extended_api(self) -> bool:
         """Return False: append, multi_get and multi_set are not supported; torch then does without them."""
         return False
+
+    def watch(self) -> Watch:
+        """Return a wait that another thread can interrupt."""
+        return Watch(self)
 
     def _wait(self, keys: list[str], timeout: timedelta) -> list[bytes]:
         if not keys:
             return []
         seconds = timeout.total_seconds()
-        answer = self._request(b"wait", str(seconds).encode(), *(key.encode() for key in keys))
+        answer = unpack(self._request(*_waiting(keys, seconds, every=True)))
         if not answer:
             raise dist.DistStoreError(f"wait timeout after {seconds:g} s, keys: {', '.join(keys)}")
-        return unpack(answer)
+        return answer[1::2]
 
     def _request(self, *parts: bytes) -> bytes:
         try:
@@ -174,6 +206,74 @@ class PrivateStore(dist.Store):
             return connection
         except (EOFError, OSError) as error:
             raise dist.DistNetworkError(f"the run's store at {self._address} can't be reached: {error!r}") from error
+
+
+@final
+class Watch:
+    """A wait for any of several keys; the store answers when a key is set, without further requests.
+
+    Args:
+        store: the run's store.
+    """
+
+    def __init__(self, store: PrivateStore) -> None:
+        self._store = store
+        self._lock = threading.Lock()
+        self._connection: Channel | None = None
+        self._interrupted = False
+
+    def wait_any(self, keys: Sequence[str], seconds: float) -> list[str]:
+        """Wait until a key exists.
+
+        Args:
+            keys: at least one key.
+            seconds: maximum time to wait.
+
+        Returns:
+            The keys that exist; [] at the timeout, or after an interrupt.
+
+        Raises:
+            torch.distributed.DistNetworkError: the store has ended.
+        """
+        with self._lock:
+            if self._interrupted:
+                self._end()
+                return []
+            if self._connection is None:
+                self._connection = self._store._connected()
+            connection = self._connection
+        try:
+            connection.send_bytes(pack(*_waiting(keys, seconds, every=False)))
+            return [key.decode() for key in unpack(connection.recv_bytes())[::2]]
+        except (EOFError, OSError, AuthenticationError) as error:
+            with self._lock:
+                interrupted = self._interrupted
+                self._end()
+            if interrupted:
+                return []
+            raise dist.DistNetworkError(f"the connection to the run's store was lost: {error!r}") from error
+
+    def interrupt(self) -> None:
+        """End the present wait, or the next if no thread waits; may be called from any thread."""
+        with self._lock:
+            self._interrupted = True
+            if self._connection is not None:
+                shut(self._connection.fileno())
+
+    def close(self) -> None:
+        """Close the connection; no thread waits."""
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        self._interrupted = False
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def _waiting(keys: Sequence[str], seconds: float, *, every: bool) -> list[bytes]:
+    return [b"wait", str(seconds).encode(), b"1" if every else b"", *(key.encode() for key in keys)]
 
 
 def _bytes(value: str | bytes) -> bytes:

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import heapq
+import itertools
 import os
+import selectors
 import socket
+import struct
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable, Mapping
 from multiprocessing.connection import Connection
 from typing import Final, final
 
 from fabricx.distributed import authentication
-from fabricx.distributed.authentication import AuthenticationError, SignedConnection
+from fabricx.distributed.authentication import SignedConnection
 
 Channel = Connection | SignedConnection
 SOCKET: Final = "store"  # name of the Unix socket in the run's folder
-LOOK_S: Final = 1.0  # interval at which a waiting request checks whether its process still exists
 UNPROVEN: Final = 512  # maximum connections before authentication; a further connection closes the oldest
+BACKLOG: Final = 1024  # connections that wait to be accepted, as when all ranks of a launch start together
+_AGAIN_S: Final = 0.1  # pause after a connection that could not be accepted
+_READ: Final = 1 << 16  # bytes that are read at a time
+_LARGE: Final = -1  # length of a message in `multiprocessing.connection` that stands before a length of 8 bytes
 
 
 def pack(*parts: bytes) -> bytes:
@@ -44,8 +52,132 @@ def unpack(data: bytes) -> list[bytes]:
 
 
 @final
+class Wait:
+    """A request that is answered when keys exist.
+
+    Args:
+        peer: the connection that waits.
+        keys: names of the keys, with the least number as which a key exists; None for any value.
+        every: all of the keys have to exist, not only one of them.
+    """
+
+    def __init__(self, peer: Peer, keys: Mapping[str, int | None], *, every: bool) -> None:
+        self.peer, self.keys, self.every = peer, keys, every
+        self.missing = set(keys)
+
+    def found(self, values: Mapping[str, bytes]) -> list[str]:
+        """Return the keys that exist if their existence meets the condition, else [].
+
+        Args:
+            values: the store's.
+        """
+        found = [
+            key for key, least in self.keys.items() if key in values and (least is None or int(values[key]) >= least)
+        ]
+        self.missing.difference_update(found)
+        return found if not self.every or len(found) == len(self.keys) else []
+
+    def may_be_met(self, key: str) -> bool:
+        """Return whether the condition may be met after a key was set.
+
+        Args:
+            key: one of the keys.
+        """
+        self.missing.discard(key)
+        return not self.every or not self.missing
+
+
+@final
+class Peer:
+    """A connection of an authenticated process, which never blocks the server.
+
+    Args:
+        channel: the connection.
+
+    Attributes:
+        at_end: keys to set when the connection ends.
+        wait: request that is not answered yet.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel, self.number = channel, channel.fileno()
+        os.set_blocking(self.number, False)
+        self.at_end: list[str] = []
+        self.wait: Wait | None = None
+        self._received, self._unsent = bytearray(), bytearray()
+
+    @property
+    def sending(self) -> bool:
+        """Return whether a part of an answer is not sent yet."""
+        return bool(self._unsent)
+
+    def receive(self) -> None:
+        """Read what the process has sent.
+
+        Raises:
+            EOFError: the process has closed the connection.
+            OSError: the connection was lost.
+        """
+        with contextlib.suppress(BlockingIOError):
+            data = os.read(self.number, _READ)
+            if not data:
+                raise EOFError
+            self._received += data
+
+    def message(self) -> bytes | None:
+        """Return the next message that was received as a whole; None if there is none.
+
+        Raises:
+            AuthenticationError: it is not the next message of the process.
+            OSError: it is larger than `LARGEST`.
+        """
+        begin, received = 4, self._received
+        if len(received) < begin:
+            return None
+        (size,) = struct.unpack_from("!i", received)
+        if size == _LARGE:
+            begin = 12
+            if len(received) < begin:
+                return None
+            (size,) = struct.unpack_from("!Q", received, 4)
+        if size < 0 or size > authentication.LARGEST:
+            raise OSError("bad message length")
+        if len(received) < begin + size:
+            return None
+        message = bytes(received[begin : begin + size])
+        del received[: begin + size]
+        return self.channel.verified(message) if isinstance(self.channel, SignedConnection) else message
+
+    def answer(self, data: bytes) -> None:
+        """Send an answer, as far as the process reads it; `send` continues.
+
+        Args:
+            data: content.
+
+        Raises:
+            OSError: the connection was lost.
+        """
+        if isinstance(self.channel, SignedConnection):
+            data = self.channel.signed(data)
+        length = struct.pack("!i", len(data)) if len(data) < 1 << 31 else struct.pack("!iQ", _LARGE, len(data))
+        self._unsent += length + data
+        self.send()
+
+    def send(self) -> None:
+        """Send more of the answer.
+
+        Raises:
+            OSError: the connection was lost.
+        """
+        with contextlib.suppress(BlockingIOError):
+            del self._unsent[: os.write(self.number, self._unsent)]
+
+
+@final
 class StoreServer:
-    """Serves a store to the processes of one run, with one thread per connection.
+    """Serves a store to the processes of one run, in one thread for any number of connections.
+
+    A process that waits for a key sends one request and receives one answer, when the key is set: it does not poll.
 
     Args:
         folder: the run's private folder for the Unix socket; None to listen on the network, where each message is
@@ -55,30 +187,43 @@ class StoreServer:
     Attributes:
         path: path of the Unix socket; "" on the network.
         port: TCP port on the network, else 0.
+        requests: number of requests that were served.
     """
 
     def __init__(self, folder: str | None, key: bytes) -> None:
         self.path, self.port = "", 0
         if folder is None:
-            self._listener = authentication.listen_on_network()
+            self._listener = authentication.listen_on_network(BACKLOG)
             self.port = self._listener.getsockname()[1]
         else:
-            self._listener = authentication.listen(folder, SOCKET)
+            self._listener = authentication.listen(folder, SOCKET, BACKLOG)
             self.path = os.path.join(folder, SOCKET)
+        self._listener.setblocking(False)
         self._key = key
+        self.requests = 0
         self._values: dict[str, bytes] = {}
-        self._changed = threading.Condition()  # reentrant: a signal handler may set a value
+        self._lock = threading.RLock()  # reentrant: a signal handler may set a value
         self._closed = False
-        self._connections: set[Channel] = set()
-        self._at_end: dict[Channel, str] = {}  # keys to set when a connection ends
+        self._changed: deque[str] = deque()  # keys that were set, for the requests that wait for them
+        self._admitted: deque[Channel] = deque()
         self._unproven: deque[socket.socket] = deque()
-        self._thread = threading.Thread(target=self._accept, name="fabricx-store", daemon=True)
+        self._peers: dict[int, Peer] = {}  # by file descriptor
+        self._waits: dict[str, dict[Wait, None]] = {}  # requests that wait for a missing key, oldest first
+        self._deadlines: list[tuple[float, int, Wait]] = []
+        self._count = itertools.count()
+        self._woken, self._wakes = os.pipe()
+        for number in (self._woken, self._wakes):
+            os.set_blocking(number, False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._woken, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._run, name="fabricx-store", daemon=True)
         self._thread.start()
 
     @property
     def used(self) -> bool:
         """Return whether a process is connected."""
-        return bool(self._connections)
+        return bool(self._peers)
 
     def set(self, key: str, value: bytes) -> None:
         """Set a value, in the process that hosts the store.
@@ -87,9 +232,8 @@ class StoreServer:
             key: key of the value.
             value: any bytes.
         """
-        with self._changed:
-            self._values[key] = value
-            self._changed.notify_all()
+        self._store(key, value)
+        self._wake()
 
     def get(self, key: str) -> bytes | None:
         """Return a value, in the process that hosts the store; None if the key does not exist.
@@ -109,102 +253,223 @@ class StoreServer:
 
     def close(self) -> None:
         """End all connections and threads."""
-        with self._changed:
+        with self._lock:
             self._closed = True
-            self._changed.notify_all()
-            for connection in self._connections:
-                _shut(connection.fileno())
             for peer in self._unproven:
-                _shut(peer.fileno())
-        _shut(self._listener.fileno())  # wakes the accepting thread
+                shut(peer.fileno())
+        self._wake()
         self._thread.join()
-        self._listener.close()
+        with self._lock:
+            numbers, self._woken, self._wakes = (self._woken, self._wakes), -1, -1
+        for number in numbers:
+            if number >= 0:
+                os.close(number)
+
+    # -- the thread ---------------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        with self._lock, contextlib.suppress(BlockingIOError):  # the thread is awake already
+            if self._wakes >= 0:
+                os.write(self._wakes, b".")
+
+    def _run(self) -> None:
+        try:
+            while not self._closed:
+                for key, events in self._selector.select(self._next_deadline()):
+                    if key.fd == self._woken:
+                        with contextlib.suppress(BlockingIOError):
+                            os.read(self._woken, _READ)
+                    elif key.fileobj is self._listener:
+                        self._accept()
+                    elif (peer := self._peers.get(key.fd)) is not None:
+                        self._attend(peer, events)
+                while self._admitted:
+                    self._add(self._admitted.popleft())
+                self._settle()
+        finally:
+            self._selector.close()
+            self._listener.close()
+            with self._lock:
+                for peer in self._peers.values():
+                    peer.channel.close()
+                self._peers.clear()
+                for channel in self._admitted:
+                    channel.close()
+
+    def _next_deadline(self) -> float | None:
+        """Return the seconds until the next request reaches its timeout; None without such a request."""
+        return max(0.0, self._deadlines[0][0] - time.monotonic()) if self._deadlines else None
 
     def _accept(self) -> None:
-        while not self._closed:
-            try:
-                peer, _ = self._listener.accept()
-                with self._changed:
-                    self._unproven.append(peer)
-                    if len(self._unproven) > UNPROVEN:
-                        _shut(self._unproven.popleft().fileno())
-                threading.Thread(target=self._serve, args=(peer,), name="fabricx-store", daemon=True).start()
-            except (OSError, RuntimeError):  # closed, or out of file descriptors or threads
-                if not self._closed:
-                    time.sleep(0.1)
+        try:
+            peer, _ = self._listener.accept()
+            peer.setblocking(True)
+            with self._lock:
+                self._unproven.append(peer)
+                if len(self._unproven) > UNPROVEN:
+                    shut(self._unproven.popleft().fileno())
+            threading.Thread(target=self._admit, args=(peer,), name="fabricx-store", daemon=True).start()
+        except BlockingIOError:
+            pass
+        except (OSError, RuntimeError):  # out of file descriptors or threads
+            time.sleep(_AGAIN_S)
 
-    def _serve(self, peer: socket.socket) -> None:
-        connection = authentication.admit(peer, self._key)
-        with self._changed:
+    def _admit(self, peer: socket.socket) -> None:
+        """Authenticate a connection, in a thread of its own: the process may answer late."""
+        channel = authentication.admit(peer, self._key)
+        with self._lock:
             with contextlib.suppress(ValueError):
                 self._unproven.remove(peer)
-            if connection is None:
+            if channel is None:
                 return
             if self._closed:
-                connection.close()
+                channel.close()
                 return
-            self._connections.add(connection)
+            self._admitted.append(channel)
+            self._wake()
+
+    def _add(self, channel: Channel) -> None:
+        peer = Peer(channel)
+        self._peers[peer.number] = peer
+        self._selector.register(peer.number, selectors.EVENT_READ)
+
+    def _attend(self, peer: Peer, events: int) -> None:
+        """Read requests of a process and answer them, or send more of an answer."""
         try:
-            while True:
-                operation, *arguments = unpack(connection.recv_bytes())
-                answer: bytes = getattr(self, f"_do_{operation.decode()}")(connection, *arguments)
-                connection.send_bytes(answer)
-        except (EOFError, OSError, AuthenticationError):
-            pass  # the process has ended, or a message was altered: close the connection
-        finally:
-            with self._changed:
-                self._connections.discard(connection)
-                if (key := self._at_end.pop(connection, None)) is not None:
-                    self.set(key, b"")
-                connection.close()
+            if events & selectors.EVENT_WRITE:
+                peer.send()
+            if events & selectors.EVENT_READ:
+                peer.receive()
+            while peer.wait is None and (message := peer.message()) is not None:
+                self.requests += 1
+                operation, *arguments = unpack(message)
+                answer = getattr(self, f"_do_{operation.decode()}")(peer, *arguments)
+                if answer is not None:
+                    peer.answer(answer)
+        except Exception:  # the process has ended, or a message was altered or malformed: others are still served
+            self._drop(peer)
+        else:
+            self._watch(peer)
+
+    def _watch(self, peer: Peer) -> None:
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.sending else 0)
+        if self._selector.get_key(peer.number).events != events:
+            self._selector.modify(peer.number, events)
+
+    def _drop(self, peer: Peer) -> None:
+        """Close a connection, whose request is not answered."""
+        self._selector.unregister(peer.number)
+        del self._peers[peer.number]
+        if peer.wait is not None:
+            self._forget(peer.wait)
+        peer.channel.close()
+        for key in peer.at_end:
+            self._store(key, b"")
+
+    def _settle(self) -> None:
+        """Answer the requests whose keys exist now, or whose time is over."""
+        while self._changed:
+            key = self._changed.popleft()
+            for wait in tuple(self._waits.get(key, ())):
+                if wait.peer.wait is wait and wait.may_be_met(key) and (found := wait.found(self._values)):
+                    self._answer(wait, found)
+        now = time.monotonic()
+        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].peer.wait is None):
+            wait = heapq.heappop(self._deadlines)[2]
+            if wait.peer.wait is wait:
+                self._answer(wait, [])
+
+    def _answer(self, wait: Wait, found: Iterable[str]) -> None:
+        """Answer a request that waits, with keys and their values."""
+        self._forget(wait)
+        try:
+            wait.peer.answer(self._packed(found))
+        except OSError:
+            self._drop(wait.peer)
+        else:
+            self._attend(wait.peer, 0)  # requests that it has sent meanwhile
+
+    def _packed(self, keys: Iterable[str]) -> bytes:
+        return pack(*itertools.chain(*((key.encode(), self._values[key]) for key in keys)))
+
+    def _forget(self, wait: Wait) -> None:
+        wait.peer.wait = None
+        for key in wait.keys:
+            if (waits := self._waits.get(key)) is not None:
+                waits.pop(wait, None)
+                if not waits:
+                    del self._waits[key]
+
+    def _store(self, key: str, value: bytes) -> None:
+        with self._lock:
+            self._values[key] = value
+            self._changed.append(key)
 
     # -- operations ---------------------------------------------------------------------------------------------
 
-    def _do_set(self, connection: Channel, key: bytes, value: bytes) -> bytes:
-        self.set(key.decode(), value)
+    def _do_set(self, peer: Peer, key: bytes, value: bytes) -> bytes:
+        self._store(key.decode(), value)
         return b""
 
-    def _do_wait(self, connection: Channel, seconds: bytes, *keys: bytes) -> bytes:
-        """Wait for keys, and return their values; returns an empty answer at the timeout."""
-        names = [key.decode() for key in keys]
-        deadline = time.monotonic() + float(seconds)
-        with self._changed:
-            while not all(name in self._values for name in names):
-                rest = deadline - time.monotonic()
-                if self._closed or rest <= 0:
-                    return b""
-                if connection.poll():  # a client sends nothing while it waits, so its end of the connection has closed
-                    raise EOFError
-                self._changed.wait(min(rest, LOOK_S))
-            return pack(*(self._values[name] for name in names))
+    def _do_wait(self, peer: Peer, seconds: bytes, every: bytes, *keys: bytes) -> bytes | None:
+        """Answer when the keys exist, or one of them, with these keys and values; with nothing at the timeout."""
+        return self._wait(Wait(peer, dict.fromkeys(key.decode() for key in keys), every=bool(every)), float(seconds))
 
-    def _do_add(self, connection: Channel, key: bytes, amount: bytes) -> bytes:
-        with self._changed:
+    def _do_reach(self, peer: Peer, seconds: bytes, *conditions: bytes) -> bytes | None:
+        """Answer when one of several numbers is large enough, as `_do_wait` does."""
+        numbers: dict[str, int | None] = {
+            key.decode(): int(least) for key, least in zip(conditions[::2], conditions[1::2], strict=True)
+        }
+        return self._wait(Wait(peer, numbers, every=False), float(seconds))
+
+    def _wait(self, wait: Wait, seconds: float) -> bytes | None:
+        """Return the answer; None if the request waits."""
+        if found := wait.found(self._values):
+            return self._packed(found)
+        wait.peer.wait = wait
+        for key in wait.keys:
+            self._waits.setdefault(key, {})[wait] = None
+        heapq.heappush(self._deadlines, (time.monotonic() + seconds, next(self._count), wait))
+        return None
+
+    def _do_raise_to(self, peer: Peer, key: bytes, least: bytes) -> bytes:
+        with self._lock:
+            name = key.decode()
+            if name not in self._values or int(self._values[name]) < int(least):
+                self._store(name, least)
+        return b""
+
+    def _do_add(self, peer: Peer, key: bytes, amount: bytes) -> bytes:
+        with self._lock:
             value = str(int(self._values.get(key.decode(), b"0")) + int(amount)).encode()
-            self.set(key.decode(), value)
+            self._store(key.decode(), value)
             return value
 
-    def _do_compare_set(self, connection: Channel, key: bytes, expected: bytes, desired: bytes) -> bytes:
-        with self._changed:
+    def _do_compare_set(self, peer: Peer, key: bytes, expected: bytes, desired: bytes) -> bytes:
+        with self._lock:
             current = self._values.get(key.decode())
             if current == expected or (current is None and not expected):
-                self.set(key.decode(), desired)
+                self._store(key.decode(), desired)
                 return desired
             return expected if current is None else current
 
-    def _do_delete_key(self, connection: Channel, key: bytes) -> bytes:
-        with self._changed:
+    def _do_delete_key(self, peer: Peer, key: bytes) -> bytes:
+        with self._lock:
             return b"" if self._values.pop(key.decode(), None) is None else b"1"
 
-    def _do_set_at_end(self, connection: Channel, key: bytes) -> bytes:
-        self._at_end[connection] = key.decode()  # this connection's thread only reads and changes this entry
+    def _do_set_at_end(self, peer: Peer, *keys: bytes) -> bytes:
+        peer.at_end = [key.decode() for key in keys]
         return b""
 
-    def _do_check(self, connection: Channel, *keys: bytes) -> bytes:
-        with self._changed:
-            return b"1" if all(key.decode() in self._values for key in keys) else b""
+    def _do_check(self, peer: Peer, *keys: bytes) -> bytes:
+        return b"1" if all(key.decode() in self._values for key in keys) else b""
 
 
-def _shut(number: int) -> None:
+def shut(number: int) -> None:
+    """Shut down a connection, which wakes a thread that waits for it.
+
+    Args:
+        number: file descriptor of its socket.
+    """
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as duplicate:
         duplicate.shutdown(socket.SHUT_RDWR)

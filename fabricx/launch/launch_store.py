@@ -21,11 +21,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
-from torch.distributed import Store, TCPStore
+from torch.distributed import DistStoreError, Store, TCPStore
 
 from fabricx.distributed import authentication
 from fabricx.distributed.authentication import AuthenticationError, sign, tag, verify
-from fabricx.distributed.generations import death_key
+from fabricx.distributed.generations import ANY_DEATH, death_key
 from fabricx.distributed.store import PrivateStore
 from fabricx.distributed.store_server import SOCKET
 from fabricx.distributed.world import World
@@ -39,6 +39,7 @@ PLACE: Final = "fabricx/place"  # key in the launcher's store: address of the la
 ATTEMPTS: Final = "fabricx/attempts"  # key in the launcher's store: number of attempts, and agents of the last
 LIMIT_S: Final = 300.0  # time limit for all ranks to join
 LOOK_S: Final = 0.05  # seconds between two reads of a store
+JOIN_S: Final = 0.5  # seconds after which the first rank checks the launcher's store while it waits for other ranks
 MIN_KEY_LENGTH: Final = 32  # fewest characters of a user's key
 _CONNECTED: Final[dict[tuple[str, ...], World]] = {}  # worlds of launches that this process joined, by identity
 
@@ -200,20 +201,27 @@ def _lead(launcher_store: Store, info: Launch) -> tuple[PrivateStore, bytes]:
 
 
 def _await_all(store: PrivateStore, launcher_store: Store, info: Launch, value: str) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not store.check([f"here/{rank}" for rank in range(info.size)]):
+    deadline, ranks = time.monotonic() + LIMIT_S, [f"here/{rank}" for rank in range(info.size)]
+    while not _all_here(store, ranks):
         if launcher_store.compare_set(PLACE, "", value) != value.encode():  # restored if it was deleted
             raise AuthenticationError(
                 f"another program has written to {PLACE!r} in the launcher's store, which has the address of this "
                 "launch's store, or a second launch has the same address and port; start each launch with its own port"
             )
         if time.monotonic() > deadline:
-            missing = [rank for rank in range(info.size) if not store.check([f"here/{rank}"])]
+            missing = [rank for rank, key in enumerate(ranks) if not store.check([key])]
             raise RuntimeError(
                 f"ranks {missing} of this launch did not join within {LIMIT_S:.0f} s; check that their processes run "
                 "and reach the first rank's machine"
             )
-        time.sleep(LOOK_S)
+
+
+def _all_here(store: PrivateStore, ranks: list[str]) -> bool:
+    """Return whether all ranks have joined, after a short wait for them."""
+    with contextlib.suppress(DistStoreError):
+        store.wait(ranks, timedelta(seconds=JOIN_S))
+        return True
+    return False
 
 
 def _follow(launcher_store: Store, info: Launch) -> tuple[PrivateStore, bytes]:
@@ -267,7 +275,7 @@ def _register(store: PrivateStore, info: Launch) -> bool:
     store.set(f"member/{info.rank}/{name.decode()}", json.dumps([info.restarts, _agent()]))
     if store.compare_set(f"here/{info.rank}", b"", name) != name:
         return False
-    store.set_at_end(death_key(info.rank))
+    store.set_at_end(death_key(info.rank), ANY_DEATH)
     return True
 
 

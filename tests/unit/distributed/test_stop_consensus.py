@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-from fabricx.distributed.generations import death_key
+from fabricx.distributed.generations import ANY_DEATH, death_key
 from fabricx.distributed.stop_consensus import Agreement
+from fabricx.distributed.store import PrivateStore
+from fabricx.distributed.store_server import StoreServer
 from fabricx.distributed.world import World
 from fabricx.errors import PeerLost
+
+KEY = b"k" * 32
 
 
 class AnswersLate:
@@ -32,11 +39,85 @@ def test_a_request_of_this_rank_outlives_a_look_at_the_store_that_began_before()
     assert agreement.at_boundary(1)
 
 
-def test_a_rank_that_has_ended_is_not_waited_for() -> None:
-    store = dist.HashStore()
-    store.set(death_key(1), "")  # as the server of a launch's store does
-    agreement = Agreement(World(rank=0, size=2, store=store))
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[StoreServer]:
+    server = StoreServer(str(private_subfolder(tmp_path)), KEY)
+    yield server
+    server.close()
+
+
+def private_subfolder(folder: Path) -> Path:
+    private = folder / "store"
+    private.mkdir(mode=0o700)
+    return private
+
+
+def agreements(server: StoreServer, ranks: int, **options: Any) -> list[Agreement]:
+    return [
+        Agreement(World(rank=rank, size=ranks, store=PrivateStore(server.path, KEY)), **options)
+        for rank in range(ranks)
+    ]
+
+
+def test_a_rank_that_has_ended_is_not_waited_for(server: StoreServer) -> None:
+    for key in (death_key(1), ANY_DEATH):  # as the server of a launch's store does
+        server.set(key, b"")
+    agreement, _ = both = agreements(server, 2)
     agreement.request("terminated")
     with pytest.raises(PeerLost, match="rank 1 has ended"):
         agreement.at_boundary(0)
-    agreement.close()
+    for each in both:
+        each.close()
+
+
+def test_ranks_that_learn_of_a_request_at_different_boundaries_stop_at_the_same(server: StoreServer) -> None:
+    ranks = agreements(server, 3)
+    stopped: list[int] = []
+
+    def train(agreement: Agreement, ahead: int) -> None:
+        for index in range(ahead):  # passes these boundaries before any request
+            assert not agreement.at_boundary(index)
+        ready.wait(30)
+        if ahead == 2:
+            agreement.request("terminated")
+        index = ahead
+        while not agreement.at_boundary(index):
+            index += 1
+            time.sleep(0.002)  # as long as a step: ranks that train together are not far from each other
+        stopped.append(index)
+
+    ready = threading.Barrier(3)
+    threads = [threading.Thread(target=train, args=(rank, ahead)) for rank, ahead in zip(ranks, (2, 5, 9), strict=True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(stopped) == 3
+    assert len(set(stopped)) == 1
+    assert stopped[0] >= 9
+    for agreement in ranks:
+        agreement.close()
+
+
+def test_a_rank_that_waits_for_requests_sends_none_itself(server: StoreServer) -> None:
+    ranks = agreements(server, 2)
+    topics = [Agreement(agreement._world, "settings/0", beside=agreement) for agreement in ranks]
+    probe = PrivateStore(server.path, KEY)
+    while [len(waits) for waits in server._waits.values()] != [2, 2, 2]:  # both ranks wait for three keys
+        time.sleep(0.01)
+    before = server.requests
+    for index in range(1000):
+        for agreement in (*ranks, *topics):
+            assert not agreement.at_boundary(index)
+    assert server.requests == before
+    topics[0].request("changed")
+    while topics[1].reason is None:
+        time.sleep(0.01)
+    # The request; and of each rank the answer of two, and the next wait.
+    assert server.requests - before <= 1 + 2 * 3
+    assert ranks[1].reason is None
+    probe.set("stop/requested", "terminated")  # as a supervisor does
+    while any(agreement.reason is None for agreement in ranks):
+        time.sleep(0.01)
+    for agreement in ranks:
+        agreement.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from fabricx.distributed.authentication import new_key
 from fabricx.distributed.store import PrivateStore
-from fabricx.distributed.store_server import StoreServer
+from fabricx.distributed.store_server import StoreServer, pack, unpack
 
 KEY = b"k" * 32
 ROOT = Path(__file__).parents[3]
@@ -71,6 +72,70 @@ def test_the_private_store_admits_nobody_without_the_key(server: StoreServer) ->
     with pytest.raises(RuntimeError, match="can't be reached"):
         PrivateStore(address(server), new_key())
     assert not PrivateStore(address(server), KEY).check(["stop/requested"])  # it goes on for others
+
+
+def test_a_malformed_request_and_a_process_that_ends_while_it_waits_disturb_no_other(server: StoreServer) -> None:
+    store, other = PrivateStore(address(server), KEY), PrivateStore(address(server), KEY)
+    for request in ((b"add", b"count", b"x"), (b"unknown",), (b"wait", b"1"), (b"set",)):
+        with pytest.raises(dist.DistNetworkError):
+            store._request(*request)
+    for number in range(50):  # with and without the key
+        connection = other._connected()
+        connection.send_bytes(pack(b"wait", b"60", b"1", f"key {number % 2}".encode()))
+        connection.close()
+        store.set(f"key {number % 2}", "")
+        store.delete_key("key 1")
+    assert store.check(["key 0"])
+    assert not server._waits
+
+
+def test_a_watch_ends_when_a_key_is_set_or_when_it_is_interrupted(server: StoreServer) -> None:
+    watch, found = PrivateStore(address(server), KEY).watch(), []
+
+    def wait() -> None:
+        while not found or found[-1]:
+            found.append(watch.wait_any(["a", "b"], 60.0))
+            server._values.clear()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    for key in ("a", "b"):
+        server.set(key, b"")
+        while [key] not in found:
+            time.sleep(0.001)
+    watch.interrupt()
+    thread.join(60)
+    assert found == [["a"], ["b"], []]
+    watch.interrupt()  # before the wait
+    assert watch.wait_any(["a"], 60.0) == []
+    server.set("a", b"")
+    assert watch.wait_any(["a"], 60.0) == ["a"]
+    assert watch.wait_any(["c"], 0.0) == []
+    watch.close()
+
+
+def test_numbers_only_grow_and_are_waited_for(server: StoreServer) -> None:
+    store, other = PrivateStore(address(server), KEY), PrivateStore(address(server), KEY)
+    for number in (3, 2):
+        store.raise_to("passed", number)
+    assert store.get("passed") == b"3"
+    assert store.reach({"passed": 3, "want": 2}, 60.0) == ["passed"]
+    assert store.reach({"passed": 4, "want": 2}, 0.01) == []
+    thread = threading.Thread(target=lambda: [other.add("want", 1) for _ in range(2)])
+    thread.start()
+    assert store.reach({"passed": 4, "want": 2}, 60.0) == ["want"]
+    thread.join()
+
+
+def test_a_process_that_reads_no_answer_holds_up_no_other(server: StoreServer) -> None:
+    store = PrivateStore(address(server), KEY)
+    store.set("large", b"x" * (1 << 22))
+    lazy = store._connected()
+    lazy.send_bytes(pack(b"wait", b"60", b"1", b"large"))
+    store.set("small", "")
+    assert store.get("small") == b""
+    assert unpack(lazy.recv_bytes()) == [b"large", b"x" * (1 << 22)]
+    lazy.close()
 
 
 def test_a_closed_private_store_ends_what_waits_in_it(private: Path) -> None:

@@ -8,7 +8,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from fabricx.distributed.generations import death_key
+from fabricx.distributed.generations import ANY_DEATH, death_key
 from fabricx.distributed.world import World
 
 
@@ -39,7 +39,8 @@ def test_a_peer_that_is_gone_is_not_waited_for_without_end() -> None:
 
 def test_a_worker_of_which_the_supervisor_says_that_it_is_gone_is_not_waited_for() -> None:
     store = dist.HashStore()
-    store.set(death_key(1), "")
+    for key in (death_key(1), ANY_DEATH):
+        store.set(key, "")
     World(rank=0, size=2, store=store).await_departure(3600.0)
     assert not store.check([World(rank=1, size=2, store=store).key("departure/0/1")])
 
@@ -50,7 +51,7 @@ def test_nothing_is_waited_for_when_the_store_is_gone(monkeypatch: pytest.Monkey
 
     store = dist.HashStore()
     world = World(rank=0, size=2, store=store)
-    for name in ("set", "check"):
+    for name in ("set", "wait"):
         monkeypatch.setattr(dist.HashStore, name, closed)
         world.await_departure(3600.0)
 

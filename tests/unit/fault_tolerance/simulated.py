@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import fabricx as fx
 from fabricx.core.strategy import Strategy, Traits
 from fabricx.core.strategy_parts import Elastic
-from fabricx.distributed import generations, stop_consensus
+from fabricx.distributed import generations
 from fabricx.distributed.generations import Membership
+from fabricx.distributed.store import PrivateStore
 from fabricx.distributed.world import World
 from fabricx.fault_tolerance.controller import ElasticController, ElasticPolicy
 from fabricx.trainer.run_request import Job
@@ -87,12 +87,13 @@ class Machine:
         rng: selects the workers and times of deaths.
         kills: number of workers that may still die.
         folder: for records of workers.
+        store: of the run.
     """
 
     rng: random.Random
     kills: int
     folder: Path
-    store: Any = field(default_factory=dist.HashStore)
+    store: PrivateStore
     groups: dict[int, Group] = field(default_factory=dict)
     broken: set[int] = field(default_factory=set)
     messages: queue.Queue[tuple[int, str, Any]] = field(default_factory=queue.Queue)
@@ -332,5 +333,4 @@ class Simulation:
 def install(monkeypatch: Any) -> None:
     """Use threads as workers during a test."""
     monkeypatch.setattr(generations, "_CURRENT", _ByThread())
-    monkeypatch.setattr(stop_consensus, "POLL_S", 0.002)
     monkeypatch.setattr("fabricx.trainer.set_up.next_job", lambda: 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,8 @@ from torch.utils.data import DataLoader
 
 import fabricx as fx
 from fabricx.distributed.generations import Membership
+from fabricx.distributed.store import PrivateStore
+from fabricx.distributed.store_server import StoreServer
 from fabricx.distributed.world import World
 from fabricx.fault_tolerance.recovery import _report, recover
 from fabricx.strategies import AsyncSGD
@@ -70,11 +73,13 @@ def parts(machine: Machine, samples: int, accumulate: int) -> tuple[fx.Trainer, 
 
 
 def train(folder: Path, seed: int, kills: int, waits: float, variant: tuple[int, int]) -> tuple[list[Any], Machine]:
-    folder.mkdir()
-    machine = Machine(random.Random(seed), kills, folder)
-    return Simulation(machine, lambda machine: parts(machine, *variant), RANKS, waits).run(), machine
+    folder.mkdir(mode=0o700)
+    with contextlib.closing(StoreServer(str(folder), KEY)) as server:
+        machine = Machine(random.Random(seed), kills, folder, PrivateStore(server.path, KEY))
+        return Simulation(machine, lambda machine: parts(machine, *variant), RANKS, waits).run(), machine
 
 
+KEY = b"k" * 32
 VARIANTS = [(24, 1), (23, 1), (22, 2)]  # samples, accumulated batches: with a last batch that is shorter, too
 
 
