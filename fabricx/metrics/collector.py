@@ -16,7 +16,7 @@ from fabricx.core.transfer import batch_size_of
 from fabricx.distributed.dtensors import is_dtensor
 from fabricx.distributed.world import World
 from fabricx.metrics.accumulator import Metrics
-from fabricx.metrics.objects import metric_objects, set_states, states_of
+from fabricx.metrics.objects import computed_alone, metric_objects, set_states, states_of
 from fabricx.metrics.series import EXACT, Series, as_value
 
 
@@ -282,8 +282,10 @@ class Logbook:
         for name, (metric, series) in sorted(metrics.objects.items()):
             if series.on_step:
                 cached = getattr(metric, "_forward_cache", None)
+                if self._alone and name not in self._updated:  # loaded from a checkpoint: this rank has no batch since
+                    continue
                 if cached is None:
-                    values[name] = torch.as_tensor(metric.compute())
+                    values[name] = torch.as_tensor(computed_alone(metric) if self._alone else metric.compute())
                 else:
                     updated, weight = self._updated.get(name, (-1, 0))
                     value = torch.as_tensor(cached)

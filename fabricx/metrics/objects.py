@@ -103,6 +103,25 @@ def _alone() -> bool:
     return False
 
 
+def computed_alone(metric: Any) -> Any:
+    """Return the value of a metric object for the samples of this rank, without communication.
+
+    The object does not keep the value, which is not that of all ranks.
+
+    Args:
+        metric: a torchmetrics object.
+    """
+    parts = [part for part in metric.modules() if hasattr(part, "distributed_available_fn")]
+    before = [part.distributed_available_fn for part in parts]
+    try:
+        for part in parts:
+            part.distributed_available_fn = _alone
+        return metric.compute()
+    finally:
+        for part, available in zip(parts, before, strict=True):
+            part.distributed_available_fn, part._computed = available, None
+
+
 @final
 class _GatherAlong:
     """Gathers states over a process group; unlike with `Metric.process_group`, the metric can be copied and pickled."""

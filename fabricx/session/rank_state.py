@@ -171,7 +171,9 @@ def restore_rank_states(
     objects = metric_objects(module)
     for metric in objects.values():
         metric.reset()
-    for name, (attribute, kind) in ranks[0]["logged"].items() if ranks else ():
+    # At its own pace, a rank may have trained no batch of the epoch; all ranks reduce an object that any has logged.
+    logged = {name: way for saved in ranks for name, way in saved["logged"].items()}
+    for name, (attribute, kind) in logged.items():
         if attribute in objects:
             sums.series[name] = Series.of_kind(tuple(kind))
             sums.objects[name] = (objects[attribute], sums.series[name])

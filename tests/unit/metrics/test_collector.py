@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torchmetrics
 
 import fabricx as fx
 from fabricx.core.strategy import Traits
@@ -102,3 +103,26 @@ def test_a_rank_without_outputs_shows_reduced_values_only() -> None:
     book.metrics.series["x"] = Series.of_kind(("mean", True, True, True, True, False))
     book.metrics.series["x"].contribute_nothing(epoch=False)
     assert book.local_values(1) == {}
+
+
+class Unreachable(torchmetrics.MeanMetric):
+    """A mean whose reduction over ranks would wait for ranks that are elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.distributed_available_fn = lambda: True
+        self.dist_sync_fn = self._refuse
+
+    def _refuse(self, *_: Any, **options: Any) -> Any:
+        raise AssertionError("a collective at a rank's own pace")
+
+
+def test_the_step_of_a_metric_object_at_own_pace_is_of_this_rank_alone() -> None:
+    mean = Unreachable()
+    book = Logbook(cast(Any, SimpleNamespace(world=World(), traits=Traits(lockstep=False), module=None)), training=True)
+    book.begin_batch(None, 4, step=1)
+    mean.update(2.0)
+    log(book, mean, on_step=True)
+    assert float(book.step_values(1)["x"]) == 2.0
+    with pytest.raises(AssertionError, match="own pace"):  # the value of this rank is not kept as that of all
+        mean.compute()

@@ -1,9 +1,18 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
 import torch
+import torchmetrics
 from torch import nn
 
-from fabricx.session.rank_state import BufferCopies, load_buffers
+import fabricx as fx
+from fabricx.core.strategy import Traits
+from fabricx.distributed.world import World
+from fabricx.metrics.collector import Logbook
+from fabricx.session.rank_state import BufferCopies, load_buffers, restore_rank_states
 
 CHANGES = {
     "complex": torch.tensor([1 + 2j, -3j]),
@@ -28,3 +37,28 @@ def test_buffers_of_each_dtype_are_taken_up_to_the_bit() -> None:
         trained.get_buffer(name).copy_(value)
     load_buffers(replacement, copies.packed())
     assert all(torch.equal(replacement.get_buffer(name), value) for name, value in CHANGES.items())
+
+
+class Means(fx.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_metric_object_that_only_another_rank_has_logged_is_reduced_by_all(rank: int) -> None:
+    """A rank at its own pace may have had no batch of the epoch: its object would miss the reduction and the reset."""
+    module, updated = Means(), torchmetrics.MeanMetric()
+    states = [{"updates": 0, "values": dict(updated.metric_state)}]
+    updated.update(2.0)
+    states.append({"updates": 1, "values": dict(updated.metric_state)})
+    logged: list[dict[str, Any]] = [{}, {"mean": ["mean", ["mean", False, True, False, True, False]]}]
+    ranks = [
+        {"sums": {}, "objects": {"mean": states[number]}, "logged": logged[number], "position": None}
+        for number in range(2)
+    ]
+    book = Logbook(cast(Any, SimpleNamespace(world=World(), traits=Traits(), module=module)), training=True)
+    metrics = cast(Any, SimpleNamespace(training=book))
+    restore_rank_states(module, cast(Any, None), metrics, World(), ranks, rank=rank)
+    assert list(book.metrics.objects) == ["mean"]
+    assert book.metrics.objects["mean"][0] is module.mean
