@@ -83,6 +83,10 @@ class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
     variances include the differences between ranks, as with one process on the global batch. Other buffers are those of
     rank 0.
 
+    A rank whose batch has no loss makes no local step, and the step counts on all ranks, so that rounds and schedules
+    stay aligned: ranks do not communicate within a round. If only some batches of an accumulation window have no loss,
+    the step is that of the mean of the others.
+
     Sources: Stich, "Local SGD Converges Fast and Communicates Little", ICLR 2019; post-local SGD: Lin et al., "Don't
     Use Large Mini-Batches, Use Local SGD", ICLR 2020; DiLoCo (`outer="nesterov"`): Douillard et al., arXiv 2311.08105;
     fragments and overlap: Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512.

@@ -18,13 +18,12 @@ from fabricx.loop.lr_schedules import step_schedules
 from fabricx.loop.manual_optimization import train_manually
 from fabricx.loop.microbatch import step_and_backward
 from fabricx.loop.no_samples import train_without_samples
-from fabricx.loop.update import update
+from fabricx.loop.update import skip_update, update
 from fabricx.session.checkpoint import finish_checkpoint, restore_requested
 from fabricx.session.save_points import publish_hooks_done
 from fabricx.session.schedule import (
     agree_at_boundary,
     check_any_batch,
-    count_without_update,
     epoch_pending,
     finished,
     limit_reached,
@@ -78,6 +77,8 @@ def fit(session: Session, train_batches: Callable[[Session], bool]) -> None:
                 train_epoch(session, train_batches)
                 session.checks.compare_ranks(f"after step {state.step}")
                 session.checks.compare_weights()
+            if state.batch and not session.stop.interrupted:  # also if an earlier run has ended it
+                state.cut_short = True
             if first_step == state.step > 0 and not session.stop.interrupted:
                 session.print(finished(session))
             session.strategy.synchronize(ends=True)  # hooks and users now see the weights of all ranks
@@ -209,8 +210,7 @@ def train_batch(session: Session, micro: Microbatch) -> int | None:
         if session.window.ready():
             update(session, micro, batch)
         else:
-            session.state.trained += 1
-            count_without_update(session)
+            skip_update(session, micro)
     else:
         # Includes the forward: DDP decides in it whether gradients will be reduced.
         with session.strategy.accumulate():

@@ -70,8 +70,8 @@ def _backward(
         session.warn_once(
             "no loss",
             f"training_step returned no loss for a batch (step {session.state.step}), so the batch is skipped: it "
-            "makes no weight update, and global_step doesn't count it. A training_step that steps optimizers itself "
-            "needs self.automatic_optimization = False in __init__",
+            f"{_effect_of_skipping(session)}. A training_step that steps optimizers itself needs "
+            "self.automatic_optimization = False in __init__",
         )
         session.fault_tolerance.before_backward(micro)
         session.window.sit_out(micro, NO_LOSS, session.settings)
@@ -102,6 +102,12 @@ def _backward(
             effects.check()
     session.window.took_part(micro, loss, first=first)
     return outputs
+
+
+def _effect_of_skipping(session: Session) -> str:
+    if session.strategy.traits.synchronous or session.world.axis("data").size == 1:
+        return "makes no weight update, and global_step doesn't count it"
+    return "adds nothing to the weights, and global_step counts it if another rank may have had a loss"
 
 
 def _left_out(session: Session, micro: Microbatch, batch: Any, outputs: Any, *, first: bool) -> Any:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from fabricx.data import Microbatch
 from fabricx.loop import manual_optimization
 from fabricx.loop.lr_schedules import step_schedules
+from fabricx.session.schedule import count_without_update
 from fabricx.telemetry.events import Span
 
 if TYPE_CHECKING:
@@ -108,6 +109,23 @@ def _step_with(optimizer: Optimizer, options: Mapping[str, Any]) -> Iterator[Non
             del vars(optimizer)["step"]
         else:
             vars(optimizer)["step"] = wrapper
+
+
+def skip_update(session: Session, micro: Microbatch) -> None:
+    """Count a window of this rank without a gradient; ranks are in lockstep.
+
+    Args:
+        session: this rank's session.
+        micro: the last microbatch of the window.
+    """
+    if not session.strategy.traits.synchronous and session.world.axis("data").size > 1:
+        # Other ranks may have made a local step, and rounds and schedules are those of all ranks.
+        session.fault_tolerance.settle()
+        session.fault_tolerance.before_update(micro)
+        _count_update(session)
+    else:
+        session.state.trained += 1
+        count_without_update(session)
 
 
 def _count_update(session: Session) -> None:

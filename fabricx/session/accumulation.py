@@ -174,8 +174,8 @@ class AccumulationWindow:
                     self._strategy.backward_without_data(example)
             return
         if not self._strategy.traits.synchronous:  # no rank waits for this rank's gradient
-            self.taken += micro.portion
             if why == NO_BATCH:
+                self.taken += micro.portion
                 self._strategy.backward_without_data(example)
             return
         assert world.store is not None

@@ -181,7 +181,7 @@ class Skips(LayeredModule):
         return None if skips else loss
 
 
-SKIPPING = ["ddp", "fsdp", "reproducible", "parameter_server, servers step"]
+SKIPPING = ["ddp", "fsdp", "reproducible", "parameter_server, servers step", "local_sgd"]
 
 
 @pytest.mark.parametrize(
@@ -198,6 +198,13 @@ def test_a_batch_is_skipped_by_all_ranks_or_it_is_an_error_on_all(way: str) -> N
     if make().traits.batch_parts:  # a rank can't say that alone, since its gradients are in the sum already
         with pytest.raises(WorkerFailed, match="return a loss of zero"):
             fit(early=True, everywhere=True)
+        return
+    if not make().traits.synchronous:  # a rank skips its own part, and the others train theirs
+        # In lockstep, a rank doesn't see that the others had no loss either. At their own pace, a rank may
+        # have trained both batches of a global batch, or none, which is then an update or not.
+        possible = {4} if make().traits.lockstep else {3, 4}
+        assert {fit(early=True, everywhere=True), fit(early=False, everywhere=True)} <= possible
+        assert fit(early=True, everywhere=False) in possible
         return
     assert fit(early=True, everywhere=True) == 3
     assert fit(early=False, everywhere=True) == 3

@@ -265,6 +265,9 @@ def _impossible(cell: Cell) -> Iterator[bool]:
     yield cell.loop == "no-loss" and (cell.model == "sync-batchnorm" or cell.optimizer == "lbfgs")
     # A batch counts as an update there, whatever others have had.
     yield cell.loop == "no-loss" and (cell.way == "rounds" or (cell.way in {*BOUNDED, "local_sgd"} and cell.ranks > 1))
+    # An epoch of two loaders has four batches: three steps of one batch end before the first validation.
+    validates = cell.save in ("on_validation_epoch_end", "on_validation_end")
+    yield validates and cell.data == "combined" and cell.loop == "max-steps" and not cell.accumulates
     # A run that has stopped early goes on when it is asked to.
     yield cell.loop == "stop-early" and cell.save == "on_train_end"
     # There a part of a global batch is a batch for the hooks, so their numbers and counts are others.

@@ -251,3 +251,41 @@ def test_streams_of_different_lengths_are_trained_to_their_ends() -> None:
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LocalSGD(**options)
+
+
+class _Skips(fx.Module):
+    """The gradient is the mean square of a batch; some batches have no loss."""
+
+    def __init__(self, *skipped: float) -> None:
+        super().__init__()
+        self.layer, self.skipped = nn.Linear(1, 1, bias=False), skipped
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return None if float(batch[0]) in self.skipped else (self.layer(batch) * batch).mean()
+
+    def configure_optimizers(self) -> Any:
+        nn.init.zeros_(self.layer.weight)
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "skipped", "weight", "steps"),
+    [
+        # Samples 1 to 8, windows of a rank (1, 2), (3, 4), ...: the mean of batches with a loss, as in one process.
+        (2, (1.0, 3.0), -(4 + 16) / 2 - (25 + 36 + 49 + 64) / 4, 2),
+        # No step of a rank: it counts, so that rounds and schedules of the ranks stay aligned.
+        (1, (2.0,), -(1 + 0 + 9 + 16 + 25 + 36) / 2 - 0.1 * (49 + 64) / 2, 4),
+    ],
+)
+def test_a_batch_without_a_loss_is_left_out_of_the_local_window(
+    accumulate: int, skipped: tuple[float, ...], weight: float, steps: int
+) -> None:
+    module, samples = _Skips(*skipped), torch.arange(1.0, 9.0).reshape(-1, 1)
+    trainer = fx.Trainer(
+        devices=2, strategy=LocalSGD(every=1), max_epochs=1, accumulate_grad_batches=accumulate, **QUIET
+    )
+    trainer.fit(module, DataLoader(samples, 1))  # type: ignore[arg-type]
+    assert float(module.layer.weight.detach()) == pytest.approx(weight)
+    assert trainer.global_step == steps

@@ -79,6 +79,23 @@ def test_after_a_stop_the_epoch_that_was_stopped_counts(quiet: dict[str, Any]) -
     assert (trainer.current_epoch, trainer.state.epoch, trainer.global_step) == (2, 1, 6)
 
 
+@pytest.mark.parametrize(("steps", "epochs"), [(4, 1), (6, 2)])
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_end"])
+def test_a_run_that_goes_on_at_its_end_has_ended_as_many_epochs(
+    hook: str, steps: int, epochs: int, quiet: dict[str, Any], tmp_path: Path
+) -> None:
+    class Saves(Callback): ...
+
+    setattr(Saves, hook, lambda self, trainer, module: trainer.save_checkpoint(tmp_path / "last.ckpt"))
+    whole = fx.Trainer(max_epochs=5, max_steps=steps, callbacks=Saves(), **quiet)
+    resumed, longer = (fx.Trainer(max_epochs=5, max_steps=end, **quiet) for end in (steps, steps + 1))
+    whole.fit(TinyModule(), tiny_loader())
+    resumed.fit(TinyModule(), tiny_loader(), ckpt_path=tmp_path / "last.ckpt")
+    longer.fit(TinyModule(), tiny_loader(), ckpt_path=tmp_path / "last.ckpt")
+    assert (whole.current_epoch, resumed.current_epoch) == (epochs, epochs)
+    assert (longer.current_epoch, longer.global_step) == (2, steps + 1)
+
+
 def test_a_generator_that_is_used_up_is_an_error_and_no_endless_run(quiet: dict[str, Any]) -> None:
     trainer = fx.Trainer(max_steps=10, **quiet)
     with pytest.raises(ValueError, match=r"generator yielded no batch in epoch 1.* can be iterated only once"):
