@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fabricx.core.complex_numbers import as_real
 from fabricx.core.gradient_checks import check_dense, check_frozen
 from fabricx.core.strategy import Strategy, Traits
 from fabricx.core.strategy_parts import Elastic
@@ -139,9 +140,10 @@ class IntegerSums:
         self._bits = BITS - HEADROOM - (parts - 1).bit_length()
         device = parameters[0].device if parameters else torch.device("cpu")
         self.exponents = torch.zeros(len(parameters), dtype=torch.int64, device=device)
-        self._all = torch.zeros(sum(p.numel() for p in parameters), dtype=torch.int64, device=device)
-        totals = self._all.split([parameter.numel() for parameter in parameters])
-        self._totals = [total.view_as(parameter) for total, parameter in zip(totals, parameters, strict=True)]
+        numbers = [as_real(parameter.detach()) for parameter in parameters]
+        self._all = torch.zeros(sum(n.numel() for n in numbers), dtype=torch.int64, device=device)
+        totals = self._all.split([n.numel() for n in numbers])
+        self._totals = [total.view_as(n) for total, n in zip(totals, numbers, strict=True)]
         self._largest = torch.full((len(parameters),), -1.0, dtype=torch.float64, device=device)  # -1: no gradient
 
     def clear(self) -> None:
@@ -155,7 +157,7 @@ class IntegerSums:
         for number, (parameter, total) in enumerate(zip(self._parameters, self._totals, strict=True)):
             if parameter.grad is None:
                 continue
-            gradient = parameter.grad.detach().double()
+            gradient = as_real(parameter.grad.detach()).double()
             largest = gradient.abs().max() if gradient.numel() else self._largest.new_zeros(())
             torch.maximum(self._largest[number], largest.nan_to_num(torch.inf, torch.inf), out=self._largest[number])
             total.add_(gradient.mul_(scales[number]).round_().clamp_(-(2.0**BITS), 2.0**BITS).to(torch.int64))
@@ -181,9 +183,10 @@ class IntegerSums:
         for number, (parameter, total) in enumerate(zip(self._parameters, self._totals, strict=True)):
             if largest[number] >= 0.0:
                 gradient = total.double().mul_(scales[number])
-                parameter.grad = gradient.to(parameter.dtype).view_as(parameter)
                 if largest[number] == torch.inf:  # infinity stands for NaN, too
-                    parameter.grad.fill_(torch.nan)
+                    gradient.fill_(torch.nan)
+                parameter.grad = torch.empty_like(parameter)
+                as_real(parameter.grad).copy_(gradient)
         seen = (self._largest > 0.0) & self._largest.isfinite()
         self.exponents = torch.where(seen, torch.frexp(self._largest)[1].to(torch.int64), self.exponents)
         self.clear()

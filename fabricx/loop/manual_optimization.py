@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fabricx.core.complex_numbers import as_real
 from fabricx.distributed.collective_guard import ALL_JOIN, along, together
 from fabricx.errors import RanksDisagree
 from fabricx.session.accumulation import accumulation_set
@@ -218,7 +219,7 @@ def _fingerprint(optimizer: Optimizer) -> Tensor:
     for number, parameter in enumerate(parameters):
         gradient = parameter.grad
         if gradient is not None:
-            values = (gradient.coalesce().values() if gradient.is_sparse else gradient).detach().double()
+            values = as_real((gradient.coalesce().values() if gradient.is_sparse else gradient).detach()).double()
             fingerprint[number, 0] = values.norm().nan_to_num()
             fingerprint[number, 1] = (values.sum() / max(1, values.numel()) ** 0.5).nan_to_num()
     return fingerprint

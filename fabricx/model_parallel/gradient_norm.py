@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fabricx.core.complex_numbers import as_real
 from fabricx.core.gradient_checks import SPARSE_CLIPPED
 from fabricx.distributed.dtensors import is_dtensor
 from fabricx.distributed.world import World
@@ -56,7 +57,7 @@ def _total(parameters: Sequence[Tensor], world: World, copies: Callable[[Tensor]
     for parameter in parameters:
         if (gradient := parameter.grad) is not None:
             values = gradient.coalesce().values() if gradient.is_sparse else _local(gradient)
-            total += values.double().square().sum().to(total.device) / copies(parameter)
+            total += as_real(values).double().square().sum().to(total.device) / copies(parameter)
     return world.all_reduce(total).sqrt()
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from fabricx.core.complex_numbers import as_real
 from fabricx.distributed.world import World
 from fabricx.errors import FabricxError
 
@@ -210,7 +211,7 @@ def fingerprint(tensor: Tensor) -> list[float]:
     Args:
         tensor: of any shape.
     """
-    flat = tensor.detach().reshape(-1).double()
+    flat = as_real(tensor.detach()).reshape(-1).double()
     index = torch.arange(len(flat), dtype=torch.float64, device=flat.device)
     projections = [(flat * (index * frequency).cos()).sum() for frequency in (0.0, 1.0, 0.37)]
     return [float(value) for value in (flat.norm(), *projections)]
@@ -218,7 +219,7 @@ def fingerprint(tensor: Tensor) -> list[float]:
 
 def _record_gradients(module: nn.Module, record: Record, world: World | None) -> None:
     names = [name for name, _ in module.named_parameters()]
-    norms = [0.0 if p.grad is None else float(p.grad.detach().double().norm()) for p in module.parameters()]
+    norms = [0.0 if p.grad is None else float(as_real(p.grad.detach()).double().norm()) for p in module.parameters()]
     if world is None or not names:
         record.gradients = {name: [norm] for name, norm in zip(names, norms, strict=True)}
         return
