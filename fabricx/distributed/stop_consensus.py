@@ -6,7 +6,7 @@ import contextlib
 import threading
 from typing import Final, final
 
-from torch.distributed import Store
+from torch.distributed import DistError, Store
 
 from fabricx.distributed.authentication import AuthenticationError
 from fabricx.distributed.generations import ANY_DEATH, death_key, membership
@@ -14,7 +14,9 @@ from fabricx.distributed.store import PrivateStore
 from fabricx.distributed.world import World
 from fabricx.errors import PeerLost
 
-LOOK_S: Final = 0.2  # interval at which a rank that waits at a boundary checks whether all ranks exist
+LOOK_S: Final = 0.5  # interval at which a rank that waits at a boundary checks whether all ranks exist
+RETRY_S: Final = 0.2  # pause after a failed connection to the store
+RETRIES: Final = 10  # failed connections in a row after which the store has ended
 WATCH_S: Final = 3600.0  # longest wait for a request, after which the wait is repeated
 STOP_KEY: Final = "stop/requested"  # set by the supervisor; applies to all runs
 
@@ -205,17 +207,24 @@ class _Watcher:
         self._watch.interrupt()
 
     def _run(self) -> None:
-        with contextlib.closing(self._watch), contextlib.suppress(Exception):
-            # An exception: the store has ended, and with it all processes that could send a request.
-            while not self._closed:
-                self._news.clear()
+        failures = 0
+        with contextlib.closing(self._watch):
+            while failures < RETRIES:  # else the store has ended, and with it all processes that could send a request
+                self._news.clear()  # before the flag is read: `close` sets the flag first
+                if self._closed:
+                    return
                 waiting = {key: a for a in self._agreements if not a._answered for key in a._request_keys()}
                 if not waiting:
                     self._news.wait()
                     continue
-                found = self._watch.wait_any([*waiting], WATCH_S)
-                for agreement in {id(waiting[key]): waiting[key] for key in found}.values():
-                    agreement._answer()
+                try:
+                    found = self._watch.wait_any([*waiting], WATCH_S)
+                    for agreement in {id(waiting[key]): waiting[key] for key in found}.values():
+                        agreement._answer()
+                    failures = 0
+                except (DistError, AuthenticationError):
+                    failures += 1
+                    self._news.wait(RETRY_S)
 
 
 def _requested(store: Store, keys: list[str]) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import heapq
 import itertools
+import math
 import os
 import selectors
 import socket
@@ -23,6 +24,7 @@ Channel = Connection | SignedConnection
 SOCKET: Final = "store"  # name of the Unix socket in the run's folder
 UNPROVEN: Final = 512  # maximum connections before authentication; a further connection closes the oldest
 BACKLOG: Final = 1024  # connections that wait to be accepted, as when all ranks of a launch start together
+LONGEST_S: Final = 3600.0  # longest sleep of the thread; the selector has a limit
 _AGAIN_S: Final = 0.1  # pause after a connection that could not be accepted
 _READ: Final = 1 << 16  # bytes that are read at a time
 _LARGE: Final = -1  # length of a message in `multiprocessing.connection` that stands before a length of 8 bytes
@@ -65,15 +67,18 @@ class Wait:
         self.peer, self.keys, self.every = peer, keys, every
         self.missing = set(keys)
 
+    @property
+    def pending(self) -> bool:
+        """Return whether the request is not answered yet."""
+        return self.peer.wait is self
+
     def found(self, values: Mapping[str, bytes]) -> list[str]:
         """Return the keys that exist if their existence meets the condition, else [].
 
         Args:
             values: the store's.
         """
-        found = [
-            key for key, least in self.keys.items() if key in values and (least is None or int(values[key]) >= least)
-        ]
+        found = [key for key, least in self.keys.items() if _reached(values.get(key), least)]
         self.missing.difference_update(found)
         return found if not self.every or len(found) == len(self.keys) else []
 
@@ -123,6 +128,8 @@ class Peer:
             if not data:
                 raise EOFError
             self._received += data
+            if len(self._received) > authentication.LARGEST + _READ:
+                raise OSError("too many bytes without a message")
 
     def message(self) -> bytes | None:
         """Return the next message that was received as a whole; None if there is none.
@@ -207,8 +214,10 @@ class StoreServer:
         self._changed: deque[str] = deque()  # keys that were set, for the requests that wait for them
         self._admitted: deque[Channel] = deque()
         self._unproven: deque[socket.socket] = deque()
+        self._pause_ends: float | None = None  # when connections are accepted again
         self._peers: dict[int, Peer] = {}  # by file descriptor
-        self._waits: dict[str, dict[Wait, None]] = {}  # requests that wait for a missing key, oldest first
+        # Requests that wait for a key, oldest first, by the least number that they wait for; None for any value.
+        self._waits: dict[str, dict[int | None, dict[Wait, None]]] = {}
         self._deadlines: list[tuple[float, int, Wait]] = []
         self._count = itertools.count()
         self._woken, self._wakes = os.pipe()
@@ -256,7 +265,8 @@ class StoreServer:
         with self._lock:
             self._closed = True
             for peer in self._unproven:
-                shut(peer.fileno())
+                with contextlib.suppress(OSError):  # it has ended
+                    peer.shutdown(socket.SHUT_RDWR)
         self._wake()
         self._thread.join()
         with self._lock:
@@ -283,22 +293,29 @@ class StoreServer:
                         self._accept()
                     elif (peer := self._peers.get(key.fd)) is not None:
                         self._attend(peer, events)
+                if self._pause_ends is not None and time.monotonic() >= self._pause_ends:
+                    self._pause_ends = None
+                    self._selector.register(self._listener, selectors.EVENT_READ)
                 while self._admitted:
                     self._add(self._admitted.popleft())
                 self._settle()
         finally:
-            self._selector.close()
-            self._listener.close()
             with self._lock:
-                for peer in self._peers.values():
-                    peer.channel.close()
+                self._closed = True
+                channels = [*(peer.channel for peer in self._peers.values()), *self._admitted]
                 self._peers.clear()
-                for channel in self._admitted:
-                    channel.close()
+            self._selector.close()
+            shut(self._listener.fileno())  # a forked process may have a copy of it, as of the connections
+            self._listener.close()
+            for channel in channels:
+                _end(channel)
 
     def _next_deadline(self) -> float | None:
         """Return the seconds until the next request reaches its timeout; None without such a request."""
-        return max(0.0, self._deadlines[0][0] - time.monotonic()) if self._deadlines else None
+        deadlines = [self._deadlines[0][0]] if self._deadlines else []
+        if self._pause_ends is not None:
+            deadlines.append(self._pause_ends)
+        return min(LONGEST_S, max(0.0, min(deadlines) - time.monotonic())) if deadlines else None
 
     def _accept(self) -> None:
         try:
@@ -307,12 +324,14 @@ class StoreServer:
             with self._lock:
                 self._unproven.append(peer)
                 if len(self._unproven) > UNPROVEN:
-                    shut(self._unproven.popleft().fileno())
+                    with contextlib.suppress(OSError):  # it has ended
+                        self._unproven.popleft().shutdown(socket.SHUT_RDWR)
             threading.Thread(target=self._admit, args=(peer,), name="fabricx-store", daemon=True).start()
-        except BlockingIOError:
+        except (BlockingIOError, ConnectionAbortedError):
             pass
-        except (OSError, RuntimeError):  # out of file descriptors or threads
-            time.sleep(_AGAIN_S)
+        except (OSError, RuntimeError):  # out of file descriptors or threads: serve the others meanwhile
+            self._selector.unregister(self._listener)
+            self._pause_ends = time.monotonic() + _AGAIN_S
 
     def _admit(self, peer: socket.socket) -> None:
         """Authenticate a connection, in a thread of its own: the process may answer late."""
@@ -323,15 +342,18 @@ class StoreServer:
             if channel is None:
                 return
             if self._closed:
-                channel.close()
+                _end(channel)
                 return
             self._admitted.append(channel)
             self._wake()
 
     def _add(self, channel: Channel) -> None:
-        peer = Peer(channel)
-        self._peers[peer.number] = peer
-        self._selector.register(peer.number, selectors.EVENT_READ)
+        try:
+            peer = Peer(channel)
+            self._selector.register(peer.number, selectors.EVENT_READ)
+            self._peers[peer.number] = peer
+        except OSError:
+            _end(channel)
 
     def _attend(self, peer: Peer, events: int) -> None:
         """Read requests of a process and answer them, or send more of an answer."""
@@ -362,22 +384,34 @@ class StoreServer:
         del self._peers[peer.number]
         if peer.wait is not None:
             self._forget(peer.wait)
-        peer.channel.close()
+        _end(peer.channel)
         for key in peer.at_end:
             self._store(key, b"")
 
     def _settle(self) -> None:
         """Answer the requests whose keys exist now, or whose time is over."""
-        while self._changed:
-            key = self._changed.popleft()
-            for wait in tuple(self._waits.get(key, ())):
-                if wait.peer.wait is wait and wait.may_be_met(key) and (found := wait.found(self._values)):
-                    self._answer(wait, found)
         now = time.monotonic()
-        while self._deadlines and (self._deadlines[0][0] <= now or self._deadlines[0][2].peer.wait is None):
+        while self._deadlines and (self._deadlines[0][0] <= now or not self._deadlines[0][2].pending):
             wait = heapq.heappop(self._deadlines)[2]
-            if wait.peer.wait is wait:
+            if wait.pending:
                 self._answer(wait, [])
+        if len(self._deadlines) > 2 * len(self._peers) + 64:  # most of these requests have been answered
+            self._deadlines = [entry for entry in self._deadlines if entry[2].pending]
+            heapq.heapify(self._deadlines)
+        while self._changed:
+            keys: dict[str, None] = {}
+            while self._changed:
+                keys[self._changed.popleft()] = None
+            for key in keys:
+                self._answer_waits_for(key)
+
+    def _answer_waits_for(self, key: str) -> None:
+        for least, waits in tuple(self._waits.get(key, {}).items()):
+            if least is not None and not _reached(self._values.get(key), least):
+                continue
+            for wait in tuple(waits):
+                if wait.pending and wait.may_be_met(key) and (found := wait.found(self._values)):
+                    self._answer(wait, found)
 
     def _answer(self, wait: Wait, found: Iterable[str]) -> None:
         """Answer a request that waits, with keys and their values."""
@@ -394,9 +428,11 @@ class StoreServer:
 
     def _forget(self, wait: Wait) -> None:
         wait.peer.wait = None
-        for key in wait.keys:
+        for key, least in wait.keys.items():
             if (waits := self._waits.get(key)) is not None:
-                waits.pop(wait, None)
+                waits[least].pop(wait, None)
+                if not waits[least]:
+                    del waits[least]
                 if not waits:
                     del self._waits[key]
 
@@ -424,11 +460,13 @@ class StoreServer:
 
     def _wait(self, wait: Wait, seconds: float) -> bytes | None:
         """Return the answer; None if the request waits."""
+        if not math.isfinite(seconds):
+            raise ValueError("the time of a request is not a number")
         if found := wait.found(self._values):
             return self._packed(found)
         wait.peer.wait = wait
-        for key in wait.keys:
-            self._waits.setdefault(key, {})[wait] = None
+        for key, least in wait.keys.items():
+            self._waits.setdefault(key, {}).setdefault(least, {})[wait] = None
         heapq.heappush(self._deadlines, (time.monotonic() + seconds, next(self._count), wait))
         return None
 
@@ -463,6 +501,21 @@ class StoreServer:
 
     def _do_check(self, peer: Peer, *keys: bytes) -> bytes:
         return b"1" if all(key.decode() in self._values for key in keys) else b""
+
+
+def _reached(value: bytes | None, least: int | None) -> bool:
+    """Return whether a value exists, and is a number that is large enough."""
+    if value is None or least is None:
+        return value is not None
+    with contextlib.suppress(ValueError):
+        return int(value) >= least
+    return False
+
+
+def _end(channel: Channel) -> None:
+    """Close a connection, also if a forked process has a copy of it."""
+    shut(channel.fileno())
+    channel.close()
 
 
 def shut(number: int) -> None:

@@ -89,6 +89,25 @@ def test_a_malformed_request_and_a_process_that_ends_while_it_waits_disturb_no_o
     assert not server._waits
 
 
+def test_a_long_wait_and_a_number_that_is_none_end_no_other_wait(server: StoreServer) -> None:
+    store, other = PrivateStore(address(server), KEY), PrivateStore(address(server), KEY)
+    found: list[Any] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(store.wait(["late"], timedelta(days=365)))),
+        threading.Thread(target=lambda: found.append(store.reach({"count": 1}, 60.0))),
+    ]
+    for thread in threads:
+        thread.start()
+    while len(server._waits) < 2:
+        time.sleep(0.001)
+    other.set("count", "none")
+    other.set("count", "1")
+    other.set("late", "")
+    for thread in threads:
+        thread.join(60)
+    assert sorted(map(str, found)) == ["None", "['count']"]
+
+
 def test_a_watch_ends_when_a_key_is_set_or_when_it_is_interrupted(server: StoreServer) -> None:
     watch, found = PrivateStore(address(server), KEY).watch(), []
 
