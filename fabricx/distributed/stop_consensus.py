@@ -218,8 +218,8 @@ class _Watcher:
                     self._news.wait()
                     continue
                 try:
-                    found = self._watch.wait_any([*waiting], WATCH_S)
-                    for agreement in {id(waiting[key]): waiting[key] for key in found}.values():
+                    requested = self._watch.wait_any([*waiting], WATCH_S)
+                    for agreement in {id(waiting[key]): waiting[key] for key in requested}.values():
                         agreement._answer()
                     failures = 0
                 except (DistError, AuthenticationError):

@@ -78,9 +78,9 @@ class Wait:
         Args:
             values: the store's.
         """
-        found = [key for key, least in self.keys.items() if _reached(values.get(key), least)]
-        self.missing.difference_update(found)
-        return found if not self.every or len(found) == len(self.keys) else []
+        existing = [key for key, least in self.keys.items() if _reached(values.get(key), least)]
+        self.missing.difference_update(existing)
+        return existing if not self.every or len(existing) == len(self.keys) else []
 
     def may_be_met(self, key: str) -> bool:
         """Return whether the condition may be met after a key was set.
@@ -410,14 +410,14 @@ class StoreServer:
             if least is not None and not _reached(self._values.get(key), least):
                 continue
             for wait in tuple(waits):
-                if wait.pending and wait.may_be_met(key) and (found := wait.found(self._values)):
-                    self._answer(wait, found)
+                if wait.pending and wait.may_be_met(key) and (existing := wait.found(self._values)):
+                    self._answer(wait, existing)
 
-    def _answer(self, wait: Wait, found: Iterable[str]) -> None:
+    def _answer(self, wait: Wait, existing: Iterable[str]) -> None:
         """Answer a request that waits, with keys and their values."""
         self._forget(wait)
         try:
-            wait.peer.answer(self._packed(found))
+            wait.peer.answer(self._packed(existing))
         except OSError:
             self._drop(wait.peer)
         else:
@@ -448,11 +448,11 @@ class StoreServer:
         return b""
 
     def _do_wait(self, peer: Peer, seconds: bytes, every: bytes, *keys: bytes) -> bytes | None:
-        """Answer when the keys exist, or one of them, with these keys and values; with nothing at the timeout."""
+        """Answer when all or any of the keys exist, with these keys and their values; empty at the timeout."""
         return self._wait(Wait(peer, dict.fromkeys(key.decode() for key in keys), every=bool(every)), float(seconds))
 
     def _do_reach(self, peer: Peer, seconds: bytes, *conditions: bytes) -> bytes | None:
-        """Answer when one of several numbers is large enough, as `_do_wait` does."""
+        """Answer when any of several numbers is large enough; the answer is that of `_do_wait`."""
         numbers: dict[str, int | None] = {
             key.decode(): int(least) for key, least in zip(conditions[::2], conditions[1::2], strict=True)
         }
@@ -462,8 +462,8 @@ class StoreServer:
         """Return the answer; None if the request waits."""
         if not math.isfinite(seconds):
             raise ValueError("the time of a request is not a number")
-        if found := wait.found(self._values):
-            return self._packed(found)
+        if existing := wait.found(self._values):
+            return self._packed(existing)
         wait.peer.wait = wait
         for key, least in wait.keys.items():
             self._waits.setdefault(key, {}).setdefault(least, {})[wait] = None
