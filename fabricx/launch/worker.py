@@ -132,7 +132,7 @@ def main(spec: WorkerSpec, control: Connection) -> None:
         result = _run(spec)
         pipe.send("result", _write_result(result, Path(spec.folder) / f"result-{spec.rank}"))
     except BaseException as error:
-        pipe.send("failure", _failure(spec.rank, error))
+        pipe.send("failure", failure_of(spec.rank, error, time.monotonic()))
         _exit(FAILED)
     _exit(0)
 
@@ -222,14 +222,21 @@ def _run(spec: WorkerSpec) -> Any:
             worlds.leave()
 
 
-def _failure(rank: int, error: BaseException) -> Failure:
+def failure_of(rank: int, error: BaseException, time_s: float) -> Failure:
+    """Return the report of a failure, with the error if it can be pickled.
+
+    Args:
+        rank: number of the process.
+        error: ended its work.
+        time_s: when, in seconds of a clock that all reports share.
+    """
     text = brief_traceback(error)
     try:
         pickled = by_value.dumps(error, home=True)
         pickle.loads(pickled)
     except Exception:
         pickled = None
-    return Failure(rank, time.monotonic(), type(error).__name__, text, pickled, is_peer_lost(error))
+    return Failure(rank, time_s, type(error).__name__, text, pickled, is_peer_lost(error))
 
 
 def _receive_messages(control: Connection, pipe: _SupervisorPipe, folder: str) -> None:

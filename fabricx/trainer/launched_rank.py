@@ -16,11 +16,9 @@ from fabricx.core.rank_zero import set_launched_rank
 from fabricx.core.strategy_parts import HasServers
 from fabricx.distributed import authentication
 from fabricx.distributed import world as worlds
-from fabricx.distributed.lost_peers import is_peer_lost
-from fabricx.errors import brief_traceback
 from fabricx.launch import cluster
 from fabricx.launch.signals import termination_signals
-from fabricx.launch.worker import Failure
+from fabricx.launch.worker import failure_of
 from fabricx.trainer import cluster_run
 from fabricx.trainer.worker_run import work
 
@@ -64,14 +62,8 @@ def _run(trainer: Any, job: Any, logs: Any) -> Any:
 
 
 def _report(file: Path, rank: int, error: BaseException) -> None:
-    """Write the report of a failure, with the error if it can be pickled."""
-    text = brief_traceback(error)
-    try:
-        pickled = by_value.dumps(error, home=True)
-        pickle.loads(pickled)
-    except Exception:
-        pickled = None
-    failure = Failure(rank, time.time(), type(error).__name__, text, pickled, is_peer_lost(error))
+    """Write the report of a failure."""
+    failure = failure_of(rank, error, time.time())
     file.with_suffix(".new").write_bytes(pickle.dumps(failure))
     file.with_suffix(".new").rename(file)
 
