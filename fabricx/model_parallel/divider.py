@@ -23,7 +23,14 @@ from fabricx.model_parallel.division import Division
 from fabricx.model_parallel.expert_modules import find_experts
 from fabricx.model_parallel.expert_parallel import REMEDY, ExpertParallel
 from fabricx.model_parallel.microbatches import rows_of
-from fabricx.model_parallel.trial_run import IN_PARTS, Measured, gradients_in_parts, measure, tolerance_of
+from fabricx.model_parallel.trial_run import (
+    IN_PARTS,
+    Measured,
+    changed_by_parts,
+    gradients_in_parts,
+    measure,
+    tolerance_of,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from fabricx.core.trial import Trial
@@ -285,7 +292,7 @@ class Divider:
                 "Choose other blocks by blocks=CLASS or a list of names, or set pipeline=1"
             )
         if changed:
-            self._changed_by_parts(*changed, weighted=trial.weight is not None)
+            raise ValueError(changed_by_parts(self._settings.name, *changed, weighted=trial.weight is not None))
         elif untried:
             self._print([
                 f"  note: the loss of two samples can't be compared with the mean of both: {untried}. If it isn't the "
@@ -318,22 +325,6 @@ class Divider:
     @property
     def _microbatches(self) -> int:
         return self._settings.microbatches or 2 * self._world.axis("pipeline").size
-
-    def _changed_by_parts(self, before: Measured, in_parts: Measured, *, weighted: bool) -> None:
-        """Report a loss that is not the mean of the losses of its microbatches; an error, unless these have weights."""
-        change = (
-            f"for two samples together the loss is {before.loss:.9g} and the norm of the gradient {before.norm:.9g}, "
-            f"and the mean of both samples has {in_parts.loss:.9g} and {in_parts.norm:.9g}"
-        )
-        if weighted:
-            self._print([f"  note: {change}, also by batch_weight: set microbatches=1 for those of the whole batch"])
-            return
-        raise ValueError(
-            f"strategy={self._settings.name} computes the samples of a batch in microbatches, which would change the "
-            f"loss: {change}. If the loss is a mean over tokens or other terms, define batch_weight(self, batch) in "
-            "the module, which returns their number; if it is a sum, return the mean over samples; if it compares "
-            "samples with each other, set microbatches=1"
-        )
 
     def _divide_matrices(
         self, module: nn.Module, trial: Trial, layout: Mapping[str, Any], *, compares: bool

@@ -113,6 +113,34 @@ def gradients_in_parts(trial: Trial, batch: Any) -> tuple[Callable[[], float], C
     return together, apart
 
 
+def changed_by_parts(strategy: str, together: Measured, apart: Measured, *, weighted: bool) -> str:
+    """Return the error for a loss that is not the mean of the losses of its microbatches.
+
+    Args:
+        strategy: name of the strategy.
+        together: two samples, or a batch.
+        apart: the mean of its parts.
+        weighted: the module has `batch_weight`.
+    """
+    mean = "the mean of both samples"
+    remedy = (
+        "If the loss is a mean over tokens or other terms, define batch_weight(self, batch) in the module, which "
+        "returns their number; if it is a sum, return the mean over samples; if it compares samples with each "
+        "other, set microbatches=1"
+    )
+    if weighted:
+        mean += ", weighted by batch_weight,"
+        remedy = (
+            "batch_weight has to return the number of terms of which the loss is the mean. If the loss compares "
+            "samples with each other, or adds means over different terms, set microbatches=1"
+        )
+    return (
+        f"strategy={strategy} computes the samples of a batch in microbatches, which would change the loss: for two "
+        f"samples together the loss is {together.loss:.9g} and the norm of the gradient {together.norm:.9g}, and "
+        f"{mean} has {apart.loss:.9g} and {apart.norm:.9g}. {remedy}"
+    )
+
+
 def _gradients(outputs: Any, share: float) -> float:
     loss = loss_of(outputs) * share
     loss.backward()

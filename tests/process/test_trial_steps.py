@@ -56,6 +56,8 @@ class Steps(fx.Module):
             return F.mse_loss(outputs, noise)
         if self.kinds[0] == "masked mean":
             return (outputs - x).square()[torch.rand(len(x), LENGTH) < 0.5].mean()
+        if self.kinds[0] == "contrast":  # compares the samples of a batch with each other
+            return F.cross_entropy(outputs.mean(1) @ outputs.mean(1).T, torch.arange(len(x)))
         return F.cross_entropy(outputs.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
 
     def on_validation_epoch_start(self) -> None:
@@ -96,7 +98,17 @@ def samples(lengths: list[int]) -> list[tuple[Tensor, Tensor]]:
 
 
 # In `make test`; `make soak` has all.
-ALWAYS = ("fewer words later", "weights", "noise", "masked mean", "dropout", "list, number", "nan later", "nan")
+ALWAYS = (
+    "fewer words later",
+    "weights",
+    "noise",
+    "masked mean",
+    "dropout",
+    "list, number",
+    "nan later",
+    "nan",
+    "contrast, weights",
+)
 EQUAL, LATER = [LENGTH] * 8, [LENGTH] * 7 + [2]  # the first samples have equally many words
 # name -> strategy, module, words of the samples, part of the message; "" for a run that begins
 CASES: dict[str, tuple[Any, Callable[[], Any], list[int], str]] = {
@@ -108,6 +120,7 @@ CASES: dict[str, tuple[Any, Callable[[], Any], list[int], str]] = {
     "noise": (PipelineMesh(), lambda: Steps("noise"), EQUAL, ""),
     "masks": (PipelineMesh(), lambda: Steps("masks"), EQUAL, "which would change the loss"),
     "masked mean": (PipelineMesh(), lambda: Steps("masked mean"), EQUAL, "which would change the loss"),
+    "contrast, weights": (PipelineMesh(), lambda: Weighted("contrast"), EQUAL, "weighted by batch_weight, has"),
     "nan later": (PipelineMesh(), Steps, [*EQUAL[1:], 0], ""),
     "nan": (PipelineMesh(), Steps, [0] * 8, "for the first two samples of the loader the loss is nan"),
     "dropout": (PipelineMesh(), lambda: Steps("dropout"), EQUAL, ""),
