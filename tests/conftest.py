@@ -42,6 +42,7 @@ def pytest_collection_finish() -> None:
     """Keep what is imported out of all garbage collections, which took a fifth of the unit tests' time."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*warm.COLLECTS)
     gc.enable()
 
 

@@ -29,6 +29,7 @@ import threading
 import time
 import types
 import warnings
+import weakref
 from dataclasses import dataclass, field
 from multiprocessing import connection, process, resource_tracker, spawn
 from multiprocessing import forkserver as mp_forkserver
@@ -55,6 +56,7 @@ ROOT: Final = Path(__file__).parents[1]
 CLONE: Final = {"x86_64": 56, "aarch64": 220}.get(platform.machine()) if sys.platform == "linux" else None
 FINALIZES: Final = "FABRICX_SOAK" in os.environ  # whether commands end as they do outside of tests
 CLONE_PARENT, CLONE_NEWNET = 0x8000, 0x40000000
+COLLECTS: Final = (10_000, 10, 10)  # of `gc.set_threshold`: collections took a twelfth of the tests' time
 IGNORED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 with contextlib.suppress(ModuleNotFoundError):
     # torch's compiler makes progress bars where tqdm is installed; the first bar of a process starts a thread for good
@@ -182,6 +184,9 @@ def serve(channel_fd: int) -> tuple[Request, list[int]]:
         with contextlib.suppress(ModuleNotFoundError):  # another version of torch has other modules
             __import__(name)
     importlib.import_module("fabricx.trainer.provenance").versions()  # read once, of files of the packages
+    if not FINALIZES:
+        for kept in weakref.finalize._registry:  # type: ignore[attr-defined]
+            kept.atexit = False  # a clone ends without what modules of torch have registered
     os.environ.clear()
     return _serve(socket.socket(fileno=channel_fd))
 
@@ -189,6 +194,7 @@ def serve(channel_fd: int) -> tuple[Request, list[int]]:
 def _serve(channel: socket.socket) -> tuple[Request, list[int]]:
     before = {number: signal.signal(number, signal.SIG_IGN) for number in IGNORED}
     gc.collect()
+    gc.set_threshold(*COLLECTS)
     gc.enable()
     gc.freeze()  # the collector of a clone would touch, and so copy, every page
     while True:

@@ -216,7 +216,7 @@ def check_codec(owner: str, option: str, name: str | None, *others: str) -> None
       known: bf16, fp16, topk, sign, None
       your own: its dotted path, such as my_project.codec.Mine
     """
-    if name is None or name in others:
+    if name is None or name in others or name in CODECS:
         return
     if not isinstance(name, str) or "." not in name:
         known = (*CODECS, *plugins.registered("codecs"), *others, None)

@@ -21,9 +21,11 @@ def module_files() -> dict[str, str]:
     """
     path = {os.path.abspath(entry) for entry in sys.path}
     files: dict[str, str] = {}
-    for name, module in tuple(sys.modules.items()):
-        file = getattr(module, "__dict__", {}).get("__file__")  # `getattr(module, ...)` would start lazy imports
-        if "." in name or name in _SCRIPTS or not isinstance(file, str) or not file.endswith(".py"):
+    # Modules of packages are left alone: in a forked process, each module that is looked at copies a page of memory.
+    for name in [name for name in tuple(sys.modules) if "." not in name and name not in _SCRIPTS]:
+        # `getattr(module, ...)` would start lazy imports, and another thread may remove a module.
+        file = getattr(sys.modules.get(name), "__dict__", {}).get("__file__")
+        if not isinstance(file, str) or not file.endswith(".py"):
             continue
         folder, base = os.path.split(os.path.abspath(file).removesuffix(f"{os.sep}__init__.py"))
         if folder not in path or base.removesuffix(".py") != name:

@@ -42,13 +42,12 @@ class ProcessSettings:
     @classmethod
     def of_this_process(cls) -> ProcessSettings:
         """Return the settings of this process."""
-        strict = "warn" if torch.is_deterministic_algorithms_warn_only_enabled() else "error"
         return cls(
             dict(os.environ),
             tuple(rule for rule in warnings.filters if rule[0] == "ignore" and by_value.is_importable(rule[2])),
             torch.get_default_dtype(),
             torch.get_float32_matmul_precision(),
-            strict if torch.are_deterministic_algorithms_enabled() else "",
+            _determinism(),
             torch.is_anomaly_enabled(),
             torch.multiprocessing.get_sharing_strategy(),
             _cudnn(),
@@ -65,12 +64,19 @@ class ProcessSettings:
         torch.set_default_dtype(self.dtype)
         if torch.get_float32_matmul_precision() != self.matmul:
             torch.set_float32_matmul_precision(self.matmul)
-        torch.use_deterministic_algorithms(bool(self.deterministic), warn_only=self.deterministic == "warn")
+        if _determinism() != self.deterministic:  # the call imports torch's compiler, which takes a second
+            torch.use_deterministic_algorithms(bool(self.deterministic), warn_only=self.deterministic == "warn")
         torch.autograd.set_detect_anomaly(self.anomalies)
         torch.multiprocessing.set_sharing_strategy(self.sharing)
         for name, flag in self.cudnn.items():
             if _cudnn().get(name) != flag:
                 setattr(torch.backends.cudnn, name, flag)
+
+
+def _determinism() -> str:
+    if not torch.are_deterministic_algorithms_enabled():
+        return ""
+    return "warn" if torch.is_deterministic_algorithms_warn_only_enabled() else "error"
 
 
 def _cudnn() -> dict[str, bool]:

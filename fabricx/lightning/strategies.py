@@ -34,7 +34,7 @@ def known_strategy(name: str) -> tuple[str, dict[str, Any]]:
     >>> known_strategy("ddp_notebook"), known_strategy("ddp_find_unused_parameters_true")
     (('ddp', {}), ('ddp', {'find_unused_parameters': True}))
     """
-    if name in plugins.names("strategies"):
+    if plugins.path_of("strategies", name):
         return name, {}
     if match := _DDP.fullmatch(name):  # processes start in one way, also in a notebook
         return "ddp", {"find_unused_parameters": True} if match[3] == "true" else {}

@@ -37,3 +37,8 @@ def test_settings_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         with warnings.catch_warnings():
             before.apply()
+
+
+def test_equal_settings_do_not_import_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *args, **kwargs: pytest.fail("a second is lost"))
+    ProcessSettings.of_this_process().apply()
