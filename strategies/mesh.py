@@ -298,6 +298,8 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         self._divider.divide(module, trial, layout, joins=joins)
         if self.data_strategy.traits.sharded and self._divider.division is not None:
             self._divider.division.readers = self.world
+        if isinstance(self.data_strategy, GradientSums) and self._divider.division is not None:
+            self.data_strategy.absent = self._divider.division.absent
         if isinstance(self.data_strategy, ExpertSums):
             self.data_strategy.experts = self._divider.experts
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -18,9 +18,14 @@ BUCKET_BYTES: Final = 25 * 2**20  # gradients that are summed in one collective
 
 
 class GradientSums(Strategy, Elastic):
-    """Sum the gradients of data ranks in buckets, after backward; torch's DDP expects one forward before a backward."""
+    """Sum the gradients of data ranks in buckets, after backward; torch's DDP expects one forward before a backward.
+
+    Attributes:
+        absent: parameters and buffers that another stage of a pipeline holds; states of this rank are without them.
+    """
 
     traits = Traits(elastic=True)
+    absent: Collection[str] = ()
 
     def world_changed(self, world: World) -> None:
         self.world = world
@@ -55,8 +60,8 @@ class GradientSums(Strategy, Elastic):
 
     def _load_weights(self, module: nn.Module, weights: Mapping[str, Any]) -> None:
         loaded = module.load_state_dict(weights, strict=False)
-        held = {name for name, tensor in module.state_dict().items() if not is_placeholder(tensor)}
-        if wrong := [*(name for name in loaded.missing_keys if name in held), *loaded.unexpected_keys]:
+        missing = [name for name in loaded.missing_keys if name not in self.absent]
+        if wrong := [*missing, *loaded.unexpected_keys]:
             raise RuntimeError(f"Error(s) in loading state_dict: {', '.join(wrong)} differ from the module's names")
 
     def end_backward(self) -> None:
