@@ -99,6 +99,8 @@ class RunState:
         attempt: number of restarts and resumes of the run.
         drained: all batches of the epoch are trained.
         closing: the epoch's batches and hooks are complete, its schedules are not.
+        ended_early: the epoch has ended before its last batch; callbacks that watch metrics may not have processed it.
+        last: the newest batch is the last of its epoch, whose length may be unknown.
         passed: global batches since the start of the run whose position in the data has been passed; not counted if
             ranks work at their own pace, or with manual optimization.
         trained: global batches whose update is in the weights, or that had no loss; equal to `passed` unless batches
@@ -108,6 +110,7 @@ class RunState:
         validating: a validation of the present weights is due or has begun, and is not complete.
         evaluated: validation batches of the run, for the values of single batches in the loggers.
         plateau_step: newest update after which schedules with interval "step" that read a metric have advanced.
+        validated: a validation follows or has followed the newest batch.
         judging: the validation is complete, but callbacks that watch metrics have not processed it.
         run: random name of the run, which restarts and resumes keep.
         cut_short: the hooks of the epoch's end have run, and not all of its batches are trained.
@@ -128,7 +131,10 @@ class RunState:
     attempt: int = 0
     drained: bool = False
     closing: bool = False
+    ended_early: bool = False
+    last: bool = False
     validating: bool = False
+    validated: bool = False
     judging: bool = False
     evaluated: int = 0
     plateau_step: int = 0
@@ -182,7 +188,7 @@ class RunState:
         """Set the position to the first batch of the next epoch."""
         self.epoch += 1
         self.batch = self.samples = 0
-        self.drained = self.closing = False
+        self.drained = self.closing = self.last = self.validated = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the record as plain data."""

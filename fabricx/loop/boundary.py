@@ -61,7 +61,8 @@ def advance(session: Session, micro: Microbatch) -> None:
     """
     state = session.state
     state.advance(micro.index + 1, micro.start, micro.position)
-    state.validating = validation_due(session, micro)
+    state.last = micro.last
+    state.validating = state.validated = validation_due(session, micro)
     session.batch.in_step = False
     session.fault_tolerance.after_batch()
 
@@ -78,8 +79,7 @@ def end_batch(session: Session, micro: Microbatch) -> bool:
     """
     call_last_hooks(session, micro.index, closes=micro.closes)
     session.checkpoints.poll()
-    session.batch.validated = session.state.validating if micro.closes else validation_due(session, micro)
-    if session.batch.validated:
+    if session.state.validating if micro.closes else validation_due(session, micro):
         validate_in_fit(session)
     if not micro.closes:
         return False

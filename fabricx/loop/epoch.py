@@ -40,11 +40,11 @@ def begin_epoch(session: Session) -> bool | None:
     session.checks.compare_ranks(f"at the start of epoch {session.state.epoch}", rates)
     if session.fault_tolerance.stage is Stage.BATCH_WATCHERS:  # the last hooks of a batch were interrupted
         call_last_hooks(session, session.state.batch - 1)
-    session.batch.validated = session.state.validating or session.state.judging
-    if session.batch.validated:  # after a batch that an earlier run has trained
+    unfinished = session.state.validating or session.state.judging
+    if unfinished:  # after a batch that an earlier run has trained
         validate_in_fit(session)
     step_plateaus(session)
-    if session.batch.validated and (agree_at_boundary(session) or limit_reached(session)):
+    if (unfinished and agree_at_boundary(session)) or limit_reached(session):
         return epoch_pending(session)
     if not session.state.batch and agree_at_boundary(session):  # a hook of the epoch's start has requested the stop
         return False

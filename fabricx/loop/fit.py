@@ -24,6 +24,7 @@ from fabricx.session.save_points import publish_hooks_done
 from fabricx.session.schedule import (
     agree_at_boundary,
     check_any_batch,
+    end_pending,
     epoch_pending,
     finished,
     limit_reached,
@@ -105,9 +106,8 @@ def _report_eval_modes(session: Session) -> None:
 
 def _unfinished(session: Session) -> bool:
     """Return whether batches remain, or the end of an epoch is incomplete."""
-    state = session.state
     ends = Stage.EPOCH_ENDS <= session.fault_tolerance.stage < Stage.EPOCH_OVER
-    return not limit_reached(session) or state.validating or state.judging or epoch_pending(session) or ends
+    return not limit_reached(session) or epoch_pending(session) or end_pending(session) or ends
 
 
 def train_epoch(session: Session, train_batches: Callable[[Session], bool]) -> None:
@@ -120,9 +120,11 @@ def train_epoch(session: Session, train_batches: Callable[[Session], bool]) -> N
     state, ft = session.state, session.fault_tolerance
     state.cut_short = False
     if not state.drained and ft.stage < Stage.EPOCH_ENDS:
+        state.ended_early = False
         over = begin_epoch(session)
         state.drained = train_batches(session) if over is None else over
         state.validating = validation_due_at_end(session, state.drained)
+        state.validated = state.validated or state.validating
         # The end of a run changes the sums of an incomplete epoch: a checkpoint contains the sums before.
         ft.resume_point = None if state.drained else session.rank_state()
     if session.stop.interrupted and not state.drained:  # a later run will complete the epoch
@@ -131,7 +133,7 @@ def train_epoch(session: Session, train_batches: Callable[[Session], bool]) -> N
     if not state.closing and ft.stage < Stage.EPOCH_WATCHERS:
         ft.reach(Stage.EPOCH_ENDS)
         end_epoch(session)
-        state.closing = state.drained
+        state.closing, state.ended_early = state.drained, not state.drained
         ft.reach(Stage.EPOCH_WATCHERS)
     if ft.stage is Stage.EPOCH_WATCHERS:
         call(session.hooks.train_epoch_end_watching)

@@ -60,7 +60,19 @@ def epoch_pending(session: Session) -> bool:
     Args:
         session: has loaded a checkpoint.
     """
-    return 0 < session.data.batches.training <= session.state.batch
+    trained, batches = session.state.batch, session.data.batches.training
+    return trained > 0 and session.state.last if batches == float("inf") else 0 < batches <= trained
+
+
+def end_pending(session: Session) -> bool:
+    """Return whether an epoch that a limit has stopped before its last batch has not ended; see `epoch_pending`.
+
+    Args:
+        session: has reached a limit.
+    """
+    state = session.state
+    stopped = state.batch > 0 and not state.ended_early and not session.stop.interrupted
+    return state.validating or state.judging or (stopped and session.data.batches.training > 0)
 
 
 def agree_at_boundary(session: Session) -> bool:
@@ -204,7 +216,7 @@ def validation_due_at_end(session: Session, complete: bool) -> bool:
         complete: whether all batches of the epoch were trained.
     """
     stopped = session.stop.agreed and not session.stop.interrupted and session.state.batch and not complete
-    if stopped and not session.batch.validated and session.options.val_check_interval is not None:
+    if stopped and not session.state.validated and session.options.val_check_interval is not None:
         return _epoch_validates(session)
     at_end = session.data.val_every == float("inf") and session.options.val_check_interval == 1.0
     return complete and at_end and _epoch_validates(session)

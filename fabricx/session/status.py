@@ -63,7 +63,6 @@ class BatchStatus:
 
     Attributes:
         is_last: the last batch of the epoch, or of an evaluation loader.
-        validated: a validation followed the newest batch.
         without_update: consecutive batches, or accumulation windows, without a weight update.
         in_step: weights, random states or statistics are newer than the position in the data.
         asynchronous: this rank trains at its own pace at present.
@@ -72,7 +71,6 @@ class BatchStatus:
     """
 
     is_last: bool = False
-    validated: bool = False
     without_update: int = 0
     in_step: bool = False
     asynchronous: bool = False

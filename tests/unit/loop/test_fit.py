@@ -79,21 +79,71 @@ def test_after_a_stop_the_epoch_that_was_stopped_counts(quiet: dict[str, Any]) -
     assert (trainer.current_epoch, trainer.state.epoch, trainer.global_step) == (2, 1, 6)
 
 
-@pytest.mark.parametrize(("steps", "epochs"), [(4, 1), (6, 2)])
-@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_end"])
-def test_a_run_that_goes_on_at_its_end_has_ended_as_many_epochs(
-    hook: str, steps: int, epochs: int, quiet: dict[str, Any], tmp_path: Path
-) -> None:
-    class Saves(Callback): ...
+class _Ends(TinyModule):
+    """Records the ends of epochs, with the value that an epoch has logged."""
 
-    setattr(Saves, hook, lambda self, trainer, module: trainer.save_checkpoint(tmp_path / "last.ckpt"))
-    whole = fx.Trainer(max_epochs=5, max_steps=steps, callbacks=Saves(), **quiet)
-    resumed, longer = (fx.Trainer(max_epochs=5, max_steps=end, **quiet) for end in (steps, steps + 1))
-    whole.fit(TinyModule(), tiny_loader())
-    resumed.fit(TinyModule(), tiny_loader(), ckpt_path=tmp_path / "last.ckpt")
-    longer.fit(TinyModule(), tiny_loader(), ckpt_path=tmp_path / "last.ckpt")
-    assert (whole.current_epoch, resumed.current_epoch) == (epochs, epochs)
-    assert (longer.current_epoch, longer.global_step) == (2, steps + 1)
+    def __init__(self, saves_in: str = "", path: Path | None = None) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+        self.saves_in, self.path = saves_in, path
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("mean", loss, on_step=False, on_epoch=True)
+        return loss
+
+    def _at(self, hook: str) -> None:
+        state = self.trainer.state
+        value = float(self.trainer.callback_metrics.get("mean", 0.0))
+        self.seen.append((hook, self.global_step, self.current_epoch, state.epoch, value))
+        if hook == self.saves_in and self.global_step == self.trainer.max_steps:
+            self.trainer.save_checkpoint(self.path)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._at("on_train_batch_end")
+
+    def on_train_epoch_end(self) -> None:
+        self._at("on_train_epoch_end")
+
+    def on_train_end(self) -> None:
+        self._at("on_train_end")
+
+
+@pytest.mark.parametrize(("steps", "epochs"), [(4, 1), (6, 2)])
+@pytest.mark.parametrize("sized", [True, False], ids=["sized", "stream"])
+def test_a_run_that_resumes_at_its_limit_ends_the_epoch_unless_it_has_ended(
+    steps: int, epochs: int, sized: bool, quiet: dict[str, Any], tmp_path: Path
+) -> None:
+    def data() -> Any:
+        return tiny_loader() if sized else _Unsized(list(tiny_loader()))
+
+    def fit(module: _Ends, path: Path | None, limit: int = steps) -> tuple[fx.Trainer, list[str]]:
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        options = {**quiet, "enable_checkpointing": True, "callbacks": ModelCheckpoint(folder)}
+        trainer = fx.Trainer(max_epochs=5, max_steps=limit, **options)
+        trainer.fit(module, data(), ckpt_path=path)
+        return trainer, [path.name for path in folder.glob("*")]
+
+    for hook, follow in (("on_train_batch_end", 2), ("on_train_epoch_end", 2), ("on_train_end", 1)):
+        path = tmp_path / hook
+        whole, resumed = _Ends(hook, path), _Ends()
+        (first, files), (second, files_again) = fit(whole, None), fit(resumed, path)
+        assert resumed.seen == whole.seen[-follow:]
+        assert files_again == (files if follow == 2 else [])
+        assert first.current_epoch == second.current_epoch == epochs
+        assert first.state.epoch == second.state.epoch
+        longer = fit(_Ends(), path, steps + 1)[0]
+        assert (longer.current_epoch, longer.global_step) == (2, steps + 1)
+
+
+class _Unsized:
+    """A stream of batches, which has no length."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
 
 
 def test_a_generator_that_is_used_up_is_an_error_and_no_endless_run(quiet: dict[str, Any]) -> None:
