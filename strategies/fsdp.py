@@ -143,8 +143,7 @@ class FSDP(Strategy, Elastic, HidesGradients, MeasuresWaiting, ShardsWeights, Wr
     def _track_shards(self, module: nn.Module) -> None:
         self._unused = UnusedShards(self.data_ranks, module, unreached=not self._manual)
         self._gathered = GatheredWeights(module, self._note_freed)
-        self._division = Division(module, self.data_ranks, None, None)
-        self._division.readers = self.data_ranks
+        self._division = Division(module, self.data_ranks, None, None, readers=self.data_ranks)
         self._hooks += self._gathered.register_hooks()
 
     def _register_output_hooks(self, module: nn.Module) -> None:

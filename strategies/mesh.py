@@ -31,9 +31,11 @@ from fabricx.distributed.world import World
 from fabricx.errors import check_choice
 from fabricx.model_parallel import placeholders
 from fabricx.model_parallel.axes import sizes_of, with_axes
-from fabricx.model_parallel.divider import Divider, Settings
+from fabricx.model_parallel.divided import Settings
+from fabricx.model_parallel.divider import divide
 from fabricx.model_parallel.elementwise import check_elementwise
 from fabricx.model_parallel.expert_sums import ExpertSums
+from fabricx.model_parallel.gradient_norm import clip_norm
 from fabricx.model_parallel.gradient_sums import GradientSums
 from fabricx.model_parallel.hidden_gradients import HiddenGradients
 from fabricx.model_parallel.hook_weights import FAILED_APART, STAGES_APART, HookWeights, paused
@@ -46,6 +48,7 @@ from fabricx.model_parallel.sharded_sums import ShardedSums
 
 if TYPE_CHECKING:
     from fabricx.core.trial import Trial
+    from fabricx.model_parallel.divided import Divided
     from fabricx.model_parallel.division import Division
     from fabricx.model_parallel.pipeline import Pipeline
 
@@ -170,7 +173,7 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         return ShardedSums() if self.data == "fsdp" else GradientSums()
 
     def _forget(self) -> None:
-        self._divider: Divider | None = None
+        self._parts: Divided | None = None  # None for a module that is whole on each rank
         self._in_batch = False  # within `forward_backward`, which reduces gradients at its end
         self._half = False
         self._late: tuple[Callable[[], Trial], bool] | None = None  # trial, and an argument of `setup`
@@ -192,11 +195,11 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
 
     @property
     def _division(self) -> Division | None:
-        return None if self._divider is None else self._divider.division
+        return None if self._parts is None else self._parts.division
 
     @property
     def _pipeline(self) -> Pipeline | None:
-        return None if self._divider is None else self._divider.pipeline
+        return None if self._parts is None else self._parts.pipeline
 
     @property
     def _divided(self) -> bool:
@@ -251,8 +254,8 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
             self.data_strategy.setup(module, several_backwards=several_backwards)
         elif self._divided:
             self._batches = SameBatches(world.axis("model"))
-            assert self._divider is not None
-            self._divider.world_changed(module, world)
+            assert self._parts is not None
+            self._parts = self._parts.world_changed(world)
         as_part(self.data_strategy, Elastic).world_changed(world.axis("gradients"))
 
     def init_context(self) -> AbstractContextManager[Any]:
@@ -292,20 +295,17 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         settings = Settings(
             self._called, self.plan, self.sequence, self.sequence_dim, self.context_method, self.blocks,
             self.microbatches, self.schedule, self.virtual, self.experts, self._half,
-            apart=not self.data_strategy.traits.synchronous,
+            apart=not self.data_strategy.traits.synchronous, sharded=self.data_strategy.traits.sharded,
         )  # fmt: skip
-        self._divider = Divider(settings, self.world)
-        self._divider.divide(module, trial, layout, joins=joins)
-        if self.data_strategy.traits.sharded and self._divider.division is not None:
-            self._divider.division.readers = self.world
-        if isinstance(self.data_strategy, GradientSums) and self._divider.division is not None:
-            self.data_strategy.absent = self._divider.division.absent
+        self._parts = divide(settings, self.world, module, trial, layout, joins=joins)
+        if isinstance(self.data_strategy, GradientSums):
+            self.data_strategy.absent = self._parts.division.absent
         if isinstance(self.data_strategy, ExpertSums):
-            self.data_strategy.experts = self._divider.experts
+            self.data_strategy.experts = self._parts.experts
 
     @property
     def layout(self) -> dict[str, Any]:
-        return {} if self._divider is None else self._divider.layout
+        return {} if self._parts is None else self._parts.layout
 
     def _print(self, line: str) -> None:
         if self.world.main_rank:
@@ -332,8 +332,8 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
             self._division.restore(self._optimizers, as_part(self.data_strategy, ShardsWeights).unshard)
 
     def teardown(self) -> None:
-        if self._divider is not None and self._divider.context is not None:
-            self._divider.context.undo()
+        if self._parts is not None and self._parts.context is not None:
+            self._parts.context.undo()
         self.data_strategy.teardown()
         self._forget()
         super().teardown()
@@ -344,7 +344,7 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         return as_part(self.data_strategy, WrapsStep).wrap_step(self._sharded(step))
 
     def _sharded(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        return step if self._divider is None else self._divider.sharded(step)
+        return step if self._parts is None else self._parts.sharded(step)
 
     def wrap_evaluation(self, step: Callable[..., Any]) -> Callable[..., Any]:
         sharded = as_part(self.data_strategy, WrapsStep).wrap_evaluation(self._sharded(step))
@@ -401,13 +401,10 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         return self.data_strategy.backward_without_data(example)
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
-        if self._division is None:
+        if self._parts is None:
             return self.data_strategy.clip_norm(parameters, max_norm)
-        from fabricx.model_parallel.gradient_norm import clip_norm
-
-        assert self._divider is not None
         with self._shown():
-            return clip_norm(parameters, max_norm, *self._divider.gradient_ranks())
+            return clip_norm(parameters, max_norm, *self._parts.gradient_ranks())
 
     def clip_value(self, parameters: Iterable[Tensor], limit: float) -> None:
         with self._shown():
@@ -439,11 +436,11 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
             yield
 
     def gradient_norm(self, optimizers: Sequence[Optimizer]) -> Tensor | None:
-        if self._divider is None:
+        if self._parts is None:
             return as_part(self.data_strategy, HidesGradients).gradient_norm(optimizers)
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
         with self._shown():
-            return self._divider.norm([p for group in groups for p in group["params"]])
+            return self._parts.norm([p for group in groups for p in group["params"]])
 
     def nonfinite_gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         with self._shown():

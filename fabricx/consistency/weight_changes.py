@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Final, NamedTuple, final
 
@@ -82,6 +83,22 @@ def refused_change(name: str) -> str:
         "pipeline would change again: change weights in on_train_batch_start, on_before_optimizer_step or "
         "on_train_batch_end, compute them from parameters in each forward, or use strategy=ddp"
     )
+
+
+@contextmanager
+def unchanged_weights(module: nn.Module) -> Iterator[None]:
+    """Context of a trial run of a whole module that ranks will divide; its step may not change weights.
+
+    Args:
+        module: the module.
+
+    Raises:
+        ValueError: a parameter was changed.
+    """
+    changes = WeightChanges(module.parameters(), values=True)
+    yield
+    if (changed := changes.first_name(module)) is not None:
+        raise ValueError(refused_change(changed))
 
 
 def digest(tensors: Iterable[Tensor]) -> Tensor:

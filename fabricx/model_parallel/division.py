@@ -73,18 +73,18 @@ class Division:
         world: all ranks, with the axes of the mesh.
         parts: divides matrices over the tensor axis, or experts over the expert axis; None without these axes.
         pipeline: divides blocks over the pipeline axis; None without that axis.
-
-    Attributes:
-        readers: ranks that have the parts of a weight, and read it together.
+        readers: ranks that have the parts of a weight, and read it together; None for those of the expert or model
+            axis.
     """
 
     def __init__(
-        self, module: nn.Module, world: World, parts: DividesTensors | None, pipeline: Pipeline | None
+        self, module: nn.Module, world: World, parts: DividesTensors | None, pipeline: Pipeline | None,
+        readers: World | None = None,
     ) -> None:  # fmt: skip
         self._module, self._world, self._parts, self._pipeline = module, world, parts, pipeline
         self._names: dict[int, str] = {}
         expert = world.axis("expert")
-        self.readers = expert if expert.size > 1 else world.axis("model")
+        self._readers = readers or (expert if expert.size > 1 else world.axis("model"))
         self._met = 0  # weights that hooks have gathered
         self.changes: Counter[str] = Counter()  # of weights, by hooks
 
@@ -238,7 +238,7 @@ class Division:
         Args:
             whole: copy of a whole tensor.
         """
-        self.readers.broadcast(whole)
+        self._readers.broadcast(whole)
 
     def meet(self, name: str) -> None:
         """Wait for all ranks that have parts of a weight, which otherwise would wait in a collective without end.
@@ -249,7 +249,7 @@ class Division:
         Raises:
             RanksApart: other ranks do not call it, or for another tensor.
         """
-        world = self.readers
+        world = self._readers
         if world.store is None or world.size == 1:
             return
         check_joined(world.group)  # ranks of the data axis have different data, and some may have no sample

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
@@ -10,11 +11,15 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from fabricx.core.rng import seed_often
 from fabricx.core.trial import Trial, Validation
 from fabricx.errors import FabricxError
+from fabricx.model_parallel.block_calls import seeded
+from fabricx.model_parallel.divided import Divided
 from fabricx.model_parallel.nested import leaves
 from fabricx.model_parallel.pipeline_trace import log_calls
 from fabricx.model_parallel.trial import StepChanged, fingerprint
+from fabricx.model_parallel.trial_run import tolerance_of
 
 NEAR_ZERO: Final = 0.01  # smaller values are compared as if they had this size
 
@@ -30,6 +35,60 @@ class Evaluated:
 
     values: Mapping[str, list[float]]
     begins: bool
+
+
+def evaluate_before(whole: Divided, trial: Trial, blocks: Sequence[str]) -> Evaluated | None:
+    """Compute the validation step before the module is divided; all ranks call it.
+
+    Args:
+        whole: the module, before its division.
+        trial: has the step.
+        blocks: names of the blocks of a pipeline, which have random numbers of their own.
+
+    Returns:
+        its values; None without a validation that can be computed on all ranks.
+    """
+    evaluated = evaluate_whole(
+        trial, (lambda copied: seeded(copied, blocks, seed_often)) if blocks else lambda copied: nullcontext()
+    )
+    computed = all(whole.world.gather_objects(isinstance(evaluated, Evaluated)))
+    if isinstance(evaluated, str):
+        whole.print([f"  note: validation_step is not tried before the run, since it fails: {evaluated}"])
+    return evaluated if computed and isinstance(evaluated, Evaluated) else None
+
+
+def check_after(divided: Divided, trial: Trial, before: Evaluated) -> None:
+    """Compute the validation step of a divided module, and compare it with that of one process; all ranks call it.
+
+    Args:
+        divided: the module.
+        trial: has the step.
+        before: values before the division.
+
+    Raises:
+        StepChanged: the step computes other values.
+    """
+    world, settings, pipeline = divided.world, divided.settings, divided.pipeline
+    own = [divided.tensor, divided.context, *([] if divided.experts is None else divided.experts.forwards)]
+    validation = trial.validation([part for part in own if part is not None])
+    if not all(world.gather_objects(validation is not None)) or validation is None:
+        divided.print(["  note: validation_step is not tried, since the divided module can't be copied"])
+        return
+    step = divided.sharded(validation.step)
+    if pipeline is not None:
+        step = functools.partial(pipeline.evaluate, step, seed=seed_often)
+    with trial.undisturbed():
+        # In 16 bits, rounding may change predictions, and with them an accuracy.
+        complete = not settings.half and (pipeline is None or pipeline.last)
+        tolerance = tolerance_of(divided.dtypes())
+        difference = check_evaluated(trial, validation, step, before, tolerance, complete=complete)
+    differences = [text for text in world.gather_objects(difference) if text]
+    if differences:
+        raise StepChanged(
+            f"validation_step of the module divided by strategy={settings.name} computes other values: "
+            f"{differences[0]}. Compute them from outputs of the model, as training_step does, or choose other layers "
+            "or blocks by plan or blocks"
+        )
 
 
 def evaluate_whole(

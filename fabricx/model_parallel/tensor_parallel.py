@@ -56,6 +56,7 @@ class TensorParallel:
             output, or as the first element of its output.
 
     Attributes:
+        plan: as in the arguments.
         placements: placements of each sharded parameter, by all of its names.
     """
 
@@ -65,6 +66,7 @@ class TensorParallel:
     ) -> None:  # fmt: skip
         check_not_compiled(module, "tensor parallelism")
         self.placements: dict[str, Placement] = {}
+        self.plan = plan
         self._module, self._world = module, world
         self._activations = Activations(world, self._name_of)
         self._functions = LayerFunctions(self._activations)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from fabricx.core.trial import Trial
 from fabricx.distributed.world import World
-from fabricx.model_parallel.divider import Divider, Settings
+from fabricx.model_parallel.divided import Settings
+from fabricx.model_parallel.divider import divide
 
 SETTINGS = Settings("mesh", {}, False, 1, "all_gather", "auto", None, "1f1b", 1, "auto", half=False)
 
@@ -21,14 +22,12 @@ def test_without_axes_nothing_is_divided_and_the_norm_is_that_of_torch() -> None
     def step(batch: Tensor, index: int) -> Tensor:
         return module(batch).sum()  # type: ignore[no-any-return]
 
-    divider = Divider(SETTINGS, World())
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    divider.divide(module, Trial(step, torch.ones(2, 3), contextlib.nullcontext), {})
-    assert (divider.tensor, divider.context, divider.pipeline, divider.layout) == (None, None, None, {})
-    assert divider.sharded(step) is step
+    divided = divide(SETTINGS, World(), module, Trial(step, torch.ones(2, 3), contextlib.nullcontext), {})
+    assert (divided.tensor, divided.context, divided.pipeline, divided.layout) == (None, None, None, {})
+    assert divided.sharded(step) is step
     assert all(torch.equal(module.state_dict()[name], value) for name, value in before.items())
     step(torch.ones(2, 3), 0).backward()
     gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
-    assert float(divider.norm(module.parameters())) == pytest.approx(float(nn.utils.get_total_norm(gradients)))
-    assert divider.division is not None
-    assert divider.division.absent == frozenset()
+    assert float(divided.norm(module.parameters())) == pytest.approx(float(nn.utils.get_total_norm(gradients)))
+    assert divided.division.absent == frozenset()
