@@ -73,7 +73,7 @@ class OnExceptionCheckpoint(Callback):
             return
         try:
             if not self._updating:
-                trainer.session.batch.in_step = False  # an error in a step leaves the weights of the step before
+                trainer.session.batch.abandon_step()
             self._save(trainer)
         except Exception as error:  # warn only, so that the user sees the first error
             warnings.warn(f"could not save a checkpoint after the error: {error}", stacklevel=2)

@@ -44,12 +44,12 @@ class Tracing(Callback):
             )
 
     def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
-        trainer.session.recorder.every_lap = self.steps is None
+        trainer.session.recorder.trace_laps(on=self.steps is None)
 
     def on_train_batch_start(self, trainer: TrainerProtocol, module: Module, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step + 1  # the weight update that this batch contributes to
         if self.steps is not None:
-            trainer.session.recorder.every_lap = self.steps[0] <= step <= self.steps[1]
+            trainer.session.recorder.trace_laps(on=self.steps[0] <= step <= self.steps[1])
         if self.operators is None or self._profiled or step < self.operators[0]:
             return
         from torch import profiler

@@ -62,7 +62,7 @@ class ValidationInterval(Callback):
         if every is not None and (trainer.current_epoch + 1) % every:
             return
         if sum(trainer.num_val_batches) and self._clock.due(step, trainer.world):
-            trainer.session.state.validating = True
+            trainer.session.state.request_validation()
 
     def on_validation_end(self, trainer: TrainerProtocol, module: Module) -> None:
         if self._fitting and not trainer.sanity_checking:

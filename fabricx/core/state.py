@@ -184,6 +184,10 @@ class RunState:
         self.batch, self.samples = batch, samples
         self.passed += 1
 
+    def request_validation(self) -> None:
+        """Request a validation of the present weights, at the end of the batch; every rank calls it after the batch."""
+        self.validating = True
+
     def next_epoch(self) -> None:
         """Set the position to the first batch of the next epoch."""
         self.epoch += 1

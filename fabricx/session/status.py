@@ -59,7 +59,7 @@ class FailureLog:
 
 @dataclass
 class BatchStatus:
-    """The present training batch; changed by the loop.
+    """The present training batch; changed by the loop, and by a callback that saves after an error.
 
     Attributes:
         is_last: the last batch of the epoch, or of an evaluation loader.
@@ -76,6 +76,10 @@ class BatchStatus:
     asynchronous: bool = False
     idle_ranks: int = 0
     indices: list[int] | None = None
+
+    def abandon_step(self) -> None:
+        """Record that the step has failed before its update: the weights are those of the step before."""
+        self.in_step = False
 
 
 @dataclass

@@ -64,17 +64,22 @@ class NoopRecorder:
     Attributes:
         on: whether records are written.
         samples: samples of this rank since the last weight update.
-        every_lap: write each lap in addition to the sums per step, for a trace.
     """
 
     on = False
     samples = 0
     waiting: Waiting = _NoWaiting()
-    every_lap = False
     enclosing = Span.OTHER  # span of the code that is not within a more specific span
 
     def begin(self) -> None:
         """Start measuring; the time before this call belongs to no span."""
+
+    def trace_laps(self, *, on: bool) -> None:
+        """Write each lap in addition to the sums per step, or the sums only, from now on.
+
+        Args:
+            on: each lap is written.
+        """
 
     def lap(self, span: Span) -> None:
         """End a lap.
@@ -207,6 +212,7 @@ class Recorder(NoopRecorder):
             self._logs.enter_context(logs)
         self._file, self.waiting, self._device = file, waiting, device
         self.samples = 0
+        self._every_lap = False
         self._laps: deque[tuple[Any, ...]] = deque()
         self._last: tuple[float, float, float, float] | None = None  # time and counters at the end of the last lap
         self._sums: dict[str, float] = {}  # seconds by span of the incomplete row
@@ -222,17 +228,20 @@ class Recorder(NoopRecorder):
         self._thread = threading.Thread(target=self._run, name="fabricx-telemetry", daemon=True)
         self._thread.start()
 
+    def trace_laps(self, *, on: bool) -> None:
+        self._every_lap = on
+
     def begin(self) -> None:
-        self._laps.append((None, self.every_lap, _clock(), self.waiting.waited_s, WAITED_S[0], self.waiting.pushed_s))
+        self._laps.append((None, self._every_lap, _clock(), self.waiting.waited_s, WAITED_S[0], self.waiting.pushed_s))
 
     def lap(self, span: Span) -> None:
         waiting = self.waiting
-        self._laps.append((span, self.every_lap, _clock(), waiting.waited_s, WAITED_S[0], waiting.pushed_s))
+        self._laps.append((span, self._every_lap, _clock(), waiting.waited_s, WAITED_S[0], waiting.pushed_s))
 
     def end_step(self, step: int) -> None:
         waiting = self.waiting
         now = (_clock(), waiting.waited_s, WAITED_S[0], waiting.pushed_s)
-        self._laps.append((Span.OTHER, self.every_lap, *now, step, self.samples))
+        self._laps.append((Span.OTHER, self._every_lap, *now, step, self.samples))
         self.samples = 0
 
     def event(self, name: str, text: str, step: int, **numbers: float) -> None:

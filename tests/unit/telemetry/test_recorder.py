@@ -134,7 +134,7 @@ def test_a_large_file_holds_several_steps_in_a_row(
 
 def test_each_lap_is_written_down_where_a_trace_is_wanted(tmp_path: Path, clock: Clock) -> None:
     recording = recorded(tmp_path, clock)
-    recording.every_lap = True
+    recording.trace_laps(on=True)
     recording.begin()
     clock.passes(0.25, waiting=0.125)
     recording.lap(Span.BACKWARD)
