@@ -65,12 +65,13 @@ class RunData:
         state: seed and initial number of ranks.
         balance: shares of the ranks in each global batch.
         batches: receives the numbers of batches.
+        earlier: training loader of the newest fit in this process, which a hook of an evaluation may read.
 
     Attributes:
         stage: as in the arguments.
-        train_dataloader: the training loader; None in an evaluation.
-        val_dataloaders: the evaluation loader or loaders of the stage.
-        val_feeds: reads each evaluation loader.
+        train_dataloader: the training loader; in an evaluation, that of the newest fit; None without a fit.
+        val_dataloaders: the evaluation loader or loaders of the stage; None if the stage has none.
+        val_feeds: reads each evaluation loader; empty if the stage has none.
         several_loaders: there are several evaluation loaders.
         val_every: batches, or steps, between two validations; infinity for ends of epochs only.
         own_generators: random generators of the module and the data, by path.
@@ -79,14 +80,15 @@ class RunData:
     def __init__(
         self, stage: str, passed: tuple[Any, Any], module: Module, datamodule: DataModule | None,
         options: TrainerOptions, strategy: Strategy, state: RunState, balance: Balance, batches: BatchCounts,
+        earlier: Any = None,
     ) -> None:  # fmt: skip
         self.stage, self._passed = stage, passed
         self._module, self._datamodule = module, datamodule
         self._options, self._strategy, self._state, self._balance = options, strategy, state, balance
         self.batches = batches
-        self.train_dataloader: Any = None
+        self.train_dataloader = earlier
         self.val_dataloaders: Any = None
-        self._train_feed: Feed | None = None
+        self._train_feed: Feed | None = None  # None in an evaluation
         self.val_feeds: list[Feed] = []
         self.several_loaders = False
         self.val_every = float("inf")

@@ -77,9 +77,9 @@ class Membership:
     ) -> None:  # fmt: skip
         self.worker, self.folder, self.leave, self.slot = worker, folder, leave, slot
         self._send = send
-        self._newest: Generation | None = None
+        self._newest = Generation(-1, ())  # before the supervisor has announced a generation
         self._broken = -1
-        self._connections: GroupConnections | None = None
+        self._connections: GroupConnections | None = None  # None while this worker has no group
         self._left: list[GroupConnections] = []  # of groups that other workers may not have left yet
         self._current = -1  # generation that owns `_connections`
         self._news = threading.Condition()
@@ -146,7 +146,7 @@ class Membership:
         Args:
             number: number of the generation.
         """
-        return self._broken >= number or (self._newest is not None and self._newest.number > number)
+        return self._broken >= number or self._newest.number > number
 
     def members(self, number: int, size: int) -> tuple[int, ...]:
         """Return the worker numbers of a generation by rank.
@@ -156,7 +156,7 @@ class Membership:
             size: number of its ranks.
         """
         newest = self._newest
-        return newest.workers if newest is not None and newest.number == number else tuple(range(size))
+        return newest.workers if newest.number == number else tuple(range(size))
 
     def check(self, number: int) -> None:
         """Raise `PeerLost` if a worker of a generation has died, or has left it. Loops that wait for workers call it.
@@ -203,8 +203,7 @@ class Membership:
             PeerLost: no new generation within the timeout.
         """
         with self._news:
-            self._news.wait_for(lambda: self._newest is not None and self._newest.number > number, timeout)
-            if self._newest is None or self._newest.number <= number:
+            if not self._news.wait_for(lambda: self._newest.number > number, timeout):
                 raise PeerLost(
                     f"the supervisor has announced no new group of workers for {timeout:g} s; resume the run from its "
                     "newest checkpoint: fabricx resume RUN_DIR"

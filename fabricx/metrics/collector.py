@@ -32,8 +32,9 @@ class Logbook:
     Attributes:
         in_step: a batch is being processed; values between two batches belong to the epoch.
         step: number of the weight update in progress.
-        size: samples of `batch`, when known.
-        loader: number of the evaluation loader, if there are several.
+        batch: the user's batch; None between two batches.
+        size: samples of `batch`; None if they are counted when a value needs them.
+        loader: number of the evaluation loader; None if there are not several.
         loaders: loader of each name without its number; None if several loaders have logged it.
         batches: number of batches in this epoch or evaluation.
         idle: this rank had no sample of the newest manual batch.
@@ -45,7 +46,7 @@ class Logbook:
         self, strategy: Strategy, *, training: bool, weigh: Callable[[Any], float] | None = None, mute: bool = False
     ) -> None:
         self._weigh = weigh
-        self._weight: float | None = None  # of the batch, computed at first use
+        self._weight: float | None = None  # of the batch; None before the first use, which computes it
         world = strategy.world.axis("metrics")
         self.metrics = Metrics(world.all_reduce, world.gather_objects, world.size, world.device, strategy.module)
         self.metrics.counts_shared = world.main_rank

@@ -135,6 +135,7 @@ class Pass:
         self._last = chunk == len(cuts) - 1
         self._next = 0  # block that is expected next
         self._again = False  # in the backward: checkpointed blocks compute again
+        # None before the receive has begun, which a schedule does ahead of the computation where shapes are known.
         self._header: Header | None = None  # of the chunk before
         self._arguments: list[Expected] | None = None  # tensors on the way from the chunk before
         self._gradients: list[Expected | None] | None = None  # of `sent`, on the way from the chunk after

@@ -33,8 +33,9 @@ class FaultTolerance:
         resume_point: state from which unfinished work starts again: an accumulation window, a validation, or the end of
             an epoch; None between two steps. Checkpoints contain this state in place of the present one.
         stage: part of the epoch that comes next.
-        meeting: microbatch at which asynchronous ranks meet, while its work is unfinished.
-        buffers: copies of the module's buffers at the start of an accumulation window.
+        meeting: microbatch at which asynchronous ranks meet; None if its work is finished.
+        buffers: copies of the module's buffers at the start of an accumulation window; None if windows do not start
+            again.
         metric_objects: torchmetrics objects of the module, found once in an epoch; None if they are not recorded.
     """
 
@@ -47,7 +48,7 @@ class FaultTolerance:
         self.meeting: Microbatch | None = None
         self.buffers: BufferCopies | None = None
         self.metric_objects: dict[str, Any] | None = None
-        self._epoch_start: RankState | None = None  # before the hooks that begin the epoch
+        self._epoch_start: RankState | None = None  # before the hooks that begin the epoch; None as `buffers`
 
     # -- the run ------------------------------------------------------------------------------------------------
 

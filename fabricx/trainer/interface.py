@@ -125,7 +125,10 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
             strategy: method of distributed training.
             writes: the run writes metrics.
         """
-        data = RunData(stage, loaders, module, datamodule, self, strategy, self.state, self.balance, self.batches)
+        data = RunData(
+            stage, loaders, module, datamodule, self, strategy, self.state, self.balance, self.batches,
+            self.train_dataloader,
+        )  # fmt: skip
         metrics = RunMetrics(module, self, strategy, self.state, self.published, writes=writes)
         return Session(
             self, self, self.state, world, strategy, module, datamodule, self.callbacks, self.loggers, data, metrics,

@@ -187,7 +187,6 @@ def _build(trainer: TrainerInterface, job: Job, world: World) -> Session:
     session = trainer.new_session(
         job.stage, (job.train, job.evaluate), module, datamodule, world, strategy, writes=trainer.writes
     )  # fmt: skip
-    session.data.train_dataloader = trainer.train_dataloader  # validation may read the data of an earlier fit
     trainer.begin_session(session, fits=job.stage == "fit")
     if trainer.stop.requested and job.stage == "fit":  # by a signal, since the run was started
         session.agreement.request(trainer.stop.reason)

@@ -69,7 +69,10 @@ class WorkerProtocol(ABC, Generic[E]):
 
     @property
     def exchange(self) -> E:
-        """Return the exchange; it exists between `connect` and `disconnect`."""
+        """Return the exchange; it exists between `connect` and `disconnect`.
+
+        The protocol of workers at their own pace is built with the options of a strategy, before there is an exchange.
+        """
         assert self._exchange is not None
         return self._exchange
 
