@@ -17,8 +17,17 @@ from fabricx.core.strategy import Strategy, Traits
 from fabricx.core.strategy_parts import Elastic, HidesGradients, MeasuresWaiting, ShardsWeights, WrapsStep
 from fabricx.distributed.collective_order import CollectiveOrder
 from fabricx.distributed.dtensors import is_dtensor
+from fabricx.distributed.fsdp_errors import explained
 from fabricx.distributed.fsdp_internals import CollectiveTimer, DeviceWaits, UnshardedModule
-from fabricx.distributed.fsdp_units import Policy, blocks, check_owned, outermost_owners, tied_parameters
+from fabricx.distributed.fsdp_units import (
+    Policy,
+    blocks,
+    check_dtypes,
+    check_owned,
+    fill_shards,
+    outermost_owners,
+    tied_parameters,
+)  # fmt: skip
 from fabricx.distributed.gathered import GatheredWeights
 from fabricx.distributed.grad_hooks import check_before_sharding, check_sharded, keep_hooks
 from fabricx.distributed.heap import LARGE, release_freed_memory
@@ -29,17 +38,6 @@ from fabricx.model_parallel.hook_weights import FAILED_APART, HookWeights, pause
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_NOT_GATHERED = (
-    "{step} computes with weights that aren't gathered: strategy=fsdp gathers them during the forward of their "
-    "submodule, and keeps a shard of them otherwise. Call the submodule instead of reading its parameters (for a "
-    "penalty on weights, use the optimizer's weight_decay), or use strategy=ddp"
-)
-_OF_SHARDS = ("mixed torch.Tensor and DTensor", "Sharding propagation failed")  # in messages of torch
-_RELEASED = "out of bounds for storage of size 0"  # in a message of torch
-_DIFFERENTIATED_AGAIN = (
-    "{step} uses the weights of a block after they were released: torch's FSDP computes no second derivative, such as "
-    "that of a gradient penalty, through blocks that are gathered separately: use strategy=ddp"
-)
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
@@ -125,7 +123,7 @@ class FSDP(Strategy, Elastic, HidesGradients, MeasuresWaiting, ShardsWeights, Wr
         if several_backwards:
             check_owned(module)
         if not isinstance(module, FSDPModule):  # else: sharded by an earlier run in this process
-            _check_dtypes(module)
+            check_dtypes(module)
             check_before_sharding(module)
             if self.activation_checkpointing is not None:
                 for block in blocks(module, self.activation_checkpointing):
@@ -135,7 +133,7 @@ class FSDP(Strategy, Elastic, HidesGradients, MeasuresWaiting, ShardsWeights, Wr
                 return
             self._agree_on_weights(module)
             self._shard(module, self._built)
-            _fill(module, self.world.device)
+            fill_shards(module, self.world.device)
             self._initialise_root(module)
         self._track_shards(module)
         self._register_output_hooks(module)
@@ -233,7 +231,7 @@ class FSDP(Strategy, Elastic, HidesGradients, MeasuresWaiting, ShardsWeights, Wr
                 check_sharded(self.module)
             self._called, self._outputs = True, []
             settled = self._gathered.settle_step() if self._gathered is not None else nullcontext()
-            with _explained("training_step"), settled:
+            with explained("training_step"), settled:
                 outputs = step(*args)
             if self._manual:
                 self._note("ends the training step")
@@ -245,7 +243,7 @@ class FSDP(Strategy, Elastic, HidesGradients, MeasuresWaiting, ShardsWeights, Wr
 
     def wrap_evaluation(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def evaluated(*args: Any) -> Any:
-            with _explained("validation_step"):
+            with explained("validation_step"):
                 return step(*args)
 
         return evaluated
@@ -369,7 +367,7 @@ class FSDP(Strategy, Elastic, HidesGradients, MeasuresWaiting, ShardsWeights, Wr
         if self._unused is not None:
             self._unused.check_hooks()
         try:
-            with _explained("training_step"):
+            with explained("training_step"):
                 super().backward(loss, compute)
         finally:
             self._in_backward = False
@@ -479,44 +477,3 @@ def _all_names(module: nn.Module | None) -> Iterable[tuple[str, nn.Parameter]]:
 
 def _loss(outputs: Any) -> Any:
     return outputs["loss"] if isinstance(outputs, dict) else outputs
-
-
-@contextmanager
-def _explained(step: str) -> Iterator[None]:
-    """Context of a step, in which torch's errors about shards of weights name the remedy."""
-    try:
-        yield
-    except RuntimeError as error:
-        if any(text in str(error) for text in _OF_SHARDS):
-            raise ValueError(_NOT_GATHERED.format(step=step)) from error
-        if _RELEASED in str(error):
-            raise ValueError(_DIFFERENTIATED_AGAIN.format(step=step)) from error
-        raise
-
-
-def _fill(module: nn.Module, device: torch.device) -> None:
-    """Allocate and initialise this rank's shards of modules that were built on the meta device."""
-    for name, part in module.named_modules():
-        tensors = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
-        if not any(tensor.is_meta for tensor in tensors):
-            continue
-        reset: Any = getattr(part, "reset_parameters", None)
-        if reset is None:
-            raise ValueError(
-                f"{name or type(module).__name__} ({type(part).__name__}) was built on the meta device, and has no "
-                "reset_parameters() method to initialise its parameters; add the method, or build it in __init__"
-            )
-        part.to_empty(device=device, recurse=False)
-        reset()
-
-
-def _check_dtypes(module: nn.Module) -> None:
-    """Refuse parameters of different dtypes, which fully_shard can't put into the same buffer."""
-    by_dtype: dict[torch.dtype, str] = {}
-    for name, parameter in module.named_parameters():
-        by_dtype.setdefault(parameter.dtype, name)
-    if len(by_dtype) > 1:
-        dtypes = ", ".join(f"{name} is {dtype}" for dtype, name in by_dtype.items())
-        raise ValueError(
-            f"strategy=fsdp needs parameters of the same dtype, and {dtypes}; convert the module, or use strategy=ddp"
-        )

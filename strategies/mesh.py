@@ -40,7 +40,13 @@ from fabricx.model_parallel.gradient_sums import GradientSums
 from fabricx.model_parallel.hidden_gradients import HiddenGradients
 from fabricx.model_parallel.hook_weights import FAILED_APART, STAGES_APART, HookWeights, paused
 from fabricx.model_parallel.mesh_report import axes_line, parameter_bytes, weights_line
-from fabricx.model_parallel.option_checks import check_options, data_parallelism, refuse_manual_optimization
+from fabricx.model_parallel.option_checks import (
+    check_axes,
+    check_local_steps,
+    check_options,
+    data_parallelism,
+    refuse_manual_optimization,
+)  # fmt: skip
 from fabricx.model_parallel.pipeline_checks import CLOSURE
 from fabricx.model_parallel.pipeline_schedule import SCHEDULES
 from fabricx.model_parallel.same_batches import SameBatches
@@ -106,25 +112,7 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         self.schedule, self.virtual = schedule, virtual
         self.expert, self.experts = expert, experts
         self._axes: dict[str, int | None] = {"pipeline": pipeline, "context": context, "tensor": tensor}
-        for name, size in {**self._axes, "expert": expert}.items():
-            if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-                raise ValueError(f"{name}={size!r}: set the number of ranks along this axis, or null for all ranks")
-        if len(rest := [f"{axis}=None" for axis, size in self._axes.items() if size is None]) > 1:
-            raise ValueError(
-                f"{' and '.join(rest)}: only one axis can have all the ranks that remain; set numbers for the others"
-            )
-        if context != 1 and pipeline != 1:
-            raise ValueError(
-                "context with pipeline isn't supported: each stage would divide the sequence again; set pipeline=1 and "
-                "divide layers by tensor, or set context=1"
-            )
-        if sequence and pipeline != 1:
-            raise ValueError(
-                "sequence=True with a pipeline isn't supported: stages send whole activations; set sequence=False, or "
-                "pipeline=1"
-            )
-        if expert != 1:
-            self._check_expert()
+        check_axes(self._axes, expert, self.data, sequence=sequence)
         check_choice(type(self).__name__, "schedule", schedule, SCHEDULES)
         check_choice(type(self).__name__, "context_method", context_method, ("all_gather", "ring"))
         self.data_strategy: Strategy = (
@@ -133,7 +121,7 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         self.accumulation_refused = self.data_strategy.accumulation_refused
         self.batch_weight_refused = self.data_strategy.batch_weight_refused
         if not self.data_strategy.traits.synchronous:
-            self._check_local_steps()
+            check_local_steps(self._axes)
         if pipeline != 1:
             self.data_strategy = self._sums_for_pipeline()
         if expert != 1:
@@ -141,27 +129,6 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         self.divides = expert != 1 or any(size != 1 for size in self._axes.values())
         self.traits = self._traits_of(1)
         self._forget()
-
-    def _check_expert(self) -> None:
-        """Refuse options that divided experts do not support."""
-        if others := [f"{axis}=1" for axis, size in self._axes.items() if size != 1]:
-            raise ValueError(
-                f"expert with other axes of the model isn't supported: set {' and '.join(others)}, or set expert=1"
-            )
-        if self.data != "ddp":
-            name = self.data if isinstance(self.data, str) else f"{type(self.data).__name__}(...)"
-            raise ValueError(
-                f"data={name} with expert isn't supported: gradients of experts are summed over other ranks than those "
-                "of the other weights; set data='ddp', or expert=1"
-            )
-
-    def _check_local_steps(self) -> None:
-        """Refuse axes along which gradients are reduced in each step by the data strategy."""
-        if others := [f"{axis}=1" for axis in ("pipeline", "context") if self._axes[axis] != 1]:
-            raise ValueError(
-                "data='local_sgd' is supported with a tensor axis only, since the ranks of a pipeline or a context "
-                f"reduce gradients in each step: set {' and '.join(others)}, or data='ddp' or 'fsdp'"
-            )
 
     def _sums_for_pipeline(self) -> GradientSums:
         """Return data parallelism that reduces after the last microbatch."""

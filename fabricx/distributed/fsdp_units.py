@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import nn
 
 from fabricx.errors import did_you_mean
@@ -119,3 +121,46 @@ def _owns(module: nn.Module) -> bool:
     """Return whether a module has direct parameters, also in a list or dict of parameters."""
     lists = (nn.ParameterList, nn.ParameterDict)
     return bool(module._parameters) or any(isinstance(child, lists) for child in module.children())
+
+
+def check_dtypes(module: nn.Module) -> None:
+    """Refuse parameters of different dtypes, which fully_shard can't put into the same buffer.
+
+    Args:
+        module: not sharded yet.
+
+    Raises:
+        ValueError: names parameters of different dtypes.
+    """
+    by_dtype: dict[torch.dtype, str] = {}
+    for name, parameter in module.named_parameters():
+        by_dtype.setdefault(parameter.dtype, name)
+    if len(by_dtype) > 1:
+        dtypes = ", ".join(f"{name} is {dtype}" for dtype, name in by_dtype.items())
+        raise ValueError(
+            f"strategy=fsdp needs parameters of the same dtype, and {dtypes}; convert the module, or use strategy=ddp"
+        )
+
+
+def fill_shards(module: nn.Module, device: torch.device) -> None:
+    """Allocate and initialise this rank's shards of modules that were built on the meta device.
+
+    Args:
+        module: sharded.
+        device: device of this rank.
+
+    Raises:
+        ValueError: a module has no `reset_parameters` method.
+    """
+    for name, part in module.named_modules():
+        tensors = [*part.parameters(recurse=False), *part.buffers(recurse=False)]
+        if not any(tensor.is_meta for tensor in tensors):
+            continue
+        reset: Any = getattr(part, "reset_parameters", None)
+        if reset is None:
+            raise ValueError(
+                f"{name or type(module).__name__} ({type(part).__name__}) was built on the meta device, and has no "
+                "reset_parameters() method to initialise its parameters; add the method, or build it in __init__"
+            )
+        part.to_empty(device=device, recurse=False)
+        reset()

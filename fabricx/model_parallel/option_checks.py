@@ -57,6 +57,71 @@ def refuse_manual_optimization(name: str, *, pipelined: bool) -> NoReturn:
     )
 
 
+def check_axes(
+    axes: Mapping[str, int | None], expert: int | None, data: str | Strategy, *, sequence: bool
+) -> None:  # fmt: skip
+    """Refuse sizes of axes that are no numbers of ranks, and axes that exclude each other.
+
+    Args:
+        axes: ranks along "pipeline", "context" and "tensor"; None for all ranks that remain.
+        expert: ranks along the expert axis; None for all data ranks.
+        data: data parallelism, as a name or a strategy with options.
+        sequence: activations are divided along the sequence.
+
+    Raises:
+        ValueError: names the options and the remedy.
+    """
+    for name, size in {**axes, "expert": expert}.items():
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise ValueError(f"{name}={size!r}: set the number of ranks along this axis, or null for all ranks")
+    if len(rest := [f"{axis}=None" for axis, size in axes.items() if size is None]) > 1:
+        raise ValueError(
+            f"{' and '.join(rest)}: only one axis can have all the ranks that remain; set numbers for the others"
+        )
+    if axes["context"] != 1 and axes["pipeline"] != 1:
+        raise ValueError(
+            "context with pipeline isn't supported: each stage would divide the sequence again; set pipeline=1 and "
+            "divide layers by tensor, or set context=1"
+        )
+    if sequence and axes["pipeline"] != 1:
+        raise ValueError(
+            "sequence=True with a pipeline isn't supported: stages send whole activations; set sequence=False, or "
+            "pipeline=1"
+        )
+    if expert != 1:
+        _check_expert(axes, data)
+
+
+def _check_expert(axes: Mapping[str, int | None], data: str | Strategy) -> None:
+    """Refuse options that divided experts do not support."""
+    if others := [f"{axis}=1" for axis, size in axes.items() if size != 1]:
+        raise ValueError(
+            f"expert with other axes of the model isn't supported: set {' and '.join(others)}, or set expert=1"
+        )
+    if data != "ddp":
+        name = data if isinstance(data, str) else f"{type(data).__name__}(...)"
+        raise ValueError(
+            f"data={name} with expert isn't supported: gradients of experts are summed over other ranks than those "
+            "of the other weights; set data='ddp', or expert=1"
+        )
+
+
+def check_local_steps(axes: Mapping[str, int | None]) -> None:
+    """Refuse axes along which gradients are reduced in each step, under data parallelism with local steps.
+
+    Args:
+        axes: ranks along "pipeline", "context" and "tensor".
+
+    Raises:
+        ValueError: names the axes and the remedy.
+    """
+    if others := [f"{axis}=1" for axis in ("pipeline", "context") if axes[axis] != 1]:
+        raise ValueError(
+            "data='local_sgd' is supported with a tensor axis only, since the ranks of a pipeline or a context "
+            f"reduce gradients in each step: set {' and '.join(others)}, or data='ddp' or 'fsdp'"
+        )
+
+
 def data_parallelism(mesh: str, data: str | Strategy | Mapping[str, Any]) -> str | Strategy:
     """Return data parallelism of a mesh as its name, or as a strategy with options.
 
