@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-import io
 import math
 import pickle
-import re
-import sys
 import time
 from typing import Any
 
@@ -12,7 +9,6 @@ import pytest
 
 import fabricx as fx
 from fabricx.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar, progress_bar
-from fabricx.callbacks.progress_bar import Lines, Speed, Terminal, View
 from fabricx.testing import TinyModule, tiny_loader
 
 
@@ -25,22 +21,6 @@ class Metrics:
     def items(self) -> Any:
         self.reads += 1
         return {"loss": 0.5}.items()
-
-
-def test_a_view_as_one_line() -> None:
-    view = View("epoch 1/3", 32, 64, 8.0, {"loss": 0.12345, "accuracy": 1.0})
-    assert view.text() == "epoch 1/3  32/64  8 it/s  0:04 left  loss=0.1235  accuracy=1"
-    assert View("epoch 2", 7).text() == "epoch 2  7"
-    assert View("test", 64, 64, 1234.5).text() == "test  64/64  1234 it/s"
-    assert View("e", 0, 10_000, 1.0).text() == "e  0/10000  1 it/s  2:46:40 left"
-
-
-def test_speed_leaves_out_pauses() -> None:
-    speed = Speed(0, now=0.0)
-    assert speed.update(10, now=1.0) == 10
-    speed.pause(100)
-    assert speed.update(20, now=102.0) == 10
-    assert speed.overall(20, now=102.0) == 10
 
 
 def test_a_log_file_gets_a_line_at_the_end_of_each_epoch(trainer: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,57 +110,6 @@ def test_it_can_be_pickled_in_the_middle_of_a_run(trainer: Any) -> None:
     again = pickle.loads(pickle.dumps(callback))
     assert again.refresh_rate == 2
     run.end()
-
-
-def test_on_a_terminal_what_is_printed_appears_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Tty(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    screen_text = Tty()
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stderr", screen_text)
-    monkeypatch.setattr(sys, "stdout", screen_text)
-    screen = progress_bar.open_screen()
-    assert isinstance(screen, Terminal)
-    screen.draw(View("epoch 1/2", 3, 10, 5.0, {"loss": 0.5}))
-    ProgressBar().print("a line of the user's")
-    screen.draw(View("epoch 1/2", 4, 10, 5.0))
-    screen.close()
-    screen.keep(View("epoch 1/2", 10, 10))
-    assert sys.stdout is screen_text
-    text = screen_text.getvalue()
-    assert "a line of the user's\n" in text
-    assert "3/10" in text
-    assert "loss=0.5" in text
-    assert text.index("3/10") < text.index("a line of") < text.index("4/10")
-    assert text.endswith("epoch 1/2  10/10\n")
-
-
-@pytest.mark.parametrize("columns", [40, 80])
-def test_no_line_of_a_terminal_is_wrapped_or_cut(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    screen_text = io.StringIO()
-    screen_text.isatty = lambda: True  # type: ignore[method-assign]
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setattr(sys, "stderr", screen_text)
-    screen = progress_bar.open_screen()
-    metrics = {f"a_metric_with_a_long_name_{number}": 1 / 3 for number in range(4)}
-    for total in (10, math.inf):
-        screen.draw(View("epoch 1/2", 3, total, 5.0, metrics))
-    screen.close()
-    screen.keep(View("epoch 1/2", 10, 10, 5.0, metrics))
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen_text.getvalue())
-    lines = re.split(r"[\r\n]+", text)
-    assert max(map(len, lines)) <= columns
-    for number in range(4):
-        assert text.count(f"a_metric_with_a_long_name_{number}=0.3333") >= 3
-    assert text.count("epoch 1/2") >= 3
-    assert "…" not in text
-
-
-def test_without_a_terminal_there_are_lines() -> None:
-    assert isinstance(progress_bar.open_screen(), Lines)
 
 
 def test_a_negative_rate_is_refused() -> None:
