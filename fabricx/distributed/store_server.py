@@ -9,175 +9,21 @@ import math
 import os
 import selectors
 import socket
-import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
-from multiprocessing.connection import Connection
+from collections.abc import Iterable
 from typing import Final, final
 
 from fabricx.distributed import authentication
-from fabricx.distributed.authentication import SignedConnection
+from fabricx.distributed.store_connections import Channel, Peer, Wait, end, pack, reached, shut, unpack
 
-Channel = Connection | SignedConnection
 SOCKET: Final = "store"  # name of the Unix socket in the run's folder
 UNPROVEN: Final = 512  # maximum connections before authentication; a further connection closes the oldest
 BACKLOG: Final = 1024  # connections that wait to be accepted, as when all ranks of a launch start together
 LONGEST_S: Final = 3600.0  # longest sleep of the thread; the selector has a limit
 _AGAIN_S: Final = 0.1  # pause after a connection that could not be accepted
-_READ: Final = 1 << 16  # bytes that are read at a time
-_LARGE: Final = -1  # length of a message in `multiprocessing.connection` that stands before a length of 8 bytes
-
-
-def pack(*parts: bytes) -> bytes:
-    """Join byte strings to one message.
-
-    Args:
-        parts: contents, each of less than 4 GiB.
-    """
-    return b"".join(len(part).to_bytes(4, "little") + part for part in parts)
-
-
-def unpack(data: bytes) -> list[bytes]:
-    """Split a message of `pack` into its parts.
-
-    Args:
-        data: concatenation of (4 bytes of length, little-endian; content).
-    """
-    parts, at = [], 0
-    while at < len(data):
-        end = at + 4 + int.from_bytes(data[at : at + 4], "little")
-        parts.append(data[at + 4 : end])
-        at = end
-    return parts
-
-
-@final
-class Wait:
-    """A request that is answered when keys exist.
-
-    Args:
-        peer: the connection that waits.
-        keys: names of the keys, with the least number as which a key exists; None for any value.
-        every: all of the keys have to exist, not only one of them.
-    """
-
-    def __init__(self, peer: Peer, keys: Mapping[str, int | None], *, every: bool) -> None:
-        self.peer, self.keys, self.every = peer, keys, every
-        self.missing = set(keys)
-
-    @property
-    def pending(self) -> bool:
-        """Return whether the request is not answered yet."""
-        return self.peer.wait is self
-
-    def found(self, values: Mapping[str, bytes]) -> list[str]:
-        """Return the keys that exist if their existence meets the condition, else [].
-
-        Args:
-            values: the store's.
-        """
-        existing = [key for key, least in self.keys.items() if _reached(values.get(key), least)]
-        self.missing.difference_update(existing)
-        return existing if not self.every or len(existing) == len(self.keys) else []
-
-    def may_be_met(self, key: str) -> bool:
-        """Return whether the condition may be met after a key was set.
-
-        Args:
-            key: one of the keys.
-        """
-        self.missing.discard(key)
-        return not self.every or not self.missing
-
-
-@final
-class Peer:
-    """A connection of an authenticated process, which never blocks the server.
-
-    Args:
-        channel: the connection.
-
-    Attributes:
-        at_end: keys to set when the connection ends.
-        wait: request that is not answered yet.
-    """
-
-    def __init__(self, channel: Channel) -> None:
-        self.channel, self.number = channel, channel.fileno()
-        os.set_blocking(self.number, False)
-        self.at_end: list[str] = []
-        self.wait: Wait | None = None
-        self._received, self._unsent = bytearray(), bytearray()
-
-    @property
-    def sending(self) -> bool:
-        """Return whether a part of an answer is not sent yet."""
-        return bool(self._unsent)
-
-    def receive(self) -> None:
-        """Read what the process has sent.
-
-        Raises:
-            EOFError: the process has closed the connection.
-            OSError: the connection was lost.
-        """
-        with contextlib.suppress(BlockingIOError):
-            data = os.read(self.number, _READ)
-            if not data:
-                raise EOFError
-            self._received += data
-            if len(self._received) > authentication.LARGEST + _READ:
-                raise OSError("too many bytes without a message")
-
-    def message(self) -> bytes | None:
-        """Return the next message that was received as a whole; None if there is none.
-
-        Raises:
-            AuthenticationError: it is not the next message of the process.
-            OSError: it is larger than `LARGEST`.
-        """
-        begin, received = 4, self._received
-        if len(received) < begin:
-            return None
-        (size,) = struct.unpack_from("!i", received)
-        if size == _LARGE:
-            begin = 12
-            if len(received) < begin:
-                return None
-            (size,) = struct.unpack_from("!Q", received, 4)
-        if size < 0 or size > authentication.LARGEST:
-            raise OSError("bad message length")
-        if len(received) < begin + size:
-            return None
-        message = bytes(received[begin : begin + size])
-        del received[: begin + size]
-        return self.channel.verified(message) if isinstance(self.channel, SignedConnection) else message
-
-    def answer(self, data: bytes) -> None:
-        """Send an answer, as far as the process reads it; `send` continues.
-
-        Args:
-            data: content.
-
-        Raises:
-            OSError: the connection was lost.
-        """
-        if isinstance(self.channel, SignedConnection):
-            data = self.channel.signed(data)
-        length = struct.pack("!i", len(data)) if len(data) < 1 << 31 else struct.pack("!iQ", _LARGE, len(data))
-        self._unsent += length + data
-        self.send()
-
-    def send(self) -> None:
-        """Send more of the answer.
-
-        Raises:
-            OSError: the connection was lost.
-        """
-        with contextlib.suppress(BlockingIOError):
-            del self._unsent[: os.write(self.number, self._unsent)]
+_WAKES: Final = 1 << 16  # bytes of the pipe that are read at a time
 
 
 @final
@@ -288,7 +134,7 @@ class StoreServer:
                 for key, events in self._selector.select(self._next_deadline()):
                     if key.fd == self._woken:
                         with contextlib.suppress(BlockingIOError):
-                            os.read(self._woken, _READ)
+                            os.read(self._woken, _WAKES)
                     elif key.fileobj is self._listener:
                         self._accept()
                     elif (peer := self._peers.get(key.fd)) is not None:
@@ -308,7 +154,7 @@ class StoreServer:
             shut(self._listener.fileno())  # a forked process may have a copy of it, as of the connections
             self._listener.close()
             for channel in channels:
-                _end(channel)
+                end(channel)
 
     def _next_deadline(self) -> float | None:
         """Return the seconds until the next request reaches its timeout; None without such a request."""
@@ -342,7 +188,7 @@ class StoreServer:
             if channel is None:
                 return
             if self._closed:
-                _end(channel)
+                end(channel)
                 return
             self._admitted.append(channel)
             self._wake()
@@ -353,7 +199,7 @@ class StoreServer:
             self._selector.register(peer.number, selectors.EVENT_READ)
             self._peers[peer.number] = peer
         except OSError:
-            _end(channel)
+            end(channel)
 
     def _attend(self, peer: Peer, events: int) -> None:
         """Read requests of a process and answer them, or send more of an answer."""
@@ -384,7 +230,7 @@ class StoreServer:
         del self._peers[peer.number]
         if peer.wait is not None:
             self._forget(peer.wait)
-        _end(peer.channel)
+        end(peer.channel)
         for key in peer.at_end:
             self._store(key, b"")
 
@@ -407,7 +253,7 @@ class StoreServer:
 
     def _answer_waits_for(self, key: str) -> None:
         for least, waits in tuple(self._waits.get(key, {}).items()):
-            if least is not None and not _reached(self._values.get(key), least):
+            if least is not None and not reached(self._values.get(key), least):
                 continue
             for wait in tuple(waits):
                 if wait.pending and wait.may_be_met(key) and (existing := wait.found(self._values)):
@@ -501,28 +347,3 @@ class StoreServer:
 
     def _do_check(self, peer: Peer, *keys: bytes) -> bytes:
         return b"1" if all(key.decode() in self._values for key in keys) else b""
-
-
-def _reached(value: bytes | None, least: int | None) -> bool:
-    """Return whether a value exists, and is a number that is large enough."""
-    if value is None or least is None:
-        return value is not None
-    with contextlib.suppress(ValueError):
-        return int(value) >= least
-    return False
-
-
-def _end(channel: Channel) -> None:
-    """Close a connection, also if a forked process has a copy of it."""
-    shut(channel.fileno())
-    channel.close()
-
-
-def shut(number: int) -> None:
-    """Shut down a connection, which wakes a thread that waits for it.
-
-    Args:
-        number: file descriptor of its socket.
-    """
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as duplicate:
-        duplicate.shutdown(socket.SHUT_RDWR)

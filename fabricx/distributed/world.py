@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fabricx.distributed import autograd_collectives, heartbeat, lost_operations, object_messages, peers, process_groups
-from fabricx.distributed.generations import ANY_DEATH, death_key, membership
+from fabricx.distributed.generations import membership
 from fabricx.distributed.lost_peers import raise_peer_lost
 from fabricx.errors import check_choice
 
@@ -30,8 +29,6 @@ CONFIRM: Final = timedelta(seconds=20)  # minimum time for ranks to compare thei
 OPERATION: Final = timedelta(minutes=30)  # timeout of a collective
 _ALL: Final = ("data", "metrics", "gradients", "copies")  # axes with all ranks, unless a strategy has others
 AXES: Final = (*_ALL, "pipeline", "context", "tensor", "model", "expert")  # see `World.axis`
-DEPARTURE_S: Final = 60.0  # all ranks have run the same collectives: they differ by moments, and by users' hooks
-DEPARTURE_LOOK_S: Final = 0.1  # interval at which a rank that waits for the departure checks whether ranks have died
 
 
 def _counted(method: Callable[Concatenate[World, P], R]) -> Callable[Concatenate[World, P], R]:
@@ -282,37 +279,6 @@ class World:
         if self.size > 1:
             self._wait(dist.barrier(self.group, async_op=True))
 
-    def await_departure(self, timeout_s: float = DEPARTURE_S) -> None:
-        """Wait until all ranks have finished their last collective; each rank calls it after its own last collective.
-
-        A rank that exits closes its connections, and data that another rank has not yet read from them can be lost (a
-        connection reset drops received data). Therefore each rank reports in the store, which no rank hosts, and exits
-        when all ranks have reported. If a rank dies meanwhile, a supervisor or the server of a launch's store reports
-        it; else the timeout ends the wait.
-
-        Args:
-            timeout_s: maximum time to wait, in seconds.
-        """
-        if self.size == 1 or self.store is None:
-            return
-        member, name = membership(), f"departure/{self.generation}"
-        store, deadline = self.store, time.monotonic() + timeout_s
-        remaining = dict(enumerate(member.members(self.generation, self.size)))
-        with contextlib.suppress(OSError, dist.DistError):  # the store's host has exited: no rank can report any more
-            store.set(self.key(f"{name}/{self.rank}"), "done")
-            if store.add(self.key(f"{name}/count"), 1) == self.size:
-                store.set(self.key(f"{name}/all"), "")
-            while not member.outdated(self.generation) and (left := deadline - time.monotonic()) > 0:
-                if _exists(store, [self.key(f"{name}/all")], min(left, DEPARTURE_LOOK_S)):
-                    return
-                if store.check([ANY_DEATH]):
-                    break
-            while remaining and time.monotonic() < deadline and not member.outdated(self.generation):
-                for rank, worker in list(remaining.items()):
-                    if store.check([self.key(f"{name}/{rank}")]) or store.check([death_key(worker)]):
-                        del remaining[rank]
-                time.sleep(DEPARTURE_LOOK_S if remaining else 0.0)
-
     @_counted
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
         """Reduce a tensor over all ranks, in place.
@@ -502,14 +468,6 @@ class World:
 
     def _unpacked(self, kind: str, rank: int, message: Tensor) -> Any:
         return object_messages.unpack(self.secret, [kind, self.generation, rank], message.cpu())
-
-
-def _exists(store: dist.Store, keys: list[str], seconds: float) -> bool:
-    """Return whether keys exist, after a wait for them."""
-    with contextlib.suppress(dist.DistStoreError):
-        store.wait(keys, timedelta(seconds=seconds))
-        return True
-    return False
 
 
 def current() -> World | None:

@@ -15,6 +15,7 @@ from fabricx.core.callback import recovery_policy_of
 from fabricx.core.state import TrainerFn, TrainerStatus
 from fabricx.core.strategy_parts import HasServers, as_part
 from fabricx.distributed import world as worlds
+from fabricx.distributed.departure import await_departure
 from fabricx.distributed.grad_hooks import check_before_pickling
 from fabricx.distributed.world import World
 from fabricx.errors import full_disk_costs
@@ -120,7 +121,7 @@ def _run(trainer: TrainerInterface, job: Job) -> Any:
             return execute(trainer, job, here).results
         results = execute(trainer, job, here).results
         if strategy.traits.lockstep:  # else ranks end independently of each other
-            trainer.world.await_departure()  # the script may exit now, and no supervisor keeps this process alive
+            await_departure(trainer.world)  # the script may exit now, and no supervisor keeps this process alive
         return results
 
 

@@ -15,6 +15,7 @@ from fabricx.checkpoint import is_committed, read_manifest
 from fabricx.checkpoint.storage import as_path
 from fabricx.core.callback import recovery_policy_of
 from fabricx.core.strategy_parts import HasServers, ModelParallel, ShardsWeights, as_part
+from fabricx.distributed.departure import await_departure
 from fabricx.distributed.world import OPERATION, World
 from fabricx.errors import PeerLost, WorkerFailed
 from fabricx.fault_tolerance.controller import ElasticPolicy
@@ -146,7 +147,7 @@ def work(
     by_value.share([*former, *(each for each in _shared(trainer, job, callbacks).items() if each[0] in known)])
     changed = _changed(before, trainer, job)
     if trainer.strategy.traits.lockstep:  # else ranks end independently of each other
-        trainer.world.await_departure()
+        await_departure(trainer.world)
     if not trainer.world.main_rank:
         return None
     outcome.changed = changed

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+from fabricx.distributed.departure import await_departure
 from fabricx.distributed.generations import ANY_DEATH, death_key
 from fabricx.distributed.stop_consensus import Agreement
 from fabricx.distributed.store import PrivateStore
@@ -119,7 +120,7 @@ def measured(ranks: int, folder: str) -> dict[str, tuple[float, float, float]]:
             index += 1
 
     def leave(rank: int) -> None:
-        World(rank=rank, size=ranks, store=stores[rank]).await_departure()
+        await_departure(World(rank=rank, size=ranks, store=stores[rank]))
 
     try:
         for name, work in (("join", join), ("train", train), ("stop", stop), ("leave", leave)):

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import fabricx as fx
+from fabricx.distributed.departure import await_departure
 from fabricx.distributed.generations import membership
 from fabricx.distributed.stop_consensus import Agreement
 from fabricx.distributed.world import World, current
@@ -113,7 +114,7 @@ def die_at_the_end(world: World) -> bool:
     member.send("outside")
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    world.await_departure(3600.0)
+    await_departure(world, 3600.0)
     return world.store.check([world.key("departure/0/1")])
 
 

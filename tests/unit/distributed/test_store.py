@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from fabricx.distributed.authentication import new_key
 from fabricx.distributed.store import PrivateStore
-from fabricx.distributed.store_server import StoreServer, pack, unpack
+from fabricx.distributed.store_connections import pack, unpack
+from fabricx.distributed.store_server import StoreServer
 
 KEY = b"k" * 32
 ROOT = Path(__file__).parents[3]

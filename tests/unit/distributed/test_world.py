@@ -1,59 +1,10 @@
-"""What ranks tell each other through the store."""
+"""Axes of the ranks."""
 
 from __future__ import annotations
 
-import threading
-import time
-
 import pytest
-import torch.distributed as dist
 
-from fabricx.distributed.generations import ANY_DEATH, death_key
 from fabricx.distributed.world import World
-
-
-def test_no_rank_leaves_before_all_have_done_their_last_collective() -> None:
-    store = dist.HashStore()
-    first, second = (World(rank=rank, size=2, store=store) for rank in (0, 1))
-    order: list[str] = []
-
-    def leave() -> None:
-        second.await_departure(60.0)
-        order.append("the second rank leaves")
-
-    thread = threading.Thread(target=leave)
-    thread.start()
-    while not store.check([second.key("departure/0/1")]):
-        time.sleep(0.001)
-    order.append("the first rank has done its last collective")
-    first.await_departure(60.0)
-    thread.join()
-    assert order == ["the first rank has done its last collective", "the second rank leaves"]
-
-
-def test_a_peer_that_is_gone_is_not_waited_for_without_end() -> None:
-    store = dist.HashStore()
-    World(rank=0, size=2, store=store).await_departure(0.0)
-    World().await_departure()
-
-
-def test_a_worker_of_which_the_supervisor_says_that_it_is_gone_is_not_waited_for() -> None:
-    store = dist.HashStore()
-    for key in (death_key(1), ANY_DEATH):
-        store.set(key, "")
-    World(rank=0, size=2, store=store).await_departure(3600.0)
-    assert not store.check([World(rank=1, size=2, store=store).key("departure/0/1")])
-
-
-def test_nothing_is_waited_for_when_the_store_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def closed(*arguments: object) -> None:
-        raise dist.DistNetworkError
-
-    store = dist.HashStore()
-    world = World(rank=0, size=2, store=store)
-    for name in ("set", "wait"):
-        monkeypatch.setattr(dist.HashStore, name, closed)
-        world.await_departure(3600.0)
 
 
 def test_the_ranks_of_the_only_axis_are_all_ranks() -> None:
