@@ -186,6 +186,11 @@ def test_a_folder_says_what_belongs_in_it_in_less_than_a_page(folder):
     assert 3 <= readme.read_text().count("\n") <= 60
 
 
+def test_at_the_top_of_fabricx_are_folders_and_at_most_eight_files():
+    beside = [path.name for path in (ROOT / "fabricx").iterdir() if path.is_file() and path.name != "README.md"]
+    assert len(beside) <= 8, sorted(beside)
+
+
 def test_no_file_has_a_name_that_says_nothing():
     assert [short(path) for path in PYTHON if path.name in NAMES_THAT_SAY_NOTHING] == []
 

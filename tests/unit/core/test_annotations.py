@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional
 import pytest
 from torch import nn
 
-from fabricx.annotations import accepts, check_value
+from fabricx.core.annotations import accepts, check_value
 
 if TYPE_CHECKING:
     from nowhere import Unknown  # type: ignore[import-not-found]
