@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from fabricx.distributed.generations import membership
 from fabricx.distributed.world import World
+from fabricx.parameter_server.design import Design
 from fabricx.parameter_server.divisible import needs_whole_tensors
 from fabricx.parameter_server.options import ServerOptions
 from fabricx.parameter_server.sparse_embeddings import before_lookups, check_servers_can_step, sparse_embeddings
-from fabricx.parameter_server.wire.messages import Settings
 from fabricx.parameter_server.wire.powersgd import LowRank
 from fabricx.parameter_server.worker.asynchronous import Asynchronous
 from fabricx.parameter_server.worker.client import Client
@@ -26,28 +26,6 @@ from fabricx.parameter_server.worker.pull_timing import BeforeStep, DuringForwar
 from fabricx.parameter_server.worker.servers import VectorOptions
 from fabricx.parameter_server.worker.shared_memory_sum import SharedMemorySum
 from fabricx.parameter_server.worker.shared_memory_weights import SharedWeights, check_shareable
-
-
-@dataclass(frozen=True)
-class Design:
-    """Whether servers or workers step, and by which protocol: the result of a strategy's options.
-
-    Attributes:
-        settings: behaviour of the servers.
-        asynchronous: protocol of workers at their own pace; None for workers in lockstep.
-        servers_step: servers step the user's optimizers; otherwise they sum, and workers step.
-        rank: rank of the low-rank factors in place of gradients (PowerSGD), if workers step; None for none.
-    """
-
-    settings: Settings
-    asynchronous: Asynchronous | None
-    servers_step: bool
-    rank: int | None = None
-
-    @property
-    def compresses(self) -> bool:
-        """Return whether gradients or weights are compressed."""
-        return self.settings.compresses or self.rank is not None
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from fabricx.consistency.weight_changes import WeightChanges
 from fabricx.core.averaging import AverageRule
 from fabricx.core.dealer import Dealer
 from fabricx.core.gradient_checks import warn_of_lost_residuals
-from fabricx.core.strategy import Strategy, Traits
+from fabricx.core.strategy import Strategy
 from fabricx.core.strategy_parts import (
     DealsData,
     Elastic,
@@ -28,7 +28,8 @@ from fabricx.core.strategy_parts import (
 )
 from fabricx.distributed.sync_batchnorm import synchronised
 from fabricx.distributed.world import World
-from fabricx.parameter_server.connection import Connection, Design, Trained, connect, parameters_of
+from fabricx.parameter_server.connection import Connection, Trained, connect, parameters_of
+from fabricx.parameter_server.design import Design
 from fabricx.parameter_server.options import LinkKind, ServerOptions
 from fabricx.parameter_server.saved_state import restore_feedback, velocity_by_name, velocity_by_parameter
 from fabricx.parameter_server.sparse_embeddings import sparse_embeddings
@@ -68,26 +69,9 @@ class ServedStrategy(
         Raises:
             ValueError: options exclude each other.
         """
-        design = self._design = Design(settings, asynchronous, servers_step, rank)
-        self._settings = settings
-        alone = asynchronous is None and not design.compresses and self.link == "auto" and self.overlap == "backward"
-        if self.servers < 0 or (self.servers == 0 and not alone):
-            raise ValueError(
-                f"servers={self.servers}: must be 1 or more processes; 0, where the workers of a machine keep the "
-                "parameters in shared memory, needs mode='sync', link='auto', overlap='backward' and no compression"
-            )
-        if self.overlap == "forward" and (not servers_step or settings.outer is not None):
-            raise ValueError(
-                "overlap='forward' needs servers that step the optimizer (workers that step need the complete sum "
-                "first): set overlap='backward', or optimizer='server'"
-            )
-        self.traits = Traits(
-            synchronous=asynchronous is None,
-            lockstep=asynchronous is None,
-            unreplicated=asynchronous is None and (servers_step or design.compresses),
-            elastic=True,
-            checkpoint_averages=asynchronous is None and servers_step and settings.pull_compression is not None,
-        )
+        self._design = Design(settings, asynchronous, servers_step, rank)
+        self._design.check(self)
+        self._settings, self.traits = settings, self._design.traits
         self._dealer = None if asynchronous is None else LeaseDealer(asynchronous)
         self._use(Connection())
         self._parameters: list[Tensor] = []
@@ -207,8 +191,7 @@ class ServedStrategy(
             super().clip_value(clipped, limit)
 
     def gradient_norm(self, optimizers: Sequence[Optimizer]) -> Tensor | None:
-        steps_here = self._dealer is None and not self._design.servers_step
-        return super().gradient_norm(optimizers) if steps_here else None
+        return super().gradient_norm(optimizers) if self._design.workers_step else None
 
     def hooks_see_gradients(self) -> AbstractContextManager[Any]:
         return self._protocol.hooks_see_gradients()
@@ -275,41 +258,25 @@ class ServedStrategy(
 
     @property
     def global_updates(self) -> bool:  # type: ignore[override]
-        return self._dealer is None or self._settings.aggregate
+        return self._design.whole_updates
 
     @property
     def updates_per_batch(self) -> int:
-        if self._dealer is None or self._settings.aggregate:
+        if self._dealer is None or self._design.whole_updates:
             return 1
         return self._dealer.planned or self.data_ranks.size
 
     @property
     def norm_clipping_refused(self) -> str:  # type: ignore[override]
-        if self._dealer is None or not self._settings.aggregate or self.servers == 1 or self.data_ranks.size == 1:
-            return ""
-        return (
-            f"the norm of a gradient can't be limited with servers={self.servers} and mode='bounded': each server "
-            "has a part of it, and none waits for the others. Use servers=1, gradient_clip_algorithm='value', or "
-            "mode='sync'"
-        )
+        return self._design.norm_clipping_refused(self.servers, self.data_ranks.size)
 
     @property
     def batch_weight_refused(self) -> str:  # type: ignore[override]
-        if self._dealer is None or not (self._settings.aggregate or self._settings.outer):
-            return ""
-        return (
-            "batch_weight needs the weight of the global batch in each update, but no worker waits for the weights of "
-            "other workers: use parameter_server with mode='sync' and backup_workers=0, or strategy=ddp or fsdp"
-        )
+        return self._design.batch_weight_refused
 
     @property
     def lost_with_worker(self) -> list[str]:
-        if self._design.asynchronous is None:
-            return []
-        lost = ["the error feedback of their compressed gradients"] if self._settings.compression else []
-        if self._design.asynchronous.statistics.layers:
-            lost.append("their changes of running statistics since all workers met")
-        return lost
+        return self._design.lost_with_worker
 
     # -- moving averages ----------------------------------------------------------------------------------------
 
@@ -354,8 +321,7 @@ class ServedStrategy(
 
     @property
     def weight_pulls(self) -> int | None:  # type: ignore[override]
-        workers_step = self._dealer is None and not self._design.servers_step
-        return None if workers_step else self._exchange.statistics.pulls
+        return None if self._design.workers_step else self._exchange.statistics.pulls
 
     @property
     def waited_s(self) -> float:  # type: ignore[override]
