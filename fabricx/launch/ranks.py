@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import pickle
 import signal
@@ -15,9 +16,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from fabricx import by_value
 from fabricx.distributed import authentication
+from fabricx.distributed import world as worlds
 from fabricx.launch.launcher import Ended
-from fabricx.launch.worker import Failure
+from fabricx.launch.worker import Failure, failure_of
 from fabricx.launch.worker_process import failure_of_end
 from fabricx.scratch import private_folder
 
@@ -91,6 +94,24 @@ class Ranks:
                 failures.append(replace(failure_of_end(rank, code, None), at=time.time()))
         results = [file.read_bytes() for file in folder.glob("*/result")]
         return Ended(results[0] if results else None, tuple(failures))
+
+
+def run_rank(job: bytes, rank: int) -> Ended:
+    """Run a rank in this process, which an engine has started for it.
+
+    Args:
+        job: its work.
+        rank: number of the rank; the variables of torchrun are set.
+
+    Returns:
+        the result of the main rank, or the failure.
+    """
+    try:
+        outcome = importlib.import_module(MODULE).run(job)
+        worlds.leave()
+        return Ended(by_value.dumps(outcome, home=True) if rank == 0 else None)
+    except BaseException as error:
+        return Ended(failures=(failure_of(rank, error, time.time()),))
 
 
 def _start(folder: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:

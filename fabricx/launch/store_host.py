@@ -65,7 +65,8 @@ def start(key: bytes, local_key: bytes | None) -> tuple[str, int]:
 
 def host() -> None:
     """Host the store until the launch ends; main function of the process."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent by launchers to all processes of a rank
+    # Launchers send these to all processes of a rank; SLURM sends SIGUSR1 or SIGUSR2 before the end of a job's time.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     _allow_many_files()
     request: dict[str, Any] = json.loads(sys.stdin.readline())

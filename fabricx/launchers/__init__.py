@@ -6,8 +6,9 @@ from fabricx import plugins
 
 if TYPE_CHECKING:
     from fabricx.launchers.ray import Ray as Ray
+    from fabricx.launchers.slurm import Slurm as Slurm
 
-__all__ = ["Ray"]
+__all__ = ["Ray", "Slurm"]
 
 
 def __getattr__(name: str) -> Any:

@@ -17,6 +17,7 @@ class Caller:
 
     Attributes:
         sys_path: import path.
+        argv: arguments of the command.
         cwd: working directory.
         module_files: files of modules that this path does not lead to, by name.
         settings: global settings; the environment is that of the rank.
@@ -24,6 +25,7 @@ class Caller:
     """
 
     sys_path: tuple[str, ...]
+    argv: tuple[str, ...]
     cwd: str
     module_files: Mapping[str, str]
     settings: ProcessSettings
@@ -37,7 +39,7 @@ class Caller:
             key: key of the run.
         """
         settings = replace(ProcessSettings.of_this_process(), environment={})
-        return cls(tuple(sys.path), os.getcwd(), module_files(), settings, key)
+        return cls(tuple(sys.path), tuple(sys.argv), os.getcwd(), module_files(), settings, key)
 
     def enter(self) -> None:
         """Apply the properties to this process.
@@ -48,6 +50,7 @@ class Caller:
         os.environ["FABRICX_KEY"] = self.key
         replace(self.settings, environment=dict(os.environ)).apply()
         sys.path[:] = [*self.sys_path, *(entry for entry in sys.path if entry not in self.sys_path)]
+        sys.argv[:] = self.argv
         find_in_files(self.module_files)
         try:
             os.chdir(self.cwd)

@@ -37,11 +37,7 @@ def main(folder: Path) -> None:
     rank = int(os.environ["RANK"])
     try:
         with authentication.open_private(folder.parent / "job") as file:
-            caller, content = pickle.load(file)
-        caller.enter()
-        set_launched_rank()
-        by_value.supply_children()
-        outcome = _run(*pickle.loads(content))
+            outcome = run(file.read())
         if rank == 0:
             with (folder / "result").open("wb") as result:
                 by_value.dump(outcome, result, home=True)
@@ -51,6 +47,19 @@ def main(folder: Path) -> None:
         sys.stderr.flush()
         os._exit(1)
     worlds.leave()
+
+
+def run(job: bytes) -> Any:
+    """Run a job in this process, and return its outcome; None on other ranks than the main rank.
+
+    Args:
+        job: the job of a `Program`.
+    """
+    caller, content = pickle.loads(job)
+    caller.enter()
+    set_launched_rank()
+    by_value.supply_children()
+    return _run(*pickle.loads(content))
 
 
 def _run(trainer: Any, job: Any, logs: Any) -> Any:

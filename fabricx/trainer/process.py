@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -112,7 +113,8 @@ def interruptible(
     """Handle signals during a job: stop training at the next step boundary, and an evaluation immediately.
 
     An evaluation has no state to save. The program's own handler of the signal is called first. A second signal is
-    handled as it was before the job.
+    handled as it was before the job. Forked processes, such as those of a data loader, leave the first signal to this
+    process: schedulers and terminals send it to all processes of a rank.
 
     Args:
         stage: "fit", "validate", "test" or "predict".
@@ -122,11 +124,13 @@ def interruptible(
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in signals}
+    before, process = {number: signal.getsignal(number) for number in signals}, os.getpid()
 
     def stop(number: int, frame: FrameType | None) -> None:
         for previous, handler in before.items():
             signal.signal(previous, handler)
+        if os.getpid() != process:
+            return
         call_own(before[signal.Signals(number)], number, frame)
         if stage != "fit":
             stop_now(number)

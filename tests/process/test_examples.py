@@ -125,9 +125,20 @@ def test_an_example_is_short_and_needs_little(path):
         allowed |= {"wandb", "mlflow", "opentelemetry"}
     if path.name == "llama_tensor.py":
         allowed |= {"transformers"}
+    if path.parent.name == "clusters":
+        allowed |= {"sagemaker"}
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             assert {alias.name.partition(".")[0] for alias in node.names} <= allowed
         elif isinstance(node, ast.ImportFrom):
             assert str(node.module).partition(".")[0] in allowed
             assert str(node.module) != "fabricx", "import fabricx as fx"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in sorted((EXAMPLES / "clusters").iterdir()) if path.suffix != ".md"],
+    ids=lambda path: path.name,
+)
+def test_a_file_for_clusters_is_that_of_the_guide(path):
+    assert path.read_text() in (ROOT / "docs" / "guides" / "clusters.md").read_text()

@@ -1,9 +1,10 @@
-"""Ranks that a launcher starts: one of the test, and Ray in a cluster of two nodes on this machine."""
+"""Ranks that a launcher starts: one of the test, Ray in a cluster of two nodes on this machine, and submitit."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from fabricx.errors import WorkerFailed
 from fabricx.launch import ranks
 from fabricx.launch.launcher import Ended, Launcher, Program, torchrun_variables
 from fabricx.launch.ranks import Ranks
+from fabricx.launchers import Slurm
 from fabricx.strategies import ParameterServer
 from fabricx.testing import QUIET, Ledger, TinyModule, kill, tiny_loader
 from tests import warm
@@ -152,3 +154,29 @@ def test_ray_replaces_a_killed_process_and_a_lost_machine(own_folder: Path, scri
     said = done.stdout.splitlines()[-3:]
     assert said[-1:] == ["fit True True"], done.stdout + done.stderr
     assert ["killed by SIGKILL" in said[0], "was lost" in said[1]] == [True, True], said
+
+
+class Preempted(fx.Callback):
+    """SLURM pre-empts the job of a run once."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 5 and not trainer.failures:
+            signal.raise_signal(signal.SIGTERM)
+
+
+# The two jobs of each take 15 seconds.
+@pytest.mark.parametrize(("fault", "said"), params([], [
+    (Preempted(), "the job has received SIGTERM"), (kill(rank=1).during("backward", step=5), "was lost"),
+]))  # fmt: skip
+def test_a_job_of_slurm_that_is_preempted_or_lost_is_submitted_again(own_folder: Path, fault: Any, said: str) -> None:
+    if importlib.util.find_spec("submitit") is None:
+        pytest.skip("submitit is not installed: pip install 'fabricx[slurm]'")
+    torch.manual_seed(3)
+    module = Ledger(SAMPLES, BATCH)
+    trainer = fx.Trainer(
+        launcher=Slurm(cluster="local"), devices=2, strategy="ddp", max_epochs=EPOCHS, **QUIET,
+        callbacks=[fault, FaultRecovery(every_n_train_steps=2)],
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(Numbered(), BATCH // 2, shuffle=True))
+    assert (trainer.global_step, exact(module), len(trainer.failures)) == (STEPS, True, 1)
+    assert said in trainer.failures[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 
 import fabricx as fx
 from fabricx.testing import QUIET, TinyModule, tiny_loader
+from fabricx.trainer import process
 
 
 @pytest.fixture
@@ -48,3 +50,17 @@ def test_the_programs_own_handler_is_called_before_the_run_stops(
     assert trainer.interrupted
     assert trainer.global_step == 2
     assert signal.getsignal(number) is mine
+
+
+def test_a_forked_process_leaves_the_first_signal_to_its_parent() -> None:
+    """A signal to all processes of a rank must not use the rank's connections in its data loader processes."""
+    requested: list[str] = []
+    with process.interruptible("fit", requested.append, (signal.SIGTERM,)):
+        child = os.fork()
+        if child == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os._exit(len(requested))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert not requested
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert requested == ["terminated"]

@@ -1,0 +1,260 @@
+"""Launcher that submits ranks as a job of SLURM."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, final
+
+from fabricx.launch.cluster import address
+from fabricx.launch.launcher import Ended, Launcher, Program, torchrun_variables
+from fabricx.launch.ranks import GATHER_S, run_rank
+from fabricx.launch.signals import handled, stop_now
+from fabricx.launch.worker import Failure
+
+LOOK_S: Final = 0.5  # seconds between two looks at the job
+QUEUE_S: Final = 5.0  # seconds between two requests to SLURM
+CANCEL_S: Final = 60.0  # seconds for a job to end after its ranks have ended
+LATE_S: Final = 10.0  # seconds that a result may need to arrive after the end of the job
+NOTICE: Final = "USR1"  # signal of SLURM before pre-emption or the end of the job's time
+_ENDS: Final = (signal.SIGTERM, signal.SIGUSR1)
+
+
+@final
+class Slurm(Launcher):
+    """Submit the ranks as a job of SLURM, by submitit (pip install 'fabricx[slurm]').
+
+    This process, on a login node, waits for the job, and prints the output of the main rank. Ctrl-C requests the ranks
+    to stop at their next step. The job has one task for each rank. Before pre-emption and the end of the job's time the
+    ranks save a checkpoint. With the callback FaultRecovery the run is then submitted again and continues from the
+    checkpoint, also after the loss of a process or machine. The project and the folders have to be on a file system
+    that all machines share.
+
+    Args:
+        partition, account, qos: as of sbatch.
+        time_min: time limit of a job in minutes.
+        cpus_per_rank: cores for each rank.
+        notice_s: seconds before the end of the job's time at which the ranks save a checkpoint.
+        options: further options of sbatch, such as {"constraint": "a100", "mem-per-cpu": "4G"}.
+        folder: the logs of each job are in a folder below it, which only this user may read.
+        cluster: "slurm"; "local" runs the tasks on this machine without SLURM, to try a program.
+    """
+
+    def __init__(
+        self, partition: str | None = None, account: str | None = None, qos: str | None = None, time_min: int = 60,
+        cpus_per_rank: int = 1, notice_s: int = 120, options: Mapping[str, Any] | None = None,
+        folder: str = "slurm_jobs", cluster: str = "slurm",
+    ) -> None:  # fmt: skip
+        if importlib.util.find_spec("submitit") is None:
+            raise ModuleNotFoundError(
+                "launcher=slurm needs submitit: pip install 'fabricx[slurm]', or pip install submitit"
+            )
+        if cluster not in ("slurm", "local"):
+            raise ValueError(f"cluster={cluster!r}: set 'slurm' or 'local'")
+        for name, value in (("time_min", time_min), ("cpus_per_rank", cpus_per_rank), ("notice_s", notice_s)):
+            if value < 1:
+                raise ValueError(f"{name}={value}: set 1 or more")
+        self.cluster, self.folder, self.cpus_per_rank, self.notice_s = cluster, folder, cpus_per_rank, notice_s
+        self.time_min = time_min
+        given = {"partition": partition, "account": account, "qos": qos}
+        self.options = {**{name: value for name, value in given.items() if value is not None}, **(options or {})}
+
+    def run(self, program: Program) -> Ended:
+        Path(self.folder).mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=time.strftime("%Y-%m-%d_%H-%M-%S_"), dir=self.folder)).absolute()
+        try:
+            job = self._submit(program, folder)
+            print(f"job {job.job_id} of {self.cluster} is submitted; output of all ranks: {folder}", flush=True)
+            try:
+                return self._wait(program, job)
+            finally:
+                with contextlib.suppress(OSError, subprocess.SubprocessError):
+                    job.cancel(check=False)  # ranks that have not ended by themselves
+        finally:
+            for file in (*folder.glob("*.pkl"), *folder.glob("*.pid")):  # they contain the job and its key
+                file.unlink(missing_ok=True)
+
+    def _submit(self, program: Program, folder: Path) -> Any:
+        """Submit the job.
+
+        Raises:
+            ValueError: SLURM is not installed here, refuses the job, or several machines are requested without it.
+        """
+        if self.cluster == "local" and program.nodes > 1:
+            raise ValueError(f"cluster='local' has one machine, and num_nodes={program.nodes}: set cluster='slurm'")
+        try:
+            executor = _submitit().AutoExecutor(folder, cluster=self.cluster)
+            executor.update_parameters(
+                name="fabricx", nodes=program.nodes, tasks_per_node=program.processes, timeout_min=self.time_min,
+                cpus_per_task=self.cpus_per_rank, gpus_per_node=program.processes if program.gpus else None,
+                stderr_to_stdout=True,
+                # A job that SLURM itself starts again would begin without the checkpoint.
+                slurm_additional_parameters={
+                    "signal": f"{NOTICE}@{self.notice_s}", "no-requeue": True, **self.options
+                },
+            )  # fmt: skip
+            return executor.submit(_Rank(program, self.cpus_per_rank))
+        except (_submitit().core.utils.FailedJobError, OSError, RuntimeError) as error:
+            raise ValueError(f"the job was not submitted: {error}") from error
+
+    def _wait(self, program: Program, job: Any) -> Ended:
+        received: list[int] = []
+        over = _Queue(job).over if self.cluster == "slurm" else job.done
+        waiting = list(range(program.nodes * program.processes))
+        result, failures, deadline, passed, terminated = None, list[Failure](), float("inf"), 0, False
+        output = _Output(Path(job.paths.stdout))
+        with handled(lambda number, frame: received.append(number)):
+            while waiting and time.monotonic() < deadline:
+                time.sleep(LOOK_S)
+                output.copy()
+                lost = over()  # before the look for results: a rank writes its result before the job ends
+                for rank in tuple(waiting):
+                    task = job.task(rank)
+                    if (ended := _end_of(rank, task, lost=lost)) is not None:
+                        waiting.remove(rank)
+                        result = result if ended.result is None else ended.result
+                        failures += ended.failures
+                        terminated = terminated or ended.stopping
+                if failures and deadline == float("inf"):
+                    deadline = time.monotonic() + GATHER_S
+                if len(received) > 1 or (received and not program.stops_at_step):
+                    stop_now(received[-1])
+                if len(received) > passed:
+                    passed = len(received)
+                    print("stopping at the next step; press Ctrl-C again to stop immediately", flush=True)
+                    self._signal(job)
+        output.copy()
+        stopping = bool(received) or (terminated and self.cluster == "slurm" and _is_cancelled(job))
+        return Ended(None if failures else result, tuple(failures), stopping=stopping)
+
+    def _signal(self, job: Any) -> None:
+        """Request all ranks to stop at their next step, as Ctrl-C does."""
+        if self.cluster == "slurm":
+            subprocess.run(["scancel", "--signal=INT", str(job.job_id)], check=False)
+            return
+        for rank in range(job.num_tasks):
+            with contextlib.suppress(OSError, ValueError):
+                os.kill(int((job.paths.folder / f"{job.job_id}_{rank}.pid").read_text()), signal.SIGINT)
+
+
+@final
+class _Output:
+    """Copies what the main rank prints to the output of this process.
+
+    Args:
+        file: output of the main rank.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._position = file, 0
+
+    def copy(self) -> None:
+        """Print what is new; lines of submitit are left out."""
+        with contextlib.suppress(OSError), self._file.open("rb") as output:
+            output.seek(self._position)
+            content = output.read()
+            self._position += len(content)
+            lines = content.decode(errors="replace").splitlines(keepends=True)
+            print("".join(line for line in lines if not line.startswith("submitit ")), end="", flush=True)
+
+
+@final
+class _Rank:
+    """A rank, as a task of the job.
+
+    Args:
+        program: what the rank runs.
+        threads: threads of the rank's computations.
+    """
+
+    def __init__(self, program: Program, threads: int) -> None:
+        self._program, self._threads = program, threads
+
+    def __call__(self) -> Ended:
+        """Run the rank, and return its result or its failure."""
+        environment = _submitit().JobEnvironment()
+        rank = environment.global_rank
+        host, port = address(os.environ) if "SLURM_JOB_ID" in os.environ else ("127.0.0.1", _port_of(environment))
+        variables = torchrun_variables(self._program, environment.node, host, port)[environment.local_rank]
+        os.environ.update({"OMP_NUM_THREADS": str(self._threads), **variables, "RANK": str(rank)})
+        (environment.paths.folder / f"{environment.job_id}_{rank}.pid").write_text(str(os.getpid()))
+        notices: list[int] = []
+        for number in _ENDS:  # submitit's handlers would end or ignore them; those of the run call these
+            signal.signal(number, lambda received, frame: notices.append(received))
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        ended = run_rank(self._program.job, rank)
+        if not notices or ended.failures:
+            return ended
+        text = f"the job has received {signal.Signals(notices[0]).name} (pre-emption, scancel, or the end of its time)"
+        return Ended(failures=(_lost(rank, text),), stopping=notices[0] == signal.SIGTERM)
+
+
+def _port_of(environment: Any) -> int:
+    """Return a port that all tasks on this machine derive from the number of the job."""
+    return 15000 + int(environment.job_id) % 10000
+
+
+def _end_of(rank: int, task: Any, *, lost: bool) -> Ended | None:
+    """Return the end of a rank; None while its task runs.
+
+    Args:
+        rank: number of the rank.
+        task: its task.
+        lost: the job is over, so that a task without a result was lost.
+    """
+    if task.paths.result_pickle.exists():
+        error = task.exception()
+        return task.result() if error is None else Ended(failures=(_lost(rank, str(error)),))  # type: ignore[no-any-return]
+    return Ended(failures=(_lost(rank, f"its task of job {task.job_id} was lost"),)) if lost else None
+
+
+def _lost(rank: int, text: str) -> Failure:
+    return Failure(rank, time.time(), "death", text, None)
+
+
+def _is_cancelled(job: Any) -> bool:
+    """Return whether a user has cancelled a job that has received SIGTERM; else it was pre-empted, for example."""
+    deadline = time.monotonic() + CANCEL_S
+    while time.monotonic() < deadline:
+        command = ["squeue", "--noheader", "--states=all", "--jobs", str(job.job_id), "--format=%T"]
+        state = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+        if state not in ("", "RUNNING", "COMPLETING"):
+            return state.startswith("CANCELLED")
+        time.sleep(1.0)
+    return False
+
+
+@final
+class _Queue:
+    """The place of a job in the queue of SLURM. It needs no accounting, which many clusters don't have.
+
+    Args:
+        job: the job.
+    """
+
+    def __init__(self, job: Any) -> None:
+        self._job, self._looked, self._over_at = str(job.job_id), 0.0, float("inf")
+
+    def over(self) -> bool:
+        """Return whether the job has left the queue some seconds ago: results arrive late on network file systems."""
+        if (now := time.monotonic()) > self._looked + QUEUE_S and self._over_at == float("inf"):
+            self._looked = now
+            found = subprocess.run(
+                ["squeue", "--noheader", "--jobs", self._job], capture_output=True, text=True, check=False
+            )
+            if "Invalid job id" in found.stderr or not (found.returncode or found.stdout.strip()):
+                self._over_at = now
+        return now > self._over_at + LATE_S
+
+
+def _submitit() -> Any:
+    """Import submitit, which is installed where this launcher is used."""
+    return importlib.import_module("submitit")
