@@ -23,6 +23,7 @@ from fabricx.launch.worker import Failure
 LOOK_S: Final = 0.5  # seconds between two looks at the job
 QUEUE_S: Final = 5.0  # seconds between two requests to SLURM
 CANCEL_S: Final = 60.0  # seconds for a job to end after its ranks have ended
+COMMAND_S: Final = 60.0  # limit for a command of SLURM
 LATE_S: Final = 10.0  # seconds that a result may need to arrive after the end of the job
 NOTICE: Final = "USR1"  # signal of SLURM before pre-emption or the end of the job's time
 _ENDS: Final = (signal.SIGTERM, signal.SIGUSR1)
@@ -138,7 +139,7 @@ class Slurm(Launcher):
     def _signal(self, job: Any) -> None:
         """Request all ranks to stop at their next step, as Ctrl-C does."""
         if self.cluster == "slurm":
-            subprocess.run(["scancel", "--signal=INT", str(job.job_id)], check=False)
+            _command("scancel", "--signal=INT", str(job.job_id))
             return
         for rank in range(job.num_tasks):
             with contextlib.suppress(OSError, ValueError):
@@ -224,8 +225,8 @@ def _is_cancelled(job: Any) -> bool:
     """Return whether a user has cancelled a job that has received SIGTERM; else it was pre-empted, for example."""
     deadline = time.monotonic() + CANCEL_S
     while time.monotonic() < deadline:
-        command = ["squeue", "--noheader", "--states=all", "--jobs", str(job.job_id), "--format=%T"]
-        state = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+        options = ("--noheader", "--states=all", "--jobs", str(job.job_id), "--format=%T")
+        state = _command("squeue", *options).stdout.strip()
         if state not in ("", "RUNNING", "COMPLETING"):
             return state.startswith("CANCELLED")
         time.sleep(1.0)
@@ -247,12 +248,18 @@ class _Queue:
         """Return whether the job has left the queue some seconds ago: results arrive late on network file systems."""
         if (now := time.monotonic()) > self._looked + QUEUE_S and self._over_at == float("inf"):
             self._looked = now
-            found = subprocess.run(
-                ["squeue", "--noheader", "--jobs", self._job], capture_output=True, text=True, check=False
-            )
+            found = _command("squeue", "--noheader", "--jobs", self._job)
             if "Invalid job id" in found.stderr or not (found.returncode or found.stdout.strip()):
                 self._over_at = now
         return now > self._over_at + LATE_S
+
+
+def _command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of SLURM; without an answer in time the result is that of a failed command."""
+    try:
+        return subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=COMMAND_S)
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(arguments, 1, "", "")
 
 
 def _submitit() -> Any:
