@@ -186,7 +186,7 @@ class RunState:
 
     def request_validation(self) -> None:
         """Request a validation of the present weights, at the end of the batch; every rank calls it after the batch."""
-        self.validating = True
+        self.validating = self.validated = True
 
     def next_epoch(self) -> None:
         """Set the position to the first batch of the next epoch."""

@@ -104,12 +104,12 @@ def run_rank(job: bytes, rank: int) -> Ended:
         rank: number of the rank; the variables of torchrun are set.
 
     Returns:
-        the result of the main rank, or the failure.
+        the result of the main rank, with whether a signal has stopped the run, or the failure.
     """
     try:
-        outcome = importlib.import_module(MODULE).run(job)
+        outcome, stopped = importlib.import_module(MODULE).run(job)
         worlds.leave()
-        return Ended(by_value.dumps(outcome, home=True) if rank == 0 else None)
+        return Ended(by_value.dumps(outcome, home=True) if rank == 0 else None, stopping=stopped)
     except BaseException as error:
         return Ended(failures=(failure_of(rank, error, time.time()),))
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import math
 import os
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -63,6 +65,10 @@ class Slurm(Launcher):
         for name, value in (("time_min", time_min), ("cpus_per_rank", cpus_per_rank), ("notice_s", notice_s)):
             if value < 1:
                 raise ValueError(f"{name}={value}: set 1 or more")
+        if notice_s >= 60 * time_min:
+            raise ValueError(
+                f"notice_s={notice_s} is not below the job's time of {time_min} min: set a smaller notice_s"
+            )
         self.cluster, self.folder, self.cpus_per_rank, self.notice_s = cluster, folder, cpus_per_rank, notice_s
         self.time_min = time_min
         given = {"partition": partition, "account": account, "qos": qos}
@@ -92,7 +98,9 @@ class Slurm(Launcher):
         if self.cluster == "local" and program.nodes > 1:
             raise ValueError(f"cluster='local' has one machine, and num_nodes={program.nodes}: set cluster='slurm'")
         try:
-            executor = _submitit().AutoExecutor(folder, cluster=self.cluster)
+            executor = _submitit().AutoExecutor(
+                folder, cluster=self.cluster, slurm_max_pickle_size_gb=math.inf, local_max_pickle_size_gb=math.inf
+            )
             executor.update_parameters(
                 name="fabricx", nodes=program.nodes, tasks_per_node=program.processes, timeout_min=self.time_min,
                 cpus_per_task=self.cpus_per_rank, gpus_per_node=program.processes if program.gpus else None,
@@ -110,7 +118,7 @@ class Slurm(Launcher):
         received: list[int] = []
         over = _Queue(job).over if self.cluster == "slurm" else job.done
         waiting = list(range(program.nodes * program.processes))
-        result, failures, deadline, passed, terminated = None, list[Failure](), float("inf"), 0, False
+        result, failures, deadline, passed, ended_early = None, list[Failure](), float("inf"), 0, False
         output = _Output(Path(job.paths.stdout))
         with handled(lambda number, frame: received.append(number)):
             while waiting and time.monotonic() < deadline:
@@ -123,17 +131,19 @@ class Slurm(Launcher):
                         waiting.remove(rank)
                         result = result if ended.result is None else ended.result
                         failures += ended.failures
-                        terminated = terminated or ended.stopping
+                        ended_early = ended_early or lost or bool(ended.failures and ended.stopping)
                 if failures and deadline == float("inf"):
                     deadline = time.monotonic() + GATHER_S
                 if len(received) > 1 or (received and not program.stops_at_step):
                     stop_now(received[-1])
                 if len(received) > passed:
                     passed = len(received)
+                    if self.cluster == "slurm" and _state(job) in ("PENDING", "CONFIGURING"):
+                        stop_now(received[-1])  # no rank has begun, and the job is cancelled
                     print("stopping at the next step; press Ctrl-C again to stop immediately", flush=True)
                     self._signal(job)
         output.copy()
-        stopping = bool(received) or (terminated and self.cluster == "slurm" and _is_cancelled(job))
+        stopping = bool(received) or (ended_early and self.cluster == "slurm" and _is_cancelled(job))
         return Ended(None if failures else result, tuple(failures), stopping=stopping)
 
     def _signal(self, job: Any) -> None:
@@ -183,19 +193,41 @@ class _Rank:
         """Run the rank, and return its result or its failure."""
         environment = _submitit().JobEnvironment()
         rank = environment.global_rank
-        host, port = address(os.environ) if "SLURM_JOB_ID" in os.environ else ("127.0.0.1", _port_of(environment))
+        own = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}  # of the login node
+        host, port = address(own) if "SLURM_JOB_ID" in own else ("127.0.0.1", _port_of(environment))
         variables = torchrun_variables(self._program, environment.node, host, port)[environment.local_rank]
         os.environ.update({"OMP_NUM_THREADS": str(self._threads), **variables, "RANK": str(rank)})
         (environment.paths.folder / f"{environment.job_id}_{rank}.pid").write_text(str(os.getpid()))
-        notices: list[int] = []
-        for number in _ENDS:  # submitit's handlers would end or ignore them; those of the run call these
-            signal.signal(number, lambda received, frame: notices.append(received))
+        notices = _Notices()
         signal.signal(signal.SIGINT, signal.default_int_handler)
         ended = run_rank(self._program.job, rank)
-        if not notices or ended.failures:
+        if not notices.received or not (ended.stopping or ended.failures):
             return ended
-        text = f"the job has received {signal.Signals(notices[0]).name} (pre-emption, scancel, or the end of its time)"
-        return Ended(failures=(_lost(rank, text),), stopping=notices[0] == signal.SIGTERM)
+        name = signal.Signals(notices.received[0]).name
+        text = f"the job has received {name} (pre-emption, scancel, or the end of its time)"
+        return Ended(failures=(*ended.failures, _lost(rank, text)), stopping=name == "SIGTERM")
+
+
+@final
+class _Notices:
+    """Receives the signals of SLURM, instead of submitit, which would end the process or ignore them.
+
+    The run's handlers call it. A signal that arrives before these are set is repeated when they are.
+    """
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        for number in _ENDS:
+            signal.signal(number, self._receive)
+
+    def _receive(self, number: int, frame: object) -> None:
+        self.received.append(number)
+        threading.Thread(target=self._repeat, args=(number,), daemon=True).start()
+
+    def _repeat(self, number: int) -> None:
+        while signal.getsignal(number) == self._receive:  # for ever if the run has handled it
+            time.sleep(LOOK_S)
+        os.kill(os.getpid(), number)
 
 
 def _port_of(environment: Any) -> int:
@@ -222,15 +254,17 @@ def _lost(rank: int, text: str) -> Failure:
 
 
 def _is_cancelled(job: Any) -> bool:
-    """Return whether a user has cancelled a job that has received SIGTERM; else it was pre-empted, for example."""
+    """Return whether a user has cancelled a job whose ranks have ended early; else it was pre-empted, for example."""
     deadline = time.monotonic() + CANCEL_S
-    while time.monotonic() < deadline:
-        options = ("--noheader", "--states=all", "--jobs", str(job.job_id), "--format=%T")
-        state = _command("squeue", *options).stdout.strip()
-        if state not in ("", "RUNNING", "COMPLETING"):
-            return state.startswith("CANCELLED")
+    while (state := _state(job)) in ("RUNNING", "COMPLETING") and time.monotonic() < deadline:
         time.sleep(1.0)
-    return False
+    return state.startswith("CANCELLED")
+
+
+def _state(job: Any) -> str:
+    """Return the state of a job, also after its end; "" if SLURM doesn't know it any more."""
+    options = ("--noheader", "--states=all", "--jobs", str(job.job_id), "--format=%T")
+    return _command("squeue", *options).stdout.strip()
 
 
 @final

@@ -37,7 +37,7 @@ def main(folder: Path) -> None:
     rank = int(os.environ["RANK"])
     try:
         with authentication.open_private(folder.parent / "job") as file:
-            outcome = run(file.read())
+            outcome, _ = run(file.read())
         if rank == 0:
             with (folder / "result").open("wb") as result:
                 by_value.dump(outcome, result, home=True)
@@ -49,17 +49,21 @@ def main(folder: Path) -> None:
     worlds.leave()
 
 
-def run(job: bytes) -> Any:
-    """Run a job in this process, and return its outcome; None on other ranks than the main rank.
+def run(job: bytes) -> tuple[Any, bool]:
+    """Run a job in this process.
 
     Args:
         job: the job of a `Program`.
+
+    Returns:
+        the outcome, None on other ranks than the main rank; and whether a signal has stopped the run.
     """
     caller, content = pickle.loads(job)
     caller.enter()
     set_launched_rank()
     by_value.supply_children()
-    return _run(*pickle.loads(content))
+    trainer, work_of_rank, logs = pickle.loads(content)
+    return _run(trainer, work_of_rank, logs), trainer.interrupted
 
 
 def _run(trainer: Any, job: Any, logs: Any) -> Any:

@@ -113,8 +113,8 @@ def interruptible(
     """Handle signals during a job: stop training at the next step boundary, and an evaluation immediately.
 
     An evaluation has no state to save. The program's own handler of the signal is called first. A second signal is
-    handled as it was before the job. Forked processes, such as those of a data loader, leave the first signal to this
-    process: schedulers and terminals send it to all processes of a rank.
+    handled as it was before the job. Forked processes leave SIGINT and SIGUSR1 to this process, because schedulers and
+    terminals send them to all processes of a rank. SIGTERM has the effect there that it had before the job.
 
     Args:
         stage: "fit", "validate", "test" or "predict".
@@ -130,6 +130,8 @@ def interruptible(
         for previous, handler in before.items():
             signal.signal(previous, handler)
         if os.getpid() != process:
+            if number == signal.SIGTERM:  # such as of a pool of processes that ends; loaders block it
+                os.kill(os.getpid(), number)
             return
         call_own(before[signal.Signals(number)], number, frame)
         if stage != "fit":

@@ -64,6 +64,16 @@ def test_updates_of_several_batches_are_not_interrupted(clock: Clock, quiet: dic
     assert validated(clock, quiet, val_check_interval="2s", accumulate_grad_batches=2) == [2, 4, 6]
 
 
+def test_a_stop_at_the_same_batch_validates_once(clock: Clock, quiet: dict[str, Any]) -> None:
+    module = Timed(clock)
+    stop = fx.callbacks.LambdaCallback(
+        on_train_batch_end=lambda trainer, *_: setattr(trainer, "should_stop", trainer.global_step == 5)
+    )
+    trainer = fx.Trainer(**{"max_epochs": 3, **quiet, "val_check_interval": "5s", "callbacks": [stop]})
+    trainer.fit(module, tiny_loader(), tiny_loader())
+    assert (trainer.global_step, module.validations) == (5, [5])
+
+
 def test_a_checkpoint_before_the_validation_continues_with_it(
     clock: Clock, quiet: dict[str, Any], tmp_path: Any
 ) -> None:

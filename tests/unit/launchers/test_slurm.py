@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +67,21 @@ def test_a_job_that_a_user_has_cancelled_is_not_submitted_again(
         assert Slurm(folder=str(tmp_path / "jobs")).run(PROGRAM).stopping is stopping
 
 
+def test_ctrl_c_cancels_a_job_that_has_not_begun(
+    commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextlib.contextmanager
+    def pressed(handler: Callable[[int, Any], None]) -> Iterator[None]:
+        handler(signal.SIGINT, None)
+        yield
+
+    monkeypatch.setattr(slurm, "handled", pressed)
+    write(commands, "squeue", "echo PENDING")
+    with pytest.raises(KeyboardInterrupt):
+        Slurm(folder=str(tmp_path / "jobs")).run(PROGRAM)
+    assert (tmp_path / "cancelled").read_text() == "7\n"
+
+
 def terminated(rank: int, task: Any, *, lost: bool) -> Ended:
     return Ended(failures=(slurm._lost(rank, "SIGTERM"),), stopping=True)
 
@@ -81,7 +99,7 @@ def test_what_cannot_be_submitted_names_the_remedy(
     monkeypatch.setenv("PATH", str(commands))
     with pytest.raises(ValueError, match=r"the job was not submitted: [\s\S]*srun"):
         Slurm(folder=str(tmp_path)).run(PROGRAM)
-    for wrong in ({"cluster": "pbs"}, {"time_min": 0}, {"cpus_per_rank": 0}, {"notice_s": 0}):
+    for wrong in ({"cluster": "pbs"}, {"time_min": 0}, {"cpus_per_rank": 0}, {"notice_s": 0}, {"time_min": 2}):
         with pytest.raises(ValueError, match="set "):
             Slurm(**wrong)  # type: ignore[arg-type]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -52,15 +52,21 @@ def test_the_programs_own_handler_is_called_before_the_run_stops(
     assert signal.getsignal(number) is mine
 
 
-def test_a_forked_process_leaves_the_first_signal_to_its_parent() -> None:
+def test_forked_processes_leave_the_first_signal_to_their_parent_and_obey_sigterm() -> None:
     """A signal to all processes of a rank must not use the rank's connections in its data loader processes."""
     requested: list[str] = []
-    with process.interruptible("fit", requested.append, (signal.SIGTERM,)):
-        child = os.fork()
-        if child == 0:
-            os.kill(os.getpid(), signal.SIGTERM)
-            os._exit(len(requested))
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    with process.interruptible("fit", requested.append, (signal.SIGTERM, signal.SIGUSR1)):
+        assert ending(signal.SIGUSR1) == 0
+        assert ending(signal.SIGTERM) == -signal.SIGTERM
         assert not requested
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGUSR1)
         assert requested == ["terminated"]
+
+
+def ending(number: int) -> int:
+    """Return the exit status of a forked process that receives a signal."""
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), number)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
