@@ -13,7 +13,7 @@ from fabricx.checkpoint import tree
 from fabricx.distributed.generations import Generation, membership
 from fabricx.fault_tolerance import rank_record
 from fabricx.fault_tolerance.common_state import common_state, load_common_state
-from fabricx.fault_tolerance.progress import NO_SUMS, progress, record_of
+from fabricx.fault_tolerance.progress import after_publishing, progress, record_of
 from fabricx.session.rank_state import RankState, from_record
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class MemberStates:
         session = self._session
         now = record_of(session.rank_state(), self._ft.buffers)
         if self._ft.epoch_end is not None:  # other ranks may have finished this epoch
-            now |= NO_SUMS
+            now = after_publishing(now)
         return Contribution(progress(session), [(progress(session), record_of(point, self._ft.buffers))], now)
 
     def _gather(self, generation: Generation) -> list[Contribution]:

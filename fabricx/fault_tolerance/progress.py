@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fabricx.core.state import Stage
 from fabricx.session.rank_state import BufferCopies, RankState
 
 if TYPE_CHECKING:
     from fabricx.session.session import Session
-
-NO_SUMS: Final[dict[str, Any]] = {"sums": {}, "logged": {}}  # in a record: the values of the epoch are published
 
 
 class Progress(NamedTuple):
@@ -61,3 +59,13 @@ def record_of(point: RankState, buffers: BufferCopies | None) -> dict[str, Any]:
         buffers: copies of the module's buffers; None if they are not recorded.
     """
     return {**point.record(), "buffers": None if buffers is None else buffers.packed(point)}
+
+
+def after_publishing(record: dict[str, Any]) -> dict[str, Any]:
+    """Return a record from which the next epoch begins: without the values of the epoch, which are published.
+
+    Args:
+        record: result of `record_of`.
+    """
+    objects = {name: states for name, states in record["objects"].items() if name not in record["computed"]}
+    return {**record, "sums": {}, "logged": {}, "objects": objects, "computed": []}

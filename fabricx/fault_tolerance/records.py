@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from fabricx.core.state import Stage
 from fabricx.distributed.generations import Membership, membership
-from fabricx.fault_tolerance.progress import NO_SUMS, Progress, progress, record_of
+from fabricx.fault_tolerance.progress import Progress, after_publishing, progress, record_of
 from fabricx.fault_tolerance.rank_record import Slot
 from fabricx.session.fault_tolerance import FaultTolerance
 from fabricx.session.rank_state import RankState
@@ -89,7 +89,7 @@ class RankRecords(FaultTolerance):
             return
         session = self._session
         key = progress(session)._replace(stage=int(Stage.EPOCH_WATCHERS), closing=session.state.drained)
-        self.slot.write(key, {**record_of(session.rank_state(), self.buffers), **NO_SUMS})
+        self.slot.write(key, after_publishing(record_of(session.rank_state(), self.buffers)))
 
     def after_validation_steps(self) -> None:
         if self.slot is not None:

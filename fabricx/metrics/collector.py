@@ -16,7 +16,7 @@ from fabricx.core.transfer import batch_size_of
 from fabricx.distributed.dtensors import is_dtensor
 from fabricx.distributed.world import World
 from fabricx.metrics.accumulator import Metrics
-from fabricx.metrics.objects import computed_alone, metric_objects, set_states, states_of
+from fabricx.metrics.objects import computed_alone, computed_together, metric_objects, set_states, states_of
 from fabricx.metrics.series import EXACT, Series, as_value
 
 
@@ -38,6 +38,7 @@ class Logbook:
         loaders: loader of each name without its number; None if several loaders have logged it.
         batches: number of batches in this epoch or evaluation.
         idle: this rank had no sample of the newest manual batch.
+        updated: step and samples of the newest update, for metric objects that log values of steps.
         logs_batches: a name is logged with `on_step`.
         published: values of the evaluation's steps.
     """
@@ -59,7 +60,7 @@ class Logbook:
         self.loaders: dict[str, int | None] = {}
         self.batches = 0
         self._of_parts: dict[str, tuple[Tensor, int]] = {}  # mean of metric objects over parts of a batch, and weight
-        self._updated: dict[str, tuple[int, int]] = {}  # step and samples of metric objects that log values of steps
+        self.updated: dict[str, tuple[int, int]] = {}
         self._batch = 0  # number of this rank's batch in the epoch, from 1; 0 between two batches
         self.idle = False
         self.logs_batches = False
@@ -143,7 +144,7 @@ class Logbook:
                     series.step_batch = series.epoch_batch = self._batch
                 self.metrics.objects[name] = (value, series)
                 if series.on_step:
-                    self._updated[name] = self.step, self.count() if batch_size is None else batch_size
+                    self.updated[name] = self.step, self.count() if batch_size is None else batch_size
                 return
             value = as_value(value, name)
         if not self.in_step:
@@ -181,7 +182,7 @@ class Logbook:
         """
         whole = self.batch, self.size, self._weight
         self.batch, self.size, self._weight = part, None, None
-        self._updated.clear()
+        self.updated.clear()
         try:
             yield
             self._add_part()
@@ -190,7 +191,7 @@ class Logbook:
 
     def _add_part(self) -> None:
         """Add the values that metric objects have for a part of a batch."""
-        for name, (_, weight) in self._updated.items():
+        for name, (_, weight) in self.updated.items():
             cached = getattr(self.metrics.objects[name][0], "_forward_cache", None)
             if weight and isinstance(cached, Tensor) and cached.numel() == 1:
                 mean, before = self._of_parts.get(name, (torch.zeros_like(cached), 0))
@@ -283,12 +284,12 @@ class Logbook:
         for name, (metric, series) in sorted(metrics.objects.items()):
             if series.on_step:
                 cached = getattr(metric, "_forward_cache", None)
-                if self._alone and name not in self._updated:  # loaded from a checkpoint: this rank has no batch since
+                if self._alone and name not in self.updated:  # loaded from a checkpoint: this rank has no batch since
                     continue
                 if cached is None:
-                    values[name] = torch.as_tensor(computed_alone(metric) if self._alone else metric.compute())
+                    values[name] = torch.as_tensor(computed_alone(metric) if self._alone else computed_together(metric))
                 else:
-                    updated, weight = self._updated.get(name, (-1, 0))
+                    updated, weight = self.updated.get(name, (-1, 0))
                     value = torch.as_tensor(cached)
                     if name in self._of_parts:
                         value, weight = self._of_parts[name]
@@ -318,7 +319,7 @@ class Logbook:
         values = metrics.joined(metrics.due(epoch=True), epoch=True, batches=self._had)
         for name, (metric, series) in metrics.objects.items():
             if series.on_epoch:
-                values[name] = torch.as_tensor(metric.compute())  # a collective of torchmetrics
+                values[name] = torch.as_tensor(computed_together(metric))
                 metrics.computed.append(metric)
         metrics.forget_epoch()
         if ended:

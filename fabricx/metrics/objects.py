@@ -103,6 +103,22 @@ def _alone() -> bool:
     return False
 
 
+def computed_together(metric: Any) -> Any:
+    """Return the value of a metric object for the samples of all ranks; these call it.
+
+    torchmetrics keeps a value until the next update: a rank without a sample since would return an old value, without
+    a part in the reduction.
+
+    Args:
+        metric: a torchmetrics object, or another with `compute`.
+    """
+    parts: list[Any] = [*metric.modules()] if hasattr(metric, "modules") else []
+    for part in parts:
+        if hasattr(part, "_computed"):
+            part._computed = None
+    return metric.compute()
+
+
 def computed_alone(metric: Any) -> Any:
     """Return the value of a metric object for the samples of this rank, without communication.
 

@@ -46,8 +46,9 @@ class RankState:
         sums = metrics.training.metrics
         self._sums, self._shared = sums.sums(), sums.shared if sums.counts_shared else {}
         objects = metric_objects(module) if objects is None else objects
-        computed = {id(metric) for metric in sums.computed}  # begin the next epoch without a state
-        self._objects = {name: states_of(metric) for name, metric in objects.items() if id(metric) not in computed}
+        computed = {id(metric) for metric in sums.computed}
+        self._objects = {name: states_of(metric) for name, metric in objects.items()}
+        self._computed = [name for name, metric in objects.items() if id(metric) in computed]
         self._logged = _logged_objects(metrics, objects) if objects else {}
         self._position = data.train_feed.state_dict()
         self._latest = sums.latest()
@@ -72,7 +73,11 @@ class RankState:
                 name: [kind, step, plain(value), weight] for name, (kind, step, value, weight) in self._latest.items()
             },
             "objects": {name: states_on_cpu(states) for name, states in self._objects.items()},
-            "logged": self._logged,
+            "computed": self._computed,
+            "logged": {
+                name: [attribute, kind, step and [step[0].tolist(), *step[1:]]]
+                for name, (attribute, kind, step) in self._logged.items()
+            },
             "position": self._position,
         }
 
@@ -83,6 +88,7 @@ class RankState:
             "own": self._own,
             "sums": merge_sums(self._sums, self._shared) if self._shared else self._sums,
             "objects": self._objects,
+            "computed": self._computed,
             "logged": self._logged,
             "position": self._position,
             "latest": self._latest,
@@ -173,10 +179,13 @@ def restore_rank_states(
         metric.reset()
     # At its own pace, a rank may have trained no batch of the epoch; all ranks reduce an object that any has logged.
     logged = {name: way for saved in ranks for name, way in saved["logged"].items()}
-    for name, (attribute, kind) in logged.items():
+    for name, (attribute, kind, *_) in logged.items():
         if attribute in objects:
             sums.series[name] = Series.of_kind(tuple(kind))
             sums.objects[name] = (objects[attribute], sums.series[name])
+    # The hooks at the end of an epoch run again: they may compute these objects, which are reset then.
+    published = {name for saved in ranks for name in saved.get("computed", ())}
+    sums.computed.extend(metric for name, metric in objects.items() if name in published)
     for name, metric in objects.items():
         saved_states = [saved["objects"][name] for saved in states if name in saved["objects"]]
         if saved_states and not merge_states(metric, saved_states):
@@ -185,17 +194,55 @@ def restore_rank_states(
                 f"{type(metric).__name__} has a tensor state with dist_reduce_fx=None. Resume with as many ranks as "
                 "the run had, or from a checkpoint between two epochs"
             )
+    _restore_steps(metrics, ranks, states)
     if rank is not None:
         load_buffers(module, ranks[rank].get("buffers"))
         if ranks[rank]["position"] is not None:
             data.train_feed.load_state_dict(ranks[rank]["position"])
 
 
+def _restore_steps(metrics: RunMetrics, ranks: list[dict[str, Any]], states: list[dict[str, Any]]) -> None:
+    """Restore the values that metric objects had in the newest step.
+
+    Args:
+        metrics: of the fit, with the objects that are logged.
+        ranks: states of all ranks of the earlier run.
+        states: those that this rank continues; several are joined.
+    """
+    logbook = metrics.training
+    logbook.updated.clear()
+    # A rank without a value has one, too: otherwise it would compute the value, which is a collective.
+    called = {name for saved in ranks for name, (_, _, *step) in saved["logged"].items() if step and step[0]}
+    for name in called & logbook.metrics.objects.keys():
+        metric: Any = logbook.metrics.objects[name][0]
+        own = [step[0] for saved in states for _, _, *step in [saved["logged"].get(name, ())] if step and step[0]]
+        newest = max((step for _, step, _ in own), default=-1)
+        weighted = [(torch.as_tensor(value), weight) for value, step, weight in own if step == newest]
+        weights = sum(weight for _, weight in weighted)
+        mean = sum((value * (weight / weights) for value, weight in weighted), torch.zeros(())) if weights else None
+        metric._forward_cache = (torch.zeros(()) if mean is None else mean).to(metric.device)
+        if mean is not None:
+            logbook.updated[name] = newest, weights
+
+
 def _logged_objects(metrics: RunMetrics, objects: dict[str, Any]) -> dict[str, Any]:
-    """Return the metric objects logged in this epoch, by logged name: (attribute, kind of the series)."""
+    """Return the metric objects logged in this epoch, by logged name.
+
+    Each has its attribute, the kind of the series, and [value, step, samples] of the newest step; None if the value of
+    a step is computed from the state.
+    """
     names = {id(metric): name for name, metric in objects.items()}
-    logged = metrics.training.metrics.objects.items()
-    return {name: [names[id(metric)], list(series.kind())] for name, (metric, series) in logged if id(metric) in names}
+    logged = {}
+    for name, (metric, series) in metrics.training.metrics.objects.items():
+        if id(metric) in names:
+            value = getattr(metric, "_forward_cache", None) if series.on_step else None
+            step = (
+                None
+                if value is None
+                else [torch.as_tensor(value).detach(), *metrics.training.updated.get(name, (-1, 0))]
+            )
+            logged[name] = [names[id(metric)], list(series.kind()), step]
+    return logged
 
 
 @final

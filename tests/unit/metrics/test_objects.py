@@ -13,7 +13,15 @@ import torchmetrics
 from torch import Tensor, nn
 
 from fabricx.distributed.world import World
-from fabricx.metrics.objects import held_metrics, merge_states, metric_objects, reduce_along, set_states, states_of
+from fabricx.metrics.objects import (
+    computed_together,
+    held_metrics,
+    merge_states,
+    metric_objects,
+    reduce_along,
+    set_states,
+    states_of,
+)
 
 
 class Metric(torchmetrics.Metric):
@@ -143,3 +151,13 @@ def test_metrics_in_lists_and_dicts_of_a_module_or_callback_are_found_once() -> 
     assert list(metric_objects(module)) == ["metric", "listed.0"]
     found = held_metrics({"module": module, "Watch 0": callback})
     assert list(found) == ["module.metric", "module.listed.0", "Watch 0.seen.all"]
+
+
+def test_a_rank_without_an_update_since_the_last_value_takes_part_in_the_next_reduction() -> None:
+    """torchmetrics returns a value that it keeps, without a collective: the last stage of a pipeline waited."""
+    metric, joined = torchmetrics.SumMetric(), []
+    metric.distributed_available_fn = lambda: True
+    metric.dist_sync_fn = lambda state, group=None: joined.append(group) or [state, state]
+    with pytest.warns(UserWarning, match="before the ``update`` method"):
+        values = [float(metric.compute()), float(metric.compute()), float(computed_together(metric))]
+    assert (values, len(joined)) == ([0.0] * 3, 2)

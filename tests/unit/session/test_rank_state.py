@@ -62,3 +62,21 @@ def test_a_metric_object_that_only_another_rank_has_logged_is_reduced_by_all(ran
     restore_rank_states(module, cast(Any, None), metrics, World(), ranks, rank=rank)
     assert list(book.metrics.objects) == ["mean"]
     assert book.metrics.objects["mean"][0] is module.mean
+
+
+@pytest.mark.parametrize("rank", [0, 1, None])
+def test_the_step_of_a_metric_object_is_restored_on_its_rank_and_known_on_the_others(rank: int | None) -> None:
+    """A rank without a sample, or another stage of a pipeline, would compute a value where the others reduce theirs."""
+    module = Means()
+    states = {"mean": {"updates": 1, "values": dict(torchmetrics.MeanMetric().metric_state)}}
+    kind = ["mean", True, True, False, True, False]
+    steps = [None, [torch.tensor(2.0), 3, 4], [torch.tensor(5.0), 3, 8], [torch.tensor(7.0), 2, 8]]
+    ranks = [
+        {"sums": {}, "objects": states, "logged": {"mean": ["mean", kind, step]}, "position": None} for step in steps
+    ]
+    book = Logbook(cast(Any, SimpleNamespace(world=World(), traits=Traits(), module=module)), training=True)
+    metrics = cast(Any, SimpleNamespace(training=book))
+    restore_rank_states(module, cast(Any, None), metrics, World(), ranks, rank=rank)
+    found = float(module.mean._forward_cache), book.updated
+    wanted: Any = {0: (0.0, {}), 1: (2.0, {"mean": (3, 4)}), None: (4.0, {"mean": (3, 12)})}  # None: all are joined
+    assert found == wanted[rank]
