@@ -77,7 +77,10 @@ def _train_batch(session: Session, micro: Microbatch) -> None:
     elif micro.closes:
         step, backward = step_and_backward(session, micro, batch)
         outputs = session.strategy.forward_backward(step, backward, batch, index)
-        if session.window.ready():
+        joined = session.dealer.leases_per_update > 1
+        if session.window.ready(joined=joined):
+            if joined:
+                session.dealer.lease.share *= session.window.share
             _take_turn(session)
             update(session, micro, batch)
         else:  # the lease is complete and has no gradient

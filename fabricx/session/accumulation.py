@@ -188,10 +188,18 @@ class AccumulationWindow:
         if micro.closes or self._strategy.traits.joint_steps:  # all ranks compute each microbatch
             self._together = joined
 
-    def ready(self) -> bool:
+    @property
+    def share(self) -> float:
+        """Return the fraction of the window's microbatches that have a gradient."""
+        return self.taken / self.planned
+
+    def ready(self, *, joined: bool = False) -> bool:
         """Close the window, and return whether there is a gradient for a weight update.
 
         All ranks have finished the last backward, so that every rank without a gradient has published its reason.
+
+        Args:
+            joined: the gradient will be added to those of other windows, and their sum divided by the sum of `share`.
 
         Raises:
             RanksDisagree: only some ranks have a loss for a batch.
@@ -202,8 +210,8 @@ class AccumulationWindow:
         if self.taken == 0:
             return False
         if self.by_weight:
-            return self._divide_by_weight()
-        if self.taken != self.planned:  # fewer microbatches than the divisor of the loss
+            return self._divide_by_weight(joined=joined)
+        if self.taken != self.planned and not joined:  # fewer microbatches than the divisor of the loss
             if self._strategy.traits.batch_parts:
                 raise ValueError(
                     "training_step returned None for a part of a global batch, and under deterministic='elastic' a "
@@ -212,14 +220,14 @@ class AccumulationWindow:
             self._scale_gradients(self.planned / self.taken)
         return True
 
-    def _divide_by_weight(self) -> bool:
+    def _divide_by_weight(self, *, joined: bool) -> bool:
         """Divide the gradient by the weight of the global batch; return whether an update follows."""
         world = self._strategy.world.axis("data")
         total, share = torch.tensor([self._weight], device=world.device), 1.0
         if self._strategy.traits.synchronous:
             world.all_reduce(total)
         else:  # the gradient is of this rank only
-            share = self._share * self.planned / self.taken  # excludes microbatches without a loss
+            share = self._share if joined else self._share / self.share  # without microbatches that have no loss
         weight = float(total)
         if weight:
             self.again = (self.factor or 0.0) * self._usual() * share / weight

@@ -54,7 +54,7 @@ class SimulatedWorker:
         if isinstance(answer, Reply):
             assert lease is not None
             self.inbox.copy_(self._gradient(lease, self.outbox))
-            self.message = Push(self._granted.clock, self._granted.parts, (lease,))
+            self.message = Push(self._granted.clock, self._granted.parts, (lease,), share=1 / self._granted.parts)
             return self._duration(self.number, lease)
         assert lease is not None
         self.trained.append(lease)

@@ -60,6 +60,41 @@ def test_each_sample_is_trained_once_an_epoch(workers: int, loaders: int) -> Non
     assert sum(module.counts[0].staleness.values()) == 11
 
 
+class _Skips(fx.Module):
+    """The gradient is the mean square of a batch; some batches have no loss."""
+
+    def __init__(self, *skipped: float) -> None:
+        super().__init__()
+        self.layer, self.skipped = nn.Linear(1, 1, bias=False), skipped
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return None if float(batch[0]) in self.skipped else (self.layer(batch) * batch).mean()
+
+    def configure_optimizers(self) -> Any:
+        nn.init.zeros_(self.layer.weight)
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "skipped", "weight", "steps"),
+    [
+        (1, (2.0, 5.0, 6.0), -1 - (9 + 16) / 2 - (49 + 64) / 2, 3),  # samples 1 to 8, of which two make an update
+        (2, (1.0, 2.0, 7.0), -(9 + 16) / 2 - (25 + 36 + 64) / 3, 2),
+    ],
+)
+def test_batches_without_a_loss_are_left_out_of_the_mean_of_an_update(
+    accumulate: int, skipped: tuple[float, ...], weight: float, steps: int
+) -> None:
+    module, samples = _Skips(*skipped), torch.arange(1.0, 9.0).reshape(-1, 1)
+    options: Any = {"max_epochs": 1, "accumulate_grad_batches": accumulate, **QUIET}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        trainer = fx.Trainer(devices=2, strategy=ParameterServer(mode="bounded", max_staleness=0), **options)
+        trainer.fit(module, DataLoader(samples, 1))  # type: ignore[arg-type]
+    assert float(module.layer.weight.detach()) == pytest.approx(weight)
+    assert trainer.global_step == steps
+
+
 def test_no_staleness_is_ddp() -> None:
     wanted, one = train(Single(), 1)
     found, trainer = train(ParameterServer(mode="bounded", max_staleness=0, servers=2), 2, batch=6)

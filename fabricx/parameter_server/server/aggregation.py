@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import final
+from typing import Final, final
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from fabricx.parameter_server.server.lease_ledger import LeaseLedger
 from fabricx.parameter_server.server.model_shard import ModelShard
 from fabricx.parameter_server.server.update_rule import damping
 from fabricx.parameter_server.wire.messages import ApplyUpdate, Counts, Groups, Push
+
+_ROUNDED: Final = 1e-9  # shares of a whole global batch add up to 1 but for rounding
 
 
 @dataclass(slots=True)
@@ -138,6 +140,8 @@ class _Batches(Aggregation):
     def add_parts(self, parts: Mapping[int, Part]) -> Gradient:
         """Sum parts in the order of their leases, directly into the workers' vectors if these expect the sum.
 
+        The sum of leases is the mean of the batches that have a loss, also if these are not the whole global batch.
+
         Args:
             parts: parts of an update, by lease.
         """
@@ -155,7 +159,9 @@ class _Batches(Aggregation):
             add_up([part.gradient.dense for part in full], into)
         self.shard.compress_sum(into)
         missing = frozenset.intersection(*(part.push.missing for part in full))
-        return Gradient(into[0], missing, merge_rows([part.gradient.rows for part in full]))
+        total = Gradient(into[0], missing, merge_rows([part.gradient.rows for part in full]))
+        share = sum(part.push.share for part in full) if self.ledger.is_leased else 1.0
+        return total if abs(share - 1.0) < _ROUNDED else total / max(share, 1e-12)
 
     def update(
         self, parts: Mapping[int, Part], total: Gradient | None = None, groups: Groups | None = None
@@ -257,9 +263,7 @@ class FirstGradients(_Batches):
         leases = self.ledger.leases
         if len(parts) >= self.settings.parts_of_update(len(leases.workers)) or not leases.awaited():
             leases.resting.clear()
-            share = sum(part.push.share for part in parts.values() if not part.push.empty)
-            total = self.add_parts(parts)
-            self.update(self._parts.pop(self.shard.version), total if share == 1.0 else total / max(share, 1e-12))
+            self.update(self._parts.pop(self.shard.version))
 
 
 def _expected(parts: Mapping[int, Part]) -> int:

@@ -157,9 +157,10 @@ class Faulty:
         if self.settings.orders_updates and len(self.servers) > 1 and not (yield "ask", 0, TakeTurn()).content:
             return
         for server in range(1, len(self.servers)):
-            yield "ask", server, Push(granted.clock, granted.parts, tuple(mine), confirm=True)
+            yield "ask", server, Push(granted.clock, granted.parts, tuple(mine), share=1 / granted.parts, confirm=True)
         logged = {"numbers": [["sum"], float(sum(mine)), len(mine)]}
-        yield "send", 0, Push(granted.clock, granted.parts, tuple(mine), logged=(logged, {}))
+        share = 1 / granted.parts
+        yield "send", 0, Push(granted.clock, granted.parts, tuple(mine), share=share, logged=(logged, {}))
 
     def _vector(self, worker: int, server: int, message: Any) -> Tensor:
         """Return what a push brings: -1 for each of its leases, so that SGD adds 1."""
