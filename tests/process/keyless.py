@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import sys
@@ -67,4 +68,5 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    faulthandler.dump_traceback_later(80, exit=True, file=sys.stderr)  # before the test's limit: where ranks wait
     main(Path(sys.argv[1]))

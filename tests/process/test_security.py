@@ -180,6 +180,7 @@ def test_without_a_key_machines_train_and_nothing_that_a_rank_sends_runs_code(ow
         finally:
             for rank in ranks:
                 rank.kill()
+                rank.communicate()
     for number, (out, error) in enumerate(texts):
         lines = [line for line in out.splitlines() if line.startswith(f"{number} ")]
         unsent = ["TypeError True"] * 2  # of an object that is not plain data, on both ranks
