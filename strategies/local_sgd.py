@@ -253,9 +253,27 @@ class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         for optimizer in optimizers:
             average_moments(self.data_ranks, optimizer)
         state = super().state_dict(module, optimizers)
-        if not optimizers or self.outer != "nesterov":
+        if not optimizers:
             return state
-        return {**state, "outer": self._velocities()}
+        state["used"] = self.data_ranks.gather_objects(self._names_used())
+        return {**state, "outer": self._velocities()} if self.outer == "nesterov" else state
+
+    def _names_used(self) -> list[str]:
+        """Return the names of the parameters that had a gradient in this rank's newest batch."""
+        assert self.module is not None
+        used = set(map(id, self._used))
+        return [name for name, parameter in self.module.named_parameters() if id(parameter) in used]
+
+    def _use(self, by_rank: Sequence[Sequence[str]], *, own: bool) -> None:
+        """Restore the parameters that had a gradient: the next batch may be without a sample of this rank.
+
+        Args:
+            by_rank: names on each rank of the earlier run.
+            own: there are as many ranks as before; otherwise, a rank has the names of all.
+        """
+        assert self.module is not None
+        used = set(by_rank[self.data_ranks.rank]) if own else {name for names in by_rank for name in names}
+        self._used = [parameter for name, parameter in self.module.named_parameters() if name in used]
 
     def _velocities(self) -> dict[str, Tensor]:
         """Return the outer momentum by name of the parameter, as views with its shape."""
@@ -273,6 +291,8 @@ class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         for fragment in self._fragments:
             fragment.base.copy_(fragment.flat())
         self._statistics.remember()
+        if by_rank := state.get("used"):
+            self._use(by_rank, own=len(by_rank) == self.data_ranks.size)
         if saved := state.get("outer") if self.outer == "nesterov" else None:
             self._load_velocities(saved)
 
@@ -299,7 +319,10 @@ class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
             }
             for f in self._fragments
         ]  # fmt: skip
-        return {**super().state_dict(module, optimizers), "rounds": rounds, "statistics": self._statistics.state_dict()}
+        return {
+            **super().state_dict(module, optimizers), "rounds": rounds, "statistics": self._statistics.state_dict(),
+            "used": self._names_used(),
+        }  # fmt: skip
 
     def load_local_states(
         self, states: Sequence[dict[str, Any]], module: nn.Module, optimizers: list[Optimizer], *, own: bool
@@ -324,6 +347,7 @@ class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
                 fragment.moved = torch.stack(parts).mean(0)
                 self._step_from_base(fragment, 0.0)
         self._statistics.load_states([state["statistics"] for state in states], own=own)
+        self._use([state["used"] for state in states], own=False)
 
     def _share(self, values: Tensor) -> Tensor:
         """Return the part of a vector, equal on all ranks, that this rank stores in an in-memory checkpoint."""

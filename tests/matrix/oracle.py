@@ -134,7 +134,7 @@ def _against(cell: Cell, found: Found, oracle: Found, close: float, *, whole: bo
 
 def _compared(path: str) -> bool:
     """Return whether a part of a checkpoint means the same under each strategy."""
-    own = (".kept", ".thin", ".exponents", ".outer", ".LoadBalancer", ".Watches", ".SavesIn")
+    own = (".kept", ".thin", ".exponents", ".outer", ".used", ".LoadBalancer", ".Watches", ".SavesIn")
     scratch = ".al[" in path  # of LBFGS, which writes it before it reads it
     return not path.startswith(own) and not path.endswith(".reason") and not scratch
 
