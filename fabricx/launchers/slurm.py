@@ -282,8 +282,8 @@ class _Queue:
         """Return whether the job has left the queue some seconds ago: results arrive late on network file systems."""
         if (now := time.monotonic()) > self._looked + QUEUE_S and self._over_at == float("inf"):
             self._looked = now
-            found = _command("squeue", "--noheader", "--jobs", self._job)
-            if "Invalid job id" in found.stderr or not (found.returncode or found.stdout.strip()):
+            answer = _command("squeue", "--noheader", "--jobs", self._job)
+            if "Invalid job id" in answer.stderr or not (answer.returncode or answer.stdout.strip()):
                 self._over_at = now
         return now > self._over_at + LATE_S
 

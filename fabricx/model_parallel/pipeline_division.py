@@ -42,7 +42,7 @@ class WholeStep:
 
 
 def find_chain(whole: Divided, trial: Trial, *, shared: bool) -> Chain:
-    """Return the blocks of a module and the tensors between them, found in a run of the step.
+    """Return the blocks of a module and the tensors between blocks, as a run of the step uses them.
 
     Args:
         whole: the module, before its division.
@@ -53,7 +53,7 @@ def find_chain(whole: Divided, trial: Trial, *, shared: bool) -> Chain:
     def run() -> Any:
         return trial.step(trial.batch, 0)
 
-    # Outside of the traces, in which it would use all buffers.
+    # Outside of the traces, in which this context would use all buffers.
     with trial.undisturbed(), unchanged_weights(whole.module):
         chain = trace_chain(whole.module, find_blocks(whole.module, whole.settings.blocks, run), run)
     return replace(chain, costs=whole.world.broadcast_object(chain.costs)) if shared else chain  # times differ
@@ -177,7 +177,7 @@ def _compare_parts(
         except Exception as error:  # such as a step that needs several samples, or a batch without a loss
             untried = untried or ("" if number else str(error))
             continue
-        # A sample whose loss is nan makes that of the batch nan: it shows nothing about the others.
+        # The loss of a batch is nan if that of a sample is nan: such a batch cannot be compared.
         if (whole.finite or parts.finite) and parts.differs(whole):
             return (whole, parts), untried
     return None, untried
