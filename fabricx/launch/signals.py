@@ -7,8 +7,9 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from types import FrameType
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, final
 
 TERMINATED: Final = 128 + signal.SIGTERM  # exit status, as shells and schedulers use it
 _SIGNALS: Final = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
@@ -83,3 +84,40 @@ def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
+
+
+@final
+class StopRequests:
+    """Signals that a process receives while it waits for ranks that a cluster runs.
+
+    Args:
+        stops_at_step: the ranks can stop at their next step.
+    """
+
+    def __init__(self, *, stops_at_step: bool) -> None:
+        self._stops_at_step, self._received, self._passed = stops_at_step, list[int](), 0
+
+    def __bool__(self) -> bool:
+        return bool(self._received)
+
+    def received(self) -> AbstractContextManager[None]:
+        """Receive the signals while the context is active."""
+        return handled(lambda number, frame: self._received.append(number))
+
+    def arrived(self, *, begun: Callable[[], bool] = lambda: True) -> int | None:
+        """Return a signal that has arrived since the last call and that the ranks have to receive; None without one.
+
+        Args:
+            begun: returns whether a rank has begun; if none has, there is nothing to stop at its next step.
+
+        Raises:
+            KeyboardInterrupt, SystemExit: a second signal has arrived, or the ranks cannot stop at their next step.
+        """
+        if len(self._received) == self._passed:
+            return None
+        self._passed = len(self._received)
+        number = self._received[-1]
+        if self._passed > 1 or not self._stops_at_step or not begun():
+            stop_now(number)
+        print("stopping at the next step; press Ctrl-C again to stop immediately", flush=True)
+        return number

@@ -12,7 +12,7 @@ from typing import Any, Final, final
 
 from fabricx.launch.launcher import Ended, Launcher, Program, torchrun_variables
 from fabricx.launch.ranks import GATHER_S, Ranks
-from fabricx.launch.signals import handled, stop_now
+from fabricx.launch.signals import StopRequests
 from fabricx.launch.worker import Failure
 
 LOOK_S: Final = 0.5  # seconds between two looks for signals
@@ -104,14 +104,14 @@ class Ray(Launcher):
 
     def _run(self, program: Program, nodes: Sequence[Any], host: str, port: int) -> Ended:
         ray = _ray()
-        received: list[int] = []
+        requests = StopRequests(stops_at_step=program.stops_at_step)
         job, threads = ray.put(program.job), {"OMP_NUM_THREADS": str(self.cpus_per_rank)}
-        with handled(lambda number, frame: received.append(number)):
+        with requests.received():
             waiting = {}
             for number, node in enumerate(nodes):
                 variables = [{**threads, **own} for own in torchrun_variables(program, number, host, port)]
                 waiting[node.run.remote(job, variables)] = number
-            result, failures, deadline, passed = None, list[Failure](), float("inf"), 0
+            result, failures, deadline = None, list[Failure](), float("inf")
             while waiting and time.monotonic() < deadline:
                 ready, _ = ray.wait(list(waiting), timeout=LOOK_S)
                 for reference in ready:
@@ -124,14 +124,10 @@ class Ray(Launcher):
                     failures += ended.failures
                     if failures and deadline == float("inf"):
                         deadline = time.monotonic() + GATHER_S
-                if len(received) > 1 or (received and not program.stops_at_step):
-                    stop_now(received[-1])
-                if len(received) > passed:
-                    passed = len(received)
-                    print("stopping at the next step; press Ctrl-C again to stop immediately", flush=True)
+                if (requested := requests.arrived()) is not None:
                     for node in nodes:
-                        node.signal.remote(received[0])
-        return Ended(None if failures else result, tuple(failures), stopping=bool(received))
+                        node.signal.remote(requested)
+        return Ended(None if failures else result, tuple(failures), stopping=bool(requests))
 
 
 def _ray() -> Any:

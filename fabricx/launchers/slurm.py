@@ -12,14 +12,14 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, final
 
 from fabricx.launch.cluster import address
 from fabricx.launch.launcher import Ended, Launcher, Program, torchrun_variables
 from fabricx.launch.ranks import GATHER_S, run_rank
-from fabricx.launch.signals import handled, stop_now
+from fabricx.launch.signals import StopRequests
 from fabricx.launch.worker import Failure
 
 LOOK_S: Final = 0.5  # seconds between two looks at the job
@@ -110,17 +110,19 @@ class Slurm(Launcher):
                     "signal": f"{NOTICE}@{self.notice_s}", "no-requeue": True, **self.options
                 },
             )  # fmt: skip
-            return executor.submit(_Rank(program, self.cpus_per_rank))
+            # Ctrl-C in a terminal reaches all its processes: without SLURM, the tasks are among them.
+            with _blocked(signal.SIGINT) if self.cluster == "local" else contextlib.nullcontext():
+                return executor.submit(_Rank(program, self.cpus_per_rank))
         except (_submitit().core.utils.FailedJobError, OSError, RuntimeError) as error:
             raise ValueError(f"the job was not submitted: {error}") from error
 
     def _wait(self, program: Program, job: Any) -> Ended:
-        received: list[int] = []
+        requests = StopRequests(stops_at_step=program.stops_at_step)
         over = _Queue(job).over if self.cluster == "slurm" else job.done
         waiting = list(range(program.nodes * program.processes))
-        result, failures, deadline, passed, ended_early = None, list[Failure](), float("inf"), 0, False
+        result, failures, deadline, ended_early = None, list[Failure](), float("inf"), False
         output = _Output(Path(job.paths.stdout))
-        with handled(lambda number, frame: received.append(number)):
+        with requests.received():
             while waiting and time.monotonic() < deadline:
                 time.sleep(LOOK_S)
                 output.copy()
@@ -134,17 +136,15 @@ class Slurm(Launcher):
                         ended_early = ended_early or lost or bool(ended.failures and ended.stopping)
                 if failures and deadline == float("inf"):
                     deadline = time.monotonic() + GATHER_S
-                if len(received) > 1 or (received and not program.stops_at_step):
-                    stop_now(received[-1])
-                if len(received) > passed:
-                    passed = len(received)
-                    if self.cluster == "slurm" and _state(job) in ("PENDING", "CONFIGURING"):
-                        stop_now(received[-1])  # no rank has begun, and the job is cancelled
-                    print("stopping at the next step; press Ctrl-C again to stop immediately", flush=True)
+                # A job in which no rank has begun is cancelled.
+                if requests.arrived(begun=lambda: not self._is_pending(job)) is not None:
                     self._signal(job)
-        output.copy()
-        stopping = bool(received) or (ended_early and self.cluster == "slurm" and _is_cancelled(job))
+        output.copy(ended=True)
+        stopping = bool(requests) or (ended_early and self.cluster == "slurm" and _is_cancelled(job))
         return Ended(None if failures else result, tuple(failures), stopping=stopping)
+
+    def _is_pending(self, job: Any) -> bool:
+        return self.cluster == "slurm" and _state(job) in ("PENDING", "CONFIGURING")
 
     def _signal(self, job: Any) -> None:
         """Request all ranks to stop at their next step, as Ctrl-C does."""
@@ -167,11 +167,17 @@ class _Output:
     def __init__(self, file: Path) -> None:
         self._file, self._position = file, 0
 
-    def copy(self) -> None:
-        """Print what is new; lines of submitit are left out."""
+    def copy(self, *, ended: bool = False) -> None:
+        """Print the new complete lines, without those of submitit.
+
+        Args:
+            ended: the main rank has ended, so that its last line is complete.
+        """
         with contextlib.suppress(OSError), self._file.open("rb") as output:
             output.seek(self._position)
             content = output.read()
+            if not ended:  # the rest of a line or of a character may follow
+                content = content[: max(content.rfind(b"\n"), content.rfind(b"\r")) + 1]
             self._position += len(content)
             lines = content.decode(errors="replace").splitlines(keepends=True)
             print("".join(line for line in lines if not line.startswith("submitit ")), end="", flush=True)
@@ -200,6 +206,9 @@ class _Rank:
         (environment.paths.folder / f"{environment.job_id}_{rank}.pid").write_text(str(os.getpid()))
         notices = _Notices()
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        if "SLURM_JOB_ID" not in own:
+            os.setpgrp()  # away from the terminal, see `_submit`
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
         ended = run_rank(self._program.job, rank)
         if not notices.received or not (ended.stopping or ended.failures):
             return ended
@@ -230,6 +239,16 @@ class _Notices:
         os.kill(os.getpid(), number)
 
 
+@contextlib.contextmanager
+def _blocked(number: int) -> Iterator[None]:
+    """Block a signal in this thread and in the processes that it starts meanwhile."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (number,))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _port_of(environment: Any) -> int:
     """Return a port that all tasks on this machine derive from the number of the job."""
     return 15000 + int(environment.job_id) % 10000
@@ -244,8 +263,10 @@ def _end_of(rank: int, task: Any, *, lost: bool) -> Ended | None:
         lost: the job is over, so that a task without a result was lost.
     """
     if task.paths.result_pickle.exists():
-        error = task.exception()
-        return task.result() if error is None else Ended(failures=(_lost(rank, str(error)),))  # type: ignore[no-any-return]
+        try:
+            return task.result()  # type: ignore[no-any-return]
+        except RuntimeError as error:  # of the task
+            return Ended(failures=(_lost(rank, str(error)),))
     return Ended(failures=(_lost(rank, f"its task of job {task.job_id} was lost"),)) if lost else None
 
 

@@ -39,6 +39,10 @@ class GradientSums(Strategy, Elastic):
             if not is_placeholder(tensor):
                 self.world.broadcast(tensor)
 
+    def teardown(self) -> None:
+        self.absent = ()
+        super().teardown()
+
     def forward_backward(
         self, step: Callable[..., Any], backward: Callable[[Any], Any], batch: Any, index: int
     ) -> Any:  # fmt: skip

@@ -29,6 +29,8 @@ from tests.soak import params
 
 from .test_recovery import BATCH, EPOCHS, SAMPLES, STEPS, Numbered, exact
 
+NEW_PROCESS = subprocess.Popen  # with the signal mask of the process that starts it, which a clone doesn't have
+
 
 class Here(Launcher):
     """Starts the ranks of a single machine: this one."""
@@ -180,3 +182,43 @@ def test_a_job_of_slurm_that_is_preempted_or_lost_is_submitted_again(own_folder:
     trainer.fit(module, DataLoader(Numbered(), BATCH // 2, shuffle=True))
     assert (trainer.global_step, exact(module), len(trainer.failures)) == (STEPS, True, 1)
     assert said in trainer.failures[0]
+
+
+INTERRUPTED = """
+import os, signal, time
+from pathlib import Path
+from torch.utils.data import DataLoader
+import fabricx as fx
+from fabricx.launchers import Slurm
+from fabricx.testing import QUIET, Ledger
+from tests.process.test_recovery import BATCH, EPOCHS, SAMPLES, Numbered
+
+class PressesCtrlC(fx.Callback):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_rank == 1 and trainer.global_step == 5:
+            os.killpg(int(Path("group").read_text()), signal.SIGINT)
+            time.sleep(5)  # the launcher looks for signals twice a second
+
+Path("group").write_text(str(os.getpgrp()))
+trainer = fx.Trainer(launcher=Slurm(cluster="local"), devices=2, strategy="ddp", max_epochs=EPOCHS, **QUIET,
+                     callbacks=PressesCtrlC())
+try:
+    trainer.fit(Ledger(SAMPLES, BATCH), DataLoader(Numbered(), BATCH // 2, shuffle=True))
+finally:
+    print("stopped", trainer.interrupted, 5 <= trainer.global_step <= 7)
+"""
+
+
+@pytest.mark.parametrize("script", params([], [INTERRUPTED]))
+def test_ctrl_c_in_a_terminal_stops_tasks_without_slurm_at_their_next_step(
+    own_folder: Path, script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", NEW_PROCESS)
+    (own_folder / "script.py").write_text(script)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "script.py"], capture_output=True, text=True, timeout=280, check=False, env=environment,
+        start_new_session=True,
+    )  # fmt: skip
+    assert "stopping at the next step" in done.stdout, done.stdout + done.stderr
+    assert "stopped True True" in done.stdout, done.stdout + done.stderr

@@ -40,3 +40,27 @@ def test_signals_are_ignored_until_their_handling_is_restored() -> None:
     signal.raise_signal(signal.SIGUSR1)
     signals.restore()
     assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+
+
+def test_a_request_is_passed_on_once_and_a_second_stops_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    requests = signals.StopRequests(stops_at_step=True)
+    with requests.received():
+        assert not requests
+        assert requests.arrived() is None
+        signal.raise_signal(signal.SIGINT)
+        assert requests
+        assert requests.arrived() == signal.SIGINT
+        assert "stopping at the next step" in capsys.readouterr().out
+        assert requests.arrived() is None
+        signal.raise_signal(signal.SIGTERM)
+        with pytest.raises(SystemExit):
+            requests.arrived()
+
+
+def test_a_request_stops_at_once_what_has_not_begun_or_has_no_steps() -> None:
+    for stops_at_step, begun in ((True, False), (False, True)):
+        requests = signals.StopRequests(stops_at_step=stops_at_step)
+        with requests.received():
+            signal.raise_signal(signal.SIGINT)
+            with pytest.raises(KeyboardInterrupt):
+                requests.arrived(begun=lambda begun=begun: begun)  # type: ignore[misc]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from fabricx.launch import signals
 from fabricx.launch.launcher import Ended, Program
 from fabricx.launchers import slurm
 from fabricx.launchers.slurm import Slurm
@@ -75,11 +76,28 @@ def test_ctrl_c_cancels_a_job_that_has_not_begun(
         handler(signal.SIGINT, None)
         yield
 
-    monkeypatch.setattr(slurm, "handled", pressed)
+    monkeypatch.setattr(signals, "handled", pressed)
     write(commands, "squeue", "echo PENDING")
     with pytest.raises(KeyboardInterrupt):
         Slurm(folder=str(tmp_path / "jobs")).run(PROGRAM)
     assert (tmp_path / "cancelled").read_text() == "7\n"
+
+
+def test_the_output_is_printed_by_whole_lines_and_characters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "output"
+    output = slurm._Output(file)
+    output.copy()
+    text = "submitit INFO begins\nepoch 1\rperte 0.5 \u2713\nfin".encode()
+    for end in range(0, len(text) + 1, 5):
+        file.write_bytes(text[:end])
+        output.copy()
+    file.write_bytes(text)
+    output.copy()
+    assert capsys.readouterr().out == "epoch 1\rperte 0.5 \u2713\n"
+    output.copy(ended=True)
+    assert capsys.readouterr().out == "fin"
 
 
 def terminated(rank: int, task: Any, *, lost: bool) -> Ended:
