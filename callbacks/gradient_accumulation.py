@@ -25,7 +25,7 @@ class GradientAccumulation(Callback):
             first scheduled epoch, the Trainer's `accumulate_grad_batches` applies.
 
     Raises:
-        ValueError: the schedule is empty, or has a negative epoch or fewer than 1 batch per update.
+        ValueError: the schedule is empty, or has a negative epoch, fewer than 1 batch per update, or a broken number.
     """
 
     needs_all_ranks: ClassVar[bool] = True
@@ -33,8 +33,7 @@ class GradientAccumulation(Callback):
     def __init__(self, scheduling: Mapping[int, int]) -> None:
         if not scheduling:
             raise ValueError("GradientAccumulation: the schedule is empty; pass a mapping such as {0: 1, 5: 4}")
-        # Keys from a configuration file are text.
-        self.scheduling = {int(epoch): int(batches) for epoch, batches in sorted(scheduling.items(), key=_epoch)}
+        self.scheduling = dict(sorted((_whole(epoch), _whole(batches)) for epoch, batches in scheduling.items()))
         for epoch, batches in self.scheduling.items():
             if epoch < 0 or batches < 1:
                 raise ValueError(
@@ -74,8 +73,17 @@ class GradientAccumulation(Callback):
             self._default = None
 
 
-def _epoch(entry: tuple[Any, Any]) -> int:
-    return int(entry[0])
+def _whole(value: Any) -> int:
+    """Return a whole number; keys from a configuration file are text."""
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        number = None
+    if number is None or (number != value and not isinstance(value, str)):
+        raise ValueError(
+            f"GradientAccumulation: {value!r} is not a whole number; pass a mapping such as {{0: 1, 5: 4}}"
+        )
+    return number
 
 
 GradientAccumulationScheduler = GradientAccumulation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sized
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -169,6 +169,14 @@ class DataModule(HyperParameters):
             state_dict: result of `state_dict`.
         """
 
+    def __str__(self) -> str:
+        """Return the number of samples of each loader, as far as they are known before or after `setup`."""
+        lines = []
+        for word in ("train", "val", "test", "predict"):
+            title = {"val": "Validation"}.get(word, word.capitalize())
+            lines.append(f"{{{title} dataloader: {_sizes(getattr(self, f'{word}_dataloader'))}}}")
+        return "\n".join(lines)
+
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in ("trainer", "_in_workers")}
 
@@ -179,6 +187,28 @@ class DataModule(HyperParameters):
             if reason := self.__dict__.get("_in_workers", {}).get(name):
                 missing += f": it remains in the workers, which have set it ({reason}); read it in hooks, or call setup"
             raise AttributeError(missing, name=name, obj=self)
+
+
+def _sizes(loaders_of: Callable[[], Any]) -> str:
+    """Return the number of samples of each loader of a method; "None" for a loader that does not exist yet."""
+    try:
+        loaders = loaders_of()
+    except Exception:  # before setup, which creates the data sets
+        return "None"
+    if loaders is None or isinstance(loaders, DataLoader):
+        return _size(loaders)
+    if isinstance(loaders, Mapping):
+        return " ; ".join(f"{name}. {_size(loader)}" for name, loader in loaders.items())
+    if isinstance(loaders, (list, tuple)):
+        return " ; ".join(f"{number}. {_size(loader)}" for number, loader in enumerate(loaders, 1))
+    return _size(loaders)
+
+
+def _size(loader: Any) -> str:
+    if loader is None:
+        return "None"
+    dataset = getattr(loader, "dataset", None)
+    return f"size={len(dataset) if isinstance(dataset, Sized) else 'NA'}"
 
 
 def _loader(dataset: Any, *, shuffle: bool, **sizes: Any) -> Any:

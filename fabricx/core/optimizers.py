@@ -45,6 +45,8 @@ class Schedule:
         self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
         if self.interval not in ("step", "epoch"):
             raise ValueError(f"interval={self.interval!r} of a scheduler: must be 'step' or 'epoch'")
+        if not isinstance(self.frequency, int) or self.frequency < 1:
+            raise ValueError(f"frequency={self.frequency!r} of a scheduler: must be a whole number, 1 or more")
 
     @property
     def described(self) -> str:

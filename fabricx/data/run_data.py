@@ -313,7 +313,7 @@ class RunData:
         self, world: World, source: Any, limit: int | float, began_with: int = 0, parts: int = 0,
         balance: Balance | None = None, *, manual: bool = False, fixed: bool = False,
     ) -> Feed:  # fmt: skip
-        if isinstance(limit, float) and limit != float("inf") and not hasattr(source, "__len__"):
+        if 0 < limit < 1 and not _has_length(source):
             raise ValueError(
                 f"a fraction of the batches ({limit}) needs a loader with a length, but {type(source).__name__} has "
                 "none: set a number of batches"
@@ -342,6 +342,15 @@ def _check_part(name: str, limit: int | float, loader: Any, batches: int | float
     """
     if isinstance(limit, float) and 0 < limit < 1 and not batches and len(loader):
         raise ValueError(f"{name}={limit} of {len(loader)} batches is less than one: set a number of batches (1)")
+
+
+def _has_length(loader: Any) -> bool:
+    """Return whether the number of batches is defined; a DataLoader of a stream has `__len__`, and no length."""
+    try:
+        len(loader)
+    except TypeError:
+        return False
+    return True
 
 
 def _limit(limit: int | float) -> int | float:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from fabricx.core.complex_numbers import as_real
 from fabricx.distributed.collective_guard import ALL_JOIN, along, together
 from fabricx.errors import RanksDisagree
+from fabricx.loop.no_batch import no_batch_step
 from fabricx.session.accumulation import accumulation_set
 from fabricx.session.schedule import count_without_update
 
@@ -66,8 +67,9 @@ def train_manually(session: Session, micro: Microbatch, batch: Any) -> Any:
     """
     session.window.took_part(micro)
     session.window.loss_factor = micro.factor * session.gradient_factor
+    step = session.training_step if batch is not None else no_batch_step(session)
     with along(micro.idle) if micro.idle else ALL_JOIN:
-        outputs = session.training_step(batch, micro.index)
+        outputs = step(batch, micro.index)
     count_manual_steps(session)
     return outputs
 

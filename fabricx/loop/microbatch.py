@@ -13,6 +13,7 @@ from fabricx.core.hooks import call
 from fabricx.core.loss import checked_loss
 from fabricx.data import Microbatch
 from fabricx.distributed.collective_guard import ALL_JOIN, along, without_sample
+from fabricx.loop.no_batch import no_batch_step
 from fabricx.loop.update import zero_grad
 from fabricx.session.accumulation import NO_LOSS
 from fabricx.telemetry.events import Span
@@ -37,7 +38,7 @@ def step_and_backward(
         returns the outputs, or None without a loss.
     """
     guard = without_sample(micro.idle) if micro.idle else ALL_JOIN
-    step = session.training_step
+    step = session.training_step if batch is not None else no_batch_step(session)
     if session.staged:
         step = functools.partial(_of_part, session.metrics.logbook, step)
     if micro.idle:
@@ -67,12 +68,13 @@ def _backward(
         zero_grad(session, micro)
     loss = outputs["loss"] if isinstance(outputs, Mapping) and "loss" in outputs else outputs
     if loss is None:
-        session.warn_once(
-            "no loss",
-            f"training_step returned no loss for a batch (step {session.state.step}), so the batch is skipped: it "
-            f"{_effect_of_skipping(session)}. A training_step that steps optimizers itself needs "
-            "self.automatic_optimization = False in __init__",
-        )
+        if batch is not None:
+            session.warn_once(
+                "no loss",
+                f"training_step returned no loss for a batch (step {session.state.step}), so the batch is skipped: it "
+                f"{_effect_of_skipping(session)}. A training_step that steps optimizers itself needs "
+                "self.automatic_optimization = False in __init__",
+            )
         session.fault_tolerance.before_backward(micro)
         session.window.sit_out(micro, NO_LOSS, session.settings)
         return None

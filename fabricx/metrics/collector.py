@@ -130,6 +130,8 @@ class Logbook:
                 self.loaders[name] = None
         series = self.metrics.series.get(name)
         if series is None:
+            if not isinstance(name, str):
+                raise ValueError(f"self.log({name!r}, ...): the name must be text, such as {str(name)!r}")
             series = self._begin(name, reduce_fx, on_step, on_epoch, bar, to_logger, joined)
         elif series.asked != (reduce_fx, on_step, on_epoch, joined, self.in_step):
             other = series.inside is not None and series.inside is not self.in_step
@@ -138,6 +140,8 @@ class Logbook:
                 series = self._begin(name, reduce_fx, on_step, on_epoch, bar, to_logger, joined)
             else:
                 self._check_same(name, series, reduce_fx, on_step, on_epoch, joined)
+        if (bar and not series.bar) or (to_logger and not series.to_logger):  # an earlier call has not asked for it
+            series.bar, series.to_logger = bar or series.bar, to_logger or series.to_logger
         if type(value) is not Tensor or value.dim() or value.dtype not in EXACT:
             if hasattr(value, "compute") and hasattr(value, "update"):
                 if name not in self.metrics.objects:

@@ -58,6 +58,11 @@ def resolve_checkpoint(
     if path == "best":
         best = getattr(callback, "best_model_path", "")
         if not best:
+            if getattr(callback, "best_k_models", None):
+                raise ValueError(
+                    "ckpt_path='best': the monitored metric was NaN in each checkpoint, and NaN is never the best; "
+                    "pass 'last' or a path"
+                )
             raise ValueError("ckpt_path='best': no checkpoint was written yet; call fit first, or pass a path")
         return as_path(best)
     if path == "last":

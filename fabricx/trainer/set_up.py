@@ -135,7 +135,8 @@ def _predict(session: Session, job: Job) -> list[Any]:
         for outputs in evaluation.predict(session, session.data.val_feeds, keep=job.flag)
     ]
     ordered = [evaluation.in_dataset_order(by_rank) for by_rank in by_loader]
-    return ordered if session.data.several_loaders else ordered[0]
+    # limit_predict_batches=0 has no loader.
+    return ordered if session.data.several_loaders or not ordered else ordered[0]
 
 
 def _evaluate(session: Session, job: Job) -> list[dict[str, float]]:

@@ -73,7 +73,7 @@ class Tuner:
         early_stop_threshold: float | None = 4.0,
         update_attr: bool = True,
         attr_name: str = "",
-    ) -> LRFinder:
+    ) -> LRFinder | None:
         """Raise the learning rate at each step of a trial, and record the loss.
 
         Args:
@@ -90,7 +90,7 @@ class Tuner:
             attr_name: attribute of the model or of its `hparams` to set; default: "lr" or "learning_rate".
 
         Returns:
-            rates and losses, with `suggestion()` and `plot()`.
+            rates and losses, with `suggestion()` and `plot()`; None under `fast_dev_run`, without a trial.
 
         Raises:
             ValueError: an argument is invalid, the model has no such attribute, or the strategy doesn't support it.
@@ -104,6 +104,8 @@ class Tuner:
         model, train_dataloaders, datamodule = _passed(model, train_dataloaders, datamodule)
         owners = _owners(model)
         name = _attribute(owners, [attr_name] if attr_name else ["lr", "learning_rate"]) if update_attr else ""
+        if self._skips("lr_find", name or "the learning rate"):
+            return None
         sweep = RateSweep(LRFinder(mode, min_lr, max_lr, num_training), early_stop_threshold)
         trial = self._trial([sweep], max_steps=num_training, limit_val_batches=0)
         with _as_before(model, train_dataloaders, datamodule):
@@ -134,7 +136,7 @@ class Tuner:
         batch_arg_name: str = "batch_size",
         margin: float = 0.05,
         max_val: int = 8192,
-    ) -> int:
+    ) -> int | None:
         """Find the largest batch size that fits in the memory of the devices.
 
         Args:
@@ -151,7 +153,7 @@ class Tuner:
             max_val: largest size.
 
         Returns:
-            the size, which is set in the model and the data module.
+            the size, which is set in the model and the data module; None under `fast_dev_run`, without a trial.
 
         Raises:
             ValueError: an argument is invalid, or there is no such attribute.
@@ -170,6 +172,8 @@ class Tuner:
             )
         owners = _owners(model, datamodule)
         _attribute(owners, [batch_arg_name])
+        if self._skips("scale_batch_size", batch_arg_name):
+            return None
 
         def fits(size: int) -> tuple[bool, bool]:
             _set(owners, batch_arg_name, size)
@@ -181,6 +185,14 @@ class Tuner:
         _set(owners, batch_arg_name, size)
         self._trainer.print(f"scale_batch_size: {batch_arg_name} = {size}")
         return size
+
+    def _skips(self, search: str, name: str) -> bool:
+        """Return whether the Trainer only looks for errors, for which a search would take too long."""
+        if self._trainer.fast_dev_run:
+            self._trainer.print(
+                f"{search}: no search, because fast_dev_run={self._trainer.fast_dev_run}; {name} is unchanged"
+            )
+        return bool(self._trainer.fast_dev_run)
 
     def _try(self, model: Module, datamodule: DataModule | None, method: Stage, steps: int) -> tuple[bool, bool]:
         """Return whether a trial fits in memory, and whether a larger batch would have more samples."""

@@ -124,3 +124,25 @@ def test_its_hyperparameters_are_loaded_from_a_checkpoint(quiet: dict[str, Any],
     assert Data.load_from_checkpoint(tmp_path / "theirs.ckpt").hparams == {"samples": 20}
     with pytest.warns(UserWarning, match="weights_only=False.*executes nothing"):
         assert Data.load_from_checkpoint(path, weights_only=False).hparams == {"samples": 12}
+
+
+def test_its_text_has_the_number_of_samples_of_each_loader() -> None:
+    class Later(fx.DataModule):
+        def setup(self, stage: str) -> None:
+            self.data = tiny_loader(8, 4)
+
+        def train_dataloader(self) -> Any:
+            return self.data
+
+        def val_dataloader(self) -> Any:
+            return [self.data, self.data]
+
+        def predict_dataloader(self) -> Any:
+            return {"a": self.data, "b": [1, 2]}
+
+    data = Later()
+    words = ("Train", "Validation", "Test", "Predict")
+    assert str(data) == "\n".join(f"{{{word} dataloader: None}}" for word in words)
+    data.setup("fit")
+    sizes = ("size=8", "1. size=8 ; 2. size=8", "None", "a. size=8 ; b. size=NA")
+    assert str(data) == "\n".join(f"{{{word} dataloader: {size}}}" for word, size in zip(words, sizes, strict=True))

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import fabricx as fx
-from fabricx.testing import QUIET, TinyModule, tiny_loader
+from fabricx.testing import QUIET, TinyModule, tiny_data, tiny_loader
 from tests.unit.trainer.counting import Counts, fitted
 
 
@@ -122,3 +122,19 @@ def test_a_method_that_returns_no_loader_is_an_error(method: str, of_data: bool)
     train = None if of_data or method == "train_dataloader" else tiny_loader()
     with pytest.raises(ValueError, match=rf"Forgets.{method}\(\) returned None: return a loader, or \[\] for no "):
         fx.Trainer(max_epochs=1, **QUIET).fit(module, train, datamodule=data)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter([*tiny_data(8)])
+
+
+@pytest.mark.parametrize("stage", ["train", "val"])
+def test_a_fraction_of_a_stream_is_an_error_and_none_of_it_is_not(stage: str, quiet: dict[str, Any]) -> None:
+    stream: Any = DataLoader(Stream(), batch_size=2)
+    data = {"train_dataloaders": tiny_loader(), "val_dataloaders": tiny_loader(), f"{stage}_dataloaders": stream}
+    limit: dict[str, Any] = {f"limit_{stage}_batches": 0.5}
+    with pytest.raises(ValueError, match=r"fraction of the batches \(0.5\) needs a loader with a length"):
+        fx.Trainer(max_epochs=1, **limit, **quiet).fit(TinyModule(), **data)
+    nothing: dict[str, Any] = {f"limit_{stage}_batches": 0.0}
+    fx.Trainer(max_epochs=1, **nothing, **quiet).fit(TinyModule(), **data)

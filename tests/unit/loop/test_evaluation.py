@@ -136,3 +136,7 @@ def test_several_validation_loaders_have_their_own_names(quiet: dict[str, Any]) 
 @pytest.mark.parametrize("wanted", [True, False])
 def test_inference_mode_is_a_choice(wanted: bool) -> None:
     assert set(fitted(inference_mode=wanted)[0].grad_modes) == {wanted}
+
+
+def test_without_a_batch_there_are_no_predictions(quiet: dict[str, Any]) -> None:
+    assert fx.Trainer(limit_predict_batches=0, **quiet).predict(TinyModule(), tiny_loader()) == []

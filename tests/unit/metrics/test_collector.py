@@ -126,3 +126,15 @@ def test_the_step_of_a_metric_object_at_own_pace_is_of_this_rank_alone() -> None
     assert float(book.step_values(1)["x"]) == 2.0
     with pytest.raises(AssertionError, match="own pace"):  # the value of this rank is not kept as that of all
         mean.compute()
+
+
+def test_a_name_is_text() -> None:
+    with pytest.raises(ValueError, match=r"self.log\(3, ...\): the name must be text, such as '3'"):
+        logbook().log(3, 1.0, False, True, None, None, "mean", None, True, True)  # type: ignore[arg-type]
+
+
+def test_a_value_is_shown_and_written_where_any_call_asks_for_it() -> None:
+    logs = logbook()
+    for bar, to_logger in ((False, False), (True, False), (False, True), (False, False)):
+        logs.log("a", 1.0, bar, to_logger, None, None, "mean", None, True, True)
+    assert (logs.metrics.series["a"].bar, logs.metrics.series["a"].to_logger) == (True, True)

@@ -41,6 +41,9 @@ def test_best_is_that_of_the_callback_and_an_error_without_one(tmp_path: Path) -
     assert resolved(tmp_path, "best", best="/runs/best.ckpt") == Path("/runs/best.ckpt")
     with pytest.raises(ValueError, match="ckpt_path='best': no checkpoint was written yet; call fit first"):
         resolved(tmp_path, "best")
+    only_nan: Any = SimpleNamespace(best_model_path="", best_k_models={"a.ckpt": float("nan")})
+    with pytest.raises(ValueError, match="the monitored metric was NaN in each checkpoint"):
+        resolve_checkpoint("best", only_nan, None, tmp_path, trains=False)
 
 
 def test_last_is_that_of_the_callbacks_folder_then_of_this_run_then_of_the_newest_run(

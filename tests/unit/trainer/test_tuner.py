@@ -51,6 +51,7 @@ def test_a_search_for_a_rate_changes_only_the_rate(quiet: dict[str, Any]) -> Non
     states = torch.get_rng_state(), random.getstate(), generator.get_state()
     options: dict[str, Any] = {"min_lr": 1e-4, "max_lr": 10.0, "num_training": 60, "early_stop_threshold": None}
     found = fx.Tuner(trainer).lr_find(module, loader, **options)
+    assert found is not None
     assert torch.equal(states[0], torch.get_rng_state())
     assert states[1] == random.getstate()
     assert torch.equal(states[2], generator.get_state())
@@ -144,3 +145,17 @@ def test_a_finder_of_the_module_is_refused(quiet: dict[str, Any]) -> None:
         fx.Trainer(max_epochs=1, **quiet).fit(Brings())
     with pytest.raises(ValueError, match="search within a run"):
         LearningRateFinder().lr_find(None, None)
+
+
+def test_a_run_that_looks_for_errors_searches_nothing(
+    quiet: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rate, size = LearningRateFinder(), BatchSizeFinder()
+    module, trainer = Tuned(), fx.Trainer(fast_dev_run=True, callbacks=[size, rate], **quiet)
+    assert fx.Tuner(trainer).lr_find(module, tiny_loader()) is None
+    assert fx.Tuner(trainer).scale_batch_size(module) is None
+    trainer.fit(module)
+    assert (module.calls, module.hparams.lr, module.batch_size) == (1, 1e-3, 4)
+    assert rate.optimal_lr is None
+    assert size.optimal_batch_size is None
+    assert "lr_find: no search, because fast_dev_run=True; lr is unchanged" in capsys.readouterr().out
