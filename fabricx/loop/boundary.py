@@ -33,7 +33,10 @@ def begin_batch(session: Session, micro: Microbatch) -> Any:
     batch = micro.data if session.transfer is None else session.transfer(micro.data, 0)
     session.batch.in_step = False
     session.batch.is_last = micro.last
-    session.metrics.logbook.begin_batch(batch, micro.size, session.state.step + 1)
+    step = session.state.step + 1
+    if micro.opens and not micro.closes:
+        session.metrics.logbook.metrics.forget_step(step)
+    session.metrics.logbook.begin_batch(batch, micro.size, step)
     if session.transfer is not None:
         session.recorder.lap(Span.TRANSFER)
     return batch

@@ -265,6 +265,16 @@ class Metrics:
         """Return the newest step for which this rank has values; -1 for none."""
         return max((series.step for series in self.series.values() if series.on_step), default=-1)
 
+    def forget_step(self, step: int) -> None:
+        """Forget the values of a step whose accumulation window was discarded when the rest of an epoch was skipped.
+
+        Args:
+            step: number of the weight update.
+        """
+        for series in self.series.values():
+            if series.step == step:
+                series.step = -1
+
     def latest(self) -> dict[str, Any]:
         """Return the latest value of each series of this rank."""
         return {

@@ -49,6 +49,7 @@ def divide(
         chain = find_chain(divided, trial, shared=not joins)
     else:
         chain = None
+    training = module.training
     with ExitStack() as failed:
         # Random numbers in stages are not those of one process.
         with evaluation_mode(module) if chain is not None else nullcontext():
@@ -58,7 +59,7 @@ def divide(
             elif chain is None:
                 divided = _divide_layers(divided, trial, layout, failed, compares=not joins)
             else:
-                whole = None if joins else measure_whole(divided, chain, trial)
+                whole = None if joins else measure_whole(divided, chain, trial, training=training)
                 divided = _divide_layers(divided, trial, layout, failed, compares=not joins)
                 divided = divide_blocks(divided, chain, trial, layout, evaluated, prints=not joins)
                 if whole is not None:

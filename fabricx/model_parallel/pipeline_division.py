@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,13 +60,14 @@ def find_chain(whole: Divided, trial: Trial, *, shared: bool) -> Chain:
     return replace(chain, costs=whole.world.broadcast_object(chain.costs)) if shared else chain  # times differ
 
 
-def measure_whole(whole: Divided, chain: Chain, trial: Trial) -> WholeStep:
-    """Compute the step before the module is divided.
+def measure_whole(whole: Divided, chain: Chain, trial: Trial, *, training: bool) -> WholeStep:
+    """Compute the step before the module is divided, with its submodules in evaluation mode.
 
     Args:
         whole: the module, before its division.
         chain: blocks of the module.
         trial: the training step.
+        training: mode of the module in the training step, which may compute another loss in evaluation mode.
 
     Raises:
         ValueError: the loss or the gradient is not finite.
@@ -80,7 +82,8 @@ def measure_whole(whole: Divided, chain: Chain, trial: Trial) -> WholeStep:
         )
     if _microbatches(whole) == 1:
         return WholeStep(before, None, "")
-    return WholeStep(before, *_compare_parts(trial, functools.partial(measured, least=IN_PARTS)))
+    with _mode(whole.module, training=training):
+        return WholeStep(before, *_compare_parts(trial, functools.partial(measured, least=IN_PARTS)))
 
 
 def divide_blocks(
@@ -159,6 +162,16 @@ def _measured(
 
 def _microbatches(divided: Divided) -> int:
     return divided.settings.microbatches or 2 * divided.world.axis("pipeline").size
+
+
+@contextlib.contextmanager
+def _mode(module: nn.Module, *, training: bool) -> Iterator[None]:
+    """Set the mode of a module, without its submodules."""
+    before, module.training = module.training, training
+    try:
+        yield
+    finally:
+        module.training = before
 
 
 def _compare_parts(

@@ -147,7 +147,7 @@ AGAIN = (  # that were wrong once
     "ddp ranks=3 data=ending loop=lr-callback",
     "ddp ranks=3 data=few change=on_train_batch_end",
     "ddp-powersgd ranks=2 save=on_train_epoch_end",
-    "fsdp ranks=2 accumulate=2 loop=skip-rest",
+    "fsdp ranks=2 accumulate=2 loop=skip-rest log=kinds",  # a window of which a part is discarded
     "fsdp-kept ranks=2 data=few",
     "ddp ranks=3 data=ending callback=ema",
     "fsdp ranks=3 data=ending save=on_train_batch_end",
@@ -188,6 +188,7 @@ MESHES = (
     "tensor ranks=2 optimizer=momentum model=toggled save=to-single",
     "pipeline ranks=2 optimizer=momentum clip=norm model=buffer save=from-single",
     "pipeline ranks=2 update=several data=uneven log=objects loop=evaluate",
+    "pipeline ranks=2 data=weighted",  # by samples in training only
     "tensor ranks=2 model=sparse change=on_train_batch_end",  # the norm of a gradient, and weights in a hook
     "pipeline ranks=2 change=on_train_batch_end",
     "expert ranks=3 clip=norm accumulate=2 data=uneven callback=ema log=objects save=on_train_epoch_end",
