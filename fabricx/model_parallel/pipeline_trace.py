@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fabricx.core.buffers import BufferMark
 from fabricx.core.rng import random_kept
 from fabricx.errors import FabricxError
 from fabricx.model_parallel.block_calls import intercept
@@ -352,7 +353,7 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
     Args:
         module: the user's module.
     """
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    buffers = BufferMark(module)
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
@@ -360,9 +361,7 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
         try:
             yield
         finally:
-            with torch.no_grad():
-                for buffer, value in buffers:
-                    buffer.copy_(value)
+            buffers.restore()
             for parameter, gradient in gradients:
                 parameter.grad = gradient
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from fabricx.core.buffers import BufferMark
 from fabricx.core.complex_numbers import as_real
 from fabricx.distributed.world import World
 from fabricx.errors import FabricxError
@@ -163,7 +164,7 @@ def _close(before: float | None, after: float | None, tolerance: float) -> bool:
 @contextmanager
 def _unchanged(module: nn.Module) -> Iterator[None]:
     """Restore buffers, gradients and random states at the end, and begin with a fixed seed."""
-    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+    buffers = BufferMark(module)
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
@@ -172,10 +173,7 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
             torch.manual_seed(0)
             yield
     finally:
-        with torch.no_grad():
-            for name, buffer in module.named_buffers():
-                if name in buffers and buffers[name].shape == buffer.shape:
-                    buffer.copy_(buffers[name])
+        buffers.restore()
         for parameter, gradient in gradients:
             parameter.grad = gradient
 

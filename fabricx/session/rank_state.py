@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from fabricx.core.buffers import BufferMark
 from fabricx.core.rng import RandomState
 from fabricx.data.own_state import states_of_generators
 from fabricx.distributed.metric_sums import merge_sums, plain
@@ -108,7 +109,7 @@ class LoggedMark:
         self._metrics, self._recorder = metrics, recorder
         self._values = metrics.logbook.metrics.mark()
         self._objects = [(metric, states_of(metric)) for metric in metric_objects(module).values()]
-        self._buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+        self._buffers = BufferMark(module)
         self._batches, self._samples = metrics.logbook.batches, recorder.samples
 
     def restore(self) -> None:
@@ -116,8 +117,7 @@ class LoggedMark:
         self._metrics.logbook.metrics.rewind(self._values)
         for metric, states in self._objects:
             set_states(metric, states)
-        for buffer, before in self._buffers:
-            buffer.copy_(before)
+        self._buffers.restore()
         self._metrics.logbook.batches, self._recorder.samples = self._batches, self._samples
 
 

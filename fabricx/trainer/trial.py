@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from fabricx.core.buffers import BufferMark
 from fabricx.core.module_hooks import RUN_ATTRIBUTES
 from fabricx.core.rng import generators_of, random_kept
 from fabricx.core.steps import wrap_steps
@@ -100,7 +101,7 @@ def _sizes(loader: Any) -> tuple[int | None, int]:
 @contextlib.contextmanager
 def _undisturbed(session: Session) -> Iterator[None]:
     """Context of a trial: discards logged values, and restores buffers and random numbers."""
-    buffers = [(buffer, buffer.clone()) for buffer in session.module.buffers()]
+    buffers = BufferMark(session.module)
     own = [*generators_of(session.module)]
     logbook, before = session.metrics.training, vars(session.module).get("_log_to")
     session.metrics.collect(logbook)
@@ -111,8 +112,7 @@ def _undisturbed(session: Session) -> Iterator[None]:
         session.metrics.collect(before)
         for restore in own:
             restore()
-        for buffer, value in buffers:
-            buffer.data.copy_(value)  # not counted as a change: a backward that follows may need the buffer
+        buffers.restore()
 
 
 def other_batches(loader: Any) -> list[Any]:

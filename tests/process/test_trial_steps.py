@@ -155,3 +155,40 @@ def test_steps_that_a_division_would_change_are_refused_and_no_others() -> None:
         for name in names:
             said = CASES[name][3]
             assert (said in found[name]) if said else not found[name], (name, found[name])
+
+
+class Averages(fx.Module):
+    """Assigns new tensors to a buffer, and registers another in its first step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)).double()
+        self.register_buffer("average", torch.zeros(4, dtype=torch.float64))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.average = 0.5 * self.average + 1.0
+        if not hasattr(self, "steps"):
+            self.register_buffer("steps", torch.zeros(()))
+        self.steps += 1.0
+        return (self.net(batch[0]) * self.average.mean() - batch[1]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def averages(strategy: str | TensorMesh, devices: int) -> dict[str, Tensor]:
+    """Return the state after three batches."""
+    generator = torch.Generator().manual_seed(1)
+    data = [tuple(torch.randn(width, generator=generator, dtype=torch.float64) for width in (4, 2)) for _ in range(6)]
+    module = Averages()
+    fx.Trainer(devices=devices, strategy=strategy, max_epochs=1, **QUIET).fit(module, DataLoader(data, 2))
+    return module.state_dict()
+
+
+def test_a_buffer_that_the_step_assigns_begins_with_its_own_value_after_the_trial():
+    found, expected = averages(TensorMesh(), 2), averages("single", 1)
+    assert found["average"].tolist() == expected["average"].tolist() == [1.75] * 4
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():  # sums in another order
+        torch.testing.assert_close(found[name], value, rtol=1e-8, atol=1e-10)
