@@ -16,7 +16,7 @@ def test_buffers_are_restored_however_they_were_changed():
     before, state = dict(module.named_buffers()), {name: value.clone() for name, value in module.state_dict().items()}
     mark = BufferMark(module)
     module[0](torch.randn(4, 2))  # in place
-    module.average = module.average * 0.5
+    module.average = torch.full((2,), 0.5)
     module.late = torch.zeros(5)
     module[1].mask = torch.ones(7)
     module.register_buffer("new", torch.ones(1))
