@@ -137,7 +137,11 @@ LIMITS: Final = """
 - **Buffers that a forward computes from the batch** (statistics of BatchNorm and InstanceNorm, codebooks with moving
   averages) have the share of a rank; ranks that train together use those of rank 0, as torch's DDP does. Sum over
   ranks in the forward (`self.all_gather`), or use `sync_batchnorm=True`. `local_sgd` joins the statistics of
-  BatchNorm and InstanceNorm, and ranks at their own pace pool them."""
+  BatchNorm and InstanceNorm, and ranks at their own pace pool them. A counter or scale that a forward updates in each
+  batch counts the batches of its rank at their own pace.
+- **`local_sgd`: parameters that a rank's batch doesn't use** (`if mask.any(): ...`) get no momentum and no weight decay
+  in that rank's step, since each rank makes a step of its own. Let the step use each parameter, with a weight of zero
+  where it has no effect, or use `ddp`."""
 
 
 def table() -> str:
