@@ -25,7 +25,8 @@ class GradientAccumulation(Callback):
             first scheduled epoch, the Trainer's `accumulate_grad_batches` applies.
 
     Raises:
-        ValueError: the schedule is empty, or has a negative epoch, fewer than 1 batch per update, or a broken number.
+        ValueError: the schedule is empty, or has a negative epoch, fewer than 1 batch per update, or numbers that are
+            not whole.
     """
 
     needs_all_ranks: ClassVar[bool] = True
