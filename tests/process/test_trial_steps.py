@@ -177,7 +177,7 @@ class Averages(fx.Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def averages(strategy: str | TensorMesh, devices: int) -> dict[str, Tensor]:
+def averages(strategy: Any, devices: int) -> dict[str, Tensor]:
     """Return the state after three batches."""
     generator = torch.Generator().manual_seed(1)
     data = [tuple(torch.randn(width, generator=generator, dtype=torch.float64) for width in (4, 2)) for _ in range(6)]
@@ -186,8 +186,9 @@ def averages(strategy: str | TensorMesh, devices: int) -> dict[str, Tensor]:
     return module.state_dict()
 
 
-def test_a_buffer_that_the_step_assigns_begins_with_its_own_value_after_the_trial():
-    found, expected = averages(TensorMesh(), 2), averages("single", 1)
+@pytest.mark.parametrize("strategy", [TensorMesh(), PipelineMesh(microbatches=1)], ids=["tensor", "pipeline"])
+def test_a_buffer_that_the_step_assigns_begins_with_its_own_value_after_the_trial(strategy: Any) -> None:
+    found, expected = averages(strategy, 2), averages("single", 1)
     assert found["average"].tolist() == expected["average"].tolist() == [1.75] * 4
     assert found.keys() == expected.keys()
     for name, value in expected.items():  # sums in another order
