@@ -60,6 +60,16 @@ def run_outside(cell: Cell, folder: Path) -> list[str]:
     return wrong
 
 
+def kill_session(session: int) -> None:
+    """Kill all processes of a session, in which each rank has a process group of its own, and wait for their end."""
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # none goes on while others are killed
+        for pid in _members(session):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+    left = _wait_for_end(session)
+    assert not left, left
+
+
 def _wait_for_end(session: int) -> list[int]:
     """Wait until no process of a session is left; returns those that are, after a time."""
     deadline = time.monotonic() + GONE_S

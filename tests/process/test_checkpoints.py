@@ -31,6 +31,7 @@ from fabricx.checkpoint import sharded_tensors
 from fabricx.distributed.world import current
 from fabricx.testing import QUIET, TinyModule, run_ranks, tiny_loader
 from tests import warm
+from tests.faults.outside import kill_session
 from tests.soak import params
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
@@ -256,7 +257,7 @@ def test_killed_at_any_moment_a_whole_checkpoint_is_there(own_folder: Path, devi
                 break
             time.sleep(0.01)
         time.sleep(0.013 * round)  # some other moment of the writing
-        os.killpg(process.pid, signal.SIGKILL)
+        kill_session(process.pid)  # at once: a rank left alone writes for another second
         process.wait()
         newest = checkpoint.list_committed(own_folder / "saved")[-1]
         checkpoint.verify(newest)
