@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO, final
 
-from fabricx.core.logger import Ending, Silent
 from fabricx.loggers.files import (
     FolderLogger,
     LoggerFolder,
@@ -23,7 +22,7 @@ from fabricx.loggers.files import (
 
 
 @final
-class CSVLogger(FolderLogger):
+class CSVLogger(FolderLogger[TextIO]):
     """Write `metrics.csv`, with a row for each call of `log_metrics`, and `hparams.yaml`.
 
     A new metric adds a column: the file is rewritten and replaced atomically, so that it can be read at any time. A
@@ -48,21 +47,14 @@ class CSVLogger(FolderLogger):
         super().__init__(LoggerFolder(save_dir, name, version))
         self._prefix = prefix
         self._folder: Path | None = None
-        self._file: TextIO | None = None
         self._columns: list[str] = []
         self._kept: list[dict[str, str]] = []  # rows of the step that a rollback returned to
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_file": None}
-
-    def open(self, run_dir: Path) -> None:
-        if self._file is not None:
-            return
-        self._folder = self._location.make(run_dir)
-        truncate_partial_line(self._folder / "metrics.csv")
-        self._columns = _header(self._folder / "metrics.csv")
-        self._file = (self._folder / "metrics.csv").open("a", newline="")
-        self.log_hyperparams(self._waiting)
+    def _start(self, folder: Path) -> TextIO:
+        self._folder = folder
+        truncate_partial_line(folder / "metrics.csv")
+        self._columns = _header(folder / "metrics.csv")
+        return (folder / "metrics.csv").open("a", newline="")
 
     @of_open_logger
     def log_metrics(self, metrics: Mapping[str, float], step: int = 0) -> None:
@@ -72,9 +64,9 @@ class CSVLogger(FolderLogger):
             return
         if not row.keys() <= set(self._columns):
             self._rewrite([*self._columns, *(name for name in row if name not in self._columns)])
-        if self._file is not None:
-            csv.DictWriter(self._file, self._columns).writerow(row)
-            self._file.flush()
+        if self._writer is not None:
+            csv.DictWriter(self._writer, self._columns).writerow(row)
+            self._writer.flush()
 
     def rewind(self, step: int) -> None:
         if not self._columns or self._folder is None:
@@ -86,9 +78,9 @@ class CSVLogger(FolderLogger):
 
     def _rewrite(self, columns: list[str], keep: Callable[[dict[str, Any]], bool] = lambda row: True) -> None:
         """Rewrite the table with more columns or fewer rows."""
-        if self._file is None or self._folder is None:
+        if self._writer is None or self._folder is None:
             return
-        self._file.close()
+        self._writer.close()
         path, temporary = self._folder / "metrics.csv", self._folder / ".metrics.csv-new"
         with path.open(newline="") as old, temporary.open("w", newline="") as new:
             writer = csv.DictWriter(new, columns)
@@ -96,31 +88,13 @@ class CSVLogger(FolderLogger):
             writer.writerows(row for row in csv.DictReader(old) if keep(row))
         temporary.replace(path)
         self._columns = columns
-        self._file = path.open("a", newline="")
+        self._writer = path.open("a", newline="")
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
-        if self._file is None:
+        if self._writer is None:
             self._waiting.update(by_name(params))
         elif self._folder is not None and params:
             write_hyperparameters(self._folder / "hparams.yaml", by_name(params))
-
-    def flush(self) -> None:
-        if self._file is not None:
-            self._file.flush()
-
-    def close(self, status: Ending = "success") -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
-
-    @property
-    def is_open(self) -> bool:
-        return self._file is not None
-
-    @property
-    def experiment(self) -> Any:
-        """Return the open file; `Silent` if the logger is not open."""
-        return self._file or Silent()
 
 
 def _header(path: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import itertools
 import json
@@ -12,15 +13,26 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any, Generic, ParamSpec, Protocol, TypeVar, final
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from fabricx.core.hparams import plain
-from fabricx.core.logger import Logger
+from fabricx.core.logger import Ending, Logger, Silent
 from fabricx.core.rank_zero import launched_rank
 
 P = ParamSpec("P")
+W = TypeVar("W", bound="Writer")
+
+
+class Writer(Protocol):
+    """What a `FolderLogger` writes with, such as an open file."""
+
+    def flush(self) -> None:
+        """Write buffered data to disk."""
+
+    def close(self) -> None:
+        """Write buffered data, and close the files."""
 
 
 @dataclass
@@ -83,8 +95,8 @@ class LoggerFolder:
         return parent / (version or "") / (self.sub_dir or "")
 
 
-class FolderLogger(Logger):
-    """Names of the folder of a logger that writes files.
+class FolderLogger(Logger, Generic[W]):
+    """A logger that writes to a folder with a writer that has `flush` and `close`.
 
     Args:
         location: the configured folder.
@@ -92,7 +104,79 @@ class FolderLogger(Logger):
 
     def __init__(self, location: LoggerFolder) -> None:
         self._location = location
+        self._writer: W | None = None
         self._waiting: dict[str, Any] = {}  # hyperparameters that were logged before the logger was open
+        self._outside_run = False  # `experiment` has opened it
+
+    @abstractmethod
+    def _start(self, folder: Path) -> W:
+        """Open the files, which may exist.
+
+        Args:
+            folder: the logger's folder.
+        """
+
+    def _finish(self, status: Ending) -> None:
+        """Write what belongs to the end of a run, after the writer is closed.
+
+        Args:
+            status: the run's status.
+        """
+
+    @final
+    def open(self, run_dir: Path) -> None:
+        if self._outside_run:  # perhaps in the folder of another run
+            self.close()
+        if self._writer is None:
+            self._writer = self._start(self._location.make(run_dir))
+            self.log_hyperparams(self._waiting)
+
+    def flush(self) -> None:
+        if self._writer is not None:
+            self._writer.flush()
+
+    @final
+    def close(self, status: Ending = "success") -> None:
+        if self._outside_run:
+            self._outside_run = False
+            atexit.unregister(self.close)
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
+            self._finish(status)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._outside_run:  # the logger of a worker takes its place
+            self.close()
+        return {**self.__dict__, "_writer": None}
+
+    @property
+    def experiment(self) -> Any:
+        """Return the writer; outside of a run it is opened in the logger's folder, until the process ends.
+
+        It is `Silent` on ranks that don't log, and before a run whose folder isn't known yet, with a warning.
+        """
+        if self._writer is None and not rank_zero_only.rank:  # type: ignore[attr-defined]
+            folder = self._folder_outside_run("experiment")
+            if folder is not None:
+                self.open(folder)
+                self._outside_run = True
+                atexit.register(self.close)
+        return self._writer or Silent()
+
+    def _folder_outside_run(self, method: str) -> Path | None:
+        """Return the folder; warn and return None if it depends on the run, which hasn't begun.
+
+        Args:
+            method: name of the method that writes.
+        """
+        if self.log_dir is None:
+            warnings.warn(
+                f"{type(self).__name__}.{method} is used before the run, whose folder is not known yet: nothing is "
+                "written. Use it in a hook or after the run, or set save_dir",
+                stacklevel=3,
+            )
+        return None if self.log_dir is None else Path(self.log_dir)
 
     @property
     def name(self) -> str:
@@ -118,11 +202,6 @@ class FolderLogger(Logger):
         """Return the parent folder; None for the run's folder."""
         folder = self._location.save_dir
         return None if folder is None else str(Path(folder).expanduser())
-
-    @property
-    @abstractmethod
-    def is_open(self) -> bool:
-        """Return whether the logger writes at present."""
 
     def save(self) -> None:
         """Write buffered data, as Lightning's loggers do."""
@@ -150,19 +229,14 @@ def of_open_logger(function: Callable[P, None]) -> Callable[P, None]:
     @functools.wraps(function)
     def method(*args: P.args, **kwargs: P.kwargs) -> None:
         logger: Any = args[0]
-        if logger.is_open:
+        if logger._writer is not None:
             return function(*args, **kwargs)
         if rank_zero_only.rank:  # type: ignore[attr-defined]
             return None
-        folder = logger.log_dir
+        folder = logger._folder_outside_run(function.__name__)
         if folder is None:
-            warnings.warn(
-                f"{type(logger).__name__}.{function.__name__} is called before the run, whose folder is not known yet: "
-                "nothing is written. Call it in a hook or after the run, or set save_dir",
-                stacklevel=2,
-            )
             return None
-        logger.open(Path(folder))
+        logger.open(folder)
         try:
             return function(*args, **kwargs)
         finally:

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO, final
 
-from fabricx.core.logger import Ending, Silent
 from fabricx.loggers.files import (
     FolderLogger,
     LoggerFolder,
@@ -23,7 +22,7 @@ from fabricx.loggers.files import (
 
 
 @final
-class JSONLogger(FolderLogger):
+class JSONLogger(FolderLogger[TextIO]):
     """Write `metrics.jsonl`, an object per line, and `hparams.json`.
 
     Each object has "step", "time" (seconds since 1970) and the metrics. NaN and infinity, which JSON lacks, are null.
@@ -42,18 +41,12 @@ class JSONLogger(FolderLogger):
     ) -> None:
         super().__init__(LoggerFolder(save_dir, name, version))
         self._folder: Path | None = None
-        self._file: TextIO | None = None
         self._kept: list[dict[str, Any]] = []  # rows of the step that a rollback returned to
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_file": None}
-
-    def open(self, run_dir: Path) -> None:
-        if self._file is None:
-            self._folder = self._location.make(run_dir)
-            truncate_partial_line(self._folder / "metrics.jsonl")
-            self._file = (self._folder / "metrics.jsonl").open("a")
-            self.log_hyperparams(self._waiting)
+    def _start(self, folder: Path) -> TextIO:
+        self._folder = folder
+        truncate_partial_line(folder / "metrics.jsonl")
+        return (folder / "metrics.jsonl").open("a")
 
     @of_open_logger
     def log_metrics(self, metrics: Mapping[str, float], step: int = 0) -> None:
@@ -61,14 +54,14 @@ class JSONLogger(FolderLogger):
         finite = {name: value if math.isfinite(value) else None for name, value in whole.items()}
         if {"step": step, **finite} in self._kept:  # already written: callbacks after the checkpoint repeat it
             self._kept.remove({"step": step, **finite})
-        elif self._file is not None:
-            self._file.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
-            self._file.flush()
+        elif self._writer is not None:
+            self._writer.write(json.dumps({"step": step, "time": time.time(), **finite}) + "\n")
+            self._writer.flush()
 
     def rewind(self, step: int) -> None:
-        if self._file is None or self._folder is None:
+        if self._writer is None or self._folder is None:
             return
-        self._file.close()
+        self._writer.close()
         path, temporary = self._folder / "metrics.jsonl", self._folder / ".metrics.jsonl-new"
         with path.open() as old, temporary.open("w") as new:
             lines = [line for line in old if _step(line) <= step]
@@ -76,31 +69,13 @@ class JSONLogger(FolderLogger):
         kept = [json.loads(line) for line in lines if _step(line) == step]
         self._kept = [{name: value for name, value in row.items() if name != "time"} for row in kept]
         temporary.replace(path)
-        self._file = path.open("a")
+        self._writer = path.open("a")
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
-        if self._file is None:
+        if self._writer is None:
             self._waiting.update(by_name(params))
         elif self._folder is not None and params:
             write_hyperparameters(self._folder / "hparams.json", by_name(params))
-
-    def flush(self) -> None:
-        if self._file is not None:
-            self._file.flush()
-
-    def close(self, status: Ending = "success") -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
-
-    @property
-    def is_open(self) -> bool:
-        return self._file is not None
-
-    @property
-    def experiment(self) -> Any:
-        """Return the open file; `Silent` if the logger is not open."""
-        return self._file or Silent()
 
 
 def _step(line: str) -> float:

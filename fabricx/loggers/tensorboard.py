@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, final
 import torch
 from torch import nn
 
-from fabricx.core.logger import Ending, Silent
+from fabricx.core.logger import Ending
 from fabricx.loggers.files import FolderLogger, LoggerFolder, by_name, of_open_logger, prefixed, write_hyperparameters
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ _SESSION: Final = ".hparams"  # suffix of the file with the HPARAMS session
 
 
 @final
-class TensorBoardLogger(FolderLogger):
+class TensorBoardLogger(FolderLogger["SummaryWriter"]):
     """Write an event file and `hparams.yaml`; `tensorboard --logdir runs` shows all runs by the names of their folders.
 
     At the end of the run, hyperparameters are written with the last value of every metric and the status of the run,
@@ -56,26 +56,17 @@ class TensorBoardLogger(FolderLogger):
         self._prefix, self._options = prefix, kwargs
         self._graph_enabled = log_graph
         self._folder: Path | None = None
-        self._writer: SummaryWriter | None = None
-        self._reset()
-
-    def _reset(self) -> None:
         self._params: dict[str, float | str] = {}
         self._final: dict[str, float] = {}
         self._kept: list[tuple[int, str, float]] = []  # rows of the step that a rollback returned to
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_writer": None}
-
-    def open(self, run_dir: Path) -> None:
-        if self._writer is not None:
-            return
+    def _start(self, folder: Path) -> SummaryWriter:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._folder = self._location.make(run_dir)
-        self._writer = SummaryWriter(log_dir=str(self._folder), **self._options)
-        self._reset()
-        self.log_hyperparams(self._waiting)
+        if folder != self._folder:
+            self._params = {}
+        self._folder, self._final, self._kept = folder, {}, []
+        return SummaryWriter(log_dir=str(folder), **self._options)
 
     @of_open_logger
     def log_metrics(self, metrics: Mapping[str, float], step: int = 0) -> None:
@@ -112,6 +103,7 @@ class TensorBoardLogger(FolderLogger):
                 self._writer.add_scalar(name, value, 0)  # the HPARAMS page reads values from the charts
                 self._final[name] = value
 
+    @of_open_logger
     def log_text(self, name: str, text: str, step: int = 0) -> None:
         if self._writer is not None:
             self._writer.add_text(name, f"```\n{text}\n```", step)
@@ -142,15 +134,7 @@ class TensorBoardLogger(FolderLogger):
         finally:
             module.train(training)
 
-    def flush(self) -> None:
-        if self._writer is not None:
-            self._writer.flush()
-
-    def close(self, status: Ending = "success") -> None:
-        if self._writer is None:
-            return
-        writer, self._writer = self._writer, None
-        writer.close()
+    def _finish(self, status: Ending) -> None:
         if self._folder is not None:
             self._write_session(self._folder, status)
 
@@ -186,15 +170,6 @@ class TensorBoardLogger(FolderLogger):
         for path in earlier:
             if path.name != newest.name + _SESSION:
                 path.unlink()
-
-    @property
-    def is_open(self) -> bool:
-        return self._writer is not None
-
-    @property
-    def experiment(self) -> Any:
-        """Return the `SummaryWriter`; `Silent` if the logger is not open."""
-        return self._writer or Silent()
 
 
 def flatten(params: Mapping[str, Any], prefix: str = "") -> dict[str, float | str]:

@@ -16,7 +16,7 @@ from fabricx.checkpoint.storage import as_path
 from fabricx.core.arguments import non_defaults
 from fabricx.core.former_arguments import FORMER_ARGUMENTS
 from fabricx.core.options import TrainerOptions
-from fabricx.core.state import Phase, RunState
+from fabricx.core.state import Phase, RunState, TrainerStatus
 from fabricx.core.strategy_parts import HasServers, as_part
 from fabricx.data.order import Balance
 from fabricx.data.run_data import BatchCounts, RunData
@@ -233,8 +233,8 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
 
     @property
     def interrupted(self) -> bool:
-        """Return whether a signal (Ctrl-C, SIGTERM) has stopped the newest run."""
-        return self.stop.interrupted
+        """Return whether a signal (Ctrl-C, SIGTERM) or an exception has stopped the newest run."""
+        return self.stop.interrupted or self.state.status is TrainerStatus.INTERRUPTED
 
     @property
     def terminated(self) -> bool:

@@ -129,17 +129,20 @@ def _load_weights(session: Session) -> None:
 
 
 def _predict(session: Session, job: Job) -> list[Any]:
+    if not session.data.val_feeds:  # limit_predict_batches=0: no hook is called
+        return []
     _load_weights(session)
     by_loader = [
         session.world.axis("metrics").gather_objects(outputs)
         for outputs in evaluation.predict(session, session.data.val_feeds, keep=job.flag)
     ]
     ordered = [evaluation.in_dataset_order(by_rank) for by_rank in by_loader]
-    # limit_predict_batches=0 has no loader.
-    return ordered if session.data.several_loaders or not ordered else ordered[0]
+    return ordered if session.data.several_loaders else ordered[0]
 
 
 def _evaluate(session: Session, job: Job) -> list[dict[str, float]]:
+    if not session.data.val_feeds:
+        return []
     _load_weights(session)
     results = evaluation.evaluate(
         session, Phase.VALIDATE if job.stage == "validate" else Phase.TEST, session.data.val_feeds

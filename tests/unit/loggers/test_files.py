@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import pickle
+import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from lightning_utilities.core.rank_zero import rank_zero_only
 
-from fabricx.core.logger import Logger
+from fabricx.core.logger import Logger, Silent
 from fabricx.loggers import CSVLogger, JSONLogger, TensorBoardLogger
+from tests import warm
 
 
 def read(logger: Logger, folder: Path) -> list[tuple[int, float]]:
@@ -127,7 +132,6 @@ def test_rows_are_written_before_and_after_a_run(tmp_path: Path, kind: type[Logg
     logger.log_metrics({"loss": 1.0}, step=3)
     logger.save()
     logger.finalize("success")
-    assert not logger.is_open
     # TensorBoard reads files in the order of their names, which end in numbers.
     assert sorted(read(logger, Path(logger.log_dir))) == [(1, 3.0), (2, 2.0), (3, 1.0)]
 
@@ -137,12 +141,80 @@ def test_rows_of_the_runs_folder_are_written_after_the_run_and_a_warning_before_
     tmp_path: Path, kind: type[Logger]
 ) -> None:
     logger: Any = kind(name="here")  # type: ignore[call-arg]
-    with pytest.warns(UserWarning, match="called before the run, whose folder is not known yet"):
+    with pytest.warns(UserWarning, match="is used before the run, whose folder is not known yet"):
         logger.log_metrics({"loss": 3.0}, step=1)
     logger.open(tmp_path)
     logger.close()
     logger.log_metrics({"loss": 1.0}, step=3)
     assert read(logger, tmp_path / "here") == [(3, 1.0)]
+
+
+def write(logger: Any, value: float, step: int) -> None:
+    """Write a value as users of `experiment` do."""
+    if isinstance(logger, TensorBoardLogger):
+        logger.experiment.add_scalar("loss", value, step)
+    elif isinstance(logger, CSVLogger):
+        logger.experiment.write(f"{step},{value}\n")
+    else:
+        logger.experiment.write(json.dumps({"step": step, "loss": value}) + "\n")
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, JSONLogger, TensorBoardLogger])
+def test_the_writer_is_open_before_and_after_a_run_too(tmp_path: Path, kind: type[Logger]) -> None:
+    logger: Any = kind(tmp_path / "logs")  # type: ignore[call-arg]
+    logger.log_metrics({"loss": 4.0}, step=0)
+    write(logger, 3.0, 1)
+    in_worker = pickle.loads(pickle.dumps(logger))  # which ends what was opened before the run
+    in_worker.open(tmp_path / "run")
+    write(in_worker, 2.0, 2)
+    in_worker.close()
+    vars(logger).update(in_worker.for_caller())
+    write(logger, 1.0, 3)
+    logger.open(tmp_path / "run")
+    logger.log_metrics({"loss": 0.5}, step=4)
+    logger.close()
+    assert sorted(read(logger, tmp_path / "logs" / "version_0")) == [(0, 4.0), (1, 3.0), (2, 2.0), (3, 1.0), (4, 0.5)]
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, JSONLogger, TensorBoardLogger])
+def test_the_writer_is_silent_on_other_ranks_and_in_a_folder_that_is_not_known(
+    tmp_path: Path, kind: type[Logger], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.warns(UserWarning, match=r"Logger.experiment is used before the run, whose folder is not known yet"):
+        assert isinstance(kind().experiment, Silent)
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    assert isinstance(kind(tmp_path / "logs").experiment, Silent)  # type: ignore[call-arg]
+    assert list(tmp_path.iterdir()) == []
+
+
+SCRIPT = """
+    from tests.unit.loggers.test_files import CSVLogger, JSONLogger, TensorBoardLogger, write
+
+    for kind in (CSVLogger, JSONLogger, TensorBoardLogger):
+        logger = kind("logs", kind.__name__, version="")
+        logger.log_metrics({"loss": 2.0}, 1)
+        write(logger, 1.0, 2)
+"""
+
+
+def test_what_was_written_outside_of_a_run_is_there_when_the_process_ends(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    warm.run([sys.executable, "script.py"], check=True, timeout=100, cwd=tmp_path, env=environment)
+    for kind in (CSVLogger, JSONLogger, TensorBoardLogger):
+        assert sorted(read(kind(), tmp_path / "logs" / kind.__name__)) == [(1, 2.0), (2, 1.0)]
+
+
+def test_metrics_after_a_run_keep_its_hyperparameters(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path, version="")
+    logger.log_hyperparams({"width": 8})
+    logger.open(tmp_path)
+    logger.log_hyperparams({"lr": 0.1})
+    logger.close()
+    logger.log_metrics({"loss": 1.0})
+    [session] = tmp_path.glob("*.hparams")
+    assert b"width" in session.read_bytes()
+    assert b"lr" in session.read_bytes()
 
 
 @pytest.mark.parametrize("kind", [CSVLogger, JSONLogger])

@@ -2,11 +2,9 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
 import time
 from pathlib import Path
 
-from fabricx.core.logger import Silent
 from fabricx.loggers import JSONLogger
 
 
@@ -39,11 +37,3 @@ def test_hyperparameters_are_a_file(tmp_path: Path) -> None:
     logger.log_hyperparams({"lr": 0.1})
     logger.close()
     assert json.loads((tmp_path / "mine" / "a" / "hparams.json").read_text()) == {"lr": 0.1}
-
-
-def test_it_is_silent_until_it_is_open(tmp_path: Path) -> None:
-    logger = pickle.loads(pickle.dumps(JSONLogger()))
-    logger.flush()
-    logger.close()
-    assert isinstance(logger.experiment, Silent)
-    assert logger.log_dir is None

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fabricx.core.logger import Ending, Silent
+from fabricx.core.logger import Ending
 from fabricx.loggers import TensorBoardLogger
 from fabricx.loggers.tensorboard import flatten
 
@@ -150,19 +150,6 @@ def test_it_can_be_opened_again_for_another_run(tmp_path: Path) -> None:
         logger.close()
     experiment, _, _ = session(tmp_path / "b")
     assert [info.name.tag for info in experiment.metric_infos] == ["b"]
-
-
-def test_it_is_silent_until_it_is_open(tmp_path: Path) -> None:
-    logger = pickle.loads(pickle.dumps(TensorBoardLogger(tmp_path / "logs")))
-    logger.log_hyperparams({"lr": 0.1})
-    logger.log_text("a", "b")
-    logger.close()
-    assert isinstance(logger.experiment, Silent)
-    assert list(tmp_path.iterdir()) == []
-    logger.open(tmp_path)
-    logger.experiment.add_scalar("own", 1.0, 0)
-    assert isinstance(pickle.loads(pickle.dumps(logger)).experiment, Silent)
-    logger.close()
 
 
 def test_nested_hyperparameters_become_flat() -> None:

@@ -138,5 +138,16 @@ def test_inference_mode_is_a_choice(wanted: bool) -> None:
     assert set(fitted(inference_mode=wanted)[0].grad_modes) == {wanted}
 
 
-def test_without_a_batch_there_are_no_predictions(quiet: dict[str, Any]) -> None:
-    assert fx.Trainer(limit_predict_batches=0, **quiet).predict(TinyModule(), tiny_loader()) == []
+def test_without_a_batch_there_are_no_results_and_no_hooks(quiet: dict[str, Any]) -> None:
+    class Hooks(fx.Callback):
+        called = 0
+
+        def on_test_start(self, *args: Any) -> None:
+            self.called += 1
+
+        on_validation_start = on_predict_start = on_test_start
+
+    hooks = Hooks()
+    none = fx.Trainer(limit_predict_batches=0, limit_test_batches=0, limit_val_batches=0, callbacks=[hooks], **quiet)
+    assert [stage(TinyModule(), tiny_loader()) for stage in (none.validate, none.test, none.predict)] == [[], [], []]
+    assert hooks.called == 0

@@ -102,3 +102,20 @@ def test_a_closed_output_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(BrokenPipeError):
             print("text")
         fx.Trainer(enable_progress_bar=False, logger=False).print("text")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_a_run_that_an_exception_ended_was_interrupted(error: type[BaseException], quiet: dict[str, Any]) -> None:
+    class Fails(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if failing:
+                raise error
+            return super().training_step(batch, batch_idx)
+
+    trainer, failing = fx.Trainer(max_steps=1, **quiet), True
+    with pytest.raises(error):
+        trainer.fit(Fails(), tiny_loader())
+    assert trainer.interrupted
+    failing = False
+    trainer.fit(Fails(), tiny_loader())
+    assert not trainer.interrupted
