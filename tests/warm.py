@@ -189,16 +189,17 @@ def serve(channel_fd: int) -> tuple[Request, list[int]]:
         for kept in weakref.finalize._registry:  # type: ignore[attr-defined]
             kept.atexit = False  # a clone ends without what modules of torch have registered
     os.environ.clear()
-    return _serve(socket.socket(fileno=channel_fd))
+    return _serve(socket.socket(fileno=channel_fd), huge=True)
 
 
-def _serve(channel: socket.socket) -> tuple[Request, list[int]]:
+def _serve(channel: socket.socket, *, huge: bool = False) -> tuple[Request, list[int]]:
     before = {number: signal.signal(number, signal.SIG_IGN) for number in IGNORED}
     gc.collect()
     gc.set_threshold(*COLLECTS)
     gc.enable()
     gc.freeze()  # the collector of a clone would touch, and so copy, every page
-    _use_huge_pages()
+    if huge:  # a template that is a clone shares such pages; to collapse them would copy them all
+        _use_huge_pages()
     while True:
         size, files, _, _ = socket.recv_fds(channel, 4, 8)
         if not size:
