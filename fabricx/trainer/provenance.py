@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -122,6 +123,8 @@ def git_commit(folder: Path) -> str | None:
     Args:
         folder: the folder.
     """
+    if "GIT_DIR" not in os.environ and not any((place / ".git").exists() for place in (folder, *folder.parents)):
+        return None  # without starting git, which takes milliseconds of each run
     try:
         described = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=40"],
