@@ -58,7 +58,11 @@ _BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = {
         "jsonl": "fabricx.loggers.jsonl:JSONLogger",
         "tensorboard": "fabricx.loggers.tensorboard:TensorBoardLogger",
     },
-    "launchers": {"ray": "fabricx.launchers.ray:Ray", "slurm": "fabricx.launchers.slurm:Slurm"},
+    "launchers": {
+        "kubernetes": "fabricx.launchers.kubernetes:Kubernetes",
+        "ray": "fabricx.launchers.ray:Ray",
+        "slurm": "fabricx.launchers.slurm:Slurm",
+    },
 }
 _SINGULAR: Final = {"strategies": "strategy", "callbacks": "callback", "loggers": "logger", "launchers": "launcher"}
 _KEYS: Final = {  # + adds an entry

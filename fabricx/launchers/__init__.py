@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Any
 from fabricx import plugins
 
 if TYPE_CHECKING:
+    from fabricx.launchers.kubernetes import Kubernetes as Kubernetes
     from fabricx.launchers.ray import Ray as Ray
     from fabricx.launchers.slurm import Slurm as Slurm
 
-__all__ = ["Ray", "Slurm"]
+__all__ = ["Kubernetes", "Ray", "Slurm"]
 
 
 def __getattr__(name: str) -> Any:

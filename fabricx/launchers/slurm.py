@@ -21,6 +21,7 @@ from fabricx.launch.launcher import Ended, Launcher, Program, torchrun_variables
 from fabricx.launch.ranks import GATHER_S, run_rank
 from fabricx.launch.signals import StopRequests
 from fabricx.launch.worker import Failure
+from fabricx.launchers.output import MainOutput
 
 LOOK_S: Final = 0.5  # seconds between two looks at the job
 QUEUE_S: Final = 5.0  # seconds between two requests to SLURM
@@ -121,7 +122,7 @@ class Slurm(Launcher):
         over = _Queue(job).over if self.cluster == "slurm" else job.done
         waiting = list(range(program.nodes * program.processes))
         result, failures, deadline, ended_early = None, list[Failure](), float("inf"), False
-        output = _Output(Path(job.paths.stdout))
+        output = MainOutput(Path(job.paths.stdout), without="submitit ")
         with requests.received():
             while waiting and time.monotonic() < deadline:
                 time.sleep(LOOK_S)
@@ -154,33 +155,6 @@ class Slurm(Launcher):
         for rank in range(job.num_tasks):
             with contextlib.suppress(OSError, ValueError):
                 os.kill(int((job.paths.folder / f"{job.job_id}_{rank}.pid").read_text()), signal.SIGINT)
-
-
-@final
-class _Output:
-    """Copies what the main rank prints to the output of this process.
-
-    Args:
-        file: output of the main rank.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self._file, self._position = file, 0
-
-    def copy(self, *, ended: bool = False) -> None:
-        """Print the new complete lines, without those of submitit.
-
-        Args:
-            ended: the main rank has ended, so that its last line is complete.
-        """
-        with contextlib.suppress(OSError), self._file.open("rb") as output:
-            output.seek(self._position)
-            content = output.read()
-            if not ended:  # the rest of a line or of a character may follow
-                content = content[: max(content.rfind(b"\n"), content.rfind(b"\r")) + 1]
-            self._position += len(content)
-            lines = content.decode(errors="replace").splitlines(keepends=True)
-            print("".join(line for line in lines if not line.startswith("submitit ")), end="", flush=True)
 
 
 @final

@@ -83,23 +83,6 @@ def test_ctrl_c_cancels_a_job_that_has_not_begun(
     assert (tmp_path / "cancelled").read_text() == "7\n"
 
 
-def test_the_output_is_printed_by_whole_lines_and_characters(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "output"
-    output = slurm._Output(file)
-    output.copy()
-    text = "submitit INFO begins\nepoch 1\rperte 0.5 \u2713\nfin".encode()
-    for end in range(0, len(text) + 1, 5):
-        file.write_bytes(text[:end])
-        output.copy()
-    file.write_bytes(text)
-    output.copy()
-    assert capsys.readouterr().out == "epoch 1\rperte 0.5 \u2713\n"
-    output.copy(ended=True)
-    assert capsys.readouterr().out == "fin"
-
-
 def terminated(rank: int, task: Any, *, lost: bool) -> Ended:
     return Ended(failures=(slurm._lost(rank, "SIGTERM"),), stopping=True)
 
