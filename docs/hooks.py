@@ -119,5 +119,5 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if page.file.src_uri in _WIDE:
         page.meta["hide"] = ["navigation", "toc"]
     markdown = _TABLE.sub(lambda match: str(getattr(tables, match[1])()), markdown)
-    markdown = diagrams.FENCE.sub(lambda match: diagrams.drawn(match[1]), markdown)
+    markdown = diagrams.FENCE.sub(lambda match: diagrams.drawn(match[1], match[2]), markdown)
     return with_links(markdown, f"docs/{page.file.src_uri}")

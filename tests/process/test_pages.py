@@ -177,15 +177,30 @@ def test_each_public_name_is_in_the_reference(package):
 
 
 def test_diagrams_are_drawn_in_full():
-    names = [page for page, text in PAGES.items() if "```mermaid" in text]
-    assert names == ["docs/design.md"]
-    found = diagrams.FENCE.findall(PAGES["docs/design.md"])
-    assert len(found) == PAGES["docs/design.md"].count("```mermaid")  # the site draws no other kind
-    for text in found:
-        drawn = ElementTree.fromstring(diagrams.drawn(text))
-        assert len(drawn.findall("{*}svg/{*}text")) == len(text.splitlines())  # a name, or the text of a step
-    with pytest.raises(ValueError, match="loop over nothing"):
-        diagrams.drawn("participant A as a\nloop over nothing")
+    for page, text in PAGES.items():
+        found = diagrams.FENCE.findall(text)
+        assert len(found) == text.count("```mermaid"), page  # the site draws no other kind
+        for kind, lines in found:
+            texts = ElementTree.fromstring(diagrams.drawn(kind, lines)).findall("{*}svg/{*}text")
+            # A name, or the text of a step; the lines of the labels, and the answers.
+            labels = sum(1 + label.count("<br>") for label in re.findall(r'"(.+?)"', lines))
+            shown = lines.count("\n") + (labels if kind == "flowchart TD" else 0)
+            assert len(texts) == shown, page
+    for kind, first in (("sequenceDiagram", "participant A as a"), ("flowchart TD", 'a{"A?"} -->|yes| b["B"]')):
+        with pytest.raises(ValueError, match="loop over nothing"):
+            diagrams.drawn(kind, f"{first}\nloop over nothing")
+
+
+def test_a_decision_chart_has_yes_at_the_right_and_no_below():
+    chart = 'a{"A?"} -->|yes| b{"B?"}\nb -->|yes| c["C"]\nb -->|no| d["D"]\na -->|no| e["E"]\n'
+    drawn = ElementTree.fromstring(diagrams.drawn("flowchart TD", chart))
+    boxes, texts = drawn.findall("{*}svg/{*}rect"), drawn.findall("{*}svg/{*}text")
+    at = {
+        text.text: (float(box.get("x", 0)), float(box.get("y", 0)))
+        for box, text in zip(boxes, [text for text in texts if text.text not in ("yes", "no")], strict=True)
+    }
+    assert at["A?"][1] == at["B?"][1] == at["C"][1] < at["D"][1] < at["E"][1]
+    assert at["A?"][0] == at["E"][0] < at["B?"][0] == at["D"][0] < at["C"][0]
 
 
 def test_examples_in_docstrings_become_code():
