@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import math
 import os
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -76,6 +77,7 @@ class Slurm(Launcher):
         self.options = {**{name: value for name, value in given.items() if value is not None}, **(options or {})}
 
     def run(self, program: Program) -> Ended:
+        self._check_gpus(program)
         Path(self.folder).mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=time.strftime("%Y-%m-%d_%H-%M-%S_"), dir=self.folder)).absolute()
         try:
@@ -89,6 +91,22 @@ class Slurm(Launcher):
         finally:
             for file in (*folder.glob("*.pkl"), *folder.glob("*.pid")):  # they contain the job and its key
                 file.unlink(missing_ok=True)
+
+    def _check_gpus(self, program: Program) -> None:
+        """Refuse to train on the CPUs of machines with GPUs only because this machine has none.
+
+        Raises:
+            ValueError: the partition has GPUs, and the user has not chosen.
+        """
+        if not program.gpus_unused or self.cluster != "slurm" or shutil.which("sinfo") is None:
+            return
+        partition = self.options.get("partition")
+        chosen = () if partition is None else (f"--partition={partition}",)
+        if "gpu" in _command("sinfo", "--noheader", "--format=%G", *chosen).stdout:
+            raise ValueError(
+                "this machine has no GPU, so the run would train on CPUs, and the machines of SLURM have GPUs: set "
+                "accelerator to 'gpu', or to 'cpu'"
+            )
 
     def _submit(self, program: Program, folder: Path) -> Any:
         """Submit the job.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import os
 import signal
@@ -85,6 +86,18 @@ def test_ctrl_c_cancels_a_job_that_has_not_begun(
 
 def terminated(rank: int, task: Any, *, lost: bool) -> Ended:
     return Ended(failures=(slurm._lost(rank, "SIGTERM"),), stopping=True)
+
+
+def test_cpus_of_machines_with_gpus_have_to_be_chosen(commands: Path, tmp_path: Path) -> None:
+    program = dataclasses.replace(PROGRAM, gpus=False, gpus_unused=True)
+    write(commands, "sinfo", f'echo "$@" > {tmp_path}/asked; echo gpu:a100:8')
+    with pytest.raises(ValueError, match="set accelerator to 'gpu', or to 'cpu'"):
+        Slurm("fast", folder=str(tmp_path / "jobs")).run(program)
+    assert "--partition=fast" in (tmp_path / "asked").read_text()
+    assert not (tmp_path / "submitted").exists()
+    write(commands, "sinfo", "echo '(null)'")
+    Slurm("slow", folder=str(tmp_path / "jobs")).run(program)
+    assert (tmp_path / "submitted").exists()
 
 
 def test_what_cannot_be_submitted_names_the_remedy(
