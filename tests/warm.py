@@ -163,6 +163,7 @@ def _template() -> _Template:
     if not _TEMPLATES:
         ours, theirs = socket.socketpair()
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        environment["GOMP_SPINCOUNT"] = "0"  # threads that wait for work leave the cores to others
         process = subprocess.Popen(
             [sys.executable, "-c", START.format(theirs.fileno())], pass_fds=[theirs.fileno()], env=environment,
             cwd=ROOT, start_new_session=True,

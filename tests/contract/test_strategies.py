@@ -60,7 +60,7 @@ VARIANTS = {
     "parameter_server, no server, one memory": ("plain", "clipped by value", "averaged", "manual", "in bf16"),
     "fsdp, weights kept": ("plain", "accumulated", "fewer samples than ranks"),
     "fsdp, recomputed, offloaded": ("compiled", "in bf16", "clipped by value"),
-    "fsdp, 2 groups of 2": ("clipped by norm", "manual"),
+    "fsdp, 2 groups of 2": ("clipped by norm",),
     "mesh, ddp": ("accumulated", "clipped by norm"),
     "mesh, fsdp": ("clipped by value", "fewer samples than ranks"),
     "parameter_server, no server": ("plain", "averaged", "clipped by norm"),

@@ -49,10 +49,12 @@ def all_triples() -> Iterator[Cell]:
 def refused() -> list[Cell]:
     """Return a cell of each refusal, for each strategy that has it: the simplest.
 
-    In the short form one strategy is enough for what is seen in training only, since ranks have to be started anew
-    after it, and one of the meshes, whose trial takes long.
+    In the short form one of the strategies that have class and traits in common is enough, and any one for what is
+    seen in training only, since ranks have to be started anew after it, and one of the meshes, whose trial takes long.
     """
-    found: dict[tuple[int, str], Cell] = {}
+    found: dict[tuple[int, Any], Cell] = {}
+    made = {name: make() for name, make in (WAYS | MESH_WAYS).items()}
+    kinds = {name: name if SOAK else (type(strategy), strategy.traits) for name, strategy in made.items()}
     alone = single_features(2)
     others: list[dict[str, Any]] = [
         {"clip": "norm"}, {"clip": "value"}, {"accumulate": 2}, {"update": "manual"}, {"data": "few"},
@@ -64,7 +66,7 @@ def refused() -> list[Cell]:
         for number, one in enumerate(REFUSALS):
             if one.matches(cell):
                 each = SOAK or not (one.steps or cell.way in MESH_WAYS)
-                found.setdefault((number, cell.way if each else ""), cell)
+                found.setdefault((number, kinds[cell.way] if each else ""), cell)
     return list(dict.fromkeys(found.values()))  # a cell may show several refusals
 
 

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.usefixtures("warm_ranks")
 
 WORDS, WIDTH, HEADS, LENGTH, MOST = 19, 16, 4, 16, 24
 PADDING = -100
+SAMPLES = 18 if SOAK else 10  # 5 or 3 batches of 4, of which the last has 2
 
 
 class Attention(nn.Module):
@@ -190,7 +191,7 @@ def train(
                 callbacks=[EMA(0.8)] * ema + ([SavesAtTheEnd(folder, options["max_steps"])] if folder else []),
                 **{**QUIET, "max_epochs": 2, "gradient_clip_val": 0.5, **options},
             )  # fmt: skip
-            data = DataLoader(sentences(18), batch, shuffle=True)  # type: ignore[arg-type]
+            data = DataLoader(sentences(SAMPLES), batch, shuffle=True)  # type: ignore[arg-type]
             trainer.fit(model, data, DataLoader(sentences(3), 2), ckpt_path=ckpt_path)  # type: ignore[arg-type]
             whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in model.named_parameters()}
             results.append({
@@ -215,7 +216,7 @@ KINDS = ["", "grouped", "table", "torch", "checkpointed"]
 
 def test_context_parallelism_trains_what_one_process_trains() -> None:
     modules: list[dict[str, Any]] = [{"kind": "rotary"}, *({"kind": kind} for kind in KINDS), {"dropout": 0.3}]
-    epochs, beside = (4, 3) if SOAK else (1, 1)  # 20 steps; modules of the larger meshes
+    epochs, beside = (4, 3) if SOAK else (1, 1)  # 20 or 3 steps; modules of the larger meshes
     options: dict[bool, dict[str, Any]] = {
         False: {"max_epochs": epochs}, True: {"max_epochs": epochs, "accumulate_grad_batches": 2},
     }  # fmt: skip
@@ -252,13 +253,13 @@ def test_checkpoints_move_between_strategies(tmp_path: Path) -> None:
         "context": (ContextMesh(), 2), "fsdp": (FSDP(), 2), "fsdp x context": (Mesh(context=2, data="fsdp"), 4),
     }  # fmt: skip
     routes = [("context", "fsdp x context", "context"), *([("context", "fsdp")] if SOAK else [])]
-    for route in routes:  # a run moves in the middle of an epoch: after 2 steps, and after 2 more
+    for route in routes:  # a run moves in the middle of an epoch: after a step, and after one more
         saved = None
         for leg, name in enumerate(route, 1):
             # A global batch has the batch size times the shares that began the run.
             (strategy, ranks), folder = places[name], str(tmp_path / f"{len(route)}-{leg}")
             last = leg == len(route)
-            limit, target = (options, "") if last else ({"max_steps": 2 * leg}, folder)
+            limit, target = (options, "") if last else ({"max_steps": leg}, folder)
             end = run_ranks(train, ranks, strategy, 4, limit, module, target, saved, True)[0][0]
             if not last:
                 saved = f"{folder}/end"
@@ -273,7 +274,7 @@ def test_attention_dropout_is_reproducible_and_a_resumed_run_is_the_same_run(tmp
     options = {"max_epochs": 2 if SOAK else 1}
     whole = run_ranks(train, 2, ContextMesh(), 4, options, module)
     assert all(torch.equal(whole[1][0]["weights"][n], weight) for n, weight in whole[0][0]["weights"].items())
-    run_ranks(train, 2, ContextMesh(), 4, {"max_steps": 3}, module, str(tmp_path))
+    run_ranks(train, 2, ContextMesh(), 4, {"max_steps": 2}, module, str(tmp_path))
     again = run_ranks(train, 2, ContextMesh(), 4, options, module, "", str(tmp_path / "end"))
     assert again[0][0]["metrics"] == whole[0][0]["metrics"]
     assert all(torch.equal(again[0][0]["weights"][n], weight) for n, weight in whole[0][0]["weights"].items())

@@ -11,7 +11,7 @@ import torch
 from fabricx.strategies import LocalSGD, Mesh
 from fabricx.testing import kill, run_ranks
 from tests.process.test_mesh import RUNS, recovered, train
-from tests.soak import params
+from tests.soak import SOAK, params
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
@@ -39,14 +39,14 @@ def test_groups_train_what_single_ranks_train(options: dict[str, Any], run: str,
     saved = {}
     for name, (ranks, strategy) in ways.items():
         first = {"max_epochs": 2, "max_steps": 5, "val_check_interval": 3, **given}
-        saved[name] = run_ranks(train, ranks, strategy(), 2, first, module, str(tmp_path / name), None, True)
+        saved[name] = run_ranks(train, ranks, strategy(), 2, first, module, str(tmp_path / name), None, True, 27)
     single, *others = saved["groups"]
     assert far(saved["single"][0], single) < 1e-9
     assert all(torch.equal(other["weights"][n], w) for other in others for n, w in single["weights"].items())
-    rest = {"max_epochs": 3, "val_check_interval": 3, **given}
+    rest = {"max_epochs": 3 if SOAK else 2, "val_check_interval": 3, **given}
     ends = [
-        run_ranks(train, ways[name][0], ways[name][1](), 2, rest, module, "", str(tmp_path / source / "end"), True)[0]
-        for name, source in (("single", "single"), ("groups", "groups"), ("single", "groups"), ("groups", "single"))
+        run_ranks(train, ways[to][0], ways[to][1](), 2, rest, module, "", str(tmp_path / source / "end"), True, 27)[0]
+        for to, source in (("single", "single"), ("groups", "groups"), ("single", "groups"), ("groups", "single"))
     ]
     assert max(far(ends[0], end) for end in ends[1:]) < 1e-9
 
@@ -56,7 +56,7 @@ def test_all_groups_return_to_their_copies_if_a_rank_dies() -> None:
         return Mesh(tensor=2, data=LocalSGD(every=3, outer="nesterov"))
 
     weights, metrics, _ = recovered(strategy(), 4, [])
-    again, others, failures = recovered(strategy(), 4, [kill(rank=2).during("backward", step=5)])
+    again, others, failures = recovered(strategy(), 4, [kill(rank=2).during("backward", step=4)])
     assert len(failures) == 1
     assert others == metrics
     assert all(torch.equal(again[name], value) for name, value in weights.items())

@@ -26,6 +26,7 @@ from tests.soak import SOAK, params
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
 WORDS, WIDTH, HEADS, LENGTH = 19, 16, 4, 8
+SAMPLES = 27 if SOAK else 19  # 7 or 5 batches of 4, of which the last has 3
 
 
 class Block(nn.Module):
@@ -132,7 +133,7 @@ def sentences(count: int) -> list[Tensor]:
 
 def train(
     strategy: Any, batch: int, options: dict[str, Any], module: dict[str, Any], folder: str = "",
-    ckpt_path: str | None = None, ema: bool = False,
+    ckpt_path: str | None = None, ema: bool = False, samples: int = SAMPLES,
 ) -> dict[str, Any]:  # fmt: skip
     """Train in the present ranks; return weights, metrics and gradient norms."""
     fx.seed_everything(3)
@@ -146,7 +147,7 @@ def train(
             callbacks=[EMA(0.8)] * ema + ([SavesAtTheEnd(folder, options["max_steps"])] if folder else []),
             **{**QUIET, "max_epochs": 2, "gradient_clip_val": 0.5, **options},
         )  # fmt: skip
-        data = DataLoader(sentences(27), batch, shuffle=True)  # type: ignore[arg-type]
+        data = DataLoader(sentences(samples), batch, shuffle=True)  # type: ignore[arg-type]
         trainer.fit(model, data, DataLoader(sentences(5), 2), ckpt_path=ckpt_path)  # type: ignore[arg-type]
         whole = {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach() for n, p in model.named_parameters()}
         return {
@@ -270,7 +271,7 @@ def test_a_run_that_resumes_on_the_same_mesh_is_the_run_without_the_interruption
         run_ranks(train, ranks, strategy, 4, {"max_steps": 1}, module, f"{folder} begun")
         begun = f"{folder} begun/end"
         whole = run_ranks(train, ranks, strategy, 4, options, module, "", begun)[0]
-        run_ranks(train, ranks, strategy, 4, {"max_steps": 5}, module, folder, begun)
+        run_ranks(train, ranks, strategy, 4, {"max_steps": 3}, module, folder, begun)
         # At the same cuts, which measured times determine: otherwise sums would round differently.
         again = run_ranks(train, ranks, strategy, 4, options, module, "", f"{folder}/end")[0]
         assert again["metrics"] == whole["metrics"]
@@ -289,7 +290,7 @@ def recovered(strategy: Any, devices: int, faults: list[Any], dropout: float = 0
             **{**QUIET, "max_epochs": EPOCHS, "gradient_clip_val": 0.5},
         )  # fmt: skip
         batch = 4 // strategy.data_ranks_of(devices)
-        data = DataLoader(sentences(27), batch, shuffle=True)  # type: ignore[arg-type]
+        data = DataLoader(sentences(SAMPLES), batch, shuffle=True)  # type: ignore[arg-type]
         trainer.fit(model, data, DataLoader(sentences(5), 2))  # type: ignore[arg-type]
         weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
         return weights, {n: float(v) for n, v in trainer.callback_metrics.items()}, list(trainer.failures)
@@ -319,7 +320,7 @@ def test_a_replacement_takes_the_place_of_a_dead_worker(
     strategy: Any, devices: int, rank: int, moment: Any, alone: Callable[[str], dict[str, Any]]
 ) -> None:
     expected = alone("AdamW")
-    found = recovered(strategy(), devices, [kill(rank).during(moment, step=5)])
+    found = recovered(strategy(), devices, [kill(rank).during(moment, step=3)])
     equal(found, expected["weights"], expected["metrics"])
 
 
@@ -338,7 +339,7 @@ def test_a_replacement_draws_the_random_numbers_of_a_dead_worker(
     strategy: Any, devices: int, rank: int, moment: Any
 ) -> None:
     weights, metrics, _ = recovered(strategy(), devices, [], dropout=0.2)
-    equal(recovered(strategy(), devices, [kill(rank).during(moment, step=5)], dropout=0.2), weights, metrics)
+    equal(recovered(strategy(), devices, [kill(rank).during(moment, step=3)], dropout=0.2), weights, metrics)
 
 
 class Measures(GPT):
