@@ -249,5 +249,6 @@ def generators_of(module: nn.Module) -> Iterator[Callable[[], object]]:
             yield functools.partial(value.set_state, value.get_state())
         elif isinstance(value, random.Random):
             yield functools.partial(value.setstate, value.getstate())
-        elif (bits := getattr(value, "bit_generator", None)) is not None and hasattr(bits, "state"):  # of numpy
+        # of numpy; the type is asked, since an object may search for similar names, as a trainer does
+        elif hasattr(type(value), "bit_generator") and hasattr(bits := value.bit_generator, "state"):
             yield functools.partial(setattr, bits, "state", bits.state)

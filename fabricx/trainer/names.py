@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -360,8 +361,12 @@ class TrainerNames:
                 raise AttributeError(
                     f"{owner} has no attribute {name!r}, which is private to Lightning: {_PRIVATE[name]}"
                 )
-            hint = "" if name.startswith("_") else did_you_mean(name, [n for n in dir(type(self)) if n[0] != "_"])
-            raise AttributeError(f"{owner} has no attribute {name!r}.{hint}")
+            raise AttributeError(f"{owner} has no attribute {name!r}.{_hint(type(self), name)}")
+
+
+@functools.cache  # `hasattr(trainer, name)` needs it, too
+def _hint(owner: type, name: str) -> str:
+    return "" if name.startswith("_") else did_you_mean(name, [n for n in dir(owner) if n[0] != "_"])
 
 
 _PRIVATE: Final[Mapping[str, str]] = {
