@@ -31,6 +31,7 @@ from fabricx.distributed.fsdp_units import (
 from fabricx.distributed.gathered import GatheredWeights
 from fabricx.distributed.grad_hooks import check_before_sharding, check_sharded, keep_hooks
 from fabricx.distributed.heap import LARGE, release_freed_memory
+from fabricx.distributed.meta_values import meta_device
 from fabricx.distributed.unused_shards import UnusedShards
 from fabricx.distributed.world import World
 from fabricx.model_parallel.division import Division
@@ -109,8 +110,8 @@ class FSDP(Strategy, Elastic, HidesGradients, MeasuresWaiting, ShardsWeights, Wr
         self._optimizers: list[Optimizer] = []
         self._parameters: dict[str, nn.Parameter] = {}  # the optimizers' parameters, by name
 
-    def init_context(self) -> AbstractContextManager[Any]:
-        return torch.device("meta") if self.data_ranks.size > 1 else super().init_context()
+    def init_context(self, *, filled: bool = False) -> AbstractContextManager[Any]:
+        return meta_device(self.module, filled=filled) if self.data_ranks.size > 1 else super().init_context()
 
     def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
         from torch.distributed.fsdp import FSDPModule

@@ -225,9 +225,11 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
             self._parts = self._parts.world_changed(world)
         as_part(self.data_strategy, Elastic).world_changed(world.axis("gradients"))
 
-    def init_context(self) -> AbstractContextManager[Any]:
+    def init_context(self, *, filled: bool = False) -> AbstractContextManager[Any]:
         # Layers are divided after a trial run, which needs their weights.
-        return nullcontext() if self._divided else as_part(self.data_strategy, ShardsWeights).init_context()
+        if self._divided:
+            return nullcontext()
+        return as_part(self.data_strategy, ShardsWeights).init_context(filled=filled)
 
     def check_options(
         self, *, precision: str, compiles: bool, synchronises_batchnorm: bool, automatic_optimization: bool

@@ -256,8 +256,12 @@ class DealsData:
 class ShardsWeights:
     """A strategy with `traits.sharded`: a rank stores a part of each weight, and gathers weights to compute."""
 
-    def init_context(self) -> AbstractContextManager[Any]:
-        """Return a context for `configure_model`, such as the meta device, which allocates no weights."""
+    def init_context(self, *, filled: bool = False) -> AbstractContextManager[Any]:
+        """Return a context for `configure_model`, such as the meta device, which allocates no weights.
+
+        Args:
+            filled: the run loads the weights from a checkpoint.
+        """
         return nullcontext()
 
     @property

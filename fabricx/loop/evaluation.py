@@ -257,8 +257,8 @@ def _call(session: Session, name: str) -> bool:
 
 def _no_gradients(session: Session) -> AbstractContextManager[Any]:
     # Inference tensors can't be used outside of inference mode, and FSDP reuses the tensors of gathered weights;
-    # a model-parallel forward moves views of activations between ranks.
-    reuses = session.strategy.traits.sharded or session.divided
+    # a model-parallel forward moves views of activations between ranks. A first forward creates lazy parameters.
+    reuses = session.strategy.traits.sharded or session.divided or session.overridden.lazy
     return torch.inference_mode() if session.options.inference_mode and not reuses else torch.no_grad()
 
 

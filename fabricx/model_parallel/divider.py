@@ -38,10 +38,14 @@ def divide(
 
     Raises:
         StepChanged: the divided module computes other values than the whole; the message names the place.
-        ValueError: the module can't be divided.
+        ValueError: the module can't be divided, or a part of it is compiled.
     """
     from fabricx.model_parallel.evaluation_trial import check_after, evaluate_before
+    from fabricx.model_parallel.tensor_plan import check_not_compiled
 
+    for axis in ("tensor", "pipeline", "context", "expert"):
+        if world.axis(axis).size > 1:
+            check_not_compiled(module, f"{axis} parallelism")
     divided = Divided(settings, module, world)
     if world.axis("pipeline").size > 1:
         from fabricx.model_parallel.pipeline_division import check_stages, divide_blocks, find_chain, measure_whole
@@ -151,11 +155,9 @@ def _divide_experts(divided: Divided, trial: Trial, *, compares: bool) -> Divide
     """Divide experts over data ranks, and compare the outputs of all submodules before and after."""
     from fabricx.model_parallel.expert_modules import find_experts
     from fabricx.model_parallel.expert_parallel import REMEDY, ExpertParallel
-    from fabricx.model_parallel.tensor_plan import check_not_compiled
     from fabricx.model_parallel.trial import check_unchanged, recorded_step
 
     module, world = divided.module, divided.world.axis("expert")
-    check_not_compiled(module, "expert parallelism")
     expert_modules = find_experts(module, divided.settings.experts, world.size)
     with evaluation_mode(module):  # the experts of another rank draw other random numbers
         whole = functools.partial(_sum_gradients, list(module.parameters()), world)

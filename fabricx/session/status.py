@@ -127,6 +127,7 @@ class Overridden:
         closures: ids of the optimizers that need a closure.
         metrics_each_step: whether a schedule reads a metric after each weight update.
         ckpt_path: checkpoint that the run loads; None without a checkpoint.
+        lazy: the module has parameters whose first forward determines their shape.
         manual_steps: steps of each optimizer (by id) in the current batch of manual optimization.
         own_steps: steps of the optimizer in the present call of the module's `optimizer_step`.
         undo: functions that remove the hooks on the optimizers when the run ends.
@@ -140,6 +141,7 @@ class Overridden:
     closures: frozenset[int] = frozenset()
     metrics_each_step: bool = False
     ckpt_path: Path | None = None
+    lazy: bool = False
     manual_steps: dict[int, int] = field(default_factory=dict)
     own_steps: int = 0
     undo: list[Callable[[], None]] = field(default_factory=list)

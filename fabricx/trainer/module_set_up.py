@@ -45,6 +45,7 @@ def set_up_module(session: Session, ckpt_path: str | Path | None) -> None:
         for name in ("backward", "batch_weight", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")
     }
     session.overridden = Overridden(**overridden, ckpt_path=as_path(ckpt_path) if ckpt_path else None)
+    session.overridden.lazy = any(map(nn.parameter.is_lazy, module.parameters()))
     session.window.by_weight = session.overridden.batch_weight and module.automatic_optimization
     session.transfer = _batch_transfer(session)
     session.data.load(session.world)
@@ -52,6 +53,23 @@ def set_up_module(session: Session, ckpt_path: str | Path | None) -> None:
         axis = session.world.axis("metrics")
         metrics = [m for m in metric_objects(module).values() if session.divided or not syncs_by_itself(m)]
         session.overridden.undo += [reduce_along(metric, axis) for metric in metrics]
+
+
+def check_not_lazy(module: nn.Module) -> None:
+    """Refuse parameters without a shape, which ranks cannot share.
+
+    Args:
+        module: of the user.
+
+    Raises:
+        ValueError: a parameter is created by the first forward.
+    """
+    for name, parameter in module.named_parameters():
+        if nn.parameter.is_lazy(parameter):
+            raise ValueError(
+                f"{name} has no shape before the first forward, and several ranks cannot share it: call the lazy layer "
+                "with an example in __init__ or setup, under torch.no_grad(), or create a layer that is not lazy"
+            )
 
 
 def set_up_evaluation(session: Session) -> None:

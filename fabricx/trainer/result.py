@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import inspect
 import io
 import secrets
@@ -89,6 +91,8 @@ class Outcome:
         modes: whether each submodule is in training mode, by name.
         metrics: states of metric objects, by path in the module.
         of_metrics: other attributes of metric objects, collections and wrappers, by path in the module.
+        added: layers that `setup` and `configure_model` have added to the module in the workers, by path.
+        tied: groups of names of the same tensor, among them a tensor of an added layer.
         built: metric objects, collections and wrappers that the workers have added to the module, by path.
         callbacks: of each callback of the run: its number among the caller's callbacks and its attributes; or None and
             a copy, for a callback that the module has configured.
@@ -105,6 +109,8 @@ class Outcome:
     modes: dict[str, bool] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
     of_metrics: dict[str, dict[str, Any]] = field(default_factory=dict)
+    added: dict[str, nn.Module] = field(default_factory=dict)
+    tied: list[tuple[str, ...]] = field(default_factory=list)
     built: dict[str, Any] = field(default_factory=dict)
     callbacks: list[tuple[int | None, Any]] = field(default_factory=list)
     loggers: list[dict[str, Any]] = field(default_factory=list)
@@ -146,6 +152,7 @@ class Outcome:
         for part in added.values():
             part.to("cpu")
         self.built = picklable_part(added)
+        self.added = picklable_part(self.added)
         numbers = {id(callback): number for number, callback in enumerate(callers)}
         for callback in callbacks:
             number, content = numbers.get(id(callback)), picklable_part(vars(callback))
@@ -167,13 +174,16 @@ class Outcome:
             the callbacks of the run: the caller's, and those that the module has configured in the workers.
         """
         state = module.state_dict(keep_vars=True)
+        lazy = {name for name, value in state.items() if isinstance(value, Tensor) and nn.parameter.is_lazy(value)}
         for name, tensor in self.weights.items():
-            if isinstance(tensor, Tensor) and name in state and state[name].shape == tensor.shape:
+            known = isinstance(tensor, Tensor) and name in state and name not in lazy
+            if known and state[name].shape == tensor.shape:
                 with torch.no_grad():
                     state[name].data = state[name].data.to(tensor.dtype)  # differs with precision="64-true"
                     state[name].copy_(tensor)
-        if set(state) != set(self.weights):  # layers that configure_model or setup has built in the workers
+        if lazy or set(state) != set(self.weights):  # layers that configure_model or setup has built in the workers
             module.configure_model()
+            self._add_layers(module)
             _add_missing(module, self.weights, self.buffers)
             module.load_state_dict(self.weights)
         else:  # extra state of submodules
@@ -190,6 +200,21 @@ class Outcome:
             if number is not None:
                 vars(callbacks[number]).update(attributes)
         return [copied if number is None else callbacks[number] for number, copied in self.callbacks]
+
+    def _add_layers(self, module: Module) -> None:
+        """Add the layers that the workers have built; their weights are loaded later."""
+        for name, layer in self.added.items():
+            owner, _, key = name.rpartition(".")
+            parent = module.get_submodule(owner)
+            if parent._modules.get(key) is None:
+                setattr(parent, key, layer._apply(lambda t: torch.empty_like(t, device="cpu") if t.is_meta else t))
+        parts = dict(module.named_modules(remove_duplicate=False))
+        for group in self.tied:
+            places = [(parts.get(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in group]
+            tensor = getattr(places[0][0], places[0][1], None)
+            for part, key in places[1:] if tensor is not None else ():
+                if part is not None:
+                    setattr(part, key, tensor)
 
     def _absorb_metrics(self, module: Module) -> None:
         """Set the states of metric objects; objects that workers have built are added."""
@@ -222,10 +247,44 @@ def _add_missing(module: Module, weights: Mapping[str, Any], buffers: Collection
     for name, value in weights.items():
         owner, _, key = name.rpartition(".")
         if name not in known and owner in parts and isinstance(value, Tensor):
+            if key in vars(parts[owner]):  # such as `self.scale = None` in __init__
+                delattr(parts[owner], key)
             if name in buffers:
                 parts[owner].register_buffer(key, value.clone())
             else:
                 parts[owner].register_parameter(key, nn.Parameter(value.clone(), value.is_floating_point()))
+
+
+def added_layers(module: Module, known: Collection[str]) -> Outcome:
+    """Return copies of the layers that a worker's module has and the caller's lacks; parameters have no memory.
+
+    Args:
+        module: all layers are built, and none is sharded or divided yet.
+        known: names of the submodules of the caller's module.
+
+    Returns:
+        an outcome with `added` and `tied`.
+    """
+    parts = dict(module.named_modules(remove_duplicate=False))
+    apart = attributes_of_metrics(module)  # `Outcome.built` has these
+    names = [name for name in parts if name not in known and name.rpartition(".")[0] in known and name not in apart]
+    if not names:
+        return Outcome()
+    memo: dict[int, Any] = {id(part): part for name, part in parts.items() if name in known}
+    saved = {id(value) for value in module.state_dict(keep_vars=True).values()}
+    by_tensor: dict[int, list[str]] = {}
+    for name, tensor in (
+        *module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False),
+    ):  # fmt: skip
+        by_tensor.setdefault(id(tensor), []).append(name)
+        if id(tensor) in saved and not nn.parameter.is_lazy(tensor):
+            empty = torch.empty_like(tensor, device="meta")
+            memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+    added = {}
+    for name in names:
+        with contextlib.suppress(Exception):  # it can't be copied: `absorb` raises an error if it has weights
+            added[name] = copy.deepcopy(parts[name], memo)
+    return Outcome(added=added, tied=[tuple(group) for group in by_tensor.values() if len(group) > 1])
 
 
 def holders(module: Module, callbacks: Iterable[Callback]) -> dict[str, Any]:

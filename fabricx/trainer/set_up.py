@@ -39,8 +39,8 @@ from fabricx.session.checkpoint import restore_requested
 from fabricx.session.session import Session
 from fabricx.telemetry.recorder import NoopRecorder
 from fabricx.trainer.factory import listed
-from fabricx.trainer.module_set_up import set_up_evaluation, set_up_module
-from fabricx.trainer.result import Outcome, holders
+from fabricx.trainer.module_set_up import check_not_lazy, set_up_evaluation, set_up_module
+from fabricx.trainer.result import Outcome, added_layers, holders
 from fabricx.trainer.run_records import open_loggers, open_telemetry
 from fabricx.trainer.training_set_up import set_up_training
 
@@ -86,15 +86,15 @@ def execute(trainer: TrainerInterface, job: Job, world: World, logs: LogSettings
         masked([trainer.configuration, plain(job.module.hparams)])  # registers secrets: logs and errors mask them
         open_telemetry(session, job.stage, logs)
         open_loggers(session, job.stage, trainer.arguments)
-        _set_up(session, job)
-        results = _work(session, job)()
+        outcome = _set_up(session, job)
+        outcome.results = _work(session, job)()
         _call(session.hooks.teardown, job.stage)
         if session.datamodule is not None:
             fitted(session.datamodule, "teardown", DataModule)(job.stage)
         if session.divided and job.stage == "fit":
             _restore_whole(session)
         ending = "interrupted" if session.stop.interrupted else "success"
-        return Outcome(results)
+        return outcome
     except BaseException as error:
         if note := note_on(error, session.data.train_dataloader):
             error.add_note(note)
@@ -125,6 +125,8 @@ def _load_weights(session: Session) -> None:
     """Load the weights to evaluate from the checkpoint; without a checkpoint, copy rank 0's weights to all ranks."""
     restore_requested(session, weights_only=True)
     if session.overridden.ckpt_path is None:
+        if session.world.size > 1:
+            check_not_lazy(session.module)
         comparison.share_weights(session.world, session.module)
 
 
@@ -197,8 +199,9 @@ def _build(trainer: TrainerInterface, job: Job, world: World) -> Session:
     return session
 
 
-def _set_up(session: Session, job: Job) -> None:
-    """Set up a run from its first hook on, in the order of `core/hooks.md`."""
+def _set_up(session: Session, job: Job) -> Outcome:
+    """Set up a run from its first hook on, in the order of `core/hooks.md`; returns layers that hooks have built."""
+    known = {name for name, _ in session.module.named_modules(remove_duplicate=False)}
     for owner in (session.datamodule, session.module):
         if owner is not None and not session.world.newcomer and _prepares(owner, session.world):
             owner.prepare_data()
@@ -206,8 +209,10 @@ def _set_up(session: Session, job: Job) -> None:
     if session.datamodule is not None:
         fitted(session.datamodule, "setup", DataModule)(job.stage)
     _call(session.hooks.setup, job.stage)
-    with session.sharding.init_context() if job.stage == "fit" else contextlib.nullcontext():
+    filled = job.ckpt_path is not None or session.world.newcomer
+    with session.sharding.init_context(filled=filled) if job.stage == "fit" else contextlib.nullcontext():
         session.module.configure_model()
+    outcome = added_layers(session.module, known) if job.copied and session.world.main_rank else Outcome()
     set_up_module(session, job.ckpt_path)
     if job.copied and not session.world.axis("metrics").main_rank:  # the ranks' states are summed
         for metric in held_metrics(holders(session.module, session.callbacks)).values():
@@ -216,6 +221,7 @@ def _set_up(session: Session, job: Job) -> None:
         set_up_training(session)
     else:
         set_up_evaluation(session)
+    return outcome
 
 
 def ranks_that_began(job: Job) -> int:

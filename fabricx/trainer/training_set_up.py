@@ -21,6 +21,7 @@ from fabricx.loop.update import step_optimizer
 from fabricx.metrics.objects import metric_objects
 from fabricx.session.accumulation import accumulation_set
 from fabricx.session.checkpoint import begin_from_weights
+from fabricx.trainer.module_set_up import check_not_lazy
 from fabricx.trainer.trial import trial_of
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ def set_up_training(session: Session) -> None:
         advise_on_length(session.options.length_given, session.options.max_epochs)
         advise_on_logging(session.data.batches.training, session.options.log_every_n_steps, session.loggers)
     _check_samples_of_all_ranks(session)
+    if session.strategy.traits.max_ranks != 1:
+        check_not_lazy(session.module)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     session.recorder.update_attributes(
         loader_processes=session.data.train_feed.processes, cores=max(1, cores // max(1, session.world.local_size))

@@ -159,6 +159,20 @@ def test_layers_of_configure_model_take_memory_as_shards_only() -> None:
     assert float(trainer.callback_metrics["val"]) < 3.0  # 6 is the variance of what is learnt
 
 
+class Begun(Later):
+    """Gives its layers other first values than their own."""
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        nn.init.zeros_(self.body[1].up.weight)
+
+
+def test_values_that_layers_without_memory_would_lose_are_refused() -> None:
+    trainer = fx.Trainer(devices=2, strategy="fsdp", max_epochs=1, **QUIET)
+    with pytest.raises(Exception, match=r"body\.1\.up\.weight is given values in configure_model"):
+        trainer.fit(Begun(), loader(3))
+
+
 class Mixed(Layers):
     def __init__(self) -> None:
         super().__init__()

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fabricx as fx
-from fabricx.strategies import DDP, FSDP
-from fabricx.testing import QUIET, TinyModule
+from fabricx.errors import WorkerFailed
+from fabricx.strategies import DDP, FSDP, Single, TensorMesh
+from fabricx.testing import QUIET, TinyModule, tiny_loader
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
@@ -80,3 +82,75 @@ def test_buffers_and_parameters_that_the_run_has_registered_are_in_the_script() 
     assert module.layer.get_buffer("late").tolist() == [2.0, 2.0]
     assert dict(module.layer.named_buffers()).keys() == {"late"}
     assert module.layer.get_parameter("scale").tolist() == [1.0, 1.0, 1.0]
+
+
+class Built(fx.Module):
+    """Builds layers in `setup`, as a module whose sizes depend on the data does.
+
+    Args:
+        kind: "tied" shares a weight with a layer of `__init__`; "lazy" gives a lazy layer its shape.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.kind, self.first = kind, nn.Linear(4, 4)
+        self.head: Any = nn.Sequential(nn.LazyLinear(4), nn.LazyLinear(1)) if kind == "lazy" else None
+        self.gain: Any = None
+
+    def setup(self, stage: str) -> None:
+        if self.gain is not None:
+            return
+        torch.manual_seed(4)
+        self.head = self.head or nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        self.gain = nn.Parameter(torch.ones(1))
+        if self.kind == "tied":
+            self.head[0].weight = self.first.weight
+        self.head.register_buffer("scale", torch.tensor(0.5), persistent=False)
+        with torch.no_grad():
+            self.head(torch.ones(1, 4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return (self.head(self.first(batch[0])) * self.head.scale * self.gain).square().mean()
+
+    test_step = training_step
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind"), [(DDP, "layers"), (DDP, "lazy"), (FSDP, "layers"), (FSDP, "tied"), (TensorMesh, "tied")]
+)
+def test_layers_that_setup_has_built_are_in_the_script_and_trained_further(strategy: Any, kind: str) -> None:
+    batch = TensorDataset(torch.randn(8, 4, generator=torch.Generator().manual_seed(1)))
+    trained = []
+    for devices, makes in ((1, Single), (2, strategy)):
+        net = Built(kind)
+        for _ in range(2):
+            trainer = fx.Trainer(strategy=makes(), max_epochs=1, **QUIET | {"devices": devices})
+            trainer.fit(net, DataLoader(batch, 4 if makes is DDP or makes is FSDP else 8))
+        trained.append(net)
+    alone, net = trained
+    assert net.state_dict().keys() == alone.state_dict().keys()
+    for name, weight in alone.state_dict().items():
+        assert torch.allclose(net.state_dict()[name], weight, atol=1e-6)  # float32 sums in another order
+    assert float(net.head.scale) == 0.5
+    assert (net.head[0].weight is net.first.weight) == (kind == "tied")
+
+
+class Lazy(TinyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.LazyLinear(1)
+
+
+def test_lazy_layers_train_in_one_process_after_a_validation_and_are_refused_on_several_ranks() -> None:
+    net = Lazy()
+    fx.Trainer(max_epochs=1, **QUIET).fit(net, tiny_loader(), tiny_loader())
+    assert tuple(net.layer.weight.shape) == (1, 4)
+    for strategy in (DDP(), TensorMesh()):
+        with pytest.raises(WorkerFailed, match=r"layer\.weight has no shape .* call the lazy layer with an example in"):
+            fx.Trainer(strategy=strategy, max_epochs=1, **QUIET | {"devices": 2}).fit(Lazy(), tiny_loader())
+    with pytest.raises(WorkerFailed, match=r"layer\.weight has no shape before the first forward"):
+        fx.Trainer(strategy=DDP(), **QUIET | {"devices": 2}).validate(Lazy(), tiny_loader())

@@ -52,6 +52,8 @@ class Net(fx.Module):
             weight_norm(self.net[0])
             spectral_norm(self.net[2])
         self.double()
+        if kind == "compiled":
+            self.other = torch.compile(self.other, backend="eager")
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         inputs, later = batch[0], self.global_step == 1
@@ -127,6 +129,7 @@ def train(kind: str, strategy: Any = "auto", devices: int = 1, data_ranks: int =
             PipelineMesh(), ["data.mul_ always", "data =", "parameter"],
             r"training_step changes net\.0\.weight, and ranks hold parts of the module",
         ),
+        (PipelineMesh(), ["compiled"], "other is compiled, and pipeline parallelism does not support torch.compile"),
         (PipelineMesh(), ["data.mul_"], "the step changes a parameter or uses it, and this stage of the pipeline does"),
         (PipelineMesh(), ["branch"], r"other\.\w+: the step changes a parameter or uses it, and this stage"),
         (PipelineMesh(), ["penalty"], "computes gradients through the model, .* use strategy=ddp or strategy=fsdp"),
