@@ -78,6 +78,16 @@ def syncs_by_itself(metric: Any) -> bool:
     return metric.process_group is not None or not isinstance(metric.dist_sync_fn, (_GatherAlong, type(None)))
 
 
+def updating_ranks(world: World, *, fits: bool) -> World:
+    """Return the ranks that update metric objects with different samples.
+
+    Args:
+        world: all ranks.
+        fits: in a fit; only a stage of a pipeline has the outputs of a step then, and in an evaluation all ranks have.
+    """
+    return world.axis("metrics" if fits else "data")
+
+
 def reduce_along(metric: Any, world: World) -> Callable[[], None]:
     """Make a metric object reduce its state over the ranks that update it with different samples.
 

@@ -16,7 +16,7 @@ from fabricx.core.module_hooks import ModuleHooks
 from fabricx.core.precision import make_precision
 from fabricx.core.transfer import to_device
 from fabricx.distributed.sync_batchnorm import synchronise
-from fabricx.metrics.objects import metric_objects, reduce_along, syncs_by_itself
+from fabricx.metrics.objects import metric_objects, reduce_along, syncs_by_itself, updating_ranks
 from fabricx.session.status import Overridden
 
 if TYPE_CHECKING:
@@ -25,12 +25,13 @@ if TYPE_CHECKING:
     from fabricx.session.session import Session
 
 
-def set_up_module(session: Session, ckpt_path: str | Path | None) -> None:
+def set_up_module(session: Session, ckpt_path: str | Path | None, *, fits: bool) -> None:
     """Convert and move the module, and load its data.
 
     Args:
         session: this rank's session, whose module has all layers, after `configure_model`.
         ckpt_path: checkpoint from which the run starts.
+        fits: the run trains the module.
     """
     module = session.module
     session.precision = make_precision(session.options.precision, session.world.device)
@@ -50,7 +51,7 @@ def set_up_module(session: Session, ckpt_path: str | Path | None) -> None:
     session.transfer = _batch_transfer(session)
     session.data.load(session.world)
     if session.world.size > 1:
-        axis = session.world.axis("metrics")
+        axis = updating_ranks(session.world, fits=fits)
         metrics = [m for m in metric_objects(module).values() if session.divided or not syncs_by_itself(m)]
         session.overridden.undo += [reduce_along(metric, axis) for metric in metrics]
 

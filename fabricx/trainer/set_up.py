@@ -32,7 +32,7 @@ from fabricx.loop import evaluation
 from fabricx.loop import fit_asynchronous as asynchronous
 from fabricx.loop.fit import fit, train_batches
 from fabricx.metrics.logger_dispatcher import LoggerDispatcher
-from fabricx.metrics.objects import held_metrics
+from fabricx.metrics.objects import held_metrics, updating_ranks
 from fabricx.redaction import masked
 from fabricx.scratch import set_multiprocessing_folder
 from fabricx.session.checkpoint import restore_requested
@@ -213,11 +213,12 @@ def _set_up(session: Session, job: Job) -> Outcome:
     with session.sharding.init_context(filled=filled) if job.stage == "fit" else contextlib.nullcontext():
         session.module.configure_model()
     outcome = added_layers(session.module, known) if job.copied and session.world.main_rank else Outcome()
-    set_up_module(session, job.ckpt_path)
-    if job.copied and not session.world.axis("metrics").main_rank:  # the ranks' states are summed
+    fits = job.stage == "fit"
+    set_up_module(session, job.ckpt_path, fits=fits)
+    if job.copied and not updating_ranks(session.world, fits=fits).main_rank:  # the ranks' states are summed
         for metric in held_metrics(holders(session.module, session.callbacks)).values():
             metric.reset()
-    if job.stage == "fit":
+    if fits:
         set_up_training(session)
     else:
         set_up_evaluation(session)

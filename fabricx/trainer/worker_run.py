@@ -21,7 +21,7 @@ from fabricx.errors import PeerLost, WorkerFailed
 from fabricx.fault_tolerance.controller import ElasticPolicy
 from fabricx.launch.launcher import Launcher
 from fabricx.launch.signals import TERMINATED, termination_signals
-from fabricx.metrics.objects import gather_states, held_metrics
+from fabricx.metrics.objects import gather_states, held_metrics, updating_ranks
 from fabricx.telemetry.logs import LogSettings
 from fabricx.trainer import process, provenance
 from fabricx.trainer.attributes import AttributesBefore, Changed
@@ -183,7 +183,7 @@ def _join_metric_objects(trainer: TrainerInterface, job: Job) -> None:
     world = trainer.world
     lost = ""
     try:
-        ended = gather_states(metrics, world.axis("metrics"))
+        ended = gather_states(metrics, updating_ranks(world, fits=job.stage == "fit"))
     except PeerLost:  # after the training, which is complete
         ended, lost = [], "they have no batch of other ranks, because a rank was lost when the run had ended"
     if world.generation and not trainer.strategy.traits.lockstep:

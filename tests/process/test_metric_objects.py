@@ -15,7 +15,7 @@ from torchmetrics.utilities import dim_zero_cat
 
 import fabricx as fx
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, Mesh, ParameterServer, Single
-from fabricx.testing import QUIET
+from fabricx.testing import QUIET, TinyModule
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
@@ -204,3 +204,30 @@ def test_values_of_steps_are_means_over_samples_and_a_rank_may_have_no_update(st
         found.append({name: float(value) for name, value in trainer.callback_metrics.items()})
     assert found[1] == pytest.approx(found[0], rel=1e-6)
     assert set(found[0]) == {"accuracy", "accuracy_step", "accuracy_epoch", "kept"}
+
+
+class Totals(TinyModule):
+    """Sums over the samples of an evaluation: logged, and computed by a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
+        self.logged, self.computed, self.kept = (torchmetrics.SumMetric() for _ in range(3))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        for metric in (self.logged, self.computed, self.kept):
+            metric.update(batch[0][:, 0].double())
+        self.log("logged", self.logged)
+
+    def on_test_epoch_end(self) -> None:
+        self.log("computed", self.computed.compute())
+
+
+def test_an_evaluation_before_training_counts_each_sample_once_on_the_stages_of_a_pipeline() -> None:
+    data = TensorDataset(torch.arange(28.0).reshape(7, 4))
+    for strategy, devices in ((Mesh(pipeline=2), 2), (Mesh(pipeline=2), 4)):
+        net = Totals()
+        trainer = fx.Trainer(strategy=strategy, **QUIET | {"devices": devices})
+        [found] = trainer.test(net, DataLoader(data, 2), verbose=False)
+        assert found == {"logged": 84.0, "computed": 84.0}
+        assert float(net.kept.compute()) == 84.0
