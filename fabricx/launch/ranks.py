@@ -40,6 +40,7 @@ class Ranks:
     def __init__(self, job: bytes, variables: Sequence[Mapping[str, str]]) -> None:
         self._job, self._variables = job, variables
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._early: list[int] = []  # signals that arrived before the ranks started
         self._started = threading.Lock()  # a signal may arrive in another thread
 
     def run(self) -> Ended:
@@ -50,6 +51,8 @@ class Ranks:
                 with self._started:
                     for number, own in enumerate(self._variables):
                         self._processes.append(_start(Path(folder) / str(number), {**os.environ, **own}))
+                for early in self._early:
+                    self.signal(early)
                 self._wait()
                 return self._ended(Path(folder))
             finally:
@@ -62,6 +65,8 @@ class Ranks:
             number: number of the signal.
         """
         with self._started:
+            if not self._processes:
+                self._early.append(number)
             for process in self._processes:
                 process.send_signal(number)
 
@@ -93,7 +98,8 @@ class Ranks:
                 rank = int(self._variables[number]["RANK"])
                 failures.append(replace(failure_of_end(rank, code, None), at=time.time()))
         results = [file.read_bytes() for file in folder.glob("*/result")]
-        return Ended(results[0] if results else None, tuple(failures))
+        stopped = any((folder / str(number) / "stopped").exists() for number in range(len(self._processes)))
+        return Ended(results[0] if results else None, tuple(failures), stopping=stopped)
 
 
 def run_rank(job: bytes, rank: int) -> Ended:

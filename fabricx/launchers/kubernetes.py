@@ -26,11 +26,16 @@ from fabricx.launchers.output import MainOutput
 
 LOOK_S: Final = 0.5  # seconds between two looks at the folder
 STATE_S: Final = 5.0  # seconds between two requests to Kubernetes
-LATE_S: Final = 10.0  # seconds that a result may need to arrive after the end of the job
+LATE_S: Final = 60.0  # seconds that a result may need to arrive after the end of the job, on a network file system
+REPORT_S: Final = 5.0  # seconds that a failure may need to arrive
+AGAIN_S: Final = 300.0  # limit for the creation of a further TrainJob of a run
+DELETIONS: Final = 3  # attempts to delete a TrainJob
+SILENT: Final = 10  # requests without an answer, after which a message is printed
 HINT_S: Final = 60.0  # seconds without a started pod, after which the command that shows the reason is printed
 KILL_S: Final = 5.0  # seconds for ranks to end after SIGKILL
-COMMAND_S: Final = 60.0  # limit for a command
+COMMAND_S: Final = 15.0  # limit for a command
 _RESOURCE: Final = "trainjobs.trainer.kubeflow.org"
+_SHARED: Final = ("cpu", "memory", "ephemeral-storage")  # resources that pods may share
 _DELETED: Final = "the TrainJob was deleted"
 _PREFIX: Final = re.compile(r"[a-z]([-a-z0-9]{0,30}[a-z0-9])?", re.ASCII)  # pods have it in their host names
 
@@ -54,12 +59,14 @@ class Kubernetes(Launcher):
         runtime: name of a ClusterTrainingRuntime for torch.
         namespace, context: as of kubectl; None for its current ones.
         cpus_per_rank: cores for each rank.
-        resources: further resources of each pod, such as {"memory": "64Gi"}.
+        resources: further resources of each pod, such as {"memory": "64Gi", "rdma/hca": 1}.
         gpu: name of the resource of which each rank has one, if it computes on a GPU.
         environment: environment variables of the ranks.
         python: interpreter in the image.
-        spec: added to the TrainJob's `spec`, such as {"activeDeadlineSeconds": 86400}; entries replace those of the
-            same name.
+        spec: added to the TrainJob's `spec`, such as {"activeDeadlineSeconds": 86400}: mappings are merged, and lists,
+            such as `runtimePatches`, are appended.
+        labels: labels of the TrainJob, such as {"kueue.x-k8s.io/queue-name": "team"}.
+        shared_memory: mount memory at /dev/shm, of which a container has 64 MiB otherwise; False if the runtime does.
         grace_s: seconds that ranks have to save a checkpoint when Kubernetes ends their pod, with Kubeflow Trainer 2.3;
             None for 30.
         folder: parent of the jobs' folders, which only this user may read.
@@ -72,6 +79,7 @@ class Kubernetes(Launcher):
         namespace: str | None = None, context: str | None = None, cpus_per_rank: int = 1,
         resources: Mapping[str, Any] | None = None, gpu: str = "nvidia.com/gpu",
         environment: Mapping[str, str] | None = None, python: str = "python", spec: Mapping[str, Any] | None = None,
+        labels: Mapping[str, str] | None = None, shared_memory: bool = True,
         grace_s: int | None = None, folder: str = "kubernetes_jobs", prefix: str = "fabricx",
         lost_after_s: float = 30.0,
     ) -> None:  # fmt: skip
@@ -89,7 +97,8 @@ class Kubernetes(Launcher):
         self.namespace, self.context, self.gpu, self.python = namespace, context, gpu, python
         self.cpus_per_rank, self.resources, self.environment = cpus_per_rank, dict(resources or {}), environment or {}
         self.spec, self.folder, self.prefix, self.lost_after_s = dict(spec or {}), folder, prefix, lost_after_s
-        self.grace_s = grace_s
+        self.grace_s, self.labels, self.shared_memory = grace_s, dict(labels or {}), shared_memory
+        self._created = False  # a TrainJob
         paths = [PurePosixPath(path) for path in self.volumes.values()]
         if relative := [str(path) for path in paths if not path.is_absolute()]:
             raise ValueError(f"volumes: {relative[0]!r} is not an absolute path of the pods")
@@ -115,15 +124,21 @@ class Kubernetes(Launcher):
             file.write_text(_yaml(self.train_job(program, folder, name)))
             job = _TrainJob(name, self._kubectl())
             pods = [_Pod(folder, number, self.lost_after_s) for number in range(program.nodes)]
-            try:
-                job.apply(file)
-                print(f"TrainJob {name}: {file}; output of all pods: {folder}", flush=True)
-                return self._wait(program, folder, pods, job)
-            finally:
-                _kill(folder, pods)
-                job.delete()
+            requests = StopRequests(stops_at_step=program.stops_at_step)
+            with requests.received():  # also while the TrainJob is created and deleted
+                try:
+                    job.create(file, again=self._created)
+                    self._created = True
+                    print(f"TrainJob {name}: {file}; output of all pods: {folder}", flush=True)
+                    return self._wait(folder, pods, job, requests)
+                finally:
+                    try:
+                        _kill(folder, pods)
+                    finally:
+                        job.delete()
         finally:
-            for path in (folder / "job", *folder.glob("ended-*")):  # they contain the job, its key and its result
+            # They contain the job, its key and its result.
+            for path in (folder / "job", folder / "program.json", *folder.glob("*ended-*")):
                 path.unlink(missing_ok=True)
 
     def train_job(self, program: Program, folder: Path, name: str) -> dict[str, Any]:
@@ -134,62 +149,65 @@ class Kubernetes(Launcher):
             folder: the job's folder.
             name: name of the TrainJob.
         """
-        limits = {self.gpu: program.processes} if program.gpus else {}
         requests = {"cpu": self.cpus_per_rank * program.processes, **self.resources}
+        requests |= {self.gpu: program.processes} if program.gpus else {}
+        # Kubernetes wants limits of what pods can't share.
+        limits = {name: amount for name, amount in requests.items() if name not in _SHARED}
         trainer = {
             **({} if self.image is None else {"image": self.image}),
             "numNodes": program.nodes, "numProcPerNode": program.processes,
             "command": [self.python, "-m", pod.__name__], "args": [str(folder)],
-            "resourcesPerNode": {"requests": {**requests, **limits}, **({"limits": limits} if limits else {})},
+            "resourcesPerNode": {"requests": requests, **({"limits": limits} if limits else {})},
         }  # fmt: skip
-        # Loader processes and ranks of a pod use /dev/shm, of which a container has 64 MiB otherwise.
-        mounts = [{"name": "memory", "mountPath": "/dev/shm"}]
-        volumes: list[dict[str, Any]] = [{"name": "memory", "emptyDir": {"medium": "Memory"}}]
+        mounts, volumes = list[dict[str, Any]](), list[dict[str, Any]]()
+        if self.shared_memory:  # for loader processes, and sums of ranks
+            mounts.append({"name": "memory", "mountPath": "/dev/shm"})
+            volumes.append({"name": "memory", "emptyDir": {"medium": "Memory"}})
         for number, (claim, path) in enumerate(self.volumes.items()):
             mounts.append({"name": f"volume-{number}", "mountPath": path})
             volumes.append({"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}})
         container = {"name": "node", "volumeMounts": mounts}
-        user = {"runAsUser": os.getuid(), "runAsGroup": os.getgid()} if os.getuid() else {}
         each = {
-            "containers": [container], "volumes": volumes, **({"securityContext": user} if user else {}),
+            "containers": [container], "volumes": volumes,
+            "securityContext": {"runAsUser": os.getuid(), "runAsGroup": os.getgid()},
             **({} if self.grace_s is None else {"terminationGracePeriodSeconds": self.grace_s}),
         }  # fmt: skip
         pods = {"spec": {"template": {"spec": each}}}
         patch = {"template": {"spec": {"replicatedJobs": [{"name": "node", "template": pods}]}}}
+        spec = {
+            "runtimeRef": {"name": self.runtime}, "trainer": trainer,
+            "runtimePatches": [{"manager": "fabricx.dev/launcher", "trainingRuntimeSpec": patch}],
+        }  # fmt: skip
+        metadata = {"name": name, "namespace": self.namespace, "labels": self.labels}
         return {
             "apiVersion": "trainer.kubeflow.org/v1alpha1", "kind": "TrainJob",
-            "metadata": {"name": name, **({} if self.namespace is None else {"namespace": self.namespace})},
-            "spec": {
-                "runtimeRef": {"name": self.runtime}, "trainer": trainer,
-                "runtimePatches": [{"manager": "fabricx.dev/launcher", "trainingRuntimeSpec": patch}], **self.spec,
-            },
+            "metadata": {key: value for key, value in metadata.items() if value}, "spec": _merged(spec, self.spec),
         }  # fmt: skip
 
     def _kubectl(self) -> list[str]:
         given = {"--context": self.context, "--namespace": self.namespace}
         return ["kubectl", *(f"{option}={value}" for option, value in given.items() if value is not None)]
 
-    def _wait(self, program: Program, folder: Path, pods: list[_Pod], job: _TrainJob) -> Ended:
-        requests = StopRequests(stops_at_step=program.stops_at_step)
+    def _wait(self, folder: Path, pods: list[_Pod], job: _TrainJob, requests: StopRequests) -> Ended:
         waiting, output, hint_at = list(pods), MainOutput(folder / "output-0"), time.monotonic() + HINT_S
         result, failures, deadline = None, list[Failure](), float("inf")
-        with requests.received():
-            while waiting and time.monotonic() < deadline:
-                time.sleep(LOOK_S)
-                output.copy()
-                over = job.over()  # before the look for results: a pod writes its result before the job ends
-                for each in tuple(waiting):
-                    if (ended := each.ended(over)) is not None:
-                        waiting.remove(each)
-                        result = result if ended.result is None else ended.result
-                        failures += ended.failures
-                if failures and deadline == float("inf"):
-                    deadline = time.monotonic() + GATHER_S
-                if time.monotonic() > hint_at and not any(each.started for each in pods):
-                    print(f"no pod has started yet; this shows the reason: {job.shows_pods}", flush=True)
-                    hint_at = float("inf")
-                if (requested := requests.arrived(begun=lambda: any(each.started for each in pods))) is not None:
-                    pod.replace(folder / "signal", str(int(requested)).encode())
+        while waiting and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+            output.copy()
+            over = job.over()  # before the look for results: a pod writes its result before the job ends
+            for each in tuple(waiting):
+                if (ended := each.ended(over)) is not None:
+                    waiting.remove(each)
+                    result = result if ended.result is None else ended.result
+                    failures += ended.failures
+            if failures and deadline == float("inf"):
+                deadline = time.monotonic() + GATHER_S + REPORT_S
+            if time.monotonic() > hint_at and (late := sum(not each.started for each in pods)):
+                print(f"{late} of {len(pods)} pods have not started; this shows the reason:\n{job.shows}", flush=True)
+                hint_at = float("inf")
+            # A job whose ranks have not begun is deleted.
+            if (requested := requests.arrived(begun=lambda: all(each.started for each in pods))) is not None:
+                pod.replace(folder / "signal", str(int(requested)).encode())
         output.copy(ended=True)
         stopping = bool(requests) or (bool(failures) and job.is_deleted())
         return Ended(None if failures else result, tuple(failures), stopping=stopping)
@@ -199,7 +217,8 @@ def _kill(folder: Path, pods: list[_Pod]) -> None:
     """Kill ranks that have not ended by themselves: they would write checkpoints while the next ranks train."""
     deadline = time.monotonic() + KILL_S
     if any(each.runs for each in pods):
-        pod.replace(folder / "signal", str(int(signal.SIGKILL)).encode())
+        with contextlib.suppress(OSError):  # the disk is full, for example
+            pod.replace(folder / "signal", str(int(signal.SIGKILL)).encode())
     while any(each.runs for each in pods) and time.monotonic() < deadline:
         time.sleep(LOOK_S)
 
@@ -234,7 +253,7 @@ class _Pod:
         Args:
             over: how the job has ended; None while it runs.
         """
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             return pickle.loads((self._folder / f"ended-{self._number}").read_bytes())  # type: ignore[no-any-return]
         now, content = time.monotonic(), self._alive
         with contextlib.suppress(OSError):
@@ -264,46 +283,58 @@ class _TrainJob:
         self._able = shutil.which(kubectl[0]) is not None
         self._looked = self._over_at = float("-inf")
         self._over: str | None = None
+        self._created, self._unanswered = False, 0  # requests since the newest answer
 
     @property
-    def shows_pods(self) -> str:
-        """Return the command that shows why pods don't start."""
-        return " ".join([*self._kubectl, "describe", "pods", "-l", f"jobset.sigs.k8s.io/jobset-name={self._name}"])
+    def shows(self) -> str:
+        """Return the commands that show why pods don't start."""
+        kubectl = " ".join(self._kubectl)
+        label = f"jobset.sigs.k8s.io/jobset-name={self._name}"
+        return f"  {kubectl} describe {_RESOURCE} {self._name}\n  {kubectl} describe pods -l {label}"
 
-    def apply(self, file: Path) -> None:
+    def create(self, file: Path, *, again: bool) -> None:
         """Create the TrainJob.
 
         Args:
             file: with the TrainJob.
+            again: the cluster has accepted an earlier TrainJob of the run, and may be out of reach for a moment.
 
         Raises:
             ValueError: the cluster refuses it, or cannot be reached.
         """
         if not self._able:
             command = " ".join([*self._kubectl, "create", "-f", str(file)])
-            print(
-                f"kubectl is not installed here; the run begins when you start it elsewhere:\n  {command}", flush=True
-            )
+            print(f"kubectl is not installed here; this command, elsewhere, starts the run:\n  {command}", flush=True)
             return
-        answer = self._run("create", "-f", str(file))
-        if answer.returncode:
-            raise ValueError(
-                f"the TrainJob was not created:\n{answer.stderr.strip()}\n  {file} is the file; the cluster needs "
-                "Kubeflow Trainer 2.2 or later (https://www.kubeflow.org/docs/components/trainer)"
-            )
+        deadline = time.monotonic() + (AGAIN_S if again else 0.0)
+        while (answer := self._run("create", "-f", str(file))).returncode and "AlreadyExists" not in answer.stderr:
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"the TrainJob was not created:\n{answer.stderr.strip()}\n  {file} is the file; the cluster needs "
+                    "Kubeflow Trainer 2.2 or later (https://www.kubeflow.org/docs/components/trainer), and `kubectl "
+                    "get trainjobs` has to work here"
+                )
+            time.sleep(STATE_S)
+        self._created = True
 
     def delete(self) -> None:
-        """Delete the TrainJob with its pods."""
-        if self._able:
-            self._run("delete", _RESOURCE, self._name, "--wait=false", "--ignore-not-found")
+        """Delete the TrainJob with its pods; if that fails, print the command."""
+        arguments = ("delete", _RESOURCE, self._name, "--wait=false", "--ignore-not-found")
+        for attempt in range(DELETIONS if self._able else 0):
+            time.sleep(STATE_S if attempt else 0.0)
+            if not self._run(*arguments).returncode:
+                return
+        if self._created or not self._able:
+            command = " ".join([*self._kubectl, *arguments[:3]])
+            print(f"the TrainJob has to be deleted by hand:\n  {command}", flush=True)
 
     def over(self) -> str | None:
-        """Return how the TrainJob has ended, some seconds after its end, because results may arrive late."""
+        """Return how the TrainJob has ended, some time after its end, because results may arrive late."""
         if not self._able:
             return None
         if (now := time.monotonic()) > self._looked + STATE_S and self._over is None:
-            self._looked = now
             self._over, self._over_at = self._state(), now
+            self._looked = time.monotonic()
         return self._over if now > self._over_at + LATE_S else None
 
     def is_deleted(self) -> bool:
@@ -312,9 +343,15 @@ class _TrainJob:
 
     def _state(self) -> str | None:
         answer = self._run("get", _RESOURCE, self._name, "-o", "json")
-        if answer.returncode:  # perhaps the cluster can't be reached for a moment
+        if answer.returncode:
+            self._unanswered += 1
+            if self._unanswered == SILENT:
+                print(f"kubectl can't look at the TrainJob {self._name}: {answer.stderr.strip()}", flush=True)
             return _DELETED if "NotFound" in answer.stderr else None
-        for condition in json.loads(answer.stdout).get("status", {}).get("conditions", []):
+        self._unanswered, state = 0, json.loads(answer.stdout)
+        if "deletionTimestamp" in state.get("metadata", {}):
+            return _DELETED
+        for condition in state.get("status", {}).get("conditions", []):
             if condition["type"] in ("Failed", "Complete") and condition["status"] == "True":
                 return f"the TrainJob has ended ({condition['type']}: {condition.get('message', '')})"
         return None
@@ -328,6 +365,12 @@ class _TrainJob:
             )
         except subprocess.TimeoutExpired:
             return subprocess.CompletedProcess(command, 1, "", f"no answer within {COMMAND_S:g} s")
+
+
+def _merged(own: Any, added: Any) -> Any:
+    if isinstance(own, Mapping) and isinstance(added, Mapping):
+        return {**own, **{key: _merged(own[key], value) if key in own else value for key, value in added.items()}}
+    return [*own, *added] if isinstance(own, list) and isinstance(added, list) else added
 
 
 def _yaml(content: Mapping[str, Any]) -> str:

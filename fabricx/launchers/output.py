@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from pathlib import Path
 from typing import final
 
@@ -33,4 +34,5 @@ class MainOutput:
             self._position += len(content)
             lines = content.decode(errors="replace").splitlines(keepends=True)
             shown = lines if self._without is None else [line for line in lines if not line.startswith(self._without)]
-            print("".join(shown), end="", flush=True)
+            encoding = sys.stdout.encoding or "utf-8"  # perhaps of fewer characters than the ranks use
+            print("".join(shown).encode(encoding, "backslashreplace").decode(encoding), end="", flush=True)

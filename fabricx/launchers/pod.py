@@ -3,7 +3,8 @@
 The launching process and the pods exchange files in a folder that all of them mount:
 
 - `job`: the work of the ranks; `program.json`: their number and environment.
-- `started-N`, of pod N: created when it starts, so that a pod that Kubernetes starts again is recognized.
+- `started-N`, of pod N: created when it starts, so that a pod that Kubernetes starts again is recognized. Ranks start
+  when all of these files exist.
 - `alive-N`: a number that changes each `ALIVE_S`.
 - `signal`: number of the signal that all ranks receive.
 - `output-N`: what the ranks of pod N print, in addition to the pod's log.
@@ -28,10 +29,11 @@ from typing import Final, final
 from fabricx.distributed import authentication
 from fabricx.launch.launcher import Ended, Program, torchrun_variables
 from fabricx.launch.ranks import Ranks
-from fabricx.launch.worker import Failure
+from fabricx.launch.worker import Failure, failure_of
 
 LOOK_S: Final = 0.5  # seconds between two looks for a signal
 ALIVE_S: Final = 2.0  # seconds between two signs of life
+GONE_S: Final = 5 * ALIVE_S  # without a sign of life, the first pod of a number is gone
 LAST_S: Final = 5.0  # limit for the last output, which a process that outlives the ranks may hold open
 
 
@@ -48,20 +50,46 @@ def main(folder: Path) -> None:
     try:
         (folder / f"started-{node}").touch(exist_ok=False)
     except FileExistsError:
-        _write(folder / f"ended-{node}", Ended(failures=(lost(folder, node, "was lost; Kubernetes started it again"),)))
+        _follow(folder, node)
         return
+    with _output_copied(folder / f"output-{node}"):
+        try:
+            ended = _run(folder, node)
+        except BaseException as error:  # such as a file that belongs to another user
+            ended = Ended(failures=(failure_of(node * read_program(folder)[0].processes, error, time.time()),))
+    _write(folder / f"ended-{node}", ended)
+
+
+def _run(folder: Path, node: int) -> Ended:
+    """Run the ranks of this pod when all pods have started."""
     program, environment = read_program(folder)
     with authentication.open_private(folder / "job") as file:
         job = file.read()
     variables = torchrun_variables(program, node, os.environ["PET_MASTER_ADDR"], int(os.environ["PET_MASTER_PORT"]))
-    with _output_copied(folder / f"output-{node}"):
-        ranks = Ranks(job, [{**environment, **own} for own in variables])
-        watch = _Watch(folder, node, ranks)
-        ended = ranks.run()
-        if watch.terminated:
-            text = "has received SIGTERM (eviction, pre-emption, or the end of its machine)"
-            ended = Ended(failures=(*ended.failures, lost(folder, node, text)))
-    _write(folder / f"ended-{node}", ended)
+    ranks = Ranks(job, [{**environment, **own} for own in variables])
+    watch = _Watch(folder, node, ranks)
+    while not all((folder / f"started-{number}").exists() for number in range(program.nodes)):
+        if watch.signalled:
+            return Ended(failures=(lost(folder, node, "was ended before all pods had started"),))
+        time.sleep(LOOK_S)
+    ended = ranks.run()
+    if not watch.terminated or not (ended.stopping or ended.failures):
+        return ended
+    text = "has received SIGTERM (eviction, pre-emption, or the end of its machine)"
+    return Ended(failures=(*ended.failures, lost(folder, node, text)))
+
+
+def _follow(folder: Path, node: int) -> None:
+    """Report that the first pod of this number was lost, unless it ends by itself, as while it saves a checkpoint."""
+    alive, seen, seen_at = folder / f"alive-{node}", b"", time.monotonic()
+    while time.monotonic() < seen_at + GONE_S:
+        if (folder / f"ended-{node}").exists():
+            return
+        with contextlib.suppress(OSError):
+            if (content := alive.read_bytes()) != seen:
+                seen, seen_at = content, time.monotonic()
+        time.sleep(LOOK_S)
+    _write(folder / f"ended-{node}", Ended(failures=(lost(folder, node, "was lost; Kubernetes started it again"),)))
 
 
 def write_program(folder: Path, program: Program, environment: dict[str, str]) -> None:
@@ -128,12 +156,13 @@ class _Watch:
 
     def __init__(self, folder: Path, node: int, ranks: Ranks) -> None:
         self._alive, self._signal, self._ranks = folder / f"alive-{node}", folder / "signal", ranks
-        self.terminated = False
+        self.terminated = self.signalled = False
+        replace(self._alive, _now())
         signal.signal(signal.SIGTERM, self._terminate)
         threading.Thread(target=self._run, daemon=True).start()
 
     def _terminate(self, number: int, frame: FrameType | None) -> None:
-        self.terminated = True
+        self.terminated = self.signalled = True
         threading.Thread(target=self._ranks.signal, args=(signal.SIGTERM,), daemon=True).start()
 
     def _run(self) -> None:
@@ -142,11 +171,16 @@ class _Watch:
             with contextlib.suppress(OSError):  # of a network file system
                 if time.monotonic() > shown + ALIVE_S:
                     shown = time.monotonic()
-                    replace(self._alive, str(time.time_ns()).encode())
+                    with self._alive.open("r+b") as file:  # in place, which needs no space on a full disk
+                        file.write(_now())
                 if self._signal.exists() and (requested := self._signal.read_bytes()) != sent:
-                    sent = requested
+                    sent, self.signalled = requested, True
                     self._ranks.signal(signal.Signals(int(requested.split()[0])))
             time.sleep(LOOK_S)
+
+
+def _now() -> bytes:
+    return b"%020d" % time.time_ns()
 
 
 @contextlib.contextmanager
@@ -171,11 +205,10 @@ def _output_copied(file: Path) -> Iterator[None]:
 
 
 def _copy(reads: int, own: int, file: Path) -> None:
-    with file.open("ab", buffering=0) as output:
-        while data := os.read(reads, 1 << 16):
-            os.write(own, data)
-            with contextlib.suppress(OSError):  # the file system is full, for example
-                output.write(data)
+    while data := os.read(reads, 1 << 16):
+        os.write(own, data)
+        with contextlib.suppress(OSError), file.open("ab") as output:  # the file system is full, for example
+            output.write(data)
     os.close(reads)
 
 

@@ -107,6 +107,7 @@ class FolderLogger(Logger, Generic[W]):
         self._writer: W | None = None
         self._waiting: dict[str, Any] = {}  # hyperparameters that were logged before the logger was open
         self._outside_run = False  # `experiment` has opened it
+        self._status: Ending = "success"  # of the newest run
 
     @abstractmethod
     def _start(self, folder: Path) -> W:
@@ -137,12 +138,14 @@ class FolderLogger(Logger, Generic[W]):
 
     @final
     def close(self, status: Ending = "success") -> None:
-        if self._outside_run:
-            self._outside_run = False
-            atexit.unregister(self.close)
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
+        if self._outside_run:
+            self._outside_run = False
+            atexit.unregister(self.close)
+        elif writer is not None:
+            self._status = status
             self._finish(status)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -216,7 +219,7 @@ class FolderLogger(Logger, Generic[W]):
         self.close("success" if status == "success" else "failed")
 
     def for_caller(self) -> dict[str, Any]:
-        return {"_location": self._location, "_waiting": {}}
+        return {"_location": self._location, "_waiting": {}, "_status": self._status}
 
 
 def of_open_logger(function: Callable[P, None]) -> Callable[P, None]:
@@ -240,7 +243,7 @@ def of_open_logger(function: Callable[P, None]) -> Callable[P, None]:
         try:
             return function(*args, **kwargs)
         finally:
-            logger.close()
+            logger.close(logger._status)
 
     return method
 

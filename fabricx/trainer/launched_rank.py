@@ -26,6 +26,8 @@ from fabricx.trainer.worker_run import work
 def main(folder: Path) -> None:
     """Run the job in the parent of a folder, and write the result or the failure to the folder.
 
+    A file `stopped` there says that a signal has stopped the run.
+
     Args:
         folder: folder of this rank.
 
@@ -37,7 +39,9 @@ def main(folder: Path) -> None:
     rank = int(os.environ["RANK"])
     try:
         with authentication.open_private(folder.parent / "job") as file:
-            outcome, _ = run(file.read())
+            outcome, stopped = run(file.read())
+        if stopped:
+            (folder / "stopped").touch()
         if rank == 0:
             with (folder / "result").open("wb") as result:
                 by_value.dump(outcome, result, home=True)

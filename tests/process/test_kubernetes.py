@@ -82,7 +82,8 @@ class Fault(fx.Callback):
     """Something happens to the second pod in the middle of the run, once.
 
     Args:
-        number: signal that the pod receives; SIGKILL is for its ranks, too, as if its machine were lost.
+        number: signal that the pod receives. SIGKILL is for its ranks, too, as if its machine were lost. With SIGTERM,
+            another pod of its number starts before it ends, as in Kubernetes.
     """
 
     def __init__(self, number: int) -> None:
@@ -97,26 +98,31 @@ class Fault(fx.Callback):
             if self.number == signal.SIGKILL:
                 kill_session(os.getsid(pod.pid))
             pod.send_signal(self.number)
+            [folder] = Path("kubernetes_jobs").iterdir()
+            subprocess.Popen([sys.executable, "-m", "fabricx.launchers.pod", str(folder)], start_new_session=True)
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "text"),
     params([(signal.SIGKILL, "rank 0 failed")], [(signal.SIGTERM, "pod 1 has received SIGTERM")]),
 )
 def test_the_run_continues_in_new_pods(
-    own_folder: Path, cluster: Cluster, capfd: pytest.CaptureFixture[str], fault: int, said: str
+    own_folder: Path, cluster: Cluster, capfd: pytest.CaptureFixture[str], fault: int, text: str
 ) -> None:
     torch.manual_seed(3)
     module = Ledger(SAMPLES, BATCH)
     trainer = fx.Trainer(
-        launcher=Kubernetes(python=sys.executable), num_nodes=2, devices=1, strategy="ddp", max_epochs=EPOCHS, **QUIET,
-        callbacks=[Fault(fault), FaultRecovery(every_n_train_steps=2)],
+        launcher=Kubernetes(python=sys.executable), num_nodes=2, devices=1, strategy="ddp", max_epochs=EPOCHS,
+        callbacks=[Fault(fault), FaultRecovery(every_n_train_steps=4)], **{**QUIET, "enable_checkpointing": True},
     )  # fmt: skip
     trainer.fit(module, DataLoader(Numbered(), BATCH // 2, shuffle=True))
     assert (trainer.global_step, exact(module), len(trainer.failures)) == (STEPS, True, 1)
-    assert said in trainer.failures[0]
+    assert text in trainer.failures[0]
     assert cluster.created == 2
-    printed = [line for line in capfd.readouterr().out.splitlines() if line.startswith("begins step ")]
+    said = capfd.readouterr()
+    # From the checkpoint that the ranks have saved when their pod was ended, or from the snapshot before.
+    assert ("all workers restart from step 4" in said.err) == (fault == signal.SIGKILL)
+    printed = [line for line in said.out.splitlines() if line.startswith("begins step ")]
     assert printed[-1] == f"begins step {STEPS - 1}"
     logs = [line for number in (1, 2) for line in Path(f"log-{number}-0").read_text().splitlines()]
     assert [line for line in logs if line.startswith("begins step ")] == printed

@@ -33,7 +33,14 @@ def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     monkeypatch.chdir(tmp_path)
-    for name, value in {"LOOK_S": 0.01, "STATE_S": 0.0, "LATE_S": 0.0, "GATHER_S": 0.1, "KILL_S": 0.1}.items():
+    for name, value in {
+        "LOOK_S": 0.01,
+        "STATE_S": 0.0,
+        "LATE_S": 0.0,
+        "GATHER_S": 0.1,
+        "REPORT_S": 0.0,
+        "KILL_S": 0.1,
+    }.items():
         monkeypatch.setattr(kubernetes, name, value)
     command = folder / "kubectl"
     command.write_text(
@@ -70,18 +77,23 @@ def test_the_train_job_is_of_kubeflows_schema(user: int, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "getuid", lambda: user)
     launcher = Kubernetes(
         "registry.example/train:1", volumes={"shared": "/shared", "data": "/data"}, namespace="team", grace_s=90,
-        cpus_per_rank=6, resources={"memory": "64Gi"}, folder="/shared/jobs", spec={"activeDeadlineSeconds": 3600},
+        cpus_per_rank=6, resources={"memory": "64Gi", "rdma/hca": 1}, folder="/shared/jobs", labels={"queue": "team"},
+        spec={"activeDeadlineSeconds": 3600, "trainer": {"env": [{"name": "A", "value": "1"}]},
+              "runtimePatches": [{"manager": "team.example/nodes"}]},
     )  # fmt: skip
     job = launcher.train_job(PROGRAM, Path("/shared/jobs/one"), "fabricx-1")
     jsonschema.validate(job, SCHEMA)
-    assert job["metadata"] == {"name": "fabricx-1", "namespace": "team"}
+    assert job["metadata"] == {"name": "fabricx-1", "namespace": "team", "labels": {"queue": "team"}}
     trainer = job["spec"]["trainer"]
     assert trainer["command"] + trainer["args"] == ["python", "-m", "fabricx.launchers.pod", "/shared/jobs/one"]
     assert (trainer["numNodes"], trainer["numProcPerNode"]) == (2, 8)
     assert trainer["resourcesPerNode"] == {
-        "requests": {"cpu": 48, "memory": "64Gi", "nvidia.com/gpu": 8}, "limits": {"nvidia.com/gpu": 8},
+        "requests": {"cpu": 48, "memory": "64Gi", "rdma/hca": 1, "nvidia.com/gpu": 8},
+        "limits": {"rdma/hca": 1, "nvidia.com/gpu": 8},
     }  # fmt: skip
     assert job["spec"]["activeDeadlineSeconds"] == 3600
+    assert trainer["env"] == [{"name": "A", "value": "1"}]
+    assert job["spec"]["runtimePatches"][1] == {"manager": "team.example/nodes"}
     patch = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
     pods = patch["template"]["spec"]["template"]["spec"]
     mounts = {mount["name"]: mount["mountPath"] for mount in pods["containers"][0]["volumeMounts"]}
@@ -89,10 +101,10 @@ def test_the_train_job_is_of_kubeflows_schema(user: int, monkeypatch: pytest.Mon
     assert {claims[name]: path for name, path in mounts.items()} == {
         None: "/dev/shm", "shared": "/shared", "data": "/data",
     }  # fmt: skip
-    assert pods.get("securityContext", {}).get("runAsUser", 0) == user  # who may read the job
+    assert pods["securityContext"]["runAsUser"] == user  # who may read the job
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({**job, "spec": {**job["spec"], "nodes": 2}}, SCHEMA)
-    least = Kubernetes().train_job(PROGRAM, Path("/one"), "fabricx-1")
+    least = Kubernetes(shared_memory=False).train_job(PROGRAM, Path("/one"), "fabricx-1")
     jsonschema.validate(least, SCHEMA)
     assert "image" not in least["spec"]["trainer"]
 
@@ -188,7 +200,8 @@ def test_ctrl_c_deletes_a_job_without_pods_and_reaches_the_pods_of_another(
 
     def started(folder: Path, *more: Any) -> None:
         begin(folder, *more)
-        (folder / "started-0").touch()
+        for number in range(2):
+            (folder / f"started-{number}").touch()
 
     monkeypatch.setattr(pod, "write_program", started)
     with meanwhile(stops):
@@ -210,7 +223,8 @@ def test_without_kubectl_and_without_a_pod_the_next_command_is_printed(
         assert Kubernetes(namespace="team").run(PROGRAM).result == b"result"
     said = capsys.readouterr().out
     assert f"kubectl --namespace=team create -f {job_folder().absolute()}/trainjob.yaml" in said
-    assert "no pod has started yet; this shows the reason: kubectl --namespace=team describe pods -l jobset" in said
+    assert "2 of 2 pods have not started; this shows the reason:\n  kubectl --namespace=team describe trainjobs" in said
+    assert "the TrainJob has to be deleted by hand:\n  kubectl --namespace=team delete trainjobs" in said
 
 
 def test_what_cannot_run_names_the_remedy(kubectl: Path) -> None:
@@ -225,3 +239,39 @@ def test_what_cannot_run_names_the_remedy(kubectl: Path) -> None:
                   {"volumes": {"shared": "here"}}):  # fmt: skip
         with pytest.raises(ValueError, match=r"set |absolute"):
             Kubernetes(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_cluster_that_is_out_of_reach_for_a_moment_ends_no_run_and_a_failed_deletion_is_said(
+    kubectl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ends(folder: Path) -> None:
+        while not asked.exists():  # to create it
+            time.sleep(0.01)
+        (tmp_path / "unreachable").touch()
+        while asked.read_text().count("get trainjobs") < 5:
+            time.sleep(0.01)
+        for number in range(2):
+            end(folder, number, Ended(b"result" if number == 0 else None))
+
+    monkeypatch.setattr(kubernetes, "SILENT", 3)
+    asked, launcher = tmp_path / "asked", Kubernetes()
+    fails = f"[ -e {tmp_path}/unreachable ] && echo 'connection refused' >&2 && exit 1"
+    kubectl.write_text(kubectl.read_text() + f"\n{fails}\nexit 0\n")
+    with meanwhile(ends):
+        assert launcher.run(PROGRAM).result == b"result"
+    said = capsys.readouterr().out
+    assert "kubectl can't look at the TrainJob fabricx-" in said
+    assert "connection refused" in said
+    assert "the TrainJob has to be deleted by hand" in said
+    job_folder().joinpath("trainjob.yaml").unlink()
+    requests = asked.read_text().count("create -f")
+
+    def reachable_again(folder: Path) -> None:
+        while asked.read_text().count("create -f") < requests + 3:
+            time.sleep(0.01)
+        (tmp_path / "unreachable").unlink()
+        for number in range(2):
+            end(folder, number, Ended(b"again" if number == 0 else None))
+
+    with meanwhile(reachable_again):
+        assert launcher.run(PROGRAM).result == b"again"

@@ -212,6 +212,8 @@ def test_metrics_after_a_run_keep_its_hyperparameters(tmp_path: Path) -> None:
     logger.log_hyperparams({"lr": 0.1})
     logger.close()
     logger.log_metrics({"loss": 1.0})
+    logger.experiment.add_text("note", "after the run")
+    logger.close()
     [session] = tmp_path.glob("*.hparams")
     assert b"width" in session.read_bytes()
     assert b"lr" in session.read_bytes()
