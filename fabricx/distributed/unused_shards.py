@@ -101,7 +101,8 @@ class UnusedShards:
     def forget(self) -> None:
         """Discard gradients of an incomplete accumulation window, which FSDP keeps where zero_grad does not reach."""
         for param in (param for unit in self._units for param in unit.fsdp_params):
-            param.unsharded_accumulated_grad = None
+            if "unsharded_accumulated_grad" in vars(param):  # from torch 2.15 on, it is `whole.grad`
+                param.unsharded_accumulated_grad = None
             if (whole := getattr(param, "_unsharded_param", None)) is not None:
                 whole.grad = None
 
