@@ -42,13 +42,13 @@ def meta_device(module: nn.Module | None, *, filled: bool) -> Iterator[None]:
 
 def _owners(module: nn.Module) -> dict[int, tuple[str, list[nn.Module]]]:
     """Return the modules whose `reset_parameters` sets a tensor on the meta device, with its last name, by its id."""
-    found: dict[int, tuple[str, list[nn.Module]]] = {}
+    by_tensor: dict[int, tuple[str, list[nn.Module]]] = {}
     for path, part in module.named_modules():
         for key, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
             if tensor.is_meta and hasattr(part, "reset_parameters"):
-                _, owners = found.get(id(tensor), ("", []))
-                found[id(tensor)] = f"{path}.{key}" if path else key, [*owners, part]
-    return found
+                _, owners = by_tensor.get(id(tensor), ("", []))
+                by_tensor[id(tensor)] = f"{path}.{key}" if path else key, [*owners, part]
+    return by_tensor
 
 
 @final
@@ -75,17 +75,17 @@ class _Writes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))
-        given = [
+        arguments = [
             (args[number] if number < len(args) else (kwargs or {}).get(argument.name), argument)
             for number, argument in enumerate(func._schema.arguments)
         ]
         written = [
-            value for value, argument in given if argument.alias_info is not None and argument.alias_info.is_write
+            value for value, argument in arguments if argument.alias_info is not None and argument.alias_info.is_write
         ]
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         known = {id(tensor.untyped_storage()) for tensor in inputs}
-        found = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and "empty" not in func._schema.name]
-        created = [tensor for tensor in found if id(tensor.untyped_storage()) not in known]
+        made = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and "empty" not in func._schema.name]
+        created = [tensor for tensor in made if id(tensor.untyped_storage()) not in known]
         changed = [leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor)]
         if not any(tensor.is_meta for tensor in (*changed, *created)):
             return outputs
@@ -104,15 +104,15 @@ class _Writes(TorchDispatchMode):
 
 def _authors(frame: FrameType | None) -> frozenset[int]:
     """Return the modules on the call stack whose `reset_parameters` sets the values again that they set now."""
-    found = set()
+    authors = set()
     while frame is not None:
         code = frame.f_code
         first = code.co_varnames[:1] if code.co_name in ("reset_parameters", *_BUILDS) else ()
         owner = frame.f_locals.get(*first) if first else None
         if isinstance(owner, nn.Module) and _sets_again(type(owner), frame):
-            found.add(id(owner))
+            authors.add(id(owner))
         frame = frame.f_back
-    return frozenset(found)
+    return frozenset(authors)
 
 
 def _sets_again(kind: type[nn.Module], frame: FrameType) -> bool:

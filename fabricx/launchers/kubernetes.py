@@ -167,12 +167,12 @@ class Kubernetes(Launcher):
             mounts.append({"name": f"volume-{number}", "mountPath": path})
             volumes.append({"name": f"volume-{number}", "persistentVolumeClaim": {"claimName": claim}})
         container = {"name": "node", "volumeMounts": mounts}
-        each = {
+        pod_spec = {
             "containers": [container], "volumes": volumes,
             "securityContext": {"runAsUser": os.getuid(), "runAsGroup": os.getgid()},
             **({} if self.grace_s is None else {"terminationGracePeriodSeconds": self.grace_s}),
         }  # fmt: skip
-        pods = {"spec": {"template": {"spec": each}}}
+        pods = {"spec": {"template": {"spec": pod_spec}}}
         patch = {"template": {"spec": {"replicatedJobs": [{"name": "node", "template": pods}]}}}
         spec = {
             "runtimeRef": {"name": self.runtime}, "trainer": trainer,
@@ -185,8 +185,8 @@ class Kubernetes(Launcher):
         }  # fmt: skip
 
     def _kubectl(self) -> list[str]:
-        given = {"--context": self.context, "--namespace": self.namespace}
-        return ["kubectl", *(f"{option}={value}" for option, value in given.items() if value is not None)]
+        flags = {"--context": self.context, "--namespace": self.namespace}
+        return ["kubectl", *(f"{option}={value}" for option, value in flags.items() if value is not None)]
 
     def _wait(self, folder: Path, pods: list[_Pod], job: _TrainJob, requests: StopRequests) -> Ended:
         waiting, output, hint_at = list(pods), MainOutput(folder / "output-0"), time.monotonic() + HINT_S
@@ -195,18 +195,18 @@ class Kubernetes(Launcher):
             time.sleep(LOOK_S)
             output.copy()
             over = job.over()  # before the look for results: a pod writes its result before the job ends
-            for each in tuple(waiting):
-                if (ended := each.ended(over)) is not None:
-                    waiting.remove(each)
+            for member in tuple(waiting):
+                if (ended := member.ended(over)) is not None:
+                    waiting.remove(member)
                     result = result if ended.result is None else ended.result
                     failures += ended.failures
             if failures and deadline == float("inf"):
                 deadline = time.monotonic() + GATHER_S + REPORT_S
-            if time.monotonic() > hint_at and (late := sum(not each.started for each in pods)):
+            if time.monotonic() > hint_at and (late := sum(not member.started for member in pods)):
                 print(f"{late} of {len(pods)} pods have not started; this shows the reason:\n{job.shows}", flush=True)
                 hint_at = float("inf")
             # A job whose ranks have not begun is deleted.
-            if (requested := requests.arrived(begun=lambda: all(each.started for each in pods))) is not None:
+            if (requested := requests.arrived(begun=lambda: all(member.started for member in pods))) is not None:
                 pod.replace(folder / "signal", str(int(requested)).encode())
         output.copy(ended=True)
         stopping = bool(requests) or (bool(failures) and job.is_deleted())
@@ -216,10 +216,10 @@ class Kubernetes(Launcher):
 def _kill(folder: Path, pods: list[_Pod]) -> None:
     """Kill ranks that have not ended by themselves: they would write checkpoints while the next ranks train."""
     deadline = time.monotonic() + KILL_S
-    if any(each.runs for each in pods):
+    if any(member.runs for member in pods):
         with contextlib.suppress(OSError):  # the disk is full, for example
             pod.replace(folder / "signal", str(int(signal.SIGKILL)).encode())
-    while any(each.runs for each in pods) and time.monotonic() < deadline:
+    while any(member.runs for member in pods) and time.monotonic() < deadline:
         time.sleep(LOOK_S)
 
 
@@ -367,10 +367,10 @@ class _TrainJob:
             return subprocess.CompletedProcess(command, 1, "", f"no answer within {COMMAND_S:g} s")
 
 
-def _merged(own: Any, added: Any) -> Any:
-    if isinstance(own, Mapping) and isinstance(added, Mapping):
-        return {**own, **{key: _merged(own[key], value) if key in own else value for key, value in added.items()}}
-    return [*own, *added] if isinstance(own, list) and isinstance(added, list) else added
+def _merged(base: Any, added: Any) -> Any:
+    if isinstance(base, Mapping) and isinstance(added, Mapping):
+        return {**base, **{key: _merged(base[key], value) if key in base else value for key, value in added.items()}}
+    return [*base, *added] if isinstance(base, list) and isinstance(added, list) else added
 
 
 def _yaml(content: Mapping[str, Any]) -> str:

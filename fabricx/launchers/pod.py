@@ -66,7 +66,7 @@ def _run(folder: Path, node: int) -> Ended:
     with authentication.open_private(folder / "job") as file:
         job = file.read()
     variables = torchrun_variables(program, node, os.environ["PET_MASTER_ADDR"], int(os.environ["PET_MASTER_PORT"]))
-    ranks = Ranks(job, [{**environment, **own} for own in variables])
+    ranks = Ranks(job, [{**environment, **of_rank} for of_rank in variables])
     watch = _Watch(folder, node, ranks)
     while not all((folder / f"started-{number}").exists() for number in range(program.nodes)):
         if watch.signalled:
@@ -188,8 +188,8 @@ def _output_copied(file: Path) -> Iterator[None]:
     """Copy the output of this process and of its children to a file, too."""
     sys.stdout.flush()
     sys.stderr.flush()
-    own, (reads, writes) = os.dup(1), os.pipe()
-    copier = threading.Thread(target=_copy, args=(reads, own, file), daemon=True)
+    original, (reads, writes) = os.dup(1), os.pipe()
+    copier = threading.Thread(target=_copy, args=(reads, original, file), daemon=True)
     copier.start()
     for number in (1, 2):
         os.dup2(writes, number)
@@ -200,13 +200,13 @@ def _output_copied(file: Path) -> Iterator[None]:
         sys.stdout.flush()
         sys.stderr.flush()
         for number in (1, 2):  # the copier ends when no process can write any more
-            os.dup2(own, number)
+            os.dup2(original, number)
         copier.join(LAST_S)
 
 
-def _copy(reads: int, own: int, file: Path) -> None:
+def _copy(reads: int, original: int, file: Path) -> None:
     while data := os.read(reads, 1 << 16):
-        os.write(own, data)
+        os.write(original, data)
         with contextlib.suppress(OSError), file.open("ab") as output:  # the file system is full, for example
             output.write(data)
     os.close(reads)

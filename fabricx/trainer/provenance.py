@@ -123,7 +123,7 @@ def git_commit(folder: Path) -> str | None:
     Args:
         folder: the folder.
     """
-    if "GIT_DIR" not in os.environ and not any((place / ".git").exists() for place in (folder, *folder.parents)):
+    if "GIT_DIR" not in os.environ and not any((parent / ".git").exists() for parent in (folder, *folder.parents)):
         return None  # without starting git, which takes milliseconds of each run
     try:
         described = subprocess.run(

@@ -207,7 +207,7 @@ class Outcome:
             owner, _, key = name.rpartition(".")
             parent = module.get_submodule(owner)
             if parent._modules.get(key) is None:
-                setattr(parent, key, layer._apply(lambda t: torch.empty_like(t, device="cpu") if t.is_meta else t))
+                setattr(parent, key, layer._apply(_in_memory))
         parts = dict(module.named_modules(remove_duplicate=False))
         for group in self.tied:
             places = [(parts.get(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in group]
@@ -233,6 +233,11 @@ class Outcome:
                 f"{', '.join(lost)}. Create them in __init__",
                 stacklevel=2,
             )
+
+
+def _in_memory(tensor: Tensor) -> Tensor:
+    """Return memory for a tensor on the meta device."""
+    return torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor
 
 
 def _add_missing(module: Module, weights: Mapping[str, Any], buffers: Collection[str]) -> None:
