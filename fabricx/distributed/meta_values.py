@@ -1,4 +1,4 @@
-"""Values that a user's code gives to parameters on the meta device, where they are lost."""
+"""Detection of values that a user's code writes to parameters on the meta device, which stores no values."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def meta_device(module: nn.Module | None, *, filled: bool) -> Iterator[None]:
     """Build layers on the meta device, which allocates no memory; `reset_parameters` of a layer sets its values later.
 
     Args:
-        module: the root module, which gets the layers; None for no check.
+        module: the root module, to which the layers are added; None for no check.
         filled: all values are loaded later.
 
     Raises:
-        ValueError: a parameter was given values that `reset_parameters` of its layer would replace.
+        ValueError: user code has set values of a parameter that `reset_parameters` of the layer would replace.
     """
     writes = _Writes()
     with torch.device("meta"), writes:
@@ -41,7 +41,7 @@ def meta_device(module: nn.Module | None, *, filled: bool) -> Iterator[None]:
 
 
 def _owners(module: nn.Module) -> dict[int, tuple[str, list[nn.Module]]]:
-    """Return the modules whose `reset_parameters` sets a tensor on the meta device, with its last name, by its id."""
+    """Return the modules whose `reset_parameters` sets a tensor on the meta device, with a name, by the tensor's id."""
     by_tensor: dict[int, tuple[str, list[nn.Module]]] = {}
     for path, part in module.named_modules():
         for key, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)):
@@ -53,11 +53,11 @@ def _owners(module: nn.Module) -> dict[int, tuple[str, list[nn.Module]]]:
 
 @final
 class _Writes(TorchDispatchMode):
-    """Notes which modules were setting their own values when a tensor on the meta device was written."""
+    """Records which modules were in their initialisation when a tensor on the meta device was written."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # By the id of a storage, which is kept, so that the id remains its own.
+        # By the id of a storage. A reference keeps the storage, so that no other storage has this id.
         self._authors: dict[int, tuple[Any, frozenset[int]]] = {}
 
     def loses(self, owners: Sequence[nn.Module], tensor: Tensor) -> bool:
@@ -103,7 +103,7 @@ class _Writes(TorchDispatchMode):
 
 
 def _authors(frame: FrameType | None) -> frozenset[int]:
-    """Return the modules on the call stack whose `reset_parameters` sets the values again that they set now."""
+    """Return the modules on the call stack whose `reset_parameters` will repeat the present initialisation."""
     authors = set()
     while frame is not None:
         code = frame.f_code

@@ -127,7 +127,7 @@ class Kubernetes(Launcher):
             requests = StopRequests(stops_at_step=program.stops_at_step)
             with requests.received():  # also while the TrainJob is created and deleted
                 try:
-                    job.create(file, again=self._created)
+                    job.create(file, requests, again=self._created)
                     self._created = True
                     print(f"TrainJob {name}: {file}; output of all pods: {folder}", flush=True)
                     return self._wait(folder, pods, job, requests)
@@ -283,7 +283,8 @@ class _TrainJob:
         self._able = shutil.which(kubectl[0]) is not None
         self._looked = self._over_at = float("-inf")
         self._over: str | None = None
-        self._created, self._unanswered = False, 0  # requests since the newest answer
+        self._created = False
+        self._unanswered = 0  # requests since the newest answer
 
     @property
     def shows(self) -> str:
@@ -292,11 +293,12 @@ class _TrainJob:
         label = f"jobset.sigs.k8s.io/jobset-name={self._name}"
         return f"  {kubectl} describe {_RESOURCE} {self._name}\n  {kubectl} describe pods -l {label}"
 
-    def create(self, file: Path, *, again: bool) -> None:
+    def create(self, file: Path, requests: StopRequests, *, again: bool) -> None:
         """Create the TrainJob.
 
         Args:
             file: with the TrainJob.
+            requests: a request to stop ends further attempts.
             again: the cluster has accepted an earlier TrainJob of the run, and may be out of reach for a moment.
 
         Raises:
@@ -308,7 +310,7 @@ class _TrainJob:
             return
         deadline = time.monotonic() + (AGAIN_S if again else 0.0)
         while (answer := self._run("create", "-f", str(file))).returncode and "AlreadyExists" not in answer.stderr:
-            if time.monotonic() > deadline:
+            if requests or time.monotonic() > deadline:
                 raise ValueError(
                     f"the TrainJob was not created:\n{answer.stderr.strip()}\n  {file} is the file; the cluster needs "
                     "Kubeflow Trainer 2.2 or later (https://www.kubeflow.org/docs/components/trainer), and `kubectl "

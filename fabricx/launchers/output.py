@@ -10,11 +10,11 @@ from typing import final
 
 @final
 class MainOutput:
-    """Copies what the main rank prints to the output of this process.
+    """Copies the output of the main rank to the output of this process.
 
     Args:
-        file: output of the main rank, which may not exist yet.
-        without: beginning of lines that are left out.
+        file: file with the output; it may not exist yet.
+        without: prefix of lines to omit.
     """
 
     def __init__(self, file: Path, without: str | None = None) -> None:

@@ -7,7 +7,7 @@ The launching process and the pods exchange files in a folder that all of them m
   when all of these files exist.
 - `alive-N`: a number that changes each `ALIVE_S`.
 - `signal`: number of the signal that all ranks receive.
-- `output-N`: what the ranks of pod N print, in addition to the pod's log.
+- `output-N`: output of the ranks of pod N, in addition to the pod's log.
 - `ended-N`: the end of its ranks, an `Ended`.
 """
 
@@ -93,7 +93,7 @@ def _follow(folder: Path, node: int) -> None:
 
 
 def write_program(folder: Path, program: Program, environment: dict[str, str]) -> None:
-    """Write what pods read.
+    """Write the files for the pods.
 
     Args:
         folder: only this user may read it.
@@ -122,7 +122,7 @@ def lost(folder: Path, node: int, text: str) -> Failure:
     Args:
         folder: of `write_program`.
         node: number of the pod.
-        text: what has happened to it.
+        text: description of the failure.
     """
     program, _ = read_program(folder)
     return Failure(node * program.processes, time.time(), "death", f"pod {node} {text}", None)
@@ -146,7 +146,7 @@ def _write(file: Path, ended: Ended) -> None:
 
 @final
 class _Watch:
-    """Gives signs of life, and passes signals on to the ranks: those of the folder, and SIGTERM of Kubernetes.
+    """Sends signs of life, and passes signals on to the ranks: those of the folder, and SIGTERM of Kubernetes.
 
     Args:
         folder: of the pods.

@@ -275,3 +275,19 @@ def test_a_cluster_that_is_out_of_reach_for_a_moment_ends_no_run_and_a_failed_de
 
     with meanwhile(reachable_again):
         assert launcher.run(PROGRAM).result == b"again"
+
+
+def test_a_request_to_stop_ends_the_attempts_to_create_a_further_job(
+    kubectl: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextlib.contextmanager
+    def handled(handler: Callable[[int, Any], None]) -> Iterator[None]:
+        handler(signal.SIGINT, None)
+        yield
+
+    monkeypatch.setattr(signals, "handled", handled)
+    kubectl.write_text("#!/bin/sh\nexit 1\n")
+    launcher = Kubernetes()
+    launcher._created = True
+    with pytest.raises(ValueError, match="the TrainJob was not created"):
+        launcher.run(PROGRAM)
