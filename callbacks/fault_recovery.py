@@ -56,7 +56,8 @@ class FaultRecovery(Callback):
     the run, and `max_restarts` limits restarts without progress.
 
     Workers that fabricx started are restarted by fabricx. Under torchrun, `--max-restarts` restarts the script, which
-    resumes its run from in-memory checkpoints; these survive when torchrun terminates the processes. With several
+    resumes its run from in-memory checkpoints; these survive when torchrun terminates the processes. With launcher=ray,
+    fabricx restarts the ranks of all machines, which continue from in-memory checkpoints in the same way. With several
     machines, the copies of each rank are also stored on a second machine, its buddy, unless a replica (ddp, HSDP) holds
     the same tensors. The replacement of a lost machine receives the state from the buddy or replica (torchrun admits
     nodes later only with `TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1`). The newest snapshot is used if both machines are
@@ -107,8 +108,8 @@ class FaultRecovery(Callback):
             same global batches, and the replacement joins later. A replacement that joins in time continues bitwise
             identically to the worker that it replaces.
         min_ranks: fewest ranks that continue without a replacement.
-        copy_every_n_steps: weight updates between two in-memory checkpoints, for strategies that need them, and under
-            torchrun; None copies so often that copying needs a hundredth of the time.
+        copy_every_n_steps: weight updates between two in-memory checkpoints, for strategies that need them, under
+            torchrun and with launcher=ray; None copies so often that copying needs a hundredth of the time.
         compare_every_n_steps: weight updates between two comparisons of weights that must be equal on all ranks, by a
             checksum; 0 disables them. A difference is an error that names the rank; all restart from the snapshot.
 

@@ -54,6 +54,7 @@ class WorkerFailed(FabricxError):
         exit_code: exit code of the process.
         stopping: a stop of all workers had been requested before.
         saving: path and step of a checkpoint that was being written and is not repeated, or None.
+        reached: newest step of ranks whose in-memory checkpoints outlive their processes; -1 without.
 
     Args:
         message: the message.
@@ -69,6 +70,7 @@ class WorkerFailed(FabricxError):
         self.exit_code = exit_code
         self.stopping = False
         self.saving: tuple[str, int] | None = None
+        self.reached = -1
 
     def add_remedy(self, text: str) -> None:
         """Append a line to the message.

@@ -30,6 +30,7 @@ Replicas = Callable[[int, int], list[int]]
 COST: Final = 0.01  # largest fraction of the time that is spent on copies
 CHUNK: Final = 1 << 26  # bytes of a transfer between machines
 LOOK: Final = 20  # fewest steps between two adaptations of the interval
+_REACHED: Final = struct.Struct("<qd")  # step of a rank, and its time in seconds since 1970
 _OWN: Final = ("record", "state")  # keys of a copy's per-rank state, which no replica has, and of its position
 
 
@@ -196,20 +197,28 @@ def _short_of_room(needs: Sequence[tuple[int, float, float]]) -> str | None:
 class _Reached:
     """Newest step of a rank and its time, in memory that outlives the process."""
 
-    _FORM: Final = struct.Struct("<qd")
-
     def __init__(self, path: Path) -> None:
         with path.open("ab+") as file:
-            file.truncate(self._FORM.size)
-            self._memory = mmap.mmap(file.fileno(), self._FORM.size)
+            file.truncate(_REACHED.size)
+            self._memory = mmap.mmap(file.fileno(), _REACHED.size)
 
     def note(self, step: int) -> None:
-        self._FORM.pack_into(self._memory, 0, step, time.time())
+        _REACHED.pack_into(self._memory, 0, step, time.time())
 
     def newest(self) -> tuple[int, float]:
         """Return the step and its time in seconds since 1970; zeros without a step."""
-        step, at = self._FORM.unpack_from(self._memory, 0)
+        step, at = _REACHED.unpack_from(self._memory, 0)
         return int(step), float(at)
+
+
+def newest_step(folder: Path) -> int:
+    """Return the newest step of the ranks that have in-memory checkpoints in a folder; -1 without.
+
+    Args:
+        folder: folder of the files.
+    """
+    records = [path.read_bytes() for path in folder.glob("reached-*")]
+    return max((int(_REACHED.unpack(record)[0]) for record in records if len(record) == _REACHED.size), default=-1)
 
 
 def _tensors(session: Session) -> dict[str, Any]:

@@ -23,13 +23,15 @@ START_S = 20.0  # longest start of Python
 _STARTED: list[subprocess.Popen[bytes]] = []  # references, because Python warns about child processes without them
 
 
-def folder_of(number: int) -> Path:
-    """Return the folder of a run, equal for all processes of a torchrun on this machine.
+def folder_of(number: int, parent: int | None = None) -> Path:
+    """Return the folder of a run, equal for all ranks of a launch on this machine.
 
     Args:
         number: index of the run in the script.
+        parent: process that has started the ranks, such as torchrun; None: the parent of this process.
     """
-    where = f"{socket.gethostname()}-{os.getuid()}-{os.getppid()}"  # machines may share a folder for temporary files
+    # Machines may share a folder for temporary files.
+    where = f"{socket.gethostname()}-{os.getuid()}-{parent or os.getppid()}"
     return Path(tempfile.gettempdir()) / f"fabricx-{where}-{number}"
 
 

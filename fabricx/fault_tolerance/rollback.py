@@ -170,6 +170,7 @@ def restore_newest(session: Session, ft: RankRecords) -> bool:
         return False
     _take(session, ft, source, newcomer=True)
     session.state.attempt += 1
+    session.print(f"continues from the in-memory checkpoints of step {source.step}")
     session.metrics.loggers.rewind(session.state.step)
     return True
 

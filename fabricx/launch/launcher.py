@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from fabricx.launch.worker import Failure
@@ -37,11 +38,13 @@ class Ended:
         result: the main rank's result; None from other machines, or after a failure.
         failures: reports of ranks that failed.
         stopping: a signal had requested a stop before.
+        reached: newest step of the ranks of this machine that keep in-memory checkpoints; -1 without.
     """
 
     result: bytes | None = field(default=None, repr=False)
     failures: tuple[Failure, ...] = ()
     stopping: bool = False
+    reached: int = -1
 
 
 class Launcher(ABC):
@@ -49,7 +52,13 @@ class Launcher(ABC):
 
     On each machine the engine runs `Ranks(program.job, variables)`, with the variables of `torchrun_variables`. After a
     failure all other ranks have to end. The Trainer then starts all ranks again, from the newest checkpoint.
+    A launcher whose process on a machine outlives its ranks, and runs those of the next start, passes `copies` to
+    `Ranks`: the ranks then continue from in-memory checkpoints.
     """
+
+    def starts(self) -> AbstractContextManager[object]:
+        """Return a context of all starts of a run, in which `run` may use the same machines again."""
+        return nullcontext()
 
     @abstractmethod
     def run(self, program: Program) -> Ended:

@@ -13,19 +13,30 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from multiprocessing import set_forkserver_preload
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
+
+import torch
 
 from fabricx import by_value
 from fabricx.distributed import authentication
 from fabricx.distributed import world as worlds
+from fabricx.fault_tolerance.memory_checkpointer import newest_step
+from fabricx.launch import preloaded, worker_process
+from fabricx.launch.fork_server import fork_for_children, starting_without_script, without_script
 from fabricx.launch.launcher import Ended
-from fabricx.launch.worker import Failure, failure_of
+from fabricx.launch.signals import block, blocked
+from fabricx.launch.worker import PRELOAD, Failure, failure_of
 from fabricx.launch.worker_process import failure_of_end
 from fabricx.scratch import private_folder
 
+COPIES: Final = "FABRICX_COPIES"  # environment variable of a rank: folder of in-memory checkpoints
 MODULE: Final = "fabricx.trainer.launched_rank"  # main module of a rank
 GATHER_S: Final = 5.0  # time after the first failure in which other ranks may report failures
+FORK_S: Final = 10.0  # longest time in which a fork blocks signals
 LOOK_S: Final = 0.1  # seconds between two looks at the ranks
 
 
@@ -35,13 +46,20 @@ class Ranks:
     Args:
         job: the work of the ranks.
         variables: environment variables of each rank, in addition to those of this process.
+        forks: start the ranks from this process's fork server, which takes a fraction of a second once it has started.
+        copies: folder for in-memory checkpoints, which outlive the ranks and end with this process; None without.
     """
 
-    def __init__(self, job: bytes, variables: Sequence[Mapping[str, str]]) -> None:
-        self._job, self._variables = job, variables
-        self._processes: list[subprocess.Popen[bytes]] = []
+    def __init__(
+        self, job: bytes, variables: Sequence[Mapping[str, str]], *, forks: bool = False, copies: Path | None = None
+    ) -> None:  # fmt: skip
+        self._job, self._copies = job, copies
+        self._variables = [{**own, **({} if copies is None else {COPIES: str(copies)})} for own in variables]
+        self._start = _fork if forks else _start
+        self._processes: list[_RankProcess] = []
         self._early: list[int] = []  # signals that arrived before the ranks started
         self._started = threading.Lock()  # a signal may arrive in another thread
+        self._over = False
 
     def run(self) -> Ended:
         """Start the ranks, and wait until all have ended; after a failure the other ranks are killed."""
@@ -50,7 +68,8 @@ class Ranks:
             try:
                 with self._started:
                     for number, own in enumerate(self._variables):
-                        self._processes.append(_start(Path(folder) / str(number), {**os.environ, **own}))
+                        (Path(folder) / str(number)).mkdir()
+                        self._processes.append(self._start(Path(folder) / str(number), {**os.environ, **own}))
                 for early in self._early:
                     self.signal(early)
                 self._wait()
@@ -68,20 +87,23 @@ class Ranks:
             if not self._processes:
                 self._early.append(number)
             for process in self._processes:
-                process.send_signal(number)
+                if process.poll() is None:
+                    os.kill(process.pid, number)
 
     def kill(self) -> None:
         """Kill the ranks with their child processes."""
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            assert process.stdin is not None
-            process.stdin.close()
+            process.close()
+
+    def end(self) -> None:
+        """Let `run` kill the ranks and return, without failures of the ranks that it kills."""
+        self._over = True
 
     def _wait(self) -> None:
         deadline = None
-        while None in (codes := [process.poll() for process in self._processes]):
+        while None in (codes := [process.poll() for process in self._processes]) and not self._over:
             if any(codes) and deadline is None:
                 deadline = time.monotonic() + GATHER_S
             if deadline is not None and time.monotonic() > deadline:
@@ -99,7 +121,8 @@ class Ranks:
                 failures.append(replace(failure_of_end(rank, code, None), at=time.time()))
         results = [file.read_bytes() for file in folder.glob("*/result")]
         stopped = any((folder / str(number) / "stopped").exists() for number in range(len(self._processes)))
-        return Ended(results[0] if results else None, tuple(failures), stopping=stopped)
+        reached = -1 if self._copies is None else newest_step(self._copies)
+        return Ended(results[0] if results else None, tuple(failures), stopping=stopped, reached=reached)
 
 
 def run_rank(job: bytes, rank: int) -> Ended:
@@ -120,8 +143,77 @@ def run_rank(job: bytes, rank: int) -> Ended:
         return Ended(failures=(failure_of(rank, error, time.time()),))
 
 
-def _start(folder: Path, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    folder.mkdir()
+class _RankProcess(Protocol):
+    """A process of a rank, which leads its own session: its child processes can be killed together with it, and no
+    terminal sends it Ctrl-C. It ends when the other end of its pipe to this process closes."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> int | None:
+        """Return the exit status, negative for a signal; None if the process runs."""
+        ...
+
+    def close(self) -> None:
+        """Wait for the end of the process, and release its resources."""
+        ...
+
+
+class _NewProcess:
+    """A new interpreter."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+        self.pid, self.poll = process.pid, process.poll
+
+    def close(self) -> None:
+        self._process.wait()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+
+
+class _Fork:
+    """A fork of this process's fork server."""
+
+    def __init__(self, process: BaseProcess, alive: Connection) -> None:
+        self._process, self._alive = process, alive
+        assert process.pid is not None
+        self.pid = process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def close(self) -> None:
+        self._process.join()
+        self._alive.close()
+
+
+def _start(folder: Path, environment: Mapping[str, str]) -> _RankProcess:
     command = [sys.executable, "-m", MODULE, str(folder)]
-    # In its own session: its child processes can be killed together with it, and no terminal sends it Ctrl-C.
-    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True)
+    with blocked():
+        return _NewProcess(subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True))
+
+
+def _fork(folder: Path, environment: Mapping[str, str]) -> _RankProcess:
+    forks = preloaded.context()
+    there, alive = forks.Pipe()
+    process = forks.Process(target=_run_fork, args=(folder, environment, there))
+    with there, starting_without_script():  # the script of this process is the engine's
+        worker_process.start(process)
+    alive.poll(FORK_S)
+    return _Fork(process, alive)
+
+
+def _run_fork(folder: Path, environment: Mapping[str, str], alive: Connection) -> None:
+    """Run a rank in a fork of the fork server, with the environment of a new process."""
+    block()
+    alive.send_bytes(b"started")
+    os.setsid()
+    set_forkserver_preload(PRELOAD)
+    without_script()
+    fork_for_children()
+    os.environ.clear()
+    os.environ.update(environment)
+    # Also if the number does not change: torch replaces its thread pool at the first such call after a fork.
+    torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    importlib.import_module(MODULE).main(folder, alive.fileno())

@@ -86,6 +86,27 @@ def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
             signal.signal(number, earlier)
 
 
+def block() -> None:
+    """Let signals that end or stop a run wait until this process handles them (`unblock`); its threads inherit it."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *termination_signals()))
+
+
+def unblock() -> None:
+    """Receive signals in this thread that have waited since `block`."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, *termination_signals()))
+
+
+@contextlib.contextmanager
+def blocked() -> Iterator[None]:
+    """Return a context in which processes are started that `block`: the new process inherits it."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    block()
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 @final
 class StopRequests:
     """Signals that a process receives while it waits for ranks that a cluster runs.

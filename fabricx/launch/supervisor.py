@@ -27,7 +27,7 @@ from fabricx.errors import WorkerFailed
 from fabricx.fault_tolerance.controller import ElasticController, ElasticPolicy
 from fabricx.fault_tolerance.hang_report import explain, from_dump
 from fabricx.fault_tolerance.liveness import HeartbeatMonitor
-from fabricx.launch import worker_process
+from fabricx.launch import preloaded, worker_process
 from fabricx.launch.fork_server import keep_running, starting_without_script
 from fabricx.launch.memory_files import MemoryFiles
 from fabricx.launch.module_files import module_files
@@ -184,7 +184,7 @@ class _Workers:
         return range(self._size) if self._controller is None else self._controller.workers
 
     def _start(self, spec: WorkerSpec) -> None:
-        context = worker_process.context()
+        context = preloaded.context()
         if spec.elastic or spec.serve is not None:
             self._memory.open(spec.rank)
         control, worker_end = context.Pipe()

@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import time
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Final
 
 from fabricx.launch.worker import Failure
 from fabricx.scratch import unlink_semaphores_of
 
-PRELOAD = [
-    "torch", "torch.distributed", "torch._dynamo", "torch.optim", "fabricx.trainer.trainer", "fabricx.strategies",
-    "fabricx.launch.fork_server",
-]  # fmt: skip
-FORK_S = 5.0  # time for the system to report the end of a killed fork server
-
-
-def context() -> Any:
-    """Return a fork server context with torch preloaded, so that workers start in milliseconds; else spawn."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    forks = multiprocessing.get_context("forkserver")
-    forks.set_forkserver_preload(PRELOAD)
-    return forks
+FORK_S: Final = 5.0  # time for the system to report the end of a killed fork server
 
 
 def start(process: BaseProcess) -> None:

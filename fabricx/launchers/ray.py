@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
-import signal
-import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any, Final, final
 
 from fabricx.launch.launcher import Ended, Launcher, Program, torchrun_variables
-from fabricx.launch.ranks import GATHER_S, Ranks
+from fabricx.launch.machine import Machine
+from fabricx.launch.ranks import GATHER_S
 from fabricx.launch.signals import StopRequests
 from fabricx.launch.worker import Failure
 
 LOOK_S: Final = 0.5  # seconds between two looks for signals
+DEATH_S: Final = 1.0  # time after a death in which other ranks may report failures
+END_S: Final = 30.0  # time in which a machine has to end its ranks
 
 
 @final
@@ -23,9 +25,9 @@ class Ray(Launcher):
     """Start the ranks of each machine in an actor of Ray (pip install 'fabricx[ray]').
 
     The actors are in a placement group, each on its own machine. After the loss of a process or a machine the Trainer
-    starts all ranks again from the newest checkpoint, in a new placement group: Ray replaces a lost machine if another
-    machine of the cluster is free, or its autoscaler starts one. The project and the run's folder have to be on a file
-    system that all machines share.
+    starts all ranks again, from in-memory checkpoints, which the machines keep and exchange, or from the newest
+    checkpoint on disk. Ray replaces a lost machine if another machine of the cluster is free, or its autoscaler starts
+    one. The project and the run's folder have to be on a file system that all machines share.
 
     Args:
         address: address of the cluster, as of `ray.init`; None: the cluster of this machine or of RAY_ADDRESS, or a new
@@ -45,6 +47,26 @@ class Ray(Launcher):
             raise ValueError(f"cpus_per_rank={cpus_per_rank}: set 1 or more")
         self.address, self.cpus_per_rank, self.timeout_s = address, cpus_per_rank, timeout_s
         self.runtime_env = runtime_env
+        self._group: Any = None  # placement group of a run
+        self._nodes: list[Any] = []  # an actor on each machine
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the options: ranks have a copy of the launcher, and no actors."""
+        return {**self.__dict__, "_group": None, "_nodes": []}
+
+    @contextlib.contextmanager
+    def starts(self) -> Iterator[None]:
+        """Return a context of all starts of a run: between them, the actors remain on their machines."""
+        try:
+            yield
+        finally:
+            ray = _ray()
+            for node in self._nodes:
+                if node is not None:
+                    ray.kill(node)
+            if self._group is not None:
+                ray.util.remove_placement_group(self._group)
+            self._nodes, self._group = [], None
 
     def run(self, program: Program) -> Ended:
         ray = _ray()
@@ -55,16 +77,13 @@ class Ray(Launcher):
                 f"this machine has no GPU, so the run would train on CPUs, and the cluster of Ray has {found} GPUs: "
                 "set accelerator to 'gpu', or to 'cpu'"
             )
-        group = self._placement_group(program)
-        nodes: list[Any] = []
-        try:
-            nodes += self._actors(program, group)
-            host, port = ray.get(nodes[0].address.remote())
-            return self._run(program, nodes, host, port)
-        finally:
-            for node in nodes:
-                ray.kill(node)
-            ray.util.remove_placement_group(group)
+        if self._group is None:
+            self._group = self._placement_group(program)
+            self._nodes = [None] * program.nodes
+        self._fill(program)
+        requests = StopRequests(stops_at_step=program.stops_at_step)
+        with requests.received():
+            return self._run(program, requests)
 
     def _placement_group(self, program: Program) -> Any:
         """Reserve the machines.
@@ -73,101 +92,108 @@ class Ray(Launcher):
             ValueError: the cluster does not have them within the time.
         """
         ray = _ray()
-        bundle = {"CPU": self.cpus_per_rank * program.processes, **({"GPU": program.processes} if program.gpus else {})}
-        group = ray.util.placement_group([bundle] * program.nodes, strategy="STRICT_SPREAD")
+        group = ray.util.placement_group([self._bundle(program)] * program.nodes, strategy="STRICT_SPREAD")
         try:
             ray.get(group.ready(), timeout=self.timeout_s)
         except ray.exceptions.GetTimeoutError:
             ray.util.remove_placement_group(group)
-            wanted = " and ".join(f"{count} {kind}" for kind, count in bundle.items())
-            machines = [
-                ", ".join(f"{int(count)} {kind}" for kind, count in node["Resources"].items() if kind in ("CPU", "GPU"))
-                for node in ray.nodes() if node["Alive"]
-            ]  # fmt: skip
-            raise ValueError(
-                f"the cluster of Ray did not have {program.nodes} free machine(s) with {wanted} each within "
-                f"{self.timeout_s:g} s; its machines have: {'; '.join(machines)}. Set fewer num_nodes, devices or "
-                "cpus_per_rank, or add machines"
-            ) from None
+            raise self._too_few(program) from None
         return group
 
-    def _actors(self, program: Program, group: Any) -> list[Any]:
-        actor = _ray().remote(_Node)
-        placed = importlib.import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
-        return [
-            actor.options(
-                num_cpus=self.cpus_per_rank * program.processes, num_gpus=program.processes if program.gpus else 0,
-                scheduling_strategy=placed(group, number), max_concurrency=2,
-            ).remote()
-            for number in range(program.nodes)
+    def _too_few(self, program: Program) -> ValueError:
+        wanted = " and ".join(f"{count} {kind}" for kind, count in self._bundle(program).items())
+        machines = [
+            ", ".join(f"{int(count)} {kind}" for kind, count in node["Resources"].items() if kind in ("CPU", "GPU"))
+            for node in _ray().nodes() if node["Alive"]
         ]  # fmt: skip
+        return ValueError(
+            f"the cluster of Ray did not have {program.nodes} free machine(s) with {wanted} each within "
+            f"{self.timeout_s:g} s; its machines have: {'; '.join(machines)}. Set fewer num_nodes, devices or "
+            "cpus_per_rank, or add machines"
+        )
 
-    def _run(self, program: Program, nodes: Sequence[Any], host: str, port: int) -> Ended:
+    def _bundle(self, program: Program) -> dict[str, int]:
+        """Return the resources of a machine."""
+        cores = {"CPU": self.cpus_per_rank * program.processes}
+        return {**cores, "GPU": program.processes} if program.gpus else cores
+
+    def _fill(self, program: Program) -> None:
+        """Start an actor on each machine that has none.
+
+        Raises:
+            ValueError: the cluster has no machine for an actor within the time.
+        """
         ray = _ray()
-        requests = StopRequests(stops_at_step=program.stops_at_step)
+        new = [number for number, node in enumerate(self._nodes) if node is None]
+        for number in new:
+            self._nodes[number] = self._actor(program, number)
+        begun = [self._nodes[number].begun.remote() for number in new]
+        if new and len(ray.wait(begun, num_returns=len(begun), timeout=self.timeout_s)[1]):
+            raise self._too_few(program)
+
+    def _actor(self, program: Program, number: int) -> Any:
+        placed = importlib.import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
+        return _ray().remote(Machine).options(
+            num_cpus=self.cpus_per_rank * program.processes, num_gpus=program.processes if program.gpus else 0,
+            scheduling_strategy=placed(self._group, number), max_concurrency=3,
+        ).remote()  # fmt: skip
+
+    def _run(self, program: Program, requests: StopRequests) -> Ended:
+        """Run the ranks on all machines, and wait for their end."""
+        ray = _ray()
+        try:
+            address = ray.get(self._nodes[0].address.remote(ray.util.get_node_ip_address))
+        except ray.exceptions.RayActorError as error:
+            return self._lost(0, program, error)
         job, threads = ray.put(program.job), {"OMP_NUM_THREADS": str(self.cpus_per_rank)}
-        with requests.received():
-            waiting = {}
-            for number, node in enumerate(nodes):
-                variables = [{**threads, **own} for own in torchrun_variables(program, number, host, port)]
-                waiting[node.run.remote(job, variables)] = number
-            result, failures, deadline = None, list[Failure](), float("inf")
-            while waiting and time.monotonic() < deadline:
-                ready, _ = ray.wait(list(waiting), timeout=LOOK_S)
-                for reference in ready:
-                    number = waiting.pop(reference)
-                    try:
-                        ended: Ended = ray.get(reference)
-                    except ray.exceptions.RayActorError as error:
-                        ended = Ended(failures=(_lost(number * program.processes, number, error),))
-                    result = result if ended.result is None else ended.result
-                    failures += ended.failures
-                    if failures and deadline == float("inf"):
-                        deadline = time.monotonic() + GATHER_S
-                if (requested := requests.arrived()) is not None:
-                    for node in nodes:
-                        node.signal.remote(requested)
-        return Ended(None if failures else result, tuple(failures), stopping=bool(requests))
+        waiting = {}
+        for number, node in enumerate(self._nodes):
+            variables = [{**threads, **own} for own in torchrun_variables(program, number, *address)]
+            waiting[node.run.remote(job, variables)] = number
+        ends, deadline = list[Ended](), float("inf")
+        while waiting:
+            ready, _ = ray.wait(list(waiting), timeout=LOOK_S)
+            for reference in ready:
+                ends.append(self._end_of(reference, waiting.pop(reference), program))
+                if ends[-1].failures and deadline == float("inf"):
+                    died = all(failure.kind in ("killed", "death") for failure in ends[-1].failures)
+                    deadline = time.monotonic() + (DEATH_S if died else GATHER_S)
+            if time.monotonic() > deadline:  # once: machines that do not answer are given up
+                for number in waiting.values():
+                    self._nodes[number].end.remote()
+                ready, lost = ray.wait(list(waiting), num_returns=len(waiting), timeout=END_S)
+                ends += [self._end_of(reference, waiting[reference], program) for reference in ready]
+                for reference in lost:
+                    self._give_up(waiting[reference])
+                break
+            if (requested := requests.arrived()) is not None:
+                for number in waiting.values():
+                    self._nodes[number].signal.remote(requested)
+        failures = tuple(failure for ended in ends for failure in ended.failures)
+        result = next((ended.result for ended in ends if ended.result is not None), None)
+        reached = max(ended.reached for ended in ends)
+        return Ended(None if failures else result, failures, stopping=bool(requests), reached=reached)
+
+    def _end_of(self, reference: Any, number: int, program: Program) -> Ended:
+        """Return the end of the ranks of a machine; a lost machine is replaced at the next start."""
+        ray = _ray()
+        try:
+            ended: Ended = ray.get(reference)
+        except ray.exceptions.RayActorError as error:
+            return self._lost(number, program, error)
+        return ended
+
+    def _lost(self, number: int, program: Program, error: Exception) -> Ended:
+        self._nodes[number] = None
+        first = str(error).strip().splitlines()[0]
+        text = f"machine {number}, or its actor of Ray, was lost: {type(error).__name__}: {first}"
+        return Ended(failures=(Failure(number * program.processes, time.time(), "death", text, None),))
+
+    def _give_up(self, number: int) -> None:
+        _ray().kill(self._nodes[number])
+        self._nodes[number] = None
 
 
 def _ray() -> Any:
     """Import Ray, which takes seconds; whether it has types depends on its being installed."""
     return importlib.import_module("ray")
-
-
-def _lost(rank: int, number: int, error: Exception) -> Failure:
-    first = str(error).strip().splitlines()[0]
-    text = f"machine {number}, or its actor of Ray, was lost: {type(error).__name__}: {first}"
-    return Failure(rank, time.time(), "death", text, None)
-
-
-class _Node:
-    """An actor that runs the ranks of a machine."""
-
-    def __init__(self) -> None:
-        self._ranks: Ranks | None = None
-
-    def address(self) -> tuple[str, int]:
-        """Return the address of this machine, and a free port."""
-        with socket.socket() as free:
-            free.bind(("", 0))
-            return _ray().util.get_node_ip_address(), int(free.getsockname()[1])
-
-    def run(self, job: bytes, variables: Sequence[Mapping[str, str]]) -> Ended:
-        """Run the ranks.
-
-        Args:
-            job: their work.
-            variables: environment variables of each rank.
-        """
-        self._ranks = Ranks(job, variables)
-        return self._ranks.run()
-
-    def signal(self, number: int) -> None:
-        """Pass a signal on to the ranks.
-
-        Args:
-            number: number of the signal.
-        """
-        if self._ranks is not None:
-            self._ranks.signal(signal.Signals(number))

@@ -183,7 +183,7 @@ def continue_launch(here: World, root: Path, run_dir: Path | None) -> Continuati
 
 @contextlib.contextmanager
 def memory_checkpoints_held(here: World, folder: Path) -> Iterator[None]:
-    """Keep in-memory checkpoints in a separate process, for the processes that torchrun starts after a failure.
+    """Keep in-memory checkpoints in a separate process, for the ranks that the launcher starts after a failure.
 
     Args:
         here: ranks of the launch.
@@ -193,7 +193,7 @@ def memory_checkpoints_held(here: World, folder: Path) -> Iterator[None]:
         if here.main_rank:
             print(
                 "in-memory checkpoints are off: copies from other machines are unpickled, which needs a key "
-                "(FABRICX_KEY_FILE; see docs/security.md). After a restart by torchrun the run continues from its "
+                "(FABRICX_KEY_FILE; see docs/security.md). After a restart of all processes the run continues from its "
                 "newest checkpoint", file=sys.stderr, flush=True,
             )  # fmt: skip
         yield
@@ -213,7 +213,7 @@ def memory_checkpoints_held(here: World, folder: Path) -> Iterator[None]:
     elif here.main_rank:
         print(
             f"in-memory checkpoints are off: {folder} can't be used, and may belong to another user. After a restart "
-            "by torchrun the run continues from its newest checkpoint", file=sys.stderr, flush=True,
+            "of all processes the run continues from its newest checkpoint", file=sys.stderr, flush=True,
         )  # fmt: skip
     try:
         yield

@@ -113,6 +113,8 @@ def _run(trainer: TrainerInterface, job: Job) -> Any:
                 aggregator = _aggregate(records, stack, board=board, separate=needs_workers)
             decided_by_main_rank(here, lambda: None)  # other ranks continue when the records of the run exist
         if needs_workers:
+            if launcher is not None:
+                stack.enter_context(launcher.starts())
             return run_in_workers(trainer, job, aggregator, elastic)
         signals = (signal.SIGINT, *termination_signals())
         stack.enter_context(interruptible(job.stage, trainer.request_stop, signals))

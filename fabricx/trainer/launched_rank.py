@@ -17,24 +17,26 @@ from fabricx.core.strategy_parts import HasServers
 from fabricx.distributed import authentication
 from fabricx.distributed import world as worlds
 from fabricx.launch import cluster
+from fabricx.launch.ranks import COPIES
 from fabricx.launch.signals import termination_signals
 from fabricx.launch.worker import failure_of
 from fabricx.trainer import cluster_run
 from fabricx.trainer.worker_run import work
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, alive: int = 0) -> None:
     """Run the job in the parent of a folder, and write the result or the failure to the folder.
 
     A file `stopped` there says that a signal has stopped the run.
 
     Args:
         folder: folder of this rank.
+        alive: end of a pipe, of which the parent has the other end.
 
     Raises:
         SystemExit: with status 1 after a failure.
     """
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(alive,), daemon=True).start()
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # also where the parent ignores it; `work` handles it
     rank = int(os.environ["RANK"])
     try:
@@ -75,7 +77,10 @@ def _run(trainer: Any, job: Any, logs: Any) -> Any:
     assert launched is not None
     world = cluster_run.connected(launched, trainer.strategy)
     assert not isinstance(trainer.strategy, HasServers) or not trainer.strategy.servers
-    return work(world, trainer, job, logs, (signal.SIGINT, *termination_signals()))
+    copies = os.environ.get(COPIES)
+    return work(
+        world, trainer, job, logs, (signal.SIGINT, *termination_signals()), None if copies is None else Path(copies)
+    )
 
 
 def _report(file: Path, rank: int, error: BaseException) -> None:
@@ -85,9 +90,9 @@ def _report(file: Path, rank: int, error: BaseException) -> None:
     file.with_suffix(".new").rename(file)
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(alive: int) -> None:
     """Kill this process and its child processes when the parent's end of the pipe closes."""
-    while os.read(0, 1):
+    while os.read(alive, 1):
         pass
     os.killpg(0, signal.SIGKILL)
 

@@ -18,11 +18,8 @@ from fabricx.telemetry.logs import LogSettings
 from fabricx.trainer.calling_process import Caller
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fabricx.core.strategy import Strategy
-    from fabricx.launch.launcher import Launcher
-    from fabricx.launch.worker import Failure
+    from fabricx.launch.launcher import Ended, Launcher
     from fabricx.trainer.interface import TrainerInterface
     from fabricx.trainer.result import Outcome
     from fabricx.trainer.run_request import Job
@@ -77,21 +74,22 @@ def run_ranks(
     program = Program(whole, trainer.num_nodes, len(trainer.device_ids), gpus, unused, job.stage == "fit")
     ended = launcher.run(program)
     if ended.failures:
-        raise _first_failure(ended.failures, stopping=ended.stopping)
+        raise _first_failure(ended)
     assert ended.result is not None
     outcome: Outcome = pickle.loads(ended.result)
     return outcome
 
 
-def _first_failure(failures: Sequence[Failure], *, stopping: bool) -> BaseException:
+def _first_failure(ended: Ended) -> BaseException:
     """Return the error to raise: the earliest failure that is not a consequence of another failure."""
+    failures = ended.failures
     first = min(failures, key=lambda failure: (failure.secondary, failure.error is not None, failure.at))
     others = sorted({failure.rank for failure in failures} - {first.rank})
     also = f"\n(rank {', '.join(map(str, others))} failed, too)" if others else ""
     failed = WorkerFailed(
         f"rank {first.rank} failed:\n\n{first.traceback.rstrip()}{also}", rank=first.rank, traceback=first.traceback
     )
-    failed.stopping = stopping
+    failed.stopping, failed.reached = ended.stopping, ended.reached
     failed.__cause__ = None if first.error is None else pickle.loads(first.error)
     failed.__suppress_context__ = True
     if isinstance(failed.__cause__, SystemExit) and failed.__cause__.code == TERMINATED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import signal
 import sys
@@ -20,11 +21,12 @@ from fabricx.distributed.world import OPERATION, World
 from fabricx.errors import PeerLost, WorkerFailed
 from fabricx.fault_tolerance.controller import ElasticPolicy
 from fabricx.launch.launcher import Launcher
-from fabricx.launch.signals import TERMINATED, termination_signals
+from fabricx.launch.signals import TERMINATED, termination_signals, unblock
 from fabricx.metrics.objects import gather_states, held_metrics, updating_ranks
 from fabricx.telemetry.logs import LogSettings
 from fabricx.trainer import process, provenance
 from fabricx.trainer.attributes import AttributesBefore, Changed
+from fabricx.trainer.cluster_run import memory_checkpoints_held
 from fabricx.trainer.result import holders, shared_names
 from fabricx.trainer.run_dir import checkpoints_of, newest_whole
 from fabricx.trainer.sessions import returned
@@ -117,7 +119,7 @@ def run_in_workers(
 
 def work(
     world: World, trainer: TrainerInterface, job: Job, logs: LogSettings,
-    signals: tuple[signal.Signals, ...] | None = None,
+    signals: tuple[signal.Signals, ...] | None = None, copies: Path | None = None,
 ) -> Outcome | None:  # fmt: skip
     """Run a job in a worker or in a rank of a launcher.
 
@@ -127,6 +129,7 @@ def work(
         job: this rank's copy.
         logs: levels of the loggers of the calling process.
         signals: signals that stop the job; None for termination signals: the supervisor handles Ctrl-C.
+        copies: folder for in-memory checkpoints that outlive the ranks; None if the supervisor keeps them.
 
     Returns:
         the outcome for the caller, on the main rank only.
@@ -140,7 +143,9 @@ def work(
     known = {name: weakref.ref(value) for name, value in shared.items()}
     del shared
     with process.interruptible(job.stage, trainer.request_stop, signals or termination_signals()):
-        outcome = execute(trainer, job, world, logs)
+        unblock()
+        with _memory_checkpoints(trainer, job, world, copies):
+            outcome = execute(trainer, job, world, logs)
     weights = as_part(trainer.strategy, ShardsWeights).whole_weights(job.module)
     _join_metric_objects(trainer, job)
     former = [(name, value) for name, reference in known.items() if (value := reference()) is not None]
@@ -155,6 +160,17 @@ def work(
         whole = not trainer.strategy.traits.sharded and not as_part(trainer.strategy, HasServers).servers
         outcome.returned = returned(trainer.optimizers, trainer.lr_schedulers, whole=whole)
     return outcome.portable(job.module, trainer.callbacks, callbacks, trainer.loggers, trainer.records, weights, built)
+
+
+def _memory_checkpoints(
+    trainer: TrainerInterface, job: Job, world: World, folder: Path | None
+) -> contextlib.AbstractContextManager[None]:  # fmt: skip
+    """Keep in-memory checkpoints in a folder, if the run recovers and its state is on its ranks."""
+    policy, strategy = recovery_policy_of(trainer.callbacks), trainer.strategy
+    recovers = job.stage == "fit" and policy is not None and policy.max_restarts > 0 and strategy.traits.lockstep
+    if folder is None or not recovers:
+        return contextlib.nullcontext()
+    return memory_checkpoints_held(world, folder)
 
 
 def _shared(trainer: TrainerInterface, job: Job, callbacks: Sequence[Callback]) -> dict[str, Any]:
@@ -254,17 +270,20 @@ def _restarts(
     """Prepare a restart from the newest checkpoint of the run; returns False if no callback requests a restart."""
     checkpoints = checkpoints_of(run_dir)
     newest = newest_whole(checkpoints) if checkpoints else None
-    step = read_manifest(newest)["step"] if newest is not None else -1
-    if not any(callback.restarts_after(error, step) for callback in callbacks):
+    step: int = read_manifest(newest)["step"] if newest is not None else -1
+    progress = max(step, error.reached) if error.__cause__ is None else step  # an error may occur again
+    if not any(callback.restarts_after(error, progress) for callback in callbacks):
         return False
     lines = [line for line in str(error).splitlines() if line]
     last = [line for line in error.traceback.splitlines() if line][-1]
     what = f"{lines[0]} {last}"[:300]
     log.errors.append(what)
     log.newest_at = time.time()
+    copied = error.reached >= 0  # then a rank reports the steps to train again, when it has restored a copy
     if aggregator is not None:
-        again = max(0, aggregator.run.steps - max(0, step))
-        aggregator.record_event("failure", str(error), steps_again=float(again))
-    print(f"{what}\nall workers restart from step {max(0, step)}", file=sys.stderr, flush=True)
+        again = {} if copied else {"steps_again": float(max(0, aggregator.run.steps - max(0, step)))}
+        aggregator.record_event("failure", str(error), **again)
+    start = f"from in-memory checkpoints, or from step {max(0, step)}" if copied else f"from step {max(0, step)}"
+    print(f"{what}\nall workers restart {start}", file=sys.stderr, flush=True)
     job.ckpt_path = newest or job.ckpt_path
     return True

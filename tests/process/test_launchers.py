@@ -7,6 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,12 @@ from torch.utils.data import DataLoader
 import fabricx as fx
 from fabricx.callbacks import FaultRecovery
 from fabricx.errors import WorkerFailed
+from fabricx.fault_tolerance import memory_holder
 from fabricx.launch import ranks
 from fabricx.launch.launcher import Ended, Launcher, Program, torchrun_variables
+from fabricx.launch.machine import Machine
 from fabricx.launch.ranks import Ranks
+from fabricx.launch.worker import Failure
 from fabricx.launchers import Slurm
 from fabricx.strategies import ParameterServer
 from fabricx.testing import QUIET, Ledger, TinyModule, kill, tiny_loader
@@ -39,6 +45,29 @@ class Here(Launcher):
         assert program.nodes == 1
         with reserved_port() as port:
             return Ranks(program.job, torchrun_variables(program, 0, "127.0.0.1", port)).run()
+
+
+class Kept(Launcher):
+    """Keeps a process on its machine, this process, between the starts of a run.
+
+    Args:
+        during: called with the machine, in a thread, while the ranks of the first start run.
+    """
+
+    def __init__(self, during: Callable[[Machine], None] = lambda machine: None) -> None:
+        self._during = during
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}
+
+    def run(self, program: Program) -> Ended:
+        machine, during = Machine(), self._during
+        self._during = lambda machine: None
+        with ThreadPoolExecutor(1) as threads:
+            during_run = threads.submit(during, machine)
+            ended = machine.run(program.job, torchrun_variables(program, 0, *machine.address(lambda: "127.0.0.1")))
+            during_run.result()
+        return ended
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +107,81 @@ def test_a_killed_rank_costs_no_sample(own_folder: Path) -> None:
     trainer = fx.Trainer(launcher=Here(), devices=2, strategy="ddp", max_epochs=EPOCHS, **QUIET, callbacks=faults)
     trainer.fit(module, DataLoader(Numbered(), BATCH // 2, shuffle=True))
     assert (trainer.global_step, exact(module), len(trainer.failures)) == (STEPS, True, 1)
+
+
+class Begins(fx.Callback):
+    """Writes the step at which the main rank begins to train, and lets all ranks copy before they die."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        if trainer.is_global_zero:
+            with Path("begun").open("a") as file:
+                file.write(f"{trainer.global_step} ")
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step in (5, 9):
+            trainer.world.barrier()
+
+
+@pytest.mark.parametrize("strategy", params(["fsdp"], ["ddp", "local_sgd"]))
+def test_ranks_continue_from_memory_where_a_process_of_the_machine_outlives_them(
+    strategy: str, own_folder: Path
+) -> None:
+    torch.manual_seed(3)
+    module = Ledger(SAMPLES, BATCH)
+    callbacks = [
+        Begins(), kill(rank=1).during("backward", step=5), kill(rank=0).during("forward", step=9, attempt=1),
+        FaultRecovery(snapshots=False, copy_every_n_steps=1, max_restarts=1),
+    ]  # fmt: skip
+    trainer = fx.Trainer(launcher=Kept(), devices=2, strategy=strategy, max_epochs=EPOCHS, **QUIET, callbacks=callbacks)
+    trainer.fit(module, DataLoader(Numbered(), BATCH // 2, shuffle=True))
+    assert (trainer.global_step, exact(module), len(trainer.failures)) == (STEPS, True, 2)
+    assert (own_folder / "begun").read_text() == "0 5 9 "
+    deadline = time.monotonic() + 60
+    while memory_holder.folder_of(0, os.getpid()).exists():  # the process that holds them ends a little later
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+class Waits(fx.Callback):
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == 5 and not trainer.failures:
+            Path(f"waits-{trainer.global_rank}").touch()
+            time.sleep(0.2 if trainer.interrupted else 60)
+
+
+def test_a_signal_reaches_ranks_that_start(own_folder: Path) -> None:
+    launcher = Kept(during=lambda machine: machine.signal(signal.SIGTERM))
+    trainer = fx.Trainer(launcher=launcher, devices=2, strategy="ddp", max_epochs=2, **QUIET)
+    with pytest.raises(SystemExit):
+        trainer.fit(TinyModule(), tiny_loader(24, 6))
+    assert (trainer.interrupted, trainer.global_step < 4) == (True, True)
+
+
+def test_a_machine_ends_its_ranks_on_request(own_folder: Path) -> None:
+    def end(machine: Machine) -> None:
+        while len(list(own_folder.glob("waits-*"))) < 2:
+            time.sleep(0.02)
+        machine.end()
+
+    class GivesUp(Kept):
+        def run(self, program: Program) -> Ended:
+            ended = super().run(program)
+            if ended.result is None:
+                assert (ended.failures, ended.reached) == ((), 5)
+                return Ended(failures=(Failure(0, 0.0, "death", "another machine was lost", None),), reached=5)
+            return ended
+
+    torch.manual_seed(3)
+    module = Ledger(SAMPLES, BATCH)
+    callbacks = [Begins(), Waits(), FaultRecovery(snapshots=False, copy_every_n_steps=1)]
+    trainer = fx.Trainer(
+        launcher=GivesUp(end), devices=2, strategy="ddp", max_epochs=EPOCHS, **QUIET, callbacks=callbacks
+    )
+    trainer.fit(module, DataLoader(Numbered(), BATCH // 2, shuffle=True))
+    assert (trainer.global_step, exact(module), trainer.failures) == (
+        STEPS, True, ["rank 0 failed: another machine was lost"],
+    )  # fmt: skip
+    assert (own_folder / "begun").read_text() == "0 5 "
 
 
 def test_an_error_of_a_rank_is_raised_here_and_ends_the_other_rank(own_folder: Path) -> None:
@@ -128,14 +232,23 @@ ray.init(address=cluster.address, log_to_driver=False)
 
 class LosesMachine(fx.Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_step in (5, 7):  # all ranks have copied the step before
+            trainer.world.barrier()
         if trainer.global_rank == 1 and trainer.global_step == 7 and len(trainer.failures) == 1:
             os.kill(int(os.environ["RAY_RAYLET_PID"]), signal.SIGKILL)
             time.sleep(120)  # until this rank ends with its machine
 
+class Begins(fx.Callback):
+    def on_train_start(self, trainer, module):
+        if trainer.is_global_zero:
+            with open("begun", "a") as file:
+                file.write(f"{trainer.global_step} ")
+
 torch.manual_seed(3)
 module = Ledger(SAMPLES, BATCH)
 trainer = fx.Trainer(launcher="ray", num_nodes=2, devices=1, strategy="ddp", max_epochs=EPOCHS, **QUIET, callbacks=[
-    kill(rank=1).during("backward", step=5), LosesMachine(), FaultRecovery(every_n_train_steps=2)])
+    Begins(), LosesMachine(), kill(rank=1).during("backward", step=5),
+    FaultRecovery(snapshots=False, copy_every_n_steps=1)])
 trainer.fit(module, DataLoader(Numbered(), BATCH // 2, shuffle=True))
 for line in trainer.failures:
     print(line)
@@ -156,6 +269,7 @@ def test_ray_replaces_a_killed_process_and_a_lost_machine(own_folder: Path, scri
     said = done.stdout.splitlines()[-3:]
     assert said[-1:] == ["fit True True"], done.stdout + done.stderr
     assert ["killed by SIGKILL" in said[0], "was lost" in said[1]] == [True, True], said
+    assert (own_folder / "begun").read_text() == "0 5 7 "
 
 
 class Preempted(fx.Callback):

@@ -1,0 +1,78 @@
+"""A process that an engine keeps on a machine between the starts of a run, and that runs the ranks of the machine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, final
+
+from fabricx.launch import preloaded
+
+if TYPE_CHECKING:
+    from fabricx.launch.launcher import Ended
+    from fabricx.launch.ranks import Ranks
+
+BEGIN_S: Final = 60.0  # longest time from the call of `run` until the ranks can receive signals
+
+
+@final
+class Machine:
+    """Runs the ranks of this machine, for each start of a run.
+
+    Ranks are forks of this process's fork server, which imports torch before this process does, on another core: a new
+    machine is ready earlier. In-memory checkpoints end with this process.
+    """
+
+    def __init__(self) -> None:
+        preloaded.start()
+        self._ranks: Ranks | None = None
+        self._begun = threading.Event()  # the methods are called in threads
+
+    def begun(self) -> None:
+        """Return when this process has started."""
+
+    def address(self, host: Callable[[], str]) -> tuple[str, int]:
+        """Return the address of this machine, and a free port.
+
+        Args:
+            host: returns the address.
+        """
+        with socket.socket() as free:
+            free.bind(("", 0))
+            return host(), int(free.getsockname()[1])
+
+    def run(self, job: bytes, variables: Sequence[Mapping[str, str]]) -> Ended:
+        """Run the ranks, and wait for their end.
+
+        Args:
+            job: their work.
+            variables: environment variables of each rank.
+        """
+        from fabricx.fault_tolerance import memory_holder  # local imports: they import torch
+        from fabricx.launch.ranks import Ranks
+
+        self._ranks = Ranks(job, variables, forks=True, copies=memory_holder.folder_of(0, os.getpid()))
+        self._begun.set()
+        try:
+            return self._ranks.run()
+        finally:
+            self._begun.clear()
+
+    def signal(self, number: int) -> None:
+        """Pass a signal on to the ranks.
+
+        Args:
+            number: number of the signal.
+        """
+        if self._begun.wait(BEGIN_S):
+            assert self._ranks is not None
+            self._ranks.signal(signal.Signals(number))
+
+    def end(self) -> None:
+        """End `run`, which kills the ranks that are left."""
+        if self._begun.wait(BEGIN_S):
+            assert self._ranks is not None
+            self._ranks.end()
