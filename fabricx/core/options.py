@@ -159,7 +159,8 @@ class TrainerOptions:
                 "ddp".
             benchmark: make cuDNN measure its algorithms and select the fastest; None does not change the setting of
                 torch.
-            inference_mode: evaluate under `torch.inference_mode` instead of `torch.no_grad`.
+            inference_mode: `validate`, `test` and `predict` evaluate under `torch.inference_mode` instead of
+                `torch.no_grad`. Validations of `fit` use `torch.no_grad`: training may use the tensors that they make.
             use_distributed_sampler: split the data of a `DataLoader` over the ranks.
             profiler: "simple" prints a table of where the time was spent, "trace" writes `trace.json` for
                 ui.perfetto.dev; the callbacks `Profiler` and `Tracing` do the same, with options. None disables both.

@@ -11,7 +11,7 @@ from torch import nn
 
 from fabricx.core.hooks import Hook, call
 from fabricx.core.rng import random_kept
-from fabricx.core.state import Phase
+from fabricx.core.state import Phase, TrainerFn
 from fabricx.core.transfer import cpu
 from fabricx.data import Feed, Microbatch
 from fabricx.distributed.collective_guard import ALL_JOIN, along, without_sample
@@ -256,9 +256,15 @@ def _call(session: Session, name: str) -> bool:
 
 
 def _no_gradients(session: Session) -> AbstractContextManager[Any]:
-    # Inference tensors can't be used outside of inference mode, and FSDP reuses the tensors of gathered weights;
-    # a model-parallel forward moves views of activations between ranks. A first forward creates lazy parameters.
-    reuses = session.strategy.traits.sharded or session.divided or session.overridden.lazy
+    # Inference tensors can't be used outside of inference mode: training reads what a validation has cached or assigned
+    # (masks, tables of positions, centroids), and FSDP reuses the tensors of gathered weights; a model-parallel forward
+    # moves views of activations between ranks. A first forward creates lazy parameters.
+    reuses = (
+        session.state.fn is TrainerFn.FITTING
+        or session.strategy.traits.sharded
+        or session.divided
+        or session.overridden.lazy
+    )
     return torch.inference_mode() if session.options.inference_mode and not reuses else torch.no_grad()
 
 
