@@ -366,6 +366,6 @@ def _several(source: Any) -> list[Any]:
         return source.flattened
     if isinstance(source, Mapping):
         return list(source.values())
-    if isinstance(source, (list, tuple)) and source and all(map(is_loader, source)):
+    if isinstance(source, (list, tuple)) and all(map(is_loader, source)):  # an empty list has no loader
         return list(source)
     return [source]

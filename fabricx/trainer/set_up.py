@@ -23,7 +23,7 @@ from fabricx.core.hparams import plain
 from fabricx.core.logger import Ending
 from fabricx.core.rank_zero import set_rank
 from fabricx.core.rng import RandomState, seed_generators
-from fabricx.core.state import Phase
+from fabricx.core.state import Phase, TrainerStatus
 from fabricx.core.strategy_parts import ModelParallel, as_part
 from fabricx.data.shared_memory import note_on
 from fabricx.distributed.world import World
@@ -98,6 +98,7 @@ def execute(trainer: TrainerInterface, job: Job, world: World, logs: LogSettings
     except BaseException as error:
         if note := note_on(error, session.data.train_dataloader):
             error.add_note(note)
+        trainer.state.status = TrainerStatus.INTERRUPTED  # for hooks, which read `trainer.interrupted`
         _call(session.hooks.on_exception, error)
         if session.datamodule is not None:
             session.datamodule.on_exception(error)
@@ -131,7 +132,7 @@ def _load_weights(session: Session) -> None:
 
 
 def _predict(session: Session, job: Job) -> list[Any]:
-    if not session.data.val_feeds:  # limit_predict_batches=0: no hook is called
+    if _nothing(session):
         return []
     _load_weights(session)
     by_loader = [
@@ -142,8 +143,17 @@ def _predict(session: Session, job: Job) -> list[Any]:
     return ordered if session.data.several_loaders else ordered[0]
 
 
+def _nothing(session: Session) -> bool:
+    """Return whether no rank has a batch to evaluate: a limit is 0, or loaders are empty; then no hook is called."""
+    feeds = session.data.val_feeds
+    empty = not any(feed.batches() for feed in feeds)
+    if all(feed.exact_position for feed in feeds):
+        return empty
+    return all(session.world.gather_objects(empty))  # ranks whose loaders have lengths of their own
+
+
 def _evaluate(session: Session, job: Job) -> list[dict[str, float]]:
-    if not session.data.val_feeds:
+    if _nothing(session):
         return []
     _load_weights(session)
     results = evaluation.evaluate(

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import fabricx as fx
 from fabricx.callbacks import LambdaCallback
-from fabricx.testing import TinyModule, tiny_data, tiny_loader
-from tests.unit.trainer.counting import fitted
+from fabricx.testing import QUIET, TinyModule, tiny_data, tiny_loader
+from tests.unit.trainer.counting import Counts
 
 
 def test_the_sanity_check_leaves_no_trace(quiet: dict[str, Any]) -> None:
@@ -102,15 +103,42 @@ def test_all_hooks_of_an_evaluation_run_without_gradients(inference: bool, quiet
 
         return hook
 
-    evaluated = [f"on_{word}_{moment}" for word in ("validation", "test", "predict") for moment in _EVALUATED]
+    validated, tested, predicted = (
+        [f"on_{word}_{moment}" for moment in _EVALUATED] for word in ("validation", "test", "predict")
+    )
     trained = ["on_train_start", "on_train_epoch_end", "on_train_end"]
-    for name in (*evaluated, *trained):
+    for name in (*validated, *tested, *predicted, *trained):
         setattr(Looks, name, note(name))
     module, trainer = Looks(), fx.Trainer(max_epochs=1, inference_mode=inference, **quiet)
     trainer.fit(module, tiny_loader(8, 4), tiny_loader(4, 4))
+    assert seen == dict.fromkeys(validated, (False, False)) | dict.fromkeys(trained, (True, False))
+    seen.clear()
+    trainer.validate(module, tiny_loader(4, 4), verbose=False)
     trainer.test(module, tiny_loader(4, 4), verbose=False)
     trainer.predict(module, tiny_loader(4, 4))
-    assert seen == dict.fromkeys(evaluated, (False, inference)) | dict.fromkeys(trained, (True, False))
+    assert seen == dict.fromkeys((*validated, *tested, *predicted), (False, inference))
+
+
+class _Caches(TinyModule):
+    """Compute a table in the first forward, which is one of the sanity check, and centres in a validation."""
+
+    table: torch.Tensor | None = None
+    centre: torch.Tensor | None = None
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.ones(4) * 2
+        output: torch.Tensor = self.layer(inputs * self.table)
+        return output if self.centre is None else output * self.centre
+
+    def on_validation_epoch_end(self) -> None:
+        self.centre = torch.ones(1)
+
+
+def test_training_uses_tensors_that_a_validation_of_the_run_has_made(quiet: dict[str, Any]) -> None:
+    trainer = fx.Trainer(max_epochs=2, **quiet)
+    trainer.fit(_Caches(), tiny_loader(8, 4), tiny_loader(4, 4))
+    assert trainer.global_step == 4
 
 
 def test_predictions_come_in_the_order_of_the_data(quiet: dict[str, Any]) -> None:
@@ -136,7 +164,9 @@ def test_several_validation_loaders_have_their_own_names(quiet: dict[str, Any]) 
 
 @pytest.mark.parametrize("wanted", [True, False])
 def test_inference_mode_is_a_choice(wanted: bool) -> None:
-    assert set(fitted(inference_mode=wanted)[0].grad_modes) == {wanted}
+    module = Counts()
+    fx.Trainer(inference_mode=wanted, **QUIET).validate(module, tiny_loader(), verbose=False)
+    assert set(module.grad_modes) == {wanted}
 
 
 def test_without_a_batch_there_are_no_results_and_no_hooks(quiet: dict[str, Any]) -> None:
@@ -147,4 +177,7 @@ def test_without_a_batch_there_are_no_results_and_no_hooks(quiet: dict[str, Any]
     )  # fmt: skip
     none = fx.Trainer(limit_predict_batches=0, limit_test_batches=0, limit_val_batches=0, callbacks=[hooks], **quiet)
     assert [stage(TinyModule(), tiny_loader()) for stage in (none.validate, none.test, none.predict)] == [[], [], []]
+    every = fx.Trainer(callbacks=[hooks], **quiet)
+    for empty in ([], DataLoader([])):  # type: ignore[var-annotated]
+        assert [stage(TinyModule(), empty) for stage in (every.validate, every.test, every.predict)] == [[], [], []]
     assert called == []

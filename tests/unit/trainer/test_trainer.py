@@ -112,9 +112,13 @@ def test_a_run_that_an_exception_ended_was_interrupted(error: type[BaseException
                 raise error
             return super().training_step(batch, batch_idx)
 
-    trainer, failing = fx.Trainer(max_steps=1, **quiet), True
+        def on_exception(self, exception: BaseException) -> None:
+            self.seen = self.trainer.interrupted
+
+    trainer, failing, module = fx.Trainer(max_steps=1, **quiet), True, Fails()
     with pytest.raises(error):
-        trainer.fit(Fails(), tiny_loader())
+        trainer.fit(module, tiny_loader())
+    assert module.seen
     assert trainer.interrupted
     failing = False
     trainer.fit(Fails(), tiny_loader())
