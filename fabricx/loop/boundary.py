@@ -47,10 +47,12 @@ def results_for_hooks(window: AccumulationWindow, outputs: Any, batch: Any) -> A
 
     Args:
         window: the present accumulation window.
-        outputs: outputs of the training step.
+        outputs: outputs of the training step; a step without any has an empty dict, as in Lightning.
         batch: batch on the device.
     """
-    results = {"loss": outputs.detach()} if isinstance(outputs, Tensor) else detached(outputs)
+    results = (
+        {"loss": outputs.detach()} if isinstance(outputs, Tensor) else detached({} if outputs is None else outputs)
+    )
     window.keep(results, batch)
     return results
 

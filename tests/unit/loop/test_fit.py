@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import fabricx as fx
-from fabricx.callbacks import ModelCheckpoint
+from fabricx.callbacks import LambdaCallback, ModelCheckpoint
 from fabricx.core.callback import Callback
 from fabricx.testing import TinyModule, tiny_loader
 
@@ -77,6 +77,34 @@ def test_after_a_stop_the_epoch_that_was_stopped_counts(quiet: dict[str, Any]) -
     trainer.fit(module, tiny_loader())
     assert module.seen == [0, 1, 2]
     assert (trainer.current_epoch, trainer.state.epoch, trainer.global_step) == (2, 1, 6)
+
+
+class _Silent(TinyModule):
+    """Optimizes by itself, and returns nothing."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
+class _Skips(TinyModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx else super().training_step(batch, batch_idx)
+
+
+def test_a_step_that_returns_nothing_has_empty_outputs(quiet: dict[str, Any]) -> None:
+    def keys(module: TinyModule) -> list[list[str]]:
+        seen: list[list[str]] = []
+        ends = LambdaCallback(on_train_batch_end=lambda trainer, module, outputs, *args: seen.append(list(outputs)))
+        fx.Trainer(max_epochs=1, callbacks=[ends], **quiet).fit(module, tiny_loader(8, 4))
+        return seen
+
+    assert keys(_Silent()) == [[], []]
+    with pytest.warns(UserWarning, match="returned no loss"):
+        assert keys(_Skips()) == [["loss"], []]
 
 
 class _Ends(TinyModule):
