@@ -258,6 +258,17 @@ def load_data(
     return cls(**_arguments(cls, dict(known) if isinstance(known, Mapping) else {}, override, form))
 
 
+def data_state(cls: type, path: Place) -> dict[str, Any]:
+    """Return the result of `state_dict` of a data module that a checkpoint contains; empty without one.
+
+    Args:
+        cls: class of the data module, by whose name a checkpoint of Lightning has the state.
+        path: path of the checkpoint, see `load`.
+    """
+    state = read_foreign(as_path(path)).others.get(cls.__qualname__) if is_foreign(path) else load(path)["datamodule"]
+    return state if isinstance(state, dict) else {}
+
+
 def _arguments(
     cls: type, known: dict[str, Any], override: Mapping[str, Any], form: Form
 ) -> dict[str, Any]:  # fmt: skip

@@ -71,11 +71,11 @@ class DataModule(HyperParameters):
         weights_only: bool | None = None,
         **override: Any,
     ) -> Self:
-        """Create a data module with the hyperparameters of a checkpoint.
+        """Create a data module with the hyperparameters and the state (`state_dict`) of a checkpoint.
 
         Args:
             checkpoint_path: folder of the checkpoint; or a file of Lightning.
-            map_location: without an effect; hyperparameters are plain data.
+            map_location: without an effect; hyperparameters and state are plain data.
             hparams_file: YAML file with arguments, in the place of the saved hyperparameters.
             weights_only: without an effect; a checkpoint is never executed, and False is a warning.
             override: arguments that replace or complete the saved hyperparameters.
@@ -84,9 +84,14 @@ class DataModule(HyperParameters):
             CheckpointError: the checkpoint does not exist, is incomplete, or lacks arguments of the constructor.
         """
         from fabricx.checkpoint import load_data
+        from fabricx.checkpoint.reader import data_state
 
         warn_of_execution(weights_only, "load_from_checkpoint")
-        return load_data(cls, checkpoint_path, override, hparams_file)
+        data: Any = load_data(cls, checkpoint_path, override, hparams_file)
+        restores = cls.load_state_dict is not DataModule.load_state_dict
+        if restores and (state := data_state(cls, checkpoint_path)):
+            data.load_state_dict(state)
+        return data  # type: ignore[no-any-return]
 
     def prepare_data(self) -> None:
         """Download or write files; runs on a single rank per node, so do not set attributes."""

@@ -146,3 +146,25 @@ def test_its_text_has_the_number_of_samples_of_each_loader() -> None:
     data.setup("fit")
     sizes = ("size=8", "1. size=8 ; 2. size=8", "None", "a. size=8 ; b. size=NA")
     assert str(data) == "\n".join(f"{{{word} dataloader: {size}}}" for word, size in zip(words, sizes, strict=True))
+
+
+class _Counts(Data):
+    seen = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": 7}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.seen = state_dict["seen"]
+
+
+def test_its_state_is_loaded_from_a_checkpoint(quiet: dict[str, Any], tmp_path: Any) -> None:
+    trainer = fx.Trainer(max_epochs=1, **quiet)
+    trainer.fit(Sees(), datamodule=_Counts(samples=12))
+    for single in (True, False):
+        path = trainer.save_checkpoint(tmp_path / f"{single}.ckpt", single_file=single)
+        loaded = _Counts.load_from_checkpoint(path, samples=4)
+        assert (loaded.seen, loaded.hparams) == (7, {"samples": 4})
+    content = {"state_dict": {}, "datamodule_hyper_parameters": {"samples": 20}, "_Counts": {"seen": 3}}
+    torch.save(content, tmp_path / "theirs.ckpt")
+    assert _Counts.load_from_checkpoint(tmp_path / "theirs.ckpt").seen == 3
