@@ -123,31 +123,37 @@ def disable_possible_user_warnings(module: str = "") -> None:
     warnings.filterwarnings("ignore", category=PossibleUserWarning, module=module)
 
 
-class _Accelerator(type):
+class _NameOfAccelerator(type):
     """Class of Lightning's names of accelerators: `isinstance(trainer.accelerator, CPUAccelerator)` compares names."""
 
-    kind = ""
+    kinds: tuple[str, ...] = ()
 
     def __instancecheck__(cls, accelerator: Any) -> bool:
-        return accelerator == cls.kind or type(accelerator) is cls
+        return accelerator in cls.kinds if isinstance(accelerator, str) else cls in type(accelerator).__mro__
 
 
-class CPUAccelerator(metaclass=_Accelerator):
+class Accelerator(metaclass=_NameOfAccelerator):
+    """Type of Lightning's accelerators, for annotations and `isinstance`; `trainer.accelerator` is a name."""
+
+    kinds: tuple[str, ...] = ("cpu", "cuda", "mps")
+
+
+class CPUAccelerator(Accelerator):
     """`Trainer(accelerator=CPUAccelerator())`, as accelerator="cpu"."""
 
-    kind = "cpu"
+    kinds = ("cpu",)
 
 
-class CUDAAccelerator(metaclass=_Accelerator):
+class CUDAAccelerator(Accelerator):
     """`Trainer(accelerator=CUDAAccelerator())`, as accelerator="cuda"."""
 
-    kind = "cuda"
+    kinds = ("cuda",)
 
 
-class MPSAccelerator(metaclass=_Accelerator):
+class MPSAccelerator(Accelerator):
     """`Trainer(accelerator=MPSAccelerator())`, as accelerator="mps"."""
 
-    kind = "mps"
+    kinds = ("mps",)
 
 
 class SimpleProfiler:

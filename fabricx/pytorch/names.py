@@ -308,9 +308,11 @@ TREE: Final[Mapping[str, Names]] = {
         ),
     ),
     "accelerators": Names(
-        names={name: f"{_FUNCTIONS}:{name}" for name in ("CPUAccelerator", "CUDAAccelerator", "MPSAccelerator")},
+        names={
+            name: f"{_FUNCTIONS}:{name}"
+            for name in ("Accelerator", "CPUAccelerator", "CUDAAccelerator", "MPSAccelerator")
+        },
         absent={
-            "Accelerator": 'set Trainer(accelerator="cpu"), "cuda" or "mps"',
             "XLAAccelerator": "fabricx has no TPUs",
             "find_usable_cuda_devices": "set Trainer(devices=2)",
             "AcceleratorRegistry": 'set Trainer(accelerator="cpu"), "cuda" or "mps"',

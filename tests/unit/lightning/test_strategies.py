@@ -85,6 +85,10 @@ def test_isinstance_finds_strategies_and_accelerators_by_lightnings_names() -> N
     ddp = fx.Trainer(strategy=strategies.DDPStrategy(find_unused_parameters=True), devices=2, **QUIET)
     assert [isinstance(ddp.strategy, kind) for kind in kinds] == [True, False, True]
     assert isinstance(single.accelerator, accelerators.CPUAccelerator)
+    assert isinstance(single.accelerator, accelerators.Accelerator)
+    assert isinstance(accelerators.CPUAccelerator(), accelerators.Accelerator)
+    assert not isinstance(accelerators.CPUAccelerator(), accelerators.MPSAccelerator)
+    assert not isinstance("auto", accelerators.Accelerator)
     assert not isinstance(single.accelerator, accelerators.CUDAAccelerator)
     for kind in kinds:
         with pytest.raises(TypeError, match=r"derive from fabricx\.Strategy"):
