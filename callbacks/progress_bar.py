@@ -52,7 +52,7 @@ class ProgressBar(Callback):
             raise ValueError(
                 f"ProgressBar(refresh_rate={refresh_rate}): must be seconds between two updates, or 0 (off)"
             )
-        self.refresh_rate = refresh_rate
+        self._chosen_s = refresh_rate
         self._screen: Screen | None = None
         self._stages: list[Stage] = []
         self._every_s = 0.0
@@ -122,6 +122,15 @@ class ProgressBar(Callback):
         return _of_loader(_lengths(self.trainer, "predict"), self._loader)
 
     @property
+    def refresh_rate(self) -> float | None:
+        """Return the seconds between two updates; a subclass may have a rate of another kind, of which 0 is off."""
+        return self._chosen_s
+
+    @refresh_rate.setter
+    def refresh_rate(self, seconds: float | None) -> None:
+        self._chosen_s = seconds
+
+    @property
     def is_enabled(self) -> bool:
         """Return whether the main rank shows progress."""
         return self._enabled and self.refresh_rate != 0
@@ -171,7 +180,7 @@ class ProgressBar(Callback):
         if trainer.is_global_zero and self.is_enabled:
             self._screen = open_screen()
             usual = _LINES_S if isinstance(self._screen, Lines) else _TERMINAL_S
-            self._every_s = usual if self.refresh_rate is None else self.refresh_rate
+            self._every_s = usual if self._chosen_s is None else self._chosen_s
 
     def teardown(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
         self._close()

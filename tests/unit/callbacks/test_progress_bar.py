@@ -172,3 +172,24 @@ def test_a_subclass_reads_the_trainer_and_numbers_of_batches(trainer: Any, capsy
     bar.enable()
     run.epoch()
     assert [line.split("  ")[0] for line in capsys.readouterr().err.splitlines()] == ["training 0/2", "training 2/2"]
+
+
+class _ByEpochs(ProgressBar):
+    """Have a rate of its own as a property without a setter, as bars that derive from Lightning's class do."""
+
+    def __init__(self, rate: int) -> None:
+        super().__init__()
+        self._refresh_rate = rate
+
+    @property
+    def refresh_rate(self) -> int:  # type: ignore[override]
+        return self._refresh_rate
+
+
+@pytest.mark.parametrize(("rate", "lines"), [(1, 1), (0, 0)])
+def test_a_subclass_may_have_another_rate(
+    rate: int, lines: int, quiet: dict[str, Any], capfd: pytest.CaptureFixture[str]
+) -> None:
+    bar = _ByEpochs(rate)
+    fx.Trainer(max_epochs=1, callbacks=[bar], **quiet).fit(TinyModule(), tiny_loader())
+    assert (bar.refresh_rate, capfd.readouterr().err.count("epoch 0")) == (rate, lines)
