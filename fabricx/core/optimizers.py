@@ -42,6 +42,11 @@ class Schedule:
     reduce_on_plateau: bool = False
 
     def __post_init__(self) -> None:
+        if not callable(getattr(self.scheduler, "step", None)):
+            raise ValueError(
+                f"configure_optimizers returned {type(self.scheduler).__name__} as a learning rate scheduler: it needs "
+                "a method step. For several schedulers return lists: [optimizer], [scheduler_a, scheduler_b]"
+            )
         self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
         if self.interval not in ("step", "epoch"):
             raise ValueError(f"interval={self.interval!r} of a scheduler: must be 'step' or 'epoch'")
