@@ -52,6 +52,7 @@ _DIFFERS: Final[Mapping[str, str]] = {
     "optimizer.toggle_model(sync_grad=)": "gradients are averaged by each manual_backward",
     "init_module(empty_init=)": "weights are initialised",
     "Trainer(strategy=)": "ddp_spawn, ddp_fork, ddp_notebook and their variants are ddp",
+    "Trainer(enable_checkpointing=False)": "removes the default only: a ModelCheckpoint in `callbacks` saves",
     "Trainer(plugins=)": "None or empty; an error names the argument for other values",
     "Trainer(profiler=)": '"simple" and "trace"',
     "pl.__version__": "that of Lightning, whose names these are",
