@@ -34,9 +34,8 @@ from fabricx.launch.cluster import address, detect, job, launch, on_one_machine
 from fabricx.launch.store_host import COMPLETE, KEY
 from fabricx.redaction import printable
 
-RESTARTS: Final = "restarts"  # key in the launch's store: restarts of all processes by torchrun
+ATTEMPT: Final = "attempt"  # key in the launch's store: restarts that the launcher has counted, and its agents
 PLACE: Final = "fabricx/place"  # key in the launcher's store: address of the launch's store
-ATTEMPTS: Final = "fabricx/attempts"  # key in the launcher's store: number of attempts, and agents of the last
 LIMIT_S: Final = 300.0  # time limit for all ranks to join
 LOOK_S: Final = 0.05  # seconds between two reads of a store
 JOIN_S: Final = 0.5  # seconds after which the first rank checks the launcher's store while it waits for other ranks
@@ -56,7 +55,6 @@ class Launch:
         names: values that identify this launch; included in every signature.
         host: name of the first rank's machine.
         restarts: restarts of this process as counted by torchrun.
-        counted: the launcher's store survives the processes, so that attempts can be counted in it.
     """
 
     rank: int
@@ -66,7 +64,6 @@ class Launch:
     names: tuple[str, ...]
     host: str
     restarts: int = 0
-    counted: bool = False
 
 
 def connect(world: World, environ: Mapping[str, str] | None = None) -> World:
@@ -94,7 +91,7 @@ def connect(world: World, environ: Mapping[str, str] | None = None) -> World:
     host, port = address(env)
     names = (host, str(port), str(detected.size), launch(env) or "", job(env))
     key, restarts = user_key(env), int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    info = Launch(detected.rank, detected.size, alone, key or b"", names, host, restarts, agent_hosts_store)
+    info = Launch(detected.rank, detected.size, alone, key or b"", names, host, restarts)
     identity = (*names, str(detected.rank), str(restarts))
     if identity not in _CONNECTED:
         if not (info.user_key or alone) and detected.rank == 0:
@@ -124,14 +121,29 @@ def agreed(world: World, name: str, value: str) -> str:
     return world.store.get(name).decode()
 
 
-def restarts(world: World) -> int:
-    """Return how often torchrun restarted all processes.
+@dataclass(frozen=True)
+class Attempt:
+    """A start of all processes of a launch.
+
+    Attributes:
+        restarts: restarts before it, as torchrun has counted them. A machine counts neither those that the loss of a
+            different machine causes, nor those before it joined.
+        agents: the processes that have started the ranks, which are the same in a later attempt: host, process id and
+            start time, by rank.
+    """
+
+    restarts: int
+    agents: list[str]
+
+
+def attempt(world: World) -> Attempt:
+    """Return the present attempt.
 
     Args:
         world: the world, as returned by `connect`.
     """
     assert world.store is not None
-    return int(world.store.get(RESTARTS))
+    return Attempt(*json.loads(world.store.get(ATTEMPT)))
 
 
 def _open_launcher_store(env: Mapping[str, str], *, host: bool, alone: bool) -> TCPStore:
@@ -195,7 +207,7 @@ def _lead(launcher_store: Store, info: Launch) -> tuple[PrivateStore, bytes]:
     _await_all(store, launcher_store, info, value)
     if info.alone:
         os.unlink(Path(folder, KEY))  # all ranks have read it
-    store.set(RESTARTS, str(_count_restarts(store, launcher_store, info)))
+    store.set(ATTEMPT, json.dumps(_attempt(store, info)))
     store.set(COMPLETE, "")
     return store, secret
 
@@ -279,28 +291,11 @@ def _register(store: PrivateStore, info: Launch) -> bool:
     return True
 
 
-def _count_restarts(store: PrivateStore, launcher_store: Store, info: Launch) -> int:
-    """Return how often torchrun restarted all processes.
-
-    torchrun's count differs between machines: a machine does not count restarts caused by the death of processes of a
-    different machine, nor restarts before it joined. Therefore attempts are also counted in the launcher's store. That
-    count is valid if an agent of the previous attempt also started processes of this attempt, which is not so for the
-    record of an earlier launch. On a single machine without a user's key, only torchrun's count is used.
-    """
+def _attempt(store: PrivateStore, info: Launch) -> tuple[int, list[str]]:
+    """Return the fields of `Attempt`."""
     names = [store.get(f"here/{rank}").decode() for rank in range(info.size)]
     members: list[tuple[int, str]] = [json.loads(store.get(f"member/{rank}/{name}")) for rank, name in enumerate(names)]
-    count, agents = max(times for times, _ in members), [agent for _, agent in members]
-    if not info.counted or (info.alone and not info.user_key):
-        return count
-    context = [ATTEMPTS, *info.names]
-    with contextlib.suppress(ValueError, TypeError, AuthenticationError):  # ignore a value that a foreign program wrote
-        if launcher_store.check([ATTEMPTS]):
-            attempts, before = json.loads(
-                verify(info.user_key, context, bytes.fromhex(launcher_store.get(ATTEMPTS).decode()))
-            )
-            count = max(count, int(attempts)) if set(before) & set(agents) else count
-    launcher_store.set(ATTEMPTS, sign(info.user_key, context, json.dumps([count + 1, agents]).encode()).hex())
-    return count
+    return max(times for times, _ in members), [agent for _, agent in members]
 
 
 def _agent() -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import itertools
+import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -18,6 +19,7 @@ from fabricx.distributed.generations import enter as enter_membership
 from fabricx.distributed.world import World
 from fabricx.fault_tolerance import memory_checkpoint, memory_holder
 from fabricx.launch import cluster, launch_store
+from fabricx.launch.launch_store import Attempt
 from fabricx.trainer import process
 from fabricx.trainer.run_dir import checkpoints_of, new_run_dir, newest_whole
 
@@ -139,7 +141,7 @@ class Continuation:
         number: number of the call of `fit` in this process.
         run_dir: folder of the run.
         newest: newest intact checkpoint of the run; None to start as the call says.
-        restarts: number of restarts of all processes by torchrun.
+        restarts: number of restarts of all processes.
     """
 
     number: int
@@ -151,7 +153,9 @@ class Continuation:
 def continue_launch(here: World, root: Path, run_dir: Path | None) -> Continuation | None:
     """Find the run that was in progress when torchrun restarted all processes.
 
-    A marker file in the run's folder identifies the launch and the call of `fit` in the script.
+    A marker file in the run's folder identifies the launch and the call of `fit` in the script. It has the agents of
+    the newest attempt, of which at least one started this attempt, too: users may give the same name to two launches.
+    The file also counts attempts, because no machine counts all of them.
 
     Args:
         here: all ranks, which call this together.
@@ -167,18 +171,36 @@ def continue_launch(here: World, root: Path, run_dir: Path | None) -> Continuati
     mark = f"launch-{identity}-{number}"
 
     def find_run() -> tuple[str, str | None, int]:
-        restarts = launch_store.restarts(here)
-        for marker in sorted(root.glob(f"runs/*/recovery/{mark}"), reverse=True) if restarts else ():
-            checkpoints = checkpoints_of(marker.parent.parent)
-            newest = str(newest_whole(checkpoints)) if checkpoints else None
-            return str(marker.parent.parent), newest, restarts
-        folder = run_dir or new_run_dir(root)
-        (folder / "recovery").mkdir(parents=True, exist_ok=True)
-        (folder / "recovery" / mark).touch()
-        return str(folder), None, 0
+        attempt = launch_store.attempt(here)
+        markers = {marker: _attempt_in(marker) for marker in root.glob(f"runs/*/recovery/{mark}")}
+        same = {marker for marker, before in markers.items() if set(before.agents) & set(attempt.agents)}
+        found = max(same or (markers if attempt.restarts else ()), default=None)
+        if found is None:
+            folder = run_dir or new_run_dir(root)
+            (folder / "recovery").mkdir(parents=True, exist_ok=True)
+            _write_attempt(folder / "recovery" / mark, replace(attempt, restarts=0))
+            return str(folder), None, 0
+        restarts = max(attempt.restarts, markers[found].restarts + 1)
+        _write_attempt(found, replace(attempt, restarts=restarts))
+        checkpoints = checkpoints_of(found.parent.parent)
+        newest = str(newest_whole(checkpoints)) if checkpoints else None
+        return str(found.parent.parent), newest, restarts
 
     folder, newest, restarts = process.decided_by_main_rank(here, find_run)
     return Continuation(number, Path(folder), newest, restarts)
+
+
+def _attempt_in(marker: Path) -> Attempt:
+    """Return the attempt of a marker; without agents if it cannot be read: a rank may have died while it wrote."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return Attempt(**json.loads(marker.read_text()))
+    return Attempt(0, [])
+
+
+def _write_attempt(marker: Path, attempt: Attempt) -> None:
+    passing = marker.with_name(f".{marker.name}.new")
+    passing.write_text(json.dumps(asdict(attempt)))
+    passing.rename(marker)
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
-"""Two simulated machines: separate network namespaces that are connected by a link."""
+"""Simulated machines: separate network namespaces that are connected by a bridge."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -9,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,8 +23,9 @@ from .test_recovery import STEPS
 from .test_security import RUNS, trained
 from .test_torchrun_recovery import MEMORY, SCRIPT
 
-NAMES = (f"fx{os.getpid()}a", f"fx{os.getpid()}b")
-ADDRESSES = ("10.203.77.1", "10.203.77.2")
+NAMES = tuple(f"fx{os.getpid()}{letter}" for letter in "abc")  # the last is a spare
+ADDRESSES = ("10.203.77.1", "10.203.77.2", "10.203.77.3")
+BRIDGE = f"fx{os.getpid()}"
 
 
 def ip(*arguments: str) -> None:
@@ -30,20 +33,30 @@ def ip(*arguments: str) -> None:
 
 
 def make_nodes() -> None:
-    links = [f"{name}0" for name in NAMES]
-    for name in NAMES:
+    ip("link", "add", BRIDGE, "type", "bridge")
+    ip("link", "set", BRIDGE, "up")
+    for name, address in zip(NAMES, ADDRESSES, strict=True):
+        link = f"{name}0"
         ip("netns", "add", name)
-    ip("link", "add", links[0], "type", "veth", "peer", "name", links[1])
-    for name, link, address in zip(NAMES, links, ADDRESSES, strict=True):
-        ip("link", "set", link, "netns", name)
+        ip("link", "add", f"{name}1", "type", "veth", "peer", "name", link, "netns", name)
+        ip("link", "set", f"{name}1", "master", BRIDGE, "up")
         ip("-n", name, "address", "add", f"{address}/24", "dev", link)
         ip("-n", name, "link", "set", link, "up")
         ip("-n", name, "link", "set", "lo", "up")
 
 
+def kill_all() -> None:
+    """Kill the processes of all nodes: ranks of a killed torchrun may wait for a node that is out of reach."""
+    for name in NAMES:
+        done = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
+        for process in done.stdout.split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(process), signal.SIGKILL)
+
+
 @pytest.fixture
 def nodes() -> Iterator[None]:
-    """Make two nodes."""
+    """Make the nodes."""
     if shutil.which("ip") is None:
         pytest.skip("two nodes on one machine need network namespaces, which iproute2 makes: install it")
     try:
@@ -56,6 +69,8 @@ def nodes() -> Iterator[None]:
     finally:
         for name in NAMES:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+            subprocess.run(["ip", "link", "del", f"{name}1"], capture_output=True, check=False)  # the kernel is slower
+        subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True, check=False)
 
 
 def start(node: int, folder: Path, *arguments: str, **more: str) -> warm.Popen:
@@ -63,7 +78,7 @@ def start(node: int, folder: Path, *arguments: str, **more: str) -> warm.Popen:
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", more.pop("EACH", "1"),
         "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:29411", "--rdzv-conf",
-        f"is_host={1 - node},keep_alive_interval=1,keep_alive_max_attempt=6",  # a lost node is known after 6 s, not 15
+        f"is_host={int(node == 0)},keep_alive_interval=1,keep_alive_max_attempt=6",  # a lost node: 6 s, not 15
         "--rdzv-id", "nodes", "--local-addr", ADDRESSES[node], "--max-restarts", "3", "script.py", *arguments,
     ]  # fmt: skip
     environment = {
@@ -106,6 +121,57 @@ def test_what_a_lost_node_held_comes_from_its_buddy_or_a_replica(strategy: str, 
     said = [line for text, _ in texts for line in text.splitlines() if line.startswith(("rank", "fit"))]
     begun = [f"rank {rank} begins at {step} of {step}" for step in (0, 5) for rank in (0, 1)]
     assert sorted(said) == sorted([*begun, f"fit {STEPS} True"]), texts
+
+
+CUT = """
+import os, sys, time, torch
+from pathlib import Path
+import fabricx as fx
+from torch.utils.data import DataLoader
+from fabricx.callbacks import FaultRecovery
+from fabricx.testing import QUIET, Ledger
+from tests.process.test_recovery import BATCH, EPOCHS, SAMPLES, STEPS, Numbered, exact
+
+class WaitsForCut(fx.Callback):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.global_step == 9 and not trainer.failures:
+            Path(f"at-{trainer.global_rank}").touch()
+            while not Path("cut").exists():
+                time.sleep(0.02)
+
+if __name__ == "__main__":
+    torch.manual_seed(3)
+    module = Ledger(SAMPLES, BATCH)
+    trainer = fx.Trainer(strategy="ddp", max_epochs=EPOCHS, num_nodes=2, **QUIET, callbacks=[
+        WaitsForCut(), FaultRecovery(every_n_train_steps=2)])
+    trainer.fit(module, DataLoader(Numbered(), BATCH // 2, shuffle=True))
+    if trainer.is_global_zero:
+        print("fit", trainer.global_step == STEPS, exact(module), len(trainer.failures), flush=True)
+"""
+
+
+# torchrun waits 30 s for a rank that waits for the lost node.
+@pytest.mark.usefixtures("nodes")
+@pytest.mark.parametrize("key", params([], ["0123456789abcdef" * 4, ""]))  # without a key, from snapshots on disk
+def test_a_spare_node_takes_the_place_of_a_node_without_its_network(key: str, own_folder: Path) -> None:
+    (own_folder / "script.py").write_text(CUT)
+    apart = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **({"FABRICX_KEY": key} if key else {})}
+    running = [start(node, own_folder, **apart) for node in (0, 1)]
+    try:
+        while len(list(own_folder.glob("at-*"))) < 2:
+            assert [node.poll() for node in running] == [None, None]
+            time.sleep(0.05)
+        running.append(start(2, own_folder, **apart))
+        ip("link", "set", f"{NAMES[1]}1", "down")
+        (own_folder / "cut").touch()
+        texts = [node.communicate(timeout=200) for node in (running[0], running[2])]
+    finally:
+        kill_all()
+        for node in running:
+            node.communicate()
+    said = [line for text, _ in texts for line in text.splitlines() if line.startswith("fit")]
+    assert said == ["fit True True 1"], texts
+    assert len(list(own_folder.glob("runs/*"))) == 1
 
 
 SERVED = """

@@ -12,8 +12,9 @@ import pytest
 import torch.distributed as dist
 
 from fabricx.distributed.authentication import AuthenticationError, new_key
+from fabricx.distributed.world import World
 from fabricx.launch import launch_store, store_host
-from fabricx.launch.launch_store import ATTEMPTS, PLACE, RESTARTS, Launch, meet, user_key
+from fabricx.launch.launch_store import PLACE, Launch, meet, user_key
 
 KEY = b"k" * 32
 NAMES = ("node0", "29500", "2", "run")
@@ -144,23 +145,10 @@ def test_nothing_that_happens_in_the_launchers_store_after_that_has_an_effect() 
     assert results[0][0].add("count", 1) == 1
 
 
-def test_attempts_are_counted_where_an_agent_has_seen_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    theirs = dist.HashStore()
-
-    def restarts(*times: int, agent: str = "a") -> int:
-        monkeypatch.setattr(launch_store, "_agent", lambda: agent)
-        results = together(theirs, [launch(rank, restarts=times[rank], counted=True) for rank in (0, 1)])
-        return int(results[1][0].get(RESTARTS))
-
-    assert restarts(0, 0) == 0
-    recorded = theirs.get(ATTEMPTS)
-    assert restarts(0, 0) == 1  # agents do not count restarts that the loss of a different machine causes
-    assert restarts(1, 0) == 2
-    assert restarts(0, 0, agent="of a later launch") == 0
-    theirs.set(ATTEMPTS, recorded)  # type: ignore[arg-type]  # replayed
-    assert restarts(0, 0, agent="of a later launch") == 0
-    theirs.set(ATTEMPTS, "7")
-    assert restarts(0, 3) == 3
+def test_an_attempt_has_the_agents_and_the_highest_count_of_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_store, "_agent", lambda: "a")
+    results = together(dist.HashStore(), [launch(rank, restarts=times) for rank, times in enumerate((0, 3))])
+    assert launch_store.attempt(World(store=results[1][0])) == launch_store.Attempt(3, ["a", "a"])
 
 
 def test_the_users_key_is_long_and_closed_to_others(tmp_path: Path) -> None:

@@ -1,0 +1,54 @@
+"""The run that processes continue which a launcher has started again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fabricx.distributed.world import World
+from fabricx.launch import cluster, launch_store
+from fabricx.launch.launch_store import Attempt
+from fabricx.trainer import cluster_run
+from fabricx.trainer.cluster_run import Continuation
+
+
+def begun(root: Path, monkeypatch: pytest.MonkeyPatch, attempt: Attempt, launch: str = "job") -> Continuation:
+    """Return the run of the first fit in processes that have just started."""
+    monkeypatch.setattr(cluster, "launch", lambda: launch)
+    monkeypatch.setattr(launch_store, "attempt", lambda world: attempt)
+    monkeypatch.setattr(cluster_run, "_FITS", iter([0]))
+    run = cluster_run.continue_launch(World(), root, None)
+    assert run is not None
+    return run
+
+
+def test_a_run_continues_where_an_agent_of_the_last_attempt_has_started_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = begun(tmp_path, monkeypatch, Attempt(0, ["a", "b"]))
+    assert first.restarts == 0
+    for number, agents in enumerate((["a", "spare"], ["spare", "other"]), 1):  # not counted: other machines were lost
+        again = begun(tmp_path, monkeypatch, Attempt(0, agents))
+        assert (again.run_dir, again.restarts) == (first.run_dir, number)
+    counted = begun(tmp_path, monkeypatch, Attempt(5, ["other", "a"]))
+    assert (counted.run_dir, counted.restarts) == (first.run_dir, 5)
+
+
+def test_a_later_launch_of_the_same_name_does_not_continue_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, later = (begun(tmp_path, monkeypatch, Attempt(0, [agent])) for agent in ("a", "of a later launch"))
+    assert (later.run_dir != first.run_dir, later.restarts) == (True, 0)
+    again = begun(tmp_path, monkeypatch, Attempt(1, ["a"]))  # both runs have a marker of this name
+    assert (again.run_dir, again.restarts) == (first.run_dir, 1)
+    assert begun(tmp_path, monkeypatch, Attempt(0, ["a"]), launch="other").run_dir not in (first.run_dir, later.run_dir)
+
+
+def test_a_marker_that_cannot_be_read_counts_if_the_launcher_counts_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = begun(tmp_path, monkeypatch, Attempt(0, ["a"]))
+    (first.run_dir / "recovery" / "launch-job-0").write_text("{")
+    again = begun(tmp_path, monkeypatch, Attempt(1, ["a"]))
+    assert (again.run_dir, again.restarts) == (first.run_dir, 1)
