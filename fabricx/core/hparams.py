@@ -346,9 +346,9 @@ def builtin(value: Any) -> Any:
     """
     if isinstance(value, Enum) and isinstance(value, (int, float, str)):
         value = value.value
-    scalar: Any = value
-    if not isinstance(value, (bool, int, float, str)) and getattr(value, "shape", None) == ():
-        value = scalar.item()  # of numpy or torch
+    item = getattr(value, "item", None)
+    if not isinstance(value, (bool, int, float, str)) and getattr(value, "shape", None) == () and callable(item):
+        value = item()  # of numpy or torch; other objects, such as environments, have a shape, too
     for kind in (bool, int, float, str):
         if isinstance(value, kind):
             return kind(value)

@@ -288,7 +288,7 @@ class BufferCopies:
         }
         if not live:
             return None
-        values = (buffer.detach().cpu().reshape(-1).view(torch.uint8) for buffer in live.values())
+        values = (buffer.detach().cpu().reshape(-1).contiguous().view(torch.uint8) for buffer in live.values())
         return tuple(live), b"".join(part.numpy().tobytes() for part in values)
 
     def take(self) -> dict[str, Tensor]:

@@ -93,9 +93,12 @@ def test_a_name_that_is_no_argument_is_an_error_with_the_known_ones() -> None:
 
 
 def test_plain_data_is_what_json_has_and_other_values_become_text() -> None:
-    given = {"sizes": (1, 2), "nested": {"net": nn.ReLU()}, 3: None}
+    shaped = nn.ReLU()
+    shaped.shape = torch.Size()  # type: ignore[assignment]  # as environments of torchrl
+    given = {"sizes": (1, 2), "nested": {"net": nn.ReLU(), "shaped": shaped}, 3: None, "scalar": torch.tensor(2)}
     assert not is_plain(given)
-    assert plain(given) == {"sizes": [1, 2], "nested": {"net": "ReLU()"}, "3": None}
+    texts = {"net": "ReLU()", "shaped": "ReLU()"}
+    assert plain(given) == {"sizes": [1, 2], "nested": texts, "3": None, "scalar": 2}
     assert is_plain(plain(given))
 
 

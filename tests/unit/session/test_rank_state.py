@@ -39,6 +39,16 @@ def test_buffers_of_each_dtype_are_taken_up_to_the_bit() -> None:
     assert all(torch.equal(replacement.get_buffer(name), value) for name, value in CHANGES.items())
 
 
+def test_a_buffer_that_is_a_view_is_taken_too() -> None:
+    trained, replacement = nn.Module(), nn.Module()
+    for module in (trained, replacement):
+        module.register_buffer("column", torch.zeros(3, 4)[:, 1])
+    copies = BufferCopies(trained)
+    trained.get_buffer("column").copy_(torch.tensor([1.0, 2.0, 3.0]))
+    load_buffers(replacement, copies.packed())
+    assert replacement.get_buffer("column").tolist() == [1.0, 2.0, 3.0]
+
+
 class Means(fx.Module):
     def __init__(self) -> None:
         super().__init__()
