@@ -83,12 +83,12 @@ class Logger(NamesChecked, ABC):
             step: weight updates so far.
         """
 
-    def log_graph(self, module: nn.Module, example: object) -> None:
+    def log_graph(self, module: nn.Module, example: object = None) -> None:
         """Write the graph of the model.
 
         Args:
             module: the model.
-            example: input for tracing.
+            example: input for tracing; None for its `example_input_array`.
         """
 
     def checkpoints_saved(self, kept: list[str]) -> None:

@@ -155,17 +155,23 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
         """
         self.trainer.print(*args, **kwargs)
 
-    def all_gather(self, data: Any, sync_grads: bool = False) -> Any:
+    def all_gather(self, data: Any, sync_grads: bool = False, *, group: Any = None) -> Any:
         """Gather tensors of all ranks that train different shares of the data; collective.
 
         Args:
             data: a tensor of shape [...], or a collection of tensors; the same shapes on every rank.
             sync_grads: propagate gradients to the rank of each part.
+            group: None; Lightning's argument for a part of the ranks.
 
         Returns:
             The same structure with tensors of shape [data ranks, ...], where a mesh has as many data ranks as its data
             axis is long, and other strategies have `world_size`; as it is, under a strategy for a single rank.
+
+        Raises:
+            ValueError: a group is passed.
         """
+        if group is not None:
+            raise ValueError("all_gather(group=...): for a part of the ranks, call torch.distributed.all_gather")
         return self.trainer.all_gather(data, sync_grads)
 
     def optimizers(self, use_pl_optimizer: bool = True) -> Any:

@@ -224,14 +224,14 @@ class TrainerProtocol(Protocol):
         ...
 
     def save_checkpoint(
-        self, path: str | Path, weights_only: bool = False, *, wait: bool = True,
+        self, filepath: str | Path, weights_only: bool = False, *, wait: bool = True,
         after: Callable[[], None] | None = None, failed: Callable[[], None] | None = None,
         single_file: bool | None = None,
     ) -> Path:  # fmt: skip
         """Write a checkpoint; all ranks call this at the same point.
 
         Args:
-            path: folder or file of the checkpoint.
+            filepath: folder or file of the checkpoint.
             weights_only: save the weights, without the state of the run.
             wait: return when the checkpoint is complete.
             after: called on the main rank, in a thread, when the checkpoint is complete.

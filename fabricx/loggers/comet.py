@@ -82,7 +82,7 @@ class CometLogger(ServiceLogger):
         if self._run is not None:
             self._run.log_text(text, step=step, metadata={"name": name})
 
-    def log_graph(self, module: Any, example: object) -> None:
+    def log_graph(self, module: Any, example: object = None) -> None:
         if self._run is not None:
             self._run.set_model_graph(str(module))
 

@@ -108,15 +108,16 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
         if self._writer is not None:
             self._writer.add_text(name, f"```\n{text}\n```", step)
 
-    def log_graph(self, module: nn.Module, example: object) -> None:
+    def log_graph(self, module: nn.Module, example: object = None) -> None:
         """Write the graph of the module if the logger has `log_graph=True`; warn if it cannot be traced.
 
         Args:
             module: the module to trace.
-            example: input of the module, or None.
+            example: input of the module; None for its `example_input_array`.
         """
         if self._writer is None or not self._graph_enabled:
             return
+        example = getattr(module, "example_input_array", None) if example is None else example
         if example is None:
             warnings.warn(
                 f"no graph: {type(module).__name__} has no example_input_array; set it to an input of the module",

@@ -382,7 +382,7 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
 
     def save_checkpoint(
         self,
-        path: str | Path,
+        filepath: str | Path,
         weights_only: bool = False,
         *,
         wait: bool = True,
@@ -397,7 +397,7 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         asynchronously. After a fit in worker processes, which have ended, it has the weights only, with a warning.
 
         Args:
-            path: folder or file to create, or a URL that fsspec supports, such as "s3://bucket/run/a.ckpt".
+            filepath: folder or file to create, or a URL that fsspec supports, such as "s3://bucket/run/a.ckpt".
             weights_only: omit the state that only training needs.
             wait: return when the checkpoint is complete; else training continues during the write, and the next call,
                 or `finish_checkpoint`, waits for its end.
@@ -414,7 +414,7 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
             RanksDisagree: another rank does not make this call, or has another path.
             RuntimeError: a checkpoint cannot be saved at this point; the message names the right hook.
         """
-        session, target = self._session_to_save(weights_only=weights_only), as_path(path)
+        session, target = self._session_to_save(weights_only=weights_only), as_path(filepath)
         weights_only = weights_only or (session is not self._sessions.newest and session is not self._sessions.fit)
         with together():  # ranks without a sample of this batch take part
             chosen: dict[str, Any] = {"weights_only": weights_only, "wait": wait, "single_file": single_file}

@@ -154,3 +154,15 @@ def test_a_checkpoint_is_not_loaded_by_a_call_on_an_object() -> None:
     for owner in (TinyModule(), fx.DataModule()):
         with pytest.raises(TypeError, match=rf"write new = {type(owner).__name__}\.load_from_checkpoint\(\.\.\.\)"):
             owner.load_from_checkpoint("a.ckpt")
+
+
+def test_gathering_of_a_part_of_the_ranks_is_refused(quiet: dict[str, Any]) -> None:
+    class Gathers(TinyModule):
+        def on_train_start(self) -> None:
+            self.gathered = self.all_gather(torch.ones(2), group=None)
+            with pytest.raises(ValueError, match=r"call torch\.distributed\.all_gather"):
+                self.all_gather(torch.ones(2), group="some")
+
+    module = Gathers()
+    fx.Trainer(max_steps=1, **quiet).fit(module, tiny_loader())
+    assert module.gathered.tolist() == [1.0, 1.0]

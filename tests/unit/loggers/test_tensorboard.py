@@ -130,6 +130,16 @@ def test_the_graph_is_written_on_request(tmp_path: Path, wanted: bool) -> None:
     assert events(tmp_path).Tags()["graph"] is wanted
 
 
+def test_the_graph_of_a_module_with_an_example_needs_no_input(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(log_graph=True)
+    logger.open(tmp_path)
+    module = nn.Linear(4, 2)
+    module.example_input_array = torch.zeros(1, 4)
+    logger.log_graph(module)
+    logger.close()
+    assert events(tmp_path).Tags()["graph"]
+
+
 def test_a_graph_that_cannot_be_traced_is_a_warning(tmp_path: Path) -> None:
     logger = TensorBoardLogger(log_graph=True)
     logger.open(tmp_path)
