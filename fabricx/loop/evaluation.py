@@ -37,6 +37,7 @@ def evaluate(session: Session, phase: Phase, feeds: Sequence[Feed]) -> list[dict
     """
     word = _WORDS[phase]
     before, session.state.phase = session.state.phase, phase
+    is_last = session.batch.is_last  # of the training batch, which hooks read after a validation
     with session.metrics.evaluation() as logbook:
         modes = _to_eval(session, word)
         try:
@@ -64,7 +65,7 @@ def evaluate(session: Session, phase: Phase, feeds: Sequence[Feed]) -> list[dict
                 _call(session, f"on_{word}_end")
         finally:
             _restore_modes(session, word, modes)
-            session.state.phase = before
+            session.state.phase, session.batch.is_last = before, is_last
     return results
 
 

@@ -37,3 +37,20 @@ def test_the_last_batch_of_an_epoch_is_known_also_after_a_skip(
 
     fx.Trainer(max_epochs=1, **options, **quiet).fit(Looks(), tiny_loader(16, 4))
     assert seen == expected
+
+
+def test_a_validation_does_not_change_whether_the_training_batch_is_the_last(quiet: dict[str, Any]) -> None:
+    seen: list[bool] = []
+
+    class Looks(TinyModule):
+        def on_train_start(self) -> None:  # after the sanity check
+            seen.append(self.trainer.is_last_batch)
+
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            if self.trainer.training:  # for the second batch, after a validation
+                seen.append(self.trainer.is_last_batch)
+            return batch
+
+    trainer = fx.Trainer(max_epochs=1, val_check_interval=1, limit_train_batches=2, num_sanity_val_steps=1, **quiet)
+    trainer.fit(Looks(), tiny_loader(16, 4), tiny_loader(4, 4))
+    assert seen == [False, False, False]
