@@ -70,13 +70,16 @@ class _Serving:
         self._changed = threading.Condition()
         self._present: set[Link] = set()  # open links
         self._accepted = 0  # number of accepted links, of which some may have ended
-        self._done = False  # a worker has finished: the server ends when no link is open
+        self._known: set[int] = set()  # workers that have connected, or died
+        self._restarted = False  # workers may have finished before this process began
+        self._done = False  # a worker has finished: the server ends when no link is open, and none will be
         self._waiting = 0  # messages that are not ready
         self._threads: list[threading.Thread] = []
         self._over = threading.Event()
         self._error: BaseException | None = None
 
     def run(self, generation: int, *, network: bool) -> None:
+        self._restarted = generation > 0
         if self._journal is not None:
             self._journal.replay(self._server)
             membership().watch_deaths(self._on_death)
@@ -88,7 +91,7 @@ class _Serving:
         self._store.set(self._key, f"{generation} {NETWORK if network else 'here'} {listener.address}")
         try:
             with self._changed:
-                self._changed.wait_for(lambda: self._error or (self._done and not self._present))
+                self._changed.wait_for(lambda: self._error or self._finished())
         finally:
             self._over.set()
             self._records.close()
@@ -100,6 +103,10 @@ class _Serving:
                 self._journal.close()
         if self._error is not None:
             raise self._error
+
+    def _finished(self) -> bool:
+        """Return whether no worker needs this server any more: not before all have connected, if only to finish."""
+        return self._done and not self._present and (self._restarted or len(self._known) >= self._workers)
 
     def _in_thread(self, function: Any, *arguments: Any) -> None:
         thread = threading.Thread(target=function, args=arguments, daemon=True)
@@ -150,6 +157,7 @@ class _Serving:
         with self._changed:
             server = self._server_of(link.handshake.generation)
             self._accepted += 1
+            self._known.add(worker)
             self._present.add(link)
             if self._journal is not None:
                 self._journal.record_joined(worker, resumes=link.handshake.resumes)
@@ -182,6 +190,7 @@ class _Serving:
     def _on_death(self, worker: int) -> None:
         """Remove a worker that has died, also if it has not connected since this server was restarted."""
         with self._changed:
+            self._known.add(worker)
             self._leave(self._server, worker)
             self._changed.notify_all()
 

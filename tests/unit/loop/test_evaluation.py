@@ -181,3 +181,22 @@ def test_without_a_batch_there_are_no_results_and_no_hooks(quiet: dict[str, Any]
     for empty in ([], DataLoader([])):  # type: ignore[var-annotated]
         assert [stage(TinyModule(), empty) for stage in (every.validate, every.test, every.predict)] == [[], [], []]
     assert called == []
+
+
+class _Mean(TinyModule):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.log("trained", batch.mean(), on_step=False, on_epoch=True)
+        return 0.0 * self.layer.weight.sum()
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("val", batch.mean())
+
+
+def test_batches_that_the_data_set_makes_are_weighted_by_their_samples(quiet: dict[str, Any]) -> None:
+    """As are those of a stream without a length: the number of rows decides, not the number of items."""
+    batches: Any = [torch.zeros(3), torch.ones(1)]
+    loader = DataLoader(batches, batch_size=None)
+    trainer = fx.Trainer(max_epochs=1, **quiet)
+    trainer.fit(_Mean(), loader, loader)
+    assert trainer.callback_metrics["val"] == trainer.callback_metrics["trained"] == 0.25
+    assert trainer.validate(_Mean(), loader, verbose=False) == [{"val": 0.25}]
