@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fabricx.consistency.comparison import CHANGE_ALIKE, LIMITS, compare, of_hooks, of_optimizers
-from fabricx.consistency.weight_changes import digest
+from fabricx.consistency.weight_changes import WeightChanges, digest
 from fabricx.core.placeholder import is_placeholder
 from fabricx.core.strategy_parts import HasServers, as_part
 from fabricx.errors import RanksDisagree
@@ -183,11 +183,24 @@ class HookChecks:
         yield
         # A checkpoint that is saved in a hook fetches the newest weights.
         if self._serving.weight_pulls == brought and not torch.equal(before, fingerprint(self._module)):
-            raise ValueError(
-                f"{name} changes weights, but servers hold the weights, so a worker's change would be lost. Change "
-                "weights in on_fit_start, or add a term to the loss; or use parameter_server with optimizer='worker' "
-                "and mode='sync', or strategy=ddp"
-            )
+            raise ValueError(_lost_change(name))
+
+    @contextmanager
+    def unchanged_in_step(self) -> Iterator[None]:
+        """Raise an error if the module's `optimizer_step` changes weights that servers replace; they step later.
+
+        Raises:
+            ValueError: weights have changed.
+        """
+        if not self._serving.overwrites:
+            yield
+            return
+        brought = self._serving.weight_pulls
+        # torch's counters have the changes of this process only, and no writes to `.data`.
+        changes = WeightChanges(self._module.parameters(), values=not self._serving.shares_update)
+        yield
+        if self._serving.weight_pulls == brought and changes.first(self._module.parameters()) is not None:
+            raise ValueError(_lost_change("optimizer_step"))
 
     # -- hooks of some ranks only -------------------------------------------------------------------------------
 
@@ -305,3 +318,12 @@ def _values(group: dict[str, Any]) -> dict[str, Any]:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Tensor) and value.numel() == 1
+
+
+def _lost_change(name: str) -> str:
+    """Return the message for a change of weights that servers hold."""
+    return (
+        f"{name} changes weights, but servers hold the weights, so a worker's change would be lost. Change "
+        "weights in on_fit_start, or add a term to the loss; or use parameter_server with optimizer='worker' "
+        "and mode='sync', or strategy=ddp"
+    )

@@ -303,6 +303,8 @@ class HasServers:
         servers: number of server processes besides the ranks.
         link: between workers and servers, "auto" or "gloo"; "" for collectives only.
         weight_pulls: number of pulls of weights from servers; None if this rank updates the weights.
+        overwrites: the next weights from servers replace those of this rank, with any change that it made.
+        shares_update: other ranks may change the weights of this rank now, in shared memory.
         global_updates: an update is made from a global batch; False: from the batch of a rank.
         norm_clipping_refused: reason why the gradient norm can't be limited; "" if it can.
     """
@@ -310,6 +312,8 @@ class HasServers:
     servers = 0
     link = ""
     weight_pulls: int | None = None
+    overwrites = False
+    shares_update = False
     global_updates = True
     norm_clipping_refused = ""
 

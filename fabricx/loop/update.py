@@ -183,7 +183,11 @@ def _step_with_closure(session: Session, micro: Microbatch, batch: Any, optimize
 
     gradients, overridden = session.gradients, session.overridden
     overridden.own_steps = 0
-    with torch.enable_grad(), gradients.hooks_see_gradients(), gradients.hooks_see_weights("optimizer_step"):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(gradients.hooks_see_gradients())
+        stack.enter_context(gradients.hooks_see_weights("optimizer_step"))
+        stack.enter_context(session.checks.unchanged_in_step())
         session.module.optimizer_step(session.state.epoch, micro.index, session.handle_of(optimizer), closure)
     if overridden.own_steps != 1 and session.serving.weight_pulls is not None:
         raise ValueError(

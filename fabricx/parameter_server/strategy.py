@@ -227,8 +227,7 @@ class ServedStrategy(
         Raises:
             ValueError: the step has changed weights, and the next weights of the servers would overwrite them.
         """
-        owns = self.weight_pulls is None or self._settings.outer is not None
-        checked = step if owns else functools.partial(self._without_changes, step)
+        checked = functools.partial(self._without_changes, step) if self.overwrites else step
         return super().forward_backward(checked, backward, batch, index)
 
     def _without_changes(self, step: Callable[..., Any], batch: Any, index: int) -> Any:
@@ -322,6 +321,14 @@ class ServedStrategy(
     @property
     def weight_pulls(self) -> int | None:  # type: ignore[override]
         return None if self._design.workers_step else self._exchange.statistics.pulls
+
+    @property
+    def overwrites(self) -> bool:  # type: ignore[override]
+        return self.weight_pulls is not None and self._settings.outer is None
+
+    @property
+    def shares_update(self) -> bool:  # type: ignore[override]
+        return self._protocol.shares_update
 
     @property
     def waited_s(self) -> float:  # type: ignore[override]

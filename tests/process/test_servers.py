@@ -521,6 +521,21 @@ def test_weights_that_the_step_changes_are_refused_where_servers_hold_them(strat
         train(strategy, module=Clamps())
 
 
+class ClampsInStep(Recorded):
+    """Limits weights after each step of the optimizer, as some adversarial networks do."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+        self.head.weight.data.clamp_(-0.1, 0.1)
+
+
+@pytest.mark.parametrize("servers", [1, 0])
+def test_weights_that_optimizer_step_changes_are_refused_where_servers_hold_them(servers: int) -> None:
+    strategy = ParameterServer(servers=servers, optimizer="server")
+    with pytest.raises(WorkerFailed, match=r"optimizer_step changes weights, but servers hold the weights"):
+        train(strategy, module=ClampsInStep())
+
+
 def test_weights_that_the_step_changes_alike_stay_changed_where_workers_step() -> None:
     wanted, _ = train(Single(), 1, module=Clamps())
     found, _ = train(ParameterServer(), 2, module=Clamps(), batch=6)

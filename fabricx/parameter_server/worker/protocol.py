@@ -106,6 +106,11 @@ class WorkerProtocol(ABC, Generic[E]):
             self.optimizers.forget_moments()
 
     @property
+    def shares_update(self) -> bool:
+        """Return whether other workers may change the weights of this worker now."""
+        return False
+
+    @property
     def workers_of_update(self) -> int:
         """Return the number of workers whose batches make up a global batch."""
         return self.world.size

@@ -92,6 +92,10 @@ class SharedWeights(Lockstep[SharedMemorySum]):
         self.optimizers.forget_moments()
         self._summed = False
 
+    @property
+    def shares_update(self) -> bool:
+        return self._summed
+
     def _divided(self, workers: int) -> list[Shard]:
         return divide([parameter.shape for parameter in self.parameters], workers, whole=self._whole)
 
@@ -123,6 +127,7 @@ class SharedWeights(Lockstep[SharedMemorySum]):
         if self._summed:
             return
         self.exchange.push(self.gradients.all())
+        self.exchange.statistics.pulls += 1  # from now on, workers may change the weights
         filled = self.exchange.await_pushes()
         slots = self.exchange.slots
         number_of = {piece.parameter: number for number, piece in enumerate(self.exchange.shard.pieces)}

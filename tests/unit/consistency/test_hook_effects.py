@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ class Served(Strategy, HasServers):
 
     traits = Traits(max_ranks=1)
     weight_pulls = 0
+    overwrites = True
 
 
 def changes(hook: str, *, restores: bool = False) -> fx.Callback:
@@ -56,6 +58,25 @@ def test_a_hook_that_changes_weights_which_servers_have_is_refused(hook: str) ->
 def test_one_that_restores_them_and_an_average_of_weights_are_not() -> None:
     fit(changes("on_train_batch_end", restores=True), EMA(0.5))
     fit(changes("on_train_end"))
+
+
+@pytest.mark.parametrize("restores", [False, True])
+def test_an_optimizer_step_that_changes_weights_which_servers_have_is_refused(restores: bool) -> None:
+    class Scales(TinyModule):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            optimizer_closure()  # a server would step
+            trainer.strategy.optimizer_step = lambda *args: None  # type: ignore[method-assign]
+            optimizer.step()
+            weight = next(self.parameters())
+            before = weight.detach().clone()
+            weight.data.mul_(0.5)
+            if restores:
+                weight.data.copy_(before)
+
+    trainer = fx.Trainer(max_epochs=1, strategy=Served(), **QUIET)
+    refused = pytest.raises(ValueError, match="optimizer_step changes weights, but servers hold the weights")
+    with contextlib.nullcontext() if restores else refused:
+        trainer.fit(Scales(), tiny_loader())
 
 
 def test_an_embedding_whose_lookups_change_its_rows_is_refused_where_the_change_would_be_lost() -> None:
