@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fabricx.consistency.comparison import CHANGE_ALIKE, LIMITS, compare, of_hooks, of_optimizers
-from fabricx.consistency.weight_changes import WeightChanges, digest
+from fabricx.consistency.weight_changes import SavedValues, WeightChanges, digest
 from fabricx.core.placeholder import is_placeholder
 from fabricx.core.strategy_parts import HasServers, as_part
 from fabricx.errors import RanksDisagree
@@ -75,6 +75,7 @@ class HookChecks:
         self._options, self._module, self._strategy, self._state = options, module, strategy, state
         self._serving = as_part(strategy, HasServers)
         self._data, self._optimizers, self._forget_copies = data, optimizers, forget_copies
+        self._at_first_part: SavedValues | None = None
 
     # -- the same on all ranks ----------------------------------------------------------------------------------
 
@@ -201,6 +202,28 @@ class HookChecks:
         yield
         if self._serving.weight_pulls == brought and changes.first(self._module.parameters()) is not None:
             raise ValueError(_lost_change("optimizer_step"))
+
+    # -- parts of a global batch ----------------------------------------------------------------------------------
+
+    def begin_parts(self) -> None:
+        """Save the values with which the first part of a global batch is computed, if its parts are fixed."""
+        if self._strategy.traits.batch_parts:
+            self._at_first_part = SavedValues(self._module)
+
+    def check_parts(self) -> None:
+        """Refuse changes of weights and buffers by the parts of a global batch, before the update.
+
+        Raises:
+            ValueError: a value has changed; the message names it.
+        """
+        saved, self._at_first_part = self._at_first_part, None
+        if saved is not None and (name := saved.changed()) is not None:
+            raise ValueError(
+                f"{name} was changed between the parts of a global batch, by training_step or a hook of each batch. "
+                "With deterministic='elastic', the number of parts that a rank computes depends on the number of "
+                "ranks, and so would the weights: change it in on_before_optimizer_step, once for each update; keep "
+                "sums for metrics in self.log or in a metric object; or use strategy=ddp"
+            )
 
     # -- hooks of some ranks only -------------------------------------------------------------------------------
 

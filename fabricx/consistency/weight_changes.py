@@ -72,6 +72,43 @@ def _state(parameter: Tensor, *, values: bool) -> _State:
     return _State(parameter, local.data_ptr(), version, digest([local.detach()]) if values else None)
 
 
+@final
+class SavedValues:
+    """Digests of the parameters and persistent buffers of a module, to find which values have changed since.
+
+    Args:
+        module: the module.
+
+    >>> layer = nn.BatchNorm1d(2)
+    >>> saved = SavedValues(layer)
+    >>> saved.changed()
+    >>> _ = layer(torch.randn(3, 2))
+    >>> saved.changed()
+    'running_mean'
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._digests = _digests(module)
+
+    def changed(self) -> str | None:
+        """Return the name of the first value that was changed, added or removed; None without a change."""
+        now = _digests(self._module)
+        for name in {**self._digests, **now}:
+            before, after = self._digests.get(name), now.get(name)
+            if before is None or after is None or not torch.equal(before, after):
+                return name
+        return None
+
+
+def _digests(module: nn.Module) -> dict[str, Tensor]:
+    values = dict(module.named_parameters())
+    for prefix, part in module.named_modules():
+        kept = {name: value for name, value in part._buffers.items() if name not in part._non_persistent_buffers_set}
+        values |= {f"{prefix}.{name}" if prefix else name: value for name, value in kept.items() if value is not None}  # type: ignore[misc]
+    return {name: digest([value.detach()]).clone() for name, value in values.items()}
+
+
 def refused_change(name: str) -> str:
     """Return the message for a change of weights by the step of a module that ranks divide.
 

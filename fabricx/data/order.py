@@ -177,7 +177,8 @@ class Cut:
     the r-th part (sizes differ by at most 1) and processes it in microbatches of `batch`. All ranks have the same
     number of microbatches; a rank with a smaller part has empty microbatches at its end. Therefore a weight update
     consists of the same samples for any number of ranks, while `began_with` stays the same. With `parts`, each global
-    batch is divided into that number of equal microbatches, the same for any number of ranks.
+    batch is divided into that number of equal microbatches, the same for any number of ranks; a smaller one into single
+    items.
 
     Args:
         items: used items, at most the length of the order.
@@ -185,7 +186,7 @@ class Cut:
         rank, ranks: number of this rank, and number of ranks.
         accumulate: microbatches of an accumulation window.
         began_with: number of ranks that determines the global batch size; 0 for `ranks`.
-        parts: microbatches per global batch; 0 for microbatches of `batch` items.
+        parts: microbatches per global batch, at most its items; 0 for microbatches of `batch` items.
         balance: shares of the ranks; they do not change which samples make up an update.
         epoch: epoch of the order.
         undivided: a rank's share of a global batch is one microbatch of any size, for steps that can't be divided.
@@ -216,7 +217,7 @@ class Cut:
         >>> len(Cut(items=10, batch=4)), len(Cut(items=10, batch=4, ranks=2))
         (3, 2)
         >>> len(Cut(items=10, batch=4, began_with=2)), len(Cut(items=10, batch=4, parts=3))
-        (3, 9)
+        (3, 8)
         >>> len(Cut(items=10, batch=4, began_with=2, undivided=True))
         2
         """
@@ -252,7 +253,7 @@ class Cut:
 
     def _microbatches(self, places: int) -> int:
         if self.parts:
-            return -(-self.parts // self.ranks) if places else 0
+            return -(-min(self.parts, places) // self.ranks)
         if self.undivided:
             return 1 if places else 0
         largest = -(-places // self.ranks)
@@ -277,7 +278,8 @@ class Cut:
             if (shares := self.balance.at(self.epoch, start, self.ranks)) is not None:
                 yield from self._unequal(shares, start, stop)
                 continue
-            pieces, places = self.parts or stop - start, stop - start
+            places = stop - start
+            pieces = min(self.parts or places, places)  # none without an item: the first microbatch has one
             size, extra = divmod(pieces, self.ranks)
             begin = self.rank * size + min(self.rank, extra)
             end = begin + size + (self.rank < extra)
@@ -288,27 +290,12 @@ class Cut:
                 low = min(begin + number * stride, end)
                 high = min(low + stride, end)
                 done = number * stride
-                idle = () if done < size and places >= pieces else self._idle(places, pieces, done)
+                idle = () if done < size else tuple(range(extra if done == size else 0, self.ranks))
                 if self.parts:
                     low, high = low * places // pieces, high * places // pieces
                 closes = number == count - 1
                 last = closes and stop == self.items
                 yield Share(start + low, start + high, start, stop, number == 0, closes, last, count, idle=idle)
-
-    def _idle(self, places: int, pieces: int, done: int) -> tuple[int, ...]:
-        """Return the ranks without a remaining item in a global batch after `done` pieces per rank."""
-        size, extra = divmod(pieces, self.ranks)
-        if places >= pieces:
-            return () if done < size else tuple(range(extra if done == size else 0, self.ranks))
-        blocks = [
-            range(rank * size + min(rank, extra), (rank + 1) * size + min(rank + 1, extra))
-            for rank in range(self.ranks)
-        ]
-        return tuple(
-            rank
-            for rank, block in enumerate(blocks)
-            if done >= len(block) or block[done] * places // pieces == (block[done] + 1) * places // pieces
-        )
 
     def _unequal(self, shares: Shares, start: int, stop: int) -> Iterator[Share]:
         planned = self._microbatches(stop - start)

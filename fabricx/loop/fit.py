@@ -202,6 +202,8 @@ def train_batch(session: Session, micro: Microbatch) -> int | None:
     if effects is not None:
         publish_hooks_done(session, effects.changes())
     session.settings.before_forward(micro)
+    if micro.opens:
+        session.checks.begin_parts()
     session.batch.in_step = True
     if not session.module.automatic_optimization:
         outputs = train_manually(session, micro, batch)

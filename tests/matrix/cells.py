@@ -271,7 +271,7 @@ def _impossible(cell: Cell) -> Iterator[bool]:
     # A run that has stopped early goes on when it is asked to.
     yield cell.loop == "stop-early" and cell.save == "on_train_end"
     # There a part of a global batch is a batch for the hooks, so their numbers and counts are others.
-    yield cell.way == "reproducible" and (cell.loop in ("skip-rest", "no-loss", "limit") or cell.model == "buffer")
+    yield cell.way == "reproducible" and cell.loop in ("skip-rest", "no-loss", "limit")
     # A rank without a sample in the part after which the callback changes the rate does so in its next part, too.
     yield cell.way == "reproducible" and cell.loop == "lr-callback" and cell.data in ("few", "uneven")
     # A stream has no length, and a part of it isn't known.
@@ -283,8 +283,10 @@ def _impossible(cell: Cell) -> Iterator[bool]:
     yield cell.save in ("on_before_zero_grad",) and cell.manual
     yield cell.loop == "skip-rest" and cell.save in ("on_train_batch_end",)
     each_batch = cell.change in ("on_train_batch_start", "on_train_batch_end", "on_after_backward")
-    # A batch for the hooks is another part of the global batch there.
-    yield each_batch and (cell.way == "reproducible" or (elsewhere and cell.ranks > 1))
+    # A batch for the hooks is another part of the global batch there, or a rank's only part, which may change weights.
+    yield each_batch and (
+        (cell.way == "reproducible" and cell.data in ("few", "uneven")) or (elsewhere and cell.ranks > 1)
+    )
     # A run that goes on calls hooks of its start again, and the last window may have fewer batches for hooks.
     yield cell.change != "none" and (cell.save != "none" or cell.accumulates)
     # It computes several gradients an update, and to each of them what was lost is added.

@@ -70,6 +70,15 @@ REFUSALS = (
         "Batch statistics depend on the number of ranks. Use GroupNorm or LayerNorm.",
     ),
     Refusal(
+        lambda c: c.way == "reproducible" and (
+            c.model == "buffer" or c.change in ("on_train_batch_start", "on_after_backward", "on_train_batch_end")
+        ),
+        "was changed between the parts of a global batch",
+        "A rank computes several parts of each batch, depending on the number of ranks. Change values in "
+        "`on_before_optimizer_step`.",
+        steps=_MICROBATCHES,
+    ),
+    Refusal(
         lambda c: c.model == "sync-batchnorm" and c.way in APART and c.ranks > 1,
         "SyncBatchNorm needs all ranks",
         "Synchronised statistics need all ranks at the same batch. Use BatchNorm or `ddp`.",

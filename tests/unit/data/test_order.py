@@ -42,6 +42,17 @@ def test_parts_are_the_same_whatever_the_number_of_ranks(items: int) -> None:
     assert len(found) == 1
 
 
+@pytest.mark.parametrize("items", [1, 4, 12, 17])
+def test_the_first_part_of_a_rank_has_a_sample(items: int) -> None:
+    """So that the hooks of the first batch see the number 0, which most of them test for."""
+    for ranks in (1, 2, 3):
+        for rank in range(min(ranks, items)):
+            shares = list(Cut(items, 12, rank, ranks, began_with=1, parts=12).shares())
+            assert shares[0].begin < shares[0].end
+            if ranks == 1:
+                assert all(share.begin < share.end for share in shares)
+
+
 def test_one_rank_gets_the_batches_that_a_plain_loader_gives() -> None:
     assert [(s.begin, s.end) for s in Cut(items=10, batch=4).shares()] == [(0, 4), (4, 8), (8, 10)]
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import fabricx as fx
 from fabricx.distributed.world import World
 from fabricx.strategies.reproducible import HEADROOM, IntegerSums
+from fabricx.testing import QUIET, TinyModule, tiny_loader
 
 PARTS = 12
 
@@ -74,3 +77,80 @@ def test_what_isn_t_finite_isn_t_afterwards(bad: float) -> None:
     assert bool(parameters[0].grad.isnan().all())
     assert parameters[1].grad.tolist() == [1.0, 1.0]
     assert parameters[2].grad is None  # nobody had one
+
+
+class _Changes(TinyModule):
+    """Changes the value in the place that `where` names: a parameter that isn't trained, or a buffer."""
+
+    def __init__(self, where: str, *, persistent: bool = True) -> None:
+        super().__init__()
+        self.where, self.numbers = where, []
+        self.register_buffer("seen", torch.zeros(()), persistent=persistent)
+        self.teacher = nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def _change(self, here: str) -> None:
+        if here == self.where:
+            self.teacher.data += 1
+        elif f"{here} buffer" == self.where:
+            self.seen = self.seen + 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.numbers.append(batch_idx)
+        self._change("training_step")
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._change("on_train_batch_start")
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self._change("on_before_zero_grad")
+
+    def on_after_backward(self) -> None:
+        self._change("on_after_backward")
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self._change("on_before_optimizer_step")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self._change("on_train_batch_end")
+
+    def on_train_epoch_end(self) -> None:
+        self._change("on_train_epoch_end")
+
+
+def _trained(module: _Changes) -> _Changes:
+    trainer = fx.Trainer(max_epochs=1, devices=1, deterministic="elastic", **QUIET)
+    trainer.fit(module, tiny_loader(8, 4))
+    return module
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        "training_step", "training_step buffer", "on_train_batch_start", "on_before_zero_grad", "on_after_backward",
+        "on_train_batch_end", "on_train_batch_end buffer",
+    ],
+)  # fmt: skip
+def test_values_that_each_part_changes_are_refused(where: str) -> None:
+    """Their number depends on the number of ranks, and with it a moving average, a codebook or a power iteration."""
+    module = _Changes(where)
+    name = "seen" if where.endswith("buffer") else "teacher"
+    with pytest.raises(ValueError, match=rf"{name} was changed between the parts of a global batch"):
+        _trained(module)
+    assert module.trainer.global_step == 0
+
+
+@pytest.mark.parametrize("where", ["on_before_optimizer_step", "on_before_optimizer_step buffer"])
+def test_values_that_each_update_changes_are_kept(where: str) -> None:
+    module = _trained(_Changes(where))
+    assert float(module.seen if where.endswith("buffer") else module.teacher) == 2.0
+    assert float(_trained(_Changes("on_train_epoch_end")).teacher) == 1.0
+
+
+def test_buffers_that_no_checkpoint_has_may_be_filled_by_a_step() -> None:
+    """Such as tables of positions, which grow with the longest sequence."""
+    assert float(_trained(_Changes("training_step buffer", persistent=False)).seen) == 8.0
+
+
+def test_the_first_part_is_batch_0_with_fewer_samples_than_parts() -> None:
+    assert _trained(_Changes("none")).numbers == list(range(8))
