@@ -175,7 +175,11 @@ class Reducer:
             base: Any = kind.__base__
             own = getattr(base, "__getstate__", None) is not getattr(object, "__getstate__", None)
             state = base.__getstate__(value) if own else vars(value)
+            state = {**state, **_compilation(value)}
             return definitions.new_object, (base,), state, None, None, definitions.fill_parametrized
+        if compilation := _compilation(value):
+            make, arguments, state, *rest = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            return make, arguments, {**state, **compilation}, *rest
         return (kind, (dict(value),)) if kind in _WEAK else NotImplemented
 
     def shares(self, value: object) -> bool:
@@ -296,6 +300,13 @@ def _source(file: str) -> tuple[str, list[str]] | None:
     """Return the lines of a cell of a notebook, which is no file, for tracebacks."""
     lines = [] if os.path.exists(file) else linecache.getlines(file)
     return (file, lines) if lines else None
+
+
+def _compilation(value: Any) -> dict[str, Any]:
+    """Return the attribute that `module.compile()` sets, and that torch's modules leave out of their state."""
+    name = "_compiled_call_impl"
+    compiled = vars(value).get(name) if hasattr(type(value), name) else None
+    return {} if compiled is None else {name: compiled}
 
 
 def _compiled(value: Any) -> tuple[Any, ...]:

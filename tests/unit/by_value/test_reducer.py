@@ -201,6 +201,20 @@ def test_compiled_functions_are_compiled_anew(receive: Receive) -> None:
     assert disabled(1) == 2
 
 
+@pytest.mark.parametrize("parametrized", [False, True])
+def test_layers_that_are_compiled_in_place_are_compiled_anew(receive: Receive, parametrized: bool) -> None:
+    layer = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    if parametrized:
+        torch.nn.utils.parametrizations.weight_norm(layer[0])
+    layer[0].compile(backend="eager", dynamic=True)
+    got = receive(torch.nn.ModuleList([layer, layer]))
+    assert got[0] is got[1]
+    compiled = got[0][0]._compiled_call_impl
+    assert compiled._torchdynamo_orig_callable.__self__ is got[0][0]
+    assert torch.equal(got[0](torch.ones(2, 1)), layer(torch.ones(2, 1)))
+    assert got[0]._compiled_call_impl is None
+
+
 def test_the_lines_of_a_cell_travel_for_tracebacks(
     script: types.ModuleType, receive: Receive, monkeypatch: pytest.MonkeyPatch
 ) -> None:
