@@ -66,6 +66,9 @@ class HookChecks:
         data: the run's data.
         optimizers: optimizers of the module.
         forget_copies: invalidates in-memory checkpoints whose weights differ between ranks; every rank calls it.
+
+    Attributes:
+        at_first_part: values at the first of the fixed parts of a global batch; None outside of its parts.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class HookChecks:
         self._options, self._module, self._strategy, self._state = options, module, strategy, state
         self._serving = as_part(strategy, HasServers)
         self._data, self._optimizers, self._forget_copies = data, optimizers, forget_copies
-        self._at_first_part: SavedValues | None = None
+        self.at_first_part: SavedValues | None = None
 
     # -- the same on all ranks ----------------------------------------------------------------------------------
 
@@ -206,9 +209,8 @@ class HookChecks:
     # -- parts of a global batch ----------------------------------------------------------------------------------
 
     def begin_parts(self) -> None:
-        """Save the values with which the first part of a global batch is computed, if its parts are fixed."""
-        if self._strategy.traits.batch_parts:
-            self._at_first_part = SavedValues(self._module)
+        """Save the values with which the first of the fixed parts of a global batch is computed."""
+        self.at_first_part = SavedValues(self._module)
 
     def check_parts(self) -> None:
         """Refuse changes of weights and buffers by the parts of a global batch, before the update.
@@ -216,7 +218,7 @@ class HookChecks:
         Raises:
             ValueError: a value has changed; the message names it.
         """
-        saved, self._at_first_part = self._at_first_part, None
+        saved, self.at_first_part = self.at_first_part, None
         if saved is not None and (name := saved.changed()) is not None:
             raise ValueError(
                 f"{name} was changed between the parts of a global batch, by training_step or a hook of each batch. "

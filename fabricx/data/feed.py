@@ -37,7 +37,8 @@ class Microbatch:
         idle: ranks without a sample in this microbatch.
         portion: samples of all ranks relative to `planned`.
         end: position after the last sample of a leased microbatch, in an order of the data; None otherwise.
-        own: the item of the data set is a batch that the user made (`batch_size=None`), for which `size` counts 1.
+        own: the item of the data set is a batch that the user made (`batch_size=None`): `size` counts 1 for it, and the
+            number of its samples is the weight of logged values.
     """
 
     data: Any
@@ -60,11 +61,6 @@ class Microbatch:
     portion: float = 1.0
     end: int | None = None
     own: bool = False
-
-    @property
-    def logged_size(self) -> int | None:
-        """Return the samples that are the weight of logged values; None if only the batch shows them."""
-        return None if self.own else self.size
 
 
 class Feed(ABC):

@@ -202,7 +202,7 @@ def train_batch(session: Session, micro: Microbatch) -> int | None:
     if effects is not None:
         publish_hooks_done(session, effects.changes())
     session.settings.before_forward(micro)
-    if micro.opens:
+    if micro.opens and session.strategy.traits.batch_parts:
         session.checks.begin_parts()
     session.batch.in_step = True
     if not session.module.automatic_optimization:

@@ -47,7 +47,8 @@ def update(session: Session, micro: Microbatch, batch: Any) -> None:
         batch: its data; None if this rank has no sample of it.
     """
     session.fault_tolerance.settle()
-    session.checks.check_parts()
+    if session.checks.at_first_part is not None:
+        session.checks.check_parts()
     for optimizer in session.optimizers:
         session.precision.unscale(optimizer)
         own_clipping = session.overridden.configure_gradient_clipping
