@@ -60,6 +60,7 @@ bench: $(INSTALLED)  ## measure against plain torch, side by side
 	$(BIN)/python tests/bench/checkpoints.py
 	$(BIN)/python tests/bench/copies.py
 	$(BIN)/python tests/bench/sharding.py
+	$(BIN)/python tests/bench/growth.py
 	$(BIN)/python tests/bench/mesh.py
 	$(BIN)/python tests/bench/balance.py
 	$(BIN)/python tests/bench/servers.py

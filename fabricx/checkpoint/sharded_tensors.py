@@ -6,13 +6,14 @@ torch's `.metadata` and `.distcp` files, they contain no pickles.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -41,6 +42,8 @@ from fabricx.checkpoint.storage import is_local, local_copy
 from fabricx.distributed.world import World
 from fabricx.errors import CheckpointError
 
+WRITERS: Final = 64  # most ranks that share the writing of tensors that all of them have
+
 
 @dataclass
 class Part:
@@ -50,35 +53,74 @@ class Part:
         file: name of the rank's file.
         tensors: tensors by name in the file; copies on the CPU, which training does not change.
         index: chunks of all tensors of all ranks.
+        items: chunks of this rank, in the order of `tensors`.
+        layout: digest of the tensors' shapes and divisions, by rank.
     """
 
     file: str
     tensors: dict[str, Tensor]
     index: Index
+    items: list[WriteItem]
+    layout: list[list[int]]
 
 
-def plan(tensors: Mapping[str, Tensor], world: World, room: Mapping[str, Tensor] | None = None) -> Part:
+def plan(tensors: Mapping[str, Tensor], world: World, earlier: Part | None = None) -> Part:
     """Assign tensors to ranks, and copy this rank's part to the CPU; every rank calls it.
 
-    Replicated tensors are distributed over the ranks; of a DTensor, each rank writes its shard.
+    Replicated tensors are distributed over the ranks, at most `WRITERS`; of a DTensor, each rank writes its shard.
 
     Args:
         tensors: tensors by name.
         world: the ranks.
-        room: tensors of an earlier part that may be overwritten; reusing memory takes a fraction of the time.
+        earlier: part that has been written. Its memory is reused, which takes a fraction of the time, and its plan, if
+            the tensors have the same layout.
     """
     planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner(dict(tensors), is_coordinator=world.main_rank)
-    # Each rank computes the global plan from all local plans, so no plan has to be sent back.
-    local_plans = world.gather_objects([_entry(item) for item in planner.create_local_plan().items])
-    plans, _ = planner.create_global_plan([SavePlan([_item(*entry) for entry in entries]) for entries in local_plans])
+    entries = [_entry(item) for item in planner.create_local_plan().items]
+    digest = hashlib.blake2b(repr(entries).encode(), digest_size=16).digest()
+    halves = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(world.device)
+    layout: list[list[int]] = world.all_gather(halves).tolist()
+    if earlier is not None and earlier.layout == layout:
+        index, items = earlier.index, earlier.items
+    else:
+        index, items = _divide(planner, _gathered(entries, layout, world), world.rank)
+    room = {} if earlier is None else earlier.tensors
+    copies = {_name(item): _copy(planner.resolve_data(item), room.get(_name(item))) for item in items}
+    return Part(_file(world.rank), copies, index, items, layout)
+
+
+def _gathered(
+    entries: list[tuple[Any, ...]], layout: Sequence[Sequence[int]], world: World
+) -> dict[int, list[tuple[Any, ...]]]:  # fmt: skip
+    """Return the local plans of the ranks that write, by rank; equal plans are sent once. Collective."""
+    equal: dict[tuple[int, ...], list[int]] = {}
+    for rank, digest in enumerate(layout):
+        equal.setdefault(tuple(digest), []).append(rank)
+    if len(equal) == world.size:
+        return dict(enumerate(world.gather_objects(entries)))
+    plans: dict[int, list[tuple[Any, ...]]] = {}
+    for ranks in equal.values():
+        sent = world.broadcast_object(entries if world.rank == ranks[0] else None, ranks[0])
+        plans |= dict.fromkeys(ranks[: max(1, WRITERS // len(equal))], sent)
+    return dict(sorted(plans.items()))
+
+
+def _divide(
+    planner: DefaultSavePlanner, local_plans: Mapping[int, list[tuple[Any, ...]]], rank: int
+) -> tuple[Index, list[WriteItem]]:  # fmt: skip
+    """Return the index of all chunks, and the chunks of a rank; each rank computes them from all local plans."""
+    plans, _ = planner.create_global_plan(
+        [SavePlan([_item(*entry) for entry in entries]) for entries in local_plans.values()]
+    )
     index: Index = {}
-    for rank, rank_plan in enumerate(plans):
+    items: list[WriteItem] = []
+    for other, rank_plan in zip(local_plans, plans, strict=True):
         for item in rank_plan.items:
-            _enter(index, item, _file(rank))
-    final = planner.finish_plan(plans[world.rank])
-    copies = {_name(item): _copy(planner.resolve_data(item), (room or {}).get(_name(item))) for item in final.items}
-    return Part(_file(world.rank), copies, index)
+            _enter(index, item, _file(other))
+        if other == rank:
+            items = planner.finish_plan(rank_plan).items
+    return index, items
 
 
 def _entry(item: WriteItem) -> tuple[Any, ...]:

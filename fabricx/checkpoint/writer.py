@@ -19,6 +19,7 @@ import torch
 from fabricx.checkpoint import files, sharded_tensors, single_file, tree
 from fabricx.checkpoint.storage import Place, as_path, discard
 from fabricx.distributed.generations import SAVING, membership
+from fabricx.distributed.store import PrivateStore
 from fabricx.distributed.world import World
 from fabricx.errors import CheckpointError, PeerLost, is_full
 
@@ -37,6 +38,7 @@ class _Snapshot:
 
 
 PARTS_S: Final = 3600.0  # maximum time of the slowest rank to write its part
+REPORT_S: Final = 0.1  # interval at which the main rank, which waits for reports, checks its generation
 NOTICE_S: Final = 0.05  # interval at which a rank that waits for the thread checks its generation
 
 
@@ -72,7 +74,7 @@ class Writer:
         self._write: _Write | None = None  # the newest write, until `finish` or `sweep`
         self._error: BaseException | None = None
         self._path = Path()
-        self._room: dict[str, torch.Tensor] = {}  # memory of the newest snapshot, reused by the next
+        self._part: sharded_tensors.Part | None = None  # of the newest snapshot, reused by the next
         self._warned = False
         self._failed: Callable[[], None] | None = None
 
@@ -103,12 +105,10 @@ class Writer:
             data = files.serialized(rest)
         except CheckpointError as error:
             refused = str(error)
-        answers = self._world.gather_objects((refused, str(files.folder_to_write(path, hidden=shown is not None))))
-        if reasons := [text for text, _ in answers if text]:
-            raise CheckpointError(reasons[0])
-        work = as_path(answers[0][1])
-        part = sharded_tensors.plan(tensors, self._world, self._room)
-        self._room = part.tensors
+        if self._world.all_reduce(torch.tensor(float(bool(refused)), device=self._world.device), "max"):
+            raise CheckpointError(next(text for text in self._world.gather_objects(refused) if text))
+        work = as_path(self._world.broadcast_object(str(files.folder_to_write(path, hidden=shown is not None))))
+        self._part = part = sharded_tensors.plan(tensors, self._world, self._part)
         copied = None
         if torch.cuda.is_initialized():
             copied = torch.cuda.Event()
@@ -244,7 +244,8 @@ class Writer:
             if snapshot.shown is None or self._world.size > 1:
                 snapshot.work.mkdir(parents=True, exist_ok=True)
                 file = snapshot.part.file
-                written = {file: sharded_tensors.write(snapshot.work / file, snapshot.part.tensors)}
+                if snapshot.part.tensors or self._world.main_rank:
+                    written = {file: sharded_tensors.write(snapshot.work / file, snapshot.part.tensors)}
         except OSError as error:
             error.filename = error.filename or str(snapshot.work / snapshot.part.file)
             self._error = error
@@ -288,28 +289,32 @@ class Writer:
             yield put_in_place
         discard(snapshot.work)
 
-    def _wait(self, store: Any, keys: list[str], write: _Write) -> None:
-        """Wait for the reports of all ranks by polling, since other threads use the store, too."""
+    def _wait(self, store: PrivateStore, count: str, write: _Write) -> None:
+        """Wait for the reports of all ranks."""
         deadline = time.monotonic() + PARTS_S
-        while not store.check(keys):
+        while not store.reach({count: self._world.size}, REPORT_S):
             membership().check(self._world.generation)
             if write.abandoned or time.monotonic() > deadline:
                 raise TimeoutError("the other ranks haven't written their parts")
-            time.sleep(0.005)
 
     def _gather(self, write: _Write, written: dict[str, Any]) -> dict[str, Any]:
         """Gather sizes and checksums of all parts on the main rank, or raise the error of a rank."""
         if self._world.size == 1 or self._world.store is None:
             return written
         store = self._world.store
-        keys = [self._world.key(f"checkpoint/{write.snapshot.work.name}/{rank}") for rank in range(self._world.size)]
+        assert isinstance(store, PrivateStore)
+        name = self._world.key(f"checkpoint/{write.snapshot.work.name}")
+        keys, count = [f"{name}/{rank}" for rank in range(self._world.size)], f"{name}/count"
         error = self._error
         report = {"written": written} if error is None else {"error": _describe_error(error)}
         store.set(keys[self._world.rank], json.dumps(report))
+        store.add(count, 1)
         everything: dict[str, Any] = {}
         if self._world.main_rank:
-            self._wait(store, keys, write)
-            for rank, received in enumerate(json.loads(store.get(key)) for key in keys):
+            self._wait(store, count, write)
+            reports = store.values(keys)
+            store.delete_key(*keys, count)
+            for rank, received in enumerate(map(json.loads, reports)):
                 if "error" in received:
                     number, text = received["error"]
                     raise OSError(number, f"rank {rank}: {text}")

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import time
-from datetime import timedelta
 from typing import Final
 
 import torch.distributed as dist
 
-from fabricx.distributed.generations import ANY_DEATH, death_key, membership
+from fabricx.distributed.deaths import Deaths
+from fabricx.distributed.generations import membership
+from fabricx.distributed.store import PrivateStore
 from fabricx.distributed.world import World
 
 LIMIT_S: Final = 60.0  # all ranks have run the same collectives: they differ by moments, and by users' hooks
-LOOK_S: Final = 0.1  # interval at which a rank that waits for the departure checks whether ranks have died
+LOOK_S: Final = 0.1  # interval at which a rank that waits checks whether the supervisor has ended the generation
+LONG_S: Final = 10.0  # longest wait without a supervisor, after which the wait is repeated
 
 
 def await_departure(world: World, timeout_s: float = LIMIT_S) -> None:
@@ -30,28 +32,16 @@ def await_departure(world: World, timeout_s: float = LIMIT_S) -> None:
     """
     if world.size == 1 or world.store is None:
         return
-    member, name = membership(), f"departure/{world.generation}"
-    store, deadline = world.store, time.monotonic() + timeout_s
-    remaining = dict(enumerate(member.members(world.generation, world.size)))
+    assert isinstance(world.store, PrivateStore)
+    store, member, name = world.store, membership(), world.key(f"departure/{world.generation}")
+    deadline, look_s = time.monotonic() + timeout_s, LOOK_S if member.changes else LONG_S
+    deaths, members, unreported = Deaths(store), member.members(world.generation, world.size), 0
     with contextlib.suppress(OSError, dist.DistError):  # the store's host has exited: no rank can report any more
-        store.set(world.key(f"{name}/{world.rank}"), "done")
-        if store.add(world.key(f"{name}/count"), 1) == world.size:
-            store.set(world.key(f"{name}/all"), "")
+        store.set(f"{name}/{world.rank}", "done")
+        store.add(f"{name}/count", 1)
         while not member.outdated(world.generation) and (left := deadline - time.monotonic()) > 0:
-            if _exists(store, [world.key(f"{name}/all")], min(left, LOOK_S)):
+            remaining = {f"{name}/count": world.size - unreported}
+            if not remaining.keys().isdisjoint(store.reach({**remaining, **deaths.condition}, min(left, look_s))):
                 return
-            if store.check([ANY_DEATH]):
-                break
-        while remaining and time.monotonic() < deadline and not member.outdated(world.generation):
-            for rank, worker in list(remaining.items()):
-                if store.check([world.key(f"{name}/{rank}")]) or store.check([death_key(worker)]):
-                    del remaining[rank]
-            time.sleep(LOOK_S if remaining else 0.0)
-
-
-def _exists(store: dist.Store, keys: list[str], seconds: float) -> bool:
-    """Return whether keys exist, after a wait for them."""
-    with contextlib.suppress(dist.DistStoreError):
-        store.wait(keys, timedelta(seconds=seconds))
-        return True
-    return False
+            dead = [members.index(worker) for worker in deaths.read() if worker in members]
+            unreported = sum(not store.check([f"{name}/{rank}"]) for rank in dead)

@@ -43,19 +43,6 @@ class Generation:
     settled: int = 0
 
 
-ANY_DEATH: Final = "gone/any"  # store key that is set with each `death_key`
-
-
-def death_key(worker: int) -> str:
-    """Return the store key that is set when a worker has ended: by the supervisor, if it has returned no result, or by
-    the store's server where a launcher has started the processes.
-
-    Args:
-        worker: worker number.
-    """
-    return f"gone/{worker}"
-
-
 @final
 class Membership:
     """State of this worker's membership, shared by the main thread and the thread that receives from the supervisor.

@@ -9,12 +9,14 @@ from typing import Final, final
 from torch.distributed import DistError, Store
 
 from fabricx.distributed.authentication import AuthenticationError
-from fabricx.distributed.generations import ANY_DEATH, death_key, membership
+from fabricx.distributed.deaths import Deaths
+from fabricx.distributed.generations import membership
 from fabricx.distributed.store import PrivateStore
 from fabricx.distributed.world import World
 from fabricx.errors import PeerLost
 
 LOOK_S: Final = 0.5  # interval at which a rank that waits at a boundary checks whether all ranks exist
+LONG_S: Final = 10.0  # longest wait without a supervisor, after which the wait is repeated
 RETRY_S: Final = 0.2  # pause after a failed connection to the store
 RETRIES: Final = 10  # failed connections in a row after which the store has ended
 WATCH_S: Final = 3600.0  # longest wait for a request, after which the wait is repeated
@@ -50,7 +52,7 @@ class Agreement:
         self._watcher: _Watcher | None = None
         if world.size > 1:
             assert isinstance(world.store, PrivateStore)
-            self._store = world.store
+            self._store, self._deaths = world.store, Deaths(world.store)
             if beside is not None:
                 self._watcher = beside._watcher
             self._watcher = self._watcher or _Watcher(self._store, name)
@@ -90,7 +92,8 @@ class Agreement:
         wanted, passed = self._key(f"want/{index}"), self._key("passed")
         self._store.add(wanted, 1)
         while True:
-            reached = self._store.reach({wanted: self._world.size, passed: index}, LOOK_S)
+            conditions = {wanted: self._world.size, passed: index, **self._deaths.condition}
+            reached = self._store.reach(conditions, LOOK_S if membership().changes else LONG_S)
             if wanted in reached:
                 return True
             if passed in reached:
@@ -102,9 +105,10 @@ class Agreement:
         """Raise an error if a rank has ended, which will never reach this boundary."""
         member, world = membership(), self._world
         member.check(world.generation)
-        if not member.changes and self._store.check([ANY_DEATH]):  # no supervisor ends the generation
+        dead = self._deaths.read()
+        if not member.changes:  # no supervisor ends the generation
             for rank, worker in enumerate(member.members(world.generation, world.size)):
-                if self._store.check([death_key(worker)]):
+                if worker in dead:
                     raise PeerLost(f"rank {rank} has ended before all ranks agreed on the request {self._name!r}")
 
     def pass_by(self, index: int) -> None:

@@ -105,25 +105,37 @@ class PrivateStore(dist.Store):
         """
         self._request(b"raise_to", key.encode(), str(least).encode())
 
-    def set_at_end(self, *keys: str) -> None:
-        """Let the server set keys when this process has ended, however it ends.
+    def push_at_end(self, name: str, value: str) -> None:
+        """Let the server append a value to a sequence when this process has ended, however it ends.
+
+        Args:
+            name: name of the sequence; the keys of its values are `name/0`, `name/1`, ...
+            value: the value.
+        """
+        connection = self._connected()
+        self._ask(connection, b"push_at_end", name.encode(), value.encode())
+        self._kept.append(connection)
+
+    def delete_key(self, *keys: str) -> bool:
+        """Delete values, and return whether all of them existed.
 
         Args:
             keys: names of the values.
         """
-        connection = self._connected()
-        self._ask(connection, b"set_at_end", *(key.encode() for key in keys))
-        self._kept.append(connection)
-
-    def delete_key(self, key: str) -> bool:
-        """Delete a value, and return whether it existed.
-
-        Args:
-            key: name of the value.
-        """
-        return bool(self._request(b"delete_key", key.encode()))
+        return bool(self._request(b"delete_key", *(key.encode() for key in keys)))
 
     deleteKey = delete_key  # noqa: N815 - name of the method that torch's C++ code calls
+
+    def values(self, keys: list[str]) -> list[bytes]:
+        """Return values that exist, by a single request.
+
+        Args:
+            keys: names of the values.
+
+        Raises:
+            torch.distributed.DistStoreError: a value does not exist.
+        """
+        return self._wait(keys, timedelta())
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all values exist.

@@ -88,14 +88,14 @@ class Peer:
         channel: the connection.
 
     Attributes:
-        at_end: keys to set when the connection ends.
+        at_end: name of a sequence and a value, which is appended when the connection ends.
         wait: request that is not answered yet.
     """
 
     def __init__(self, channel: Channel) -> None:
         self.channel, self.number = channel, channel.fileno()
         os.set_blocking(self.number, False)
-        self.at_end: list[str] = []
+        self.at_end: tuple[str, bytes] | None = None
         self.wait: Wait | None = None
         self._received, self._unsent = bytearray(), bytearray()
 

@@ -55,6 +55,7 @@ class StoreServer:
         self._key = key
         self.requests = 0
         self._values: dict[str, bytes] = {}
+        self._lengths: dict[str, int] = {}  # of sequences
         self._lock = threading.RLock()  # reentrant: a signal handler may set a value
         self._closed = False
         self._changed: deque[str] = deque()  # keys that were set, for the requests that wait for them
@@ -88,6 +89,16 @@ class StoreServer:
             value: any bytes.
         """
         self._store(key, value)
+        self._wake()
+
+    def push(self, name: str, value: bytes) -> None:
+        """Append a value to a sequence, in the process that hosts the store.
+
+        Args:
+            name: name of the sequence; see `PrivateStore.push_at_end`.
+            value: any bytes.
+        """
+        self._push(name, value)
         self._wake()
 
     def get(self, key: str) -> bytes | None:
@@ -231,8 +242,8 @@ class StoreServer:
         if peer.wait is not None:
             self._forget(peer.wait)
         end(peer.channel)
-        for key in peer.at_end:
-            self._store(key, b"")
+        if peer.at_end is not None:
+            self._push(*peer.at_end)
 
     def _settle(self) -> None:
         """Answer the requests whose keys exist now, or whose time is over."""
@@ -287,6 +298,13 @@ class StoreServer:
             self._values[key] = value
             self._changed.append(key)
 
+    def _push(self, name: str, value: bytes) -> None:
+        """Append a value to a sequence, the values of which are never deleted."""
+        with self._lock:
+            number = self._lengths.get(name, 0)
+            self._lengths[name] = number + 1
+            self._store(f"{name}/{number}", value)
+
     # -- operations ---------------------------------------------------------------------------------------------
 
     def _do_set(self, peer: Peer, key: bytes, value: bytes) -> bytes:
@@ -337,12 +355,12 @@ class StoreServer:
                 return desired
             return expected if current is None else current
 
-    def _do_delete_key(self, peer: Peer, key: bytes) -> bytes:
+    def _do_delete_key(self, peer: Peer, *keys: bytes) -> bytes:
         with self._lock:
-            return b"" if self._values.pop(key.decode(), None) is None else b"1"
+            return b"" if None in [self._values.pop(key.decode(), None) for key in keys] else b"1"
 
-    def _do_set_at_end(self, peer: Peer, *keys: bytes) -> bytes:
-        peer.at_end = [key.decode() for key in keys]
+    def _do_push_at_end(self, peer: Peer, name: bytes, value: bytes) -> bytes:
+        peer.at_end = name.decode(), value
         return b""
 
     def _do_check(self, peer: Peer, *keys: bytes) -> bytes:

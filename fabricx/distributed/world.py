@@ -427,6 +427,35 @@ class World:
         ]
 
     @_counted
+    def gather_objects_on_main(self, obj: Any) -> list[Any]:
+        """Gather the objects of all ranks on the main rank only, by rank; other ranks return an empty list.
+
+        Args:
+            obj: see `gather_objects`.
+
+        Raises:
+            TypeError: on every rank: the object of one rank can't be sent.
+            AuthenticationError, ValueError: as in `gather_objects`, on the main rank.
+        """
+        if self.size == 1:
+            return [obj]
+        message, refused = self._packed("gather", obj)
+        sizes = torch.zeros(self.size, dtype=torch.int64, device=self._wire)  # negative: an object can't be sent
+        sizes[self.rank] = -message.numel() if refused else message.numel()
+        self._wait(dist.all_reduce(sizes, group=self.group, async_op=True))
+        lengths = sizes.abs().tolist()
+        room = torch.zeros(max(lengths), dtype=torch.uint8, device=self._wire)
+        room[: message.numel()] = message
+        parts = [torch.empty_like(room) for _ in range(self.size)] if self.main_rank else None
+        self._wait(dist.gather(room, parts, group=self.group, async_op=True, group_dst=0))
+        if parts is None and bool((sizes < 0).any()):
+            raise TypeError(refused or f"an object of rank {int((sizes < 0).nonzero()[0])} can't be sent to rank 0")
+        return [
+            self._unpacked("gather", rank, part[:length])
+            for rank, (part, length) in enumerate(zip(parts or (), lengths, strict=parts is not None))
+        ]
+
+    @_counted
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Send the object of one rank to all ranks.
 

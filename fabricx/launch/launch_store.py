@@ -25,7 +25,7 @@ from torch.distributed import DistStoreError, Store, TCPStore
 
 from fabricx.distributed import authentication
 from fabricx.distributed.authentication import AuthenticationError, sign, tag, verify
-from fabricx.distributed.generations import ANY_DEATH, death_key
+from fabricx.distributed.deaths import DEATHS
 from fabricx.distributed.store import PrivateStore
 from fabricx.distributed.store_server import SOCKET
 from fabricx.distributed.world import World
@@ -287,14 +287,15 @@ def _register(store: PrivateStore, info: Launch) -> bool:
     store.set(f"member/{info.rank}/{name.decode()}", json.dumps([info.restarts, _agent()]))
     if store.compare_set(f"here/{info.rank}", b"", name) != name:
         return False
-    store.set_at_end(death_key(info.rank), ANY_DEATH)
+    store.push_at_end(DEATHS, str(info.rank))
     return True
 
 
 def _attempt(store: PrivateStore, info: Launch) -> tuple[int, list[str]]:
     """Return the fields of `Attempt`."""
-    names = [store.get(f"here/{rank}").decode() for rank in range(info.size)]
-    members: list[tuple[int, str]] = [json.loads(store.get(f"member/{rank}/{name}")) for rank, name in enumerate(names)]
+    names = store.values([f"here/{rank}" for rank in range(info.size)])
+    values = store.values([f"member/{rank}/{name.decode()}" for rank, name in enumerate(names)])
+    members: list[tuple[int, str]] = [json.loads(value) for value in values]
     return max(times for times, _ in members), [agent for _, agent in members]
 
 

@@ -19,7 +19,8 @@ from typing import Any, Literal, Protocol
 
 from fabricx import by_value
 from fabricx.distributed import authentication
-from fabricx.distributed.generations import ANY_DEATH, SAVING, death_key
+from fabricx.distributed.deaths import DEATHS
+from fabricx.distributed.generations import SAVING
 from fabricx.distributed.heartbeat import Diagnosis
 from fabricx.distributed.stop_consensus import STOP_KEY
 from fabricx.distributed.store_server import StoreServer
@@ -228,8 +229,7 @@ class _Workers:
             else:
                 self._failures.append(death)
             return
-        for key in (death_key(rank), ANY_DEATH):
-            self._store.set(key, b"")
+        self._store.push(DEATHS, str(rank).encode())
         self._notify_servers(rank)
         if self._controller is None or not self._controller.died(rank, death.traceback):
             self._failures.append(death)

@@ -185,13 +185,18 @@ def weights_as_state_dict(state: dict[str, Any]) -> Iterator[None]:
 
 
 def _states_of_ranks(world: World, point: RankState) -> list[dict[str, Any]]:
-    """Return the states of all data ranks; ranks that compute a share together have the same random numbers."""
-    states = world.gather_objects(point.state_dict() if world.represents else None)
+    """Return the states of all data ranks, on the main rank; a checkpoint has its plain data.
+
+    Ranks that compute a share together have the same random numbers.
+    """
+    states = world.gather_objects_on_main(point.state_dict() if world.represents else None)
     return [state for state in states if state is not None]
 
 
 def _warn_if_lost(world: World, added: Mapping[str, Any]) -> None:
     """Warn if hooks add different values on other ranks: only those of rank 0 are saved; every rank calls it."""
+    if not world.all_reduce(torch.tensor(float(bool(added)), device=world.device), "max"):
+        return
     by_rank = world.gather_objects(of_added(added)) if world.size > 1 else []
     names = sorted({str(name) for other in by_rank for name in other if other[name] != by_rank[0].get(name)})
     if names and world.main_rank:

@@ -16,7 +16,7 @@ from fabricx.errors import is_full
 from fabricx.redaction import printable
 from fabricx.telemetry import logs
 from fabricx.telemetry.diagnosis import diagnose
-from fabricx.telemetry.events import EventFile
+from fabricx.telemetry.events import EventFile, interval_s
 from fabricx.telemetry.reader import Files, Record
 from fabricx.telemetry.run import Run
 from fabricx.telemetry.tensorboard import Board
@@ -102,7 +102,7 @@ class Aggregator:
         if self._board is not None:
             self._board.skip()
         self.run.feed(records[len(earlier) :])  # records are sorted by time
-        while not self._closed.wait(READ_INTERVAL_S):
+        while not self._closed.wait(max(READ_INTERVAL_S, interval_s(self.run.size))):
             self._read_new()
             with self._tolerating_full_disk():
                 if self._board is not None:

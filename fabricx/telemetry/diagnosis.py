@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from typing import Final
 
@@ -36,8 +37,15 @@ def straggler_scores(rows: Sequence[Row]) -> list[float]:
     step = max((row.step_s for row in rows), default=0.0)
     if len(rows) < 2 or step <= 0.0:
         return [0.0] * len(rows)
-    medians = [statistics.median(busy[:index] + busy[index + 1 :]) for index in range(len(busy))]
-    return [min(1.0, max(0.0, (seconds - median) / step)) for seconds, median in zip(busy, medians, strict=True)]
+    ordered = sorted(busy)
+    return [min(1.0, max(0.0, (seconds - _median_without(ordered, seconds)) / step)) for seconds in busy]
+
+
+def _median_without(ordered: Sequence[float], value: float) -> float:
+    """Return the median of sorted numbers without one of them."""
+    position, middle = bisect_left(ordered, value), (len(ordered) - 2) // 2
+    low, high = (ordered[index + (index >= position)] for index in (middle, (len(ordered) - 1) // 2))
+    return (low + high) / 2
 
 
 def diagnose(run: Run) -> str:

@@ -37,6 +37,18 @@ class Span(StrEnum):
     OTHER = "other"
 
 
+def interval_s(ranks: int) -> float:
+    """Return the seconds between two records of a rank, so that the records of all ranks cost few per cent of a core.
+
+    Args:
+        ranks: number of ranks.
+
+    >>> interval_s(8), interval_s(10_000)
+    (1.0, 20.0)
+    """
+    return max(1.0, ranks / 500)
+
+
 def run_id(run_dir: Path) -> str:
     """Return the id of the run in a folder, equal for all processes and attempts of the run.
 

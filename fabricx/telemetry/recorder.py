@@ -21,10 +21,10 @@ import torch
 from fabricx.distributed import heartbeat
 from fabricx.distributed.generations import membership
 from fabricx.distributed.world import WAITED_S, World
-from fabricx.telemetry.events import EventFile, Span, finite
+from fabricx.telemetry.events import EventFile, Span, finite, interval_s
 from fabricx.telemetry.logs import LogSettings, logging_to
 
-_WRITE_INTERVAL_S: Final = 1.0  # seconds between two writes of new laps
+_MANY: Final = 4  # rows of a record, if records are further apart than a second
 _STUCK_S: Final = 5.0  # seconds without a lap after which the training thread's source line is recorded
 _DOUBLING_BYTES: Final = 2**26  # each time a file grows by this size, the number of steps per row doubles
 _clock = time.monotonic
@@ -199,13 +199,14 @@ class Recorder(NoopRecorder):
         waiting: counters of the rank's waiting time.
         device: device of the rank.
         logs: context that redirects Python's logs to the file; entered now, exited by `close`.
+        ranks: number of ranks; many ranks write fewer records each.
     """
 
     on = True
 
     def __init__(
         self, file: EventFile, waiting: Waiting, device: torch.device,
-        logs: contextlib.AbstractContextManager[None] | None = None,
+        logs: contextlib.AbstractContextManager[None] | None = None, ranks: int = 1,
     ) -> None:  # fmt: skip
         self._logs = contextlib.ExitStack()
         if logs is not None:
@@ -218,6 +219,7 @@ class Recorder(NoopRecorder):
         self._sums: dict[str, float] = {}  # seconds by span of the incomplete row
         self._samples = self._steps = 0  # samples and steps of the incomplete row
         self._stride = 1  # steps per row
+        self._doublings, self._interval_s = 0, interval_s(ranks)
         self._traced = False  # the last lap was written to the trace
         self._all: dict[str, float] = {}  # seconds by span of all rows
         self._all_steps = 0
@@ -280,7 +282,7 @@ class Recorder(NoopRecorder):
     # -- in the writing thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._closed.wait(_WRITE_INTERVAL_S):
+        while not self._closed.wait(self._interval_s):
             self._write()
             self._write_heartbeat()
 
@@ -318,7 +320,8 @@ class Recorder(NoopRecorder):
             samples=samples, us=columns,
         )  # fmt: skip
         self._step = steps[-1]
-        self._stride = 2 ** (self._file.size // _DOUBLING_BYTES)
+        self._doublings += self._interval_s > 1.0 and len(rows) > _MANY
+        self._stride = 2 ** (self._doublings + self._file.size // _DOUBLING_BYTES)
 
     def _new_laps(self) -> list[tuple[Any, ...]]:
         laps = []
@@ -389,7 +392,7 @@ def open_recorder(
         clock_offset_s=offset, clock_uncertain_s=uncertain, **attributes,
     )  # fmt: skip
     number = world.local_rank if world.newcomer else world.rank
-    return Recorder(file, waiting, world.device, logging_to(file, number, logs))
+    return Recorder(file, waiting, world.device, logging_to(file, number, logs), world.size)
 
 
 def _clock_offset(world: World, rounds: int = 5) -> tuple[float, float]:

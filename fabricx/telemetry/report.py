@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from fabricx.telemetry.diagnosis import diagnose, straggler_scores
-from fabricx.telemetry.events import FOLDER, Span
+from fabricx.telemetry.events import FOLDER, Span, interval_s
 from fabricx.telemetry.logged import files_of, metrics_of
 from fabricx.telemetry.reader import Files, check_run, is_foreign_link
 from fabricx.telemetry.run import Run, joined
 from fabricx.telemetry.timeline import History
 
-SILENT_S: Final = 10.0  # a run without records for this time is dead: live processes write a record every second
+SILENT_S: Final = 10.0  # a process of a run of few ranks writes a record every second
 CONFIG_FILES: Final = ("config.yaml", "arguments.yaml")  # a run from the command line has the first, else the second
 _MAX_WARNINGS: Final = 200
 _UNMEASURED: Final = "the run recorded no telemetry (enable_telemetry=False)"
@@ -50,9 +50,14 @@ class LoadedRun:
                 self.run.closed, self.run.closed
             )
         age = time.time() - self.run.ended
-        if age < SILENT_S:
+        if age < _silent_s(self.run):
             return "running"
         return f"no records for {duration(age)}: the run was killed, or its machine failed"
+
+
+def _silent_s(run: Run) -> float:
+    """Return the seconds without records after which a process is dead."""
+    return max(SILENT_S, 3 * interval_s(run.size))
 
 
 def load_run(run_dir: Path) -> LoadedRun:
@@ -71,7 +76,7 @@ def load_run(run_dir: Path) -> LoadedRun:
     run = Run(history)
     run.feed(files.new())
     live = {number for number, rank in run.ranks.items() if rank.ending is None}
-    history.close(run.ended, {number: rank.heard for number, rank in run.ranks.items()}, live, SILENT_S)
+    history.close(run.ended, {number: rank.heard for number, rank in run.ranks.items()}, live, _silent_s(run))
     missing = sorted(set(range(run.size)) - set(run.ranks))
     complaints = files.complaints()
     if missing:

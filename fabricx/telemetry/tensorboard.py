@@ -1,7 +1,8 @@
 """Write telemetry for TensorBoard, as separate TensorBoard runs next to the user's metrics.
 
 TensorBoard has a colour per run and sorts tags by name. Each rank is therefore a run, `telemetry/rank_N`, with equal
-tags, and all tags begin with "~", which sorts after letters: the user's metrics come first.
+tags, and all tags begin with "~", which sorts after letters: the user's metrics come first. Of many ranks, the first
+have such a run, and the whole run has the number of the slowest rank.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from fabricx.telemetry.events import FOLDER
 from fabricx.telemetry.reader import Record
 from fabricx.telemetry.run import WAITING, Rank, Row, Run, joined
 
+MOST_RANKS: Final = 64  # ranks with scalars of their own: each has an open file
 RANKS: Final = "~ranks"  # groups of tags
 TRAINING: Final = "~training"
 RECOVERY: Final = "~recovery"
@@ -121,7 +123,11 @@ class Board:
         add(f"{TRAINING}/step_ms", 1e3 * max(row.step_s for row in rows.values()), step)
         add(f"{TRAINING}/samples_per_s", sum(speeds.values()), step)
         add(f"{TRAINING}/samples_per_s_per_device", sum(speeds.values()) / len(speeds), step)
-        for (rank, row), score in zip(rows.items(), straggler_scores(list(rows.values())), strict=True):
+        scores = straggler_scores(list(rows.values()))
+        if len(rows) > MOST_RANKS:
+            add(f"{RANKS}/straggler", max(scores), step)
+            add(f"{RANKS}/slowest_rank", [*rows][scores.index(max(scores))], step)
+        for (rank, row), score in zip(rows.items(), scores, strict=True):
             now = self._run.ranks[rank].now
             scalars = {
                 "busy_ms": 1e3 * row.busy_s, "wait_ms": 1e3 * row.mean(*WAITING), "data_ms": 1e3 * row.mean("data"),
@@ -129,6 +135,8 @@ class Board:
                 "straggler": score,
             }  # fmt: skip
             scalars |= {name: now[name] for name in ("memory_mib", "device_mib", "cpu_cores") if name in now}
+            if rank >= MOST_RANKS:
+                continue
             writer = self._of_rank(rank)
             for name, value in scalars.items():
                 writer.add_scalar(f"{RANKS}/{name}", value, step)

@@ -21,8 +21,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+from fabricx.distributed.deaths import DEATHS
 from fabricx.distributed.departure import await_departure
-from fabricx.distributed.generations import ANY_DEATH, death_key
 from fabricx.distributed.stop_consensus import Agreement
 from fabricx.distributed.store import PrivateStore
 from fabricx.distributed.world import World
@@ -99,7 +99,7 @@ def measured(ranks: int, folder: str) -> dict[str, tuple[float, float, float]]:
     def join(rank: int) -> None:
         stores[rank] = store = PrivateStore(server.address, KEY)
         store.set(f"here/{rank}", "")
-        store.set_at_end(death_key(rank), ANY_DEATH)
+        store.push_at_end(DEATHS, str(rank))
         if rank == 0:
             store.wait([f"here/{other}" for other in range(ranks)], timedelta(minutes=5))
             store.set("complete", "")

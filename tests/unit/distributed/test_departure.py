@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
+from fabricx.distributed.deaths import DEATHS
 from fabricx.distributed.departure import await_departure
-from fabricx.distributed.generations import ANY_DEATH, death_key
+from fabricx.distributed.store import PrivateStore
+from fabricx.distributed.store_server import StoreServer
 from fabricx.distributed.world import World
 
+KEY = b"k" * 32
 
-def test_no_rank_leaves_before_all_have_done_their_last_collective() -> None:
-    store = dist.HashStore()
-    first, second = (World(rank=rank, size=2, store=store) for rank in (0, 1))
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[StoreServer]:
+    (tmp_path / "store").mkdir(mode=0o700)
+    server = StoreServer(str(tmp_path / "store"), KEY)
+    yield server
+    server.close()
+
+
+def world(server: StoreServer, rank: int = 0, size: int = 2) -> World:
+    return World(rank=rank, size=size, store=PrivateStore(server.path, KEY))
+
+
+def test_no_rank_leaves_before_all_have_done_their_last_collective(server: StoreServer) -> None:
+    first, second = (world(server, rank) for rank in (0, 1))
     order: list[str] = []
 
     def leave() -> None:
@@ -24,7 +40,7 @@ def test_no_rank_leaves_before_all_have_done_their_last_collective() -> None:
 
     thread = threading.Thread(target=leave)
     thread.start()
-    while not store.check([second.key("departure/0/1")]):
+    while not server.has(second.key("departure/0/1")):
         time.sleep(0.001)
     order.append("the first rank has done its last collective")
     await_departure(first, 60.0)
@@ -32,26 +48,41 @@ def test_no_rank_leaves_before_all_have_done_their_last_collective() -> None:
     assert order == ["the first rank has done its last collective", "the second rank leaves"]
 
 
-def test_a_peer_that_is_gone_is_not_waited_for_without_end() -> None:
-    store = dist.HashStore()
-    await_departure(World(rank=0, size=2, store=store), 0.0)
+def test_a_peer_that_is_gone_is_not_waited_for_without_end(server: StoreServer) -> None:
+    await_departure(world(server), 0.0)
     await_departure(World())
 
 
-def test_a_worker_of_which_the_supervisor_says_that_it_is_gone_is_not_waited_for() -> None:
-    store = dist.HashStore()
-    for key in (death_key(1), ANY_DEATH):
-        store.set(key, "")
-    await_departure(World(rank=0, size=2, store=store), 3600.0)
-    assert not store.check([World(rank=1, size=2, store=store).key("departure/0/1")])
+@pytest.mark.parametrize("dies_while_others_wait", [False, True])
+def test_a_worker_whose_end_is_recorded_is_not_waited_for(server: StoreServer, dies_while_others_wait: bool) -> None:
+    thread = threading.Thread(target=await_departure, args=(world(server), 3600.0))
+    if dies_while_others_wait:
+        thread.start()
+        while not server.has(world(server).key("departure/0/count")):
+            time.sleep(0.001)
+    server.push(DEATHS, b"1")
+    if not dies_while_others_wait:
+        thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert not server.has(world(server).key("departure/0/1"))
 
 
-def test_nothing_is_waited_for_when_the_store_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def closed(*arguments: object) -> None:
-        raise dist.DistNetworkError
+@pytest.mark.parametrize("size", [4, 4000])
+def test_requests_of_a_rank_do_not_depend_on_the_number_of_ranks(server: StoreServer, size: int) -> None:
+    """Of four ranks that have ended, two have reported before."""
+    leaving, name = world(server, size=size), world(server).key("departure/0")
+    for rank in (1, 2):
+        server.set(f"{name}/{rank}", b"done")
+    server.set(f"{name}/count", str(size - 2).encode())
+    for worker in (1, 2, 3):
+        server.push(DEATHS, str(worker).encode())
+    before = server.requests
+    await_departure(leaving, 60.0)
+    assert server.requests - before < 20
 
-    store = dist.HashStore()
-    world = World(rank=0, size=2, store=store)
-    for name in ("set", "wait"):
-        monkeypatch.setattr(dist.HashStore, name, closed)
-        await_departure(world, 3600.0)
+
+def test_nothing_is_waited_for_when_the_store_is_gone(server: StoreServer) -> None:
+    leaving = world(server)
+    server.close()
+    await_departure(leaving, 3600.0)

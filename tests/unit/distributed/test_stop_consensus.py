@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fabricx.distributed.generations import ANY_DEATH, death_key
+from fabricx.distributed.deaths import DEATHS
 from fabricx.distributed.stop_consensus import Agreement
 from fabricx.distributed.store import PrivateStore
 from fabricx.distributed.store_server import StoreServer
@@ -60,8 +60,7 @@ def agreements(server: StoreServer, ranks: int, **options: Any) -> list[Agreemen
 
 
 def test_a_rank_that_has_ended_is_not_waited_for(server: StoreServer) -> None:
-    for key in (death_key(1), ANY_DEATH):  # as the server of a launch's store does
-        server.set(key, b"")
+    server.push(DEATHS, b"1")  # as the server of a launch's store does
     agreement, _ = both = agreements(server, 2)
     agreement.request("terminated")
     with pytest.raises(PeerLost, match="rank 1 has ended"):

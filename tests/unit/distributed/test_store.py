@@ -54,6 +54,7 @@ def test_the_private_store_does_what_torch_asks_of_a_store(server: StoreServer) 
     assert store.compare_set("run/once", "0", "2") == b"1"
     assert prefixed.delete_key("once")
     assert not prefixed.delete_key("once")
+    assert [store.delete_key("bytes", "other"), store.check(["bytes"])] == [False, False]
     with pytest.raises(RuntimeError, match=r"wait timeout after 0\.01 s, keys: run/missing"):
         prefixed.wait(["missing"], timedelta(seconds=0.01))
 
@@ -182,18 +183,22 @@ ENDS = """
 import os, signal, sys
 from fabricx.distributed.store import PrivateStore
 place = sys.argv[1] or ("127.0.0.1", int(sys.argv[2]))
-PrivateStore(place, b"k" * 32).set_at_end("gone/1")
+PrivateStore(place, b"k" * 32).push_at_end("gone", "7")
 print("set", flush=True)
 sys.stdin.read()
 """
 
 
-def test_a_key_is_set_when_the_process_ends_that_has_asked_for_it(server: StoreServer) -> None:
+def test_a_sequence_grows_when_the_process_ends_that_has_asked_for_it(server: StoreServer) -> None:
     store = PrivateStore(address(server), KEY)
     command = [sys.executable, "-c", ENDS, server.path, str(server.port)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "set\n"
+        server.push("gone", b"3")
         assert not store.check(["gone/1"])
         process.kill()
         store.wait(["gone/1"], timedelta(seconds=60))
+    assert store.values(["gone/1", "gone/0"]) == [b"7", b"3"]
+    with pytest.raises(RuntimeError, match="wait timeout"):
+        store.values(["gone/0", "gone/2"])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+import statistics
+
 import pytest
 
 from fabricx.telemetry.diagnosis import diagnose_rows, straggler_scores
@@ -57,3 +60,16 @@ def test_a_run_without_a_step_has_no_diagnosis() -> None:
 def test_scores_are_between_nothing_and_all_of_a_step() -> None:
     assert straggler_scores([row(forward=1.0, wait=9.0), row(forward=10.0)]) == [0.0, pytest.approx(0.9)]
     assert straggler_scores([row(forward=3.0), row(forward=3.0)]) == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 9, 10])
+def test_scores_compare_a_rank_with_the_median_of_the_others(ranks: int) -> None:
+    values = random.Random(ranks)
+    for _ in range(20):
+        busy = [values.choice([1.0, 2.0, 2.0, 3.5, 5.0]) for _ in range(ranks)]
+        step = max(busy)
+        medians = [statistics.median(busy[:index] + busy[index + 1 :]) for index in range(ranks)]
+        wanted = [max(0.0, (seconds - median) / step) for seconds, median in zip(busy, medians, strict=True)]
+        assert straggler_scores([row(forward=seconds, wait=step - seconds) for seconds in busy]) == pytest.approx(
+            wanted
+        )

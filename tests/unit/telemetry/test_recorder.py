@@ -157,7 +157,7 @@ def test_numbers_that_json_has_not_are_read_as_what_they_were(tmp_path: Path, cl
 def test_a_thread_says_each_second_that_the_process_lives_and_where_it_stands_still(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorder, "_WRITE_INTERVAL_S", 0.01)
+    monkeypatch.setattr(recorder, "interval_s", lambda ranks: 0.01)
     recording = recorded(tmp_path, clock)
     recording.begin()
     deadline = time.monotonic() + 30
@@ -202,3 +202,17 @@ def test_ranks_of_one_machine_have_one_clock() -> None:
     alone.local_size = 2
     assert recorder._clock_offset(alone) == (0.0, 0.0)
     assert alone.rounds == 0
+
+
+def test_records_of_many_ranks_become_rare_and_their_rows_few(tmp_path: Path, clock: Clock) -> None:
+    recording = Recorder(EventFile(tmp_path, "worker 0", 0), clock, torch.device("cpu"), ranks=10_000)
+    recording.begin()
+    for step in range(1, 65):
+        clock.passes(0.010)
+        recording.end_step(step)
+        if step % 16 == 0:
+            recording._write()
+    recording.close("success")
+    records = kinds(tmp_path, "steps")
+    assert [(record["each"], len(record["steps"])) for record in records] == [(1, 16), (2, 8), (4, 4), (4, 4)]
+    assert len(kinds(tmp_path, "now")) == 0  # a heartbeat is due after 20 seconds

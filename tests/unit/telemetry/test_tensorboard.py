@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from fabricx.telemetry import tensorboard
 from fabricx.telemetry.run import Run
 from fabricx.telemetry.tensorboard import Board
 from tests.unit.telemetry.test_run import record, steps_of
@@ -112,3 +115,18 @@ def test_a_single_rank_needs_no_run_of_its_own(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["telemetry"]
     assert [path for path in (tmp_path / "telemetry").iterdir() if path.is_dir()] == []
     assert scalars(tmp_path, "~ranks/busy_ms") == [(12, 1.0)]
+
+
+def test_of_many_ranks_the_first_have_scalars_and_the_run_names_the_slowest(tmp_path: Path) -> None:
+    ranks, run = tensorboard.MOST_RANKS + 6, Run()
+    run.feed([record("start", rank, 1.0, size=ranks, device="cpu") for rank in range(ranks)])
+    for rank in range(ranks):
+        slow = rank == ranks - 2
+        run.feed([steps_of(rank, 1, 12, at=100.0, forward=9_000 if slow else 3_000, wait=0 if slow else 6_000)])
+    board = Board(tmp_path, run)
+    board.write()
+    board.close()
+    assert len(list((tmp_path / "telemetry").glob("rank_*"))) == tensorboard.MOST_RANKS
+    assert scalars(tmp_path, "~ranks/slowest_rank") == [(12, ranks - 2)]
+    assert scalars(tmp_path, "~ranks/straggler") == [(12, pytest.approx(0.667))]
+    assert scalars(tmp_path, "~training/samples_per_s")

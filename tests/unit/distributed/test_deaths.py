@@ -1,0 +1,36 @@
+"""Ends of workers that the store records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fabricx.distributed.deaths import DEATHS, Deaths
+from fabricx.distributed.store import PrivateStore
+from fabricx.distributed.store_server import StoreServer
+
+KEY = b"k" * 32
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[StoreServer]:
+    (tmp_path / "store").mkdir(mode=0o700)
+    server = StoreServer(str(tmp_path / "store"), KEY)
+    yield server
+    server.close()
+
+
+def test_each_end_is_read_once_and_the_next_one_can_be_waited_for(server: StoreServer) -> None:
+    store = PrivateStore(server.path, KEY)
+    deaths = Deaths(store)
+    assert deaths.read() == set()
+    assert store.reach(deaths.condition, 0.0) == []
+    for worker in (5, 0):
+        server.push(DEATHS, str(worker).encode())
+        assert store.reach(deaths.condition, 60.0) == [*deaths.condition]
+        assert worker in deaths.read()
+    before = server.requests
+    assert deaths.read() == {0, 5}
+    assert server.requests == before + 1
