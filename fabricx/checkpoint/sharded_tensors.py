@@ -101,7 +101,7 @@ def _gathered(
         return dict(enumerate(world.gather_objects(entries)))
     plans: dict[int, list[tuple[Any, ...]]] = {}
     for ranks in equal.values():
-        sent = world.broadcast_object(entries if world.rank == ranks[0] else None, ranks[0])
+        sent: list[tuple[Any, ...]] = world.broadcast_object(entries if world.rank == ranks[0] else None, ranks[0])
         plans |= dict.fromkeys(ranks[: max(1, WRITERS // len(equal))], sent)
     return dict(sorted(plans.items()))
 
