@@ -18,6 +18,7 @@ from fabricx.checkpoint.files import (
 if TYPE_CHECKING:
     from fabricx.checkpoint.foreign import is_foreign as is_foreign
     from fabricx.checkpoint.foreign import read_foreign as read_foreign
+    from fabricx.checkpoint.reader import data_state as data_state
     from fabricx.checkpoint.reader import load as load
     from fabricx.checkpoint.reader import load_data as load_data
     from fabricx.checkpoint.reader import load_module as load_module
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 # torch.distributed.checkpoint takes most of a second to import, so it is imported at first use.
 _LATER = {
+    "data_state": "reader",
     "is_foreign": "foreign",
     "load": "reader",
     "load_data": "reader",

@@ -83,8 +83,7 @@ class DataModule(HyperParameters):
         Raises:
             CheckpointError: the checkpoint does not exist, is incomplete, or lacks arguments of the constructor.
         """
-        from fabricx.checkpoint import load_data
-        from fabricx.checkpoint.reader import data_state
+        from fabricx.checkpoint import data_state, load_data
 
         warn_of_execution(weights_only, "load_from_checkpoint")
         data: Any = load_data(cls, checkpoint_path, override, hparams_file)
