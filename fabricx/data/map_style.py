@@ -278,7 +278,7 @@ class OrderedFeed(Feed):
                 begin=share.begin, part=share.part, start=share.window_begin,
                 # With an order per rank, no rank waits for this one.
                 idle=self._world.ranks_of_run(share.idle) if self._world.size > 1 else (),
-                own=self._loader.batch_sampler is None,
+                user_batch=self._loader.batch_sampler is None,
             )  # fmt: skip
             index += not share.part
 
@@ -313,7 +313,7 @@ class OrderedFeed(Feed):
                     yield Microbatch(
                         data, share.begin // (batch * dealer.planned), size, size / whole,
                         share.opens, share.closes, False, share.planned, apart=True, begin=share.begin, end=share.end,
-                        own=self._loader.batch_sampler is None,
+                        user_batch=self._loader.batch_sampler is None,
                     )  # fmt: skip
             start, position = position, deal.end
             index = -(-position // (batch * dealer.planned)) - 1

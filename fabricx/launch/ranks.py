@@ -54,7 +54,7 @@ class Ranks:
         self, job: bytes, variables: Sequence[Mapping[str, str]], *, forks: bool = False, copies: Path | None = None
     ) -> None:  # fmt: skip
         self._job, self._copies = job, copies
-        self._variables = [{**own, **({} if copies is None else {COPIES: str(copies)})} for own in variables]
+        self._variables = [{**rank, **({} if copies is None else {COPIES: str(copies)})} for rank in variables]
         self._start = _fork if forks else _start
         self._processes: list[_RankProcess] = []
         self._early: list[int] = []  # signals that arrived before the ranks started
@@ -67,9 +67,9 @@ class Ranks:
             authentication.write_private(Path(folder) / "job", self._job)
             try:
                 with self._started:
-                    for number, own in enumerate(self._variables):
+                    for number, variables in enumerate(self._variables):
                         (Path(folder) / str(number)).mkdir()
-                        self._processes.append(self._start(Path(folder) / str(number), {**os.environ, **own}))
+                        self._processes.append(self._start(Path(folder) / str(number), {**os.environ, **variables}))
                 for early in self._early:
                     self.signal(early)
                 self._wait()

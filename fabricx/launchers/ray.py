@@ -148,7 +148,7 @@ class Ray(Launcher):
         job, threads = ray.put(program.job), {"OMP_NUM_THREADS": str(self.cpus_per_rank)}
         waiting = {}
         for number, node in enumerate(self._nodes):
-            variables = [{**threads, **own} for own in torchrun_variables(program, number, *address)]
+            variables = [{**threads, **rank} for rank in torchrun_variables(program, number, *address)]
             waiting[node.run.remote(job, variables)] = number
         ends, deadline = list[Ended](), float("inf")
         while waiting:

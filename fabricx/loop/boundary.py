@@ -36,7 +36,7 @@ def begin_batch(session: Session, micro: Microbatch) -> Any:
     step = session.state.step + 1
     if micro.opens and not micro.closes:
         session.metrics.logbook.metrics.forget_step(step)
-    session.metrics.logbook.begin_batch(batch, None if micro.own else micro.size, step)
+    session.metrics.logbook.begin_batch(batch, None if micro.user_batch else micro.size, step)
     if session.transfer is not None:
         session.recorder.lap(Span.TRANSFER)
     return batch

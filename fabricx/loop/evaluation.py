@@ -141,7 +141,7 @@ def _evaluate_batches(session: Session, word: str, number: int, feed: Feed) -> N
                 continue
             batch = session.to_device(micro.data, number)
             session.batch.is_last = micro.last
-            logbook.begin_batch(batch, None if micro.own else micro.size, logbook.batches)
+            logbook.begin_batch(batch, None if micro.user_batch else micro.size, logbook.batches)
             in_step, in_hook = _guards(session.sharding, word, micro)
             with in_hook:
                 for hook in starts:

@@ -172,19 +172,19 @@ def continue_launch(here: World, root: Path, run_dir: Path | None) -> Continuati
 
     def find_run() -> tuple[str, str | None, int]:
         attempt = launch_store.attempt(here)
-        markers = {marker: _attempt_in(marker) for marker in root.glob(f"runs/*/recovery/{mark}")}
-        same = {marker for marker, before in markers.items() if set(before.agents) & set(attempt.agents)}
-        found = max(same or (markers if attempt.restarts else ()), default=None)
-        if found is None:
+        markers = {path: _attempt_in(path) for path in root.glob(f"runs/*/recovery/{mark}")}
+        same = {path for path, before in markers.items() if set(before.agents) & set(attempt.agents)}
+        marker = max(same or (markers if attempt.restarts else ()), default=None)
+        if marker is None:
             folder = run_dir or new_run_dir(root)
             (folder / "recovery").mkdir(parents=True, exist_ok=True)
             _write_attempt(folder / "recovery" / mark, replace(attempt, restarts=0))
             return str(folder), None, 0
-        restarts = max(attempt.restarts, markers[found].restarts + 1)
-        _write_attempt(found, replace(attempt, restarts=restarts))
-        checkpoints = checkpoints_of(found.parent.parent)
+        restarts = max(attempt.restarts, markers[marker].restarts + 1)
+        _write_attempt(marker, replace(attempt, restarts=restarts))
+        checkpoints = checkpoints_of(marker.parent.parent)
         newest = str(newest_whole(checkpoints)) if checkpoints else None
-        return str(found.parent.parent), newest, restarts
+        return str(marker.parent.parent), newest, restarts
 
     folder, newest, restarts = process.decided_by_main_rank(here, find_run)
     return Continuation(number, Path(folder), newest, restarts)
