@@ -228,7 +228,6 @@ def build(cfg: DictConfig | Mapping[str, Any]) -> tuple[Trainer, Module, DataMod
                 f"{group} is not set: choose a {group} ({choice}), or set {group}._target_=my_project.Mine"
             )
     module = _built("module", config["module"], Module, adapt_module)
-    _check_own_loaders(module, config)
     data = _built("data", config["data"], DataModule, adapt_data) if config.get("data") else None
     trainer = Trainer(
         **{**config["trainer"], "strategy": _named("strategy", config), "launcher": _named("launcher", config)},
@@ -242,23 +241,6 @@ def build(cfg: DictConfig | Mapping[str, Any]) -> tuple[Trainer, Module, DataMod
     if run_dir is not None:
         provenance.write(run_dir, config)
     return trainer, module, data
-
-
-def _check_own_loaders(module: Any, config: Mapping[str, Any]) -> None:
-    """Refuse the data of the demonstration, which is the default, for a module that has loaders of its own.
-
-    Raises:
-        ValueError: the loaders of the module would be ignored.
-    """
-    target = str((config.get("data") or {}).get("_target_", ""))
-    loader = getattr(type(module), "train_dataloader", None)
-    of_base = str(getattr(loader, "__module__", "")).startswith(("fabricx.", "lightning.", "pytorch_lightning."))
-    if target.startswith("fabricx.demo.") and callable(loader) and not of_base:
-        raise ValueError(
-            f"{type(module).__name__} has a train_dataloader, which {target} would replace: write ~data to use the "
-            "loaders of the module (on the command line, or `override /data: null` in a configuration), or set "
-            "data._target_=my_project.Data"
-        )
 
 
 def _entries(config: Mapping[str, Any], group: str) -> list[tuple[str, dict[str, Any]]]:

@@ -184,7 +184,7 @@ def main() -> None:
 
 def _run(command: str, arguments: list[str]) -> None:
     from fabricx.cli.hydra_app import run_app
-    from fabricx.cli.mistakes import note_on_data, unread_keys
+    from fabricx.cli.mistakes import unread_keys
     from fabricx.config import plain
     from fabricx.scratch import private_folder
 
@@ -193,8 +193,6 @@ def _run(command: str, arguments: list[str]) -> None:
     def task(cfg: DictConfig) -> Any:
         for key in unread_keys(cfg, arguments):
             print(f"note: nothing reads the key {key}, which the command line adds", file=sys.stderr)
-        if note := note_on_data(cfg, arguments):
-            print(note, file=sys.stderr)
         if command == "plan":
             return _plan(plain(cfg))
         stopped, value = run(command, plain(cfg))

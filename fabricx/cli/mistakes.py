@@ -101,23 +101,6 @@ def unread_keys(cfg: DictConfig, arguments: Sequence[str]) -> list[str]:
     return [key for key in plain_keys if not re.search(rf"\$\{{\.*{key}\b", text)]
 
 
-def note_on_data(cfg: DictConfig, arguments: Sequence[str]) -> str | None:
-    """Return a note on the data of the demonstration, on which a module of the user trains by default; else None.
-
-    Args:
-        cfg: of the command.
-        arguments: overrides of the command line.
-    """
-    module, data = (str(OmegaConf.select(cfg, f"{group}._target_") or "") for group in ("module", "data"))
-    chosen = any(argument.lstrip("+~").partition("=")[0].partition(".")[0] == "data" for argument in arguments)
-    if chosen or module.startswith("fabricx.") or not data.startswith("fabricx.demo."):
-        return None
-    return (
-        f"note: no data is set, so the module gets those of {data}; set data._target_=my_project.Data, or write ~data "
-        "to use the loaders of the module"
-    )
-
-
 def explain(error: Exception, composition: Composition, arguments: Sequence[str]) -> str:
     """Return an error message with the nearest valid key or choice.
 

@@ -37,8 +37,8 @@ class Microbatch:
         idle: ranks without a sample in this microbatch.
         portion: samples of all ranks relative to `planned`.
         end: position after the last sample of a leased microbatch, in an order of the data; None otherwise.
-        user_batch: the item of the data set is a batch that the user made (`batch_size=None`): `size` counts 1 for it, and the
-            number of its samples is the weight of logged values.
+        user_batch: the item of the data set is a batch that the user made (`batch_size=None`): `size` counts 1 for it,
+            and the number of its samples is the weight of logged values.
     """
 
     data: Any

@@ -87,16 +87,3 @@ def test_a_resumed_run_reads_numbers_as_the_command_does(tmp_path: Path) -> None
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"module": {"lr": 0.1, "sizes": [1], "name": "a"}}))
     config = configuration_of(tmp_path, ["module.lr=1e-3", "module.sizes=[2, 3]", "module.name=b"])
     assert config["module"] == {"lr": 0.001, "sizes": [2, 3], "name": "b"}
-
-
-class OwnLoader(DigitsClassifier):
-    def train_dataloader(self) -> Any:
-        return None
-
-
-def test_the_data_of_the_demonstration_do_not_replace_the_loaders_of_a_module() -> None:
-    config = {**GIVEN, "module": {"_target_": f"{__name__}.OwnLoader"}}
-    with pytest.raises(ValueError, match=r"OwnLoader has a train_dataloader.*write ~data"):
-        build(config)
-    del config["data"]
-    assert build(config)[2] is None

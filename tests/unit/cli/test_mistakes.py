@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from fabricx.cli.mistakes import note_on_data, unread_keys
+from fabricx.cli.mistakes import unread_keys
 
 
 @pytest.mark.parametrize(
@@ -76,22 +76,3 @@ def test_keys_that_nothing_reads_are_found() -> None:
     )
     arguments = ["+foo=1", "+width=3", "+sizes={}", "+module.x=2", "seed=1", "+experiment=mine"]
     assert unread_keys(cfg, arguments) == ["foo"]
-
-
-@pytest.mark.parametrize(
-    ("module", "arguments", "noted"),
-    [
-        ("mine.Net", ["module._target_=mine.Net"], True),
-        ("mine.Net", ["module._target_=mine.Net", "data.batch_size=4"], False),
-        ("mine.Net", ["module._target_=mine.Net", "data=digits"], False),
-        ("fabricx.demo.digits.DigitsClassifier", [], False),
-    ],
-)
-def test_a_module_that_gets_the_data_of_the_demonstration_is_noted(
-    module: str, arguments: list[str], noted: bool
-) -> None:
-    cfg = OmegaConf.create({"module": {"_target_": module}, "data": {"_target_": "fabricx.demo.digits.DigitsData"}})
-    note = note_on_data(cfg, arguments)
-    assert (note is not None) is noted
-    assert not noted or "data._target_=my_project.Data, or write ~data" in str(note)
-    assert note_on_data(OmegaConf.create({"module": {"_target_": module}}), arguments) is None  # ~data
