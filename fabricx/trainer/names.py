@@ -79,7 +79,8 @@ class EpochLoopSteps:
         self.global_step = self._batches_that_stepped = global_step
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"trainer.fit_loop.epoch_loop has no attribute {name!r}: trainer.fit_loop: {_LOOP}")
+        meant = "; trainer.enable_validation and trainer.num_val_batches describe the validation" * (name == "val_loop")
+        raise AttributeError(f"trainer.fit_loop.epoch_loop has no attribute {name!r}: trainer.fit_loop: {_LOOP}{meant}")
 
 
 class FitLimits:

@@ -88,6 +88,7 @@ def resolve_checkpoint(
         others = "".join(f"\n  {complete}" for complete in near[1:])
         listing = f"\n  complete checkpoints: {near[0]}{others}" if near else ""
         hint = did_you_mean(str(path), ["last", "best", *near]) if not checkpoint.is_dir() else ""
+        hint = " 'last' is the newest checkpoint, also of a job that is submitted again." if path == "hpc" else hint
         raise ValueError(f"ckpt_path={str(path)!r}: there is no complete checkpoint.{hint}{listing}")
     verify(checkpoint)
     return checkpoint.resolve()

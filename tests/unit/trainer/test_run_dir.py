@@ -52,6 +52,8 @@ def test_last_is_that_of_the_callbacks_folder_then_of_this_run_then_of_the_newes
     assert resolved(tmp_path, None) is None
     with pytest.raises(ValueError, match="ckpt_path='last': there is no complete checkpoint; call fit first"):
         resolved(tmp_path, "last")
+    with pytest.raises(ValueError, match=r"ckpt_path='hpc'.* 'last' is the newest checkpoint"):
+        resolved(tmp_path, "hpc")
     assert resolved(tmp_path, "last", trains=True) is None
     assert "so training starts from the beginning" in capsys.readouterr().err
     runs = [tmp_path / "runs" / f"2026-01-0{day}" for day in (1, 2, 3)]
