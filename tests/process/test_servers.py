@@ -536,6 +536,31 @@ def test_weights_that_optimizer_step_changes_are_refused_where_servers_hold_them
         train(strategy, module=ClampsInStep())
 
 
+class WarmsUp(Recorded):
+    """Sets the rate of the next step after each step, as in the documentation of Lightning."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer.step(closure=optimizer_closure)
+        if self.trainer.global_step < 4:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.01 * (self.trainer.global_step + 1) / 4
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        (ParameterServer(optimizer="server"), {}), (ParameterServer(servers=0, optimizer="server"), {}),
+        (ParameterServer(servers=2, optimizer="server"), {"gradient_clip_val": 0.5}),
+        (ParameterServer(mode="bounded", max_staleness=0), {}),
+    ],
+)  # fmt: skip
+def test_a_rate_that_optimizer_step_sets_after_the_step_is_that_of_the_next(strategy: Any, options: Any) -> None:
+    wanted, _ = train(Single(), 1, module=WarmsUp("momentum"), **options)
+    found, _ = train(strategy, 2, module=WarmsUp("momentum"), batch=6, **options)
+    for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=2e-5, atol=1e-6)
+
+
 def test_weights_that_the_step_changes_alike_stay_changed_where_workers_step() -> None:
     wanted, _ = train(Single(), 1, module=Clamps())
     found, _ = train(ParameterServer(), 2, module=Clamps(), batch=6)

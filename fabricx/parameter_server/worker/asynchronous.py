@@ -164,7 +164,7 @@ class Asynchronous(WorkerProtocol[Client]):
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         self._stepped = True
-        return None
+        self.optimizers.keep_groups(optimizer)
 
     def finish_update(self, step: int) -> int:
         stepped, self._stepped = self._stepped, False
@@ -172,11 +172,13 @@ class Asynchronous(WorkerProtocol[Client]):
         leases, numbers = self.leases, self.numbers
         lease, leases.lease = leases.lease, None
         if lease is None or lease.lease is None:
+            self.optimizers.end_update()
             return numbers.version - numbers.skipped  # this worker has trained no data
         push = Push(
             lease.clock, lease.parts, (lease.lease,), share=lease.share, groups=self.groups(),
             logged=leases.logged_sums(), samples=leases.take_samples(),
         )  # fmt: skip
+        self.optimizers.end_update()
         gradients = self.gradients.all() if stepped else []
         leases.dropped = not self.exchange.push(gradients, push, clips=clips, answered=self.may_drop)
         self.drop_partial_gradients()

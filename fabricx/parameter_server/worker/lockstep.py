@@ -152,7 +152,7 @@ class ServerStep(Lockstep[Client]):
         return clipped
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
-        return None
+        self.optimizers.keep_groups(optimizer)
 
     def finish_update(self, step: int) -> int:
         # The module's optimizer_step may have changed learning rates after the gradient was pushed for its norm.
@@ -160,6 +160,7 @@ class ServerStep(Lockstep[Client]):
         self._push()
         self.drop_partial_gradients()
         self.exchange.apply(self._clock, self._scales, self._limits, groups)
+        self.optimizers.end_update()
         self._scales, self._limits, self._pushed, self._has_whole_weights = [], [], False, False
         self._clock += 1
         self.timing.pull(self._clock, lambda reply: None)

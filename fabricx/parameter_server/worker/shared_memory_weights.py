@@ -164,13 +164,14 @@ class SharedWeights(Lockstep[SharedMemorySum]):
         ]  # fmt: skip
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
-        return None
+        self.optimizers.keep_groups(optimizer)
 
     def finish_update(self, step: int) -> int:
         self._sum()
         self._summed = False
         self.drop_partial_gradients()
         self._hyperparameters.apply(self.optimizers.groups())
+        self.optimizers.end_update()
         for stepping in self._stepping:
             stepping.step()
         self.exchange.meet()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import final
+from typing import Any, final
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -36,10 +36,26 @@ class WorkerOptimizers:
         self._parameters = parameters
         self._every = nested(list(optimizers))
         self._count = self._parameters_in_groups()
+        self._stepped: dict[int, list[dict[str, Any]]] = {}  # hyperparameters of groups, by `id` of the optimizer
 
     def groups(self) -> Groups:
-        """Return the hyperparameters of each group of each optimizer."""
-        return groups_of(self._every)
+        """Return the hyperparameters of each group of each optimizer: of its step in this update, if it has stepped."""
+        if not self._stepped:
+            return groups_of(self._every)
+        return [self._stepped.get(id(optimizer)) or groups_of([optimizer])[0] for optimizer in self._every]
+
+    def keep_groups(self, optimizer: Optimizer) -> None:
+        """Keep the hyperparameters with which an optimizer steps; `optimizer_step` may set those of the next step then.
+
+        Args:
+            optimizer: one of the optimizers.
+        """
+        every = nested([optimizer])
+        self._stepped |= {id(one): groups for one, groups in zip(every, groups_of(every), strict=True)}
+
+    def end_update(self) -> None:
+        """Forget the hyperparameters of the steps, which servers have."""
+        self._stepped.clear()
 
     def set_groups(self, groups: Groups) -> None:
         """Set hyperparameters.

@@ -26,6 +26,15 @@ def test_hyperparameters_of_another_worker_are_taken_over() -> None:
     assert len(optimizer.param_groups[0]["params"]) == 1
 
 
+def test_an_optimizer_steps_with_the_hyperparameters_of_its_step() -> None:
+    _, optimizer, optimizers = of_one_parameter()
+    optimizers.keep_groups(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.25  # of the next step
+    assert optimizers.groups()[0][0]["lr"] == 0.5
+    optimizers.end_update()
+    assert optimizers.groups()[0][0]["lr"] == 0.25
+
+
 def test_a_parameter_that_servers_do_not_have_is_an_error() -> None:
     _, optimizer, optimizers = of_one_parameter()
     optimizers.check_parameters()
