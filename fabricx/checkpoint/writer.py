@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import queue
+import secrets
 import threading
 import time
 import warnings
@@ -30,6 +31,7 @@ class _Snapshot:
 
     path: Path
     work: Path
+    token: str  # of this write, for keys of the store
     part: sharded_tensors.Part
     rest: bytes
     manifest: Mapping[str, Any]
@@ -107,13 +109,13 @@ class Writer:
             refused = str(error)
         if self._world.all_reduce(torch.tensor(float(bool(refused)), device=self._world.device), "max"):
             raise CheckpointError(next(text for text in self._world.gather_objects(refused) if text))
-        work = as_path(self._world.broadcast_object(str(files.folder_to_write(path, hidden=shown is not None))))
+        work, token = self._chosen(path, hidden=shown is not None)
         self._part = part = sharded_tensors.plan(tensors, self._world, self._part)
         copied = None
         if torch.cuda.is_initialized():
             copied = torch.cuda.Event()
             copied.record()
-        snapshot = _Snapshot(path, work, part, data, manifest, copied, shown)
+        snapshot = _Snapshot(path, work, token, part, data, manifest, copied, shown)
         self._path, self._failed, self._warned = path, failed, False
         self._write = _Write(snapshot, after, repeated)
         if not repeated:
@@ -122,6 +124,19 @@ class Writer:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="fabricx-checkpoint", daemon=True)
             self._thread.start()
+
+    def _chosen(self, path: Path, *, hidden: bool) -> tuple[Any, str]:
+        """Return the working folder or file that the main rank chooses, and a token; collective."""
+        chosen, error = ("", ""), ""
+        if self._world.main_rank:
+            try:
+                chosen = str(files.folder_to_write(path, hidden=hidden)), secrets.token_hex(8)
+            except (OSError, CheckpointError) as reason:
+                error = f"{type(reason).__name__}: {reason}"
+        (folder, token), error = self._world.broadcast_object((chosen, error))
+        if error:
+            raise CheckpointError(f"the checkpoint {path} could not be written: {error}")
+        return as_path(folder), token
 
     def poll(self) -> None:
         """Raise an error of the background write as soon as it is known; takes no time while nothing is written.
@@ -303,7 +318,7 @@ class Writer:
             return written
         store = self._world.store
         assert isinstance(store, PrivateStore)
-        name = self._world.key(f"checkpoint/{write.snapshot.work.name}")
+        name = self._world.key(f"checkpoint/{write.snapshot.token}")
         keys, count = [f"{name}/{rank}" for rank in range(self._world.size)], f"{name}/count"
         error = self._error
         report = {"written": written} if error is None else {"error": _describe_error(error)}

@@ -49,8 +49,8 @@ def start(folder: Path, names: list[str]) -> bool:
         return False
     if is_kept(folder, names):
         return True
-    if _is_own(folder):
-        shutil.rmtree(folder, ignore_errors=True)
+    if _is_own(folder) and any((folder / name).exists() for name in ("alive.new", "alive", "holder")):
+        shutil.rmtree(folder, ignore_errors=True)  # of an earlier holder, which was killed
     command = [sys.executable, "-I", __file__, str(os.getppid()), str(folder), *names]
     quiet = subprocess.DEVNULL
     # A new session, because torchrun ends the process groups of its processes.

@@ -300,11 +300,17 @@ def _attempt(store: PrivateStore, info: Launch) -> tuple[int, list[str]]:
 
 
 def _agent() -> str:
-    """Return a unique identification of the parent process: host, process id and start time."""
+    """Return a unique identification of the launching process: host, process id and start time of the parent.
+
+    A process may launch several times: torchrun's folder of logs is different then.
+    """
+    logs = ""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:  # in the folder of a rank, in the folder of an attempt
+        logs = str(Path(os.environ["TORCHELASTIC_ERROR_FILE"]).parents[2])
     with contextlib.suppress(OSError, IndexError):
         since = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
-        return f"{socket.gethostname()} {os.getppid()} {since}"
-    return f"{socket.gethostname()} {os.getppid()}"
+        return f"{socket.gethostname()} {os.getppid()} {since} {logs}"
+    return f"{socket.gethostname()} {os.getppid()} {logs}"
 
 
 # -- the user's key -----------------------------------------------------------------------------------------------

@@ -28,8 +28,9 @@ class Machine:
 
     def __init__(self) -> None:
         preloaded.start()
-        self._ranks: Ranks | None = None
-        self._begun = threading.Event()  # the methods are called in threads
+        self._ranks: Ranks | None = None  # None between two starts
+        self._start = -1  # number of the newest start
+        self._changed = threading.Condition()  # the methods are called in threads
 
     def begun(self) -> None:
         """Return when this process has started."""
@@ -44,35 +45,50 @@ class Machine:
             free.bind(("", 0))
             return host(), int(free.getsockname()[1])
 
-    def run(self, job: bytes, variables: Sequence[Mapping[str, str]]) -> Ended:
+    def run(self, start: int, job: bytes, variables: Sequence[Mapping[str, str]]) -> Ended:
         """Run the ranks, and wait for their end.
 
         Args:
+            start: number of the start, which increases.
             job: their work.
             variables: environment variables of each rank.
         """
         from fabricx.fault_tolerance import memory_holder  # local imports: they import torch
         from fabricx.launch.ranks import Ranks
 
-        self._ranks = Ranks(job, variables, forks=True, copies=memory_holder.folder_of(0, os.getpid()))
-        self._begun.set()
+        ranks = Ranks(job, variables, forks=True, copies=memory_holder.folder_of(0, os.getpid()))
+        self._set(start, ranks)
         try:
-            return self._ranks.run()
+            return ranks.run()
         finally:
-            self._begun.clear()
+            self._set(start, None)
 
-    def signal(self, number: int) -> None:
-        """Pass a signal on to the ranks.
+    def signal(self, start: int, number: int) -> None:
+        """Pass a signal on to the ranks; does nothing if they have ended.
 
         Args:
+            start: number of their start.
             number: number of the signal.
         """
-        if self._begun.wait(BEGIN_S):
-            assert self._ranks is not None
-            self._ranks.signal(signal.Signals(number))
+        if (ranks := self._ranks_of(start)) is not None:
+            ranks.signal(signal.Signals(number))
 
-    def end(self) -> None:
-        """End `run`, which kills the ranks that are left."""
-        if self._begun.wait(BEGIN_S):
-            assert self._ranks is not None
-            self._ranks.end()
+    def end(self, start: int) -> None:
+        """End `run`, which kills the ranks that are left; does nothing if it has ended.
+
+        Args:
+            start: number of the start.
+        """
+        if (ranks := self._ranks_of(start)) is not None:
+            ranks.end()
+
+    def _set(self, start: int, ranks: Ranks | None) -> None:
+        with self._changed:
+            self._start, self._ranks = start, ranks
+            self._changed.notify_all()
+
+    def _ranks_of(self, start: int) -> Ranks | None:
+        """Return the ranks of a start, after a wait for it; None if they have ended."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._start >= start, BEGIN_S)
+            return self._ranks if self._start == start else None

@@ -67,9 +67,10 @@ class Ranks:
             authentication.write_private(Path(folder) / "job", self._job)
             try:
                 with self._started:
+                    outer = {name: value for name, value in os.environ.items() if name != COPIES}
                     for number, variables in enumerate(self._variables):
                         (Path(folder) / str(number)).mkdir()
-                        self._processes.append(self._start(Path(folder) / str(number), {**os.environ, **variables}))
+                        self._processes.append(self._start(Path(folder) / str(number), {**outer, **variables}))
                 for early in self._early:
                     self.signal(early)
                 self._wait()
@@ -95,6 +96,9 @@ class Ranks:
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                if process.poll() is None:  # a process that has just been forked leads no group yet
+                    os.kill(process.pid, signal.SIGKILL)
             process.close()
 
     def end(self) -> None:
@@ -206,9 +210,9 @@ def _fork(folder: Path, environment: Mapping[str, str]) -> _RankProcess:
 
 def _run_fork(folder: Path, environment: Mapping[str, str], alive: Connection) -> None:
     """Run a rank in a fork of the fork server, with the environment of a new process."""
+    os.setsid()
     block()
     alive.send_bytes(b"started")
-    os.setsid()
     set_forkserver_preload(PRELOAD)
     without_script()
     fork_for_children()

@@ -87,13 +87,31 @@ def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
 
 
 def block() -> None:
-    """Let signals that end or stop a run wait until this process handles them (`unblock`); its threads inherit it."""
+    """Let signals that end or stop a run wait until this process has `EarlySignals`."""
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *termination_signals()))
 
 
-def unblock() -> None:
-    """Receive signals in this thread that have waited since `block`."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, *termination_signals()))
+@final
+class EarlySignals:
+    """Signals that arrive before this process can handle them, and those that have waited since `block`."""
+
+    def __init__(self) -> None:
+        self._received, self._process = list[int](), os.getpid()
+        for number in (signal.SIGINT, *termination_signals()):
+            signal.signal(number, self._receive)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, *termination_signals()))
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() == self._process:
+            self._received.append(number)
+        else:  # a forked process
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def repeat(self) -> None:
+        """Raise the signals again, in a process that handles them now."""
+        for number in self._received.copy():
+            signal.raise_signal(number)
 
 
 @contextlib.contextmanager

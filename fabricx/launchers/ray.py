@@ -48,7 +48,8 @@ class Ray(Launcher):
         self.address, self.cpus_per_rank, self.timeout_s = address, cpus_per_rank, timeout_s
         self.runtime_env = runtime_env
         self._group: Any = None  # placement group of a run
-        self._nodes: list[Any] = []  # an actor on each machine
+        self._nodes: list[Any] = []  # an actor on each machine; None for a lost machine
+        self._start = 0  # number of the newest start of the ranks
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options: ranks have a copy of the launcher, and no actors."""
@@ -62,11 +63,11 @@ class Ray(Launcher):
         finally:
             ray = _ray()
             for node in self._nodes:
-                if node is not None:
+                with contextlib.suppress(Exception):  # it has ended, or the cluster: the other actors have to end, too
                     ray.kill(node)
             if self._group is not None:
                 ray.util.remove_placement_group(self._group)
-            self._nodes, self._group = [], None
+            self._nodes, self._group, self._start = [], None, 0
 
     def run(self, program: Program) -> Ended:
         ray = _ray()
@@ -80,7 +81,13 @@ class Ray(Launcher):
         if self._group is None:
             self._group = self._placement_group(program)
             self._nodes = [None] * program.nodes
-        self._fill(program)
+        try:
+            self._fill(program)
+        except ValueError as error:
+            if not self._start:
+                raise
+            return Ended(failures=(Failure(0, time.time(), "death", str(error), None),))
+        self._start += 1
         requests = StopRequests(stops_at_step=program.stops_at_step)
         with requests.received():
             return self._run(program, requests)
@@ -128,7 +135,10 @@ class Ray(Launcher):
         for number in new:
             self._nodes[number] = self._actor(program, number)
         begun = [self._nodes[number].begun.remote() for number in new]
-        if new and len(ray.wait(begun, num_returns=len(begun), timeout=self.timeout_s)[1]):
+        waiting = ray.wait(begun, num_returns=len(begun), timeout=self.timeout_s)[1] if new else []
+        if waiting:
+            for number in (number for number, reference in zip(new, begun, strict=True) if reference in waiting):
+                self._give_up(number)
             raise self._too_few(program)
 
     def _actor(self, program: Program, number: int) -> Any:
@@ -149,7 +159,7 @@ class Ray(Launcher):
         waiting = {}
         for number, node in enumerate(self._nodes):
             variables = [{**threads, **rank} for rank in torchrun_variables(program, number, *address)]
-            waiting[node.run.remote(job, variables)] = number
+            waiting[node.run.remote(self._start, job, variables)] = number
         ends, deadline = list[Ended](), float("inf")
         while waiting:
             ready, _ = ray.wait(list(waiting), timeout=LOOK_S)
@@ -157,10 +167,10 @@ class Ray(Launcher):
                 ends.append(self._end_of(reference, waiting.pop(reference), program))
                 if ends[-1].failures and deadline == float("inf"):
                     died = all(failure.kind in ("killed", "death") for failure in ends[-1].failures)
-                    deadline = time.monotonic() + (DEATH_S if died else GATHER_S)
+                    deadline = time.monotonic() + DEATH_S + (0.0 if died else GATHER_S)
             if time.monotonic() > deadline:  # once: machines that do not answer are given up
                 for number in waiting.values():
-                    self._nodes[number].end.remote()
+                    self._nodes[number].end.remote(self._start)
                 ready, lost = ray.wait(list(waiting), num_returns=len(waiting), timeout=END_S)
                 ends += [self._end_of(reference, waiting[reference], program) for reference in ready]
                 for reference in lost:
@@ -168,7 +178,7 @@ class Ray(Launcher):
                 break
             if (requested := requests.arrived()) is not None:
                 for number in waiting.values():
-                    self._nodes[number].signal.remote(requested)
+                    self._nodes[number].signal.remote(self._start, requested)
         failures = tuple(failure for ended in ends for failure in ended.failures)
         result = next((ended.result for ended in ends if ended.result is not None), None)
         reached = max(ended.reached for ended in ends)

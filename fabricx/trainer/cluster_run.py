@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
 import itertools
 import json
 import sys
@@ -168,7 +169,7 @@ def continue_launch(here: World, root: Path, run_dir: Path | None) -> Continuati
     identity, number = cluster.launch(), next(_FITS)
     if identity is None:
         return None
-    mark = f"launch-{identity}-{number}"
+    mark = f"launch-{hashlib.sha256(identity.encode()).hexdigest()[:16]}-{number}"  # any characters may be in an id
 
     def find_run() -> tuple[str, str | None, int]:
         attempt = launch_store.attempt(here)

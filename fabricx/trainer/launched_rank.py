@@ -18,7 +18,7 @@ from fabricx.distributed import authentication
 from fabricx.distributed import world as worlds
 from fabricx.launch import cluster
 from fabricx.launch.ranks import COPIES
-from fabricx.launch.signals import termination_signals
+from fabricx.launch.signals import EarlySignals, termination_signals
 from fabricx.launch.worker import failure_of
 from fabricx.trainer import cluster_run
 from fabricx.trainer.worker_run import work
@@ -37,11 +37,11 @@ def main(folder: Path, alive: int = 0) -> None:
         SystemExit: with status 1 after a failure.
     """
     threading.Thread(target=_end_with_parent, args=(alive,), daemon=True).start()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # also where the parent ignores it; `work` handles it
+    early = EarlySignals()
     rank = int(os.environ["RANK"])
     try:
         with authentication.open_private(folder.parent / "job") as file:
-            outcome, stopped = run(file.read())
+            outcome, stopped = run(file.read(), early)
         if stopped:
             (folder / "stopped").touch()
         if rank == 0:
@@ -55,11 +55,12 @@ def main(folder: Path, alive: int = 0) -> None:
     worlds.leave()
 
 
-def run(job: bytes) -> tuple[Any, bool]:
+def run(job: bytes, early: EarlySignals | None = None) -> tuple[Any, bool]:
     """Run a job in this process.
 
     Args:
         job: the job of a `Program`.
+        early: signals that arrived before; None if the engine's process handles signals.
 
     Returns:
         the outcome, None on other ranks than the main rank; and whether a signal has stopped the run.
@@ -69,18 +70,16 @@ def run(job: bytes) -> tuple[Any, bool]:
     set_launched_rank()
     by_value.supply_children()
     trainer, work_of_rank, logs = pickle.loads(content)
-    return _run(trainer, work_of_rank, logs), trainer.interrupted
+    return _run(trainer, work_of_rank, logs, early), trainer.interrupted
 
 
-def _run(trainer: Any, job: Any, logs: Any) -> Any:
+def _run(trainer: Any, job: Any, logs: Any, early: EarlySignals | None) -> Any:
     launched = cluster.detect()
     assert launched is not None
     world = cluster_run.connected(launched, trainer.strategy)
     assert not isinstance(trainer.strategy, HasServers) or not trainer.strategy.servers
-    copies = os.environ.get(COPIES)
-    return work(
-        world, trainer, job, logs, (signal.SIGINT, *termination_signals()), None if copies is None else Path(copies)
-    )
+    copies, signals = os.environ.get(COPIES), (signal.SIGINT, *termination_signals())
+    return work(world, trainer, job, logs, signals, early, None if copies is None else Path(copies))
 
 
 def _report(file: Path, rank: int, error: BaseException) -> None:

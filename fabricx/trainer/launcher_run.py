@@ -75,7 +75,8 @@ def run_ranks(
     ended = launcher.run(program)
     if ended.failures:
         raise _first_failure(ended)
-    assert ended.result is not None
+    if ended.result is None:
+        raise WorkerFailed("the ranks ended without a result and without a failure", rank=0)
     outcome: Outcome = pickle.loads(ended.result)
     return outcome
 

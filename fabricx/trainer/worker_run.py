@@ -21,7 +21,7 @@ from fabricx.distributed.world import OPERATION, World
 from fabricx.errors import PeerLost, WorkerFailed
 from fabricx.fault_tolerance.controller import ElasticPolicy
 from fabricx.launch.launcher import Launcher
-from fabricx.launch.signals import TERMINATED, termination_signals, unblock
+from fabricx.launch.signals import TERMINATED, EarlySignals, termination_signals
 from fabricx.metrics.objects import gather_states, held_metrics, updating_ranks
 from fabricx.telemetry.logs import LogSettings
 from fabricx.trainer import process, provenance
@@ -119,7 +119,7 @@ def run_in_workers(
 
 def work(
     world: World, trainer: TrainerInterface, job: Job, logs: LogSettings,
-    signals: tuple[signal.Signals, ...] | None = None, copies: Path | None = None,
+    signals: tuple[signal.Signals, ...] | None = None, early: EarlySignals | None = None, copies: Path | None = None,
 ) -> Outcome | None:  # fmt: skip
     """Run a job in a worker or in a rank of a launcher.
 
@@ -129,6 +129,7 @@ def work(
         job: this rank's copy.
         logs: levels of the loggers of the calling process.
         signals: signals that stop the job; None for termination signals: the supervisor handles Ctrl-C.
+        early: signals that arrived before this call; None without.
         copies: folder for in-memory checkpoints that outlive the ranks; None if the supervisor keeps them.
 
     Returns:
@@ -143,7 +144,8 @@ def work(
     known = {name: weakref.ref(value) for name, value in shared.items()}
     del shared
     with process.interruptible(job.stage, trainer.request_stop, signals or termination_signals()):
-        unblock()
+        if early is not None:
+            early.repeat()
         with _memory_checkpoints(trainer, job, world, copies):
             outcome = execute(trainer, job, world, logs)
     weights = as_part(trainer.strategy, ShardsWeights).whole_weights(job.module)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -65,7 +66,7 @@ class Kept(Launcher):
         self._during = lambda machine: None
         with ThreadPoolExecutor(1) as threads:
             during_run = threads.submit(during, machine)
-            ended = machine.run(program.job, torchrun_variables(program, 0, *machine.address(lambda: "127.0.0.1")))
+            ended = machine.run(0, program.job, torchrun_variables(program, 0, *machine.address(lambda: "127.0.0.1")))
             during_run.result()
         return ended
 
@@ -150,18 +151,48 @@ class Waits(fx.Callback):
 
 
 def test_a_signal_reaches_ranks_that_start(own_folder: Path) -> None:
-    launcher = Kept(during=lambda machine: machine.signal(signal.SIGTERM))
+    launcher = Kept(during=lambda machine: machine.signal(0, signal.SIGTERM))
     trainer = fx.Trainer(launcher=launcher, devices=2, strategy="ddp", max_epochs=2, **QUIET)
     with pytest.raises(SystemExit):
         trainer.fit(TinyModule(), tiny_loader(24, 6))
     assert (trainer.interrupted, trainer.global_step < 4) == (True, True)
 
 
+def test_requests_for_ranks_that_have_ended_do_not_reach_those_of_the_next_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun = threading.Semaphore(0)
+
+    class Endless(Ranks):
+        def run(self) -> Ended:
+            begun.release()
+            while not self._over:
+                time.sleep(0.001)
+            return Ended(result=self._job)
+
+        def signal(self, number: int) -> None:
+            raise AssertionError("a signal of an earlier start")
+
+    monkeypatch.setattr(ranks, "Ranks", Endless)
+    machine = Machine()
+    with ThreadPoolExecutor(1) as threads:
+        for start, job in ((0, b"a"), (3, b"b")):
+            ended = threads.submit(machine.run, start, job, [])
+            begun.acquire()
+            for earlier in range(start):
+                machine.end(earlier)
+                machine.signal(earlier, signal.SIGTERM)
+            assert not ended.done()
+            machine.end(start)
+            assert ended.result(60).result == job
+            machine.end(start)
+
+
 def test_a_machine_ends_its_ranks_on_request(own_folder: Path) -> None:
     def end(machine: Machine) -> None:
         while len(list(own_folder.glob("waits-*"))) < 2:
             time.sleep(0.02)
-        machine.end()
+        machine.end(0)
 
     class GivesUp(Kept):
         def run(self, program: Program) -> Ended:

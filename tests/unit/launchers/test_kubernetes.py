@@ -245,7 +245,7 @@ def test_a_cluster_that_is_out_of_reach_for_a_moment_ends_no_run_and_a_failed_de
     kubectl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def ends(folder: Path) -> None:
-        while not asked.exists():  # to create it
+        while not (asked.exists() and "get trainjobs" in asked.read_text()):  # the TrainJob was created
             time.sleep(0.01)
         (tmp_path / "unreachable").touch()
         while asked.read_text().count("get trainjobs") < 5:

@@ -13,7 +13,7 @@ from fabricx.trainer import cluster_run
 from fabricx.trainer.cluster_run import Continuation
 
 
-def begun(root: Path, monkeypatch: pytest.MonkeyPatch, attempt: Attempt, launch: str = "job") -> Continuation:
+def begun(root: Path, monkeypatch: pytest.MonkeyPatch, attempt: Attempt, launch: str = "job[12]/*") -> Continuation:
     """Return the run of the first fit in processes that have just started."""
     monkeypatch.setattr(cluster, "launch", lambda: launch)
     monkeypatch.setattr(launch_store, "attempt", lambda world: attempt)
@@ -49,6 +49,6 @@ def test_a_marker_that_cannot_be_read_counts_if_the_launcher_counts_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = begun(tmp_path, monkeypatch, Attempt(0, ["a"]))
-    (first.run_dir / "recovery" / "launch-job-0").write_text("{")
+    next((first.run_dir / "recovery").glob("launch-*")).write_text("{")
     again = begun(tmp_path, monkeypatch, Attempt(1, ["a"]))
     assert (again.run_dir, again.restarts) == (first.run_dir, 1)
