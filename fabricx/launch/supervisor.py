@@ -55,7 +55,7 @@ FROZEN_S = 60.0  # default time without a heartbeat after which a process is ter
 RESTARTS = 3  # most restarts of each server
 GATHER_S = 1.0  # time after the first failure in which other ranks may report failures
 DUMP_S = 0.1  # time for a frozen process to write its stacks after a signal
-ANSWER_S = 0.5  # time for a worker to answer a request for a diagnosis
+ANSWER_S = 5.0  # longest time in which a worker answers a request for a diagnosis
 TERMINATE_S = 3.0  # time for a process to end before it is killed
 
 

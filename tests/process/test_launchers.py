@@ -284,6 +284,8 @@ trainer.fit(module, DataLoader(Numbered(), BATCH // 2, shuffle=True))
 for line in trainer.failures:
     print(line)
 print("fit", trainer.global_step == STEPS, exact(module))
+ray.shutdown()
+cluster.shutdown()
 """
 
 
