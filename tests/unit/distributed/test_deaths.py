@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
-import pytest
-
 from fabricx.distributed.deaths import DEATHS, Deaths
 from fabricx.distributed.store import PrivateStore
 from fabricx.distributed.store_server import StoreServer
-
-KEY = b"k" * 32
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[StoreServer]:
-    (tmp_path / "store").mkdir(mode=0o700)
-    server = StoreServer(str(tmp_path / "store"), KEY)
-    yield server
-    server.close()
+from tests.unit.distributed.conftest import KEY
 
 
 def test_each_end_is_read_once_and_the_next_one_can_be_waited_for(server: StoreServer) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -14,16 +12,7 @@ from fabricx.distributed.departure import await_departure
 from fabricx.distributed.store import PrivateStore
 from fabricx.distributed.store_server import StoreServer
 from fabricx.distributed.world import World
-
-KEY = b"k" * 32
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[StoreServer]:
-    (tmp_path / "store").mkdir(mode=0o700)
-    server = StoreServer(str(tmp_path / "store"), KEY)
-    yield server
-    server.close()
+from tests.unit.distributed.conftest import KEY
 
 
 def world(server: StoreServer, rank: int = 0, size: int = 2) -> World:

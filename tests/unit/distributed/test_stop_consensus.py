@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +14,7 @@ from fabricx.distributed.store import PrivateStore
 from fabricx.distributed.store_server import StoreServer
 from fabricx.distributed.world import World
 from fabricx.errors import PeerLost
-
-KEY = b"k" * 32
+from tests.unit.distributed.conftest import KEY
 
 
 class AnswersLate:
@@ -37,19 +34,6 @@ def test_a_request_of_this_rank_outlives_a_look_at_the_store_that_began_before()
     agreement._read_request(store, ["requested"])
     assert agreement.reason == "should_stop"
     assert agreement.at_boundary(1)
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[StoreServer]:
-    server = StoreServer(str(private_subfolder(tmp_path)), KEY)
-    yield server
-    server.close()
-
-
-def private_subfolder(folder: Path) -> Path:
-    private = folder / "store"
-    private.mkdir(mode=0o700)
-    return private
 
 
 def agreements(server: StoreServer, ranks: int, **options: Any) -> list[Agreement]:
