@@ -128,8 +128,8 @@ class Attempt:
     Attributes:
         restarts: restarts before it, as torchrun has counted them. A machine counts neither those that the loss of a
             different machine causes, nor those before it joined.
-        agents: the processes that have started the ranks, which are the same in a later attempt: host, process id and
-            start time, by rank.
+        agents: the processes that have started the ranks, which are the same in a later attempt: host, process id,
+            start time and folder of logs, by rank.
     """
 
     restarts: int

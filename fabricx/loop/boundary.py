@@ -50,9 +50,8 @@ def results_for_hooks(window: AccumulationWindow, outputs: Any, batch: Any) -> A
         outputs: outputs of the training step; a step without any has an empty dict, as in Lightning.
         batch: batch on the device.
     """
-    results = (
-        {"loss": outputs.detach()} if isinstance(outputs, Tensor) else detached({} if outputs is None else outputs)
-    )
+    outputs = {} if outputs is None else outputs
+    results = {"loss": outputs.detach()} if isinstance(outputs, Tensor) else detached(outputs)
     window.keep(results, batch)
     return results
 
