@@ -97,7 +97,7 @@ class AsyncSGD(ServedStrategy):
     def _check_rounds(self) -> None:
         check_choice("async_sgd", "outer", self.outer, ("sum", "average", "nesterov", "elastic", None))
         if self.every < 1:
-            raise ValueError(f"every={self.every}: a round has 1 step or more")
+            raise ValueError(f"every={self.every}: must be 1 or more steps")
         if self.every > 1 and self.outer is None:
             raise ValueError(
                 f"every={self.every} needs a method for the result of a round; set outer='average', for example"

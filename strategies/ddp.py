@@ -31,7 +31,7 @@ _GRAPH_CHANGED = (
 )
 _HOOK_LOST = (
     "strategy=ddp lacks the gradient of a parameter that the step uses: torch drops the hooks of a parameter whose "
-    "memory set_ replaces. Change its elements instead, such as by `with torch.no_grad(): weight.copy_(new)`"
+    "memory set_ replaces. Change its elements instead: `with torch.no_grad(): weight.copy_(new)`"
 )
 # torch 2.13 renamed the argument, and warns about the old name.
 _SIGNATURE = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters

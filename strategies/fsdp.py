@@ -81,7 +81,7 @@ class FSDP(Strategy, Elastic, HidesGradients, MeasuresWaiting, ShardsWeights, Wr
         super().__init__()
         for name, dtype in (("param_dtype", param_dtype), ("reduce_dtype", reduce_dtype)):
             if dtype is not None and dtype not in _DTYPES:
-                raise ValueError(f"{name}={dtype!r} isn't known to FSDP.\n  known: {', '.join(_DTYPES)}")
+                raise ValueError(f"{name}={dtype!r} is not a dtype of FSDP.\n  known: {', '.join(_DTYPES)}")
         if replicas < 1:
             raise ValueError(f"replicas={replicas}: must be 1 or more groups of ranks")
         self.wrap = wrap
@@ -400,8 +400,8 @@ class FSDP(Strategy, Elastic, HidesGradients, MeasuresWaiting, ShardsWeights, Wr
             return False
         if not batches or self._step is None:
             raise ValueError(
-                f"rank {self.world.rank} has not had a batch yet, and sharded training needs all ranks to compute; "
-                "give each rank data for at least one batch, or use fewer devices"
+                f"rank {self.world.rank} has not received a batch yet, but with sharded weights every rank computes "
+                "each step; provide at least one batch per rank, or use fewer devices"
             )
         devices = [self.world.device] if self.world.device.type == "cuda" else []
         for args in batches:  # the step may return no loss for this batch, and may not even compute

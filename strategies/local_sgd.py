@@ -128,7 +128,7 @@ class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         super().__init__()
         check_choice("local_sgd", "outer", outer, _OUTERS)
         if every < 1:
-            raise ValueError(f"every={every}: a round has 1 step or more")
+            raise ValueError(f"every={every}: must be 1 or more steps")
         if not 1 <= fragments <= every:
             raise ValueError(
                 f"fragments={fragments}: must be between 1 and every={every}, so that their rounds end at different "
@@ -161,7 +161,7 @@ class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if any(parameter.is_complex() for parameter in trained):
             raise ValueError(
-                "local_sgd averages real numbers, and a parameter is complex; train its view_as_real, or use "
+                "local_sgd averages real numbers, and a parameter is complex; train torch.view_as_real of it, or use "
                 "strategy=ddp"
             )
         self._fragments = []

@@ -135,7 +135,8 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         if not isinstance(self.data, str):
             name = type(self.data).__name__
             raise ValueError(
-                f"data={name}(...) with a pipeline has no options: set data='ddp' or 'fsdp', or pipeline=1"
+                f"data={name}(...): with a pipeline, data parallelism has no options: set data='ddp' or 'fsdp', or "
+                "pipeline=1"
             )
         return ShardedSums() if self.data == "fsdp" else GradientSums()
 

@@ -73,8 +73,8 @@ class Reproducible(Strategy, Elastic):
     def _check_ranks(self) -> None:
         if self.data_ranks.size > self.parts:
             raise ValueError(
-                f"{self.data_ranks.size} ranks need at least as many parts of a global batch, which has {self.parts}; "
-                "set a larger `parts`, or use fewer ranks"
+                f"parts={self.parts}: deterministic='elastic' divides a global batch into parts, and each of the "
+                f"{self.data_ranks.size} ranks needs at least one; set a larger `parts`, or use fewer ranks"
             )
 
     def attach_optimizers(self, optimizers: list[Optimizer]) -> None:

@@ -152,7 +152,7 @@ def _check_kept(param: Any) -> None:
     if owner.module._parameters.get(owner.param_name) is not param.sharded_param:
         raise ValueError(
             f"{param._param_fqn or owner.param_name} was replaced by another parameter, or removed, after "
-            "strategy=fsdp had sharded it: change its elements instead, such as by `with torch.no_grad(): "
+            "strategy=fsdp had sharded it: change its elements instead, for example by `with torch.no_grad(): "
             "weight.copy_(new)`; replace parameters in __init__ or configure_model; or use strategy=ddp"
         )
 

@@ -176,8 +176,8 @@ def _along(session: Session, step: Callable[..., Any], micro: Microbatch, number
         return
     if micro.data is None:
         raise ValueError(
-            f"rank {session.world.rank} has no sample to evaluate, and divided weights need all ranks to compute; "
-            "provide at least one sample per rank, or use fewer devices"
+            f"rank {session.world.rank} has no sample to evaluate, but the model is divided over ranks, so all of them "
+            "have to compute each batch; provide at least one sample per rank, or use fewer devices"
         )
     with session.metrics.logbook.muted():
         step(session.to_device(micro.data, number), micro.index, *((number,) if session.data.several_loaders else ()))

@@ -93,8 +93,8 @@ def train_without_data(session: Session, micro: Microbatch, example: tuple[Any, 
     session.window.loss_factor = 0.0
     if not example:
         raise ValueError(
-            f"rank {session.world.rank} has not had a batch yet, and a manually optimised module needs all ranks in "
-            "each step; give each rank data for at least one batch, or use fewer devices"
+            f"rank {session.world.rank} has not received a batch yet, but with manual optimization every rank takes "
+            "part in each step; provide at least one batch per rank, or use fewer devices"
         )
     devices = [session.world.device] if session.world.device.type == "cuda" else []
     with session.metrics.logbook.muted(), torch.random.fork_rng(devices=devices), _statistics_kept(session.module):

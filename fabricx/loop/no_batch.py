@@ -17,8 +17,8 @@ def no_batch_step(session: Session) -> Callable[..., None]:
     """
     session.warn_once(
         "no batch",
-        f"{type(session.data.train_dataloader).__name__} gave None in the place of a batch, for which training_step is "
-        "not called",
+        f"{type(session.data.train_dataloader).__name__} yielded None instead of a batch; training_step is not called "
+        "for it",
     )
     return _no_outputs
 

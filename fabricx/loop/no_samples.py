@@ -48,9 +48,9 @@ def _compute(session: Session, micro: Microbatch) -> None:
     if micro.size is None:
         source = type(session.data.train_dataloader).__name__
         raise ValueError(
-            f"rank {session.world.rank}: {source} ended after {micro.index} batches of this epoch, although its "
-            "length or limit_train_batches promised more, and other ranks have weighted their batches accordingly. "
-            "Remove its length, or set limit_train_batches to a number of batches that every rank has"
+            f"rank {session.world.rank}: {source} ended after {micro.index} batches of this epoch, fewer than its "
+            "length or limit_train_batches announced, and other ranks have already weighted their batches by that "
+            "number. Remove __len__ from it, or set limit_train_batches to a number of batches that every rank has"
         )
     if not session.module.automatic_optimization:
         train_without_data(session, micro, example_batch(micro, session.to_device))

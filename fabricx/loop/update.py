@@ -84,8 +84,8 @@ def step_optimizer(
     if options:
         if session.serving.servers:
             raise ValueError(
-                f"step({', '.join(f'{name}=...' for name in options)}): servers step {type(optimizer).__name__}, and "
-                "call it without further arguments; set them in the constructor of the optimizer"
+                f"step({', '.join(f'{name}=...' for name in options)}): servers run the step of "
+                f"{type(optimizer).__name__}, without these arguments; set them in the constructor of the optimizer"
             )
         with _step_with(optimizer, options):
             return step_optimizer(session, optimizer, closure)
@@ -195,7 +195,7 @@ def _step_with_closure(session: Session, micro: Microbatch, batch: Any, optimize
         raise ValueError(
             f"optimizer_step calls the step of {type(optimizer).__name__} {overridden.own_steps} times for this batch, "
             "but servers step once for each batch: set accumulate_grad_batches for fewer steps, return None from "
-            "training_step to leave a batch out, or use parameter_server with optimizer='worker' and mode='sync', or "
+            "training_step to skip a batch, or use parameter_server with optimizer='worker' and mode='sync', or "
             "strategy=ddp"
         )
     session.fault_tolerance.after_own_update(micro)

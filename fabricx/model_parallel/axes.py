@@ -39,7 +39,7 @@ def sizes_of(ranks: int, axes: Mapping[str, int], name: str) -> dict[str, int]:
         raise ValueError(
             f"strategy={name} with {factors} needs a multiple of {model} ranks, and there are {ranks}: set devices to "
             + (f"{fewer} or {more}" if fewer else f"{more}")
-            + ", or other sizes of the axes"
+            + ", or change the sizes of the axes"
         )
     return {"data": ranks // model, **{axis: axes.get(axis, 1) for axis in ORDER[1:]}}
 

@@ -72,8 +72,9 @@ class CallOrder:
         exchanges = "; ".join(f"rank {rank}: {self._described(number)}" for rank, number in enumerate(numbers))
         raise RanksDisagree(
             f"ranks that divide experts exchange tokens at different places ({exchanges}). All of these ranks have to "
-            "call the experts equally often, in the same order: not only if the data of a rank fulfil a condition, and "
-            "not in hooks on some ranks only. Call them with no token instead, or use strategy=ddp"
+            "call the experts equally often, in the same order: the calls must not depend on the data of a rank, and "
+            "a hook must not call experts on some ranks only. A rank without tokens calls them with an empty tensor. "
+            "Otherwise use strategy=ddp"
         )
 
     def _described(self, number: int) -> str:

@@ -149,7 +149,8 @@ class ContextFunctions(TorchFunctionMode):
         assert self.shard is not None
         if table.shape[dim] < self.shard.length:
             raise ValueError(
-                f"a buffer has {table.shape[dim]} positions, and the sequence {self.shard.length}: enlarge the buffer"
+                f"a buffer has {table.shape[dim]} positions, but the sequence has {self.shard.length}: enlarge the "
+                "buffer, or crop the samples"
             )
 
     def dropout(

@@ -149,7 +149,8 @@ class ContextParallel:
             except ValueError as error:
                 raise ValueError(
                     f"{error}. The sequence is dim {self._dim} of {list(stream.shape)}, the first argument of "
-                    f"{self._blocks[0][0]}; if it is another dim, set sequence_dim, and other blocks by blocks=CLASS"
+                    f"{self._blocks[0][0]}; if the sequence is another dim, set sequence_dim; to divide other blocks, "
+                    "set blocks=CLASS"
                 ) from None
         self._mode.shard = self._shards[key]
 
@@ -185,8 +186,8 @@ class ContextParallel:
         if leaf.shape[dim] == shard.length:
             return shard.part(self._ordinary(leaf), dim)
         raise ValueError(
-            f"{named(path)} of {self._blocks[number][0]} has {leaf.shape[dim]} positions in dim {dim}, and the "
-            f"sequence {shard.length}. {REMEDY}"
+            f"{named(path)} of {self._blocks[number][0]} has {leaf.shape[dim]} positions in dim {dim}, but the "
+            f"sequence has {shard.length}. {REMEDY}"
         )
 
     def _leave(self, block: nn.Module, args: Any, output: Any) -> Any:

@@ -266,15 +266,15 @@ class Division:
             if time.monotonic() > deadline:
                 raise RanksApart(
                     f"a hook on rank {world.rank} of {world.size} reads {name}, which is divided over "
-                    f"ranks, and other ranks have not read it for {_MEET_S:g} s: read weights on all ranks, outside "
-                    "of `if trainer.is_global_zero`, such as by weight.detach().cpu()"
+                    f"ranks, and other ranks have not read it within {_MEET_S:g} s: read weights on all ranks, outside "
+                    "of `if trainer.is_global_zero`, for example with weight.detach().cpu()"
                 )
             time.sleep(0.0005)
         names = {world.store.get(key).decode() for key in keys}
         if names != {name}:
             raise RanksApart(
                 f"hooks of different ranks read different weights at the same moment: {', '.join(sorted(names))}. "
-                "These are divided over ranks, and all ranks have to read them in the same order"
+                "They are divided over ranks, so all ranks have to read them, in the same order"
             )
 
     # -- states --------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def check_elementwise(optimizer: Optimizer, where: str) -> None:
         whole, parts = _stepped(optimizer, (slice(0, 4),)), _stepped(optimizer, (slice(0, 2), slice(2, 4)))
     except Exception as error:
         raise ValueError(
-            f"{where} divides parameters, and a test whether {name} can step a part of a parameter alone has failed: "
+            f"{where} divides parameters, but {name} fails in a test with a part of a parameter: "
             f"{type(error).__name__}: {error}. Use an optimizer of torch.optim, such as AdamW"
         ) from error
     if not torch.allclose(whole, parts, rtol=1e-5, atol=1e-8):

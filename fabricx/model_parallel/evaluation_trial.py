@@ -53,7 +53,7 @@ def evaluate_before(whole: Divided, trial: Trial, blocks: Sequence[str]) -> Eval
     )
     computed = all(whole.world.gather_objects(isinstance(evaluated, Evaluated)))
     if isinstance(evaluated, str):
-        whole.print([f"  note: validation_step is not tried before the run, since it fails: {evaluated}"])
+        whole.print([f"  note: validation_step is not checked before the run; it fails in one process: {evaluated}"])
     return evaluated if computed and isinstance(evaluated, Evaluated) else None
 
 
@@ -72,7 +72,7 @@ def check_after(divided: Divided, trial: Trial, before: Evaluated) -> None:
     own = [divided.tensor, divided.context, *([] if divided.experts is None else divided.experts.forwards)]
     validation = trial.validation([part for part in own if part is not None])
     if not all(world.gather_objects(validation is not None)) or validation is None:
-        divided.print(["  note: validation_step is not tried, since the divided module can't be copied"])
+        divided.print(["  note: validation_step is not checked before the run; the divided module can't be copied"])
         return
     step = divided.sharded(validation.step)
     if pipeline is not None:
@@ -86,8 +86,8 @@ def check_after(divided: Divided, trial: Trial, before: Evaluated) -> None:
     if differences:
         raise StepChanged(
             f"validation_step of the module divided by strategy={settings.name} computes other values: "
-            f"{differences[0]}. Compute them from outputs of the model, as training_step does, or choose other layers "
-            "or blocks by plan or blocks"
+            f"{differences[0]}. Compute the values from outputs of the model, as training_step does, or divide other "
+            "layers (plan=...) or blocks (blocks=...)"
         )
 
 
@@ -142,8 +142,7 @@ def check_evaluated(
         raise
     except Exception as error:
         raise StepChanged(
-            f"validation_step fails in the divided module, and in one process it does not: {type(error).__name__}: "
-            f"{error}"
+            f"validation_step fails in the divided module, but not in one process: {type(error).__name__}: {error}"
         ) from error
     return next(_differences(before.values, after, tolerance), "") if complete else ""
 
@@ -160,7 +159,7 @@ def _differences(
             not abs(a - b) <= tolerance * size and not (a != a and b != b)
             for a, b in zip(wanted, computed, strict=True)
         ):
-            yield f"{name} has the norm {computed[0]:.9g}, and {wanted[0]:.9g} in one process"
+            yield f"{name} has the norm {computed[0]:.9g}, but {wanted[0]:.9g} in one process"
 
 
 def _values(

@@ -23,8 +23,8 @@ from fabricx.model_parallel.tensor_collectives import whole_tensor
 from fabricx.model_parallel.token_exchange import exchange, exchanged
 
 REMEDY: Final = (
-    "An expert has to compute each token by itself, from the arguments of its module. Keep modules that don't by "
-    "experts=CLASS or a list of the names of the others"
+    "An expert has to compute each token by itself, from the arguments of its module. Modules whose experts don't "
+    "can't be divided: select the other modules by experts=CLASS or a list of names"
 )
 
 

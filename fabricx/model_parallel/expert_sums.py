@@ -88,8 +88,8 @@ class ExpertSums(GradientSums, ShardsWeights, WrapsStep):
         batches = [args for args in (example, self._newest) if args]
         if not batches and not self._called:
             raise ValueError(
-                f"rank {self.world.rank} has not had a batch yet, and all ranks compute the experts of a batch; give "
-                "each rank data for at least one batch, or use fewer devices"
+                f"rank {self.world.rank} has not received a batch yet, but every rank computes its experts for each "
+                "batch; provide at least one batch per rank, or use fewer devices"
             )
         devices = [self.world.device] if self.world.device.type == "cuda" else []
         for args in batches:  # the step may return no loss for this batch, and may not even compute
@@ -116,8 +116,9 @@ class ExpertSums(GradientSums, ShardsWeights, WrapsStep):
             return
         if any(parameter.requires_grad for parameter in self._divided()):
             raise ValueError(
-                "a step has returned None after it has called experts in a checkpoint with use_reentrant=True, which "
-                "other ranks compute again in their backward: return a loss of zero, or set use_reentrant=False"
+                "a step has returned None after it has called experts in an activation checkpoint with "
+                "use_reentrant=True, which other ranks compute again in their backward: return a loss of zero, or set "
+                "use_reentrant=False"
             )
         self._begin_backward()  # nothing before the experts is trained, nor are they
         self.end_backward()

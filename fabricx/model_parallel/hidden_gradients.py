@@ -12,7 +12,7 @@ from torch import Tensor, nn
 _MESSAGE: Final = (
     "this gradient is divided over ranks, and a rank has only its part: hooks can't read it. For the norm of the whole "
     "gradient call self.trainer.strategy.gradient_norm([optimizer]); to clip, set gradient_clip_val or call "
-    "self.clip_gradients; under strategy=ddp and tensor=1, pipeline=1 hooks read whole gradients"
+    "self.clip_gradients. With strategy=ddp, or a mesh with tensor=1 and pipeline=1, hooks read whole gradients"
 )
 
 

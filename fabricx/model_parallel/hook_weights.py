@@ -40,30 +40,32 @@ NORMS: Final[set[Any]] = {torch.norm, Tensor.norm, torch.linalg.vector_norm, tor
 _RANK_ZERO: Final = "lightning_utilities.core.rank_zero"
 
 _ONE_RANK = (
-    "a function of rank_zero_only reads {name}, which is divided over ranks: all of them have to read it, to put it "
-    "together. Read it before the function is called, such as by weight.norm() or weight.detach().cpu()"
+    "a function decorated with rank_zero_only reads {name}, which is divided over ranks: all ranks have to read it, "
+    "since each has only a part. Read it before the call of the function, for example with weight.norm() or "
+    "weight.detach().cpu()"
 )
 STAGES_APART: Final = (
     "stages of a pipeline call this hook at different moments, for each microbatch: use weights in "
     "on_before_optimizer_step or on_train_batch_end"
 )
 FAILED_APART: Final = (
-    "a rank that fails does so alone: other ranks would not join it. Save checkpoints during the run, such as by "
-    "ModelCheckpoint"
+    "only this rank has failed, so other ranks don't run this hook and send no parts. Save checkpoints during the run, "
+    "for example with ModelCheckpoint"
 )
 _STALE = "{name} has changed since this view of it was taken, and the weight is divided over ranks: take the view again"
 _MOMENTS = (
-    "the state of the optimizer for {name} is that of a single stage of the pipeline: hooks can't read it; under "
-    "strategy=ddp hooks read states of all weights"
+    "a single stage of the pipeline has the optimizer's state of {name}: hooks can't read it; under strategy=ddp they "
+    "can read the states of all weights"
 )
 BETWEEN: Final = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward")  # forward and backward
 _REBOUND: Final = (
-    "{hook} assigns to parameter.data between forward and backward: one process computes gradients with the weights of "
-    "the forward, and fsdp with the new ones. Change weights in on_train_batch_start or on_train_batch_end"
+    "{hook} assigns to parameter.data between forward and backward: a single process would compute gradients with the "
+    "weights of the forward, but fsdp with the new weights. Change weights in on_train_batch_start or "
+    "on_train_batch_end"
 )
 _NO_COPY: Final = "FSDP does not support deepcopy"  # in a message of torch
 _COPIED: Final = (
-    "a hook copies a module whose weights fsdp has sharded, such as by copy.deepcopy or AveragedModel: call "
+    "a hook copies a module whose weights fsdp has sharded, for example with copy.deepcopy or AveragedModel: call "
     "AveragedModel in __init__ or configure_model and update_parameters in the hook, use the callback EMA or "
     "WeightAveraging, or copy the weights: {name: value.detach().clone() for name, value in self.state_dict().items()}"
 )

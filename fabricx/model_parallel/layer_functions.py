@@ -102,7 +102,7 @@ class LayerFunctions:
         if max_norm is not None or scale_grad_by_freq or sparse:
             raise ValueError(
                 f"{weight.name}: an embedding with max_norm, scale_grad_by_freq or sparse gradients can't be sharded "
-                "by rows; keep it whole by the plan's override 'replicate'"
+                "by rows; keep it whole: set plan={'LAYER': 'replicate'} with the name of the embedding"
             )
         ids = self._activations.whole(input)
         rows = weight.placement.shape[0]

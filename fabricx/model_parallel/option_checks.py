@@ -52,8 +52,8 @@ def refuse_manual_optimization(name: str, *, pipelined: bool) -> NoReturn:
             "loss; use automatic optimization, or strategy=ddp"
         )
     raise ValueError(
-        f"strategy={name} with manual optimization: the step of the trial run has no optimizers; use automatic "
-        "optimization, or strategy=ddp or fsdp"
+        f"strategy={name} with manual optimization: the training step is tried before there are optimizers; use "
+        "automatic optimization, or strategy=ddp or fsdp"
     )
 
 

@@ -29,9 +29,10 @@ from fabricx.model_parallel.weight_gradients import DeferredWeights
 
 Step = Callable[..., Any]
 _ELSEWHERE: Final = (
-    "the step changes a parameter or uses it, and this stage of the pipeline does not hold it, since the step of the "
-    "trial run did not use it in this way. Let each step use the same parameters, such as by 0.0 * output.sum(); "
-    "change weights in on_before_optimizer_step or on_train_batch_end; or use strategy=tensor or strategy=fsdp"
+    "the step changes or uses a parameter that this stage of the pipeline does not hold, since the step of the trial "
+    "run before training did not use it in this way. Use the same parameters in each step, for example by adding 0.0 * "
+    "output.sum() to the loss; change weights in on_before_optimizer_step or on_train_batch_end; or use "
+    "strategy=tensor or strategy=fsdp"
 )
 _NOTHING: Final = contextlib.nullcontext()
 _SHARED: Final = 1 << 20  # tags of shared parameters; those of activations are smaller
@@ -44,8 +45,8 @@ _NO_LOSS: Final = (
     "batch already. Return None before the model is called, or a loss of zero, such as 0.0 * outputs.sum()"
 )
 _NO_BLOCKS: Final = (
-    "training_step returned a loss without a call of the model, which other stages of a pipeline would not know; "
-    "return None to leave a batch out"
+    "training_step returned a loss without a call of the model; the other stages of the pipeline can't compute such a "
+    "batch. Return None to skip a batch"
 )
 _ZERO_BUBBLE_FSDP: Final = (
     "schedule=zero_bubble computes gradients of weights after their backward, and fsdp reduces them in the backward: "
@@ -281,7 +282,7 @@ class Pipeline:
         elif not self._is_last(now):
             raise ValueError(
                 f"the step has ended before it called {self.chain.blocks[self.cuts[now.chunk][1]]}; in a pipeline a "
-                "step calls all blocks, or none"
+                "step has to call all blocks, or none: call the whole model once"
             )
 
     def _backward(self, now: Pass, backward: Callable[[Any], Any], share: float, closes: bool) -> None:

@@ -331,16 +331,16 @@ def _notes(module: nn.Module) -> Iterator[str]:
     if batch:
         yield (
             f"{batch[0]} normalises each microbatch by its own statistics, as with accumulate_grad_batches: set "
-            "microbatches=1 for those of the whole batch"
+            "microbatches=1 for the statistics of the whole batch"
         )
     if hooked := [name for name, parameter in module.named_parameters() if number_of_hooks(parameter)]:
         yield (
-            f"hooks of the gradient of {hooked[0]} see that of a microbatch, as with accumulate_grad_batches: set "
-            "microbatches=1 if they need that of the whole batch"
+            f"gradient hooks of {hooked[0]} receive the gradient of a microbatch, as with accumulate_grad_batches: "
+            "set microbatches=1 if they need the gradient of the whole batch"
         )
     spectral = [name for name, part in module.named_modules() if _normalises_spectrally(part)]
     if spectral:
-        yield f"{spectral[0]} makes a power iteration for each microbatch: set microbatches=1 for one in each batch"
+        yield f"{spectral[0]} runs a power iteration per microbatch: set microbatches=1 for one iteration per batch"
 
 
 def _normalises_spectrally(part: nn.Module) -> bool:

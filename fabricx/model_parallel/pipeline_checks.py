@@ -36,23 +36,23 @@ def check_evaluation(
     Raises:
         ValueError: the step would use tensors that the stages don't have; the message has the remedy.
     """
-    remedy = "Change the step, or other blocks or fewer stages (blocks=..., pipeline=...)"
+    remedy = "Change the step, or set other blocks (blocks=...) or fewer stages (pipeline=...)"
     try:
         with undisturbed(module), tracing(module, chain.blocks, calls_blocks=False) as trace:
             run()
     except ValueError as error:
         raise ValueError(
-            f"{step} under a pipeline: {error}. A step of an evaluation within fit calls the model once, as "
-            "training_step does; compute what needs more calls, such as generated text, by trainer.validate, test or "
-            "predict after fit, where each rank has the whole module"
+            f"{step} under a pipeline: {error}. In an evaluation within fit, the step has to call the model once, as "
+            "training_step does. For results that need more calls, such as generated text, call trainer.validate, test "
+            "or predict after fit, where each rank has the whole module"
         ) from error
     for begin, _ in cuts[1:]:
         if begin in trace.joined:
             raise ValueError(f"{step} can't be divided before {chain.blocks[begin]}: {trace.joined[begin]}. {remedy}")
         if not set(trace.entries[begin]) <= set(chain.entries[begin]):
             raise ValueError(
-                f"{step} calls {chain.blocks[begin]} with other arguments than training_step: call the model in "
-                "the same way"
+                f"{step} calls {chain.blocks[begin]} with other arguments than training_step: call the model as "
+                "training_step does"
             )
     everywhere = {name for name in chain.buffers if not chain.uses[name] or -1 in chain.uses[name]}
     for name, positions in trace.uses.items():

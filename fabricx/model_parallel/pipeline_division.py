@@ -76,9 +76,9 @@ def measure_whole(whole: Divided, chain: Chain, trial: Trial, *, training: bool)
     before = measured(functools.partial(_seeded_gradients, whole.module, chain.blocks, trial))
     if not before.finite:
         raise ValueError(
-            f"strategy={whole.settings.name} compares the divided module with the whole, and for the first two "
-            f"samples of the loader the loss is {before.loss} and the norm of the gradient {before.norm}: correct "
-            "or remove samples without a finite loss"
+            f"strategy={whole.settings.name} compares the divided module with the whole module before training, but "
+            f"for the first two samples of the loader the loss is {before.loss} and the norm of the gradient "
+            f"{before.norm}: correct or remove samples without a finite loss"
         )
     if _microbatches(whole) == 1:
         return WholeStep(before, None, "")
@@ -116,8 +116,8 @@ def divide_blocks(
     if microbatches > 1 and trial.samples is not None and rows_of(trial.batch) != trial.samples:
         raise ValueError(
             f"the first dimension of a batch of {trial.samples} samples has {rows_of(trial.batch)} elements, and a "
-            "pipeline splits batches by their first dimension: let the loader return the samples first, or set "
-            "microbatches=1"
+            "pipeline splits batches along their first dimension: let the loader return batches with the samples along "
+            "it, or set microbatches=1"
         )
     if prints:
         numbers = (settings.virtual, microbatches, trial.rows)
@@ -141,7 +141,7 @@ def check_stages(divided: Divided, trial: Trial, whole: WholeStep) -> None:
     if before.differs(after):
         raise ValueError(
             f"strategy={name} computes another model: for two samples the loss is {after.loss:.9g} "
-            f"and the norm of the gradient {after.norm:.9g}, and without stages {before.loss:.9g} and "
+            f"and the norm of the gradient {after.norm:.9g}, but without stages {before.loss:.9g} and "
             f"{before.norm:.9g}. "
             "Choose other blocks by blocks=CLASS or a list of names, or set pipeline=1"
         )

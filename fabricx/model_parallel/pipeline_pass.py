@@ -362,7 +362,7 @@ class Pass:
         if any(entry[0] == "other" for entry in described):
             raise ValueError(
                 f"{self._chain.blocks[self._end]} has an argument that can't be sent to another stage; pass tensors, "
-                "numbers and texts to blocks"
+                "numbers and strings to blocks"
             )
         if self._announces():
             outputs = [*self._received_header()["outputs"]] if self.chunk else []

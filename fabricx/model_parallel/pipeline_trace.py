@@ -139,7 +139,7 @@ class Trace(TorchDispatchMode):
                 if _storage(leaf) not in self._entered[boundary]:
                     self._join(
                         boundary, f"{self._names[number]} takes {named(path)}, which is computed {self._place(made)} "
-                        f"and which {self._names[boundary]} doesn't take",
+                        f"but {self._names[boundary]} doesn't take it",
                     )  # fmt: skip
             self._entered[number].add(_storage(leaf))
         self.entries[number] = tuple(paths)
@@ -215,7 +215,7 @@ class Trace(TorchDispatchMode):
             for boundary in self._between(made, self._position):
                 self._join(
                     boundary, f"a tensor computed {self._place(made)} is used {self._place(self._position)} "
-                    f"({func.__name__.partition('.')[0]}), and is no argument of the blocks between",
+                    f"({func.__name__.partition('.')[0]}), but is not an argument of the blocks between",
                 )  # fmt: skip
         return True
 
@@ -329,8 +329,8 @@ def log_calls(module: Any, logged: Callable[[str, Any], None]) -> Iterator[None]
 
 def _refuse_derivative(gradient: Tensor) -> None:
     raise FabricxError(
-        "training_step computes gradients through the model, such as by torch.autograd.grad for a gradient penalty, "
-        "and no rank of a pipeline, or of a sequence that is divided, has the graph of all blocks: use strategy=ddp or "
+        "training_step differentiates through the model, for example with torch.autograd.grad for a gradient penalty, "
+        "and no rank of a pipeline, or of a divided sequence, has the graph of all blocks: use strategy=ddp or "
         "strategy=fsdp, or a penalty without derivatives, such as finite differences in one call of the model"
     )
 

@@ -116,12 +116,12 @@ def _refused(func: Any, reason: str) -> NotImplementedError:
         remedy = "make parameters in __init__ or configure_model, and change a weight by weight.copy_(...) in no_grad"
     else:
         remedy = (
-            "use a function that returns a new tensor, or keep the layers before and after it whole by the plan's "
-            "override 'replicate'"
+            "use a function that returns a new tensor, or keep the layers before and after it whole: set "
+            "plan={'LAYER': 'replicate'} with their names"
         )
     return NotImplementedError(
-        f"{getattr(func, '__name__', func)} was called on a tensor of which each tensor-parallel rank has a part, an "
-        f"activation or a value of a weight, and {reason}; {remedy}"
+        f"{getattr(func, '__name__', func)} was called on an activation or a weight of which each tensor-parallel rank "
+        f"has a part, and {reason}; {remedy}"
     )
 
 
@@ -198,9 +198,9 @@ def _check_not_gathered(func: Any, target: Any) -> None:
     if name := getattr(base, "gathered_weight", ""):
         raise NotImplementedError(
             f"{getattr(func, '__name__', func)} changes a view of {name}, of which each tensor-parallel rank has a "
-            "part: change the weight itself, such as by `weight[0] = new` or `weight.copy_(new)` in no_grad, or in "
-            "on_train_batch_start, on_before_optimizer_step or on_train_batch_end, where views are those of whole "
-            "weights"
+            "part: change the weight itself, for example by `weight[0] = new` or `weight.copy_(new)` in no_grad, or "
+            "change the view in on_train_batch_start, on_before_optimizer_step or on_train_batch_end, where weights "
+            "are whole"
         )
 
 

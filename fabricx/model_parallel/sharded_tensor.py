@@ -10,7 +10,7 @@ from torch import Tensor
 _OUTSIDE = (
     "an activation that is sharded over tensor-parallel ranks was used outside of the module's step, or by a function "
     "that torch does not let fabricx see, such as a custom autograd function; keep the layers before and after it "
-    "whole by the plan's override 'replicate'"
+    "whole: set plan={'LAYER': 'replicate'} with their names"
 )
 _SET = (
     "set_ was called with a tensor of which each tensor-parallel rank has a part: change a weight by weight.copy_(new) "

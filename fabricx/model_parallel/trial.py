@@ -17,7 +17,7 @@ from fabricx.core.complex_numbers import as_real
 from fabricx.distributed.world import World
 from fabricx.errors import FabricxError
 
-_REMEDY = "Keep layers whole by the plan's override 'replicate'"
+_REMEDY = "Keep layers whole: set plan={'LAYER': 'replicate'} with their names"
 
 
 class StepChanged(FabricxError):
@@ -81,7 +81,7 @@ def recorded_step(
             raise
         except Exception as error:
             raise StepChanged(
-                f"the parallelised step fails in {_innermost(entered)}, and in one process it does not: "
+                f"the parallelised step fails in {_innermost(entered)}, but not in one process: "
                 f"{type(error).__name__}: {error}. {remedy}"
             ) from error
         _record_gradients(module, record, world)
@@ -108,7 +108,7 @@ def check_unchanged(
     where = f" The first output that differs is that of {changed}." if changed else ""
     if not _close(before.loss, after.loss, tolerance):
         raise StepChanged(
-            f"the loss of the parallelised step is {after.loss}, and {before.loss} in one process.{where} "
+            f"the loss of the parallelised step is {after.loss}, but {before.loss} in one process.{where} "
             f"{remedy}{_pattern(changed) if remedy is _REMEDY else ''}"
         )
     total = math.sqrt(sum(norms[0] ** 2 for norms in before.gradients.values()))
@@ -120,7 +120,7 @@ def check_unchanged(
             if not abs(norm - norms[0]) <= tolerance * max(total, 1e-30):  # True for NaN
                 pattern = _pattern(changed or name.rpartition(".")[0]) if remedy is _REMEDY else ""
                 raise StepChanged(
-                    f"the gradient of {name} has the norm {norm} in the parallelised step, and {norms[0]} in one "
+                    f"the gradient of {name} has the norm {norm} in the parallelised step, but {norms[0]} in one "
                     f"process.{where} {remedy}{pattern}"
                 )
 

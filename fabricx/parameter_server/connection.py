@@ -142,7 +142,10 @@ def _join_servers(
 ) -> tuple[Client, LowRank | None]:
     """Connect to the servers."""
     if world.store is None:
-        raise ValueError(f"{type(options).__name__} needs servers, which are started with the workers")
+        raise ValueError(
+            f"{type(options).__name__} needs servers, which fit starts with the workers; for a single process use "
+            "strategy=single"
+        )
     settings = design.settings
     low_rank = None if design.rank is None else LowRank(trained.parameters, design.rank)
     vectors = VectorOptions(

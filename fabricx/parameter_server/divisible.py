@@ -64,7 +64,9 @@ def needs_whole_tensors(
             "if it steps each parameter independently; or shard_by='element' if it steps each element independently"
         )
     if tables:
-        raise ValueError(f"{names} with sparse embeddings, whose rows are divided over servers: set servers=1")
+        raise ValueError(
+            f"{names} can't step sparse embeddings in parts, but their rows are divided over servers: set servers=1"
+        )
     whole = shard_by == "tensor"
     if not steps_alike(optimizers, parameters, divide([p.shape for p in parameters], servers, whole=whole)):
         raise ValueError(

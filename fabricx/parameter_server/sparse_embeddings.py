@@ -25,7 +25,8 @@ def sparse_embeddings(module: nn.Module | None, parameters: Sequence[Tensor]) ->
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse and id(part.weight) in numbers:
             if part.max_norm is not None:
                 raise ValueError(
-                    f"{name} has max_norm, which changes rows of the worker that servers don't see: remove max_norm"
+                    f"{name} has max_norm, which changes rows on a worker, and servers don't receive the change: "
+                    "remove max_norm"
                 )
             tables[part] = numbers[id(part.weight)]
     return tables

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fabricx.metrics.run_metrics import RunMetrics
 
 NO_BATCH: Final = "has no batch"
-NO_LOSS: Final = "gave no loss"
+NO_LOSS: Final = "returned no loss"
 ALL_SKIP_S: Final = 120.0  # longest wait until all ranks have published that they skip a batch without a collective
 
 

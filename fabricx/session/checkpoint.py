@@ -269,7 +269,7 @@ def report_global_batch(session: Session) -> None:
     if session.state.samples or not same_batch or changed:
         _print_global_batch(session, before)
     if changed and not (before and now):
-        session.print(f"each update now has {accumulate} batches of each rank, and had {accumulated} before")
+        session.print(f"each update now has {accumulate} batches per rank, and had {accumulated} before the checkpoint")
 
 
 def _print_global_batch(session: Session, before: int) -> None:

@@ -88,8 +88,8 @@ def meet_to_save(
         if time.monotonic() > deadline:
             raise RanksDisagree(
                 f"rank {world.rank} has called save_checkpoint({str(path)!r}), and rank "
-                f"{', '.join(map(str, missing))} has not in {ALL_CALL_S:g} s. Every rank has to call it, in the same "
-                "hook, since each writes a part"
+                f"{', '.join(map(str, missing))} has not within {ALL_CALL_S:g} s. Every rank has to call it, in the "
+                "same hook, since each writes a part"
             )
         time.sleep(LOOK_S)
     calls = [json.loads(world.store.get(f"{key}/{rank}")) for rank in range(world.size)]
@@ -99,8 +99,8 @@ def meet_to_save(
             for rank, (other, weights, waits, _) in enumerate(calls)
         )
         raise RanksDisagree(
-            f"save_checkpoint was called with different paths or options on the ranks: {listed}. Pass the same on all "
-            "ranks"
+            f"save_checkpoint was called with different paths or options on the ranks: {listed}. Pass the same "
+            "arguments on all ranks"
         )
 
 

@@ -97,9 +97,9 @@ def _content(session: Session, path: Path, *, weights_only: bool) -> tuple[dict[
     buffers = {} if point is None else point.buffers
     if buffers and not weights_only and session.window.unfinished and session.strategy.traits.checkpoint_averages:
         session.print(
-            f"{path} is within an accumulation window, and averages the ranks: a run that resumes from it repeats the "
-            "window from the averages, so its weights differ from those of this run. For exact resumption, save after "
-            "the last batch of a window"
+            f"{path} is saved within an accumulation window, with weights averaged over ranks: a run that resumes from "
+            "it repeats the window from the averages, so its weights differ from those of this run. For exact "
+            "resumption, save after the last batch of a window"
         )
     session.strategy.synchronize(buffers)
     hparams, omitted = storable(session.module.hparams)

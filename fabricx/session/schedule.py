@@ -128,7 +128,7 @@ def count_without_update(session: Session) -> None:
     session.batch.without_update += 1
     endless = options.max_steps != -1 and options.max_epochs == -1 and options.max_time is None
     if endless and session.batch.without_update >= max(FEWEST_WITHOUT_UPDATE, min(options.max_steps, 10_000)):
-        what = "training_step gave no loss" if session.module.automatic_optimization else "no optimizer made a step"
+        what = "training_step returned no loss" if session.module.automatic_optimization else "no optimizer made a step"
         raise ValueError(
             f"{what} in {session.batch.without_update} batches in a row, and max_steps={options.max_steps} counts "
             "weight updates: the run would never end. Return a loss, or also set max_epochs"

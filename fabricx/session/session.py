@@ -258,8 +258,8 @@ class Session:
         """
         if options.get("create_graph") and self.world.size > 1 and self.strategy.traits.synchronous:
             raise ValueError(
-                f"backward(create_graph=True) on {self.world.size} ranks: a loss of gradients would see those of this "
-                "rank's samples, in place of the global batch's. Add a penalty of each sample to the loss of "
+                f"backward(create_graph=True) on {self.world.size} ranks: a loss of gradients would use the gradients "
+                "of this rank's samples instead of the global batch's. Add a penalty of each sample to the loss of "
                 "training_step (torch.autograd.grad with create_graph=True), or use devices=1"
             )
         if self.overridden.backward:

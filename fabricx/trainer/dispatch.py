@@ -141,7 +141,7 @@ def _check_started(launcher: object) -> None:
 def _refuse_missing_servers(strategy: Strategy, servers: int) -> None:
     """Refuse servers in a world that the user's program has joined: no process of it would serve."""
     raise ValueError(
-        f"{type(strategy).__name__}(servers={servers}) needs processes that serve, and "
+        f"{type(strategy).__name__}(servers={servers}) needs server processes, and "
         "the world that your program has joined has none: call fit outside of that world, so that fabricx starts "
         "workers and servers; or start the script with torchrun and an additional process for each server; or use "
         "ParameterServer(servers=0)"

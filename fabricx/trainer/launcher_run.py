@@ -43,8 +43,8 @@ def check_launcher_use(launcher: Launcher, strategy: Strategy) -> None:
         )
     if servers := as_part(strategy, HasServers).servers:
         raise ValueError(
-            f"launcher={name} starts ranks, and no servers, of which {type(strategy).__name__} has {servers}: start "
-            "the script with torchrun and an additional process for each server, or choose another strategy"
+            f"launcher={name} starts ranks but no server processes, and {type(strategy).__name__} needs {servers}: "
+            "start the script with torchrun and an additional process for each server, or choose another strategy"
         )
 
 

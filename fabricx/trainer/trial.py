@@ -212,8 +212,8 @@ def _of_dataset(loader: DataLoader[Any]) -> Any:
         items = list(itertools.islice(iter(_copied(dataset)), 2))
         if not items:
             raise ValueError(
-                f"{type(dataset).__name__} has no sample: the division of a module is tried on two samples of the "
-                "training data"
+                f"{type(dataset).__name__} yields no sample, but model parallelism runs the training step on two "
+                "samples before training: provide at least one sample per rank"
             )
     else:
         items = [dataset[index] for index in _first_keys(loader)]
@@ -235,6 +235,6 @@ def _copied(source: Any) -> Any:
     except Exception as error:
         raise ValueError(
             "model parallelism runs the training step on two samples before training, and can't take these from "
-            f"{type(source).__name__} without a change of its position, because it can't be copied: {error}. Pass a "
-            "DataLoader of a map-style data set"
+            f"{type(source).__name__} without advancing it, because it can't be copied: {error}. Pass a DataLoader of "
+            "a map-style data set"
         ) from error

@@ -211,7 +211,7 @@ REFUSALS = (
     ),
     Refusal(
         lambda c: c.data == "promised" and c.data_ranks > 1 and c.loop != "limit",
-        "ended after 1 batches of this epoch, although its length or limit_train_batches promised more",
+        "ended after 1 batches of this epoch, fewer than its length or limit_train_batches announced",
         "The lengths of the loaders determine the weight of each batch. "
         "Remove a wrong `__len__`, or set `limit_train_batches` to an existing number.",
         steps=3,

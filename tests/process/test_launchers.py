@@ -225,7 +225,7 @@ def test_an_error_of_a_rank_is_raised_here_and_ends_the_other_rank(own_folder: P
 
 def test_what_a_launcher_cannot_start_is_refused(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = fx.Trainer(launcher=Here(), devices=2, strategy=ParameterServer(servers=1), max_epochs=1, **QUIET)
-    with pytest.raises(ValueError, match="starts ranks, and no servers, of which ParameterServer has 1"):
+    with pytest.raises(ValueError, match="starts ranks but no server processes, and ParameterServer needs 1"):
         trainer.fit(TinyModule(), tiny_loader(24, 6))
     for devices in ("auto", [0, 1], -1):
         with pytest.raises(ValueError, match="with a launcher, set the number of ranks on each machine"):

@@ -191,7 +191,7 @@ def test_a_checkpoint_within_a_window_has_the_joint_statistics_of_its_begin_and_
     assert min(module.changes) > 0.0  # the ranks' own statistics differ
     assert torch.equal(within["norm.running_mean"], first["norm.running_mean"])  # a resumed run repeats the window
     assert int(within["norm.num_batches_tracked"]) == int(first["norm.num_batches_tracked"]) == 2
-    assert "2 is within an accumulation window" in (tmp_path / "2.txt").read_text()
+    assert "2 is saved within an accumulation window" in (tmp_path / "2.txt").read_text()
     assert (tmp_path / "1.txt").read_text() == ""
 
 

@@ -160,7 +160,7 @@ def test_a_rank_without_samples_is_an_error_before_anybody_waits(tmp_path: Path)
     with pytest.raises(WorkerFailed, match="drop_last=True"):
         fx.Trainer(**options).fit(Normalised(), DataLoader(Numbered(13), 6))
     fx.Trainer(**options).fit(Normalised(), DataLoader(Numbered(13), 6, drop_last=True))
-    with pytest.raises(WorkerFailed, match="rank 1 gave no loss, and SyncBatchNorm needs all ranks"):
+    with pytest.raises(WorkerFailed, match="rank 1 returned no loss, and SyncBatchNorm needs all ranks"):
         fx.Trainer(**options).fit(Silent(), DataLoader(Numbered(48), 6))
     with pytest.raises(WorkerFailed, match="limit_train_batches"):
         fx.Trainer(**options).fit(Normalised(), Endless())

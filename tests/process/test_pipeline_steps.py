@@ -317,8 +317,8 @@ def test_errors_name_the_remedy() -> None:
     assert "use `except Exception` in place of `except:`" in found["swallows"]
     assert "blocks.0 was called outside of a step" in found["outside"]
     assert "call the model in training_step, validation_step" in found["outside"]
-    assert "in a pipeline a step calls all blocks, or none" in found["early"]
-    assert "return None to leave a batch out" in found["loss"]
+    assert "in a pipeline a step has to call all blocks, or none" in found["early"]
+    assert "Return None to skip a batch" in found["loss"]
 
 
 # -- waits ------------------------------------------------------------------------------------------------------------

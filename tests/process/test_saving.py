@@ -78,7 +78,7 @@ def test_no_moment_to_save_is_an_error_that_names_one(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_saves_alone_is_told_that_all_have_to(tmp_path: Path) -> None:
-    with pytest.raises(WorkerFailed, match=r"rank 1 has not in 0\.5 s\. Every rank has to call it"):
+    with pytest.raises(WorkerFailed, match=r"rank 1 has not within 0\.5 s\. Every rank has to call it"):
         run_ranks(_raises, 2, tmp_path)
 
 

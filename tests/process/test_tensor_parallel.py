@@ -310,7 +310,7 @@ def test_states_move_between_shards_and_wholes_and_uses_without_a_rule_are_error
         assert found["round trip"]
         assert found["step count"] == 3.0
         assert "changes it in place" in found["errors"]["in place"]
-        assert "register_hook was called on a tensor of which each" in found["errors"]["hook"]
+        assert "register_hook was called on an activation or a weight of which each" in found["errors"]["hook"]
         assert "blocks.0.mlp.gate_up is sharded" in found["errors"]["outside"]
         assert found["sizes"] == [4 * C, C, C]
         assert found["errors"]["after errors"] == found["errors"]["sizes"] == ""

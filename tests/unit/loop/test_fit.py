@@ -256,7 +256,7 @@ def test_a_run_of_steps_that_makes_no_update_ends_with_an_error(manual: bool, qu
 
     module = Nothing()
     module.automatic_optimization = not manual
-    what = "no optimizer made a step" if manual else "training_step gave no loss"
+    what = "no optimizer made a step" if manual else "training_step returned no loss"
     with (
         pytest.warns(UserWarning, match="no optimizer made a step in" if manual else "returned no loss for a batch"),
         pytest.raises(ValueError, match=rf"{what} in 100 batches in a row, and max_steps=3 .*: the run would never"),

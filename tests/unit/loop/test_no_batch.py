@@ -60,9 +60,9 @@ def test_the_training_step_is_not_called_and_the_validation_step_is(
     loader = DataLoader(tiny_data(16), 4, collate_fn=dropping)
     module, follows, trainer = kind(), Follows(), fx.Trainer(max_epochs=1, **quiet)
     trainer.callbacks.append(follows)
-    with pytest.warns(UserWarning, match="DataLoader gave None in the place of a batch") as warned:
+    with pytest.warns(UserWarning, match="DataLoader yielded None instead of a batch") as warned:
         trainer.fit(module, loader, loader)
-    assert sum("None in the place" in str(warning.message) for warning in warned) == 1
+    assert sum("None instead of a batch" in str(warning.message) for warning in warned) == 1
     assert module.trained == [0, 2, 3]
     assert follows.ended == module.validated[2:] == [False, True, False, False]  # after the sanity check
     assert trainer.global_step == 3

@@ -64,7 +64,7 @@ def test_rows_of_a_table_of_positions() -> None:
         assert other[:4].tolist() == [0, 1, 2, 3]  # no buffer
     with (
         within(small := torch.zeros(5)),
-        pytest.raises(ValueError, match="a buffer has 5 positions, and the sequence 8"),
+        pytest.raises(ValueError, match="a buffer has 5 positions, but the sequence has 8"),
     ):
         small[:4]
 

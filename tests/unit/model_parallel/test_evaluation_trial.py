@@ -61,7 +61,7 @@ def test_a_difference_is_named_and_rounding_is_none() -> None:
         return check_evaluated(trial(), again, step, before, 1e-3, complete=complete)
 
     assert compared(lambda batch: batch * (1 + 1e-6)) == ""
-    assert compared(lambda batch: batch * 2).startswith("the logged 'sum' has the norm 6, and 3 in one process")
+    assert compared(lambda batch: batch * 2).startswith("the logged 'sum' has the norm 6, but 3 in one process")
     assert compared(lambda batch: batch * 2, complete=False) == ""
     with pytest.raises(StepChanged, match="validation_step fails in the divided module"):
         compared(lambda batch: 1 / 0)

@@ -56,7 +56,7 @@ def test_a_rank_without_a_sample_computes_that_of_another_rank(sums: ExpertSums)
 
     assert sums.computes_together
     wrapped = sums.wrap_step(step)
-    with pytest.raises(ValueError, match="has not had a batch yet"):
+    with pytest.raises(ValueError, match="has not received a batch yet"):
         sums.backward_without_data()
     wrapped("good", 0)
     assert sums.backward_without_data(("bad", 1))  # no loss: its newest batch with a loss

@@ -232,7 +232,7 @@ def test_what_has_no_result_of_one_process_is_an_error_with_the_remedy() -> None
         with pytest.raises(ValueError, match="keeps its shape"):
             half.weight.data = torch.ones(2, 3)
         set_launched_rank()
-        with pytest.raises(DividedWeight, match="Read it before the function is called"):
+        with pytest.raises(DividedWeight, match="Read it before the call of the function"):
             rank_zero_only(half.weight.norm)()
     with HookWeights(division, apart=STAGES_APART):  # type: ignore[arg-type]
         for use in (half.weight.norm, lambda: half.weight.clamp_(-1, 1)):  # the next microbatch would see other weights

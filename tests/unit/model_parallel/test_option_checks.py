@@ -26,7 +26,7 @@ def test_other_options_are_accepted() -> None:
     check_options("mesh", "bf16-mixed", compiles=False, synchronises_batchnorm=False)
 
 
-@pytest.mark.parametrize(("pipelined", "reason"), [(True, "has no loss"), (False, "has no optimizers")])
+@pytest.mark.parametrize(("pipelined", "reason"), [(True, "has no loss"), (False, "before there are optimizers")])
 def test_manual_optimization_is_refused_with_its_reason(pipelined: bool, reason: str) -> None:
     with pytest.raises(ValueError, match=rf"{reason}; use automatic optimization, or strategy=ddp"):
         refuse_manual_optimization("mesh", pipelined=pipelined)

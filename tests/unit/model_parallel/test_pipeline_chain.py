@@ -368,5 +368,5 @@ def test_what_a_microbatch_sees_or_does_by_itself_has_a_note():
     model.blocks[1].get_parameter(hooked).register_hook(lambda gradient: gradient / (1 + gradient.norm()))
     nn.utils.parametrizations.spectral_norm(model.blocks[2].get_submodule(normalised))
     first, second = observe(model).notes
-    assert f"blocks.1.{hooked} see that of a microbatch" in first
-    assert f"blocks.2.{normalised}.parametrizations.weight.0 makes a power iteration for each microbatch" in second
+    assert f"gradient hooks of blocks.1.{hooked} receive the gradient of a microbatch" in first
+    assert f"blocks.2.{normalised}.parametrizations.weight.0 runs a power iteration per microbatch" in second

@@ -37,7 +37,7 @@ def test_a_window_of_a_stream_is_whole_where_another_accumulation_begins(
     trainer.fit(module, batches, ckpt_path=own_folder / "one.ckpt")
     assert trainer.global_step == 3
     assert float(module.layer.bias.detach()) == 0.5 - 3
-    assert "each update now has 2 batches of each rank, and had 1" in capsys.readouterr().out
+    assert "each update now has 2 batches per rank, and had 1" in capsys.readouterr().out
 
 
 class Grows(fx.Callback):

@@ -27,7 +27,7 @@ from fabricx.strategies import DDP, FSDP, ExpertMesh, LocalSGD, Mesh, ParameterS
         ({"data": ParameterServer()}, "data=ParameterServer"),
         ({"data": LocalSGD(), "pipeline": 2}, "with a tensor axis only.*set pipeline=1"),
         ({"schedule": "1f2b"}, "Did you mean '1f1b'"),
-        ({"data": FSDP(), "pipeline": 2}, r"data=FSDP\(...\) with a pipeline has no options"),
+        ({"data": FSDP(), "pipeline": 2}, r"data=FSDP\(...\): with a pipeline, data parallelism has no options"),
     ],
 )
 def test_wrong_options_are_errors_with_the_remedy(options: dict[str, object], said: str) -> None:
