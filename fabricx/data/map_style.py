@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -267,9 +268,10 @@ class OrderedFeed(Feed):
         cut = self._cut(min(self._items(), len(order)), accumulate, epoch)
         self._picked.count = len(cut)
         sizes = self._sizes(order)
-        data = self._data(epoch, lambda: _picks(cut.shares(position), order, self._alone, company=self._company))
+        shares, fetched = itertools.tee(cut.shares(position))
+        data = self._data(epoch, lambda: _picks(fetched, order, self._alone, company=self._company))
         index = first
-        for share in cut.shares(position):
+        for share in shares:
             size = sizes(share.end, share.begin)
             whole = sizes(share.window_end, share.window_begin)
             yield Microbatch(

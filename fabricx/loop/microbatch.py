@@ -66,7 +66,9 @@ def _backward(
     first, session.window.computing = not session.window.computing, True
     if micro.opens and first:
         zero_grad(session, micro)
-    loss = outputs["loss"] if isinstance(outputs, Mapping) and "loss" in outputs else outputs
+    loss = outputs
+    if not isinstance(outputs, Tensor) and isinstance(outputs, Mapping) and "loss" in outputs:
+        loss = outputs["loss"]
     if loss is None:
         if batch is not None:
             session.warn_once(
@@ -102,7 +104,8 @@ def _backward(
             call(session.hooks.on_after_backward)
         if effects is not None:
             effects.check()
-    session.window.took_part(micro, loss, first=first)
+    needed = session.overridden.optimizer_step or session.overridden.closures
+    session.window.took_part(micro, loss if needed else None, first=first)
     return outputs
 
 

@@ -135,7 +135,7 @@ class AccumulationWindow:
 
         Args:
             micro: share of this rank in the global batch.
-            loss: loss of the microbatch, shape []; None in manual optimization.
+            loss: loss of the microbatch, shape []; None if no closure will return it.
             first: the first backward of the microbatch.
         """
         if first:
