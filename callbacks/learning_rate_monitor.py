@@ -43,13 +43,13 @@ def rate_names(optimizers: Sequence[Optimizer], schedule_names: dict[int, str]) 
         if len(groups) == 1 and "name" not in groups[0]:
             names.append([stem])
         else:
-            own = [f"{group.get('name', f'pg{number}')}" for number, group in enumerate(groups, 1)]
-            if twice := sorted({name for name in own if own.count(name) > 1}):
+            group_names = [f"{group.get('name', f'pg{number}')}" for number, group in enumerate(groups, 1)]
+            if twice := sorted({name for name in group_names if group_names.count(name) > 1}):
                 raise ValueError(
                     f"LearningRateMonitor: {stem} has several parameter groups named {', '.join(twice)}; give each "
                     'group of an optimizer another "name"'
                 )
-            names.append([f"{stem}/{name}" for name in own])
+            names.append([f"{stem}/{name}" for name in group_names])
     return names
 
 

@@ -463,8 +463,8 @@ class ModelCheckpoint(Callback, NameParts):
         def may_replace(path: Path) -> bool:
             if str(path) in of_others:
                 return False
-            own = str(path) == self.last_model_path  # also of the run that this one continues
-            return own or path.is_symlink() or is_of_run(path, trainer.state.run, trainer.run_dir)
+            newest = str(path) == self.last_model_path  # also of the run that this one continues
+            return newest or path.is_symlink() or is_of_run(path, trainer.state.run, trainer.run_dir)
 
         path = versioned(self._folder, name, self._suffixes, may_replace)
         return str(trainer.world.broadcast_object(path))

@@ -54,7 +54,7 @@ class WorkerFailed(FabricxError):
         exit_code: exit code of the process.
         stopping: a stop of all workers had been requested before.
         saving: path and step of a checkpoint that was being written and is not repeated, or None.
-        reached: newest step of ranks whose in-memory checkpoints outlive their processes; -1 without.
+        reached: newest step of ranks with in-memory checkpoints that outlive their processes; -1 without.
 
     Args:
         message: the message.
@@ -90,7 +90,7 @@ class RanksApart(FabricxError):
 
 
 class PeerLost(FabricxError, RuntimeError):
-    """Another rank has died, or the connection to it was lost."""
+    """A different rank has died, or the connection to it was lost."""
 
 
 class ServerLost(FabricxError):
@@ -180,14 +180,14 @@ def did_you_mean(name: str, valid: Iterable[str]) -> str:
 
 
 def check_choice(owner: str, option: str, value: object, known: Sequence[str | None], own: str = "") -> None:
-    """Check that an option has a known value.
+    """Check that an option has a valid value.
 
     Args:
         owner: name of the object with the option, for the message.
         option: name of the option.
         value: value of the option.
         known: valid values.
-        own: what else is valid, for the message.
+        own: further valid values in words, for the message.
 
     Raises:
         ValueError: the value is unknown; the message suggests the nearest valid value.
@@ -216,7 +216,7 @@ class NamesChecked:
       known: limit
     """
 
-    former_arguments: ClassVar[Mapping[str, str]] = {}  # arguments of other libraries, and what replaces them
+    former_arguments: ClassVar[Mapping[str, str]] = {}  # arguments of other libraries, with their successors
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
         """Check the names of keyword arguments before `__init__`.

@@ -264,15 +264,15 @@ class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         used = set(map(id, self._used))
         return [name for name, parameter in self.module.named_parameters() if id(parameter) in used]
 
-    def _use(self, by_rank: Sequence[Sequence[str]], *, own: bool) -> None:
+    def _use(self, by_rank: Sequence[Sequence[str]], *, same_ranks: bool) -> None:
         """Restore the parameters that had a gradient: the next batch may be without a sample of this rank.
 
         Args:
             by_rank: names on each rank of the earlier run.
-            own: there are as many ranks as before; otherwise, a rank has the names of all.
+            same_ranks: there are as many ranks as before; otherwise, a rank has the names of all.
         """
         assert self.module is not None
-        used = set(by_rank[self.data_ranks.rank]) if own else {name for names in by_rank for name in names}
+        used = set(by_rank[self.data_ranks.rank]) if same_ranks else {name for names in by_rank for name in names}
         self._used = [parameter for name, parameter in self.module.named_parameters() if name in used]
 
     def _velocities(self) -> dict[str, Tensor]:
@@ -292,7 +292,7 @@ class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
             fragment.base.copy_(fragment.flat())
         self._statistics.remember()
         if by_rank := state.get("used"):
-            self._use(by_rank, own=len(by_rank) == self.data_ranks.size)
+            self._use(by_rank, same_ranks=len(by_rank) == self.data_ranks.size)
         if saved := state.get("outer") if self.outer == "nesterov" else None:
             self._load_velocities(saved)
 
@@ -347,7 +347,7 @@ class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
                 fragment.moved = torch.stack(parts).mean(0)
                 self._step_from_base(fragment, 0.0)
         self._statistics.load_states([state["statistics"] for state in states], own=own)
-        self._use([state["used"] for state in states], own=False)
+        self._use([state["used"] for state in states], same_ranks=False)
 
     def _share(self, values: Tensor) -> Tensor:
         """Return the part of a vector, equal on all ranks, that this rank stores in an in-memory checkpoint."""

@@ -173,8 +173,8 @@ class Reducer:
             return kind, (value.func,), {"attrname": value.attrname, "__doc__": value.__doc__}
         if kind.__module__ == _PARAMETRIZE and "__getstate__" in vars(kind):  # a class of its own for each module
             base: Any = kind.__base__
-            own = getattr(base, "__getstate__", None) is not getattr(object, "__getstate__", None)
-            state = base.__getstate__(value) if own else vars(value)
+            defines = getattr(base, "__getstate__", None) is not getattr(object, "__getstate__", None)
+            state = base.__getstate__(value) if defines else vars(value)
             state = {**state, **_compilation(value)}
             return definitions.new_object, (base,), state, None, None, definitions.fill_parametrized
         if compilation := _compilation(value):

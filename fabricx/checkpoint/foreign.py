@@ -57,11 +57,11 @@ class Foreign:
 
     Attributes:
         weights: weights by name.
-        source: name of the program, with its version if known.
+        source: name of the program, with the version if the file has it.
         hparams: arguments of the module's constructor.
         argument: the constructor's argument for `hparams` as a dict; "" if each entry is an argument.
         epoch, step: position of the run.
-        others: entries that hooks have added.
+        others: additional entries, from hooks.
     """
 
     weights: dict[str, Tensor]
@@ -113,7 +113,7 @@ def read_foreign(path: Place, map_location: Any = "cpu") -> Foreign:
 
 
 def _safetensors(path: Path) -> list[Path] | None:
-    """Return the files of a checkpoint in safetensors; None for another format."""
+    """Return the files of a checkpoint in safetensors; None for other formats."""
     if path.is_dir():
         indices, files = sorted(path.glob(f"*{_INDEX}")), sorted(path.glob(f"*{_SAFETENSORS}"))
         named = [file for file in (path / f"model{_INDEX}", path / f"model{_SAFETENSORS}") if file.is_file()]
@@ -200,7 +200,7 @@ def _from_torch(path: Path, content: Any) -> Foreign:
 
 
 def renamed(weights: Mapping[str, Tensor], strip: str = "", add: str = "") -> dict[str, Tensor]:
-    """Return weights with new names: a prefix is removed, then another prefix is added.
+    """Return weights with new names: a prefix is removed, then a new prefix is added.
 
     Args:
         weights: weights by name.
@@ -211,7 +211,7 @@ def renamed(weights: Mapping[str, Tensor], strip: str = "", add: str = "") -> di
 
 
 def mismatch(saved_names: Iterable[str], wanted: Iterable[str], path: object) -> str:
-    """Return the error message for weights whose names differ from the names in the module.
+    """Return the error message for weights with other names than in the module.
 
     Args:
         saved_names: names in the checkpoint.
@@ -243,7 +243,7 @@ def mismatch(saved_names: Iterable[str], wanted: Iterable[str], path: object) ->
 
 
 def shapes_differ(saved: Mapping[str, Any], wanted: Mapping[str, Any], path: object) -> str:
-    """Return the error message for weights of other shapes than those in the module; "" if all shapes are equal.
+    """Return the error message for weights with other shapes than in the module; "" if all shapes are equal.
 
     Args:
         saved: tensors of the checkpoint by name.

@@ -222,8 +222,9 @@ def _strictness(module: Any, strict: bool | None) -> bool:
         ValueError: the module has set `strict_loading` to another value.
     """
     chosen: bool = getattr(module, "strict_loading", True)
-    own = vars(module).get("strict_loading", vars(module).get("_strict_loading"))  # the latter in Lightning's class
-    if strict is not None and strict != chosen and (own is not None or not chosen):
+    # Lightning's class has "_strict_loading".
+    of_module = vars(module).get("strict_loading", vars(module).get("_strict_loading"))
+    if strict is not None and strict != chosen and (of_module is not None or not chosen):
         raise ValueError(
             f"load_from_checkpoint(strict={strict}) contradicts {type(module).__name__}.strict_loading = {chosen}: "
             "remove one of them, or set both alike"

@@ -156,11 +156,11 @@ def _without(config: Any, dropped: set[str]) -> Any:
     return OmegaConf.masked_copy(config, [name for name in config if name not in dropped])
 
 
-def _same(value: Any, given: Any) -> bool:
-    if value is given or not isinstance(value, Mapping):
-        return value is given
+def _same(value: Any, argument: Any) -> bool:
+    if value is argument or not isinstance(value, Mapping):
+        return value is argument
     try:
-        return bool(value == given)
+        return bool(value == argument)
     except (ValueError, RuntimeError):  # arrays and tensors have no truth value
         return False
 

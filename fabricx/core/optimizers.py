@@ -141,13 +141,13 @@ def _schedule(scheduler: Any, monitor: str | None = None) -> Schedule:
     return Schedule(**{"monitor": monitor, **{key: value for key, value in scheduler.items() if key in _KEYS}})
 
 
-def _check_keys(given: Mapping[str, Any], needed: str, known: Sequence[str], owner: str) -> None:
+def _check_keys(config: Mapping[str, Any], needed: str, known: Sequence[str], owner: str) -> None:
     """Refuse a dict without a needed key, or with a misspelt key; warn of other keys.
 
     Raises:
         ValueError: the message has the known keys.
     """
-    for key in given:
+    for key in config:
         if key in known:
             continue
         meant = did_you_mean(key, known)
@@ -155,7 +155,7 @@ def _check_keys(given: Mapping[str, Any], needed: str, known: Sequence[str], own
         if meant:
             raise ValueError(text)
         warnings.warn(f"{text}\n  it is ignored", stacklevel=2)
-    if needed not in given:
+    if needed not in config:
         raise ValueError(f"{owner} has no {needed!r}\n  known: {', '.join(known)}")
 
 

@@ -56,14 +56,14 @@ def advise_on_overfitting(loaders: Iterable[Any]) -> None:
         _warn("overfit_batches: a loader with shuffle=True is not shuffled, so that each epoch has the same batches")
 
 
-def advise_on_length(given: bool, epochs: int | None) -> None:
+def advise_on_length(limited: bool, epochs: int | None) -> None:
     """Warn about a fit without a limit of epochs, steps or time.
 
     Args:
-        given: whether the Trainer was given a limit of epochs, steps or time.
+        limited: whether the Trainer was given a limit of epochs, steps or time.
         epochs: `max_epochs`; other than the default if it was assigned later.
     """
-    if not given and epochs == DEFAULT_EPOCHS:
+    if not limited and epochs == DEFAULT_EPOCHS:
         _warn(f"max_epochs is not set: training ends after {epochs} epochs. Set max_epochs, or -1 for no limit")
 
 

@@ -1,4 +1,4 @@
-"""Smallest modules and data, for reports of defects and for tests: those of Lightning's name and shapes."""
+"""Smallest modules and data, for reports of defects and for tests, with Lightning's names and shapes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class BoringModel(LightningModule):
 
         Args:
             preds: output of the layer.
-            labels: targets; ones by default.
+            labels: targets, 1 by default.
         """
         return nn.functional.mse_loss(preds, torch.ones_like(preds) if labels is None else labels)
 

@@ -19,8 +19,8 @@ _FP16_MAX: Final = 65504.0
 class Codec(ABC):
     """Encodes a flat vector in fewer bytes, and decodes it. Subclasses implement `bytes`, `pack` and `unpack`.
 
-    `encode` adds the encoding error of a vector to the next vector (error feedback), so it is delayed, not lost, and a
-    codec has no state of its own: sender and receiver have an object each.
+    `encode` adds the encoding error of a vector to the next vector (error feedback), so it is delayed, not lost. Sender
+    and receiver each have a codec object.
 
     Args:
         keep: fraction of the elements that "topk" sends (`compression_keep` of a strategy).
@@ -88,7 +88,7 @@ class Codec(ABC):
             raw: output, uint8, shape [`bytes(elements)`].
 
         Returns:
-            A factor that `unpack` gets; 1.0 if the bytes need none. NaN and infinity must not become finite.
+            A factor, passed to `unpack`; 1.0 if the bytes need none. NaN and infinity must not become finite.
         """
 
     @abstractmethod
@@ -102,7 +102,7 @@ class Codec(ABC):
             dtype: data type of the vector.
 
         Returns:
-            The vector, shape [size], in memory of its own.
+            The vector, shape [size], in new memory.
         """
 
 
@@ -208,7 +208,7 @@ def check_codec(owner: str, option: str, name: str | None, *others: str) -> None
 
     Raises:
         ValueError: the value is no codec; the message suggests the nearest valid value.
-        LookupError: there is no class at the dotted path.
+        LookupError: the dotted path is not the path of a class.
 
     >>> check_codec("AsyncSGD", "compression", "topq")
     Traceback (most recent call last):
@@ -225,8 +225,8 @@ def check_codec(owner: str, option: str, name: str | None, *others: str) -> None
         raise ValueError(
             f"{option}={name!r}: servers import the class, and can't import it from the script; move it into a module"
         )
-    found = _class(name, option)
-    if not (isinstance(found, type) and issubclass(found, Codec)):
+    codec = _class(name, option)
+    if not (isinstance(codec, type) and issubclass(codec, Codec)):
         raise ValueError(f"{option}={name!r} is not a codec: derive the class from fabricx.Codec")
 
 
@@ -246,5 +246,5 @@ def make_codec(name: str, *, keep: float = 0.01, feedback: bool = True) -> Codec
 def _class(name: str, option: str) -> type[Codec]:
     if name in CODECS:
         return CODECS[name]
-    found: type[Codec] = plugins.load(option, name) if "." in name else plugins.registered("codecs")[name].load()
-    return found
+    codec: type[Codec] = plugins.load(option, name) if "." in name else plugins.registered("codecs")[name].load()
+    return codec

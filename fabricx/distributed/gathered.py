@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fabricx.distributed.fsdp_internals import units_of
 
-_Place = tuple[bool, int]
+_Memory = tuple[bool, int]
 _WORDS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # compared as integers, NaN equals NaN
 
 
@@ -38,7 +38,7 @@ class GatheredWeights:
             for unit in self._units
         ]
         self.unfrozen: list[str] = []
-        self._known: list[dict[int, tuple[bool, _Place]]] = [{} for _ in self._units]  # (requires_grad, ...) by index
+        self._known: list[dict[int, tuple[bool, _Memory]]] = [{} for _ in self._units]  # (requires_grad, ...) by index
         for number, unit in enumerate(self._units):
             unit._to_unsharded = functools.partial(self._gather, number)
             for name in ("_to_sharded", "_to_sharded_post_forward"):
@@ -52,14 +52,14 @@ class GatheredWeights:
 
     def _settle(self, number: int, index: int) -> None:
         known, param = self._known[number], self._units[number].fsdp_params[index]
-        trained, place = known[index]
+        trained, memory = known[index]
         whole, shard = param._unsharded_param, param.sharded_param
         if whole.requires_grad != shard.requires_grad:
             changed, other = (whole, shard) if whole.requires_grad != trained else (shard, whole)
             other.requires_grad_(changed.requires_grad)
             if changed is shard and shard.requires_grad:
                 self.unfrozen.append(param._param_fqn or "a parameter")
-        known[index] = shard.requires_grad, place
+        known[index] = shard.requires_grad, memory
 
     def register_hooks(self) -> list[Any]:
         """Make each submodule settle its own parameters before its forward; returns the handles of the hooks.
@@ -118,7 +118,8 @@ class GatheredWeights:
             _check_kept(param)
         type(unit)._to_unsharded(unit)
         self._known[number] = {
-            index: (param._unsharded_param.requires_grad, _place(param)) for index, param in enumerate(unit.fsdp_params)
+            index: (param._unsharded_param.requires_grad, _memory(param))
+            for index, param in enumerate(unit.fsdp_params)
         }
 
     def _shard(self, number: int, name: str) -> None:
@@ -127,8 +128,8 @@ class GatheredWeights:
             self.settle()
         changed = [
             param._param_fqn
-            for param, (_, place) in zip(unit.fsdp_params, known.values(), strict=False)
-            if _is_changed(param, place)
+            for param, (_, memory) in zip(unit.fsdp_params, known.values(), strict=False)
+            if _is_changed(param, memory)
         ]
         self._known[number] = {}
         getattr(type(unit), name)(unit)
@@ -157,7 +158,7 @@ def _check_kept(param: Any) -> None:
         )
 
 
-def _place(param: Any) -> _Place:
+def _memory(param: Any) -> _Memory:
     """Return whether a gathered weight has the memory that it was gathered to, and its version."""
     whole: Tensor = param._unsharded_param
     with torch._C.DisableTorchFunction():  # a step of tensor parallelism would gather the weight
@@ -166,7 +167,7 @@ def _place(param: Any) -> _Place:
         return gathered, 0 if whole.is_inference() else whole._version
 
 
-def _is_changed(param: Any, place: _Place) -> bool:
+def _is_changed(param: Any, memory: _Memory) -> bool:
     """Return whether the gathered weights of an FSDP parameter were changed or replaced since they were gathered.
 
     Writes to `.data` do not increase the version. On a CPU, this rank's part is compared with its shard; on a GPU that
@@ -175,7 +176,7 @@ def _is_changed(param: Any, place: _Place) -> bool:
     owner = param._module_info
     if owner.module._parameters.get(owner.param_name) is not param._unsharded_param:
         return True
-    if _place(param) != place:
+    if _memory(param) != memory:
         return True
     whole, shard = param.all_gather_outputs[0], param._sharded_param_data
     if whole.device.type != "cpu":

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @final
 class LowRankMatrix:
-    """The gradient of one parameter as a product of two factors, which ranks sum one after the other.
+    """The gradient of a parameter as a product of two factors, which ranks sum one after the other.
 
     A parameter is a matrix of its first dim by all other dims: `rows` by `columns`. The error of a rank is the
     difference to this rank's own contribution, so the errors of all ranks sum to the error of the sum.

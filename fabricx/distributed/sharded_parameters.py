@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from fabricx.distributed.grad_hooks import number_of_hooks
 from fabricx.distributed.world import World
 
-BUCKET_BYTES: Final = 100 * 2**20  # whole tensors that are gathered, or reduced, in one collective
+BUCKET_BYTES: Final = 100 * 2**20  # whole tensors that are gathered, or reduced, in a single collective
 
 
 @dataclass
@@ -88,7 +88,7 @@ class ShardedParameters:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Give the module whole parameters; all ranks call it.
+        """Restore whole parameters in the module; all ranks call it.
 
         Raises:
             ValueError: a part has a gradient hook, which would never be called.
@@ -113,7 +113,7 @@ class ShardedParameters:
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Sum the gradients of the whole parameters over the ranks, into those of the parts; all ranks call it.
+        """Sum the gradients of the whole parameters over the ranks, into the gradients of the parts; all ranks call it.
 
         All ranks have gradients of the same parameters.
         """
@@ -139,7 +139,7 @@ class ShardedParameters:
 
     @torch.no_grad()
     def release(self) -> None:
-        """Give the module the parts; changes of this rank's rows by users' code are kept."""
+        """Restore the parts in the module; changes of this rank's rows by users' code are kept."""
         if not self.gathered:
             return
         for member in self._all:

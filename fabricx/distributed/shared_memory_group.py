@@ -116,14 +116,14 @@ class SharedMemoryGroup:
         Raises:
             EOFError: a rank has died.
         """
-        found = {}
+        messages = {}
         try:
             for rank, connection in self._others.items():
                 heartbeat.waits_for(self._events[rank])
-                found[rank] = connection.recv()
+                messages[rank] = connection.recv()
         finally:
             heartbeat.waits_for("")
-        return found
+        return messages
 
     def signal(self) -> None:
         """Send a signal to all other ranks. Signals and messages must not be mixed without a wait for all ranks.

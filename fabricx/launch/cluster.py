@@ -109,8 +109,8 @@ def job(environ: Mapping[str, str]) -> str:
     '77  '
     """
     if (names := _mpi(environ)) is not None:
-        given = next((environ[name] for name in _MPI_JOBS if name in environ), "")
-        return given or (_process_without(names[0]) if on_one_machine(environ) else "")
+        job_id = next((environ[name] for name in _MPI_JOBS if name in environ), "")
+        return job_id or (_process_without(names[0]) if on_one_machine(environ) else "")
     if len(_sagemaker_hosts(environ)) > 1:
         return environ.get("TRAINING_JOB_NAME", "")
     return " ".join(environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEPID"))

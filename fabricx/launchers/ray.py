@@ -24,14 +24,14 @@ END_S: Final = 30.0  # time in which a machine has to end its ranks
 class Ray(Launcher):
     """Start the ranks of each machine in an actor of Ray (pip install 'fabricx[ray]').
 
-    The actors are in a placement group, each on its own machine. After the loss of a process or a machine the Trainer
+    The actors are in a placement group, each on a different machine. After the loss of a process or machine the Trainer
     starts all ranks again, from in-memory checkpoints, which the machines keep and exchange, or from the newest
     checkpoint on disk. Ray replaces a lost machine if another machine of the cluster is free, or its autoscaler starts
     one. The project and the run's folder have to be on a file system that all machines share.
 
     Args:
         address: address of the cluster, as of `ray.init`; None: the cluster of this machine or of RAY_ADDRESS, or a new
-            one on this machine; "local": a new one.
+            one on this machine; "local": a new cluster.
         cpus_per_rank: cores that Ray reserves for each rank.
         runtime_env: environment of the actors, as of `ray.init`, such as {"env_vars": {"NCCL_SOCKET_IFNAME": "eth0"}}.
         timeout_s: seconds to wait until the cluster has the machines.
@@ -73,9 +73,9 @@ class Ray(Launcher):
         ray = _ray()
         if not ray.is_initialized():
             ray.init(address=self.address, runtime_env=None if self.runtime_env is None else dict(self.runtime_env))
-        if program.gpus_unused and (found := int(ray.cluster_resources().get("GPU", 0))):
+        if program.gpus_unused and (gpus := int(ray.cluster_resources().get("GPU", 0))):
             raise ValueError(
-                f"this machine has no GPU, so the run would train on CPUs, and the cluster of Ray has {found} GPUs: "
+                f"this machine has no GPU, so the run would train on CPUs, and the cluster of Ray has {gpus} GPUs: "
                 "set accelerator to 'gpu', or to 'cpu'"
             )
         if self._group is None:
@@ -168,7 +168,7 @@ class Ray(Launcher):
                 if ends[-1].failures and deadline == float("inf"):
                     died = all(failure.kind in ("killed", "death") for failure in ends[-1].failures)
                     deadline = time.monotonic() + DEATH_S + (0.0 if died else GATHER_S)
-            if time.monotonic() > deadline:  # once: machines that do not answer are given up
+            if time.monotonic() > deadline:  # once: machines that do not answer are ignored
                 for number in waiting.values():
                     self._nodes[number].end.remote(self._start)
                 ready, lost = ray.wait(list(waiting), num_returns=len(waiting), timeout=END_S)

@@ -73,8 +73,8 @@ class Slurm(Launcher):
             )
         self.cluster, self.folder, self.cpus_per_rank, self.notice_s = cluster, folder, cpus_per_rank, notice_s
         self.time_min = time_min
-        given = {"partition": partition, "account": account, "qos": qos}
-        self.options = {**{name: value for name, value in given.items() if value is not None}, **(options or {})}
+        arguments = {"partition": partition, "account": account, "qos": qos}
+        self.options = {**{name: value for name, value in arguments.items() if value is not None}, **(options or {})}
 
     def run(self, program: Program) -> Ended:
         self._check_gpus(program)
@@ -191,14 +191,15 @@ class _Rank:
         """Run the rank, and return its result or its failure."""
         environment = _submitit().JobEnvironment()
         rank = environment.global_rank
-        own = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}  # of the login node
-        host, port = address(own) if "SLURM_JOB_ID" in own else ("127.0.0.1", _port_of(environment))
+        # Without the address that the login node has.
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("MASTER_")}
+        host, port = address(inherited) if "SLURM_JOB_ID" in inherited else ("127.0.0.1", _port_of(environment))
         variables = torchrun_variables(self._program, environment.node, host, port)[environment.local_rank]
         os.environ.update({"OMP_NUM_THREADS": str(self._threads), **variables, "RANK": str(rank)})
         (environment.paths.folder / f"{environment.job_id}_{rank}.pid").write_text(str(os.getpid()))
         notices = _Notices()
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        if "SLURM_JOB_ID" not in own:
+        if "SLURM_JOB_ID" not in inherited:
             os.setpgrp()  # away from the terminal, see `_submit`
             signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
         ended = run_rank(self._program.job, rank)

@@ -26,7 +26,7 @@ W = TypeVar("W", bound="Writer")
 
 
 class Writer(Protocol):
-    """What a `FolderLogger` writes with, such as an open file."""
+    """Writer of a `FolderLogger`, such as an open file."""
 
     def flush(self) -> None:
         """Write buffered data to disk."""
@@ -40,7 +40,7 @@ class LoggerFolder:
     """The configured folder of a logger; `make` creates it.
 
     Args:
-        save_dir: parent folder; None for the run's folder, which gets subfolders only for explicit names and versions.
+        save_dir: parent folder; None for the run's folder, with subfolders only for explicit names and versions.
         name: subfolder of `save_dir`.
         version: subfolder of `name`: text, or a number n for "version_n". With a `save_dir` and without a version, the
             first unused number, so that two runs never share a folder. All runs with the same logger have its folder.
@@ -74,7 +74,7 @@ class LoggerFolder:
         return self.path
 
     def before_run(self) -> Path | None:
-        """Return the folder, and create it if it does not depend on the run; None if it is not known yet.
+        """Return the folder, and create it if it does not depend on the run; None if it is still undecided.
 
         Under a launcher it is not created, because all ranks have to choose the same version.
         """
@@ -118,7 +118,7 @@ class FolderLogger(Logger, Generic[W]):
         """
 
     def _finish(self, status: Ending) -> None:
-        """Write what belongs to the end of a run, after the writer is closed.
+        """Write the files of a finished run, after the writer is closed.
 
         Args:
             status: the run's status.
@@ -214,7 +214,7 @@ class FolderLogger(Logger, Generic[W]):
         """Close the logger, as Lightning's loggers do.
 
         Args:
-            status: "success" or another word.
+            status: end of the run, such as "success".
         """
         self.close("success" if status == "success" else "failed")
 
@@ -249,7 +249,7 @@ def of_open_logger(function: Callable[P, None]) -> Callable[P, None]:
 
 
 def with_whole_epoch(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics whose epoch is an int.
+    """Return metrics with the epoch as an int.
 
     >>> with_whole_epoch({"loss": 1.0, "epoch": 2.0})
     {'loss': 1.0, 'epoch': 2}

@@ -146,9 +146,9 @@ class Metrics:
             return values
         kind = torch.float32 if self._device.type == "mps" else torch.float64
         weights = torch.tensor([latest[name][1] for name in names], dtype=kind, device=self._device)
-        own = torch.stack([values[name].detach().to(self._device, kind).reshape(()) for name in names])
-        total, weight = self._reduce(torch.stack([torch.where(weights > 0, own * weights, 0.0), weights]), "sum")
-        for name, mean in zip(names, torch.where(weight > 0, total / weight, own), strict=True):
+        local = torch.stack([values[name].detach().to(self._device, kind).reshape(()) for name in names])
+        total, weight = self._reduce(torch.stack([torch.where(weights > 0, local * weights, 0.0), weights]), "sum")
+        for name, mean in zip(names, torch.where(weight > 0, total / weight, local), strict=True):
             values[name] = mean.to(torch.get_default_dtype()).reshape(values[name].shape)
         return values
 

@@ -170,9 +170,9 @@ class _GatherAlong:
         if state.dim() == 0:
             return state
         header = torch.tensor([_DTYPES.index(state.dtype), state.dim(), *state.shape], device=state.device)
-        own = torch.nn.functional.pad(header, (0, _LONGEST - len(header)))
-        headers = [torch.zeros_like(own) for _ in range(torch.distributed.get_world_size(self._group))]
-        torch.distributed.all_gather(headers, own, self._group)
+        padded = torch.nn.functional.pad(header, (0, _LONGEST - len(header)))
+        headers = [torch.zeros_like(padded) for _ in range(torch.distributed.get_world_size(self._group))]
+        torch.distributed.all_gather(headers, padded, self._group)
         if state.numel():
             return state
         for kind, dims, *shape in (header.tolist() for header in headers):

@@ -101,20 +101,20 @@ def rows_of_draw(
     if drawn.dim() != len(shape) or len(differing) != 1:
         return None
     (dim,) = differing
-    each, rest = divmod(drawn.shape[dim], total)
-    return None if rest or shape[dim] != each * rows else drawn.narrow(dim, begin * each, shape[dim])
+    per_sample, rest = divmod(drawn.shape[dim], total)
+    return None if rest or shape[dim] != per_sample * rows else drawn.narrow(dim, begin * per_sample, shape[dim])
 
 
 class _Draws(TorchDispatchMode):
     """Passes each tensor of new random numbers to a function.
 
     Args:
-        found: called with the tensor, which it may change, and with whether it is a permutation.
+        replace: called with the tensor, which it may change, and with whether it is a permutation.
     """
 
-    def __init__(self, found: Callable[[Tensor, bool], None]) -> None:
+    def __init__(self, replace: Callable[[Tensor, bool], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._found = found
+        self._replace = replace
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
@@ -123,7 +123,7 @@ class _Draws(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         if draws:
             for leaf in tree_leaves(output):
-                self._found(leaf, func._schema.name == _PERMUTATION)
+                self._replace(leaf, func._schema.name == _PERMUTATION)
         elif before.differs(RandomState()):  # such as attention with dropout
             raise DifferentDraws(f"{func._schema.name} draws random numbers that are not those of single samples")
         return output

@@ -80,7 +80,7 @@ def predicted_parts(model: Transformer, cluster: Cluster, layout: Layout) -> Pre
         cluster: speeds of devices and links.
         layout: mesh.
     """
-    t, c = layout.tensor, layout.context
+    tensor, context = layout.tensor, layout.context
 
     def part(operations: float, again: bool, axes: Axes) -> Part:
         products = cluster.products(operations)
@@ -90,9 +90,9 @@ def predicted_parts(model: Transformer, cluster: Cluster, layout: Layout) -> Pre
 
     first, block, last = exchanges(model, layout)
     before = part(0.0, False, first)
-    middle = part(model.block_operations(layout.samples) / t / c, layout.recompute, block)
-    after = part(model.head_operations(layout.samples) / t, False, last)
-    weights, table = model.matrices / t + model.norms, model.vocabulary * model.hidden / t
+    middle = part(model.block_operations(layout.samples) / tensor / context, layout.recompute, block)
+    after = part(model.head_operations(layout.samples) / tensor, False, last)
+    weights, table = model.matrices / tensor + model.norms, model.vocabulary * model.hidden / tensor
     sizes = tuple(FULL * size for size in (table, *[weights] * model.layers, table + model.hidden))
     parts = (before, *[middle] * model.layers, after)
     costs = (before.total, *[middle.total] * model.layers, after.total)

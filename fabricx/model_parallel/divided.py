@@ -125,8 +125,8 @@ class Divided:
 
     def dtypes(self) -> set[torch.dtype]:
         """Return the data types in which the module computes."""
-        own = {parameter.dtype for parameter in self.module.parameters()}
-        return own | {torch.bfloat16} if self.settings.half else own
+        dtypes = {parameter.dtype for parameter in self.module.parameters()}
+        return dtypes | {torch.bfloat16} if self.settings.half else dtypes
 
     # -- gradients -----------------------------------------------------------------------------------------------
 

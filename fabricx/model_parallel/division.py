@@ -36,7 +36,7 @@ class DividesTensors(Protocol):
         ...
 
     def whole(self, name: str, local: Tensor) -> Tensor:
-        """Return the whole tensor of a parameter or of its moment; collective.
+        """Return the whole tensor of a parameter or moment; collective.
 
         Args:
             name: name of the parameter.
@@ -49,7 +49,7 @@ class DividesTensors(Protocol):
 
         Args:
             name: name of the parameter.
-            whole: whole tensor of the parameter or of its moment.
+            whole: whole tensor of the parameter or moment.
         """
         ...
 
@@ -58,7 +58,7 @@ class DividesTensors(Protocol):
         ...
 
 
-_MEET_S: Final = 300.0  # longer than a plot or a file that one rank makes in a hook
+_MEET_S: Final = 300.0  # longer than a plot or a file that a single rank makes in a hook
 
 
 @final
@@ -73,7 +73,7 @@ class Division:
         world: all ranks, with the axes of the mesh.
         parts: divides matrices over the tensor axis, or experts over the expert axis; None without these axes.
         pipeline: divides blocks over the pipeline axis; None without that axis.
-        readers: ranks that have the parts of a weight, and read it together; None for those of the expert or model
+        readers: ranks that have the parts of a weight, and read it together; None: the ranks of the expert or model
             axis.
     """
 
@@ -104,14 +104,14 @@ class Division:
         return copies
 
     def divided(self) -> Iterator[nn.Parameter]:
-        """Yield parameters whose gradients on this rank are a part of the whole gradient, or of all gradients."""
+        """Yield parameters with a part of the whole gradient, or of all gradients, on this rank."""
         sharded = () if self._parts is None else self._parts.placements
         for name, parameter in self._module.named_parameters():
             if self._pipeline is not None or name in sharded:
                 yield parameter
 
     def trained_elsewhere(self) -> Iterator[nn.Parameter]:
-        """Yield parameters whose gradients other stages compute, and this stage does not."""
+        """Yield parameters with gradients from other stages, not from this stage."""
         if self._pipeline is not None:
             held, uses = self._pipeline.own_names, self._pipeline.chain.uses
             for name, parameter in self._module.named_parameters():
@@ -119,7 +119,7 @@ class Division:
                     yield parameter
 
     def gradient_elsewhere(self, parameter: Tensor) -> bool:
-        """Return whether another stage presumably has a gradient of a parameter at present, as this stage has others.
+        """Return whether other stages presumably have a gradient of a parameter now, as this stage has some gradients.
 
         Args:
             parameter: parameter of the module.
@@ -134,7 +134,7 @@ class Division:
 
     @property
     def absent(self) -> frozenset[str]:
-        """Return all names of parameters and buffers that another stage holds."""
+        """Return the names of the parameters and buffers of other stages."""
         if self._pipeline is None:
             return frozenset()
         first = {id(tensor): name for name, tensor in reversed([*self._named(duplicates=False)])}
@@ -159,10 +159,10 @@ class Division:
         return self._pipeline is not None
 
     def divided_tensors(self, *, also_shared: bool = False) -> Iterator[tuple[str, Tensor, bool]]:
-        """Yield parameters and buffers that not all ranks hold whole: name, part, and whether another stage has it.
+        """Yield parameters and buffers that not all ranks hold whole: name, part, whether it belongs to another stage.
 
         Args:
-            also_shared: yield those that all stages of a pipeline hold, too.
+            also_shared: also yield tensors that all stages of a pipeline hold.
         """
         sharded = () if self._parts is None else self._parts.placements
         absent = self.absent
@@ -197,7 +197,7 @@ class Division:
             local: part of this rank, or a moment with its shape.
 
         Raises:
-            RanksApart: other ranks do not call it, or for another tensor.
+            RanksApart: other ranks do not call it, or for a different tensor.
         """
         self.meet(name)
         if name in self.absent:
@@ -233,7 +233,7 @@ class Division:
 
     @torch.no_grad()
     def from_first(self, whole: Tensor) -> None:
-        """Write the elements of the first rank that reads a weight to its copies on the others; these call it, too.
+        """Write the elements of the first rank that reads a weight to the copies on all reading ranks; collective.
 
         Args:
             whole: copy of a whole tensor.
@@ -247,7 +247,7 @@ class Division:
             name: of the parameter or buffer.
 
         Raises:
-            RanksApart: other ranks do not call it, or for another tensor.
+            RanksApart: other ranks do not call it, or for a different tensor.
         """
         world = self._readers
         if world.store is None or world.size == 1:
@@ -312,7 +312,7 @@ class Division:
 
     @torch.no_grad()
     def restore(self, optimizers: Sequence[Optimizer], unshard: Callable[[], None]) -> None:
-        """Give the module and the optimizers whole tensors; all ranks call it.
+        """Restore whole tensors in the module and the optimizers; all ranks call it.
 
         Args:
             optimizers: optimizers of the module.

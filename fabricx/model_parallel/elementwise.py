@@ -14,7 +14,7 @@ from fabricx.core.rng import random_kept
 
 
 def check_elementwise(optimizer: Optimizer, where: str) -> None:
-    """Refuse an optimizer whose update of an element depends on other elements of the parameter.
+    """Refuse an optimizer if the update of an element depends on other elements of the parameter.
 
     Args:
         optimizer: the user's optimizer; unchanged.
@@ -49,7 +49,7 @@ def _stepped(optimizer: Optimizer, rows: tuple[slice, ...]) -> Tensor:
     trial = copy.copy(optimizer)
     trial.__dict__ = {**vars(optimizer), "state": defaultdict(dict)}
     trial.param_groups = [{**copy.deepcopy({k: v for k, v in group.items() if k != "params"}), "params": parameters}]
-    if "lr" in group:  # a warm-up may begin with a rate of 0, whose updates would all be equal
+    if "lr" in group:  # a warm-up may begin with a rate of 0, and all updates would be equal
         trial.param_groups[0]["lr"] = torch.tensor(0.1) if isinstance(group["lr"], Tensor) else 0.1
     vars(trial).pop("step", None)  # a scheduler has wrapped it
     with random_kept():

@@ -69,8 +69,8 @@ def check_after(divided: Divided, trial: Trial, before: Evaluated) -> None:
         StepChanged: the step computes other values.
     """
     world, settings, pipeline = divided.world, divided.settings, divided.pipeline
-    own = [divided.tensor, divided.context, *([] if divided.experts is None else divided.experts.forwards)]
-    validation = trial.validation([part for part in own if part is not None])
+    parts = [divided.tensor, divided.context, *([] if divided.experts is None else divided.experts.forwards)]
+    validation = trial.validation([part for part in parts if part is not None])
     if not all(world.gather_objects(validation is not None)) or validation is None:
         divided.print(["  note: validation_step is not checked before the run; the divided module can't be copied"])
         return
@@ -166,14 +166,14 @@ def _values(
     trial: Trial, validation: Validation, step: Callable[..., Any],
     context: Callable[[nn.Module], AbstractContextManager[Any]] = lambda module: nullcontext(), *, begins: bool,
 ) -> dict[str, list[float]]:  # fmt: skip
-    found: dict[str, list[float]] = {}
+    values: dict[str, list[float]] = {}
 
     def add(name: str, value: Any) -> None:
         for path, leaf in leaves(value):
             tensor = torch.as_tensor(leaf) if isinstance(leaf, (int, float)) else leaf
             if isinstance(tensor, Tensor) and (tensor.is_floating_point() or not isinstance(leaf, Tensor)):
-                place = name + "".join(f"[{key!r}]" for key in path)
-                found[f"{place} ({len(found)})" if place in found else place] = fingerprint(tensor)
+                label = name + "".join(f"[{key!r}]" for key in path)
+                values[f"{label} ({len(values)})" if label in values else label] = fingerprint(tensor)
 
     with torch.no_grad(), trial.undisturbed(), log_calls(validation.module, lambda n, v: add(f"the logged {n!r}", v)):
         if begins:
@@ -183,4 +183,4 @@ def _values(
                 add(f"the output for loader {number}" if number else "the output", step(*args))
         for name, part in validation.module.named_modules():
             add(f"the state of {name}", getattr(part, "metric_state", None))  # of a metric of torchmetrics
-    return found
+    return values

@@ -14,14 +14,14 @@ from fabricx.core.strategy import Strategy, Traits
 from fabricx.core.strategy_parts import Elastic
 from fabricx.distributed.world import World
 
-BUCKET_BYTES: Final = 25 * 2**20  # gradients that are summed in one collective
+BUCKET_BYTES: Final = 25 * 2**20  # gradients that are summed in a single collective
 
 
 class GradientSums(Strategy, Elastic):
     """Sum the gradients of data ranks in buckets, after backward; torch's DDP expects one forward before a backward.
 
     Attributes:
-        absent: parameters and buffers that another stage of a pipeline holds; states of this rank are without them.
+        absent: parameters and buffers of other stages of a pipeline; this rank's states don't contain them.
     """
 
     traits = Traits(elastic=True)
@@ -96,7 +96,7 @@ class GradientSums(Strategy, Elastic):
         """Sum the gradients of parameters over the data ranks.
 
         Args:
-            parameters: all data ranks have gradients of the same ones.
+            parameters: all data ranks have gradients of the same parameters.
         """
         self.sum_over(self.world, parameters)
 
@@ -106,7 +106,7 @@ class GradientSums(Strategy, Elastic):
 
         Args:
             world: the ranks.
-            parameters: these ranks have gradients of the same ones.
+            parameters: these ranks have gradients of the same parameters.
         """
         if world.size == 1:
             return

@@ -43,7 +43,7 @@ class HiddenGradients:
 
         Args:
             parameters: parameters with or without gradients.
-            elsewhere: parameters whose gradients only other ranks have.
+            elsewhere: parameters with gradients on other ranks only.
 
         >>> weight, hidden = nn.Parameter(torch.ones(2)), HiddenGradients()
         >>> weight.grad = torch.ones(2)
@@ -72,7 +72,7 @@ class HiddenGradients:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Context in which all gradients are there, within `hide`, too."""
+        """Context in which all gradients can be read, also within `hide`."""
         pairs = self._pairs
         _replace((parameter, part, gradient) for parameter, gradient, part in pairs)
         try:

@@ -1,4 +1,4 @@
-"""Division of a module in the stages of a pipeline, and the comparison of its step before and after."""
+"""Division of a module in the stages of a pipeline, and the comparison of the step before and after."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class WholeStep:
     """The step of a module before it is divided in stages.
 
     Attributes:
-        measured: loss and gradient norm of two samples, with the random numbers of a pipeline with one microbatch.
-        changed: of the first batch whose gradient differs from that of its parts, and of its parts; None if all agree.
+        measured: loss and gradient norm of two samples, with the random numbers of a pipeline with a single microbatch.
+        changed: the first batch with another gradient than its microbatches, and these; None if all agree.
         untried: why the two samples can't be compared with their parts; "" if they can.
     """
 
@@ -67,7 +67,7 @@ def measure_whole(whole: Divided, chain: Chain, trial: Trial, *, training: bool)
         whole: the module, before its division.
         chain: blocks of the module.
         trial: the training step.
-        training: mode of the module in the training step, which may compute another loss in evaluation mode.
+        training: mode of the module in the training step, where the loss may differ from that in evaluation mode.
 
     Raises:
         ValueError: the loss or the gradient is not finite.
@@ -106,7 +106,7 @@ def divide_blocks(
     settings, stages, microbatches = divided.settings, divided.world.axis("pipeline"), _microbatches(divided)
     cuts = divide_chain(chain.costs, stages.size * settings.virtual, chain.joined)
     if layout.get("blocks") == list(chain.blocks) and len(layout["cuts"]) == len(cuts):
-        cuts = [(begin, end) for begin, end in layout["cuts"]]  # measured times would give other cuts
+        cuts = [(begin, end) for begin, end in layout["cuts"]]  # measured times would result in other cuts
     if evaluated is not None:
         _check_validation(divided, trial, chain, cuts, evaluated)
     pipeline = Pipeline(
@@ -134,7 +134,7 @@ def check_stages(divided: Divided, trial: Trial, whole: WholeStep) -> None:
         whole: the step before the division.
 
     Raises:
-        ValueError: the stages compute another model, or the loss is not the mean of its microbatches.
+        ValueError: the stages compute a different model, or the loss is not the mean over microbatches.
     """
     name, before = divided.settings.name, whole.measured
     after = _measured(divided, functools.partial(_staged_gradients, divided, trial), norm=divided.norm_of_data_rank)
@@ -177,7 +177,7 @@ def _mode(module: nn.Module, *, training: bool) -> Iterator[None]:
 def _compare_parts(
     trial: Trial, measured: Callable[[Callable[[], float]], Measured]
 ) -> tuple[tuple[Measured, Measured] | None, str]:  # fmt: skip
-    """Compare the gradients of batches with those of their parts.
+    """Compare the gradients of batches with the gradients of their microbatches.
 
     Returns:
         the gradients of the first batch that differs, and of its parts; and why the samples can't be compared.

@@ -31,8 +31,8 @@ def recomputing(again: Callable[[], AbstractContextManager[Any]]) -> Iterator[No
 
     def generator(*args: Any, **options: Any) -> Any:
         bound = _SIGNATURE.bind(*args, **options)
-        given = bound.arguments.get("context_fn", checkpoint.noop_context_fn)
-        bound.arguments["context_fn"] = functools.partial(contexts, given)
+        context_fn = bound.arguments.get("context_fn", checkpoint.noop_context_fn)
+        bound.arguments["context_fn"] = functools.partial(contexts, context_fn)
         bound.apply_defaults()  # so that positional arguments after it keep their places
         return original(*bound.args, **bound.kwargs)
 

@@ -1,4 +1,4 @@
-"""Ring attention: keys and values pass from rank to rank, so that no rank holds those of the whole sequence.
+"""Ring attention: keys and values pass from rank to rank, so that no rank holds all keys and values of the sequence.
 
 Each rank computes the attention of its queries to the keys that it holds at the moment, while the next keys are on
 their way, and combines the results by the logarithms of their sums of exponentials. The backward passes the keys around
@@ -40,7 +40,7 @@ def ring_attention(
         key: key of this rank's positions.
         value: value of this rank's positions.
         mask: boolean, or added to scores; its last dims are [queries or 1, keys of the whole sequence or 1].
-        dropout_p: probability. The random numbers of a pair of ranks follow from one number of the common stream.
+        dropout_p: probability. The random numbers of a pair of ranks follow from a single number of the common stream.
         is_causal: whether each position attends to earlier positions only.
         scale: factor of the scores; None for 1 / sqrt(features).
         enable_gqa: whether several heads of the query share a head of the key.
@@ -78,7 +78,7 @@ class _Block:
         rows: queries of this rank.
         columns: keys of the rank that they came from.
         first: position of the first of these keys in the whole sequence.
-        diagonal: largest column minus row with a causal score, as in `torch.tril`; None if there is no causal mask.
+        diagonal: largest column minus row with a causal score, as in `torch.tril`; None without a causal mask.
     """
 
     rows: slice
@@ -106,10 +106,10 @@ class _Ring:
     seed: int
 
     def around(self, *tensors: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-        """Yield the tensors of each rank, with the rank; the next ones arrive in the meantime.
+        """Yield the tensors of each rank, with the rank; the next tensors arrive in the meantime.
 
         Args:
-            tensors: those of this rank, contiguous.
+            tensors: keys and values of this rank, contiguous.
         """
         world, held = self.world, tensors
         for step in range(world.size):
@@ -222,7 +222,7 @@ class _Attention(torch.autograd.Function):
         query, key, value, mask, output, total = ctx.saved_tensors
         wide = total.dtype
         gradient = gradients[0].to(wide)
-        own = (gradient * output).sum(-1, keepdim=True)  # the part of the softmax that all keys share
+        row_sums = (gradient * output).sum(-1, keepdim=True)  # the part of the softmax that all keys share
         total = _finite(total)
         by_query = torch.zeros_like(query, dtype=wide)
         by_mask = torch.zeros_like(mask, dtype=wide) if mask is not None and ctx.needs_input_grad[4] else None
@@ -240,18 +240,18 @@ class _Attention(torch.autograd.Function):
                     by_value[..., columns, :] += dropped.flatten(-3, -2).mT @ part
                     by_weight = (part @ values[..., columns, :].mT).unflatten(-2, weights.shape[-3:-1])
                     by_weight = by_weight if kept is None else by_weight.mul_(kept)
-                    by_score = weights.mul_(by_weight.sub_(own[..., rows, :]))
+                    by_score = weights.mul_(by_weight.sub_(row_sums[..., rows, :]))
                     if by_mask is not None:
                         region = _part_of(by_mask, block)
                         by_mask[region] += by_score.sum_to_size(by_mask[region].shape)
                     scaled = by_score.mul_(ring.scale).flatten(-3, -2)
-                    found = scaled @ keys[..., columns, :]
-                    by_query[..., rows, :] += found.unflatten(-2, weights.shape[-3:-1])
+                    product = scaled @ keys[..., columns, :]
+                    by_query[..., rows, :] += product.unflatten(-2, weights.shape[-3:-1])
                     by_key[..., columns, :] += scaled.mT @ query[..., rows, :].flatten(-3, -2).to(wide)
                 arrived = _arrived(ring.world, passed)
                 passed = []
-                for number, found in enumerate((by_key, by_value)):
-                    sent = (found + arrived[number] if arrived else found).to(key.dtype)
+                for number, gradient_part in enumerate((by_key, by_value)):
+                    sent = (gradient_part + arrived[number] if arrived else gradient_part).to(key.dtype)
                     room = torch.empty_like(sent)
                     passed.append((ring.world.begin_shift(sent, room, 1), room, sent))
             own_key, own_value = _arrived(ring.world, passed)

@@ -20,7 +20,7 @@ _SET = (
 
 @final
 class ShardedTensor(Tensor):
-    """An activation between sharded layers. It has no data of its own: functions compute with `local`.
+    """An activation between sharded layers. Functions compute with `local`; it has no other data.
 
     Autograd records the operations on `local`; this object has the shape, dtype and device of the whole tensor.
 
@@ -70,7 +70,7 @@ class ShardedTensor(Tensor):
         raise NotImplementedError(_SET if func.__name__.startswith("set_.") else f"{func}: {_OUTSIDE}")
 
     def check_usable(self) -> None:
-        """Refuse the output of a custom autograd function, whose gradient would be lost.
+        """Refuse the output of a custom autograd function; its gradient would be lost.
 
         Raises:
             NotImplementedError: the tensor has a history in autograd.
@@ -80,7 +80,7 @@ class ShardedTensor(Tensor):
 
 
 def _strides(local: Tensor, dim: int, size: int) -> tuple[int, ...]:
-    """Return the strides that the whole tensor has in one process."""
+    """Return the strides that the whole tensor has in a single process."""
     length, strides = local.shape[dim], local.stride()
     if length in (size, 0):
         return strides

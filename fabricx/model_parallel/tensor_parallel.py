@@ -204,9 +204,9 @@ class TensorParallel:
 
     def _name_of(self, shard: Tensor) -> str:
         """Return the name of the weight that has the memory of a tensor; "" if none has."""
-        place = shard.data_ptr()
+        address = shard.data_ptr()
         for parameter, weight in self._weights.values():
-            if parameter.data_ptr() <= place < parameter.data_ptr() + parameter.nbytes:
+            if parameter.data_ptr() <= address < parameter.data_ptr() + parameter.nbytes:
                 return weight.name
         return ""
 

@@ -1,4 +1,4 @@
-"""The tensor-parallel plan of an unchanged module, derived from one run of its training step."""
+"""The tensor-parallel plan of an unchanged module, derived from a single run of the training step."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class TensorPlan:
         return cls(plain["ranks"], layers, dict(plain["unsharded"]))
 
     def describe(self) -> list[str]:
-        """Return lines for the main rank's output; layers whose names differ by numbers share a line."""
+        """Return lines for the main rank's output; layers with names that differ by numbers share a line."""
         lines = [f"tensor parallel on {self.ranks} ranks: {len(self.layers)} layers are sharded"]
         styles = {name: (layer.style, len(layer.parts)) for name, layer in self.layers.items()}
         for (style, parts), pattern, count in _grouped(styles):
@@ -156,9 +156,9 @@ def _styles(layers: Mapping[str, tuple[nn.Module, Kind]], overrides: Mapping[str
 def _pairs(
     layers: Mapping[str, tuple[nn.Module, Kind]], trace: FeatureTrace, size: int
 ) -> tuple[dict[str, Layer], dict[str, str]]:  # fmt: skip
-    """Return the sharded layers, and the reasons of all others."""
+    """Return the sharded layers, and for all other layers the reason."""
     reasons = {name: trace.unfit.get(name, "") for name in layers}
-    readers: dict[str, tuple[str, ...]] = {}  # linear layer that reads -> layers whose features it reads
+    readers: dict[str, tuple[str, ...]] = {}  # linear layer -> layers that produce the features that it reads
     for name, read in trace.read.items():
         for features in read:
             if features.lost:

@@ -15,7 +15,7 @@ from fabricx.core.trial import Trial
 from fabricx.model_parallel.batch_draws import BatchDraws
 from fabricx.model_parallel.microbatches import rows_of, shares, split
 
-# Relative differences that rounding explains, by the dtype of the weights: sums are in another order.
+# Relative differences that rounding explains, by the dtype of the weights: sums have a different order.
 TOLERANCE: Final = {torch.float64: 1e-8, torch.float32: 1e-3}
 HALF: Final = 0.1
 IN_PARTS: Final = 1e-5  # least of these for two parts of a batch, as layers may compute in float32
@@ -40,7 +40,7 @@ class Measured:
         return math.isfinite(self.loss) and math.isfinite(self.norm)
 
     def differs(self, other: Measured) -> bool:
-        """Return whether another measurement can't be of the same model.
+        """Return whether two measurements can't be of the same model.
 
         Args:
             other: measurement of the same samples.
@@ -81,7 +81,7 @@ def tolerance_of(dtypes: Iterable[torch.dtype]) -> float:
 
 
 def gradients_in_parts(trial: Trial, batch: Any) -> tuple[Callable[[], float], Callable[[], float]]:
-    """Return functions that compute the gradients of a batch, and those of its parts as microbatches.
+    """Return functions that compute the gradients of a batch, and of the same batch in microbatches.
 
     Each sample has the same random numbers in both. The functions return the loss, which for the parts is their mean,
     weighted as in a pipeline.
@@ -114,12 +114,12 @@ def gradients_in_parts(trial: Trial, batch: Any) -> tuple[Callable[[], float], C
 
 
 def changed_by_parts(strategy: str, together: Measured, apart: Measured, *, weighted: bool) -> str:
-    """Return the error for a loss that is not the mean of the losses of its microbatches.
+    """Return the error for a loss that is not the mean over microbatches.
 
     Args:
         strategy: name of the strategy.
         together: two samples, or a batch.
-        apart: the mean of its parts.
+        apart: the mean over their microbatches.
         weighted: the module has `batch_weight`.
     """
     mean = "the mean of both samples"

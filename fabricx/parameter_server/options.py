@@ -68,14 +68,14 @@ class ServerOptions:
         if self.snapshot_every < 0:
             raise ValueError(f"snapshot_every={self.snapshot_every}: must be a number of updates, or 0 for none")
 
-    def settings(self, **own: Any) -> Settings:
+    def settings(self, **special: Any) -> Settings:
         """Return the behaviour of servers, with the number of workers still open.
 
         Args:
-            own: settings of the strategy, in place of those of the common options; see `Settings`.
+            special: settings of the strategy, in place of those of the common options; see `Settings`.
         """
         common: dict[str, Any] = {
             "workers": 0, "compression": self.compression, "pull_compression": self.pull_compression,
             "keep": self.compression_keep, "snapshot_every": self.snapshot_every,
         }  # fmt: skip
-        return Settings(**{**common, **own})
+        return Settings(**{**common, **special})

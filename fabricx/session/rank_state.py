@@ -215,9 +215,9 @@ def _restore_steps(metrics: RunMetrics, ranks: list[dict[str, Any]], states: lis
     called = {name for saved in ranks for name, (_, _, *step) in saved["logged"].items() if step and step[0]}
     for name in called & logbook.metrics.objects.keys():
         metric: Any = logbook.metrics.objects[name][0]
-        own = [step[0] for saved in states for _, _, *step in [saved["logged"].get(name, ())] if step and step[0]]
-        newest = max((step for _, step, _ in own), default=-1)
-        weighted = [(torch.as_tensor(value), weight) for value, step, weight in own if step == newest]
+        steps = [step[0] for saved in states for _, _, *step in [saved["logged"].get(name, ())] if step and step[0]]
+        newest = max((step for _, step, _ in steps), default=-1)
+        weighted = [(torch.as_tensor(value), weight) for value, step, weight in steps if step == newest]
         weights = sum(weight for _, weight in weighted)
         mean = sum((value * (weight / weights) for value, weight in weighted), torch.zeros(())) if weights else None
         metric._forward_cache = (torch.zeros(()) if mean is None else mean).to(metric.device)

@@ -77,30 +77,30 @@ def _check_training(command: Sequence[str], ranks: int, folder: Path, timeout_s:
         ended = _run(command, f"VARIABLES = {VARIABLES}{TRAINS}", folder, timeout_s)
     except subprocess.TimeoutExpired as error:
         raise BrokenContract(f"the ranks did not end a training within {timeout_s:g} s: {error.stderr!r}") from error
-    found: list[dict[str, Any]] = [json.loads(path.read_text()) for path in folder.glob("*.json")]
-    if ended.returncode != 0 or len(found) != ranks:
+    by_rank: list[dict[str, Any]] = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    if ended.returncode != 0 or len(by_rank) != ranks:
         output = (ended.stdout + ended.stderr)[-2000:]
-        raise BrokenContract(f"{len(found)} of {ranks} ranks ended a training; status {ended.returncode}\n{output}")
-    for variables in found:
+        raise BrokenContract(f"{len(by_rank)} of {ranks} ranks ended a training; status {ended.returncode}\n{output}")
+    for variables in by_rank:
         missing = [name for name in VARIABLES if variables[name] is None]
         if missing:
             raise BrokenContract(f"a process has no {', '.join(missing)}")
-    _check_numbers(found, ranks)
-    wanted = found[0]["weights"]
-    if any(variables["weights"] != wanted for variables in found):
+    _check_numbers(by_rank, ranks)
+    wanted = by_rank[0]["weights"]
+    if any(variables["weights"] != wanted for variables in by_rank):
         raise BrokenContract("ranks have different weights after the training: they did not train together")
 
 
-def _check_numbers(found: Sequence[dict[str, Any]], ranks: int) -> None:
+def _check_numbers(by_rank: Sequence[dict[str, Any]], ranks: int) -> None:
     for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        values = {variables[name] for variables in found}
+        values = {variables[name] for variables in by_rank}
         if len(values) > 1 or (name == "WORLD_SIZE" and values != {str(ranks)}):
             raise BrokenContract(f"{name} is {', '.join(sorted(values))} on {ranks} ranks; it must be the same on all")
-    numbers = sorted(int(variables["RANK"]) for variables in found)
+    numbers = sorted(int(variables["RANK"]) for variables in by_rank)
     if numbers != list(range(ranks)):
         raise BrokenContract(f"RANK is {numbers}, and must be {list(range(ranks))}")
     machines: dict[str, list[dict[str, Any]]] = {}
-    for variables in found:
+    for variables in by_rank:
         machines.setdefault(variables["GROUP_RANK"], []).append(variables)
     for machine, there in machines.items():
         local = sorted(int(variables["LOCAL_RANK"]) for variables in there)

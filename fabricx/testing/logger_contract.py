@@ -67,8 +67,8 @@ def _check_run(
 ) -> None:  # fmt: skip
     folder.mkdir()
     reference = plugins.build("loggers", "jsonl")
-    given = {**QUIET, "logger": [make(), reference], "log_every_n_steps": 1, "default_root_dir": folder, **options}
-    trainer = Trainer(max_steps=4, **given)
+    arguments = {**QUIET, "logger": [make(), reference], "log_every_n_steps": 1, "default_root_dir": folder, **options}
+    trainer = Trainer(max_steps=4, **arguments)
     trainer.fit(TinyModule(), tiny_loader(batch=2), tiny_loader())
     assert trainer.run_dir is not None
     lines = [json.loads(line) for line in (trainer.run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -160,8 +160,8 @@ def _of_module(module: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
         # Without `detach`, the buffer would be sent as a name: the caller has it, too.
         buffers = ((name, part._buffers.get(name)) for name in part._non_persistent_buffers_set)
         unsaved = {name: None if buffer is None else buffer.detach() for name, buffer in buffers}
-        own = {name: value for name, value in vars(part).items() if path or name.startswith("_")}
-        kept = {name: value for name, value in own.items() if name not in _OF_MODULES} | unsaved
+        attributes = {name: value for name, value in vars(part).items() if path or name.startswith("_")}
+        kept = {name: value for name, value in attributes.items() if name not in _OF_MODULES} | unsaved
         yield path, {name: value for name, value in kept.items() if _is_plain(value)}
 
 
@@ -235,22 +235,22 @@ class AttributesBefore:
         changed, left = Changed(), LIMIT
         if main_rank:
             for path, attributes in _of_module(module):
-                found: dict[str, Any] = {}
+                kept: dict[str, Any] = {}
                 before = self._module.get(path, {})
                 for name, value in attributes.items():
-                    left = _add(found, name, value, before.get(name), left)
-                if found:
-                    changed.module[path] = found
+                    left = _add(kept, name, value, before.get(name), left)
+                if kept:
+                    changed.module[path] = kept
         if data is None:
             return changed
         now = _digests(_of_data(data))
-        own = {name: digest for name, digest in now.items() if self._data.get(name) != digest}
-        shown = {name: digest[0] if isinstance(digest, tuple) else digest for name, digest in own.items()}
+        differing = {name: digest for name, digest in now.items() if self._data.get(name) != digest}
+        shown = {name: digest[0] if isinstance(digest, tuple) else digest for name, digest in differing.items()}
         everywhere = gather({name: _portable(digest) for name, digest in shown.items()})
         if not main_rank:
             return changed
         values = _of_data(data)
-        for name, digest in own.items():
+        for name, digest in differing.items():
             if isinstance(digest, _Unsent):
                 changed.remaining[name] = digest.reason
             elif any(other.get(name) != everywhere[0].get(name) for other in everywhere):
@@ -293,10 +293,10 @@ def _portable(shown: Any) -> str:
     return shown.reason if isinstance(shown, _Unsent) else repr(shown)
 
 
-def _add(found: dict[str, Any], name: str, value: Any, before: Any, left: int) -> int:
+def _add(kept: dict[str, Any], name: str, value: Any, before: Any, left: int) -> int:
     """Add an attribute of a module if it has changed and is small enough; returns the bytes that are left."""
     digest = _digest_of(value)
     if isinstance(digest, _Unsent) or digest == before or digest[1] > left:
         return left
-    found[name] = _on_cpu(value)
+    kept[name] = _on_cpu(value)
     return left - int(digest[1])

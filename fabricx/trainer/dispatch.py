@@ -185,10 +185,10 @@ def _prepare_run_dir(
     resolved = decided_by_main_rank(here, resolve)
     path = None if resolved is None else as_path(resolved)
     # A worker makes the path of a URL, after it has imported the module, which may define the storage.
-    given = job.ckpt_path
+    requested = job.ckpt_path
     job.ckpt_path = path if path is None or is_local(path) else resolved
     # Programs compare it with `best_model_path`, a text, or with the path that they have passed.
-    records.ckpt_path = job.ckpt_path if isinstance(given, PurePath) else resolved
+    records.ckpt_path = job.ckpt_path if isinstance(requested, PurePath) else resolved
     if earlier is None:
         chosen = decided_by_main_rank(here, lambda: str(records.next_run_dir or new_run_dir(root)))
         records.run_dir = as_path(chosen)

@@ -102,7 +102,7 @@ def _sizes(loader: Any) -> tuple[int | None, int]:
 def _undisturbed(session: Session) -> Iterator[None]:
     """Context of a trial: discards logged values, and restores buffers and random numbers."""
     buffers = BufferMark(session.module)
-    own = [*generators_of(session.module)]
+    restores = [*generators_of(session.module)]
     logbook, before = session.metrics.training, vars(session.module).get("_log_to")
     session.metrics.collect(logbook)
     try:
@@ -110,7 +110,7 @@ def _undisturbed(session: Session) -> Iterator[None]:
             yield
     finally:
         session.metrics.collect(before)
-        for restore in own:
+        for restore in restores:
             restore()
         buffers.restore()
 
@@ -139,11 +139,11 @@ def other_batches(loader: Any) -> list[Any]:
         items = [dataset[number] for number in _spread(len(dataset), count)]
     if not batched:
         return items[1:]
-    found = []
+    batches = []
     for few, many in pairs(items):
         with contextlib.suppress(Exception):  # such as samples of different lengths, of a loader with length groups
-            found.append(loader.collate_fn([items[few], items[many]]))
-    return found
+            batches.append(loader.collate_fn([items[few], items[many]]))
+    return batches
 
 
 def _spread(length: int, count: int) -> list[int]:

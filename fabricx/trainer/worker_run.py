@@ -151,7 +151,7 @@ def work(
     weights = as_part(trainer.strategy, ShardsWeights).whole_weights(job.module)
     _join_metric_objects(trainer, job)
     former = [(name, value) for name, reference in known.items() if (value := reference()) is not None]
-    by_value.share([*former, *(each for each in _shared(trainer, job, callbacks).items() if each[0] in known)])
+    by_value.share([*former, *(item for item in _shared(trainer, job, callbacks).items() if item[0] in known)])
     changed = _changed(before, trainer, job)
     if trainer.strategy.traits.lockstep:  # else ranks end independently of each other
         await_departure(trainer.world)

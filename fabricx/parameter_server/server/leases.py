@@ -15,7 +15,7 @@ class Leases:
 
     A section is the data between two meetings of all workers. It consists of global batches, and a global batch of
     parts. A lease is the right of a worker to train a part; both have the same number. The clock of a part is the
-    number of its global batch.
+    number of the global batch.
 
     A part can be granted while at most `bound` earlier batches are incomplete. An update is therefore the gradient of
     all samples of its batch, whichever workers have computed the parts, and there is an update per batch. With
@@ -77,7 +77,7 @@ class Leases:
         return self._holders.get(lease)
 
     def awaited(self) -> bool:
-        """Return whether a worker that is not resting holds a part or can receive one."""
+        """Return whether a worker that is not resting holds a part or can receive a part."""
         others = self._completed.keys() - self.resting
         remaining = bool(self._returned) or self._next < self.count
         return bool(others) and (remaining or any(worker in others for worker in self._holders.values()))
@@ -97,7 +97,7 @@ class Leases:
         return self._bound is None or self._ahead(worker) <= self._bound
 
     def grant(self, worker: int) -> LeaseReply:
-        """Grant a worker the next part, if the worker can receive one.
+        """Grant a worker the next part, if the worker can receive it.
 
         Args:
             worker: number of the worker.
@@ -116,7 +116,7 @@ class Leases:
         return LeaseReply(lease, self._clock + batch, parts, again=again)
 
     def done(self, lease: int) -> None:
-        """Mark a part as complete; parts that another server has granted are ignored.
+        """Mark a part as complete; parts that a different server has granted are ignored.
 
         Args:
             lease: number of the part.

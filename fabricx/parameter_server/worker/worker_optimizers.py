@@ -1,4 +1,4 @@
-"""The user's optimizers on a worker, whose state may be on servers."""
+"""The user's optimizers on a worker; their state may be on servers."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ class WorkerOptimizers:
         self._stepped: dict[int, list[dict[str, Any]]] = {}  # hyperparameters of groups, by `id` of the optimizer
 
     def groups(self) -> Groups:
-        """Return the hyperparameters of each group of each optimizer: of its step in this update, if it has stepped."""
+        """Return the hyperparameters of each group of each optimizer, at the time of the optimizer's step, if any."""
         if not self._stepped:
             return groups_of(self._every)
         return [self._stepped.get(id(optimizer)) or groups_of([optimizer])[0] for optimizer in self._every]
 
     def keep_groups(self, optimizer: Optimizer) -> None:
-        """Keep the hyperparameters with which an optimizer steps; `optimizer_step` may set those of the next step then.
+        """Keep the hyperparameters with which an optimizer steps; `optimizer_step` may set new values afterwards.
 
         Args:
-            optimizer: one of the optimizers.
+            optimizer: an optimizer of the module.
         """
         every = nested([optimizer])
-        self._stepped |= {id(one): groups for one, groups in zip(every, groups_of(every), strict=True)}
+        self._stepped |= {id(part): groups for part, groups in zip(every, groups_of(every), strict=True)}
 
     def end_update(self) -> None:
         """Forget the hyperparameters of the steps, which servers have."""
