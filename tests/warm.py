@@ -44,7 +44,7 @@ IMPORTED: Final = (
     "fabricx.checkpoint.writer", "safetensors.torch", "torch.utils.serialization.config", "torchmetrics",
     "fabricx.cli.hydra_app", "fabricx.cli.main", "fabricx.config", "fabricx.cli.doctor", "fabricx.trainer.trainer",
     "fabricx.strategies", "fabricx.callbacks", "fabricx.loggers.tensorboard", "fabricx.demo.digits", "fabricx.testing",
-    "fabricx.telemetry.report", "tests.process.test_recovery",
+    "fabricx.telemetry.report", "tests.process.ledgers",
     # what workers import at their first checkpoint, update on a server, or metric, and what test modules import
     "fabricx.checkpoint.sharded_tensors", "fabricx.parameter_server.server.server", "fabricx.callbacks.fault_recovery",
     "fabricx.callbacks.model_checkpoint", "fabricx.callbacks.progress_bar", "fabricx.launch.fork_server",

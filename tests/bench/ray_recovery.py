@@ -20,7 +20,7 @@ import fabricx as fx
 from fabricx.callbacks import FaultRecovery
 from fabricx.strategies import FSDP, Mesh
 from fabricx.testing import QUIET, Ledger
-from tests.process.test_recovery import BATCH, SAMPLES, Numbered
+from tests.process.ledgers import BATCH, SAMPLES, Numbered
 
 MACHINES: Final = 2
 PROCESSES, LOST = 5, 3  # deaths of a process, and losses of a machine

@@ -192,28 +192,47 @@ class Cell:
 
 def exists(cell: Cell) -> bool:
     """Return whether the cell can exist as an input, and has an oracle."""
-    return not any(reason for reason in _impossible(cell))
+    return not any(any(reasons(cell)) for reasons in (_of_strategy, _of_update, _of_batch, _of_save, _of_change))
 
 
-def _impossible(cell: Cell) -> Iterator[bool]:
+def _of_strategy(cell: Cell) -> Iterator[bool]:
+    """Yield whether a cell is impossible because of the strategy and its ranks."""
     yield cell.way == "single" and cell.ranks != 1
     yield cell.way in ONE_WORKER and cell.ranks != 1  # several workers: no order of updates to compare with
     yield cell.way == "hsdp" and cell.ranks != 2  # the groups have to be of one size
     yield cell.way in TOGETHER_RANKS and cell.ranks != 2
+    # local SGD averages steps: that is the step of the mean gradient only where the step is linear in it.
+    linear = cell.optimizer in ("sgd", "groups", "own-step", "momentum", "subset") and cell.clip == "none"
+    yield cell.way == "local_sgd" and cell.ranks > 1 and not linear
+    # Its second loss is computed with a rank's own weights, after one of two steps.
+    yield cell.way == "local_sgd" and cell.ranks > 1 and cell.update == "manual-two"
+    # The newest step of a rank that goes at its own pace is its own.
+    yield cell.log == "kinds" and cell.ranks > 1 and cell.way in (*BOUNDED, "local_sgd")
+    # Which worker trains which sample is a matter of time.
+    yield cell.way in BOUNDED and cell.ranks > 1 and cell.model in ("dropout", "batchnorm")
+    # Rounding turns into whole steps where an optimizer divides by the gradient's size.
+    yield cell.way in COMPRESSED and cell.optimizer in ("adam", "adagrad", "lbfgs")
+    # Gradients are rounded twice, to numbers that momentum carries too far to tell them from wrong ones.
+    yield cell.way in COMPRESSED and cell.precision == "bf16-mixed" and cell.optimizer in ("momentum", "custom")
+    # It computes several gradients an update, and to each of them what was lost is added.
+    yield cell.way in LOSSY and cell.optimizer == "lbfgs"
+    # There a part of a global batch is a batch for the hooks, so their numbers and counts are others.
+    yield cell.way == "reproducible" and cell.loop in ("skip-rest", "no-loss", "limit")
+    # A rank without a sample in the part after which the callback changes the rate does so in its next part, too.
+    yield cell.way == "reproducible" and cell.loop == "lr-callback" and cell.data in ("few", "uneven")
+
+
+def _of_update(cell: Cell) -> Iterator[bool]:
+    """Yield whether a cell is impossible because of optimizers, their schedules and the loop of the module."""
     # torch has no such optimizer, or it needs dense gradients.
     yield cell.model == "sparse" and cell.optimizer not in ("sgd", "groups", "adagrad", "own-step", "subset")
     yield cell.model == "sparse" and cell.schedule == "own"  # it sets a weight decay, which dense gradients have only
     yield cell.optimizer == "lbfgs" and (cell.update == "several" or cell.manual or cell.model in ("sparse", "toggled"))
+    # Its state is that of differences of gradients, which are rounding there.
+    yield cell.optimizer == "lbfgs" and cell.precision == "bf16-mixed"
     # One optimizer of several needs a model of two parts that are both trained.
     yield cell.update in ("several", "manual-two") and cell.model in ("tied", "shared", "frozen", "late")
     yield cell.update in ("several", "manual-two") and cell.optimizer == "groups"
-    # local SGD averages steps: that is the step of the mean gradient only where the step is linear in it.
-    linear = cell.optimizer in ("sgd", "groups", "own-step", "momentum", "subset") and cell.clip == "none"
-    yield cell.way == "local_sgd" and cell.ranks > 1 and not linear
-    # On fewer ranks an update has several microbatches, which LBFGS refuses then (tests/process/test_resume.py).
-    yield cell.save == "to-single" and cell.optimizer == "lbfgs" and cell.ranks > 1
-    # Its second loss is computed with a rank's own weights, after one of two steps.
-    yield cell.way == "local_sgd" and cell.ranks > 1 and cell.update == "manual-two"
     # A loop that isn't the module's own.
     yield cell.manual and cell.loop == "no-loss"
     yield cell.manual and cell.accumulates  # what a manual loop does in two batches is its own affair
@@ -221,7 +240,9 @@ def _impossible(cell: Cell) -> Iterator[bool]:
     yield cell.manual and cell.data in ("weighted",)
     yield cell.manual and cell.schedule in ("epoch", "plateau", "two")
     yield cell.manual and cell.update == "manual-submodule" and cell.model != "plain"
+    yield cell.save in ("on_before_zero_grad",) and cell.manual
     yield cell.schedule == "plateau" and cell.loop == "limit"
+    yield cell.loop in ("two-val",) and cell.schedule == "plateau"  # its metric has a number behind it there
     # Its rates are set in a hook of each optimizer, and its average is of whole epochs.
     yield cell.callback == "swa" and (cell.manual or cell.optimizer == "own-step" or cell.loop == "stop-early")
     # It sets the number of batches of an update itself. That it is refused with LBFGS is in test_training_set_up.py.
@@ -231,24 +252,36 @@ def _impossible(cell: Cell) -> Iterator[bool]:
         yield cell.update in ("several", "manual-two") or cell.model in ("tied", "shared", "toggled")
         yield cell.optimizer in ("lbfgs", "custom", "groups", "own-step") or cell.schedule in ("own", "two")
         yield cell.way == "ddp-static"  # it needs gradients of the same parameters
+
+
+def _of_batch(cell: Cell) -> Iterator[bool]:
+    """Yield whether a cell is impossible because of the model, its data and the loop over them."""
     yield cell.model == "complex" and cell.clip == "value"  # torch has no order of complex numbers
     yield cell.model == "dtypes" and cell.precision != "64"
     # Rounding of a few numbers turns into whole steps.
     yield cell.model == "dtypes" and cell.optimizer in ("adam", "adagrad", "lbfgs")
     yield cell.model in ("scalar", "complex", "dtypes", "recomputed") and cell.update == "manual-submodule"
-    # The newest step of a rank that goes at its own pace is its own.
-    yield cell.log == "kinds" and cell.ranks > 1 and cell.way in (*BOUNDED, "local_sgd")
     # torchmetrics leaves a value that isn't a number out: the mean of a rank's part, or that of the global batch.
     yield cell.loop == "nan" and cell.log == "objects" and cell.ranks > 1
-    yield cell.loop in ("two-val",) and cell.schedule == "plateau"  # its metric has a number behind it there
     # One sample has no statistics, on one process either.
     yield cell.data == "few" and (cell.model == "batchnorm" or (cell.model == "sync-batchnorm" and cell.ranks == 1))
-    # Its state is that of differences of gradients, which are rounding there.
-    yield cell.optimizer == "lbfgs" and cell.precision == "bf16-mixed"
-    # Rounding turns into whole steps where an optimizer divides by the gradient's size.
-    yield cell.way in COMPRESSED and cell.optimizer in ("adam", "adagrad", "lbfgs")
-    # Gradients are rounded twice, to numbers that momentum carries too far to tell them from wrong ones.
-    yield cell.way in COMPRESSED and cell.precision == "bf16-mixed" and cell.optimizer in ("momentum", "custom")
+    # A microbatch of each rank is another part of the global batch than one process's microbatch.
+    yield cell.accumulates and cell.ranks > 1 and (cell.loop == "no-loss" or cell.model in TOGETHER)
+    # A step without a loss has to be one of all ranks, and these can't see that: it is an error that says so.
+    yield cell.loop == "no-loss" and (cell.model == "sync-batchnorm" or cell.optimizer == "lbfgs")
+    # A batch counts as an update there, whatever others have had.
+    yield cell.loop == "no-loss" and (cell.way == "rounds" or (cell.way in {*BOUNDED, "local_sgd"} and cell.ranks > 1))
+    # A stream has no length, and a part of it isn't known.
+    yield cell.data in STREAMS and cell.loop == "overfit"
+    yield cell.data in ("balanced", *STREAMS) and cell.ranks == 1
+    # Each batch of a stream counts the same, so a window of unequal ones has another mean.
+    yield cell.data in ("ending", "promised") and cell.accumulates
+
+
+def _of_save(cell: Cell) -> Iterator[bool]:
+    """Yield whether a cell is impossible because of a checkpoint, also for another number of ranks."""
+    # On fewer ranks an update has several microbatches, which LBFGS refuses then (tests/process/test_resume.py).
+    yield cell.save == "to-single" and cell.optimizer == "lbfgs" and cell.ranks > 1
     # Another number of ranks loses other parts.
     yield cell.way in LOSSY and cell.save in ("from-single", "to-single")
     # What each rank draws or sees differs with their number.
@@ -257,40 +290,25 @@ def _impossible(cell: Cell) -> Iterator[bool]:
     # One process has a batch for the hooks where each rank had one, so that another is the one without a loss.
     yield cell.save == "to-single" and cell.loop == "no-loss" and cell.ranks > 1
     yield elsewhere and cell.manual and cell.ranks > 1  # a manual loop steps with each rank's batch
-    # Which worker trains which sample is a matter of time.
-    yield cell.way in BOUNDED and cell.ranks > 1 and cell.model in ("dropout", "batchnorm")
-    # A microbatch of each rank is another part of the global batch than one process's microbatch.
-    yield cell.accumulates and cell.ranks > 1 and (cell.loop == "no-loss" or cell.model in TOGETHER)
-    # A step without a loss has to be one of all ranks, and these can't see that: it is an error that says so.
-    yield cell.loop == "no-loss" and (cell.model == "sync-batchnorm" or cell.optimizer == "lbfgs")
-    # A batch counts as an update there, whatever others have had.
-    yield cell.loop == "no-loss" and (cell.way == "rounds" or (cell.way in {*BOUNDED, "local_sgd"} and cell.ranks > 1))
+    yield cell.data in STREAMS and elsewhere  # each rank reads its own
     # An epoch of two loaders has four batches: three steps of one batch end before the first validation.
     validates = cell.save in ("on_validation_epoch_end", "on_validation_end")
     yield validates and cell.data == "combined" and cell.loop == "max-steps" and not cell.accumulates
     # A run that has stopped early goes on when it is asked to.
     yield cell.loop == "stop-early" and cell.save == "on_train_end"
-    # There a part of a global batch is a batch for the hooks, so their numbers and counts are others.
-    yield cell.way == "reproducible" and cell.loop in ("skip-rest", "no-loss", "limit")
-    # A rank without a sample in the part after which the callback changes the rate does so in its next part, too.
-    yield cell.way == "reproducible" and cell.loop == "lr-callback" and cell.data in ("few", "uneven")
-    # A stream has no length, and a part of it isn't known.
-    yield cell.data in STREAMS and cell.loop == "overfit"
-    yield cell.data in ("balanced", *STREAMS) and cell.ranks == 1
-    yield cell.data in STREAMS and elsewhere  # each rank reads its own
-    # Each batch of a stream counts the same, so a window of unequal ones has another mean.
-    yield cell.data in ("ending", "promised") and cell.accumulates
-    yield cell.save in ("on_before_zero_grad",) and cell.manual
     yield cell.loop == "skip-rest" and cell.save in ("on_train_batch_end",)
+
+
+def _of_change(cell: Cell) -> Iterator[bool]:
+    """Yield whether a cell is impossible because of weights that a hook changes."""
     each_batch = cell.change in ("on_train_batch_start", "on_train_batch_end", "on_after_backward")
+    elsewhere = cell.save in ("from-single", "to-single")
     # A batch for the hooks is another part of the global batch there, or a rank's only part, which may change weights.
     yield each_batch and (
         (cell.way == "reproducible" and cell.data in ("few", "uneven")) or (elsewhere and cell.ranks > 1)
     )
     # A run that goes on calls hooks of its start again, and the last window may have fewer batches for hooks.
     yield cell.change != "none" and (cell.save != "none" or cell.accumulates)
-    # It computes several gradients an update, and to each of them what was lost is added.
-    yield cell.way in LOSSY and cell.optimizer == "lbfgs"
     # An error on the ranks that call it (tests/unit/consistency/test_hook_effects.py).
     yield cell.change == "on_after_backward" and cell.data in ("few", "ending", "promised") and cell.ranks > 1
     # Each of its optimizers has its own.

@@ -20,7 +20,7 @@ from fabricx.strategies import DDP, FSDP, AsyncSGD, ParameterServer, Single
 from fabricx.testing import QUIET, Ledger, kill
 from tests.soak import params
 
-from .test_recovery import Numbered
+from .ledgers import Numbered
 
 SAMPLES, BATCH, EPOCHS = 96, 24, 8  # 4 steps an epoch
 

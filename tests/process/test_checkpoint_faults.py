@@ -22,7 +22,7 @@ from fabricx.strategies import DDP, FSDP, AsyncSGD
 from fabricx.testing import QUIET, Fault, Ledger, fail, kill, layered_data
 from tests.soak import params
 
-from .test_recovery import EPOCHS, STEPS, exact, train
+from .ledgers import EPOCHS, STEPS, exact, train
 
 
 class DiesWriting(fx.Callback):

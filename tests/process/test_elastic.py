@@ -32,8 +32,8 @@ from tests import warm
 from tests.soak import params
 
 from .aborted import silent
+from .ledgers import BATCH, EPOCHS, SAMPLES, STEPS, Numbered, exact, train
 from .served import tells_its_pid
-from .test_recovery import BATCH, EPOCHS, SAMPLES, STEPS, Numbered, exact, train
 
 
 class Noted(Ledger):
@@ -340,7 +340,7 @@ KILLED = """
 import sys
 from pathlib import Path
 from tests.process.test_elastic import LeavesPids
-from tests.process.test_recovery import train
+from tests.process.ledgers import train
 from fabricx.strategies import DDP
 from fabricx.testing import hang
 

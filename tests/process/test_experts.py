@@ -22,7 +22,7 @@ from fabricx.errors import WorkerFailed
 from fabricx.model_parallel.hidden_gradients import DividedGradient
 from fabricx.strategies import DDP, ExpertMesh, Mesh
 from fabricx.testing import QUIET, kill, run_ranks
-from tests.process.test_mesh import SavesAtTheEnd
+from tests.process.meshes import SavesAtTheEnd
 from tests.process.test_transformers import quiet
 from tests.soak import SOAK, params
 

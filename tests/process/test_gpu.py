@@ -15,7 +15,7 @@ from fabricx.callbacks import FaultRecovery
 from fabricx.strategies import AsyncSGD, ParameterServer
 from fabricx.testing import QUIET, Ledger, TinyModule, kill, tiny_loader
 
-from .test_recovery import Numbered
+from .ledgers import Numbered
 
 GPUS = torch.cuda.device_count()
 ON_GPU = {**QUIET, "accelerator": "gpu"}

@@ -10,7 +10,7 @@ import torch
 
 from fabricx.strategies import LocalSGD, Mesh
 from fabricx.testing import kill, run_ranks
-from tests.process.test_mesh import RUNS, recovered, train
+from tests.process.meshes import RUNS, recovered, train
 from tests.soak import SOAK, params
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")

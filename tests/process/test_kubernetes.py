@@ -25,7 +25,7 @@ from tests.faults.outside import kill_session
 from tests.ports import reserved_port
 from tests.soak import params
 
-from .test_recovery import BATCH, EPOCHS, SAMPLES, STEPS, Numbered, exact
+from .ledgers import BATCH, EPOCHS, SAMPLES, STEPS, Numbered, exact
 
 
 class Cluster:

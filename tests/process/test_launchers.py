@@ -34,7 +34,7 @@ from tests import warm
 from tests.ports import reserved_port
 from tests.soak import params
 
-from .test_recovery import BATCH, EPOCHS, SAMPLES, STEPS, Numbered, exact
+from .ledgers import BATCH, EPOCHS, SAMPLES, STEPS, Numbered, exact
 
 NEW_PROCESS = subprocess.Popen  # with the signal mask of the process that starts it, which a clone doesn't have
 
@@ -254,7 +254,7 @@ from torch.utils.data import DataLoader
 import fabricx as fx
 from fabricx.callbacks import FaultRecovery
 from fabricx.testing import QUIET, Ledger, kill
-from tests.process.test_recovery import BATCH, EPOCHS, SAMPLES, STEPS, Numbered, exact
+from tests.process.ledgers import BATCH, EPOCHS, SAMPLES, STEPS, Numbered, exact
 
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
 for _ in range(3):  # a spare one
@@ -338,7 +338,7 @@ from torch.utils.data import DataLoader
 import fabricx as fx
 from fabricx.launchers import Slurm
 from fabricx.testing import QUIET, Ledger
-from tests.process.test_recovery import BATCH, EPOCHS, SAMPLES, Numbered
+from tests.process.ledgers import BATCH, EPOCHS, SAMPLES, Numbered
 
 class PressesCtrlC(fx.Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):

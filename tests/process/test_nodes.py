@@ -19,7 +19,7 @@ import pytest
 from tests import warm
 from tests.soak import params
 
-from .test_recovery import STEPS
+from .ledgers import STEPS
 from .test_security import RUNS, trained
 from .test_torchrun_recovery import MEMORY, SCRIPT
 
@@ -130,7 +130,7 @@ import fabricx as fx
 from torch.utils.data import DataLoader
 from fabricx.callbacks import FaultRecovery
 from fabricx.testing import QUIET, Ledger
-from tests.process.test_recovery import BATCH, EPOCHS, SAMPLES, STEPS, Numbered, exact
+from tests.process.ledgers import BATCH, EPOCHS, SAMPLES, STEPS, Numbered, exact
 
 class WaitsForCut(fx.Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):

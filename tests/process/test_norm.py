@@ -18,7 +18,7 @@ from fabricx.errors import WorkerFailed
 from fabricx.strategies import DDP, FSDP, ParameterServer
 from fabricx.testing import QUIET, Ledger, kill, run_ranks
 
-from .test_recovery import Numbered
+from .ledgers import Numbered
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 

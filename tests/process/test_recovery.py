@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 import fabricx as fx
 from fabricx import checkpoint
@@ -27,57 +27,12 @@ from fabricx.errors import WorkerFailed
 from fabricx.fault_tolerance import memory_checkpoint
 from fabricx.loggers import JSONLogger, TensorBoardLogger
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer
-from fabricx.testing import QUIET, Fault, Ledger, cut, fail, freeze, hang, kill, layered_data
+from fabricx.testing import QUIET, Fault, Ledger, cut, fail, kill
 from tests import warm
 from tests.soak import params
 
 from .aborted import silent
-
-SAMPLES, BATCH, EPOCHS = 48, 12, 3
-STEPS = EPOCHS * SAMPLES // BATCH
-
-
-class Numbered(Dataset[Any]):
-    """Pairs, with the number of each."""
-
-    def __init__(self, samples: int = SAMPLES) -> None:
-        self.data = layered_data(samples)
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, index: int) -> Any:
-        return (*self.data[index], index)
-
-
-def train(
-    strategy: Any,
-    faults: list[Fault],
-    tmp_path: Path,
-    *,
-    recovery: Any = None,
-    devices: int = 2,
-    module: Any = None,
-    data: Any = None,
-    num_workers: int = 0,
-    **options: Any,
-) -> tuple[Ledger, fx.Trainer]:
-    torch.manual_seed(3)
-    module = module or Ledger(SAMPLES, BATCH)
-    # A snapshot may not be complete when the next fault comes: there may be many before there is progress.
-    recovery = recovery or FaultRecovery(max_restarts=20, every_n_train_steps=2)
-    trainer = fx.Trainer(
-        devices=devices, strategy=strategy, max_epochs=EPOCHS, default_root_dir=tmp_path,
-        callbacks=[*faults, recovery], **{**QUIET, **options},
-    )  # fmt: skip
-    loader: Any = DataLoader(data or Numbered(), BATCH // devices, shuffle=True, num_workers=num_workers)
-    trainer.fit(module, loader, DataLoader(Numbered(), 16))
-    return module, trainer
-
-
-def exact(module: Ledger, times: float = EPOCHS) -> bool:
-    """Return whether each sample was trained just so often; 1e-4 is a hundred roundings, and a sample is 1."""
-    return bool((module.entries.detach() + times).abs().max() < 1e-4)
+from .ledgers import BATCH, EPOCHS, SAMPLES, STEPS, Numbered, exact, train
 
 
 def test_options_of_other_callbacks_are_none_of_the_recovery_s(
@@ -273,99 +228,6 @@ def test_a_hook_that_loses_a_link_between_two_batches_of_its_own_pace_makes_all_
     assert "Connection reset by peer" in failure
 
 
-@pytest.mark.parametrize("strategy", params([DDP(), ParameterServer()], [FSDP(), AsyncSGD(damp=False)]))
-def test_a_rank_that_freezes_is_ended_and_the_run_goes_on(strategy: Any, tmp_path: Path) -> None:
-    recovery = FaultRecovery(every_n_train_steps=2, frozen_after=1.5)
-    module, trainer = train(strategy, [freeze(rank=1).during("forward", step=5)], tmp_path, recovery=recovery)
-    assert exact(module, EPOCHS * (2.0 if isinstance(strategy, AsyncSGD) else 1.0)), (trainer.failures, module.entries)
-    if not isinstance(strategy, AsyncSGD):  # there, the others go on, and another takes its place
-        # Rank 0 may freeze as well, if the machine is busy.
-        assert any("failed: it sent no heartbeat" in failure for failure in trainer.failures)
-
-
-def test_ranks_that_come_no_further_are_ended_and_the_run_goes_on(tmp_path: Path) -> None:
-    recovery = FaultRecovery(every_n_train_steps=2, stuck_after=3.0)
-    module, trainer = train(DDP(), [hang(rank=1).during("optimizer", step=5)], tmp_path, recovery=recovery)
-    assert exact(module)
-    # If the machine is busy, a rank may be ended that is slow only.
-    assert any("it completed no batch for" in failure for failure in trainer.failures)
-
-
-class DiesOnce(Numbered):
-    """Kills the process that loads a certain sample, the first time."""
-
-    def __init__(self, mark: Path) -> None:
-        super().__init__()
-        self.mark = mark
-
-    def __getitem__(self, index: int) -> Any:
-        if index == 17 and not self.mark.exists():
-            self.mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().__getitem__(index)
-
-
-def test_a_process_that_loads_data_may_die(tmp_path: Path) -> None:
-    recovery = FaultRecovery(every_n_train_steps=2)
-    data = DiesOnce(tmp_path / "died")
-    module, trainer = train(DDP(), [], tmp_path, recovery=recovery, data=data, num_workers=1)
-    assert exact(module)
-    assert any("DataLoader worker" in failure for failure in trainer.failures)  # the other rank may report first
-
-
-class Pauses(Ledger):
-    """Rank 1 stands still for a moment, and is woken by somebody else."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if self.trainer.global_step == 4 and self.global_rank == 1:
-            subprocess.Popen(["/bin/sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return super().training_step(batch, batch_idx)
-
-
-def test_a_pause_that_is_short_enough_changes_nothing(tmp_path: Path) -> None:
-    recovery = FaultRecovery(frozen_after=60.0)
-    module, trainer = train(DDP(), [], tmp_path, recovery=recovery, module=Pauses(SAMPLES, BATCH))
-    assert trainer.failures == []
-    assert exact(module)
-
-
-class StopsForkServer(fx.Callback):
-    """Rank 1 stops the fork server that all ranks come from, for good, and is killed then."""
-
-    def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
-        if trainer.global_rank == 1 and trainer.global_step == 4 and not trainer.world.generation:
-            os.kill(os.getppid(), signal.SIGSTOP)
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_fork_server_that_is_stopped_goes_on(tmp_path: Path) -> None:
-    stops: Any = StopsForkServer()
-    module, trainer = train(DDP(), [stops], tmp_path)
-    assert exact(module)
-    [failure] = trainer.failures
-    assert failure.startswith("rank 1 failed: its process was killed by SIGKILL")
-
-
-class StopsLoaders(DiesOnce):
-    """Stops the process that loads a certain sample, and the fork server that it comes from."""
-
-    def __getitem__(self, index: int) -> Any:
-        if index == 17 and not self.mark.exists():
-            self.mark.touch()
-            os.kill(os.getppid(), signal.SIGSTOP)
-            os.kill(os.getpid(), signal.SIGSTOP)
-        return super().__getitem__(index)
-
-
-def test_processes_that_load_data_go_on_when_they_are_stopped(tmp_path: Path) -> None:
-    data = StopsLoaders(tmp_path / "stopped")
-    module, trainer = train(DDP(), [], tmp_path, data=data, num_workers=1)
-    assert data.mark.exists()
-    assert exact(module)
-    assert trainer.failures == []
-
-
 class Breaks(Ledger):
     """A rank's loss isn't finite at one step."""
 
@@ -497,7 +359,7 @@ import fabricx as fx
 from torch.utils.data import DataLoader
 from fabricx.callbacks import EarlyStopping, FaultRecovery
 from fabricx.testing import QUIET, Ledger
-from tests.process.test_recovery import BATCH, SAMPLES, Numbered
+from tests.process.ledgers import BATCH, SAMPLES, Numbered
 
 class Counts(fx.Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):

@@ -12,7 +12,7 @@ import pytest
 from tests import warm
 from tests.soak import params
 
-from .test_recovery import STEPS
+from .ledgers import STEPS
 
 SCRIPT = """
 import sys, torch
@@ -20,7 +20,7 @@ import fabricx as fx
 from torch.utils.data import DataLoader
 from fabricx.callbacks import EarlyStopping, FaultRecovery
 from fabricx.testing import QUIET, Ledger, kill
-from tests.process.test_recovery import BATCH, EPOCHS, SAMPLES, Numbered, exact
+from tests.process.ledgers import BATCH, EPOCHS, SAMPLES, Numbered, exact
 
 if __name__ == "__main__":
     for number in range(2):
@@ -56,7 +56,7 @@ from fabricx.callbacks import EarlyStopping, FaultRecovery
 from fabricx.fault_tolerance import memory_checkpoint, memory_holder
 from fabricx.strategies import FSDP
 from fabricx.testing import QUIET, Ledger, kill
-from tests.process.test_recovery import BATCH, EPOCHS, SAMPLES, Numbered
+from tests.process.ledgers import BATCH, EPOCHS, SAMPLES, Numbered
 
 def say(line):
     os.write(1, (line + "\\n").encode())  # at once, as others may speak meanwhile

@@ -20,7 +20,7 @@ from fabricx.distributed.world import World
 from fabricx.fault_tolerance.recovery import _report, recover
 from fabricx.strategies import AsyncSGD
 from fabricx.testing import QUIET, Ledger
-from tests.process.test_recovery import Numbered
+from tests.process.ledgers import Numbered
 from tests.soak import seeds
 
 from .simulated import Killed, Machine, Simulation, Summed, install

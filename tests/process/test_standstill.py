@@ -1,0 +1,112 @@
+"""Processes that stand still, such as ranks and fork servers, are ended, or continue when they are woken."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fabricx as fx
+from fabricx.callbacks import FaultRecovery
+from fabricx.strategies import DDP, FSDP, AsyncSGD, ParameterServer
+from fabricx.testing import Ledger, freeze, hang
+from tests.soak import params
+
+from .ledgers import BATCH, EPOCHS, SAMPLES, Numbered, exact, train
+
+
+@pytest.mark.parametrize("strategy", params([DDP(), ParameterServer()], [FSDP(), AsyncSGD(damp=False)]))
+def test_a_rank_that_freezes_is_ended_and_the_run_goes_on(strategy: Any, tmp_path: Path) -> None:
+    recovery = FaultRecovery(every_n_train_steps=2, frozen_after=1.5)
+    module, trainer = train(strategy, [freeze(rank=1).during("forward", step=5)], tmp_path, recovery=recovery)
+    assert exact(module, EPOCHS * (2.0 if isinstance(strategy, AsyncSGD) else 1.0)), (trainer.failures, module.entries)
+    if not isinstance(strategy, AsyncSGD):  # there, the others go on, and another takes its place
+        # Rank 0 may freeze as well, if the machine is busy.
+        assert any("failed: it sent no heartbeat" in failure for failure in trainer.failures)
+
+
+def test_ranks_that_come_no_further_are_ended_and_the_run_goes_on(tmp_path: Path) -> None:
+    recovery = FaultRecovery(every_n_train_steps=2, stuck_after=3.0)
+    module, trainer = train(DDP(), [hang(rank=1).during("optimizer", step=5)], tmp_path, recovery=recovery)
+    assert exact(module)
+    # If the machine is busy, a rank may be ended that is slow only.
+    assert any("it completed no batch for" in failure for failure in trainer.failures)
+
+
+class DiesOnce(Numbered):
+    """Kills the process that loads a certain sample, the first time."""
+
+    def __init__(self, mark: Path) -> None:
+        super().__init__()
+        self.mark = mark
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 17 and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def test_a_process_that_loads_data_may_die(tmp_path: Path) -> None:
+    recovery = FaultRecovery(every_n_train_steps=2)
+    data = DiesOnce(tmp_path / "died")
+    module, trainer = train(DDP(), [], tmp_path, recovery=recovery, data=data, num_workers=1)
+    assert exact(module)
+    assert any("DataLoader worker" in failure for failure in trainer.failures)  # the other rank may report first
+
+
+class Pauses(Ledger):
+    """Rank 1 stands still for a moment, and is woken by somebody else."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.trainer.global_step == 4 and self.global_rank == 1:
+            subprocess.Popen(["/bin/sh", "-c", f"sleep 1; kill -CONT {os.getpid()}"])
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_pause_that_is_short_enough_changes_nothing(tmp_path: Path) -> None:
+    recovery = FaultRecovery(frozen_after=60.0)
+    module, trainer = train(DDP(), [], tmp_path, recovery=recovery, module=Pauses(SAMPLES, BATCH))
+    assert trainer.failures == []
+    assert exact(module)
+
+
+class StopsForkServer(fx.Callback):
+    """Rank 1 stops the fork server that all ranks come from, for good, and is killed then."""
+
+    def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 4 and not trainer.world.generation:
+            os.kill(os.getppid(), signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_fork_server_that_is_stopped_goes_on(tmp_path: Path) -> None:
+    stops: Any = StopsForkServer()
+    module, trainer = train(DDP(), [stops], tmp_path)
+    assert exact(module)
+    [failure] = trainer.failures
+    assert failure.startswith("rank 1 failed: its process was killed by SIGKILL")
+
+
+class StopsLoaders(DiesOnce):
+    """Stops the process that loads a certain sample, and the fork server that it comes from."""
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 17 and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getppid(), signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().__getitem__(index)
+
+
+def test_processes_that_load_data_go_on_when_they_are_stopped(tmp_path: Path) -> None:
+    data = StopsLoaders(tmp_path / "stopped")
+    module, trainer = train(DDP(), [], tmp_path, data=data, num_workers=1)
+    assert data.mark.exists()
+    assert exact(module)
+    assert trainer.failures == []
