@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def _record(name: str) -> Any:
     """Return a property that reads and sets an attribute of the callback's records."""
     return property(
-        lambda callback: getattr(callback._records, name),
+        lambda callback: getattr(callback._written(), name),
         lambda callback, value: setattr(callback._records, name, value),
     )
 
@@ -52,6 +52,7 @@ class ModelCheckpoint(Callback, NameParts):
 
     Attributes:
         best_model_path: path of the best checkpoint, or of the newest without a monitor. Empty if no checkpoint exists.
+            On the main rank, reading it (and `last_model_path`) waits until the checkpoint is complete.
         best_model_score: score of the best checkpoint, or None.
         best_k_models: scores of the kept checkpoints, by path; empty without a monitor.
         current_score: score of the newest checkpoint that was kept.
@@ -413,6 +414,13 @@ class ModelCheckpoint(Callback, NameParts):
             self._records.supersede(remaining, self.dirpath, links=is_local(self._folder))
         return False
 
+    def _written(self) -> KeptCheckpoints:
+        """Return the records, when this rank has written its part of the newest checkpoint: users open these paths."""
+        module = self._attached_module()
+        if self._records.pending is not None and module is not None:
+            module.trainer.session.checkpoints.settle()
+        return self._records
+
     @property
     def best_k_models(self) -> dict[str, Tensor]:
         """Return the scores of the kept checkpoints, by path; empty without a monitor."""
@@ -458,12 +466,12 @@ class ModelCheckpoint(Callback, NameParts):
     def _link_path(self, trainer: TrainerProtocol) -> str:
         name = self._names.link(self._metrics(trainer))
         savers = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
-        of_others = {saver.last_model_path for saver in savers if saver is not self}
+        of_others = {saver._records.link for saver in savers if saver is not self}
 
         def may_replace(path: Path) -> bool:
             if str(path) in of_others:
                 return False
-            newest = str(path) == self.last_model_path  # also of the run that this one continues
+            newest = str(path) == self._records.link  # also of the run that this one continues
             return newest or path.is_symlink() or is_of_run(path, trainer.state.run, trainer.run_dir)
 
         path = versioned(self._folder, name, self._suffixes, may_replace)

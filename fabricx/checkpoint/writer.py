@@ -157,6 +157,15 @@ class Writer:
         unfinished = torch.tensor(float(not self._write.done.is_set()), device=self._world.device)
         return bool(self._world.all_reduce(unfinished, "max"))
 
+    def settle(self) -> None:
+        """Wait until this rank has written its part of the latest checkpoint, and the main rank has completed it.
+
+        Raises:
+            PeerLost: another rank has died, so its part will never be written.
+        """
+        while self._write is not None and not self._write.done.wait(NOTICE_S):
+            membership().check(self._world.generation)
+
     def finish(self) -> bool:
         """Wait until the write has ended; every rank calls this in the same step.
 
@@ -170,8 +179,7 @@ class Writer:
         write = self._write
         if write is None:
             return True
-        while not write.done.wait(NOTICE_S):
-            membership().check(self._world.generation)
+        self.settle()
         if write.abandoned:  # the thread has noticed the death first
             membership().check(self._world.generation)
         error, self._error = self._error, None

@@ -143,13 +143,16 @@ class Callback(NamesChecked):
         Raises:
             RuntimeError: there is no run.
         """
-        attached: _Attached | None = vars(self).get("_attached")
-        module = None if attached is None else attached.module()
+        module = self._attached_module()
         if module is None:
             raise RuntimeError(
                 f"{type(self).__name__}.log({name!r}, ...) was called outside of a run; call it in a hook"
             )
         module.log(name, value, *args, **options)
+
+    def _attached_module(self) -> Module | None:
+        attached: _Attached | None = vars(self).get("_attached")
+        return None if attached is None else attached.module()
 
     def log_dict(self, dictionary: Mapping[str, Any], *args: Any, **options: Any) -> None:
         """Log each entry of a dict.

@@ -110,6 +110,11 @@ class CheckpointStatus:
         if self.writer is not None:
             self.writer.poll()
 
+    def settle(self) -> None:
+        """Wait until this rank has written its part of the newest checkpoint; the main rank also completes it."""
+        if self.writer is not None:
+            self.writer.settle()
+
     def close(self) -> None:
         """Close the writer."""
         if self.writer is not None:

@@ -4,6 +4,7 @@ import errno
 import math
 import pickle
 import tempfile
+import threading
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import fabricx as fx
 from fabricx import checkpoint
 from fabricx.callbacks import ModelCheckpoint, time_interval
+from fabricx.checkpoint.writer import Writer
 from fabricx.testing import TinyModule, tiny_loader
 
 
@@ -488,3 +490,27 @@ def test_weights_of_a_run_that_ends_before_the_metric_is_logged_are_saved(traine
 def test_an_argument_of_lightning_1_names_its_successor(name: str) -> None:
     with pytest.raises(TypeError, match=f"ModelCheckpoint has no argument '{name}': (set|put) "):
         ModelCheckpoint(**{name: 1})
+
+
+def test_a_path_that_a_hook_reads_exists_while_checkpoints_are_written_in_the_background(
+    tmp_path: Path, quiet: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit, reads = Writer._commit, threading.Event()
+
+    def slow(*args: Any) -> None:
+        assert reads.wait(30)
+        commit(*args)
+
+    class Reads(fx.Callback):
+        def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+            if trainer.current_epoch:
+                reads.set()
+                assert Path(trainer.checkpoint_callback.best_model_path).exists()
+                assert Path(trainer.checkpoint_callback.last_model_path).exists()
+
+    monkeypatch.setattr(Writer, "_commit", slow)
+    callbacks = [ModelCheckpoint(tmp_path, save_last=True), Reads()]
+    fx.Trainer(max_epochs=2, callbacks=callbacks, **{**quiet, "enable_checkpointing": True}).fit(
+        TinyModule(), tiny_loader()
+    )
+    assert reads.is_set()
