@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, Final, final
 
@@ -224,12 +225,16 @@ def make_precision(name: str, device: torch.device) -> Precision:
     """Create the precision plugin of a device.
 
     Args:
-        name: full name, from `check_precision`.
+        name: full name, from `check_precision`. On a CPU "16-mixed" is "bf16-mixed", with a warning: 16-bit floats are
+            too slow and too narrow there.
         device: this rank's device.
 
     Raises:
-        ValueError: "16-mixed" without CUDA: 16-bit floats are too slow and too narrow on a CPU.
+        ValueError: "16-mixed" on a device that is neither CUDA nor a CPU.
     """
+    if name == "16-mixed" and device.type == "cpu":
+        name = "bf16-mixed"
+        warnings.warn("precision='16-mixed' needs CUDA, and this device is a CPU: it is 'bf16-mixed'", stacklevel=2)
     if name == "16-mixed" and device.type != "cuda":
         raise ValueError(f"precision='16-mixed' needs a CUDA device, and this is {device.type}; use 'bf16-mixed'")
     if name in _KEPT:

@@ -56,9 +56,13 @@ def test_several_optimizers_are_skipped_each_by_its_own_gradients() -> None:
     assert [weight.item() for weight in weights] == [-1.0, 0.0]
 
 
-def test_16_mixed_asks_for_cuda() -> None:
+def test_16_mixed_asks_for_cuda_and_is_bf16_mixed_on_a_cpu() -> None:
     with pytest.raises(ValueError, match="bf16-mixed"):
-        make_precision("16-mixed", torch.device("cpu"))
+        make_precision("16-mixed", torch.device("meta"))
+    with pytest.warns(UserWarning, match="this device is a CPU: it is 'bf16-mixed'"):
+        precision = make_precision("16-mixed", torch.device("cpu"))
+    assert isinstance(precision, MixedPrecision)
+    assert (precision.dtype, precision.scaler) == (torch.bfloat16, None)
 
 
 @pytest.mark.parametrize("name", ["64-true", "bf16-true"])
