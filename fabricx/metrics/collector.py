@@ -17,7 +17,7 @@ from fabricx.distributed.dtensors import is_dtensor
 from fabricx.distributed.world import World
 from fabricx.metrics.accumulator import Metrics
 from fabricx.metrics.objects import computed_alone, computed_together, metric_objects, set_states, states_of
-from fabricx.metrics.series import EXACT, Series, as_value
+from fabricx.metrics.series import EXACT, Series, as_single, as_value
 
 
 class Logbook:
@@ -291,7 +291,8 @@ class Logbook:
                 if self._alone and name not in self.updated:  # loaded from a checkpoint: this rank has no batch since
                     continue
                 if cached is None:
-                    values[name] = torch.as_tensor(computed_alone(metric) if self._alone else computed_together(metric))
+                    computed = computed_alone(metric) if self._alone else computed_together(metric)
+                    values[name] = as_single(name, computed)
                 else:
                     updated, weight = self.updated.get(name, (-1, 0))
                     value = torch.as_tensor(cached)
@@ -323,7 +324,7 @@ class Logbook:
         values = metrics.joined(metrics.due(epoch=True), epoch=True, batches=self._had)
         for name, (metric, series) in metrics.objects.items():
             if series.on_epoch:
-                values[name] = torch.as_tensor(computed_together(metric))
+                values[name] = as_single(name, computed_together(metric))
                 metrics.computed.append(metric)
         metrics.forget_epoch()
         if ended:

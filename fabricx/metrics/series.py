@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -204,4 +205,25 @@ def as_value(value: Any, name: str) -> Any:
     raise ValueError(
         f"self.log({name!r}, ...) got {type(value).__name__}; it accepts a number, a tensor of one element or a "
         "torchmetrics.Metric"
+    )
+
+
+def as_single(name: str, computed: Any) -> Tensor:
+    """Return the value of a metric object as a tensor of one element.
+
+    Args:
+        name: name for the message.
+        computed: result of its `compute`.
+
+    Raises:
+        ValueError: it is not a single number.
+    """
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        value = torch.as_tensor(computed)
+        if value.numel() == 1:
+            return value
+    kind = f"a tensor of shape {tuple(computed.shape)}" if isinstance(computed, Tensor) else type(computed).__name__
+    raise ValueError(
+        f"self.log({name!r}, ...): compute() of the metric object returns {kind} instead of one number; call compute() "
+        "at the end of the epoch, and log its parts by names of their own"
     )

@@ -138,3 +138,23 @@ def test_a_value_is_shown_and_written_where_any_call_asks_for_it() -> None:
     for bar, to_logger in ((False, False), (True, False), (False, True), (False, False)):
         logs.log("a", 1.0, bar, to_logger, None, None, "mean", None, True, True)
     assert (logs.metrics.series["a"].bar, logs.metrics.series["a"].to_logger) == (True, True)
+
+
+@pytest.mark.parametrize("on_step", [True, False])
+def test_a_metric_object_with_several_values_is_refused(on_step: bool, quiet: dict[str, Any]) -> None:
+    class Both(torchmetrics.MeanMetric):
+        def compute(self) -> Any:
+            return super().compute(), torch.ones(())
+
+    class Mine(TinyModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.both = Both()
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            self.both.update(1.0)
+            self.log("both", self.both, on_step=on_step, on_epoch=not on_step)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(ValueError, match=r"self.log\('both', ...\): compute\(\) of the metric object returns tuple"):
+        fx.Trainer(max_epochs=1, log_every_n_steps=1, **quiet).fit(Mine(), tiny_loader(8, 4))
