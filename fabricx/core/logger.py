@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, final, runtime_checkable
+from typing import Any, ClassVar, Final, Literal, Protocol, final, runtime_checkable
 
 from torch import nn
 
@@ -15,6 +15,7 @@ from fabricx.errors import NamesChecked
 set_launched_rank()  # methods of loggers are decorated with `rank_zero_only`, and work without a Trainer
 
 Ending = Literal["success", "failed", "interrupted"]
+STATUS: Final[Mapping[Ending, str]] = {"success": "success", "failed": "failed", "interrupted": "aborted"}  # `finalize`
 
 
 class Silent:

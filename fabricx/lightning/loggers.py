@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from fabricx.core.logger import Ending, Logger, Silent
+from fabricx.core.logger import STATUS, Ending, Logger, Silent
 from fabricx.lightning.classes import adapted_class, form, lightning_base
-
-_STATUS: Final[Mapping[Ending, str]] = {"success": "success", "failed": "failed", "interrupted": "aborted"}
 
 
 def adapt_logger(logger: Any) -> Any:
@@ -68,7 +66,7 @@ class _Contract(Logger):
 
     def close(self, status: Ending = "success") -> None:
         if vars(self).get("_opened"):
-            self.finalize(_STATUS[status])  # reads the writer
+            self.finalize(STATUS[status])  # reads the writer
             vars(self)["_opened"] = False
 
     if TYPE_CHECKING:
@@ -89,7 +87,7 @@ class LightningLogger(Logger):
         self.save()
 
     def close(self, status: Ending = "success") -> None:
-        self.finalize(_STATUS[status])
+        self.finalize(STATUS[status])
 
     def save(self) -> None:
         """Write what is kept."""

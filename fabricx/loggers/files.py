@@ -18,7 +18,7 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar, final
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from fabricx.core.hparams import plain
-from fabricx.core.logger import Ending, Logger, Silent
+from fabricx.core.logger import STATUS, Ending, Logger, Silent
 from fabricx.core.rank_zero import launched_rank
 
 P = ParamSpec("P")
@@ -138,6 +138,11 @@ class FolderLogger(Logger, Generic[W]):
 
     @final
     def close(self, status: Ending = "success") -> None:
+        if self._writer is not None and not self._outside_run:
+            self.finalize(STATUS[status])  # subclasses of Lightning's projects extend it
+        self._close(status)  # unless it has
+
+    def _close(self, status: Ending) -> None:
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close()
@@ -211,12 +216,13 @@ class FolderLogger(Logger, Generic[W]):
         self.flush()
 
     def finalize(self, status: str = "success") -> None:
-        """Close the logger, as Lightning's loggers do.
+        """Close the logger, as Lightning's loggers do; called at the end of a run.
 
         Args:
-            status: end of the run, such as "success".
+            status: "success", "aborted" or another word.
         """
-        self.close("success" if status == "success" else "failed")
+        endings: dict[str, Ending] = {word: ending for ending, word in STATUS.items()}
+        self._close(endings.get(status, "failed"))
 
     def for_caller(self) -> dict[str, Any]:
         return {"_location": self._location, "_waiting": {}, "_status": self._status}

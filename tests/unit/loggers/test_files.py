@@ -225,3 +225,21 @@ def test_epochs_are_whole_numbers(tmp_path: Path, kind: type[Logger]) -> None:
     logger.log_metrics({"loss": 3.0, "epoch": 2.0}, step=1)
     [file] = [path for path in tmp_path.iterdir() if path.stem == "metrics"]
     assert file.read_text().splitlines()[-1].rstrip("}").endswith(("3.0,2", " 2"))
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, JSONLogger, TensorBoardLogger])
+@pytest.mark.parametrize("calls_super", [True, False])
+def test_the_end_of_a_run_calls_finalize_of_a_subclass(kind: Any, calls_super: bool, tmp_path: Path) -> None:
+    class Mine(kind):  # type: ignore[misc]
+        def finalize(self, status: str = "success") -> None:
+            statuses.append(status)
+            if calls_super:
+                super().finalize(status)
+
+    statuses: list[str] = []
+    for ending in ("success", "failed", "interrupted"):
+        logger = Mine()
+        logger.open(tmp_path)
+        logger.close(ending)
+        assert (logger._writer, logger._status) == (None, ending)
+    assert statuses == ["success", "failed", "aborted"]
