@@ -88,9 +88,9 @@ def execute(trainer: TrainerInterface, job: Job, world: World, logs: LogSettings
         open_loggers(session, job.stage, trainer.arguments)
         outcome = _set_up(session, job)
         outcome.results = _work(session, job)()
-        _call(session.hooks.teardown, job.stage)
         if session.datamodule is not None:
             fitted(session.datamodule, "teardown", DataModule)(job.stage)
+        _call(session.hooks.teardown, job.stage)
         if session.divided and job.stage == "fit":
             _restore_whole(session)
         ending = "interrupted" if session.stop.interrupted else "success"

@@ -55,6 +55,10 @@ class Sees(TinyModule):
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         self.offsets.append(round(float(batch[0].mean()) / 100))
 
+    def teardown(self, stage: str) -> None:
+        data: Any = self.trainer.datamodule
+        data.calls.append("teardown of the module")
+
 
 def test_its_loaders_are_read_and_its_hooks_called_around_each_batch(quiet: dict[str, Any]) -> None:
     data, module = Data(), Sees()
@@ -62,6 +66,7 @@ def test_its_loaders_are_read_and_its_hooks_called_around_each_batch(quiet: dict
     assert module.offsets == [1, 1, 1, 2]
     assert data.calls == [
         "prepare_data", "setup fit", "transfer 0", "transfer 0", "transfer 0", "transfer 1", "teardown fit",
+        "teardown of the module",
     ]  # fmt: skip
 
 
