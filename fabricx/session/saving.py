@@ -123,12 +123,12 @@ def _content(session: Session, path: Path, *, weights_only: bool) -> tuple[dict[
         session.checkpoints.collecting = False
     hparams, added_by_hooks = storable(state["hparams"])
     omitted = {name: kind for name, kind in omitted.items() if name not in hparams} | added_by_hooks
-    if omitted and session.world.main_rank:
-        warnings.warn(
+    if omitted:
+        session.warn_once(
+            "omitted hyperparameters",
             f"checkpoints omit the hyperparameters {', '.join(f'{name} ({kind})' for name, kind in omitted.items())}: "
             "they are no plain data. Pass them to load_from_checkpoint, and to save_hyperparameters(ignore=[...])",
             PossibleUserWarning,
-            stacklevel=5,
         )
     state |= {"hparams": masked(hparams), "hparams_omitted": omitted}
     added = {name: value for name, value in state.items() if name not in known}

@@ -198,15 +198,16 @@ class Session:
         """Return whether the run writes files to its folder."""
         return self.trainer.writes
 
-    def warn_once(self, subject: str, text: str) -> None:
+    def warn_once(self, subject: str, text: str, category: type[Warning] = UserWarning) -> None:
         """Warn on the main rank, once in a run.
 
         Args:
             subject: subject of the warning; later warnings with the same subject are omitted.
             text: text of the warning.
+            category: class of the warning.
         """
         if self._is_first(subject):
-            warnings.warn(text, stacklevel=3)
+            warnings.warn(text, category, stacklevel=3)
 
     def print_once(self, subject: str, text: str) -> None:
         """Print on the main rank, once in a run.
