@@ -66,6 +66,7 @@ class Logbook:
         self.logs_batches = False
         self.published: dict[str, Tensor] = {}
         self._silent = mute
+        self._staged = strategy.world.axis("pipeline").size > 1  # then the main rank has no outputs of the step
         self._reports = strategy.world.reports  # else another stage of a pipeline has the outputs of the step
         self._mute = mute or not self._reports
         self._alone = not strategy.traits.lockstep  # values of a step are this rank's, not reduced
@@ -118,7 +119,16 @@ class Logbook:
             bar: the progress bar shows the value.
             to_logger: loggers receive the value.
             joined: the value is reduced over ranks.
+
+        Raises:
+            ValueError: a stage of a pipeline logs a value that is not reduced; or the name is logged differently.
         """
+        if self._staged and not joined:
+            raise ValueError(
+                f"self.log({name!r}, ..., sync_dist=False or rank_zero_only=True): the main rank of a pipeline has no "
+                "outputs of a step, and its values would be lost. Remove the argument: values of the last stage "
+                "are reduced over data ranks"
+            )
         if type(value) is not Tensor and is_dtensor(value):  # a norm of shards, such as under fsdp
             value = value.full_tensor().detach()  # a collective: also on ranks whose value is discarded
         if self._mute:

@@ -105,6 +105,15 @@ def test_a_rank_without_outputs_shows_reduced_values_only() -> None:
     assert book.local_values(1) == {}
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stage_logs_no_value_of_the_main_rank_alone(rank: int) -> None:
+    stage = World(axes={"pipeline": World(rank=rank, size=2)})
+    book = Logbook(cast(Any, SimpleNamespace(world=stage, traits=Traits(), module=None)), training=True)
+    log(book, 1.0)
+    with pytest.raises(ValueError, match=r"self\.log\('x', \.\.\., sync_dist=False .* Remove the argument"):
+        log(book, 1.0, joined=False)
+
+
 class Unreachable(torchmetrics.MeanMetric):
     """A mean whose reduction over ranks would wait for ranks that are elsewhere."""
 
