@@ -21,7 +21,7 @@ class LambdaCallback(Callback):
         **hooks: functions by name of the hook, with the arguments of the hook; None for no function.
 
     Raises:
-        ValueError: there is no hook of that name, or the value is not callable.
+        ValueError: no hook has that name, or the value is not callable.
     """
 
     def __init__(self, **hooks: Callable[..., Any] | None) -> None:

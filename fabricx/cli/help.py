@@ -91,7 +91,7 @@ def _explained(node: Mapping[str, Any], kind: str, name: str, option: str) -> st
 
 
 def explained_argument(path: str, name: str, *, bases: bool = False) -> str:
-    """Return the explanation of an argument in the docstring of a class or function; "" without one.
+    """Return the explanation of an argument in the docstring of a class or function; "" without an explanation.
 
     The source is read, because importing it may take seconds.
 
@@ -121,7 +121,7 @@ def explained_argument(path: str, name: str, *, bases: bool = False) -> str:
 
 
 def _source(module: str) -> ast.Module:
-    """Return the source of a module, empty if there is none; the packages that contain it are not imported either."""
+    """Return the source of a module, empty if it is missing; the packages that contain it are not imported either."""
     name, *parts = module.split(".")
     try:
         spec = importlib.util.find_spec(name) if name else None

@@ -14,7 +14,7 @@ class Validation(NamedTuple):
     """The validation step on two samples of each loader.
 
     Attributes:
-        module: copy of the module, with its parameters and buffers, and the rest of its own.
+        module: copy of the module, which shares the parameters and buffers.
         step: of the copy; called with the arguments of a loader.
         begin: calls the hooks of the copy before the first step of a validation.
         args: for each loader two samples, and their indices.
@@ -34,7 +34,7 @@ class Trial:
         step: step of the module; called with a batch and its index.
         batch: two samples, on the device.
         samples: samples of the batch, if the data set was read; None for a batch of the loader.
-        rows: samples of a batch of the run, as far as the loader tells.
+        rows: samples of a batch of the run, if the loader has a batch size.
         weight: returns the weight of a batch; None if that is the number of samples.
         validation: returns the validation step of a copy of the module, which shares its parameters, its buffers
             and the given objects; None if the run has none, or if the module can't be copied.

@@ -18,7 +18,7 @@ class BatchSeededDataset:
 
     A run that resumes in the middle of an epoch has new loader processes. Because of the seed per batch, augmentations
     that draw from torch, numpy or random produce the same values as in the original processes, on whichever rank the
-    batch is read. All other attributes are those of the dataset.
+    batch is read. All other attributes are read from the dataset.
 
     Args:
         dataset: a map-style dataset.
@@ -33,7 +33,7 @@ class BatchSeededDataset:
         """Return the samples of a batch, drawn under the batch's seed.
 
         Args:
-            seed_and_places: seed of the batch, and indices of its samples.
+            seed_and_places: seed of the batch, and indices of the samples.
         """
         seed, indices = seed_and_places
         dataset = self.__dict__["_dataset"]
@@ -44,7 +44,7 @@ class BatchSeededDataset:
             return [dataset[index] for index in indices]
 
     def __getitem__(self, seed_and_place: tuple[int, Any]) -> Any:
-        """Return an item of a dataset that makes batches by itself, drawn under a seed.
+        """Return an item of a dataset that returns whole batches, drawn under a seed.
 
         Args:
             seed_and_place: seed of the item, and its index.

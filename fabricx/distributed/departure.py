@@ -1,4 +1,4 @@
-"""The end of a run: a rank leaves when all ranks have finished their last collective."""
+"""The end of a run: a rank exits when all ranks have finished their last collective."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONG_S: Final = 10.0  # longest wait without a supervisor, after which the wait 
 def await_departure(world: World, timeout_s: float = LIMIT_S) -> None:
     """Wait until all ranks have finished their last collective; each rank calls it after its own last collective.
 
-    A rank that exits closes its connections, and data that another rank has not yet read from them can be lost (a
+    A rank that exits closes its connections, and data that a peer has not yet read from them can be lost (a
     connection reset drops received data). Therefore each rank reports in the store, which no rank hosts, and exits
     when all ranks have reported. If a rank dies meanwhile, a supervisor or the server of a launch's store reports
     it; else the timeout ends the wait.

@@ -28,7 +28,7 @@ class PrivateStore(dist.Store):
     """Thread-safe client of the run's store.
 
     Each request uses a connection that no concurrent request uses, so a waiting thread never blocks another thread. A
-    new connection takes less than 1 ms. Errors are those of torch's TCPStore.
+    new connection takes less than 1 ms. It raises the errors of torch's TCPStore.
 
     Args:
         address: path of the server's Unix socket, or (host name, port).
@@ -39,7 +39,7 @@ class PrivateStore(dist.Store):
         port: TCP port of the server; 0 for a Unix socket.
 
     Raises:
-        torch.distributed.DistNetworkError: the server can't be reached or has another key.
+        torch.distributed.DistNetworkError: the server can't be reached or has a different key.
     """
 
     def __init__(self, address: str | tuple[str, int], key: bytes) -> None:
@@ -106,10 +106,10 @@ class PrivateStore(dist.Store):
         self._request(b"raise_to", key.encode(), str(least).encode())
 
     def push_at_end(self, name: str, value: str) -> None:
-        """Let the server append a value to a sequence when this process has ended, however it ends.
+        """Make the server append a value to a sequence at the end of this process, also after a crash.
 
         Args:
-            name: name of the sequence; the keys of its values are `name/0`, `name/1`, ...
+            name: name of the sequence; the values have the keys `name/0`, `name/1`, ...
             value: the value.
         """
         connection = self._connected()
@@ -158,7 +158,7 @@ class PrivateStore(dist.Store):
         self._wait(keys, self.timeout if timeout is None else timeout)
 
     def reach(self, numbers: Mapping[str, int], seconds: float) -> list[str]:
-        """Wait until one of several numbers is large enough.
+        """Wait until any of several numbers is large enough.
 
         Args:
             numbers: least values, by key.
@@ -175,7 +175,7 @@ class PrivateStore(dist.Store):
         return False
 
     def watch(self) -> Watch:
-        """Return a wait that another thread can interrupt."""
+        """Return a wait that other threads can interrupt."""
         return Watch(self)
 
     def _wait(self, keys: list[str], timeout: timedelta) -> list[bytes]:
@@ -238,7 +238,7 @@ class Watch:
         """Wait until a key exists.
 
         Args:
-            keys: at least one key.
+            keys: a key or several keys.
             seconds: maximum time to wait.
 
         Returns:

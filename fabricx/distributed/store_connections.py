@@ -19,7 +19,7 @@ _LARGE: Final = -1  # length of a message in `multiprocessing.connection` that s
 
 
 def pack(*parts: bytes) -> bytes:
-    """Join byte strings to one message.
+    """Join byte strings to a message.
 
     Args:
         parts: contents, each of less than 4 GiB.
@@ -48,7 +48,7 @@ class Wait:
     Args:
         peer: the connection that waits.
         keys: names of the keys, with the least number as which a key exists; None for any value.
-        every: all of the keys have to exist, not only one of them.
+        every: all of the keys have to exist; otherwise any of them is enough.
     """
 
     def __init__(self, peer: Peer, keys: Mapping[str, int | None], *, every: bool) -> None:
@@ -105,7 +105,7 @@ class Peer:
         return bool(self._unsent)
 
     def receive(self) -> None:
-        """Read what the process has sent.
+        """Read the bytes that the process has sent.
 
         Raises:
             EOFError: the process has closed the connection.
@@ -120,7 +120,7 @@ class Peer:
                 raise OSError("too many bytes without a message")
 
     def message(self) -> bytes | None:
-        """Return the next message that was received as a whole; None if there is none.
+        """Return the next message that was received as a whole; None without a whole message.
 
         Raises:
             AuthenticationError: it is not the next message of the process.
@@ -196,7 +196,7 @@ def shut(number: int) -> None:
     """Shut down a connection, which wakes a thread that waits for it.
 
     Args:
-        number: file descriptor of its socket.
+        number: file descriptor of the socket.
     """
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as duplicate:
         duplicate.shutdown(socket.SHUT_RDWR)

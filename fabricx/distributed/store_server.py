@@ -28,7 +28,7 @@ _WAKES: Final = 1 << 16  # bytes of the pipe that are read at a time
 
 @final
 class StoreServer:
-    """Serves a store to the processes of one run, in one thread for any number of connections.
+    """Serves a store to the processes of a run, in a single thread for any number of connections.
 
     A process that waits for a key sends one request and receives one answer, when the key is set: it does not poll.
 
@@ -186,12 +186,12 @@ class StoreServer:
             threading.Thread(target=self._admit, args=(peer,), name="fabricx-store", daemon=True).start()
         except (BlockingIOError, ConnectionAbortedError):
             pass
-        except (OSError, RuntimeError):  # out of file descriptors or threads: serve the others meanwhile
+        except (OSError, RuntimeError):  # out of file descriptors or threads: serve the open connections meanwhile
             self._selector.unregister(self._listener)
             self._pause_ends = time.monotonic() + _AGAIN_S
 
     def _admit(self, peer: socket.socket) -> None:
-        """Authenticate a connection, in a thread of its own: the process may answer late."""
+        """Authenticate a connection, in a separate thread: the process may answer late."""
         channel = authentication.admit(peer, self._key)
         with self._lock:
             with contextlib.suppress(ValueError):
@@ -236,7 +236,7 @@ class StoreServer:
             self._selector.modify(peer.number, events)
 
     def _drop(self, peer: Peer) -> None:
-        """Close a connection, whose request is not answered."""
+        """Close a connection; its request is not answered."""
         self._selector.unregister(peer.number)
         del self._peers[peer.number]
         if peer.wait is not None:
@@ -246,7 +246,7 @@ class StoreServer:
             self._push(*peer.at_end)
 
     def _settle(self) -> None:
-        """Answer the requests whose keys exist now, or whose time is over."""
+        """Answer the requests that are met now, or that have timed out."""
         now = time.monotonic()
         while self._deadlines and (self._deadlines[0][0] <= now or not self._deadlines[0][2].pending):
             wait = heapq.heappop(self._deadlines)[2]

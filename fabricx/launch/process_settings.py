@@ -54,7 +54,7 @@ class ProcessSettings:
         )
 
     def apply(self) -> None:
-        """Set what differs in this process."""
+        """Apply the settings that differ in this process."""
         if dict(os.environ) != self.environment:
             os.environ.clear()
             os.environ.update(self.environment)
@@ -64,7 +64,7 @@ class ProcessSettings:
         torch.set_default_dtype(self.dtype)
         if torch.get_float32_matmul_precision() != self.matmul:
             torch.set_float32_matmul_precision(self.matmul)
-        if _determinism() != self.deterministic:  # the call imports torch's compiler, which takes a second
+        if _determinism() != self.deterministic:  # the call imports torch's compiler, in about a second
             torch.use_deterministic_algorithms(bool(self.deterministic), warn_only=self.deterministic == "warn")
         torch.autograd.set_detect_anomaly(self.anomalies)
         torch.multiprocessing.set_sharing_strategy(self.sharing)

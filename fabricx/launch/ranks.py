@@ -1,4 +1,4 @@
-"""The ranks of a machine, as child processes of a process that an engine has started there."""
+"""The ranks of a machine, as child processes of a process that an engine has started on it."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Ranks:
 
     Args:
         job: the work of the ranks.
-        variables: environment variables of each rank, in addition to those of this process.
-        forks: start the ranks from this process's fork server, which takes a fraction of a second once it has started.
+        variables: environment variables of each rank, in addition to the variables of this process.
+        forks: start the ranks from this process's fork server, in a fraction of a second once it has started.
         copies: folder for in-memory checkpoints, which outlive the ranks and end with this process; None without.
     """
 
@@ -102,7 +102,7 @@ class Ranks:
             process.close()
 
     def end(self) -> None:
-        """Let `run` kill the ranks and return, without failures of the ranks that it kills."""
+        """Make `run` kill the ranks and return, without failures of the ranks that it kills."""
         self._over = True
 
     def _wait(self) -> None:
@@ -148,8 +148,8 @@ def run_rank(job: bytes, rank: int) -> Ended:
 
 
 class _RankProcess(Protocol):
-    """A process of a rank, which leads its own session: its child processes can be killed together with it, and no
-    terminal sends it Ctrl-C. It ends when the other end of its pipe to this process closes."""
+    """A process of a rank, as the leader of a session: its child processes can be killed together with it, and no
+    terminal sends it Ctrl-C. It ends when this process closes the pipe to it."""
 
     @property
     def pid(self) -> int: ...

@@ -61,7 +61,7 @@ def restore() -> None:
 
 @contextlib.contextmanager
 def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Handle SIGINT and termination signals by a function; only in the main thread, since others receive no signals.
+    """Handle SIGINT and termination signals by a function; only in the main thread, as other threads get no signals.
 
     Handlers that the program has set are called before.
 
@@ -87,13 +87,13 @@ def handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
 
 
 def block() -> None:
-    """Let signals that end or stop a run wait until this process has `EarlySignals`."""
+    """Delay signals that end or stop a run until this process has `EarlySignals`."""
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *termination_signals()))
 
 
 @final
 class EarlySignals:
-    """Signals that arrive before this process can handle them, and those that have waited since `block`."""
+    """Signals that arrive before this process can handle them, and signals that are delayed since `block`."""
 
     def __init__(self) -> None:
         self._received, self._process = list[int](), os.getpid()
@@ -144,7 +144,7 @@ class StopRequests:
         return handled(lambda number, frame: self._received.append(number))
 
     def arrived(self, *, begun: Callable[[], bool] = lambda: True) -> int | None:
-        """Return a signal that has arrived since the last call and that the ranks have to receive; None without one.
+        """Return a signal that has arrived since the last call and that the ranks have to receive, or None.
 
         Args:
             begun: returns whether a rank has begun; if none has, there is nothing to stop at its next step.

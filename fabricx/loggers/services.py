@@ -1,4 +1,4 @@
-"""What loggers of tracking services have in common."""
+"""Common parts of the loggers of tracking services."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def parameters(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ServiceLogger(Logger):
-    """A logger whose run is kept by a service; derived classes start and end it.
+    """A logger with a run that a service keeps; derived classes start and end it.
 
     Args:
         run: of the service, to use and not to end; only with a single process.
@@ -109,7 +109,7 @@ class ServiceLogger(Logger):
             self._end(run, status)
 
     def _finish(self, status: Ending) -> None:
-        """Log what belongs to the end of a run.
+        """Log the end of a run.
 
         Args:
             status: the run's status.
@@ -132,7 +132,7 @@ class ServiceLogger(Logger):
 
 
 class Uploads:
-    """Checkpoints that a logger uploads: each complete one, or those that are kept at the end.
+    """Checkpoints that a logger uploads: each complete checkpoint, or the kept checkpoints at the end.
 
     Args:
         log_model: "all", True for the kept checkpoints at the end, or False.

@@ -40,8 +40,8 @@ def context_blocks(module: nn.Module, blocks: str | Sequence[str], run: Callable
         run: computes a training step.
 
     Raises:
-        LookupError: there is no such module or class.
-        ValueError: there is no chain.
+        LookupError: a module or class of `blocks` does not exist.
+        ValueError: the blocks are not a chain.
     """
     if not isinstance(blocks, str) and len(blocks) == 1 and blocks[0] in dict(module.named_modules()):
         return [(blocks[0], module.get_submodule(blocks[0]))]
@@ -61,7 +61,7 @@ class ContextParallel:
         world: ranks along the context axis.
         dim: dimension of the sequence in that argument.
         ring: attention passes keys and values from rank to rank; otherwise it gathers them.
-        ordinary: returns an activation as an ordinary tensor, if another axis shards it, too.
+        ordinary: returns an activation as an ordinary tensor, if it is sharded along a further axis, too.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class ContextParallel:
     # -- the step ------------------------------------------------------------------------------------------------
 
     def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a step whose blocks compute this rank's shard; its outputs are those of the whole sequence.
+        """Return a step in which blocks compute this rank's shard; the outputs are of the whole sequence.
 
         Args:
             step: training, validation, test or predict step of the module.
@@ -141,7 +141,7 @@ class ContextParallel:
         self._mode.shard, self._length = None, stream.shape[self._dim]
         self._dims[0, path] = self._dim
         if self._learns or (not torch.is_grad_enabled() and self._length % (2 * self._world.size)):
-            return  # an evaluation of another length, such as generated text, is computed whole on each rank
+            return  # an evaluation of a different length, such as generated text, is computed whole on each rank
         key = (self._length, stream.device)
         if key not in self._shards:
             try:
@@ -249,7 +249,7 @@ class ContextParallel:
 
     @property
     def lengths(self) -> list[list[int]]:
-        """Return the sequence lengths of the trial, for `adopt` on another rank, as plain data."""
+        """Return the sequence lengths of the trial, for `adopt` on other ranks, as plain data."""
         return self._mode.lengths
 
     def adopt(self, step: Callable[[], Any], lengths: Sequence[Sequence[int]]) -> None:
@@ -257,7 +257,7 @@ class ContextParallel:
 
         Args:
             step: computes the training step for two samples.
-            lengths: lengths of another rank.
+            lengths: result of `lengths` on a different rank.
         """
         self._learn_from(self.wrap_step(step), self._ordinary)
         self._mode.lengths = [list(numbers) for numbers in lengths]

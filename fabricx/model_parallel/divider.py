@@ -1,4 +1,4 @@
-"""Division of a module over the model's axes of a mesh, by trial runs of its training step."""
+"""Division of a module over the model's axes of a mesh, by trial runs of the training step."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def divide(
         chain = None
     training = module.training
     with ExitStack() as failed:
-        # Random numbers in stages are not those of one process.
+        # Random numbers in stages differ from a single process.
         with evaluation_mode(module) if chain is not None else nullcontext():
             evaluated = None if joins else evaluate_before(divided, trial, () if chain is None else chain.blocks)
             if world.axis("expert").size > 1:
@@ -159,7 +159,7 @@ def _divide_experts(divided: Divided, trial: Trial, *, compares: bool) -> Divide
 
     module, world = divided.module, divided.world.axis("expert")
     expert_modules = find_experts(module, divided.settings.experts, world.size)
-    with evaluation_mode(module):  # the experts of another rank draw other random numbers
+    with evaluation_mode(module):  # experts on different ranks draw different random numbers
         whole = functools.partial(_sum_gradients, list(module.parameters()), world)
         with unchanged_weights(module):
             before = recorded_step(module, trial.run, complete=whole, remedy=REMEDY) if compares else None
@@ -185,7 +185,7 @@ def _divide_experts(divided: Divided, trial: Trial, *, compares: bool) -> Divide
 
 
 def _sum_gradients(parameters: Iterable[Tensor], world: World) -> None:
-    """Sum the gradients of parameters over ranks whose samples may differ."""
+    """Sum the gradients of parameters over ranks with different samples."""
     for parameter in parameters:
         if parameter.requires_grad:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

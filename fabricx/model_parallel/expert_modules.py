@@ -19,7 +19,7 @@ PROTOCOL: Final = (
 
 
 def find_experts(module: nn.Module, experts: str | Sequence[str], ranks: int) -> Experts:
-    """Return the submodules whose experts are divided over ranks, by name, in the order of the module.
+    """Return the submodules with experts that are divided over ranks, by name, in the order of the module.
 
     Args:
         module: root module.
@@ -28,7 +28,7 @@ def find_experts(module: nn.Module, experts: str | Sequence[str], ranks: int) ->
 
     Raises:
         LookupError: a submodule or class does not exist.
-        ValueError: there are no experts, or these can't be divided.
+        ValueError: the module has no experts, or they can't be divided.
     """
     parts = dict(module.named_modules())
     if experts == "auto":

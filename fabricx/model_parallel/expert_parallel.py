@@ -42,7 +42,7 @@ class ExpertParallel:
         world: ranks of the group.
 
     Attributes:
-        placements: of each divided parameter, by all of its names.
+        placements: of each divided parameter, by all names of the parameter.
     """
 
     def __init__(self, module: nn.Module, modules: Experts, world: World) -> None:
@@ -102,7 +102,7 @@ class ExpertParallel:
         return any(name.startswith(f"{experts}.") for experts, _ in self._expert_modules)
 
     def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a step whose calls of experts are counted.
+        """Return a step that counts calls of experts.
 
         Args:
             step: step of the module.
@@ -118,7 +118,7 @@ class ExpertParallel:
         """Compare with the other ranks of the group, before the gradients of tokens are sent.
 
         Raises:
-            RanksDisagree: another rank calls experts.
+            RanksDisagree: a different rank calls experts.
         """
         table = torch.zeros(self.world.size, 1 + self._most, dtype=torch.int64, device=self.world.device)
         self._agreed(table, self._order.backward())
@@ -132,7 +132,7 @@ class ExpertParallel:
             counts: rows for each expert, shape [experts].
 
         Raises:
-            RanksDisagree: another rank calls other experts, or none.
+            RanksDisagree: some ranks call other experts, or none.
         """
         counts = counts.view(self.world.size, -1)
         table = nn.functional.pad(counts, (1, self._most - counts.shape[1]))
@@ -156,7 +156,7 @@ class ExpertParallel:
             self._reached.append(result.reshape(-1)[:0].sum())
 
     def zero(self) -> Tensor | None:
-        """Return a loss of zero, whose backward sends gradients as that of the newest step; None without a graph."""
+        """Return a loss of zero; its backward sends gradients like the newest step. None without a graph."""
         return torch.stack([term.double() for term in self._reached]).sum() if self._reached else None
 
     def whole(self, name: str, local: Tensor) -> Tensor:
@@ -199,7 +199,7 @@ class ExpertParallel:
 
 @final
 class _Routed:
-    """The forward of a module of experts, which sends each token to the rank of its expert, and returns its outputs."""
+    """The forward of a module of experts: sends tokens to the ranks with their experts, and returns the outputs."""
 
     def __init__(self, name: str, part: Any, owner: ExpertParallel) -> None:
         self._name, self._part, self._owner = name, part, owner

@@ -1,4 +1,4 @@
-"""Hooks see whole weights, although each rank stores a part of each weight, or only the weights of its stage."""
+"""Hooks see whole weights, although each rank stores a part of each weight, or only the weights of a stage."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EACH_ELEMENT: Final[set[Any]] = {
         "__imul__", "__itruediv__",
     )
 }  # fmt: skip
-OWN: Final[set[Any]] = {  # of the parameter object, not of its elements
+OWN: Final[set[Any]] = {  # of the parameter object, not of the elements
     Tensor.register_post_accumulate_grad_hook, Tensor.share_memory_, Tensor.is_shared, _tensor.retains_grad.__get__,
     _tensor.grad.__delete__,
 }  # fmt: skip
@@ -89,7 +89,7 @@ class Weight:
     Attributes:
         name: name of the parameter or buffer.
         local: part on this rank; for a moment, the part of the moment.
-        absent: whether only another stage stores the tensor.
+        absent: whether the tensor is stored on other stages only.
         moment: whether the tensor is a moment of the optimizer.
     """
 
@@ -101,7 +101,7 @@ class Weight:
 
 @dataclass
 class Gathered:
-    """A whole copy of a weight, whose changes are written to the parts of all ranks.
+    """A whole copy of a weight; changes of the copy are written to the parts of all ranks.
 
     Attributes:
         weight: divided weight.
@@ -165,7 +165,7 @@ class _View(Tensor):
         views = [value for value in tree_leaves((args, kwargs)) if isinstance(value, _View)]
         for view in views:
             view.gathered.check()
-        if func == _get["data"]:  # a version counter of its own would hide changes
+        if func == _get["data"]:  # a separate version counter would hide changes
             func = Tensor.detach
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **(kwargs or {}))
@@ -206,7 +206,7 @@ class HookWeights(TorchFunctionMode):
             raise DividedWeight(_SET) from error
 
     def call(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
-        """Apply a function of torch whose arguments include divided weights.
+        """Apply a function of torch to arguments that include divided weights.
 
         Args:
             func: function of torch.
@@ -416,7 +416,7 @@ def _is_one_of(result: Any, values: Sequence[Any]) -> bool:
 
 
 def _as_views(result: Any, gathered: Sequence[Gathered]) -> Any:
-    """Return a result whose tensors and arrays that share memory with a copy are views of the weight."""
+    """Return a result in which tensors and arrays with the memory of a copy are views of the weight."""
     memory = {copy.whole.untyped_storage().data_ptr(): copy for copy in gathered if copy.whole.numel()}
 
     def as_view(value: Any) -> Any:

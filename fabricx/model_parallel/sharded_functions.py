@@ -1,4 +1,4 @@
-"""Functions of torch on sharded activations: each has the result of one process."""
+"""Functions of torch on sharded activations: each has the result of a single process."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def sharded_function(activations: Activations, func: Any, args: Sequence[Any], o
     """
     if func in PROPERTIES:
         return func(*args, **options)
-    if func == DATA:  # shares memory with its tensor, and so does the result here
+    if func == DATA:  # shares memory with its tensor, as the result has to
         func = Tensor.detach
     sharded = _sharded_tensors((*args, *options.values()))
     for tensor in sharded:
@@ -133,7 +133,7 @@ def _changes_arguments(func: Any, options: Mapping[str, Any]) -> bool:
 
 
 def _targets(func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the tensors that a function changes, as a list; those of a list in a list."""
+    """Return the tensors that a function changes, as a list; the tensors of a list as a nested list."""
     if not _changes_arguments(func, options):
         return ()
     if options.get("out") is not None:
@@ -148,7 +148,7 @@ def _change_whole(
 
     Raises:
         NotImplementedError: a tensor is no weight, or autograd would record the change.
-        ValueError: a weight has another shape afterwards.
+        ValueError: the shape of a weight would change.
     """
     world, sharded = activations.world, _sharded_tensors((*args, *options.values()))
     unrecorded = func == _SET_DATA or getattr(func, "__module__", "") == "torch.nn.init" or not torch.is_grad_enabled()
@@ -261,7 +261,7 @@ class ShardedFunctions(TorchFunctionMode):
     Args:
         activations: activations of the group.
         layers: functions that may be the computation of a sharded layer.
-        layer: called with one of these functions and its arguments; returns NotImplemented if it is not.
+        layer: called with such a function and its arguments; returns NotImplemented if it is not.
         weights: sharded weights by id.
         weight: returns a sharded weight as a sharded tensor.
     """
@@ -283,7 +283,7 @@ class ShardedFunctions(TorchFunctionMode):
         if func in PROPERTIES:
             return func(*args, **options)
         if self._reads_weight(args) or (options and self._reads_weight(options.values())):
-            if func in AUTOGRAD:  # of the parameter itself
+            if func in AUTOGRAD:  # of the parameter object
                 return func(*args, **options)
             args, options = tree_map(self._as_sharded, (args, options))
         elif not _has_sharded(args) and not (options and _has_sharded(options.values())):

@@ -11,10 +11,10 @@ Span = tuple[int, int, int]  # epoch, and the range of positions in its data ord
 
 @final
 class SampleLedger:
-    """Positions of the data order whose samples are in a server's weights.
+    """Positions of the data order with samples that are in a server's weights.
 
-    Part of the state of the weights, and written where these change. Neither leases nor the records from which workers
-    recover decide what it counts, so that it shows their mistakes.
+    Part of the state of the weights, and written where these change. The count depends neither on leases nor on the
+    records from which workers recover, so that it shows their mistakes.
 
     Attributes:
         begin: (epoch, position) of the first section; None before it.
@@ -57,7 +57,7 @@ class SampleLedger:
             ranges[low:high] = [whole]
 
     def lost_and_repeated(self, epoch: int, position: int) -> tuple[int, int]:
-        """Return the samples that are missing in the weights, and those that were trained twice.
+        """Return the samples that are missing in the weights, and the samples that were trained twice.
 
         Samples beyond the end, or before the begin, count as trained twice: an earlier or a later run trains them.
 

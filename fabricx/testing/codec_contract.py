@@ -1,4 +1,4 @@
-"""The contract suite of codecs: a vector is encoded by one object and decoded by another, without processes."""
+"""The contract suite of codecs: a vector is encoded by an object and decoded by a second object, without processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_codec(make: type[Codec], *, keep: float = 0.1, rounds: int = 3000, tol
     """Check that a codec decodes its encoded vectors, and that error feedback keeps the sum of the vectors.
 
     Vectors of 0, 1, 7 and 800 elements, in float32 and float64, of values from 1e-20 to 1e8, zeros, and vectors with
-    NaN and infinity. No process is started; it takes about a second.
+    NaN and infinity. No process is started; the duration is about a second.
 
     Args:
         make: the codec's class; it is called with `keep` and `feedback`.

@@ -42,7 +42,7 @@ class NotSent(Exception):
 
 @final
 class Digest:
-    """A file that keeps only a digest of what is written."""
+    """A file that keeps only a digest of the written bytes."""
 
     def __init__(self) -> None:
         self._digest, self.size = hashlib.blake2b(digest_size=16), 0
@@ -88,7 +88,7 @@ def small(value: Any) -> Any:
         value: any object.
 
     Returns:
-        for a tensor, type, shape and content, because pickles of equal tensors differ; `NotImplemented` for others.
+        for a tensor, type, shape and content, because pickles of equal tensors differ; else `NotImplemented`.
 
     Raises:
         NotSent: the reason.
@@ -111,7 +111,7 @@ def small(value: Any) -> Any:
 
 
 def _fingerprint(value: object) -> tuple[Any, int]:
-    """Return what differs between values, and the bytes of the value.
+    """Return a fingerprint of a value, different for different values, and the bytes of the value.
 
     Raises:
         Exception: the value cannot be pickled, or is too large.
@@ -142,7 +142,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _on_cpu(value: Any) -> Any:
-    """Return a tensor in main memory, without the rest of a larger one that it is a part of."""
+    """Return a tensor in main memory, without the rest of a larger tensor that it is a view of."""
     if not isinstance(value, Tensor) or is_dtensor(value) or isinstance(value, nn.Parameter):
         return value
     if value.device.type not in ("cpu", "meta"):
@@ -198,7 +198,7 @@ class Changed:
                 if name not in part._buffers:
                     part.__dict__[name] = value
                 elif isinstance(buffer, Tensor) and isinstance(value, Tensor) and buffer.shape == value.shape:
-                    buffer.data = value.to(buffer.device)  # the object remains: others may refer to it
+                    buffer.data = value.to(buffer.device)  # the same object: other attributes may refer to it
                 else:
                     part._buffers[name] = value
         if data is not None:
@@ -222,7 +222,7 @@ class AttributesBefore:
     def changed(
         self, module: nn.Module, data: DataModule | None, gather: Callable[[Any], list[Any]], *, main_rank: bool
     ) -> Changed:  # fmt: skip
-        """Return the attributes that differ from those at the beginning; all ranks call it with a data module.
+        """Return the attributes that have changed since the beginning; all ranks call it with a data module.
 
         An attribute of the data module is sent if it is equal on all ranks: in the next run, all ranks begin with it.
         Attributes of the module are those of the main rank.
@@ -294,7 +294,7 @@ def _portable(shown: Any) -> str:
 
 
 def _add(kept: dict[str, Any], name: str, value: Any, before: Any, left: int) -> int:
-    """Add an attribute of a module if it has changed and is small enough; returns the bytes that are left."""
+    """Add an attribute of a module if it has changed and is small enough; returns the remaining bytes."""
     digest = _digest_of(value)
     if isinstance(digest, _Unsent) or digest == before or digest[1] > left:
         return left

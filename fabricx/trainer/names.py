@@ -1,4 +1,4 @@
-"""Names of Lightning's Trainer for hooks and scripts, and the successors of its former names."""
+"""Names of Lightning's Trainer for hooks and scripts, and the successors of former names."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _LOOP: Final = (
 
 _ARGPARSE: Final = "add the arguments to your parser, and pass them: Trainer(max_epochs=args.max_epochs, ...)"
 
-# Attributes of Trainers that fabricx doesn't have, and what replaces them.
+# Attributes of Trainers that fabricx doesn't have, with their successors.
 _SUCCESSORS: Final[Mapping[str, str]] = {
     "validate_loop": "trainer.num_val_batches and trainer.val_dataloaders describe a validation",
     "test_loop": "trainer.num_test_batches and trainer.test_dataloaders describe a test",
@@ -69,7 +69,7 @@ _SUCCESSORS: Final[Mapping[str, str]] = {
 
 
 class EpochLoopSteps:
-    """What programs read of `trainer.fit_loop.epoch_loop`: the number of weight updates, by which they log.
+    """The part of `trainer.fit_loop.epoch_loop` that programs read: the number of weight updates, for logging.
 
     Args:
         global_step: number of weight updates.
@@ -125,7 +125,7 @@ class _Former:
 
 
 class TrainerNames:
-    """Properties of the Trainer that Lightning has beside those of `TrainerInterface`."""
+    """Further properties of Lightning's Trainer, beside the properties of `TrainerInterface`."""
 
     add_argparse_args, from_argparse_args, parse_argparser = _Former(), _Former(), _Former()
 
@@ -184,7 +184,7 @@ class TrainerNames:
 
     @property
     def loggers(self) -> list[Logger]:
-        """Return the loggers; assign others between two runs, as for the argument `logger` of the Trainer."""
+        """Return the loggers; assign new loggers between two runs, as for the argument `logger` of the Trainer."""
         return self._loggers
 
     @loggers.setter
@@ -198,7 +198,7 @@ class TrainerNames:
 
     @property
     def logger(self) -> Logger | None:
-        """Return the first logger, or None; assign others between two runs."""
+        """Return the first logger, or None; assign a logger between two runs."""
         return self._loggers[0] if self._loggers else None
 
     @logger.setter
@@ -289,7 +289,7 @@ class TrainerNames:
 
     @property
     def enable_validation(self) -> bool:
-        """Return whether a fit validates: the module has the step, and there are batches."""
+        """Return whether a fit validates: the module has the step, and the loader has batches."""
         has_step = callable(getattr(self.module, "validation_step", None))
         return has_step and self.limit_val_batches != 0 and bool(self.batches.of("val"))
 

@@ -229,7 +229,7 @@ class Outcome:
             parts[name].__dict__.update(self.of_metrics[name])
         if lost := sorted(self.metrics.keys() - metrics.keys()):
             warnings.warn(
-                f"metric objects that the workers have built can't be sent, and their states remain there: "
+                f"metric objects that the workers have created can't be sent, so their states remain in the workers: "
                 f"{', '.join(lost)}. Create them in __init__",
                 stacklevel=2,
             )

@@ -53,10 +53,10 @@ def _others(session: Session) -> list[Any]:
 
 
 def _validation_of(session: Session, shared: Iterable[object]) -> Validation | None:
-    """Return the validation step on two samples of each loader; None without one, or if the module can't be copied.
+    """Return the validation step on two samples of each loader; None without it, or if the module can't be copied.
 
-    It belongs to a copy of the module, since validation steps add to lists and metrics of the module. Parameters and
-    buffers are those of the module, by which a divided module finds them.
+    It belongs to a copy of the module, since validation steps add to lists and metrics of the module. It shares
+    parameters and buffers with the module, since a divided module finds them by identity.
     """
     if not session.data.val_feeds:
         return None
@@ -119,7 +119,7 @@ def other_batches(loader: Any) -> list[Any]:
     """Return batches for which a loss may have other numbers of terms than for `two_samples`; no state changes.
 
     They are pairs of samples with few and many elements, such as words without padding. Pairs that the loader can't
-    collate are left out.
+    collate are skipped.
 
     Args:
         loader: loader of the training data, which `two_samples` accepts.
@@ -152,7 +152,7 @@ def _spread(length: int, count: int) -> list[int]:
 
 
 def pairs(items: Sequence[Any]) -> list[tuple[int, int]]:
-    """Return the positions of pairs of samples whose losses may be means over different numbers of terms.
+    """Return the positions of pairs of samples with losses that may be means over different numbers of terms.
 
     Args:
         items: samples: nested tensors, arrays, numbers and texts.
@@ -167,7 +167,7 @@ def pairs(items: Sequence[Any]) -> list[tuple[int, int]]:
 
 
 def _counts(item: Any) -> list[int]:
-    """Return counts of a sample, of which one may be the number of terms of its loss."""
+    """Return counts of a sample; any of them may be the number of terms of the loss."""
     if isinstance(item, Mapping):
         item = list(item.values())
     if isinstance(item, (list, tuple)) and any(isinstance(entry, (Tensor, list, tuple, Mapping)) for entry in item):

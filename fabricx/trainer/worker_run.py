@@ -203,9 +203,9 @@ def _join_metric_objects(trainer: TrainerInterface, job: Job) -> None:
     try:
         ended = gather_states(metrics, updating_ranks(world, fits=job.stage == "fit"))
     except PeerLost:  # after the training, which is complete
-        ended, lost = [], "they have no batch of other ranks, because a rank was lost when the run had ended"
+        ended, lost = [], "they lack the batches of other ranks, because a rank was lost at the end of the run"
     if world.generation and not trainer.strategy.traits.lockstep:
-        lost = lost or "they lack the batches of workers that died, if any did"
+        lost = lost or "they may lack batches of workers that died"
     if not world.main_rank:
         return
     if lost:

@@ -1,4 +1,4 @@
-"""Weights that are pulled during the forward: each submodule waits only for its own parameters."""
+"""Weights that are pulled during the forward: each submodule waits only for the parameters that it owns."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class PrefetchTask:
             raise self._lost
 
     def reply(self) -> Reply:
-        """Wait for the complete reply and return it; errors are those of `wait_for`."""
+        """Wait for the complete reply and return it; raises the errors of `wait_for`."""
         return self._reply.result()
 
 
@@ -84,7 +84,7 @@ class PrefetchHooks:
     Attributes:
         names: names of the parameters, by number.
         missed: parameters that were received after the forward, which therefore must not have used them.
-        direct: parameters of the module itself, not of submodules.
+        direct: parameters of the root module, not of submodules.
     """
 
     def __init__(self, module: nn.Module, parameters: Sequence[Tensor], fetch: Callable[[set[int]], None]) -> None:

@@ -19,7 +19,7 @@ class Seen(NamedTuple):
 
 
 def shares(seen: Sequence[Seen], momentum: float | None) -> tuple[int, float, list[float]]:
-    """Return coefficients that combine the statistics of several workers to those of a single process.
+    """Return coefficients that combine the statistics of several workers to the statistics of a single process.
 
     After k batches, a worker's statistics are q start + (1 - q) mean, with q = (1 - momentum)^k (before / (before + k)
     if momentum is None). A single process would have Q start + (1 - Q) mean, where Q is that of all batches, and the
@@ -59,7 +59,7 @@ def shares(seen: Sequence[Seen], momentum: float | None) -> tuple[int, float, li
 
 @final
 class RunningStatistics:
-    """Running statistics of a module whose workers have processed different batches since they last met.
+    """Running statistics of a module; the workers have processed different batches since they last met.
 
     Args:
         module: the user's module.
@@ -92,7 +92,7 @@ class RunningStatistics:
         self._computed = self._marked
 
     def pool(self, world: World) -> None:
-        """Replace the statistics by those of a single process with all workers' batches; every worker calls it.
+        """Set the statistics to the values of a single process with all workers' batches; every worker calls it.
 
         Args:
             world: the workers.

@@ -124,7 +124,7 @@ def test_metric_objects_have_their_states_and_those_built_in_the_workers_are_add
     worker.tracker.update(2.0)
     weights = ShardsWeights().whole_weights(worker)
     outcome = Outcome().portable(worker, [], [], [], RunRecords(), weights, known)
-    with pytest.warns(UserWarning, match=r"built can't be sent, and their states remain there: late\.total"):
+    with pytest.warns(UserWarning, match=r"created can't be sent, so their states remain in the workers: late\.total"):
         outcome.absorb(caller, [], [])
     assert caller.values is own
     assert own.compute().tolist() == [1.0, 1.0]
