@@ -211,8 +211,9 @@ class Tuner:
             if not out_of_memory(error):
                 raise
             return False, True
-        batches: Any = [trial.batches.training] if method == "fit" else trial.batches.evaluation
-        return True, max(batches, default=0) > 1
+        if method == "fit":
+            return True, trial.batches.training > 1
+        return True, any(batches > 1 for of_word in trial.batches.evaluation.values() for batches in of_word)
 
     def _trial(self, callbacks: list[Callback], **options: Any) -> Any:
         """Return a Trainer with the same options and ranks, that writes and prints nothing."""

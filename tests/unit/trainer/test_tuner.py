@@ -98,6 +98,23 @@ def test_the_largest_batch_that_fits(quiet: dict[str, Any], mode: Any, size: int
     assert module.batch_size == module.hparams.batch_size == size
 
 
+@pytest.mark.parametrize("method", ["validate", "test", "predict"])
+def test_the_largest_batch_of_an_evaluation_that_fits(quiet: dict[str, Any], method: Any) -> None:
+    class Evaluated(Tuned):
+        def val_dataloader(self) -> Any:
+            return DataLoader(tiny_data(32), batch_size=self.batch_size)
+
+        test_dataloader = predict_dataloader = val_dataloader
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+            if len(batch[0]) > 12:
+                raise RuntimeError("CUDA out of memory. Tried to allocate 20.00 MiB")
+
+        test_step = predict_step = validation_step
+
+    assert fx.Tuner(fx.Trainer(**quiet)).scale_batch_size(Evaluated(), method=method, steps_per_trial=1) == 8
+
+
 def test_a_batch_that_is_all_data_is_the_largest(quiet: dict[str, Any]) -> None:
     class Small(Tuned):
         def train_dataloader(self) -> Any:
