@@ -409,6 +409,7 @@ class ModelCheckpoint(Callback, NameParts):
         self._records.pending = None
         kept = self._records.paths
         trainer.session.metrics.loggers.each(lambda logger: logger.checkpoints_saved(kept))
+        trainer.session.metrics.loggers.each(lambda logger: logger.after_save_checkpoint(self))
         if trainer.is_global_zero:  # repeat this: the rank that began it may have died halfway
             remaining = replace(pending, superseded=[path for path in pending.superseded if as_path(path).exists()])
             self._records.supersede(remaining, self.dirpath, links=is_local(self._folder))

@@ -99,6 +99,13 @@ class Logger(NamesChecked, ABC):
             kept: paths of the checkpoints that it keeps now.
         """
 
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        """Use the checkpoints of a `ModelCheckpoint`, under Lightning's name; called after `checkpoints_saved`.
+
+        Args:
+            checkpoint_callback: the callback.
+        """
+
     def rewind(self, step: int) -> None:
         """Delete metrics of later steps, because the run resumes from an earlier step.
 

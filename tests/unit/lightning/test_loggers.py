@@ -94,3 +94,26 @@ def test_a_dummy_logger_accepts_all_calls() -> None:
     logger.log_hyperparams({"lr": 0.1})
     logger.experiment.add_image("image", None)
     assert isinstance(fx.Trainer(fast_dev_run=True).logger, type(logger))
+
+
+@pytest.mark.parametrize("base", [Logger, CSVLogger, lookup("loggers", "Logger"), lookup("loggers", "CSVLogger")])
+def test_a_logger_is_told_of_each_complete_checkpoint(base, tmp_path):
+    class Uploads(base):
+        name, version = "uploads", "1"
+        log_metrics = log_hyperparams = log_graph = lambda self, *args, **options: None
+
+        def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+            saved.append(checkpoint_callback.best_model_path)
+            assert checkpoint_callback.monitor is None
+            with open(saved[-1], "rb"):
+                pass
+
+    class Net(TinyModule):
+        single_file_checkpoints = True
+
+    saved: list[str] = []
+    logger = Uploads(tmp_path) if "CSV" in base.__name__ else Uploads()
+    saver = fx.callbacks.ModelCheckpoint(tmp_path, save_top_k=-1)
+    options = {**QUIET, "logger": logger, "enable_checkpointing": True, "callbacks": [saver]}
+    fx.Trainer(max_epochs=2, **options).fit(Net(), tiny_loader(8, 4))
+    assert [path.removeprefix(f"{tmp_path}/") for path in saved] == ["epoch=0-step=2.ckpt", "epoch=1-step=4.ckpt"]
