@@ -384,6 +384,7 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         self,
         filepath: str | Path,
         weights_only: bool = False,
+        storage_options: None = None,
         *,
         wait: bool = True,
         after: Callable[[], None] | None = None,
@@ -399,6 +400,7 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         Args:
             filepath: folder or file to create, or a URL that fsspec supports, such as "s3://bucket/run/a.ckpt".
             weights_only: omit the state that only training needs.
+            storage_options: must be None, as in Lightning without a `CheckpointIO` of its own.
             wait: return when the checkpoint is complete; else training continues during the write, and the next call,
                 or `finish_checkpoint`, waits for its end.
             after: called on the main rank, in a thread, when the checkpoint is complete.
@@ -413,7 +415,13 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
             CheckpointError: this checkpoint or the previous checkpoint was not written.
             RanksDisagree: another rank does not make this call, or has another path.
             RuntimeError: a checkpoint cannot be saved at this point; the message names the right hook.
+            TypeError: `storage_options` are passed.
         """
+        if storage_options is not None:
+            raise TypeError(
+                "save_checkpoint(storage_options=...) is not supported: options of a storage belong to the "
+                "configuration of fsspec, such as ~/.config/fsspec/conf.json"
+            )
         session, target = self._session_to_save(weights_only=weights_only), as_path(filepath)
         weights_only = weights_only or (session is not self._sessions.newest and session is not self._sessions.fit)
         with together():  # ranks without a sample of this batch take part

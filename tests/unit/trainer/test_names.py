@@ -76,7 +76,9 @@ def test_a_call_takes_its_module_under_either_name_and_its_arguments_in_lightnin
     module, loader = Evaluated(), tiny_loader()
     trainer = fx.Trainer(max_epochs=1, default_root_dir=tmp_path, **QUIET)
     trainer.fit(model=module, train_dataloaders=loader)
-    path = trainer.save_checkpoint(tmp_path / "a.ckpt")
+    path = trainer.save_checkpoint(tmp_path / "a.ckpt", False, None)
+    with pytest.raises(TypeError, match=r"storage_options=...\) is not supported"):
+        trainer.save_checkpoint(tmp_path / "b.ckpt", storage_options={"key": 1})  # type: ignore[arg-type]
     for result in (
         trainer.test(module=module, dataloaders=loader), trainer.test(model=module, dataloaders=loader),
         trainer.test(module, loader, path, False), trainer.test(module, loader, None, False, None, True),
