@@ -133,7 +133,10 @@ LIMITS: Final = """
   a rank's share of the batch: that of the share's mean where gradients are averaged (`ddp`, `fsdp`, `local_sgd`), and
   a part of the mean over the global batch where they are summed (strategies with servers). A hook that is not linear,
   such as a clamp or noise of a fixed size, therefore depends on ranks and strategy; change gradients in
-  `on_before_optimizer_step`. Random numbers that forwards and hooks draw are the same under each of these strategies.
+  `on_before_optimizer_step`. Hooks of `register_post_accumulate_grad_hook` see the sum of a rank's microbatches so
+  far, after each microbatch of an accumulation or a pipeline (under `fsdp` once, the gradient of the window): a hook
+  that scales gradients depends on the division into microbatches. Random numbers that forwards and hooks draw are the
+  same under each of these strategies.
 - **Buffers that a forward computes from the batch** (statistics of BatchNorm and InstanceNorm, codebooks with moving
   averages) have the share of a rank; ranks that train together use those of rank 0, as torch's DDP does. Sum over
   ranks in the forward (`self.all_gather`), or use `sync_batchnorm=True`. `local_sgd` joins the statistics of
