@@ -129,14 +129,22 @@ class ContextParallel:
         if not self._active:
             return None
         if number == 0:
-            self._begin((args, options))
+            self.begin((args, options))
         if self._learns:
             self._learn(number, (args, options))
         if self._mode.shard is None:
             return None
         return mapped((args, options), lambda path, leaf: self._part(number, path, leaf))
 
-    def _begin(self, inputs: Any) -> None:
+    def begin(self, inputs: Any) -> None:
+        """Begin a sequence; stages of a pipeline that do not compute the first block call it, too.
+
+        Args:
+            inputs: arguments of the first block, with the whole sequence.
+
+        Raises:
+            ValueError: the sequence can't be divided.
+        """
         path, stream = self._stream(inputs)
         self._mode.shard, self._length = None, stream.shape[self._dim]
         self._dims[0, path] = self._dim
@@ -228,7 +236,7 @@ class ContextParallel:
             later = iter(shapes)
             after = recorded_step(
                 self._module, run, whole=lambda output: self._whole(output, next(later, None)),
-                complete=self._average, remedy=REMEDY,
+                complete=self.average_gradients, remedy=REMEDY,
             )  # fmt: skip
         finally:
             self._mode.in_trial = False
@@ -287,7 +295,8 @@ class ContextParallel:
             return ordinary
         return shard.ordered(self._world.all_gather(ordinary.contiguous()), differs[0])
 
-    def _average(self) -> None:
+    def average_gradients(self) -> None:
+        """Average the gradients over the context ranks, which training does together with the data ranks."""
         for parameter in self._module.parameters():
             if parameter.grad is not None:
                 self._world.all_reduce(parameter.grad).div_(self._world.size)

@@ -240,8 +240,8 @@ def predict(model: Transformer, cluster: Cluster, layout: Layout) -> Prediction:
         {axis: sum(getattr(part, name).get(axis, 0.0) for part in measured.parts) / p for axis in ("tensor", "context")}
         for name in ("forward", "backward")
     )
-    speed, latency = cluster.link(p, layout.tensor)
-    transfer = layout.samples * model.sequence * model.hidden * HALF / speed + latency
+    speed, latency = cluster.link(p, layout.tensor * layout.context)
+    transfer = layout.samples * model.sequence * model.hidden / layout.context * HALF / speed + latency
     times = (products + sum(forward.values()), products + again + sum(backward.values()), products)
     simulated = simulate(
         layout.schedule, p, layout.virtual, m, forward=times[0], input_gradient=times[1], weight_gradient=times[2],
@@ -318,7 +318,7 @@ def sent_bytes(model: Transformer, layout: Layout, stages: Sequence[Stage]) -> d
         counts[0] += before
         counts[-1] += after
         sent[axis] = layout.microbatches * max(counts)
-    stream = layout.rows * model.sequence * model.hidden * HALF
+    stream = layout.rows * model.sequence * model.hidden * HALF / layout.context
     pipelined = layout.pipeline > 1
     weights = max(stage.parameters for stage in stages) / FULL
     exchange = data_exchange(

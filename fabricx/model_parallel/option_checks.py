@@ -78,11 +78,6 @@ def check_axes(
         raise ValueError(
             f"{' and '.join(rest)}: only one axis can have all the ranks that remain; set numbers for the others"
         )
-    if axes["context"] != 1 and axes["pipeline"] != 1:
-        raise ValueError(
-            "context with pipeline isn't supported: each stage would divide the sequence again; set pipeline=1 and "
-            "divide layers by tensor, or set context=1"
-        )
     if sequence and axes["pipeline"] != 1:
         raise ValueError(
             "sequence=True with a pipeline isn't supported: stages send whole activations; set sequence=False, or "

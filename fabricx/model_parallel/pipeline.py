@@ -72,6 +72,7 @@ class Pipeline:
         virtual: chunks of each rank.
         channels: result of `open_channels`, for NCCL.
         weight: weight of a microbatch; its number of samples, if None.
+        begin: called with the arguments of the first block by stages that do not compute it.
 
     Attributes:
         own_names: parameters and buffers that this stage holds, also if other stages hold them, too.
@@ -87,11 +88,13 @@ class Pipeline:
     def __init__(
         self, module: nn.Module, chain: Chain, cuts: Cuts, pipeline: World, *, schedule: str, microbatches: int,
         virtual: int = 1, channels: Mapping[str, Any] | None = None, weight: Callable[[Any], float] | None = None,
+        begin: Callable[[Any], None] | None = None,
     ) -> None:  # fmt: skip
         check_schedule(schedule, pipeline.size, virtual, microbatches)
         assert len(cuts) == pipeline.size * virtual
         self.module, self.chain, self.cuts = module, chain, list(cuts)
         self.schedule, self.microbatches, self.virtual, self._weight = schedule, microbatches, virtual, weight
+        self._begin = begin
         self.world_changed(pipeline, channels)
         self.owners = {name: chain.stages_of(name, self.cuts, pipeline.size) for name in chain.uses}
         self.own_names = frozenset(name for name, stages in self.owners.items() if pipeline.rank in stages)
@@ -334,6 +337,8 @@ class Pipeline:
                 f"{self.chain.blocks[number]} was called outside of a step: under a pipeline this rank holds only a "
                 "part of the module, so call the model in training_step, validation_step, test_step or predict_step"
             )
+        if number == 0 and self._pass.chunk and self._begin is not None:
+            self._begin((args, kwargs))
         return self._pass.call(number, call, args, kwargs)
 
     # -- state --------------------------------------------------------------------------------------------------------

@@ -112,6 +112,7 @@ def divide_blocks(
     pipeline = Pipeline(
         divided.module, chain, cuts, stages, schedule=settings.schedule, microbatches=microbatches,
         virtual=settings.virtual, channels=stage_channels(divided.world), weight=trial.weight,
+        begin=None if divided.context is None else divided.context.begin,
     )  # fmt: skip
     if microbatches > 1 and trial.samples is not None and rows_of(trial.batch) != trial.samples:
         raise ValueError(
@@ -231,6 +232,8 @@ def _staged_gradients(divided: Divided, trial: Trial) -> float:
     with trial.undisturbed():
         outputs = pipeline.forward_backward(divided.sharded(trial.step), backward, trial.batch, 0, seed=seed_often)
         pipeline.reduce_shared()
+        if divided.context is not None:
+            divided.context.average_gradients()
     pipeline.microbatches = microbatches
     stages = divided.world.axis("pipeline")
     loss = float(outputs["loss"] if isinstance(outputs, Mapping) else outputs) if pipeline.last else 0.0

@@ -44,7 +44,7 @@ def layouts(
         if model.kv_heads % tensor or model.ffn % tensor:
             continue
         for pipeline in _divisors(devices // tensor, model.layers):
-            for context in _divisors(devices // tensor // pipeline, 1 if pipeline > 1 else 16):
+            for context in _divisors(devices // tensor // pipeline, 16):
                 data = devices // tensor // pipeline // context
                 if batch % data or model.sequence % (2 * context):
                     continue

@@ -73,7 +73,8 @@ class Session:
     Attributes:
         sharding, serving, gradients: parts of the strategy's contract that few strategies implement.
         dealer: leases data to ranks that work at their own pace; does nothing for ranks in lockstep.
-        gradient_factor: factor of a rank's loss; the number of data ranks if gradients are averaged.
+        gradient_factor: factor of a rank's loss; the number of data ranks if gradients are averaged. The gradient is
+            then the sum over data ranks, and the mean over context ranks.
         divided: several ranks compute a share of the data together.
         staged: these are stages of a pipeline, which compute a batch in parts.
         hooks: functions to call for each hook.
@@ -170,7 +171,9 @@ class Session:
         self.divided, self.staged = self.world.divided, self.world.axis("pipeline").size > 1
 
     def _gradient_factor(self) -> float:
-        return float(self.world.axis("data").size) if self.strategy.traits.averages else 1.0
+        if self.strategy.traits.averages:  # over data and context ranks
+            return float(self.world.axis("data").size)
+        return 1.0 / self.world.axis("context").size
 
     def renew_agreements(self) -> None:
         """Agree on stops and settings with the ranks of the present generation; a request to stop is kept."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,11 +97,13 @@ class Block(nn.Module):
 class GPT(fx.Module):
     """A language model whose step shifts the words and leaves padding out of the loss."""
 
-    def __init__(self, kind: str = "", dropout: float = 0.0) -> None:
+    def __init__(
+        self, kind: str = "", dropout: float = 0.0, validated: Sequence[int | None] = (None, 5), blocks: int = 3
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.kind = kind
+        self.kind, self.validated = kind, validated  # lengths; 4 positions can't be divided, and are whole on each rank
         self.embed, self.position = nn.Embedding(WORDS, WIDTH), nn.Embedding(MOST, WIDTH)
-        self.blocks = nn.ModuleList(Block(kind, dropout) for _ in range(3))
+        self.blocks = nn.ModuleList(Block(kind, dropout) for _ in range(blocks))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.embed.weight
         self.norms: list[float] = []
@@ -136,8 +139,9 @@ class GPT(fx.Module):
         return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("val", self._loss(batch), batch_size=self.batch_weight(batch))
-        self.log("shorter", self(batch[:, :5]).square().mean())  # can't be divided: whole on each rank
+        for length in self.validated:
+            part = batch[:, :length]
+            self.log(f"val_{length}", self._loss(part), batch_size=self.batch_weight(part))
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return self(batch[:, :-1]).argmax(-1)  # type: ignore[no-any-return]
@@ -245,14 +249,50 @@ def test_context_parallelism_trains_what_one_process_trains() -> None:
                 assert all(torch.equal(other[number]["weights"][n], weight) for n, weight in weights), name
 
 
+def test_stages_of_a_pipeline_compute_shards_of_the_sequence() -> None:
+    modules: list[dict[str, Any]] = [
+        {"kind": "rotary", "validated": (5,)},  # a length that is whole on each rank
+        *({"kind": kind, "validated": (None,)} for kind in (KINDS if SOAK else ("checkpointed",))),
+    ]
+    options = {"max_epochs": 2 if SOAK else 1, "accumulate_grad_batches": 2}
+    alone = train("single", 4, options, modules)
+    meshes = {
+        "context": (Mesh(context=2, pipeline=2, microbatches=2), 4, 1),
+        "ring": (Mesh(context=2, pipeline=2, context_method="ring"), 4, 1),
+        "zero bubble": (Mesh(context=2, pipeline=2, schedule="zero_bubble", microbatches=4), 4, 1),
+        "ddp": (Mesh(context=2, pipeline=2, microbatches=2), 8, 2),
+        "fsdp": (Mesh(context=2, pipeline=2, microbatches=2, data="fsdp"), 8, 2),
+        "tensor": (Mesh(context=2, pipeline=2, microbatches=2, tensor=2), 8, 1),
+    }
+    for name in meshes if SOAK else ("context",):
+        strategy, ranks, shares = meshes[name]
+        count = 2 if name == "tensor" else len(modules)  # whose attention the two axes can divide together
+        by_rank = run_ranks(train, ranks, strategy, 4 // shares, options, modules[:count])
+        for number, module in enumerate(modules[:count]):
+            assert far(alone[number], by_rank[0][number]) < 1e-9, (name, module)
+            weights = by_rank[0][number]["weights"].items()
+            for other in by_rank[1:]:
+                assert all(torch.equal(other[number]["weights"][n], weight) for n, weight in weights), name
+
+
+def test_dropout_of_stages_is_that_of_whole_sequences() -> None:
+    module = [{"dropout": 0.3, "validated": (None,)}]
+    wanted, found = (
+        run_ranks(train, ranks, Mesh(context=ranks // 2, pipeline=2, microbatches=2), 4, {"max_epochs": 1}, module)
+        for ranks in (2, 4)
+    )
+    assert far(wanted[0][0], found[0][0]) < 1e-9
+
+
 def test_checkpoints_move_between_strategies(tmp_path: Path) -> None:
-    module = [{"kind": "rotary"}]
+    module: list[dict[str, Any]] = [{"kind": "rotary", "validated": (None,)}]  # stages call the blocks once
     options = {"max_epochs": 2 if SOAK else 1}
     alone = train("single", 4, options, module, ema=True)[0]
     places: dict[str, tuple[Any, int]] = {
         "context": (ContextMesh(), 2), "fsdp": (FSDP(), 2), "fsdp x context": (Mesh(context=2, data="fsdp"), 4),
+        "context x pipeline": (Mesh(context=2, pipeline=2, microbatches=2), 4),
     }  # fmt: skip
-    routes = [("context", "fsdp x context", "context"), *([("context", "fsdp")] if SOAK else [])]
+    routes = [("context", "fsdp x context", "context x pipeline", "context"), *([("context", "fsdp")] if SOAK else [])]
     for route in routes:  # a run moves in the middle of an epoch: after a step, and after one more
         saved = None
         for leg, name in enumerate(route, 1):
@@ -291,7 +331,7 @@ def predicted(strategy: Any) -> list[Any]:
 def test_outputs_and_metrics_count_once() -> None:
     (outputs, metrics), _ = run_ranks(predicted, 2, ContextMesh())
     assert [tuple(output.shape) for output in outputs] == [(4, LENGTH)] * 2
-    assert metrics[0]["val"] > 0
+    assert metrics[0]["val_None"] > 0
 
 
 def refusal(cases: list[tuple[Any, dict[str, Any], int, dict[str, Any]]]) -> list[str]:

@@ -162,7 +162,11 @@ def equal(found: Any, weights: dict[str, Tensor], metrics: dict[str, float]) -> 
             (lambda: Mesh(pipeline=2), 2, 0, "forward"),
             (lambda: Mesh(context=2, data="fsdp"), 2, 1, "forward"),
         ],
-        [(lambda: Mesh(tensor=2, data="fsdp"), 4, 2, "optimizer")],
+        [
+            (lambda: Mesh(tensor=2, data="fsdp"), 4, 2, "optimizer"),
+            (lambda: Mesh(context=2, pipeline=2), 4, 1, "forward"),
+            (lambda: Mesh(context=2, pipeline=2), 4, 2, "backward"),
+        ],
     ),
 )
 def test_a_replacement_takes_the_place_of_a_dead_worker(

@@ -118,6 +118,7 @@ CASES: dict[str, tuple[Mesh, Layout]] = {
     "context": (Mesh(context=2), Layout(context=2)),
     "fsdp": (Mesh(data="fsdp"), Layout(data=2, sharded=True)),
     "pipeline": (Mesh(pipeline=2), Layout(data=2, pipeline=2, microbatches=4)),
+    "pipeline x context": (Mesh(pipeline=2, context=2), Layout(pipeline=2, context=2, microbatches=4)),
     "fsdp x pipeline": (Mesh(pipeline=2, data="fsdp"), Layout(data=2, pipeline=2, sharded=True, microbatches=4)),
 }
 
@@ -142,10 +143,12 @@ def test_a_step_sends_stores_and_waits_for_what_the_cost_model_predicts(name: st
     data = data_exchange(weights, sharded=layout.sharded, pipelined=p > 1, kept=MODEL.ends(1)).total
     theory = activations + data.in_bytes(BYTES, BYTES).sent(layout.data * layout.context)
     assert near(max(exchanged), theory), (max(exchanged), theory)
-    for rank, stage in zip(ranks, [stage for _ in range(layout.devices // p) for stage in stages], strict=True):
-        memory = STATE * stage.parameters / layout.shards
+    inner = layout.context * layout.tensor  # ranks of a stage, one after another
+    for number, rank in enumerate(ranks):
+        memory = STATE * stages[number // inner % p].parameters / layout.shards
         assert near(rank["stored"], memory), (rank["stored"], memory)
     if p > 1:
-        assert sum(rank["sent"] for rank in ranks[:p]) == sent["pipeline"] * p * BYTES / HALF
-        idle = replay([rank["actions"] for rank in ranks[:p]], 1).idle
+        of_stages = ranks[: p * inner : inner]
+        assert sum(rank["sent"] for rank in of_stages) == sent["pipeline"] * p * BYTES / HALF
+        idle = replay([rank["actions"] for rank in of_stages], 1).idle
         assert idle == pytest.approx((p - 1) / (m + p - 1))  # in slots
