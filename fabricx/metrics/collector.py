@@ -121,7 +121,8 @@ class Logbook:
             joined: the value is reduced over ranks.
 
         Raises:
-            ValueError: a stage of a pipeline logs a value that is not reduced; or the name is logged differently.
+            ValueError: a stage of a pipeline logs a value that is not reduced; the name is logged differently; or with
+                another metric object than before in the epoch.
         """
         if self._staged and not joined:
             raise ValueError(
@@ -154,8 +155,15 @@ class Logbook:
             series.bar, series.to_logger = bar or series.bar, to_logger or series.to_logger
         if type(value) is not Tensor or value.dim() or value.dtype not in EXACT:
             if hasattr(value, "compute") and hasattr(value, "update"):
-                if name not in self.metrics.objects:
+                before, _ = self.metrics.objects.get(name, (None, None))
+                if before is None:
                     series.step_batch = series.epoch_batch = self._batch
+                elif before is not value and series.on_epoch:
+                    raise ValueError(
+                        f"self.log({name!r}, metric): this is another {type(value).__name__} than that of an earlier "
+                        "batch, whose samples would be missing from the value of the epoch. Create the metric in "
+                        "__init__ and assign it to self, or log metric.compute() for a mean over batches"
+                    )
                 self.metrics.objects[name] = (value, series)
                 if series.on_step:
                     self.updated[name] = self.step, self.count() if batch_size is None else batch_size

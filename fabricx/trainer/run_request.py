@@ -148,5 +148,7 @@ def check_callbacks(trainer: TrainerInterface, job: Job) -> None:
 
 
 def _has(owner: Any, name: str) -> bool:
+    if owner is None or getattr(owner, name) is None:  # assigned by the user: there is no such loader
+        return False
     contract = DataModule if isinstance(owner, DataModule) else Module
-    return owner is not None and (name in vars(owner) or getattr(type(owner), name) is not getattr(contract, name))
+    return name in vars(owner) or getattr(type(owner), name) is not getattr(contract, name)

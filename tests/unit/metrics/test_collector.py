@@ -167,3 +167,17 @@ def test_a_metric_object_with_several_values_is_refused(on_step: bool, quiet: di
 
     with pytest.raises(ValueError, match=r"self.log\('both', ...\): compute\(\) of the metric object returns tuple"):
         fx.Trainer(max_epochs=1, log_every_n_steps=1, **quiet).fit(Mine(), tiny_loader(8, 4))
+
+
+def test_a_metric_object_made_anew_in_each_batch_is_refused_for_the_value_of_an_epoch() -> None:
+    book, first, second = logbook(), torchmetrics.MeanMetric(), torchmetrics.MeanMetric()
+    for metric, value in ((first, 0.0), (second, 3.0)):
+        metric.update(value)
+    log(book, first)
+    log(book, first)
+    with pytest.raises(ValueError, match=r"another MeanMetric than that of an earlier batch.*assign it to self"):
+        log(book, second)
+    steps = logbook()
+    log(steps, first, on_step=True, on_epoch=False)
+    log(steps, second, on_step=True, on_epoch=False)  # each is the value of its own step
+    assert float(steps.step_values(1)["x"]) == 3.0

@@ -29,6 +29,10 @@ class HasLoaders(TinyModule):
         return tiny_loader()
 
 
+class WithoutLoader(HasLoaders):
+    train_dataloader: Any = None
+
+
 class Data(fx.DataModule):
     def val_dataloader(self) -> Any:
         return tiny_loader()
@@ -42,6 +46,7 @@ class Data(fx.DataModule):
         ("fit", Misspelt(), r"Misspelt has no training_step, which trainer.fit calls.*Did you mean 'trainig_step'"),
         ("validate", fx.Module(), "Module has no validation_step, which trainer.validate calls: define it.$"),
         ("fit", TinyModule(), r"trainer.fit has no data: pass train_dataloaders=.*define TinyModule.train_dataloader"),
+        ("fit", WithoutLoader(), r"trainer.fit has no data: .*define WithoutLoader.train_dataloader"),
         ("test", HasLoaders(), r"trainer.test has no data: pass dataloaders=.*define HasLoaders.test_dataloader"),
     ],
 )
