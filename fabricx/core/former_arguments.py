@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import functools
+import inspect
+import os
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from fabricx.errors import did_you_mean
+from fabricx.errors import PossibleUserWarning, did_you_mean
 
 # Arguments of the Trainer in Lightning 1, with their successors.
 FORMER_ARGUMENTS: Final[Mapping[str, str]] = {
@@ -73,6 +77,8 @@ _ABSENT: Final[Mapping[str, str]] = {
 }
 _NONE_HAS_A_MEANING: Final = ("check_val_every_n_epoch",)  # other arguments that are None have their default
 
+_PREFIX: Final = "PL_TRAINER_"  # of environment variables, as in Lightning
+
 # The values of `barebones`; any different value of these arguments is an error.
 _BARE: Final[Mapping[str, Any]] = {
     "enable_checkpointing": False, "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
@@ -85,7 +91,8 @@ def lightnings(init: Callable[..., None]) -> Callable[..., None]:
     """Return a constructor of the Trainer that accepts the argument values of Lightning.
 
     None is the default of each argument, `barebones` sets all arguments that cost time, and arguments without an
-    equivalent may be None or empty.
+    equivalent may be None or empty. Environment variables such as PL_TRAINER_MAX_STEPS set arguments that the caller
+    does not pass.
 
     Args:
         init: the constructor.
@@ -99,6 +106,7 @@ def lightnings(init: Callable[..., None]) -> Callable[..., None]:
         for name, remedy in _ABSENT.items():
             if value := arguments.pop(name, None):
                 raise ValueError(f"Trainer({name}={value!r}): {remedy}")
+        arguments = from_environment(init) | arguments
         arguments = {
             name: value for name, value in arguments.items() if value is not None or name in _NONE_HAS_A_MEANING
         }
@@ -107,6 +115,29 @@ def lightnings(init: Callable[..., None]) -> Callable[..., None]:
         init(self, **arguments)
 
     return with_defaults
+
+
+def from_environment(init: Callable[..., None]) -> dict[str, Any]:
+    """Return the arguments of a Trainer that environment variables set, with a warning for each.
+
+    Args:
+        init: the constructor.
+    """
+    arguments: dict[str, Any] = {}
+    names = {f"{_PREFIX}{name.upper()}": name for name in inspect.signature(init).parameters if name != "self"}
+    for variable in sorted(variable for variable in os.environ if variable.startswith(_PREFIX)):
+        text = os.environ[variable]
+        if variable not in names:
+            hint = did_you_mean(variable.removeprefix(_PREFIX).lower(), set(names.values()))
+            said = f"{variable}={text} sets no argument of the Trainer.{hint}"
+        else:
+            try:
+                arguments[names[variable]] = ast.literal_eval(text)
+            except (ValueError, SyntaxError):
+                arguments[names[variable]] = text
+            said = f"the environment variable {variable} sets {names[variable]}={text}, unless the Trainer gets another"
+        warnings.warn(said, PossibleUserWarning, stacklevel=3)
+    return arguments
 
 
 def barebones(arguments: Mapping[str, Any]) -> dict[str, Any]:

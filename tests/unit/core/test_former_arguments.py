@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from typing import Any
 
 import pytest
@@ -123,3 +124,16 @@ def test_hyperparameters_are_logged_unless_disabled(tmp_path: Any) -> None:
         trainer.fit(TinyModule(lr=0.25), tiny_loader())
     assert loggers[0].params == {"lr": 0.25}
     assert loggers[1].params is None
+
+
+def test_the_environment_sets_arguments_that_the_caller_does_not_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_TRAINER_MAX_STEPS", "7")
+    monkeypatch.setenv("PL_TRAINER_PRECISION", "bf16-mixed")
+    monkeypatch.setenv("PL_TRAINER_MAX_EPOCH", "3")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = fx.Trainer(precision="32-true")
+    assert (trainer.max_steps, trainer.precision) == (7, "32-true")
+    said = [str(warning.message) for warning in caught]
+    assert [text for text in said if text.startswith("PL_TRAINER_MAX_EPOCH=3 sets no argument of the Trainer")]
+    assert [text for text in said if "PL_TRAINER_MAX_STEPS sets max_steps=7" in text]
