@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Sequence
 from datetime import timedelta
@@ -10,6 +11,11 @@ from typing import Any
 import torch.distributed as dist
 
 from fabricx.distributed.generations import membership
+
+# A forked process, such as one of a DataLoader, must not collect a group that was garbage in its parent: the end of a
+# group of gloo waits for threads, which do not exist in the forked process.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=gc.freeze)
 
 _LEFT: list[Any] = []  # destroyed process groups of earlier generations, which strategies may still refer to
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
+from typing import Any
+
 import pytest
 
 from fabricx.distributed.world import World
@@ -12,3 +16,27 @@ def test_the_ranks_of_the_only_axis_are_all_ranks() -> None:
     assert world.axis("data") is world
     with pytest.raises(ValueError, match=r"axis='dat' isn't known to World\. Did you mean 'data'"):
         world.axis("dat")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes are forked")
+def test_a_forked_process_does_not_end_groups_that_were_garbage_in_its_parent() -> None:
+    ended: list[int] = []
+
+    class Group:
+        def __init__(self) -> None:
+            self.itself: Any = self
+
+        def __del__(self) -> None:
+            ended.append(os.getpid())
+
+    gc.disable()
+    try:
+        Group()
+        if (child := os.fork()) == 0:
+            gc.collect()
+            os._exit(len(ended))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        gc.enable()
+    gc.collect()
+    assert ended == [os.getpid()]
