@@ -73,8 +73,9 @@ class Session:
     Attributes:
         sharding, serving, gradients: parts of the strategy's contract that few strategies implement.
         dealer: leases data to ranks that work at their own pace; does nothing for ranks in lockstep.
-        gradient_factor: factor of a rank's loss; the number of data ranks if gradients are averaged. The gradient is
-            then the sum over data ranks, and the mean over context ranks.
+        gradient_factor: factor of a rank's loss: the number of data ranks if gradients are averaged over data and
+            context ranks, 1 / (context ranks) if they are summed. The result is the sum over data ranks of the mean
+            over context ranks.
         divided: several ranks compute a share of the data together.
         staged: these are stages of a pipeline, which compute a batch in parts.
         hooks: functions to call for each hook.
