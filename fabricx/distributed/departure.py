@@ -35,13 +35,16 @@ def await_departure(world: World, timeout_s: float = LIMIT_S) -> None:
     assert isinstance(world.store, PrivateStore)
     store, member, name = world.store, membership(), world.key(f"departure/{world.generation}")
     deadline, look_s = time.monotonic() + timeout_s, LOOK_S if member.changes else LONG_S
-    deaths, members, unreported = Deaths(store), member.members(world.generation, world.size), 0
+    deaths, members, dead = Deaths(store), member.members(world.generation, world.size), set[int]()
     with contextlib.suppress(OSError, dist.DistError):  # the store's host has exited: no rank can report any more
         store.set(f"{name}/{world.rank}", "done")
         store.add(f"{name}/count", 1)
         while not member.outdated(world.generation) and (left := deadline - time.monotonic()) > 0:
-            remaining = {f"{name}/count": world.size - unreported}
-            if not remaining.keys().isdisjoint(store.reach({**remaining, **deaths.condition}, min(left, look_s))):
+            condition = {f"{name}/count": world.size, **deaths.condition}
+            if f"{name}/count" in store.reach(condition, min(left, LOOK_S if dead else look_s)):
                 return
-            dead = [members.index(worker) for worker in deaths.read() if worker in members]
-            unreported = sum(not store.check([f"{name}/{rank}"]) for rank in dead)
+            dead = {worker for worker in deaths.read() if worker in members}
+            # A rank may have died between its two requests, so the count doesn't tell how many others have reported.
+            living = [f"{name}/{rank}" for rank, worker in enumerate(members) if worker not in dead]
+            if dead and store.check(living):
+                return
