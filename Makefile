@@ -29,8 +29,11 @@ demo: $(INSTALLED)  ## train handwritten digits on two processes, and test
 # With bytecode on the disk, since some hundred processes import the same modules.
 TEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n 3 --dist worksteal
 
-test: $(INSTALLED)  ## run the tests
-	$(TEST) --durations=10
+test: $(INSTALLED)  ## run the tests, except those of pages and examples
+	$(TEST) --durations=10 --ignore tests/docs
+
+pages: $(INSTALLED)  ## run the programs and commands of the documentation, and the examples
+	$(TEST) tests/docs
 
 SOAK ?= 1
 SOAK_TESTS ?= tests
@@ -82,4 +85,4 @@ chaos: $(INSTALLED)  ## kill workers all the time, and see what is lost
 clean:  ## remove the virtual environment and what tools leave behind
 	rm -rf $(VENV) $(PEERS) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
-.PHONY: help install demo test soak gpu lint docs bench peers chaos clean
+.PHONY: help install demo test pages soak gpu lint docs bench peers chaos clean

@@ -32,7 +32,7 @@ from fabricx.cli.main import COMMANDS, STAGES, _demonstration
 from tests import warm
 
 ROOT = Path(__file__).parents[2]
-OWN_TESTS = {"docs/extending.md": "tests/process/test_extending.py"}
+OWN_TESTS = {"docs/extending.md": "tests/docs/test_extending.py"}
 FILE_LANGUAGES = ("python", "yaml", "toml", "json", "mermaid")
 PLACEHOLDER = re.compile(r"=\.\.\.|^[A-Z]+=")
 STAND_INS = {"module=mine": "module=digits", "strategy=quantized_ddp": "strategy=ddp"}  # choices of a reader's project
