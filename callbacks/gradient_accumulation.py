@@ -17,16 +17,16 @@ class GradientAccumulation(Callback):
     """Change the number of accumulated batches per weight update at scheduled epochs.
 
     >>> callback = GradientAccumulation({2: 4, 6: 8})
-    >>> [callback.batches_at(epoch, default=1) for epoch in (0, 1, 2, 5, 6)]
+    >>> [callback.batches_at(epoch) for epoch in (0, 1, 2, 5, 6)]
     [1, 1, 4, 4, 8]
 
     Args:
         scheduling: maps the first epoch (counted from 0) of each phase to its batches per weight update. Before the
-            first scheduled epoch, the Trainer's `accumulate_grad_batches` applies.
+            first scheduled epoch, each batch is an update.
 
     Raises:
         ValueError: the schedule is empty, or has a negative epoch, fewer than 1 batch per update, or numbers that are
-            not whole.
+            not whole; or (in `fit`) the Trainer has `accumulate_grad_batches`, too.
     """
 
     needs_all_ranks: ClassVar[bool] = True
@@ -41,37 +41,41 @@ class GradientAccumulation(Callback):
                     f"GradientAccumulation: {batches} batches from epoch {epoch} on; epochs must be 0 or more, "
                     "and a weight update needs at least 1 batch"
                 )
-        self._default: int | None = None
+        self._applies = False  # within a fit
 
     @property
     def accumulates(self) -> int:
         return max(self.scheduling.values())
 
-    def batches_at(self, epoch: int, default: int = 1) -> int:
+    def batches_at(self, epoch: int) -> int:
         """Return the batches per weight update in an epoch.
 
         Args:
             epoch: epoch, counted from 0.
-            default: value before the first scheduled epoch.
         """
-        return next((n for start, n in reversed(self.scheduling.items()) if start <= epoch), default)
+        return next((n for start, n in reversed(self.scheduling.items()) if start <= epoch), 1)
+
+    def check_fit(self, trainer: Any, module: Module, global_batch: int | None) -> None:
+        if trainer.accumulate_grad_batches != 1 and not self._applies:  # an error has ended the fit before
+            raise ValueError(
+                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and GradientAccumulation("
+                f"{self.scheduling}) both set the number of batches per update: remove the argument of the Trainer, "
+                "or the callback"
+            )
 
     def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
-        if stage == "fit" and self._default is None:
-            self._default = trainer.accumulate_grad_batches
+        self._applies = self._applies or stage == "fit"
 
     def on_load_checkpoint(self, trainer: TrainerProtocol, module: Module, checkpoint: dict[str, Any]) -> None:
-        if self._default is not None:  # the data position within an epoch depends on it
-            trainer.accumulate_grad_batches = self.batches_at(checkpoint["state"]["epoch"], self._default)
+        if self._applies:  # the data position within an epoch depends on it
+            trainer.accumulate_grad_batches = self.batches_at(checkpoint["state"]["epoch"])
 
     def on_train_epoch_start(self, trainer: TrainerProtocol, module: Module) -> None:
-        default = self._default if self._default is not None else trainer.accumulate_grad_batches
-        trainer.accumulate_grad_batches = self.batches_at(trainer.current_epoch, default)
+        trainer.accumulate_grad_batches = self.batches_at(trainer.current_epoch)
 
     def teardown(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
-        if stage == "fit" and self._default is not None:
-            trainer.accumulate_grad_batches = self._default
-            self._default = None
+        if stage == "fit" and self._applies:
+            trainer.accumulate_grad_batches, self._applies = 1, False
 
 
 def _whole(value: Any) -> int:

@@ -86,8 +86,8 @@ class LearningRateMonitor(Callback):
     Args:
         logging_interval: "step" (every `log_every_n_steps` of the Trainer) or "epoch"; None logs an optimizer at the
             interval of its scheduler, and at both without a scheduler.
-        log_momentum: also log the momentum, or the first beta.
-        log_weight_decay: also log the weight decay.
+        log_momentum: also log the momentum, or the first beta; 0 with a warning for an optimizer without either.
+        log_weight_decay: also log the weight decay; 0 with a warning for an optimizer without it.
         log_key_prefix: begin of each name.
 
     Raises:
@@ -131,12 +131,27 @@ class LearningRateMonitor(Callback):
                 self._intervals.setdefault(number, set()).add(schedule.interval)
                 if schedule.name:
                     self._schedule_names[number] = schedule.name
+        self._warn_of_zeros(trainer)
         names = [name for of_groups in self._names(trainer) for name in of_groups]
         self.lrs = {name: [] for name in names}
         self.last_momentum_values = {f"{name}-momentum": None for name in names}
         self.last_weight_decay_values = {f"{name}-weight_decay": None for name in names}
         self._every = 0 if self.logging_interval == "epoch" else trainer.log_every_n_steps
         self._logged_step = -1
+
+    def _warn_of_zeros(self, trainer: TrainerProtocol) -> None:
+        """Warn about wanted values that an optimizer does not have, for which 0 is logged."""
+        for option, wanted, keys in (
+            ("log_momentum", self.log_momentum, {"momentum", "betas"}),
+            ("log_weight_decay", self.log_weight_decay, {"weight_decay"}),
+        ):
+            lacking = [type(o).__name__ for o in trainer.optimizers if keys.isdisjoint(o.param_groups[0])]
+            if wanted and lacking:
+                trainer.session.warn_once(
+                    f"LearningRateMonitor.{option}",
+                    f"LearningRateMonitor({option}=True) logs 0 for {', '.join(lacking)}, which has no "
+                    + " or ".join(sorted(keys)),
+                )
 
     def _names(self, trainer: TrainerProtocol) -> list[list[str]]:
         names = rate_names(trainer.optimizers, self._schedule_names)

@@ -2,31 +2,47 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, final
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from fabricx.callbacks.forward_sizes import UNKNOWN, forward_sizes
 from fabricx.core.callback import Callback
+from fabricx.core.transfer import to_device
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
     from fabricx.core.trainer import TrainerProtocol
 
 _COLUMNS = ("", "Name", "Type", "Params", "Size")
+_SIZES = ("In sizes", "Out sizes")  # columns of a module with an example input
 
 
 @dataclass(frozen=True)
 class Row:
-    """Row of the table: a submodule's name, class, number of parameters (None: no shape yet) and size in bytes."""
+    """Row of the table.
+
+    Attributes:
+        name: of the submodule.
+        kind: its class.
+        parameters: their number; None without a shape yet.
+        size: bytes of parameters and buffers.
+        training: the submodule is in training mode.
+        in_size, out_size: shapes of its first input and output, as lists; "?" if they are unknown.
+    """
 
     name: str
     kind: str
     parameters: int | None
     size: int
+    training: bool = True
+    in_size: Any = UNKNOWN
+    out_size: Any = UNKNOWN
 
     def cells(self) -> tuple[str, ...]:
         """Return the formatted cells."""
@@ -44,6 +60,8 @@ class Summary:
         frozen: elements of parameters without `requires_grad`.
         size: bytes of all parameters and buffers.
         unknown: number of lazy parameters, which have no shape before the first batch.
+        sized: rows have the shapes of inputs and outputs.
+        modes: numbers of submodules in training mode and in evaluation mode.
     """
 
     rows: tuple[Row, ...]
@@ -51,6 +69,8 @@ class Summary:
     frozen: int
     size: int
     unknown: int = 0
+    sized: bool = False
+    modes: tuple[int, int] = (0, 0)
 
     @property
     def total(self) -> int:
@@ -87,9 +107,40 @@ class Summary:
         """Return the numbers of parameters of the submodules; 0 for one without a shape yet."""
         return [row.parameters or 0 for row in self.rows]
 
+    @property
+    def total_layer_params(self) -> int:
+        """Return the sum of the numbers of parameters of the submodules."""
+        return sum(self.param_nums)
+
+    @property
+    def in_sizes(self) -> list[Any]:
+        """Return the shapes of the inputs of the submodules; "?" without an example input."""
+        return [row.in_size for row in self.rows]
+
+    @property
+    def out_sizes(self) -> list[Any]:
+        """Return the shapes of the outputs of the submodules; "?" without an example input."""
+        return [row.out_size for row in self.rows]
+
+    @property
+    def training_modes(self) -> list[bool]:
+        """Return whether each submodule is in training mode."""
+        return [row.training for row in self.rows]
+
+    @property
+    def total_training_modes(self) -> dict[str, int]:
+        """Return the numbers of submodules in training mode and in evaluation mode, of any depth."""
+        return dict(zip(("train", "eval"), self.modes, strict=True))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Return the heads of the columns."""
+        return (*_COLUMNS, *(_SIZES if self.sized else ()))
+
     def cells(self) -> list[tuple[str, ...]]:
         """Return the formatted cells of each row."""
-        return [(str(number), *row.cells()) for number, row in enumerate(self.rows)]
+        sizes = [(str(row.in_size), str(row.out_size)) if self.sized else () for row in self.rows]
+        return [(str(number), *row.cells(), *sizes[number]) for number, row in enumerate(self.rows)]
 
     def totals(self) -> str:
         """Return the lines below the table."""
@@ -104,33 +155,45 @@ class Summary:
         return "\n".join(lines)
 
     def __str__(self) -> str:
-        table = [_COLUMNS, *self.cells()]
-        widths = [max(len(line[column]) for line in table) for column in range(len(_COLUMNS))]
+        table = [self.columns, *self.cells()]
+        widths = [max(len(line[column]) for line in table) for column in range(len(self.columns))]
         lines = [" | ".join(map(str.ljust, line, widths)).rstrip() for line in table]
         rule = "-" * (sum(widths) + 3 * (len(widths) - 1))
         body = [lines[0], rule, *lines[1:], rule] if self.rows else []
         return "\n".join([*body, self.totals()])
 
 
-def summarize(module: nn.Module, max_depth: int = 1) -> Summary:
+def summarize(
+    module: nn.Module, max_depth: int = 1, *, forward: Callable[..., Any] | None = None, example: Any = None
+) -> Summary:
     """Count the parameters of a module and of its submodules.
+
+    With an example input, the forward runs once for the shapes of inputs and outputs.
 
     Args:
         module: any module; lazy parameters are not counted until they have a shape.
         max_depth: depth of the rows: 1 shows direct children, 0 totals only, -1 all submodules.
+        forward: computes the example; None for the module, and its `example_input_array` on the module's device.
+        example: on the device; None for no forward, if `forward` is given.
 
     Raises:
         ValueError: `max_depth` is below -1.
     """
     if max_depth < -1:
         raise ValueError(f"ModelSummary(max_depth={max_depth}): must be -1 (everything), 0 (totals only), 1, 2, ...")
+    parameters = list(module.parameters())
+    shaped = [parameter for parameter in parameters if not is_lazy(parameter)]
+    if forward is None:
+        forward, example = module, getattr(module, "example_input_array", None)
+        example = to_device(example, shaped[0].device) if shaped and example is not None else example
+    sized = example is not None and len(shaped) == len(parameters)
+    sizes = forward_sizes(module, example, forward) if sized else {}
     rows = tuple(
-        _row(name, part)
+        _row(name, part, *sizes.get(name, (UNKNOWN, UNKNOWN)))
         for name, part in module.named_modules()
         if name and (max_depth == -1 or name.count(".") < max_depth)
     )
-    parameters = list(module.parameters())
-    shaped = [parameter for parameter in parameters if not is_lazy(parameter)]
+    modes = [part.training for part in module.modules()][1:]
     buffers = [buffer for buffer in module.buffers() if not is_lazy(buffer)]
     return Summary(
         rows=rows,
@@ -138,15 +201,17 @@ def summarize(module: nn.Module, max_depth: int = 1) -> Summary:
         frozen=sum(parameter.numel() for parameter in shaped if not parameter.requires_grad),
         size=_size([*shaped, *buffers]),
         unknown=len(parameters) - len(shaped),
+        sized=sized,
+        modes=(sum(modes), len(modes) - sum(modes)),
     )
 
 
-def _row(name: str, part: nn.Module) -> Row:
+def _row(name: str, part: nn.Module, in_size: Any, out_size: Any) -> Row:
     parameters = list(part.parameters())
     lazy = any(is_lazy(parameter) for parameter in parameters)
     shaped = [tensor for tensor in (*parameters, *part.buffers()) if not is_lazy(tensor)]
     count = None if lazy else sum(parameter.numel() for parameter in parameters)
-    return Row(name, type(part).__name__, count, _size(shaped))
+    return Row(name, type(part).__name__, count, _size(shaped), part.training, in_size, out_size)
 
 
 def _size(tensors: Iterable[Tensor]) -> int:
@@ -182,6 +247,8 @@ def _bytes(count: int) -> str:
 class ModelSummary(Callback):
     """Print the module's submodules and parameter counts when training begins, on the main rank.
 
+    With a single rank and an `example_input_array` of the module, also the shapes of inputs and outputs.
+
     Args:
         max_depth: depth of the table: 1 shows direct children, 0 totals only, -1 all submodules.
 
@@ -198,7 +265,17 @@ class ModelSummary(Callback):
     def on_fit_start(self, trainer: TrainerProtocol, module: Module) -> None:
         if not trainer.is_global_zero:
             return
-        summary = summarize(module, self.max_depth)
+        # The forward of a divided model needs all ranks, and this is the main rank only.
+        example = getattr(module, "example_input_array", None) if trainer.world.size == 1 else None
+        if example is not None:
+            convert = trainer.session.precision.convert_batch()
+            example = to_device(example, trainer.session.world.device)
+            example = example if convert is None else convert(example)
+
+        def forward(*args: Any, **options: Any) -> Any:
+            return trainer.session.precision.wrap_step(functools.partial(module, **options))(*args)
+
+        summary = summarize(module, self.max_depth, forward=forward, example=example)
         if sys.stdout.isatty():
             _print_table(summary)
         else:
@@ -227,7 +304,7 @@ def _print_table(summary: Summary) -> None:
 
     console = Console()
     if summary.rows:
-        table = Table(*_COLUMNS)
+        table = Table(*summary.columns)
         for column in (0, 3, 4):
             table.columns[column].justify = "right"
         for cells in summary.cells():

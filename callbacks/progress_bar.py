@@ -152,12 +152,13 @@ class ProgressBar(Callback):
     def get_metrics(self, trainer: Any, module: Any) -> dict[str, Any]:
         """Return the values to show; called on the main rank when the display is updated.
 
+        The first value, `v_num`, is the version of the logger (of a text, the last 4 characters), if it has one.
+
         Args:
             trainer: the run's trainer.
             module: module that is trained.
         """
-        shown: dict[str, Any] = trainer.progress_bar_metrics
-        return shown
+        return {**_version(trainer.loggers), **trainer.progress_bar_metrics}
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print above the bar.
@@ -359,6 +360,15 @@ class RichProgressBar(ProgressBar):
         console_kwargs: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         super().__init__(0 if refresh_rate == 0 else None if refresh_rate > 0 else refresh_rate)
+
+
+def _version(loggers: Sequence[Any]) -> dict[str, int | str]:
+    """Return the version of the loggers as `v_num`; {} without a version."""
+    versions = [version for logger in loggers if (version := getattr(logger, "version", None)) not in ("", None)]
+    if not versions:
+        return {}
+    version = versions[0] if len(versions) == 1 else "_".join(dict.fromkeys(map(str, versions)))
+    return {"v_num": version[-4:] if isinstance(version, str) else version}
 
 
 def _lengths(trainer: TrainerProtocol, stage: str = "") -> list[float]:

@@ -36,11 +36,11 @@ class BatchCounts:
     """Numbers of batches of the newest run.
 
     Attributes:
-        training: batches per epoch of the rank with the most batches; infinity if unknown.
+        training: batches per epoch of the rank with the most batches; infinity if unknown, as before the first fit.
         evaluation: batches of each evaluation loader, by "val", "test" and "predict".
     """
 
-    training: int | float = 0
+    training: int | float = float("inf")
     evaluation: dict[str, list[int | float]] = field(default_factory=dict)
 
     def of(self, word: str) -> list[int | float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -65,7 +66,7 @@ class Logbook:
         self.idle = False
         self.logs_batches = False
         self.published: dict[str, Tensor] = {}
-        self._silent = mute
+        self._silent, self._warned = mute, not world.main_rank
         self._staged = strategy.world.axis("pipeline").size > 1  # then the main rank has no outputs of the step
         self._reports = strategy.world.reports  # else another stage of a pipeline has the outputs of the step
         self._mute = mute or not self._reports
@@ -133,6 +134,9 @@ class Logbook:
         if type(value) is not Tensor and is_dtensor(value):  # a norm of shards, such as under fsdp
             value = value.full_tensor().detach()  # a collective: also on ranks whose value is discarded
         if self._mute:
+            if self._silent and self._reports and not self._warned:
+                self._warned = True
+                warnings.warn("Trainer(barebones=True): self.log has no effect", stacklevel=3)
             return
         if self.loader is not None:
             if add_dataloader_idx:

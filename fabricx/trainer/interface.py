@@ -328,7 +328,7 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
 
     @property
     def num_training_batches(self) -> int | float:
-        """Return the number of batches per epoch of the rank with the most batches; infinity if unknown."""
+        """Return the number of batches per epoch of the rank with the most batches; infinity while it is unknown."""
         return self.batches.training
 
     @property
@@ -345,7 +345,9 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
             if self._sessions.fit is not None:  # a rank may compute its part of a global batch in several microbatches
                 feeds = self._sessions.fit.data.feeds
                 windows = (feeds[0].global_batches(self.accumulate_grad_batches) if feeds else None) or windows
-        by_epochs = float("inf") if self.max_epochs in (-1, None) else windows * (self.max_epochs or 0)
+        by_epochs = 0 if self.max_epochs == 0 else float("inf")
+        if self.max_epochs not in (-1, 0, None):
+            by_epochs = windows * self.max_epochs
         updates = as_part(self.strategy, HasServers).updates_per_batch
         by_steps = float("inf") if self.max_steps == -1 else self.max_steps // updates
         limit = min(by_epochs, by_steps)

@@ -57,7 +57,8 @@ def test_barebones_trains_without_what_costs_time(tmp_path: Any) -> None:
             return super().training_step(batch, batch_idx)
 
     trainer = fx.Trainer(barebones=True, max_epochs=1, default_root_dir=tmp_path)
-    trainer.fit(Logs(), tiny_loader(), tiny_loader())
+    with pytest.warns(UserWarning, match=r"barebones=True\): self.log has no effect"):
+        trainer.fit(Logs(), tiny_loader(), tiny_loader())
     assert trainer.global_step == len(tiny_loader())
     assert (trainer.callbacks, trainer.loggers, trainer.callback_metrics) == ([], [], {})
     assert (trainer.num_sanity_val_steps, trainer.log_every_n_steps, trainer.enable_telemetry) == (0, 0, False)
