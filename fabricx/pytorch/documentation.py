@@ -42,6 +42,8 @@ _DIFFERS: Final[Mapping[str, str]] = {
     "trainer.strategy": "has `root_device`, `barrier`, `broadcast`, `reduce`, `all_gather` and `model`",
     "trainer.lr_schedulers, lr_scheduler_configs": "the same list of schedules",
     "trainer.logger.log_dir": "a folder of the run, by default in `runs/`",
+    "TensorBoardLogger(save_dir), CSVLogger(save_dir)": "without `name`, no subfolder `lightning_logs`",
+    "on_save_checkpoint with save_last=True": "called once: last.ckpt is a copy of the other file",
     "trainer.log_dir, without a logger": "the run's folder; in Lightning `default_root_dir`, which runs share",
     "v_num in get_metrics of a progress bar": "absent for a logger without a version, as that of `logger=True`",
     "callback_metrics of several loaders": "at the end of an evaluation; in Lightning when each loader is read",

@@ -210,7 +210,10 @@ TREE: Final[Mapping[str, Names]] = {
         },
         absent=_each("is_cuda_out_of_memory is_cudnn_snafu is_out_of_cpu_memory", "is_oom_error"),
     ),
-    "utilities.model_helpers": Names(names={"is_overridden": f"{_FUNCTIONS}:is_overridden"}),
+    "utilities.model_helpers": Names(
+        names={"is_overridden": f"{_FUNCTIONS}:is_overridden"},
+        absent={"get_torchvision_model": "torchvision.models.get_model(name, weights=...)"},
+    ),
     "utilities.data": Names(names={"extract_batch_size": f"{_CORE}.transfer:batch_size_of"}),
     "utilities.warnings": Names(names={"PossibleUserWarning": "fabricx.errors:PossibleUserWarning"}),
     "utilities.imports": Names(
