@@ -9,6 +9,7 @@ from torch.utils.data.distributed import DistributedSampler
 from fabricx.data.combined import CombinedLoader, joined
 from fabricx.data.feed import Feed
 from fabricx.data.iterable import ListFeed
+from fabricx.data.loader_ranks import give_rank
 from fabricx.data.map_style import OrderedFeed, distributed_sampler, is_ordered
 from fabricx.data.order import Balance
 from fabricx.distributed.world import World
@@ -53,6 +54,8 @@ def make_feed(
     for part in source.flattened if isinstance(source, CombinedLoader) else [source]:
         if (divided := distributed_sampler(part)) is not None and not world.newcomer:
             _check_division(divided, world)
+        if not is_ordered(part):
+            give_rank(part)
     if isinstance(source, CombinedLoader):
         source = joined(source, world.size if shard else 1)
     ordered = is_ordered(source)

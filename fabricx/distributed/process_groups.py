@@ -44,6 +44,21 @@ def open_main(backend: str, store: dist.Store, rank: int, size: int, timeout: ti
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
+def state_rank(rank: int, size: int) -> None:
+    """Let `torch.distributed` have a rank in a process that is none, unless it has one; its collectives are errors.
+
+    Args:
+        rank, size: number and number of processes that it states.
+    """
+    if not dist.is_initialized():  # a fork of a rank has the group of its parent
+        dist.Backend.register_backend("rank_only", _without_backend, devices=["cpu"])
+        dist.init_process_group("rank_only", store=dist.HashStore(), rank=rank, world_size=size)
+
+
+def _without_backend(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.ProcessGroup:
+    return dist.ProcessGroup(store, rank, size)
+
+
 def open_parts(
     parts: Sequence[Sequence[int]], rank: int, timeout: timedelta
 ) -> tuple[Sequence[int], dist.ProcessGroup]:

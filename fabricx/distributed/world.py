@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -150,6 +151,15 @@ class World:
         return self.reports and self.axis("tensor").rank == 0 and self.axis("context").rank == 0
 
     @property
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables in which torchrun has the rank."""
+        numbers = {
+            "RANK": self.rank, "WORLD_SIZE": self.size,
+            "LOCAL_RANK": self.local_rank, "LOCAL_WORLD_SIZE": self.local_size,
+        }  # fmt: skip
+        return {name: str(number) for name, number in numbers.items()}
+
+    @property
     def silent(self) -> bool:
         """Return whether aborted collectives end without an error and with undefined data, as with NCCL."""
         return "nccl" in self.backend
@@ -213,6 +223,7 @@ class World:
             RuntimeError: a member did not join within the timeout.
         """
         self.leave_groups()
+        os.environ.update(self.variables)
         # Short timeout: a peer that dies meanwhile is waited for, and gloo waits five times the timeout.
         self.join(MEET)
         process_groups.set_timeout(OPERATION)

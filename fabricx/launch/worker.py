@@ -215,6 +215,7 @@ def _run(spec: WorkerSpec) -> Any:
     with authentication.open_private(Path(spec.folder) / "job") as file:
         function, arguments = pickle.load(file)
     by_value.supply_children()
+    os.environ.update(world.variables)  # as under torchrun: streams and libraries read them
     try:
         return function(world, *arguments)
     finally:

@@ -37,16 +37,20 @@ def divide(
         joins: this rank replaces a dead worker: it has no weights yet, and the other ranks don't compare with it.
 
     Raises:
+        RanksDisagree: ranks that compute a batch together have read different samples.
         StepChanged: the divided module computes other values than the whole; the message names the place.
         ValueError: the module can't be divided, or a part of it is compiled.
     """
     from fabricx.model_parallel.evaluation_trial import check_after, evaluate_before
+    from fabricx.model_parallel.same_batches import SameBatches
     from fabricx.model_parallel.tensor_plan import check_not_compiled
 
     for axis in ("tensor", "pipeline", "context", "expert"):
         if world.axis(axis).size > 1:
             check_not_compiled(module, f"{axis} parallelism")
     divided = Divided(settings, module, world)
+    if not joins:
+        SameBatches(world.axis("model")).check(trial.batch)
     if world.axis("pipeline").size > 1:
         from fabricx.model_parallel.pipeline_division import check_stages, divide_blocks, find_chain, measure_whole
 

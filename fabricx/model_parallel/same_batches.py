@@ -53,6 +53,6 @@ class SameBatches:
             raise RanksDisagree(
                 "ranks that compute a batch together have read different samples, so that their results can't be "
                 "combined: draw random numbers of the data from torch's, numpy's or python's global generator, which "
-                "are seeded alike, and let a stream give the same samples on each of these ranks, or use a map-style "
-                "data set"
+                "are seeded alike, and divide a stream by trainer.distributed_sampler_kwargs, which are equal on these "
+                "ranks, or use a map-style data set"
             )

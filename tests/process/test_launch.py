@@ -289,3 +289,44 @@ def where_data_is_loaded(_: int) -> list[int]:
 def test_processes_that_load_data_are_forks_in_the_group_of_their_rank() -> None:
     loaders = [process for of_rank in run_ranks(where_data_is_loaded, 2, 30) for process in of_rank]
     assert len(set(loaders)) == 8
+
+
+class Divided(torch.utils.data.IterableDataset[Any]):
+    """The samples of a rank, as a stream that knows torchrun divides its data."""
+
+    def __init__(self, by: str) -> None:
+        self.by = by
+
+    def __iter__(self) -> Any:
+        if self.by == "variables":
+            rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        else:
+            grouped = torch.distributed.is_initialized()
+            rank, ranks = (torch.distributed.get_rank(), torch.distributed.get_world_size()) if grouped else (0, 1)
+        if self.by == "collective":
+            torch.distributed.all_reduce(torch.ones(1))
+        yield from (torch.tensor([float(number)]) for number in range(rank, 8, ranks))
+
+
+class Sees(TinyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.full((8,), -1.0))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen[4 * batch_idx : 4 * batch_idx + 4] = self.all_gather(batch).flatten()
+        return self.layer(batch.expand(-1, 4)).sum()
+
+
+@pytest.mark.parametrize("by", ["variables", "group", "collective"])
+@pytest.mark.parametrize("processes", [0, 1])
+def test_streams_find_the_rank_in_loader_processes(by: str, processes: int) -> None:
+    module, trainer = Sees(), fx.Trainer(max_epochs=1, devices=2, strategy="ddp", **QUIET)
+    loader = torch.utils.data.DataLoader(Divided(by), batch_size=2, num_workers=processes)
+    if by == "collective" and processes:
+        with pytest.raises(WorkerFailed, match="No backend type associated"):
+            trainer.fit(module, loader)
+        return
+    trainer.fit(module, loader)
+    assert module.seen.tolist() == [0.0, 2.0, 1.0, 3.0, 4.0, 6.0, 5.0, 7.0]
+    assert "RANK" not in os.environ

@@ -340,8 +340,10 @@ def refusal(strategy: Any, options: dict[str, Any], change: str) -> str:
     if change == "manual":
         module.automatic_optimization = False
     data = DataLoader(sentences(8), 4)  # type: ignore[arg-type]
+    begin = 4 * torch.distributed.get_rank()
+    train: Any = [torch.stack(sentences(8)[begin : begin + 4])] if change == "divided" else data
     try:
-        fx.Trainer(devices=2, strategy=strategy, **{**QUIET, "max_epochs": 1, **options}).fit(module, data, data)
+        fx.Trainer(devices=2, strategy=strategy, **{**QUIET, "max_epochs": 1, **options}).fit(module, train, data)
     except Exception as error:
         assert not module.norms, "no update was made"
         return f"{type(error).__name__}: {error}"
@@ -358,6 +360,9 @@ def test_what_is_not_supported_is_an_error_with_the_remedy() -> None:
         (Mesh(pipeline=2), {}, "validation", "validation_step uses blocks.0.up.weight at stage 1"),
         (Mesh(tensor=2), {}, "manual", "automatic optimization"),
         (Mesh(context=2), {}, "manual", "automatic optimization"),
+        (Mesh(tensor=2), {}, "divided", "divide a stream by trainer.distributed_sampler_kwargs"),
+        (Mesh(pipeline=2), {}, "divided", "divide a stream by trainer.distributed_sampler_kwargs"),
+        (Mesh(context=2), {}, "divided", "divide a stream by trainer.distributed_sampler_kwargs"),
         (Mesh(tensor=2, plan={"blocks.*.nothing": "colwise"}), {}, "", "nothing"),
         (Mesh(pipeline=2, virtual=2), {}, "", "blocks can be divided into at most"),
     ]
