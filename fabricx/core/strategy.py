@@ -236,8 +236,11 @@ class Strategy(StrategyNames, NamesChecked, ABC):
         Raises:
             ValueError: a gradient is sparse.
         """
+        trained = [parameter for parameter in parameters if parameter.grad is not None]
+        if not trained:  # such as on a stage without parameters of the optimizer; torch refuses an empty list
+            return
         try:
-            nn.utils.clip_grad_value_(parameters, limit)
+            nn.utils.clip_grad_value_(trained, limit)
         except NotImplementedError as error:
             raise ValueError(SPARSE_CLIPPED) from error
 

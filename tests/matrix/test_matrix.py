@@ -189,7 +189,7 @@ MESHES = (
     "tensor ranks=2 model=dropout accumulate=2 save=on_train_epoch_end",
     "tensor ranks=2 optimizer=momentum model=toggled save=to-single",
     "pipeline ranks=2 optimizer=momentum clip=norm model=buffer save=from-single",
-    "pipeline ranks=2 update=several data=uneven log=objects loop=evaluate",
+    "pipeline ranks=2 update=several clip=value data=uneven log=objects loop=evaluate",
     "pipeline ranks=2 data=weighted",  # by samples in training only
     "tensor ranks=2 model=sparse change=on_train_batch_end",  # the norm of a gradient, and weights in a hook
     "pipeline ranks=2 change=on_train_batch_end",

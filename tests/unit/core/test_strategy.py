@@ -8,6 +8,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
 import fabricx as fx
 from fabricx.core import strategy_parts
 from fabricx.core.strategy import Strategy, Traits
@@ -94,3 +97,14 @@ def test_the_example_of_the_guide_is_as_long_as_it_says() -> None:
     lines = (ROOT / "examples" / "quantized_ddp.py").read_text().count("\n")
     assert f"a complete strategy in {lines} lines" in GUIDE
     assert lines < 60
+
+
+def test_a_limit_of_elements_holds_without_a_gradient_too() -> None:
+    """A stage of a pipeline may have no parameter of an optimizer."""
+    with_gradient, without = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    with_gradient.grad = torch.tensor([-3.0, 0.5])
+    strategy = Strategy()
+    strategy.clip_value([with_gradient, without], 1.0)
+    assert with_gradient.grad.tolist() == [-1.0, 0.5]
+    strategy.clip_value([without], 1.0)
+    strategy.clip_value([], 1.0)
