@@ -12,6 +12,7 @@ from fabricx.core.dealer import Dealer
 from fabricx.core.rng import RandomState, random_kept
 from fabricx.data.feed import Feed, Microbatch
 from fabricx.data.leasing import Section
+from fabricx.data.own_draws import OwnDraws
 from fabricx.data.own_state import find_generators, set_generators, states_of_generators
 from fabricx.distributed.world import World
 
@@ -21,7 +22,8 @@ class ListFeed(Feed):
     """Reads any iterable of batches without dividing it; ranks exchange their lengths.
 
     A length, or a limit, is a promise: a batch that is missing then is empty, with unknown `size`. Without both, ranks
-    in lockstep sum a flag before each batch, to determine how many ranks have a further batch.
+    in lockstep sum a flag before each batch, to determine how many ranks have a further batch. A source draws from
+    random states of its own.
 
     If the source has `state_dict` and `load_state_dict`, these save and restore its position. Otherwise the trained
     batches of the epoch are read again, with the random state of the epoch's begin.
@@ -49,6 +51,7 @@ class ListFeed(Feed):
         self._stateful = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
         self.reads_again = not self._stateful
         self._began: Any = None  # random state when the epoch's first batch was requested
+        self._draws: OwnDraws | None = None  # the present iterator, if it draws random numbers
         self._ahead: Any = _NOTHING  # the source's state before the batch that was prefetched
         self._over = False  # the source has ended its epoch, so that its state belongs to the next epoch
         self._restored: Any = None
@@ -58,9 +61,13 @@ class ListFeed(Feed):
         trained = {"trained": list(self._own)} if self._own[0] >= 0 else {}
         if not self._stateful:
             return None if self._began is None else {"began": self._began, **trained}
-        source: Any = self._source
-        state = source.state_dict() if self._ahead is _NOTHING else self._ahead
-        return {"over": self._over, "source": state, **trained}
+        state, draws = self._present() if self._ahead is _NOTHING else self._ahead
+        drawn = {} if draws is None else {"draws": draws.state_dict()}
+        return {"over": self._over, "source": state, **drawn, **trained}
+
+    def _present(self) -> tuple[Any, RandomState | None]:
+        """Return the state of the source, and its random states."""
+        return cast(Any, self._source).state_dict(), None if self._draws is None else self._draws.state
 
     def load_state_dict(self, state: Any) -> None:
         if state is None:
@@ -152,7 +159,7 @@ class ListFeed(Feed):
 
     def _prefetch(self, data: Iterator[Any]) -> Any:
         """Return the next batch, and keep the state of the source before it: it is trained later, or not at all."""
-        ahead = cast(Any, self._source).state_dict() if self._stateful and not self._over else _NOTHING
+        ahead = self._present() if self._stateful and not self._over else _NOTHING
         batch = next(data, _NOTHING)
         self._ahead, self._over = (_NOTHING, True) if batch is _NOTHING else (ahead, False)
         return batch
@@ -170,19 +177,34 @@ class ListFeed(Feed):
             if self._began is None or not (first or resumes):
                 self._began, resumes = self._random(), False
             if not first and not resumes:
-                return itertools.islice(iter(self._source), remaining)
+                return itertools.islice(self._iterator(), remaining)
             with random_kept():  # reading again must not change the restored random state of this run
                 RandomState.of(self._began).restore()
                 set_generators(self.generators(), self._began.get("own", {}))
-                data = iter(self._source)
+                data = self._iterator()
                 for batch in itertools.islice(data, first):
                     self._keep(batch)
             return itertools.islice(data, remaining)
         source: Any = self._source
-        source.load_state_dict(self._restored["source"])
-        self._over = bool(self._restored["over"] and first)  # at first=0 an epoch begins
-        self._restored = None
-        return iter(()) if self._over else itertools.islice(iter(source), remaining)
+        saved, self._restored = self._restored, None
+        source.load_state_dict(saved["source"])
+        self._over = bool(saved["over"] and first)  # at first=0 an epoch begins
+        if self._over:
+            return iter(())
+        draws = saved.get("draws") if first else None
+        return itertools.islice(self._iterator(None if draws is None else RandomState.of(draws)), remaining)
+
+    def _iterator(self, draws: RandomState | None = None) -> Iterator[Any]:
+        """Return an iterator of the source.
+
+        Args:
+            draws: random states with which it continues; None to begin.
+        """
+        if isinstance(self._source, (list, tuple)):
+            self._draws = None
+            return iter(self._source)
+        self._draws = OwnDraws(self._source, draws)
+        return self._draws
 
     def _keep(self, batch: Any) -> Any:
         if self._company and batch is not _NOTHING:
@@ -237,7 +259,7 @@ class ListFeed(Feed):
         while present := ranks - len(idle):
             empty = batch is _NOTHING
             if self._stateful and not empty:
-                self._ahead = cast(Any, self._source).state_dict()
+                self._ahead = self._present()
             upcoming = _NOTHING if empty else next(data, _NOTHING)  # prefetched, to detect the last batch
             idle_next = self._idle(upcoming, ranks)
             last = len(idle_next) == ranks

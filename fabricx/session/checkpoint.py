@@ -355,7 +355,7 @@ def _report_reading(session: Session) -> None:
     session.print(
         f"{type(session.data.train_dataloader).__name__} has no state_dict, so its position is unknown: its first "
         f"{session.state.batch} batches of this epoch are read again, with the epoch's initial random numbers. The "
-        "run continues exactly if these are the same batches; if their order is drawn from other random numbers, or "
-        "between batches, some samples are trained twice and others not at all. A map-style DataLoader, or a loader "
-        "with state_dict and load_state_dict, continues exactly"
+        "run continues exactly if these are the same batches; if their order is drawn from other random numbers, some "
+        "samples are trained twice and others not at all. A map-style DataLoader, or a loader with state_dict and "
+        "load_state_dict, continues exactly"
     )

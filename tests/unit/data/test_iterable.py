@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from fabricx.core.rng import RandomState
 from fabricx.data.iterable import ListFeed
 from fabricx.distributed.world import World
 
@@ -190,3 +192,54 @@ def test_a_meeting_after_no_lease_is_in_the_middle_of_a_batch() -> None:
             meetings.append((micro.done, micro.part))
             dealer.count = 1
     assert meetings == [(0, True), (1, False), (2, False)]
+
+
+class Noise:
+    """Batches with numbers of the global generators; those with `state` have a position."""
+
+    def __init__(self, *, sized: bool, stateful: bool) -> None:
+        self.at = 0
+        if sized:
+            self.__class__ = SizedNoise
+        if stateful:
+            self.state_dict = lambda: {"at": self.at}
+            self.load_state_dict = lambda state: vars(self).update(state)
+
+    def __iter__(self) -> Iterator[Any]:
+        if "state_dict" not in vars(self):
+            self.at = 0
+        while self.at < 6:
+            self.at += 1
+            yield self.at, float(torch.rand(())), random.random()
+        self.at = 0
+
+
+class SizedNoise(Noise):
+    def __len__(self) -> int:
+        return 6
+
+
+@pytest.mark.parametrize("sized", [False, True])
+@pytest.mark.parametrize("stateful", [False, True])
+def test_a_resumed_stream_draws_the_numbers_of_a_run_without_interruption(sized: bool, stateful: bool) -> None:
+    def read(feed: ListFeed, epoch: int, first: int = 0) -> Iterator[Any]:
+        for microbatch in feed.epoch(epoch, first=first):
+            yield microbatch.data
+            _ = torch.rand(7), random.random()  # of the training
+
+    torch.manual_seed(5)
+    feed = ListFeed(Noise(sized=sized, stateful=stateful), World(), float("inf"))
+    list(read(feed, 0))
+    whole, saved = [], None
+    for batch in read(feed, 1):
+        whole.append(batch)
+        if len(whole) == 2:
+            saved = feed.state_dict(), RandomState()
+    assert saved is not None
+    whole += read(feed, 2)
+    resumed = ListFeed(Noise(sized=sized, stateful=stateful), World(), float("inf"))
+    resumed.load_state_dict(saved[0])
+    saved[1].restore()
+    _ = torch.rand(7), random.random()
+    assert [*read(resumed, 1, 2), *read(resumed, 2)] == whole[2:]
+    assert len({draw for _, draw, _ in whole}) == 12

@@ -1,0 +1,44 @@
+"""Random numbers of a stream, apart from those of the training that reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, final
+
+import torch
+
+from fabricx.core.rng import RandomState, random_kept, seed_often
+
+
+@final
+class OwnDraws(Iterator[Any]):
+    """Iterator of a source that draws from random states of its own.
+
+    A batch that is read ahead, or read again by a resumed run, then has the same random numbers, whatever the training
+    has drawn meanwhile. The states begin with a seed from torch's global generator.
+
+    Args:
+        source: iterable of batches.
+        state: states with which the source continues; None to begin.
+
+    Attributes:
+        state: states after the newest batch.
+    """
+
+    def __init__(self, source: Iterable[Any], state: RandomState | None = None) -> None:
+        seed = int(torch.randint(2**32, (), dtype=torch.int64)) if state is None else 0
+        with random_kept():
+            if state is None:
+                seed_often(seed)
+            else:
+                state.restore()
+            self._batches = iter(source)
+            self.state = RandomState()
+
+    def __next__(self) -> Any:
+        with random_kept():
+            self.state.restore()
+            try:
+                return next(self._batches)
+            finally:
+                self.state = RandomState()
