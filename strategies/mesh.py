@@ -76,7 +76,7 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         tensor: ranks over which the matrices of a layer are divided; None for all remaining ranks.
         plan: how layers are divided, by glob of module names, where it should differ from the plan that a trial run
             finds: "colwise", "rowwise", "vocab", "head" or "replicate".
-        sequence: divide activations between the layers along the sequence, too; not with a pipeline.
+        sequence: divide activations between the layers along the sequence, too.
         context: ranks over which the sequence is divided, for long sequences; None for all remaining ranks. Blocks
             compute a shard of it, with the positions and the attention of the whole sequence.
         sequence_dim: dim of the sequence in the first argument of the first block.
@@ -112,7 +112,7 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         self.schedule, self.virtual = schedule, virtual
         self.expert, self.experts = expert, experts
         self._axes: dict[str, int | None] = {"pipeline": pipeline, "context": context, "tensor": tensor}
-        check_axes(self._axes, expert, self.data, sequence=sequence)
+        check_axes(self._axes, expert, self.data)
         check_choice(type(self).__name__, "schedule", schedule, SCHEDULES)
         check_choice(type(self).__name__, "context_method", context_method, ("all_gather", "ring"))
         self.data_strategy: Strategy = (

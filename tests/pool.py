@@ -195,6 +195,7 @@ def _work(address: str, authkey: bytes, rank: int) -> None:
             with warnings.catch_warnings():
                 result = by_value.dumps(worker._run(spec), home=True)
             by_value.share(())
+            heartbeat.set_reached(0)  # a rank without a job isn't one without progress
             sys.stdout.flush()
             sys.stderr.flush()
             connection.send((result, fresh.leaks()))

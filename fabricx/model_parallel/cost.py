@@ -32,6 +32,7 @@ Axes = Mapping[str, Passes]
 FULL: Final = 4  # bytes of an element of weights, gradients and moments
 HALF: Final = 2  # of products, activations and their messages
 UPDATE: Final = 7  # tensors that an update reads and writes: weight, gradient, two moments; weight and moments again
+NORMS: Final = 2  # of a block
 
 
 @dataclass(frozen=True)
@@ -115,14 +116,15 @@ def exchanges(model: Transformer, layout: Layout) -> tuple[Axes, Axes, Axes]:
     positions = layout.samples * model.sequence
     whole, stream = positions * model.hidden, positions * model.hidden / layout.context
     keys = positions * 2 * model.keys / layout.tensor
-    last = {"tensor": head_exchange(whole, positions), "context": context_end(whole)}
+    first, last = embedding_exchange(whole), head_exchange(whole, positions)
     if layout.sequence:
-        last["tensor"] += sequence_ends(stream)
-    block = {
-        "tensor": tensor_exchange(1, stream, sequence=layout.sequence, recompute=layout.recompute),
-        "context": context_exchange(1, keys, recompute=layout.recompute),
-    }
-    return {"tensor": embedding_exchange(whole)}, block, last
+        before, after = sequence_ends(stream)
+        first, last = first + before, last + after
+    matrices = tensor_exchange(1, stream, sequence=layout.sequence, recompute=layout.recompute)
+    if layout.sequence:  # each rank has the gradients of norms for its positions
+        matrices += Passes(backward=Exchange(reduced=model.norms, collectives=2 * NORMS))
+    block = {"tensor": matrices, "context": context_exchange(1, keys, recompute=layout.recompute)}
+    return {"tensor": first}, block, {"tensor": last, "context": context_end(whole)}
 
 
 def _saved(model: Transformer, layout: Layout, weights: float) -> tuple[float, ...]:
@@ -131,7 +133,7 @@ def _saved(model: Transformer, layout: Layout, weights: float) -> tuple[float, .
     # Mixed precision converts weights in each microbatch; fsdp without stages has gathered them in 16 bits.
     copied = 0.0 if layout.sharded and layout.pipeline == 1 else HALF / layout.samples
     if layout.recompute:
-        block = HALF * positions * model.hidden / (layout.tensor if layout.sequence else 1)
+        block = HALF * model.sequence * model.hidden / layout.stream_ranks
     else:
         elements = model.block_activations(layout.tensor, layout.sequence) + model.keys * 2 * (layout.context - 1)
         block = HALF * positions * elements + copied * weights
@@ -241,7 +243,7 @@ def predict(model: Transformer, cluster: Cluster, layout: Layout) -> Prediction:
         for name in ("forward", "backward")
     )
     speed, latency = cluster.link(p, layout.tensor * layout.context)
-    transfer = layout.samples * model.sequence * model.hidden / layout.context * HALF / speed + latency
+    transfer = layout.samples * model.sequence * model.hidden / layout.stream_ranks * HALF / speed + latency
     times = (products + sum(forward.values()), products + again + sum(backward.values()), products)
     simulated = simulate(
         layout.schedule, p, layout.virtual, m, forward=times[0], input_gradient=times[1], weight_gradient=times[2],
@@ -318,7 +320,7 @@ def sent_bytes(model: Transformer, layout: Layout, stages: Sequence[Stage]) -> d
         counts[0] += before
         counts[-1] += after
         sent[axis] = layout.microbatches * max(counts)
-    stream = layout.rows * model.sequence * model.hidden * HALF / layout.context
+    stream = layout.rows * model.sequence * model.hidden * HALF / layout.stream_ranks
     pipelined = layout.pipeline > 1
     weights = max(stage.parameters for stage in stages) / FULL
     exchange = data_exchange(

@@ -188,6 +188,11 @@ class Layout:
         return self.data * self.context if self.sharded else 1
 
     @property
+    def stream_ranks(self) -> int:
+        """Return the number of ranks that divide the residual stream between the blocks."""
+        return self.context * (self.tensor if self.sequence else 1)
+
+    @property
     def samples(self) -> float:
         """Return the samples of a microbatch."""
         return self.rows / self.microbatches

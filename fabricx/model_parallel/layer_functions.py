@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
 from fabricx.model_parallel.parallel_layers import Layer
+from fabricx.model_parallel.placeholders import is_placeholder
 from fabricx.model_parallel.placement import Placement, share
 from fabricx.model_parallel.sharded_activations import Activations
 from fabricx.model_parallel.sharded_attention import HEADS, attend, local_mask
@@ -107,6 +108,8 @@ class LayerFunctions:
         ids = self._activations.whole(input)
         rows = weight.placement.shape[0]
         begin, end = share(rows, self._world.rank, self._world.size)
+        if is_placeholder(local):  # of another stage: only the shape of the result is used
+            return local.new_zeros((*ids.shape, local.shape[1])) + local.sum()
         if begin == end:  # more ranks than blocks of rows
             return summed(local.new_zeros((*ids.shape, local.shape[1])) + local.sum() * 0, self._world)
         padding = -1 if padding_idx is None else padding_idx % rows - begin

@@ -58,7 +58,7 @@ def refuse_manual_optimization(name: str, *, pipelined: bool) -> NoReturn:
 
 
 def check_axes(
-    axes: Mapping[str, int | None], expert: int | None, data: str | Strategy, *, sequence: bool
+    axes: Mapping[str, int | None], expert: int | None, data: str | Strategy
 ) -> None:  # fmt: skip
     """Refuse sizes of axes that are no numbers of ranks, and axes that exclude each other.
 
@@ -66,7 +66,6 @@ def check_axes(
         axes: ranks along "pipeline", "context" and "tensor"; None for all ranks that remain.
         expert: ranks along the expert axis; None for all data ranks.
         data: data parallelism, as a name or a strategy with options.
-        sequence: activations are divided along the sequence.
 
     Raises:
         ValueError: names the options and the remedy.
@@ -77,11 +76,6 @@ def check_axes(
     if len(rest := [f"{axis}=None" for axis, size in axes.items() if size is None]) > 1:
         raise ValueError(
             f"{' and '.join(rest)}: only one axis can have all the ranks that remain; set numbers for the others"
-        )
-    if sequence and axes["pipeline"] != 1:
-        raise ValueError(
-            "sequence=True with a pipeline isn't supported: stages send whole activations; set sequence=False, or "
-            "pipeline=1"
         )
     if expert != 1:
         _check_expert(axes, data)

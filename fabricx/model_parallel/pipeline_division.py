@@ -112,7 +112,7 @@ def divide_blocks(
     pipeline = Pipeline(
         divided.module, chain, cuts, stages, schedule=settings.schedule, microbatches=microbatches,
         virtual=settings.virtual, channels=stage_channels(divided.world), weight=trial.weight,
-        begin=None if divided.context is None else divided.context.begin,
+        begin=divided.begin_blocks,
     )  # fmt: skip
     if microbatches > 1 and trial.samples is not None and rows_of(trial.batch) != trial.samples:
         raise ValueError(

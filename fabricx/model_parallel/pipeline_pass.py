@@ -16,9 +16,11 @@ from fabricx.model_parallel.block_calls import seeds_of
 from fabricx.model_parallel.nested import leaves, mapped
 from fabricx.model_parallel.pipeline_chain import Chain
 from fabricx.model_parallel.pipeline_cuts import Cuts
+from fabricx.model_parallel.sharded_tensor import ShardedTensor
 
 _TAGS: Final = {"header": 0, "activation": 1, "gradient": 2}
 _PLAIN: Final = (bool, int, float, str, type(None))
+_SENT: Final = ("tensor", "shard")  # kinds of arguments that have a message
 Header = dict[str, Any]
 
 
@@ -244,7 +246,7 @@ class Pass:
         tensors = [
             torch.empty(content[0], dtype=getattr(torch, content[1]), device=self._links.device)
             for kind, *content in header["arguments"]
-            if kind == "tensor"
+            if kind in _SENT
         ]
         return [
             self._links.expect(tensor, "activation", self.chunk - 1, self.chunk, self.microbatch) for tensor in tensors
@@ -264,7 +266,7 @@ class Pass:
             if content[2]:
                 tensor.requires_grad_()
             self.received.append(tensor)
-            values.append(tensor)
+            values.append(tensor if kind == "tensor" else _sharded(tensor, *content[3:]))
         return values
 
     def _received_header(self) -> Header:
@@ -291,11 +293,10 @@ class Pass:
             kind, *content = next(rest)
             if kind == "value":
                 return content[0]
-            return (
-                leaf
-                if kind == "other"
-                else _like(arguments, content[0], getattr(torch, content[1]), self._links.device)
-            )
+            if kind == "other":
+                return leaf
+            shape = content[3] if kind == "shard" else content[0]
+            return _like(arguments, shape, getattr(torch, content[1]), self._links.device)
 
         return mapped(template, change)
 
@@ -309,7 +310,7 @@ class Pass:
                 self._links.transfers.complete(arriving)
         if not self._last and (self.chunk, self._key) in self._links.headers:
             for kind, *content in self._links.headers[self.chunk, self._key]["arguments"]:
-                if kind == "tensor":
+                if kind in _SENT:
                     empty = torch.zeros(content[0], dtype=getattr(torch, content[1]), device=self._links.device)
                     self._links.post(empty, "activation", self.chunk, self.chunk + 1, self.microbatch)
 
@@ -379,13 +380,21 @@ class Pass:
             )
         for value in values:
             if isinstance(value, Tensor):
-                send = self._links.post(value, "activation", self.chunk, self.chunk + 1, self.microbatch)
+                local = value.local if isinstance(value, ShardedTensor) else value
+                send = self._links.post(local, "activation", self.chunk, self.chunk + 1, self.microbatch)
                 self._sends.append(send)
-                self.sent.append(value)
+                self.sent.append(local)
 
 
 def _described(leaf: Any) -> list[Any]:
-    """Return plain data about a leaf: ["tensor", shape, dtype, has a gradient], ["value", value] or ["other"]."""
+    """Return plain data about a leaf: ["tensor", shape, dtype, has a gradient], ["value", value] or ["other"].
+
+    A tensor of which this tensor rank has a shard is ["shard", shape, dtype, has a gradient, whole shape, dim, parts]:
+    the shard is sent to the same tensor rank of the other stage.
+    """
+    if isinstance(leaf, ShardedTensor):
+        leaf.check_usable()
+        return ["shard", *_described(leaf.local)[1:], list(leaf.shape), leaf.sharded_dim, list(leaf.parts)]
     if isinstance(leaf, Tensor):
         if leaf.is_nested or leaf.layout is not torch.strided or is_dtensor(leaf):
             raise ValueError(
@@ -394,6 +403,10 @@ def _described(leaf: Any) -> list[Any]:
             )
         return ["tensor", list(leaf.shape), str(leaf.dtype).removeprefix("torch."), leaf.requires_grad]
     return ["value", leaf] if isinstance(leaf, _PLAIN) else ["other"]
+
+
+def _sharded(local: Tensor, shape: Sequence[int], dim: int, parts: Sequence[int]) -> ShardedTensor:
+    return ShardedTensor(local, dim, tuple(shape), tuple(parts))
 
 
 def _detached(path: Any, leaf: Any) -> Any:

@@ -20,6 +20,7 @@ from fabricx.core.rng import random_kept
 from fabricx.errors import FabricxError
 from fabricx.model_parallel.block_calls import intercept
 from fabricx.model_parallel.nested import Path, leaves, mapped, named
+from fabricx.model_parallel.sharded_tensor import ShardedTensor
 
 _CHANGING: Final = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 OTHER: Final = "name other blocks (blocks=...), or use another strategy"
@@ -369,15 +370,19 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
 def _storage(tensor: Tensor) -> int:
     """Return a number that views of a tensor have in common."""
     try:
-        return int(tensor.untyped_storage()._cdata)
+        return int(_local(tensor).untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # a sparse tensor, or a wrapper of several tensors
         return id(tensor)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.local if isinstance(tensor, ShardedTensor) else tensor
 
 
 def _kept(tensor: Tensor) -> Any:
     """Return an object that keeps a tensor's storage alive, so that no other storage has its number."""
     try:
-        return tensor.untyped_storage()
+        return _local(tensor).untyped_storage()
     except (NotImplementedError, RuntimeError):
         return tensor
 

@@ -61,7 +61,7 @@ def _options(model: Transformer, sizes: Layout) -> Iterator[Layout]:
             if sizes.pipeline * virtual > model.layers or (virtual > 1 and microbatches % sizes.pipeline):
                 continue
             for sharded in (False, True) if sizes.data * sizes.context > 1 else (False,):
-                for sequence in (False, True) if sizes.tensor > 1 and sizes.pipeline == 1 else (False,):
+                for sequence in (False, True) if sizes.tensor > 1 else (False,):
                     for recompute in (False, True):
                         yield replace(
                             sizes, microbatches=microbatches, schedule=schedule, virtual=virtual, sharded=sharded,

@@ -12,6 +12,10 @@ _OUTSIDE = (
     "that torch does not let fabricx see, such as a custom autograd function; keep the layers before and after it "
     "whole: set plan={'LAYER': 'replicate'} with their names"
 )
+_REENTRANT = (
+    "activation checkpointing with use_reentrant=True hides activations that are sharded over tensor-parallel ranks: "
+    "pass use_reentrant=False (in transformers, gradient_checkpointing_kwargs={'use_reentrant': False})"
+)
 _SET = (
     "set_ was called with a tensor of which each tensor-parallel rank has a part: change a weight by weight.copy_(new) "
     "in no_grad"
@@ -76,7 +80,8 @@ class ShardedTensor(Tensor):
             NotImplementedError: the tensor has a history in autograd.
         """
         if self.grad_fn is not None:
-            raise NotImplementedError(f"{self.grad_fn.name()}: {_OUTSIDE}")
+            name = self.grad_fn.name()
+            raise NotImplementedError(f"{name}: {_REENTRANT if name.startswith('CheckpointFunction') else _OUTSIDE}")
 
 
 def _strides(local: Tensor, dim: int, size: int) -> tuple[int, ...]:

@@ -76,8 +76,9 @@ class TensorParallel:
         self._mode = ShardedFunctions(self._activations, _LAYERS, self._layer, self._weights, self._weight)
         self._hooks: list[Any] = []
         self._depth = 0
+        self._sequence = sequence and bool(blocks)
         self._shard_parameters(plan)
-        if sequence and blocks:
+        if self._sequence:
             self._shard_sequence(blocks)
 
     @property
@@ -287,8 +288,12 @@ class TensorParallel:
         self._hooks.append(blocks[0].register_forward_pre_hook(self._enter_blocks))
         self._hooks.append(blocks[-1].register_forward_hook(self._leave_blocks))
 
+    def begin(self) -> None:
+        """Begin the blocks; stages of a pipeline that do not compute the first block call it, too."""
+        self._functions.sequence = self._sequence
+
     def _enter_blocks(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        self._functions.sequence = True
+        self.begin()
         stream = args[0]
         if isinstance(stream, ShardedTensor):  # a recomputation of the block
             return args

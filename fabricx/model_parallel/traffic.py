@@ -108,15 +108,16 @@ def tensor_exchange(
     return Passes(sums(once, once), sums(once + pairs * again, once + (pairs - 1) * again))
 
 
-def sequence_ends(stream: float) -> Passes:
-    """Return the additional exchange of a sharded residual stream.
+def sequence_ends(stream: float) -> tuple[Passes, Passes]:
+    """Return the additional exchange of a sharded residual stream: before the first block, and after the last.
 
-    The values after the last block are gathered, and so is the gradient before the first block.
+    The gradient before the first block is gathered, and so are the values after the last block.
 
     Args:
         stream: see `tensor_exchange`.
     """
-    return Passes(Exchange(gathered=stream, collectives=1), Exchange(gathered=stream, collectives=1))
+    gathered = Exchange(gathered=stream, collectives=1)
+    return Passes(backward=gathered), Passes(forward=gathered)
 
 
 def embedding_exchange(stream: float) -> Passes:

@@ -51,9 +51,15 @@ MESHES: dict[str, tuple[Callable[[], Any], int, int]] = {  # strategy, ranks, da
     "ddp x pipeline": (lambda: Mesh(pipeline=2), 4, 2),
     "fsdp x pipeline": (lambda: Mesh(pipeline=2, data="fsdp"), 4, 2),
     "pipeline x tensor": (lambda: Mesh(pipeline=2, tensor=2), 4, 1),
+    "pipeline x sequence": (lambda: Mesh(pipeline=2, tensor=2, sequence=True), 4, 1),
+    "zero bubble x sequence": (
+        lambda: Mesh(pipeline=2, schedule="zero_bubble", microbatches=3, tensor=2, sequence=True), 4, 1
+    ),
     "tensor of 4": (lambda: Mesh(tensor=4), 4, 1),
-}
-SHORT = ("tensor", "pipeline", "zero bubble", "ddp x tensor", "ddp x pipeline", "fsdp x pipeline", "pipeline x tensor")
+}  # fmt: skip
+SHORT = (
+    "tensor", "pipeline", "zero bubble", "ddp x tensor", "ddp x pipeline", "fsdp x pipeline", "pipeline x sequence",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -118,6 +118,10 @@ CASES: dict[str, tuple[Mesh, Layout]] = {
     "context": (Mesh(context=2), Layout(context=2)),
     "fsdp": (Mesh(data="fsdp"), Layout(data=2, sharded=True)),
     "pipeline": (Mesh(pipeline=2), Layout(data=2, pipeline=2, microbatches=4)),
+    "pipeline x sequence": (
+        Mesh(pipeline=2, tensor=2, plan=VOCABULARY, sequence=True),
+        Layout(pipeline=2, tensor=2, sequence=True, microbatches=4),
+    ),
     "pipeline x context": (Mesh(pipeline=2, context=2), Layout(pipeline=2, context=2, microbatches=4)),
     "fsdp x pipeline": (Mesh(pipeline=2, data="fsdp"), Layout(data=2, pipeline=2, sharded=True, microbatches=4)),
 }

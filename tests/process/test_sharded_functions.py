@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
 
 from fabricx.distributed import world as worlds
 from fabricx.model_parallel.sharded_activations import Activations
@@ -151,3 +152,13 @@ def test_each_function_has_the_result_and_the_gradients_of_one_process(ranks: in
             assert {
                 name: each[1] for name, each in found.items() if name in LOCAL and each[1]
             } == {}  # none is gathered
+
+
+def test_reentrant_checkpointing_is_an_error_with_the_remedy() -> None:
+    """Its autograd function takes the shard out of sight."""
+    activations = Activations(worlds.World())
+    with ShardedFunctions(activations, frozenset(), lambda *_: NotImplemented, {}, lambda x: x):
+        stream = activations.sharded(torch.randn(B, T, D, requires_grad=True) * 2, 1)
+        again = checkpoint(lambda x: x + 1, stream, use_reentrant=True)
+        with pytest.raises(NotImplementedError, match="pass use_reentrant=False"):
+            torch.add(again, 1)

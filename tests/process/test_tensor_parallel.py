@@ -20,7 +20,7 @@ from fabricx.distributed import world as worlds
 from fabricx.model_parallel.gradient_norm import clip_norm
 from fabricx.model_parallel.tensor_parallel import TensorParallel
 from fabricx.model_parallel.tensor_plan import find_tensor_plan
-from fabricx.model_parallel.traffic import embedding_exchange, head_exchange, sequence_ends, tensor_exchange
+from fabricx.model_parallel.traffic import Passes, embedding_exchange, head_exchange, sequence_ends, tensor_exchange
 from fabricx.model_parallel.trial import StepChanged, check_unchanged, recorded_step
 from fabricx.testing import run_ranks
 from tests.process.parallel_models import (
@@ -251,7 +251,7 @@ def test_a_step_exchanges_what_theory_says() -> None:
     assert found["gpt"] == {"reduce": layers}
     assert found["llama"] == {"reduce": layers + LAYERS * C // H}  # and the gradients of norms over heads
     replicated = 6 * LAYERS * C - C  # norms and biases of rowwise layers; the weight of one norm is frozen
-    halves = tensor_exchange(LAYERS, size, sequence=True).total + sequence_ends(size).total
+    halves = tensor_exchange(LAYERS, size, sequence=True).total + sum(sequence_ends(size), Passes()).total
     assert found["sequence"] == {"gather": halves.gathered, "reduce_scatter": halves.scattered, "reduce": replicated}
     vocabulary = (embedding_exchange(size) + head_exchange(size, 4 * T)).total.reduced
     assert found["vocabulary"] == {"reduce": layers + vocabulary}

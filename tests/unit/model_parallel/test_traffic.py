@@ -37,8 +37,9 @@ def test_sequence_parallelism_sends_as_much_in_two_halves():
     whole, halves = tensor_exchange(3, 10.0).total, tensor_exchange(3, 10.0, sequence=True).total
     assert halves.sent(4) == whole.sent(4)
     assert halves.reduced == 0
-    ends = sequence_ends(10.0)
-    assert (ends.forward.gathered, ends.backward.gathered) == (10, 10)
+    before, after = sequence_ends(10.0)
+    assert (before.backward.gathered, after.forward.gathered) == (10, 10)
+    assert before.forward == after.backward == Exchange()
 
 
 def test_vocabulary_and_context():

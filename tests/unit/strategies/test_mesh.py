@@ -17,7 +17,6 @@ from fabricx.strategies import DDP, FSDP, ExpertMesh, LocalSGD, Mesh, ParameterS
         ({"tensor": 0}, "tensor=0: set the number of ranks"),
         ({"tensor": None, "pipeline": None}, "only one axis can have all"),
         ({"tensor": None, "context": None}, "context=None and tensor=None"),
-        ({"sequence": True, "tensor": 2, "pipeline": 2}, "set sequence=False, or pipeline=1"),
         ({"expert": True}, "expert=True: set the number of ranks"),
         ({"expert": 2, "tensor": 2}, "set tensor=1, or set expert=1"),
         ({"expert": 2, "data": "fsdp"}, "data=fsdp with expert isn't supported.*set data='ddp'"),
