@@ -114,17 +114,6 @@ class Divided:
         step = step if self.experts is None else self.experts.wrap_step(step)
         return step if self.context is None else self.context.wrap_step(step)
 
-    def begin_blocks(self, inputs: Any) -> None:
-        """Begin the blocks on a stage that does not compute the first block.
-
-        Args:
-            inputs: arguments of the first block.
-        """
-        if self.context is not None:
-            self.context.begin(inputs)
-        if self.tensor is not None:
-            self.tensor.begin()
-
     def print(self, lines: Iterable[str]) -> None:
         """Print lines on the main rank.
 

@@ -55,6 +55,7 @@ def divide(
         from fabricx.model_parallel.pipeline_division import check_stages, divide_blocks, find_chain, measure_whole
 
         chain = find_chain(divided, trial, shared=not joins)
+        divided = replace(divided, settings=replace(settings, blocks=chain.blocks))
     else:
         chain = None
     training = module.training

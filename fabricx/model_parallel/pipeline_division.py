@@ -16,6 +16,7 @@ from fabricx.core.loss import loss_of
 from fabricx.core.rng import seed_often
 from fabricx.core.trial import Trial
 from fabricx.model_parallel.block_calls import seeded
+from fabricx.model_parallel.context_parallel import ContextParallel
 from fabricx.model_parallel.divided import Divided, stage_channels
 from fabricx.model_parallel.evaluation_trial import Evaluated
 from fabricx.model_parallel.microbatches import rows_of
@@ -24,6 +25,7 @@ from fabricx.model_parallel.pipeline_chain import Chain, find_blocks, trace_chai
 from fabricx.model_parallel.pipeline_checks import check_evaluation
 from fabricx.model_parallel.pipeline_cuts import Cuts, describe
 from fabricx.model_parallel.pipeline_cuts import divide as divide_chain
+from fabricx.model_parallel.tensor_parallel import TensorParallel
 from fabricx.model_parallel.trial_run import IN_PARTS, Measured, changed_by_parts, gradients_in_parts, measure
 
 
@@ -112,7 +114,7 @@ def divide_blocks(
     pipeline = Pipeline(
         divided.module, chain, cuts, stages, schedule=settings.schedule, microbatches=microbatches,
         virtual=settings.virtual, channels=stage_channels(divided.world), weight=trial.weight,
-        begin=divided.begin_blocks,
+        begin=functools.partial(_begin_blocks, divided.context, divided.tensor),
     )  # fmt: skip
     if microbatches > 1 and trial.samples is not None and rows_of(trial.batch) != trial.samples:
         raise ValueError(
@@ -124,6 +126,14 @@ def divide_blocks(
         numbers = (settings.virtual, microbatches, trial.rows)
         divided.print(describe(chain, cuts, stages.size, settings.schedule, *numbers))
     return replace(divided, pipeline=pipeline)
+
+
+def _begin_blocks(context: ContextParallel | None, tensor: TensorParallel | None, inputs: Any) -> None:
+    """Begin the blocks on a stage that does not compute the first, with the arguments of the first."""
+    if context is not None:
+        context.begin(inputs)
+    if tensor is not None:
+        tensor.begin()
 
 
 def check_stages(divided: Divided, trial: Trial, whole: WholeStep) -> None:

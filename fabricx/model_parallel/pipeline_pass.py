@@ -169,14 +169,14 @@ class Pass:
             output = self._stand_in(number, args, kwargs)
             self._seed(after)
             return output
-        if number == self._end:
-            self._send(args, kwargs)
-            self.ended = True
-            raise StageEnd
         if number == self._begin and self.chunk:
             args, kwargs = self._enter(args, kwargs)
         elif self._replaced:
             args, kwargs = mapped((args, kwargs), self._replacement)
+        if number == self._end:
+            self._send(args, kwargs)
+            self.ended = True
+            raise StageEnd
         self._seed(before)  # also where a checkpointed block computes again
         output = call(*args, **kwargs)
         self._seed(after)

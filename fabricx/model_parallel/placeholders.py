@@ -35,18 +35,6 @@ def release(module: nn.Module, names: Iterable[str]) -> None:
         tensor.grad = None
 
 
-def is_placeholder(tensor: Tensor) -> bool:
-    """Return whether a tensor is a placeholder, also if it has no elements.
-
-    Args:
-        tensor: parameter or buffer.
-
-    >>> is_placeholder(torch.zeros(()).expand(0, 3)), is_placeholder(torch.zeros(0, 3))
-    (True, False)
-    """
-    return tensor.dim() > 0 and not any(tensor.stride())
-
-
 def restore(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Write whole tensors into parameters and buffers, also into placeholders.
 

@@ -88,7 +88,7 @@ class Placement:
             rank: rank in the tensor-parallel group.
         """
         rows = [whole.narrow(self.dim, block.whole, block.rows) for block in self.blocks(rank)]
-        return torch.cat(rows, self.dim) if rows else whole.narrow(self.dim, 0, 0).clone()
+        return torch.cat(rows, self.dim) if rows else whole.new_empty(whole.narrow(self.dim, 0, 0).shape)
 
     def join(self, shards: Sequence[Tensor]) -> Tensor:
         """Return the whole tensor.

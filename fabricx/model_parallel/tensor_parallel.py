@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils._pytree import tree_map
 
+from fabricx.core.placeholder import is_placeholder
 from fabricx.distributed.world import World
 from fabricx.errors import PeerLost
 from fabricx.model_parallel.layer_functions import LayerFunctions, Weight
+from fabricx.model_parallel.nested import leaves, mapped
 from fabricx.model_parallel.parallel_layers import placements_of
 from fabricx.model_parallel.placement import Placement, replace_data
 from fabricx.model_parallel.recomputation import recomputing
@@ -52,8 +54,8 @@ class TensorParallel:
         plan: plan of `find_tensor_plan`, equal on all ranks.
         world: ranks of the group, on the same device types.
         sequence: shard the residual stream between `blocks` along the sequence (dim 1).
-        blocks: the module's blocks in the order of their calls; each has the residual stream as first argument and as
-            output, or as the first element of its output.
+        blocks: the module's blocks in the order of their calls; the residual stream is the first floating-point tensor
+            among the arguments of the first, and the output of the last, or the first element of its output.
 
     Attributes:
         plan: as in the arguments.
@@ -207,7 +209,8 @@ class TensorParallel:
         """Return the name of the weight that has the memory of a tensor; "" if none has."""
         address = shard.data_ptr()
         for parameter, weight in self._weights.values():
-            if parameter.data_ptr() <= address < parameter.data_ptr() + parameter.nbytes:
+            size = 0 if is_placeholder(parameter) else parameter.nbytes
+            if parameter.data_ptr() <= address < parameter.data_ptr() + size:
                 return weight.name
         return ""
 
@@ -285,22 +288,32 @@ class TensorParallel:
     # -- sequence parallelism -----------------------------------------------------------------------------------
 
     def _shard_sequence(self, blocks: Sequence[nn.Module]) -> None:
-        self._hooks.append(blocks[0].register_forward_pre_hook(self._enter_blocks))
+        self._hooks.append(blocks[0].register_forward_pre_hook(self._enter_blocks, with_kwargs=True))
         self._hooks.append(blocks[-1].register_forward_hook(self._leave_blocks))
 
     def begin(self) -> None:
         """Begin the blocks; stages of a pipeline that do not compute the first block call it, too."""
         self._functions.sequence = self._sequence
 
-    def _enter_blocks(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _enter_blocks(self, block: nn.Module, args: Any, options: Any) -> Any:
         self.begin()
-        stream = args[0]
+        stream = next((leaf for _, leaf in leaves((args, options)) if _is_stream(leaf)), None)
+        if stream is None:
+            raise ValueError(
+                f"sequence=True: {type(block).__name__}, the first block, has no argument with a sequence in dim 1; "
+                "set blocks=CLASS or a list of names, or sequence=False"
+            )
         if isinstance(stream, ShardedTensor):  # a recomputation of the block
-            return args
-        return (self._activations.sharded(sliced(stream, self._world, 1), 1, (), stream.shape), *args[1:])
+            return None
+        shard = self._activations.sharded(sliced(stream, self._world, 1), 1, (), stream.shape)
+        return mapped((args, options), lambda _, leaf: shard if leaf is stream else leaf)
 
     def _leave_blocks(self, _: nn.Module, __: Any, output: Any) -> Any:
         self._functions.sequence = False
         if isinstance(output, tuple):
             return (self._activations.whole(output[0]), *output[1:])
         return self._activations.whole(output)
+
+
+def _is_stream(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() > 1

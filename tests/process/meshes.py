@@ -79,7 +79,7 @@ class GPT(fx.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids) + self.position(torch.arange(ids.shape[1]))
         for block in self.blocks:
-            x = block(x)
+            x = block(x=x)
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
     def _loss(self, batch: Tensor) -> Tensor:

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from fabricx.model_parallel.traffic import boundary_elements
 from fabricx.testing import run_ranks
-from tests.process.stages import LENGTH, STEPS, WIDTH, WORDS, Language, alone, batches, compare, make, staged
+from tests.process.stages import LENGTH, STEPS, WIDTH, WORDS, Block, Language, alone, batches, compare, make, staged
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
@@ -53,3 +54,32 @@ def test_stages_train_what_one_process_trains(ranks: int) -> None:
         assert sum(rank["states"] for rank in found) == sum(rank["copies"] for rank in found)
         assert found[-1]["shapes"] == [(rows, LENGTH, WORDS)] * STEPS
         assert found[0]["shapes"] == [None] * STEPS
+
+
+class Sourced(Block):
+    def forward(self, x: Tensor, mask: Tensor, source: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x + 0.5 * source, mask)
+
+
+class Skips(Language):
+    """Each block also takes the embedded words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Sourced() for _ in range(4))
+
+    def body(self, x: Tensor, mask: Tensor) -> Tensor:
+        source = x
+        for block in self.blocks:
+            x = block(x, mask, source)
+        return x
+
+
+def train_skips() -> dict[str, Any]:
+    torch.set_num_threads(1)
+    return staged(make(Skips), batches(6))
+
+
+def test_a_tensor_that_all_blocks_take_passes_through_all_stages() -> None:
+    """The stage in the middle of three passes on what it has received."""
+    compare(run_ranks(train_skips, 3), alone(make(Skips), batches(6)))

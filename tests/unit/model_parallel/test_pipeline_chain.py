@@ -184,6 +184,17 @@ def test_auto_names_the_obstacle_if_there_is_no_chain():
         observe(Skips())
 
 
+class Checkpointed(Model):
+    def body(self, x):
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def test_blocks_that_compute_again_in_the_backward_have_times():
+    assert all(cost > 0 for cost in observe(Checkpointed()).costs)
+
+
 # -- what can't be cut ------------------------------------------------------------------------------------------------
 
 
