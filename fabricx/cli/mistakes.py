@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -130,9 +130,7 @@ def explain(error: Exception, composition: Composition, arguments: Sequence[str]
     if match := re.match(r"In '([^']*)': \w+ raised while composing config:\n(.*)", text):
         return f"{match.group(1)}.yaml: {_in_file(error, match.group(2), composition)}"
     if text.startswith("Config group override must be a string or a list"):
-        group = next((argument.partition("=")[0] for argument in arguments if argument.endswith("=null")), "a group")
-        known = ", ".join(composition.groups().get(group, []))
-        return f"{group}=null: a group needs a choice: {known}; to leave it out, write ~{group}"
+        return _no_name(composition.groups(), arguments)
     if match := re.match(r"Ambiguous value for argument '(([^=]+)=(.+))'$", text.splitlines()[0]):
         return (
             f"{match.group(1)}: several values need --multirun, which starts a run for each; "
@@ -169,6 +167,19 @@ def _missing_choice(error: MissingConfigException, text: str, composition: Compo
 def _group_choices(arguments: Sequence[str]) -> list[str]:
     """Return the overrides that may be choices of groups, on which the keys depend."""
     return [text for text in arguments if re.fullmatch(r"\+?[\w/]+=[\w/,\[\]]+", text)]
+
+
+def _no_name(groups: Mapping[str, list[str]], arguments: Sequence[str]) -> str:
+    """Return a message on a choice of a group that Hydra reads as a number, a truth value or null."""
+    for override in parsed(arguments):
+        group, value = override.key_or_group, override.value()
+        if group not in groups or isinstance(value, (str, list)):
+            continue
+        if value is None:
+            return f"{group}=null: a group needs a choice: {', '.join(groups[group])}; to leave it out, write ~{group}"
+        written, kind = str(override.input_line).partition("=")[2], type(value).__name__
+        return f"{group}={written} is read as a {kind}: write {group}='\"{written}\"', or rename the file"
+    return "a group needs the name of a choice"
 
 
 def _unknown_key(key: str, composition: Composition, arguments: Sequence[str]) -> str:

@@ -65,6 +65,25 @@ def check_parts(strategy: type) -> None:
             )
 
 
+def check_implemented(strategy: object) -> None:
+    """Check that a strategy has the methods of its parts that have no default.
+
+    Args:
+        strategy: strategy of a run.
+
+    Raises:
+        ValueError: it names the method.
+    """
+    for part, names in (
+        (Elastic, ("world_changed",)), (KeepsLocalState, ("local_state_dict", "load_local_states")),
+    ):  # fmt: skip
+        for name in names if isinstance(strategy, part) else ():
+            if getattr(type(strategy), name) is getattr(part, name):
+                raise ValueError(
+                    f"{type(strategy).__name__} inherits {part.__name__}: implement {name}, or don't inherit it"
+                )
+
+
 class Elastic:
     """A strategy that continues with other ranks when workers die or join (`traits.elastic`)."""
 

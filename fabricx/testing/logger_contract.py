@@ -52,7 +52,7 @@ def _check_rewinding(make: Callable[[], Logger], read: Callable[[Path], Iterable
     first.log_hyperparams({"lr": 0.1})
     first.log_text("configuration", "lr: 0.1")
     for step in (1, 2, 3):
-        first.log_metrics({"loss": step / 2, "epoch": 0.0}, step)
+        first.log_metrics({"loss": step / 2, "nan": math.nan, "infinite": -math.inf}, step)
     first.close("failed")
     resumed.open(run_dir)
     resumed.rewind(2)

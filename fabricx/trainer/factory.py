@@ -12,7 +12,7 @@ from fabricx.core.hooks import check_hooks
 from fabricx.core.logger import Adapted, FourMethods, Logger
 from fabricx.core.options import LAUNCHERS
 from fabricx.core.strategy import Strategy
-from fabricx.core.strategy_parts import Elastic, ModelParallel, as_part
+from fabricx.core.strategy_parts import Elastic, ModelParallel, as_part, check_implemented
 from fabricx.launch.cluster import detect
 from fabricx.launch.launcher import Launcher
 from fabricx.lightning import adapt_callback, adapt_logger, adapt_strategy, known_strategy
@@ -58,6 +58,7 @@ def choose_strategy(
             f"{type(chosen).__name__} declares traits.elastic, but has no method to continue with other ranks: "
             "inherit fabricx.core.strategy_parts.Elastic and implement world_changed, or set elastic=False"
         )
+    check_implemented(chosen)
     as_part(chosen, ModelParallel).check_ranks(ranks)
     most, name = chosen.traits.max_ranks, strategy if isinstance(strategy, str) else type(chosen).__name__
     if most is not None and ranks > most:

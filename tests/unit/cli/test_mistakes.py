@@ -31,6 +31,7 @@ from fabricx.cli.mistakes import unread_keys
         (["seed=abc"], "seed='abc': set a whole number"),
         (["test=maybe"], "test='maybe': set true or false"),
         (["data=null"], "data=null: a group needs a choice: charlm, custom, digits; to leave it out, write ~data"),
+        (["callbacks=nan"], "callbacks=nan is read as a float: write callbacks='\"nan\"', or rename the file"),
         (["module.lr=1,2"], "several values need --multirun, which starts a run for each"),
         (["module.lr=${oc.env:NO_SUCH}"], "module.lr: the environment variable NO_SUCH is not set"),
         (["module.lr=${nothing}"], "module.lr=${nothing}: there is no key 'nothing'"),

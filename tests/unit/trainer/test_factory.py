@@ -11,6 +11,7 @@ import fabricx as fx
 from fabricx.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, ProgressBar
 from fabricx.core.callback import Callback
 from fabricx.core.logger import Adapted
+from fabricx.core.strategy_parts import Elastic, KeepsLocalState
 from fabricx.loggers import CSVLogger, TensorBoardLogger
 from fabricx.strategies import DDP, FSDP, Reproducible, Single
 from fabricx.trainer.factory import choose_callbacks, choose_loggers, choose_strategy
@@ -108,3 +109,12 @@ def test_an_elastic_strategy_has_to_say_how_it_continues_with_other_ranks() -> N
 
     with pytest.raises(ValueError, match=r"inherit fabricx\.core\.strategy_parts\.Elastic and implement"):
         choose_strategy(Grows(), 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"), [(Elastic, "implement world_changed"), (KeepsLocalState, "implement local_state_dict")]
+)
+def test_methods_without_a_default_have_to_be_implemented(part: type, message: str) -> None:
+    made = type("Mine", (fx.Strategy, part), {})
+    with pytest.raises(ValueError, match=f"Mine inherits {part.__name__}: {message}"):
+        choose_strategy(made(), 2, 1)
