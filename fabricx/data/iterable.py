@@ -12,7 +12,7 @@ from fabricx.core.dealer import Dealer
 from fabricx.core.rng import RandomState, random_kept
 from fabricx.data.feed import Feed, Microbatch
 from fabricx.data.leasing import Section
-from fabricx.data.own_draws import OwnDraws
+from fabricx.data.own_draws import Drawn, OwnDraws
 from fabricx.data.own_state import find_generators, set_generators, states_of_generators
 from fabricx.distributed.world import World
 
@@ -51,7 +51,7 @@ class ListFeed(Feed):
         self._stateful = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
         self.reads_again = not self._stateful
         self._began: Any = None  # random state when the epoch's first batch was requested
-        self._draws: OwnDraws | None = None  # the present iterator, if it draws random numbers
+        self._drawn: Drawn | None = None  # random states of the present iterator, if it draws random numbers
         self._ahead: Any = _NOTHING  # the source's state before the batch that was prefetched
         self._over = False  # the source has ended its epoch, so that its state belongs to the next epoch
         self._restored: Any = None
@@ -67,7 +67,7 @@ class ListFeed(Feed):
 
     def _present(self) -> tuple[Any, RandomState | None]:
         """Return the state of the source, and its random states."""
-        return cast(Any, self._source).state_dict(), None if self._draws is None else self._draws.state
+        return cast(Any, self._source).state_dict(), None if self._drawn is None else self._drawn.state
 
     def load_state_dict(self, state: Any) -> None:
         if state is None:
@@ -79,8 +79,11 @@ class ListFeed(Feed):
         self._began = state.get("began")
 
     def generators(self) -> dict[str, Any]:
-        in_processes = bool(getattr(self._source, "num_workers", 0))
-        return {} if self._stateful or in_processes else find_generators(self._source, "data")
+        if self._stateful:
+            return {}
+        if getattr(self._source, "num_workers", 0):  # this process draws the seed of the loader processes only
+            return find_generators(getattr(self._source, "generator", None), "data.generator")
+        return find_generators(self._source, "data")
 
     def _random(self) -> dict[str, Any]:
         """Return the state of all generators that a source in this process may draw from."""
@@ -201,10 +204,11 @@ class ListFeed(Feed):
             draws: random states with which it continues; None to begin.
         """
         if isinstance(self._source, (list, tuple)):
-            self._draws = None
+            self._drawn = None
             return iter(self._source)
-        self._draws = OwnDraws(self._source, draws)
-        return self._draws
+        own = OwnDraws(self._source, draws)
+        self._drawn = own.drawn  # not the iterator, whose loader processes end with the epoch, complete or not
+        return own
 
     def _keep(self, batch: Any) -> Any:
         if self._company and batch is not _NOTHING:

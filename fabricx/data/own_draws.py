@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
 
 from fabricx.core.rng import RandomState, random_kept, seed_often
+
+
+@final
+@dataclass
+class Drawn:
+    """Random states of a source after its newest batch; outlives the iterator."""
+
+    state: RandomState
 
 
 @final
@@ -22,7 +31,7 @@ class OwnDraws(Iterator[Any]):
         state: states with which the source continues; None to begin.
 
     Attributes:
-        state: states after the newest batch.
+        drawn: states after the newest batch.
     """
 
     def __init__(self, source: Iterable[Any], state: RandomState | None = None) -> None:
@@ -33,12 +42,12 @@ class OwnDraws(Iterator[Any]):
             else:
                 state.restore()
             self._batches = iter(source)
-            self.state = RandomState()
+            self.drawn = Drawn(RandomState())
 
     def __next__(self) -> Any:
         with random_kept():
-            self.state.restore()
+            self.drawn.state.restore()
             try:
                 return next(self._batches)
             finally:
-                self.state = RandomState()
+                self.drawn.state = RandomState()

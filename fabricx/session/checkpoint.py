@@ -349,12 +349,19 @@ def _report_lost_position(session: Session, before: int) -> None:
 
 
 def _report_reading(session: Session) -> None:
-    """Report that a stream without a saved position is read again."""
-    if not session.state.batch or isinstance(session.data.train_dataloader, Sequence):  # no data, or a list
+    """Report that a stream without a saved position is read again, and what its loader processes have lost."""
+    loader, state = session.data.train_dataloader, session.state
+    if state.step and (state.epoch or not state.batch) and getattr(loader, "persistent_workers", False):
+        session.print(
+            "loader processes with persistent_workers=True keep random states and attributes of the data set from "
+            "earlier epochs, which are lost: if the stream draws random numbers or counts its epochs, its batches "
+            "differ from a run without the interruption. Set persistent_workers=False, or use a map-style DataLoader"
+        )
+    if not state.batch or isinstance(loader, Sequence):  # no data, or a list
         return
     session.print(
-        f"{type(session.data.train_dataloader).__name__} has no state_dict, so its position is unknown: its first "
-        f"{session.state.batch} batches of this epoch are read again, with the epoch's initial random numbers. The "
+        f"{type(loader).__name__} has no state_dict, so its position is unknown: its first "
+        f"{state.batch} batches of this epoch are read again, with the epoch's initial random numbers. The "
         "run continues exactly if these are the same batches; if their order is drawn from other random numbers, some "
         "samples are trained twice and others not at all. A map-style DataLoader, or a loader with state_dict and "
         "load_state_dict, continues exactly"

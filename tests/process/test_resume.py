@@ -12,7 +12,7 @@ import pytest
 import torch
 import torchmetrics
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import fabricx as fx
 from fabricx import checkpoint
@@ -126,8 +126,12 @@ def train(
         **{**given, "logger": JSONLogger()},
     )  # fmt: skip
     batch = 6 // devices
-    source = data or DataLoader(
-        Noisy(), batch, shuffle=True, num_workers=workers, multiprocessing_context="fork" if workers else None
+    source = (
+        data
+        if data is not None
+        else DataLoader(
+            Noisy(), batch, shuffle=True, num_workers=workers, multiprocessing_context="fork" if workers else None
+        )
     )
     trainer.fit(module, source, DataLoader(Noisy(), batch), ckpt_path=ckpt)
     [log] = root.rglob("metrics.jsonl")
@@ -338,6 +342,28 @@ class Stream:
 
     def __iter__(self) -> Any:
         return iter(self.batches)
+
+
+class NoisyStream(IterableDataset[Any]):
+    """A stream of noise without a state."""
+
+    def __iter__(self) -> Any:
+        for index in range(12):
+            yield torch.randn(4) + index, torch.rand(1)
+
+
+def test_a_stream_in_processes_goes_on_with_the_generator_that_seeds_them(tmp_path: Path) -> None:
+    def stream() -> Any:
+        return DataLoader(
+            NoisyStream(), 6, num_workers=1, multiprocessing_context="fork", generator=torch.Generator().manual_seed(9)
+        )
+
+    rows, end, _ = train(tmp_path / "whole", "single", data=stream(), val_check_interval=1.0)
+    train(tmp_path / "stopped", "single", data=stream(), max_steps=3, val_check_interval=1.0)  # in the second epoch
+    path = tmp_path / "stopped" / "end.ckpt"
+    resumed = train(tmp_path / "resumed", "single", data=stream(), ckpt=path, val_check_interval=1.0)
+    assert resumed[0] == [row for row in rows if row["step"] > 3]
+    assert_same(resumed[1], end, "resumed")
 
 
 class Searches(fx.Module):

@@ -243,3 +243,20 @@ def test_a_resumed_stream_draws_the_numbers_of_a_run_without_interruption(sized:
     _ = torch.rand(7), random.random()
     assert [*read(resumed, 1, 2), *read(resumed, 2)] == whole[2:]
     assert len({draw for _, draw, _ in whole}) == 12
+
+
+def test_the_iterator_of_an_epoch_that_is_left_ends() -> None:
+    """With it end the processes of a loader."""
+    ended = []
+
+    class Processes(Source):
+        def __iter__(self) -> Iterator[int]:
+            try:
+                yield from super().__iter__()
+            finally:
+                ended.append(self.batches)
+
+    feed = ListFeed(Processes(4), World(), float("inf"))
+    for _ in feed.epoch(0):
+        break
+    assert ended == [4]

@@ -30,7 +30,7 @@ def test_training_and_source_draw_apart() -> None:
         np.random.seed(number)
         torch.manual_seed(number)
         read.append(next(draws))
-        states.append(draws.state)
+        states.append(draws.drawn.state)
     assert read == alone
     continued = OwnDraws(Noise(), states[1])
     assert [next(continued), next(continued)] == alone[2:]

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 import fabricx as fx
 from fabricx.callbacks import EMA, EarlyStopping, FaultRecovery, ModelCheckpoint, StochasticWeightAveraging
 from fabricx.core.strategy_parts import HasServers, as_part
-from fabricx.session.checkpoint import _print_global_batch
+from fabricx.session.checkpoint import _print_global_batch, _report_reading
 from fabricx.strategies import DDP, AsyncSGD, ParameterServer
 from fabricx.testing import QUIET, TinyModule, tiny_data, tiny_loader
 
@@ -370,3 +370,19 @@ def test_averages_beside_the_trained_weights_are_no_reason_for_a_warning(
     recwarn.clear()
     fx.Trainer(max_epochs=3, **QUIET).fit(TinyModule(), tiny_loader(), ckpt_path=own_folder / "a.ckpt")
     assert [str(found.message) for found in recwarn if "averages" in str(found.message)] == []
+
+
+@pytest.mark.parametrize(
+    ("epoch", "batch", "persistent", "said"), [(0, 1, True, 0), (0, 2, False, 0), (0, 0, True, 1), (2, 1, True, 1)]
+)
+def test_what_persistent_loader_processes_have_kept_is_said_to_be_lost_after_their_first_epoch(
+    epoch: int, batch: int, persistent: bool, said: int
+) -> None:
+    lines: list[str] = []
+    loader = SimpleNamespace(persistent_workers=persistent)
+    session: Any = SimpleNamespace(
+        data=SimpleNamespace(train_dataloader=loader), print=lines.append,
+        state=SimpleNamespace(step=2 * epoch + 2, epoch=epoch, batch=batch),
+    )  # fmt: skip
+    _report_reading(session)
+    assert sum("Set persistent_workers=False" in line for line in lines) == said
