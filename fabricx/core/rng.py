@@ -116,14 +116,13 @@ class RandomState:
 
     def restore(self) -> None:
         """Restore the generators to this snapshot."""
-        random.setstate(self.python)
+        if _python_state() is not self.python:
+            random.setstate(self.python)
         torch.set_rng_state(self.torch)
         if self.cuda is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state(self.cuda)
         if self.numpy is not None:
-            import numpy as np
-
-            np.random.set_state(self.numpy)
+            _set_numpy_state(self.numpy)
 
     def differs(self, other: RandomState) -> bool:
         """Return whether random numbers were drawn, or generators seeded, between two snapshots.
@@ -194,9 +193,11 @@ class RandomState:
 
 
 _PACKED: list[Any] = [None, b""]  # cache: python's numbers, and their packed form
-_PYTHON: list[Any] = [b"", None]  # cache: memory of python's generator, and its state
+_KEPT: Final = 4  # states in a cache: those of a run, and of a stream that draws numbers of its own
+_PYTHON: list[tuple[bytes, Any]] = []  # cache: memory of python's generator, and its state
 _PYTHON_AT: Final = 2 * ctypes.sizeof(ctypes.c_void_p)  # offset of the numbers in CPython's object, after its header
-_NUMPY: list[Any] = [b"", None]  # cache: memory of numpy's generator, and its state
+_NUMPY: list[Any] = [b"", None]  # newest memory of numpy's generator, and its state
+_BYTES: Final = 625 * 4  # of the numbers and the position of a generator
 
 
 def _python_state() -> tuple[Any, ...]:
@@ -204,27 +205,57 @@ def _python_state() -> tuple[Any, ...]:
     generator: Any = random._inst  # type: ignore[attr-defined]
     if sys.implementation.name != "cpython":
         return random.getstate()
-    now = ctypes.string_at(id(generator) + _PYTHON_AT, 625 * 4)
-    known = _PYTHON[1]
-    if known is None or now != _PYTHON[0] or known[2] != generator.gauss_next:
-        state = random.getstate()
-        # Verify the memory layout (an index, then the numbers); with another layout, cache nothing.
-        verified = now == struct.pack("625I", state[1][-1], *state[1][:-1])
-        _PYTHON[:] = [now if verified else b"", state]
-    return _PYTHON[1]  # type: ignore[no-any-return]
+    now = ctypes.string_at(id(generator) + _PYTHON_AT, _BYTES)
+    for memory, state in _PYTHON:
+        if memory == now and state[2] == generator.gauss_next:
+            return state  # type: ignore[no-any-return]
+    known = random.getstate()
+    # Verify the memory layout (an index, then the numbers); with another layout, cache nothing.
+    if now == struct.pack("625I", known[1][-1], *known[1][:-1]):
+        _PYTHON[:] = [(now, known), *_PYTHON[: _KEPT - 1]]
+    return known
 
 
 def _numpy_state() -> Any:
-    """Return numpy's state; `get_state` costs 30 microseconds, and the comparison with the cached memory costs 1."""
+    """Return numpy's state; `get_state` costs 30 microseconds, and the comparison with the newest memory costs 1."""
     import numpy as np
 
-    generator: Any = np.random.mtrand._rand._bit_generator  # type: ignore[attr-defined]
-    if type(generator) is not np.random.MT19937:
+    address = _numpy_address()
+    if address is None:
         return np.random.get_state()
-    now = ctypes.string_at(generator.ctypes.state_address, 625 * 4)
+    now = ctypes.string_at(address, _BYTES)
     if now != _NUMPY[0] or _NUMPY[1][3]:  # numpy may return a cached normal number without any change of this memory
         _NUMPY[:] = [now, np.random.get_state()]
     return _NUMPY[1]
+
+
+def _set_numpy_state(state: Any) -> None:
+    """Restore numpy's state; `set_state` costs 30 microseconds, and a copy of the memory costs 1."""
+    import numpy as np
+
+    now, address = _numpy_state(), _numpy_address()
+    if address is None:
+        np.random.set_state(state)
+        return
+    memory = _numpy_memory(state)
+    # Neither state has a cached normal number, which is not in this memory. The layout of the memory is verified.
+    if not now[3] and not state[3] and _NUMPY[0] == _numpy_memory(now):
+        ctypes.memmove(address, memory, _BYTES)
+    else:
+        np.random.set_state(state)
+    _NUMPY[:] = [memory, state]
+
+
+def _numpy_address() -> Any:
+    """Return the address of the state of numpy's generator; None if its layout is not known."""
+    import numpy as np
+
+    generator: Any = np.random.mtrand._rand._bit_generator  # type: ignore[attr-defined]
+    return generator.ctypes.state_address if type(generator) is np.random.MT19937 else None
+
+
+def _numpy_memory(state: Any) -> bytes:
+    return state[1].tobytes() + struct.pack("i", state[2])  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ class OwnDraws(Iterator[Any]):
     """
 
     def __init__(self, source: Iterable[Any], state: RandomState | None = None) -> None:
+        self._elsewhere = bool(getattr(source, "num_workers", 0))  # loader processes draw, by a seed
         seed = int(torch.randint(2**32, (), dtype=torch.int64)) if state is None else 0
         with random_kept():
             if state is None:
@@ -45,6 +46,8 @@ class OwnDraws(Iterator[Any]):
             self.drawn = Drawn(RandomState())
 
     def __next__(self) -> Any:
+        if self._elsewhere:
+            return next(self._batches)
         with random_kept():
             self.drawn.state.restore()
             try:

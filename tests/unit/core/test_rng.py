@@ -72,6 +72,31 @@ def test_a_snapshot_is_never_an_earlier_one(draw: Callable[[], Any]) -> None:
         draw()
 
 
+@pytest.mark.parametrize(
+    "draw",
+    [
+        drawn, lambda: [], lambda: [np.random.rand()], lambda: [np.random.normal()], lambda: [random.gauss(0, 1)],
+        lambda: [random.random()], lambda: torch.rand(1).tolist(),
+    ],
+)  # fmt: skip
+def test_two_streams_of_numbers_that_take_turns_are_those_of_each_alone(draw: Callable[[], list[Any]]) -> None:
+    def alone(seed: int) -> list[Any]:
+        seed_everything(seed)
+        return [draw() for _ in range(6)]
+
+    wanted = [alone(1), alone(2)]
+    states, found = [], list[list[Any]]()
+    for seed in (1, 2):
+        seed_everything(seed)
+        states.append(RandomState())
+        found.append([])
+    for turn in range(12):
+        states[turn % 2].restore()
+        found[turn % 2].append(draw())
+        states[turn % 2] = RandomState()
+    assert found == wanted
+
+
 def test_numbers_are_kept_where_an_error_ends_the_block() -> None:
     after = RandomState()
     with contextlib.suppress(KeyError), random_kept():
