@@ -21,10 +21,10 @@ class Drawn:
 
 @final
 class OwnDraws(Iterator[Any]):
-    """Iterator of a source that draws from random states of its own.
+    """Iterator of a source, with random states apart from the global generators.
 
-    A batch that is read ahead, or read again by a resumed run, then has the same random numbers, whatever the training
-    has drawn meanwhile. The states begin with a seed from torch's global generator.
+    A batch that is read ahead, or again by a resumed run, has the same random numbers for any draws of the training
+    between batches. A seed from torch's global generator begins the states.
 
     Args:
         source: iterable of batches.

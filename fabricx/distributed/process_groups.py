@@ -45,10 +45,12 @@ def open_main(backend: str, store: dist.Store, rank: int, size: int, timeout: ti
 
 
 def state_rank(rank: int, size: int) -> None:
-    """Let `torch.distributed` have a rank in a process that is none, unless it has one; its collectives are errors.
+    """Give `torch.distributed` the rank of the parent in a loader process without a process group.
+
+    Collectives raise an error there.
 
     Args:
-        rank, size: number and number of processes that it states.
+        rank, size: rank of the parent, and number of ranks.
     """
     if not dist.is_initialized():  # a fork of a rank has the group of its parent
         dist.Backend.register_backend("rank_only", _without_backend, devices=["cpu"])
