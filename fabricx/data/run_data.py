@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -75,6 +76,7 @@ class RunData:
         several_loaders: there are several evaluation loaders.
         val_every: batches, or steps, between two validations; infinity for ends of epochs only.
         own_generators: random generators of the module and the data, by path.
+        created_in: epochs in which the training loader and the evaluation loaders were created.
     """
 
     def __init__(
@@ -93,7 +95,7 @@ class RunData:
         self.several_loaders = False
         self.val_every = float("inf")
         self.own_generators: dict[str, Any] = {}
-        self._evaluation_since = 0  # epoch in which the validation loaders were created
+        self.created_in = [state.epoch, state.epoch]  # epochs in which training and evaluation loaders were created
 
     @property
     def train_feed(self) -> Feed:
@@ -122,8 +124,7 @@ class RunData:
         """
         fits = self.stage == "fit"
         if fits:
-            loader = self._passed[0] if self._passed[0] is not None else self._loader("train_dataloader")
-            self.train_dataloader = combined(loader)
+            self._create_training()
             self._make_train_feed(world)
         self._load_evaluation(world)
         if fits:
@@ -146,7 +147,7 @@ class RunData:
     def _load_evaluation(self, world: World) -> None:
         """Build the feeds of the evaluation loaders."""
         options, fits, word = self._options, self.stage == "fit", _SOURCES[self.stage]
-        self._evaluation_since = self._state.epoch
+        self.created_in[1] = self._state.epoch
         source = self._passed[1] if self._passed[1] is not None else self._loader(f"{word}_dataloader")
         limit = _limit(getattr(options, f"limit_{word}_batches"))
         has_step = not fits or callable(getattr(self._module, "validation_step", None))
@@ -163,35 +164,70 @@ class RunData:
         Args:
             world: the ranks.
         """
-        every = self._options.reload_dataloaders_every_n_epochs
-        due = every and self._state.epoch - self._evaluation_since >= every
-        if due and self._passed[1] is None:
+        if self._passed[1] is None and self._outdated(self.created_in[1]):
             self._load_evaluation(world)
             self.set_validation_interval()
 
     def reload(self, world: World) -> None:
-        """Build the training feed from a new loader of the data module or the module; a loader of the call is kept.
+        """Create the training loader again at the begin of an epoch, if `reload_dataloaders_every_n_epochs` is due.
 
         Args:
             world: the ranks.
         """
-        if self._passed[0] is None:
-            self.train_dataloader = combined(self._loader("train_dataloader"))
+        if self._passed[0] is None and not self._state.batch and self._outdated(self.created_in[0]):
+            self._create_training()
             self._make_train_feed(world)
             self.set_validation_interval()
 
-    def rebuild(self, world: World) -> None:
-        """Build all feeds of a fit again, after a checkpoint has restored the seed of the data order.
+    def _outdated(self, created_in: int) -> bool:
+        every = self._options.reload_dataloaders_every_n_epochs
+        return every > 0 and self._state.epoch - created_in >= every
+
+    def _create_training(self) -> None:
+        loader = self._passed[0] if self._passed[0] is not None else self._loader("train_dataloader")
+        self.train_dataloader = combined(loader)
+        self.created_in[0] = self._state.epoch
+
+    def rebuild(self, world: World, created_in: Sequence[int] | None = None) -> None:
+        """Build all feeds of a fit again, after a checkpoint has restored the position and the seed of the data order.
+
+        Loaders that an earlier run has created again during its training are created, as in the epoch in which that run
+        created them.
 
         Args:
             world: the ranks.
+            created_in: `created_in` of the earlier run; None if unknown.
         """
+        every, epoch = self._options.reload_dataloaders_every_n_epochs, self._state.epoch
+        if created_in is None:
+            created_in = [epoch - epoch % every] * 2 if every else self.created_in
+        training, evaluation = created_in
+        first = [feed.at_first for feed in self.feeds]
+        fresh = every > 0 and training != self.created_in[0] and self._passed[0] is None
+        if fresh:
+            with self._in_epoch(training):
+                self._create_training()
         self._make_train_feed(world)
-        self._evaluation_since = self._state.epoch
-        if self.val_feeds:
+        if not fresh:
+            self.train_feed.at_first = first[0]
+        if every and evaluation != self.created_in[1] and self._passed[1] is None:
+            with self._in_epoch(evaluation):
+                self._load_evaluation(world)
+        elif self.val_feeds:
             limit, loaders = _limit(self._options.limit_val_batches), _several(self.val_dataloaders)
             self.val_feeds = [self._evaluation_feed(world, loader, limit) for loader in loaders]
+            for feed, values in zip(self.val_feeds, first[1:], strict=True):
+                feed.at_first = values
         self.set_validation_interval()
+
+    @contextlib.contextmanager
+    def _in_epoch(self, epoch: int) -> Iterator[None]:
+        """Context in which methods that create loaders read the number of an earlier epoch."""
+        now, self._state.epoch = self._state.epoch, epoch
+        try:
+            yield
+        finally:
+            self._state.epoch = now
 
     def sanity_feeds(self, world: World) -> list[Feed]:
         """Return the validation feeds, limited to the batches of the sanity check.

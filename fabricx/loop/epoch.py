@@ -58,9 +58,7 @@ def _reset_logs_and_loaders(session: Session) -> None:
     if not session.state.batch:
         session.metrics.logbook.batches = 0
     session.metrics.published.open = True
-    every, epoch = session.options.reload_dataloaders_every_n_epochs, session.state.epoch
-    if every and epoch and epoch % every == 0:
-        session.data.reload(session.world)
+    session.data.reload(session.world)
 
 
 def end_epoch(session: Session) -> None:

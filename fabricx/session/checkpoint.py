@@ -184,10 +184,12 @@ def restore_run(session: Session, state: dict[str, Any], *, rank: int | None) ->
     session.metrics.published.metrics.update(state["metrics"])
     session.precision.load_state_dict(state["precision"])
     session.state.load_state_dict(state["state"])
-    at_first = [feed.at_first for feed in session.data.feeds]
-    session.data.rebuild(session.world)
-    for feed, first in zip(session.data.feeds, at_first, strict=False):
-        feed.at_first = first
+    if session.datamodule is not None and state["datamodule"]:  # before it creates loaders
+        session.datamodule.load_state_dict(state["datamodule"])
+    several = session.data.several_loaders
+    session.data.rebuild(session.world, state.get("created_in"))
+    if several != session.data.several_loaders:  # steps receive the index of the loader
+        session.wrap_steps(fits=True)
     if (
         session.world.axis("data").size == 1 or session.options.use_distributed_sampler
     ):  # otherwise each rank has an order of its own
@@ -228,8 +230,6 @@ def restore_run(session: Session, state: dict[str, Any], *, rank: int | None) ->
     for key, callback in known.items():
         if key in state["callbacks"]:
             callback.load_state_dict(state["callbacks"][key])
-    if session.datamodule is not None and state["datamodule"]:
-        session.datamodule.load_state_dict(state["datamodule"])
     index = session.world.axis("data").rank if rank is None else rank
     if index < len(state["ranks"]):
         RandomState.of(state["ranks"][index]["random"]).restore()

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import fabricx as fx
+from fabricx.callbacks import ModelCheckpoint
 from fabricx.testing import QUIET, TinyModule, tiny_data, tiny_loader
 from tests.unit.trainer.counting import Counts, fitted
 
@@ -83,6 +84,80 @@ def test_loaders_are_asked_for_anew_each_so_many_epochs(every: int, asked: int) 
     module = _Reloads()
     fx.Trainer(max_epochs=4, reload_dataloaders_every_n_epochs=every, **QUIET).fit(module)
     assert module.asked == asked
+
+
+class Grows(IterableDataset[Any]):
+    """A stream in an order of its own in each epoch, and of another length.
+
+    Args:
+        epoch: epoch in which the loader was created.
+    """
+
+    def __init__(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        data = [*tiny_data(8 + 2 * self.epoch)]
+        return iter([data[place] for place in torch.randperm(len(data)).tolist()])
+
+
+class Curriculum(fx.DataModule):
+    """Creates loaders that depend on the epoch, and on a state of its own.
+
+    Args:
+        kind: "stream" or "shuffled".
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.level = kind, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"level": self.level}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.level = state_dict["level"]
+
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        epoch = self.trainer.current_epoch
+        if self.kind == "stream":
+            return DataLoader(Grows(epoch), batch_size=4)
+        return tiny_loader(8 + 2 * epoch + self.level, 4, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        assert self.trainer is not None
+        several = [tiny_loader(4 + self.trainer.current_epoch, 4)]
+        return several if self.trainer.current_epoch < 2 else several * 2
+
+
+class Follows(TinyModule):
+    def on_train_epoch_end(self) -> None:
+        assert self.trainer is not None
+        self.trainer.datamodule.level = (self.current_epoch + 1) // 2  # changes where loaders are created
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("kind", ["stream", "shuffled"])
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_resumed_run_has_the_loaders_that_were_created_during_the_run(
+    kind: str, every: int, quiet: dict[str, Any], tmp_path: Path
+) -> None:
+    def train(folder: Path, ckpt: Path | None = None) -> tuple[list[float], dict[str, float], int]:
+        fx.seed_everything(3)
+        module, saves = Follows(), ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        options = {**quiet, "max_epochs": 4, "reload_dataloaders_every_n_epochs": every, "enable_checkpointing": True}
+        trainer = fx.Trainer(callbacks=[saves], **options)
+        trainer.fit(module, datamodule=Curriculum(kind), ckpt_path=ckpt)
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        return [weight for p in module.parameters() for weight in p.flatten().tolist()], metrics, trainer.global_step
+
+    whole = train(tmp_path / "whole")
+    assert any("dataloader_idx" in name for name in whole[1])
+    for step in range(1, whole[2]):
+        assert train(tmp_path / "resumed", tmp_path / "whole" / f"step={step}.ckpt") == whole, step
 
 
 @pytest.mark.parametrize(
