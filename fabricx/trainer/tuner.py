@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, final
 
 import torch
 from torch.utils._pytree import tree_flatten
+from torch.utils.data import Sampler
 
 from fabricx.core.datamodule import DataModule
 from fabricx.core.rng import random_kept
@@ -349,10 +350,22 @@ def _no_callbacks() -> list[Callback]:
 
 @contextlib.contextmanager
 def _as_before(model: Module, loaders: Any, datamodule: DataModule | None) -> Iterator[None]:
-    """Restore random states, samplers and data sets after a trial."""
+    """Restore random states, samplers, positions of loaders, and data sets after a trial.
+
+    Raises:
+        ValueError: a loader can be read only once.
+    """
     flat = loaders.flattened if isinstance(loaders, CombinedLoader) else tree_flatten(loaders)[0]
-    samplers = [sampler for loader in flat for sampler in _samplers(loader)]
+    kept = [*flat, *(vars(datamodule).values() if datamodule is not None else ())]
+    samplers = [sampler for loader in kept for sampler in _samplers(loader)]
     values = [sampler_values(sampler) for sampler in samplers]
+    positions = [(loader, copy.deepcopy(loader.state_dict())) for loader in kept if _has_position(loader)]
+    for loader in flat:
+        if isinstance(loader, Iterator) and not _has_position(loader):
+            raise ValueError(
+                f"a trial would read batches of the {type(loader).__name__}, which can be read only once: pass a "
+                "DataLoader, a list, or an object whose __iter__ restarts"
+            )
     generators = find_generators(flat, "data") | find_generators(datamodule, "datamodule")
     states = states_of_generators(generators)
     trainer = None if datamodule is None else datamodule.trainer
@@ -363,10 +376,20 @@ def _as_before(model: Module, loaders: Any, datamodule: DataModule | None) -> It
         for sampler, value in zip(samplers, values, strict=True):
             put_back_sampler(sampler, value)
         set_generators(generators, states)
+        for loader, position in positions:
+            loader.load_state_dict(position)
         if datamodule is not None:
             datamodule.trainer = trainer
 
 
 def _samplers(loader: Any) -> list[Any]:
+    if isinstance(loader, Sampler):  # an attribute of a data module
+        return [loader]
     parts = [getattr(loader, name, None) for name in ("sampler", "batch_sampler")]
     return [part for part in parts if part is not None]
+
+
+def _has_position(loader: Any) -> bool:
+    """Return whether a loader saves and restores its position."""
+    names = ("__iter__", "state_dict", "load_state_dict")
+    return not isinstance(loader, type) and all(hasattr(loader, name) for name in names)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 import fabricx as fx
 from fabricx.callbacks import BatchSizeFinder, EarlyStopping, LearningRateFinder
@@ -88,6 +89,66 @@ def test_wrong_arguments_are_refused_before_a_trial(quiet: dict[str, Any]) -> No
     apart = fx.Tuner(fx.Trainer(strategy="async_sgd", devices=2, **quiet))
     with pytest.raises(ValueError, match="under AsyncSGD ranks work at their own pace"):
         apart.lr_find(Tuned(), tiny_loader())
+
+
+class Positioned:
+    """A loader that continues at its position."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < 6:
+            self.at += 1
+            yield [tensor + self.at for tensor in tiny_data(2).tensors]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Turns(Sampler[int]):
+    """Another order in each epoch."""
+
+    def __init__(self) -> None:
+        self.epochs = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.epochs += 1
+        return iter([(place + self.epochs) % 8 for place in range(8)])
+
+    def __len__(self) -> int:
+        return 8
+
+
+class Kept(fx.DataModule):
+    """Keeps a loader, or the sampler of its loaders, from before the runs."""
+
+    def __init__(self, kept: Any) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def train_dataloader(self) -> Any:
+        return self.kept if isinstance(self.kept, Positioned) else DataLoader(tiny_data(8), sampler=self.kept)
+
+
+@pytest.mark.parametrize("owner", [lambda kept: kept, Kept], ids=["loader", "data module"])
+@pytest.mark.parametrize("kind", [Positioned, Turns])
+def test_a_search_leaves_loaders_at_their_position(owner: Any, kind: Any, quiet: dict[str, Any]) -> None:
+    trainer, kept = fx.Trainer(**quiet), kind()
+    data = owner(kept if owner is Kept or kind is Positioned else DataLoader(tiny_data(8), sampler=kept))
+    fx.Tuner(trainer).lr_find(TinyModule(), data, num_training=3, update_attr=False)
+    assert vars(kept) == vars(kind())
+
+
+def test_a_search_refuses_data_that_can_be_read_only_once(quiet: dict[str, Any]) -> None:
+    batches = iter([*tiny_loader()])
+    with pytest.raises(ValueError, match="can be read only once: pass a DataLoader"):
+        fx.Tuner(fx.Trainer(**quiet)).lr_find(TinyModule(), batches, num_training=3, update_attr=False)
+    assert len([*batches]) == 4
 
 
 @pytest.mark.parametrize(("mode", "size"), [("power", 8), ("binsearch", 11)])
