@@ -70,7 +70,7 @@ def _backward(
     if not isinstance(outputs, Tensor) and isinstance(outputs, Mapping) and "loss" in outputs:
         loss = outputs["loss"]
     if loss is None:
-        if batch is not None:
+        if batch is not None and not session.overridden.manual_steps:
             session.warn_once(
                 "no loss",
                 f"training_step returned no loss for a batch (step {session.state.step}), so the batch is skipped: it "

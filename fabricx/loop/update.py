@@ -60,6 +60,13 @@ def update(session: Session, micro: Microbatch, batch: Any) -> None:
         else:
             session.precision.step(optimizer, session.strategy.optimizer_step)
     session.precision.updated()
+    if session.overridden.manual_steps:
+        _count_early_steps(session)
+        session.warn_once(
+            "early steps",
+            "training_step steps an optimizer itself and returns a loss, whose gradient makes a second step. A module "
+            "that makes all its steps itself needs self.automatic_optimization = False in __init__",
+        )
     _count_update(session)
     session.recorder.lap(Span.OPTIMIZER)
 
@@ -91,12 +98,47 @@ def step_optimizer(
             return step_optimizer(session, optimizer, closure)
     with session.gradients.weights_as_stored():
         session.fault_tolerance.begin_update()
+        if (
+            session.module.automatic_optimization
+            and session.batch.in_step
+            and not session.overridden.in_optimizer_step
+        ):
+            return _step_early(session, optimizer, closure)
         if session.module.automatic_optimization:
             session.overridden.own_steps += 1
             used = closure if id(optimizer) in session.overridden.closures else None
             session.precision.step(optimizer, session.strategy.optimizer_step, used)
             return None
         return manual_optimization.step(session, optimizer, closure)
+
+
+def _step_early(session: Session, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
+    """Step an optimizer for a `training_step` that steps it itself, although the module is optimised automatically."""
+    if session.world.size > 1 or session.serving.servers:
+        raise ValueError(
+            f"training_step calls the step of {type(optimizer).__name__} itself, and with several ranks automatic "
+            "optimization averages only the gradients of a returned loss: set self.automatic_optimization = False in "
+            "__init__, and compute the gradients with self.manual_backward(loss)"
+        )
+    losses: list[Any] = []
+
+    def prepare() -> None:
+        session.precision.unscale(optimizer)
+        _clip(session, optimizer, own_clipping=session.overridden.configure_gradient_clipping)
+
+    def computed() -> Any:
+        assert closure is not None
+        losses.append(closure())
+        prepare()
+        return losses[-1]
+
+    if closure is None:
+        prepare()
+    session.precision.step(optimizer, session.strategy.optimizer_step, None if closure is None else computed)
+    session.precision.updated()
+    steps = session.overridden.manual_steps
+    steps[id(optimizer)] = steps.get(id(optimizer), 0) + 1
+    return losses[0] if losses else None
 
 
 @contextlib.contextmanager
@@ -125,9 +167,20 @@ def skip_update(session: Session, micro: Microbatch) -> None:
         session.fault_tolerance.settle()
         session.fault_tolerance.before_update(micro)
         _count_update(session)
+    elif session.overridden.manual_steps:
+        _count_early_steps(session, besides=1)
+        _count_update(session)
     else:
         session.state.trained += 1
         count_without_update(session)
+
+
+def _count_early_steps(session: Session, *, besides: int = 0) -> None:
+    """Count the steps that `training_step` has made itself: those of the optimizer that stepped most often."""
+    steps = session.overridden.manual_steps
+    for _ in range(max(steps.values()) - besides):
+        session.state.step = session.strategy.after_update(session.state.step + 1)
+    steps.clear()
 
 
 def _count_update(session: Session) -> None:
@@ -184,13 +237,14 @@ def _step_with_closure(session: Session, micro: Microbatch, batch: Any, optimize
         return _global_loss(session, micro, loss.detach())
 
     gradients, overridden = session.gradients, session.overridden
-    overridden.own_steps = 0
+    overridden.own_steps, overridden.in_optimizer_step = 0, True
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(gradients.hooks_see_gradients())
         stack.enter_context(gradients.hooks_see_weights("optimizer_step"))
         stack.enter_context(session.checks.unchanged_in_step())
         session.module.optimizer_step(session.state.epoch, micro.index, session.handle_of(optimizer), closure)
+    overridden.in_optimizer_step = False
     if overridden.own_steps != 1 and session.serving.weight_pulls is not None:
         raise ValueError(
             f"optimizer_step calls the step of {type(optimizer).__name__} {overridden.own_steps} times for this batch, "

@@ -133,7 +133,8 @@ class Overridden:
         metrics_each_step: whether a schedule reads a metric after each weight update.
         ckpt_path: checkpoint that the run loads; None without a checkpoint.
         lazy: the module has parameters whose first forward determines their shape.
-        manual_steps: steps of each optimizer (by id) in the current batch of manual optimization.
+        manual_steps: steps of each optimizer (by id) that `training_step` has made itself in the current batch.
+        in_optimizer_step: the module's `optimizer_step` is running.
         own_steps: steps of the optimizer in the present call of the module's `optimizer_step`.
         undo: functions that remove the hooks on the optimizers when the run ends.
     """
@@ -148,5 +149,6 @@ class Overridden:
     ckpt_path: Path | None = None
     lazy: bool = False
     manual_steps: dict[int, int] = field(default_factory=dict)
+    in_optimizer_step: bool = False
     own_steps: int = 0
     undo: list[Callable[[], None]] = field(default_factory=list)

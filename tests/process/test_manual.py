@@ -336,3 +336,25 @@ def test_gradients_with_a_graph_are_refused_where_they_are_averaged(strategy: An
     loader = DataLoader(TensorDataset(torch.randn(8, 6).double(), torch.randn(8, 1).double()), 4)
     with pytest.raises(WorkerFailed, match=r"create_graph=True\) on 2 ranks.*or use devices=1"):
         fx.Trainer(max_steps=1, devices=2, strategy=strategy(), **QUIET).fit(SecondOrder("keep_graph"), loader)
+
+
+class StepsItself(fx.Module):
+    """Steps its optimizer with gradients of `loss.backward()`, and is optimised automatically."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 1).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        mse(self.layer(batch[0]), batch[1]).backward()
+        optimizer: Any = self.optimizers()
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def test_steps_without_manual_optimization_are_refused_on_several_ranks():
+    loader = DataLoader(TensorDataset(torch.randn(8, 6).double(), torch.randn(8, 1).double()), 4)
+    with pytest.raises(WorkerFailed, match=r"calls the step of SGD itself.*self\.automatic_optimization = False"):
+        fx.Trainer(max_steps=1, devices=2, **QUIET).fit(StepsItself(), loader)

@@ -73,3 +73,51 @@ def test_clipping_is_that_of_torch(algorithm: str) -> None:
     for found, wanted in zip(sees.clipped, plain.parameters(), strict=True):
         assert wanted.grad is not None
         assert torch.equal(found, wanted.grad)
+
+
+class _StepsItself(TinyModule):
+    """Steps its optimizer in `training_step`, although `automatic_optimization` is True."""
+
+    def __init__(self, *, returns: bool = False) -> None:
+        super().__init__()
+        self.returns = returns
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        loss.backward(retain_graph=self.returns)
+        optimizer = self.optimizers()
+        optimizer.step()
+        optimizer.zero_grad()
+        self.log("own", loss)
+        return loss if self.returns else None
+
+
+class _Unnamed(_StepsItself):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("clip", [None, 0.01])
+def test_steps_that_training_step_makes_itself_are_weight_updates(clip: float | None, quiet: dict[str, Any], tmp_path):
+    options: dict[str, Any] = {**quiet, "max_epochs": 2, "gradient_clip_val": clip}
+    saver = fx.callbacks.ModelCheckpoint(tmp_path, monitor="own")
+    module = _StepsItself()
+    trainer = fx.Trainer(**{**options, "enable_checkpointing": True, "callbacks": [saver]})
+    trainer.fit(module, tiny_loader(8, 4))  # warnings are errors
+    assert (trainer.global_step, "own" in trainer.callback_metrics) == (4, True)
+    assert saver.best_model_path
+    wanted: TinyModule = _Unnamed() if clip is None else TinyModule()  # clipping belongs to automatic optimization
+    fx.Trainer(**options).fit(wanted, tiny_loader(8, 4))
+    for found, parameter in zip(module.parameters(), wanted.parameters(), strict=True):
+        torch.testing.assert_close(found, parameter, rtol=0, atol=0)  # the same operations in the same order
+
+
+def test_a_loss_that_is_returned_after_a_step_of_training_step_is_a_warning(quiet: dict[str, Any]):
+    trainer = fx.Trainer(max_epochs=1, **quiet)
+    with pytest.warns(UserWarning, match="makes a second step"):
+        trainer.fit(_StepsItself(returns=True), tiny_loader(8, 4))
+    assert trainer.global_step == 4
