@@ -154,31 +154,26 @@ def single_strategy(**arguments: Any) -> Any:
 class _OfLightning(type):
     """Class of Lightning's names of strategies: a call returns a strategy of fabricx, and `isinstance` finds it.
 
-    Args:
-        name: name of the class.
-        bases: none.
-        namespace: has `names`, which are those of the strategies in fabricx, and `make`.
-
-    Raises:
-        TypeError: a class derives from such a name.
+    Each has `names`, which are those of the strategies in fabricx, and `make`. A class may derive from such a name, so
+    that a package with strategies for other devices can be imported; fabricx would not call its methods, and a call of
+    it is an error.
     """
 
     names: tuple[str, ...]
     make: Callable[..., Any]
 
-    def __new__(cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> _OfLightning:
-        if bases:
+    def __call__(cls, *arguments: Any, **options: Any) -> Any:
+        if cls.__bases__ != (object,):
             raise TypeError(
-                f"class {name}({bases[0].__name__}): strategies of Lightning are names of those of fabricx; pass the "
-                "arguments to the strategy, or derive from fabricx.Strategy (docs/extending.md)"
+                f"class {cls.__name__}({cls.__bases__[0].__name__}): strategies of Lightning are names of those of "
+                "fabricx; pass the arguments to the strategy, or derive from fabricx.Strategy (docs/extending.md)"
             )
-        return super().__new__(cls, name, bases, namespace)
-
-    def __call__(cls, **arguments: Any) -> Any:
-        return cls.make(**arguments)
+        return cls.make(*arguments, **options)
 
     def __instancecheck__(cls, strategy: Any) -> bool:
-        return any(isinstance(strategy, plugins.find("strategies", name)) for name in cls.names)
+        return cls.__bases__ == (object,) and any(
+            isinstance(strategy, plugins.find("strategies", name)) for name in cls.names
+        )
 
 
 class _Parallel(_OfLightning):

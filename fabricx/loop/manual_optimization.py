@@ -41,7 +41,7 @@ def check_options(session: Session) -> None:
             "divide the loss by the number of batches, and call optimizer.step() and optimizer.zero_grad() after these",
         ),
         f"gradient_clip_val={session.options.gradient_clip_val}": (
-            session.options.gradient_clip_val is not None,
+            bool(session.options.gradient_clip_val),  # 0 clips nothing
             "call self.clip_gradients(optimizer, limit, algorithm) before optimizer.step()",
         ),
         "batch_weight": (

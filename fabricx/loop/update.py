@@ -98,11 +98,7 @@ def step_optimizer(
             return step_optimizer(session, optimizer, closure)
     with session.gradients.weights_as_stored():
         session.fault_tolerance.begin_update()
-        if (
-            session.module.automatic_optimization
-            and session.batch.in_step
-            and not session.overridden.in_optimizer_step
-        ):
+        if session.module.automatic_optimization and session.batch.in_step and not session.overridden.in_optimizer_step:
             return _step_early(session, optimizer, closure)
         if session.module.automatic_optimization:
             session.overridden.own_steps += 1

@@ -314,7 +314,8 @@ class Logbook:
                     continue
                 if cached is None:
                     computed = computed_alone(metric) if self._alone else computed_together(metric)
-                    values[name] = as_single(name, computed)
+                    if computed is not None:
+                        values[name] = as_single(name, computed)
                 else:
                     updated, weight = self.updated.get(name, (-1, 0))
                     value = torch.as_tensor(cached)
@@ -346,7 +347,9 @@ class Logbook:
         values = metrics.joined(metrics.due(epoch=True), epoch=True, batches=self._had)
         for name, (metric, series) in metrics.objects.items():
             if series.on_epoch:
-                values[name] = as_single(name, computed_together(metric))
+                computed = computed_together(metric)
+                if computed is not None:  # a metric without an update may have no value
+                    values[name] = as_single(name, computed)
                 metrics.computed.append(metric)
         metrics.forget_epoch()
         if ended:

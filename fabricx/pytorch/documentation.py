@@ -50,6 +50,8 @@ _DIFFERS: Final[Mapping[str, str]] = {
     'ckpt_path="last"': "the newest checkpoint, also without `save_last=True`",
     "validate, test and predict without a model": "without a checkpoint the weights of the fit; in Lightning an error",
     "ModelCheckpoint(save_last=True)": "saves at each time, in Lightning 2.6 only if one of the best is saved",
+    "ModelCheckpoint(filename=)": "a number without a format has 6 digits; a metric that is absent is `nan`, not 0",
+    "AcceleratorRegistry, StrategyRegistry": "keep the classes of packages; the Trainer does not select from them",
     "ModelSummary": "has no FLOPs; the size includes buffers; sizes of inputs and outputs need a single device",
     "self.log(sync_dist=)": "True by default: over the samples of all ranks; False logs the main rank's value",
     "self.log(enable_graph=, metric_attribute=)": "accepted, without an effect",

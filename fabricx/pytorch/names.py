@@ -263,6 +263,7 @@ TREE: Final[Mapping[str, Names]] = {
                 for name in ("DDPStrategy", "FSDPStrategy", "ParallelStrategy", "SingleDeviceStrategy")
             },
             "Strategy": "fabricx:Strategy",
+            "StrategyRegistry": "fabricx.lightning.registries:StrategyRegistry",
         },
         absent={
             "DeepSpeedStrategy": _SHARDED,
@@ -273,7 +274,6 @@ TREE: Final[Mapping[str, Names]] = {
             "DDPShardedStrategy": _SHARDED,
             "DDPFullyShardedNativeStrategy": _SHARDED,
             "DataParallelStrategy": 'set strategy="ddp"',
-            "StrategyRegistry": "an entry point of the group fabricx.strategies registers a strategy",
         },
         paths="ddp deepspeed fsdp model_parallel parallel single_device strategy",
     ),
@@ -314,11 +314,11 @@ TREE: Final[Mapping[str, Names]] = {
         names={
             name: f"{_FUNCTIONS}:{name}"
             for name in ("Accelerator", "CPUAccelerator", "CUDAAccelerator", "MPSAccelerator")
-        },
+        }
+        | {"AcceleratorRegistry": "fabricx.lightning.registries:AcceleratorRegistry"},
         absent={
             "XLAAccelerator": "fabricx has no TPUs",
             "find_usable_cuda_devices": "set Trainer(devices=2)",
-            "AcceleratorRegistry": 'set Trainer(accelerator="cpu"), "cuda" or "mps"',
         },
         paths="accelerator cpu cuda mps",
     ),

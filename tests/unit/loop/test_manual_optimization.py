@@ -73,3 +73,17 @@ def test_hooks_before_a_step_see_the_gradient_that_its_closure_computes(quiet: d
     assert [type(call) for call in computed] == [str, float] * (len(computed) // 2)  # each gradient is seen, once
     assert len({call for call in computed if isinstance(call, float)}) > 1
     assert trainer.global_step == 1
+
+
+def test_a_clipping_limit_of_zero_clips_nothing(quiet: dict[str, Any]) -> None:
+    class Manual(TinyModule):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.optimizers().zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            self.optimizers().step()
+
+    trainer = fx.Trainer(max_epochs=1, gradient_clip_val=0, **quiet)
+    trainer.fit(Manual(), tiny_loader(8, 4))
+    assert trainer.global_step == 2

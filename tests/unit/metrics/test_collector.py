@@ -181,3 +181,32 @@ def test_a_metric_object_made_anew_in_each_batch_is_refused_for_the_value_of_an_
     log(steps, first, on_step=True, on_epoch=False)
     log(steps, second, on_step=True, on_epoch=False)  # each is the value of its own step
     assert float(steps.step_values(1)["x"]) == 3.0
+
+
+class _Unknown(torchmetrics.Metric):
+    """Has a value only after an update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
+
+    def update(self, value: torch.Tensor) -> None:
+        self.total += value
+
+    def compute(self) -> torch.Tensor | None:
+        return self.total if self.total else None
+
+
+def test_a_metric_object_without_a_value_is_left_out(quiet: dict[str, Any]) -> None:
+    class Mine(TinyModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.some, self.none = _Unknown(), _Unknown()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.some.update(torch.tensor(2.0))
+            self.none.update(torch.tensor(0.0))
+            self.log_dict({"some": self.some, "none": self.none})
+
+    [found] = fx.Trainer(**quiet).validate(Mine(), tiny_loader(8, 4), verbose=False)
+    assert found == {"some": 4.0}
