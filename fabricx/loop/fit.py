@@ -172,6 +172,7 @@ def train_batches(session: Session) -> bool:
         if end_batch(session, micro):
             return micro.last
     check_any_batch(session)
+    session.state.last = True  # also of an epoch with fewer batches than its length
     return True
 
 

@@ -178,6 +178,8 @@ def validation_due(session: Session, micro: Microbatch) -> bool:
     done: float = micro.index + 1
     if micro.meets and not micro.last:  # this may be in the middle of a batch of each rank
         done = micro.done / _leases_per_batch(session)
+    elif micro.meets and micro.start is None:  # streams: each rank has trained another number of batches
+        done = session.data.batches.training
     return (done + _batches_before(session)) % every == 0 and _epoch_validates(session)
 
 
@@ -209,7 +211,10 @@ def _leases_per_batch(session: Session) -> float:
 
 
 def validation_due_at_end(session: Session, complete: bool) -> bool:
-    """Return whether a validation follows the end of an epoch: of unknown length, or where a hook has stopped the run.
+    """Return whether a validation follows the end of an epoch.
+
+    That is an epoch of unknown length, an epoch with fewer batches than its length, or the point at which a hook has
+    stopped the run.
 
     Args:
         session: session at the end of the epoch.
@@ -218,8 +223,8 @@ def validation_due_at_end(session: Session, complete: bool) -> bool:
     stopped = session.stop.agreed and not session.stop.interrupted and session.state.batch and not complete
     if stopped and not session.state.validated and session.options.val_check_interval is not None:
         return _epoch_validates(session)
-    at_end = session.data.val_every == float("inf") and session.options.val_check_interval == 1.0
-    return complete and at_end and _epoch_validates(session)
+    early = session.state.last and session.state.batch < session.data.val_every and not session.state.validated
+    return complete and early and session.options.val_check_interval == 1.0 and _epoch_validates(session)
 
 
 def validation_due_of_end(session: Session, trained: int, before: int | float) -> bool:

@@ -398,6 +398,32 @@ def test_streams_of_different_lengths_are_read_to_their_ends() -> None:
         fx.Trainer(devices=2, strategy=ParameterServer(mode="bounded"), max_epochs=1, **QUIET).fit(module, Stream())
 
 
+class SizedStream(Stream):
+    def __len__(self) -> int:
+        return 4 + 3 * dist.get_rank()
+
+
+class Validates(Recorded):
+    """Notes the updates before each validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated: list[int] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated.append(self.trainer.global_step)
+
+
+@pytest.mark.parametrize(
+    "strategy", [AsyncSGD(), ParameterServer(mode="bounded", apply="arrival")], ids=["async_sgd", "bounded"]
+)
+def test_streams_with_different_lengths_are_validated_at_their_ends_by_all_ranks(strategy: fx.Strategy) -> None:
+    module = Validates()
+    trainer = fx.Trainer(devices=2, strategy=strategy, max_epochs=2, num_sanity_val_steps=0, **QUIET)
+    trainer.fit(module, SizedStream(), [[torch.ones(2, 6), torch.ones(2, 1), torch.tensor([0])]])
+    assert module.validated == [11, 22]
+
+
 class Meddles(Recorded):
     """Has weights of its own for a moment, where all meet, another on each rank."""
 

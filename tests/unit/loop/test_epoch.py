@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 import fabricx as fx
-from fabricx.testing import TinyModule, tiny_loader
+from fabricx.testing import TinyModule, tiny_data, tiny_loader
 
 
 class Notes(TinyModule):
@@ -67,6 +68,37 @@ def test_a_run_that_a_hook_stops_is_validated_once(
     stops_in: str, at: int, options: dict[str, Any], expected: list[Any], quiet: dict[str, Any]
 ) -> None:
     assert notes(quiet, stops_in, at, **options) == expected
+
+
+class Fewer(Sampler[int]):
+    """Yields fewer samples than its length."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __iter__(self) -> Any:
+        return iter(range(9))
+
+
+class FewerOfStream(IterableDataset[Any]):
+    def __len__(self) -> int:
+        return 16
+
+    def __iter__(self) -> Any:
+        return iter([*tiny_data(9)])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("options", "steps"), [({}, [3, 6]), ({"val_check_interval": 0.5}, [2, 5])])
+def test_an_epoch_with_fewer_batches_than_its_length_is_validated_at_its_end(
+    stream: bool, options: dict[str, Any], steps: list[int], quiet: dict[str, Any]
+) -> None:
+    module = Notes()
+    settings: dict[str, Any] = {**quiet, "num_sanity_val_steps": 0, "max_epochs": 2, **options}
+    data: Any = FewerOfStream() if stream else tiny_data(16)
+    loader: DataLoader[Any] = DataLoader(data, 4, sampler=None if stream else Fewer())
+    fx.Trainer(**settings).fit(module, loader, tiny_loader(4, 4))
+    assert [step for note, _, step in module.notes if note == "validates"] == steps
 
 
 def test_sums_of_an_epoch_that_was_stopped_and_validated_are_continued(quiet: dict[str, Any], tmp_path: Any) -> None:
