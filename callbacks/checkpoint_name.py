@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, final
 
 from fabricx.callbacks.checkpoint_files import Suffixes
 from fabricx.checkpoint.storage import as_path
+from fabricx.errors import did_you_mean
 
 _FIELD: Final = re.compile(r"\{([^{}:]+)(?::([^{}]*))?\}")
 
@@ -43,6 +45,20 @@ class CheckpointNames:
             metrics: values by name.
         """
         return self._format(self.template or f"{{epoch}}{self.join}{{step}}", metrics)
+
+    def warn_of_absent(self, metrics: Mapping[str, float]) -> None:
+        """Warn of a field of the template without a metric of its name, such as a misspelt name.
+
+        Args:
+            metrics: values by name.
+        """
+        for name in (field[1] for field in _FIELD.finditer(self.template or "")):
+            if name not in metrics:
+                warnings.warn(
+                    f"ModelCheckpoint(filename={self.template!r}): there is no metric {name!r} yet, which is nan in the "
+                    f"name of the file.{did_you_mean(name, metrics)}",
+                    stacklevel=2,
+                )
 
     def unranked(self, reason: str, metrics: Mapping[str, float]) -> str:
         """Return the name of a checkpoint that is saved for another reason than its metric.

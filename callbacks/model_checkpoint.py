@@ -324,8 +324,8 @@ class ModelCheckpoint(Callback, NameParts):
                 self._save_last_alone(trainer)
             return
         self.current_score = torch.tensor(score) if self.monitor is not None else None
-        name = self._names.ranked(metrics)
-        path = self._free_path(trainer, name, displaced)
+        self._names.warn_of_absent(metrics)
+        path = self._free_path(trainer, self._names.ranked(metrics), displaced)
         before = self._records.copy()
         # The checkpoint contains this callback's state, which must already list the new checkpoint.
         others = {other: value for other, value in self._records.models.items() if other != displaced}

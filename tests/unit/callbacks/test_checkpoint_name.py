@@ -1,10 +1,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+import fabricx as fx
+from fabricx.callbacks import ModelCheckpoint
 from fabricx.callbacks.checkpoint_name import CheckpointNames, format_name
+from fabricx.testing import TinyModule, tiny_loader
 
 METRICS = {"epoch": 3, "step": 40, "val_loss": 0.12345, "val/acc": 0.5}
 
@@ -44,3 +49,17 @@ def test_a_name_has_the_reason_unless_the_user_has_set_a_template() -> None:
     assert CheckpointNames("net").unranked("exception", METRICS) == "net"
     assert CheckpointNames(None, join="_", equals="-", insert=True).ranked(METRICS) == "epoch-3_step-40"
     assert CheckpointNames(None, last="{epoch}-last", insert=False).link(METRICS) == "3-last"
+
+
+class _Logs(TinyModule):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("train_loss", 1.0)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_misspelt_metric_in_a_name_is_a_warning(quiet: dict[str, Any], tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, filename="{epoch}-{train_los:.1f}")
+    trainer = fx.Trainer(max_epochs=1, **{**quiet, "enable_checkpointing": True, "callbacks": [saver]})
+    with pytest.warns(UserWarning, match=r"no metric 'train_los' yet.* Did you mean 'train_loss'\?"):
+        trainer.fit(_Logs(), tiny_loader(8, 4))
+    assert Path(saver.best_model_path).name == "epoch=0-train_los=nan.ckpt"
