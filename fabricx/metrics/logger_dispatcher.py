@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -53,14 +54,16 @@ class LoggerDispatcher:
         for number in range(len(self._loggers)):
             self._attempt(number, write)
 
-    def metrics(self, values: Mapping[str, float], step: int) -> None:
+    def metrics(self, values: Mapping[str, float], step: int, axis: float | None = None) -> None:
         """Write values that the module has logged.
 
         Args:
             values: values by name.
             step: number of the weight update.
+            axis: step of the rows of loggers, if the module has logged a value named "step".
         """
-        self.each(lambda logger: logger.log_metrics(values, step))
+        position = step if axis is None or not math.isfinite(axis) else int(axis)
+        self.each(lambda logger: logger.log_metrics(values, position))
         self._recorder.metrics(values, step)
 
     def measured(self, values: Mapping[str, float], step: int) -> None:

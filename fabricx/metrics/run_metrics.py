@@ -276,9 +276,11 @@ class RunMetrics:
         logbook = self.logbook
         wanted = {logbook.names(n, epoch=epoch): v for n, v in values.items() if logbook.series(n).to_logger}
         if wanted and self.loggers:
-            row = {"epoch": float(self._state.ended_epochs)}
-            row = {**{name: float(value) for name, value in wanted.items()}, **({} if "epoch" in wanted else row)}
-            self.loggers.metrics(row, self._state.step if step is None else step)
+            row = {name: float(value) for name, value in wanted.items()}
+            axis = row.pop("step", None)  # of the user, for the x axis of loggers
+            if axis is None:
+                row.setdefault("epoch", float(self._state.ended_epochs))
+            self.loggers.metrics(row, self._state.step if step is None else step, axis)
 
 
 def _measure(

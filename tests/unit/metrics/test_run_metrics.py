@@ -27,7 +27,7 @@ class Keeps(Logger):
 
 class Logs(TinyModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.log("step", float(self.global_step + 1), on_step=True, prog_bar=True)
+        self.log("count", float(self.global_step + 1), on_step=True, prog_bar=True)
         self.log("hidden", 1.0, logger=False)
         return super().training_step(batch, batch_idx)
 
@@ -49,7 +49,7 @@ def rows(quiet: dict[str, Any], name: str, **options: Any) -> list[tuple[int, fl
     ("every", "steps"), [(1, [1, 2, 3, 4, 5, 6]), (2, [2, 4, 6]), (4, [4]), (0, [])], ids=str
 )  # fmt: skip
 def test_loggers_have_a_row_each_so_many_updates(every: int, steps: list[int], quiet: dict[str, Any]) -> None:
-    assert rows(quiet, "step", max_epochs=1, log_every_n_steps=every) == [(step, float(step)) for step in steps]
+    assert rows(quiet, "count", max_epochs=1, log_every_n_steps=every) == [(step, float(step)) for step in steps]
 
 
 def test_the_sanity_check_is_in_no_row(quiet: dict[str, Any]) -> None:
@@ -71,11 +71,11 @@ def test_callbacks_read_the_newest_values_in_each_batch_and_the_bar_has_those_th
 
     class Reads(fx.Callback):
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            seen.append((float(trainer.callback_metrics["step"]), dict(trainer.progress_bar_metrics)))
+            seen.append((float(trainer.callback_metrics["count"]), dict(trainer.progress_bar_metrics)))
 
     fx.Trainer(max_steps=3, callbacks=[Reads()], **quiet).fit(Logs(), tiny_loader(24, 4))
     assert [value for value, _ in seen] == [1.0, 2.0, 3.0]
-    assert [bar["step"] for _, bar in seen] == [1.0, 2.0, 3.0]
+    assert [bar["count"] for _, bar in seen] == [1.0, 2.0, 3.0]
     assert all("hidden" not in bar for _, bar in seen)
 
 
@@ -207,3 +207,29 @@ def test_a_hook_at_the_end_of_an_epoch_that_runs_again_after_a_resume_reads_the_
     trainer = fx.Trainer(max_epochs=2, **quiet)
     trainer.fit(module, tiny_loader(12, 4), ckpt_path=tmp_path / "epoch0")
     assert module.seen == [("train", 1.0, 1.0), ("train", 11.0, 11.0)]  # and the object is reset after it
+
+
+class _Axis(TinyModule):
+    """Sets the step of rows: the number of samples of an update, and the epoch of a mean."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("step", 4.0 * self.global_step)
+        self.log("now", 1.0)
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.log_dict({"step": float(self.current_epoch), "mean": 2.0})
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", 3.0)
+
+
+def test_a_logged_value_named_step_is_the_step_of_its_row(quiet: dict[str, Any]) -> None:
+    keeps = Keeps()
+    trainer = fx.Trainer(**{**quiet, "logger": keeps, "max_epochs": 2, "log_every_n_steps": 1})
+    trainer.fit(_Axis(), tiny_loader(8, 4), tiny_loader(8, 4))
+    found = [(step, sorted(row)) for step, row in keeps.rows if "val" not in row]
+    update, epoch = ["loss", "now"], ["mean"]
+    assert found == [(0, update), (4, update), (0, epoch), (8, update), (12, update), (1, epoch)]
+    assert [step for step, row in keeps.rows if "val" in row] == [2, 4]  # without: the number of updates
+    assert "step" in trainer.callback_metrics
