@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ class Job:
         began_with: ranks with which the run of the checkpoint began, read before workers start: a worker that joins
             later may find that checkpoint deleted. None if each rank reads it.
         copied: each rank has a copy of the caller's objects, whose metric objects may have a state.
+        random: packed random states of the calling process; None if this process executes the job.
     """
 
     stage: str
@@ -47,6 +48,7 @@ class Job:
     flag: bool = True
     began_with: int | None = None
     copied: bool = False
+    random: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         for name, other in (("train", "evaluate"), ("evaluate", "train")):

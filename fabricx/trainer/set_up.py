@@ -194,7 +194,7 @@ def _build(trainer: TrainerInterface, job: Job, world: World) -> Session:
     shares = world.axis("data").size
     state.ranks = (ranks_that_began(job) if job.began_with is None else job.began_with) or state.ranks or shares
     state.shared_by = shares
-    _seed(state, world)
+    _seed(state, world, job.random)
     _backend_flags(trainer)
     trainer.attach(module, datamodule)
     trainer.callbacks = _with_module_callbacks(trainer.callbacks, module)
@@ -253,11 +253,20 @@ def _prepares(owner: Module | DataModule, world: World) -> bool:
     return world.local_rank == 0 if getattr(owner, "prepare_data_per_node", True) else world.main_rank
 
 
-def _seed(state: RunState, world: World) -> None:
-    """Share the seed of the data order with all ranks; seed other random generators by the share of the data."""
+def _seed(state: RunState, world: World, of_caller: Any) -> None:
+    """Share the seed of the data order with all ranks; seed other random generators by the share of the data.
+
+    Args:
+        state: position of the run.
+        world: the ranks.
+        of_caller: packed random states of the calling process; None if this process executes the script.
+    """
     state.seed, data = world.broadcast_object(state.seed), world.axis("data")
     if data.size > 1:
         seed_generators((state.seed + data.rank) % 2**32)
+    elif of_caller is not None:  # a single share of the data: workers draw what a single process would draw
+        seed_generators(state.seed % 2**32)  # also on devices
+        RandomState.unpacked(of_caller).restore()
     model = world.axis("model")
     if model.size > 1:  # ranks that compute a share together draw the same numbers
         RandomState.unpacked(model.broadcast_object(RandomState().packed())).restore()

@@ -15,6 +15,7 @@ from fabricx import by_value
 from fabricx.checkpoint import is_committed, read_manifest
 from fabricx.checkpoint.storage import as_path
 from fabricx.core.callback import recovery_policy_of
+from fabricx.core.rng import RandomState
 from fabricx.core.strategy_parts import HasServers, ModelParallel, ShardsWeights, as_part
 from fabricx.distributed.departure import await_departure
 from fabricx.distributed.world import OPERATION, World
@@ -73,7 +74,7 @@ def run_in_workers(
         provenance.write(trainer.run_dir, None)  # this process has the user's command line
     named = {"module": job.module, "trainer": trainer, "train_dataloaders": job.train, "dataloaders": job.evaluate,
              "datamodule": job.datamodule}  # fmt: skip
-    log.errors = []
+    log.errors, job.random = [], RandomState().packed()
     traces = any(callback.traces for callback in trainer.callbacks)
     records = None if aggregator is None else (aggregator.run_dir, traces)
     serve = functools.partial(process.serve, records=records, network=serving.link == "gloo")

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import fabricx as fx
 from fabricx.distributed import world as worlds
 from fabricx.distributed.world import World
-from fabricx.strategies import DDP, FSDP, LocalSGD, Mesh, Reproducible, Single
+from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, Mesh, Reproducible, Single
 from fabricx.testing import QUIET, LayeredModule, layered_data, run_ranks
 
 
@@ -122,3 +124,46 @@ def test_all_gather_has_each_sample_of_the_global_batch_once() -> None:
     ):  # fmt: skip
         found = contrast(strategy, ranks, 8 // shares)
         assert all(torch.allclose(found[name], w, rtol=0, atol=1e-12) for name, w in wanted.items()), strategy
+
+
+class Augmented(Dataset[Any]):
+    """Draws from each global generator."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, numbers = layered_data(12)[index]
+        return inputs + torch.randn_like(inputs) + random.random() + float(np.random.rand()), numbers
+
+
+class Drops(Noisy):
+    """Draws random numbers in evaluations, too."""
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("drawn", float(torch.rand(())) + random.random())
+
+
+def with_draws(strategy: Any, devices: int, seed: int) -> tuple[list[Any], float]:
+    fx.seed_everything(seed)
+    torch.rand(3), random.random(), np.random.rand()  # of the script, before the run
+    module = Drops()
+    for number, parameter in enumerate(module.parameters()):  # the same for each seed
+        nn.init.constant_(parameter, 0.1 + 0.01 * number)
+    trainer = fx.Trainer(devices=devices, strategy=strategy, max_epochs=2, **QUIET)
+    trainer.fit(module, DataLoader(Augmented(), 4, shuffle=True))
+    [tested] = trainer.test(module, DataLoader(layered_data(4), 4), verbose=False)
+    return [parameter.tolist() for parameter in module.parameters()], tested["drawn"]
+
+
+@pytest.mark.usefixtures("warm_ranks")
+def test_ranks_with_a_single_share_draw_the_random_numbers_of_one_process() -> None:
+    """Workers do not execute the script, and had the initial random states of their own processes."""
+    wanted, other = with_draws(Single(), 1, 3), with_draws(Single(), 1, 4)
+    assert wanted != other
+    for strategy, devices in ((Mesh(tensor=2), 2), (AsyncSGD(), 1)):
+        weights, _ = with_draws(strategy, devices, 3)
+        for found, weight in zip(weights, wanted[0], strict=True):
+            assert torch.allclose(torch.tensor(found), torch.tensor(weight), rtol=0, atol=1e-6)
+    first, second, third = (with_draws(Mesh(pipeline=2), 2, seed) for seed in (3, 3, 4))
+    assert first == second != third
