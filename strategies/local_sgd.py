@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, final
 
@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 
 from fabricx.checkpoint import tree
 from fabricx.core.gradient_checks import check_frozen
+from fabricx.core.placeholder import is_placeholder
 from fabricx.core.strategy import Strategy, Traits
-from fabricx.core.strategy_parts import Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep
+from fabricx.core.strategy_parts import Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, WrapsStep
 from fabricx.distributed.joint_statistics import JointStatistics
 from fabricx.distributed.optimizer_moments import average_moments
 from fabricx.distributed.world import World
@@ -71,7 +72,7 @@ class _Fragment:
 
 
 @final
-class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
+class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, WrapsStep):
     """Make local steps on each rank, and combine the weight differences of all ranks every `every` steps (a round).
 
     With a single step per round, plain gradient descent and averaging, results equal those of ddp. A validation within
@@ -156,17 +157,19 @@ class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
     def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
         super().setup(module)
         for tensor in (*module.parameters(), *module.buffers()):
-            self.data_ranks.broadcast(tensor.data)
+            if not is_placeholder(tensor):
+                self.data_ranks.broadcast(tensor.data)
         self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        if any(parameter.is_complex() for parameter in trained):
+        trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        if any(parameter.is_complex() for parameter in trained.values()):
             raise ValueError(
                 "local_sgd averages real numbers, and a parameter is complex; train torch.view_as_real of it, or use "
                 "strategy=ddp"
             )
         self._fragments = []
-        for number, part in enumerate(_in_parts(trained, self.fragments)):
-            for block in _in_blocks(part):
+        elements = {name: self.elements.get(name, parameter.numel()) for name, parameter in trained.items()}
+        for number, names in enumerate(_in_parts(elements, self.fragments)):
+            for block in _in_blocks([trained[name] for name in names if not is_placeholder(trained[name])]):
                 base = _flat(block)
                 velocity = base.new_zeros(base.numel() if self.outer == "nesterov" else 0)
                 self._fragments.append(_Fragment(number, block, base, velocity))
@@ -258,13 +261,16 @@ class LocalSGD(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         state["used"] = self.data_ranks.gather_objects(self._names_used())
         return {**state, "outer": self._velocities()} if self.outer == "nesterov" else state
 
-    def _names_used(self) -> list[str]:
-        """Return the names of the parameters that had a gradient in this rank's newest batch."""
+    def _names_used(self) -> dict[str, None]:
+        """Return the names of the parameters that had a gradient in this rank's newest batch.
+
+        As keys, so that a mesh joins the states of its stages.
+        """
         assert self.module is not None
         used = set(map(id, self._used))
-        return [name for name, parameter in self.module.named_parameters() if id(parameter) in used]
+        return {name: None for name, parameter in self.module.named_parameters() if id(parameter) in used}
 
-    def _use(self, by_rank: Sequence[Sequence[str]], *, same_ranks: bool) -> None:
+    def _use(self, by_rank: Sequence[Iterable[str]], *, same_ranks: bool) -> None:
         """Restore the parameters that had a gradient: the next batch may be without a sample of this rank.
 
         Args:
@@ -436,15 +442,19 @@ def _in_blocks(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
     return blocks
 
 
-def _in_parts(parameters: Sequence[Tensor], count: int) -> list[list[Tensor]]:
+def _in_parts(elements: Mapping[str, int], count: int) -> list[list[str]]:
     """Split parameters in their order into parts with similar numbers of elements; at most a part per parameter.
 
-    >>> [len(part) for part in _in_parts([torch.zeros(n) for n in (3, 1, 1, 1, 3)], 3)]
-    [1, 3, 1]
+    Args:
+        elements: number of elements, by name.
+        count: parts.
+
+    >>> _in_parts({"a": 3, "b": 1, "c": 1, "d": 1, "e": 3}, 3)
+    [['a'], ['b', 'c', 'd'], ['e']]
     """
-    total, done = sum(parameter.numel() for parameter in parameters), 0
-    parts: list[list[Tensor]] = [[] for _ in range(count)]
-    for parameter in parameters:
-        parts[min(count - 1, (done + parameter.numel() // 2) * count // max(1, total))].append(parameter)
-        done += parameter.numel()
+    total, done = sum(elements.values()), 0
+    parts: list[list[str]] = [[] for _ in range(count)]
+    for name, size in elements.items():
+        parts[min(count - 1, (done + size // 2) * count // max(1, total))].append(name)
+        done += size
     return [part for part in parts if part]

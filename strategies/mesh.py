@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from fabricx.core.strategy import Strategy, Traits
 from fabricx.core.strategy_parts import (
     Elastic,
     HidesGradients,
+    HoldsPart,
     KeepsLocalState,
     ModelParallel,
     ShardsWeights,
@@ -39,10 +41,10 @@ from fabricx.model_parallel.gradient_norm import clip_norm
 from fabricx.model_parallel.gradient_sums import GradientSums
 from fabricx.model_parallel.hidden_gradients import HiddenGradients
 from fabricx.model_parallel.hook_weights import FAILED_APART, STAGES_APART, HookWeights, paused
+from fabricx.model_parallel.island_steps import IslandSteps
 from fabricx.model_parallel.mesh_report import axes_line, parameter_bytes, weights_line
 from fabricx.model_parallel.option_checks import (
     check_axes,
-    check_local_steps,
     check_options,
     data_parallelism,
     refuse_manual_optimization,
@@ -72,7 +74,7 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
     Args:
         data: data parallelism over the remaining ranks: "ddp", "fsdp", "local_sgd", or one of these strategies with
             options, such as `LocalSGD(every=50)` or {"name": "local_sgd", "every": 50}. With local_sgd, groups of
-            tensor ranks make local steps, and average their weights periodically.
+            ranks along the other axes (islands) make local steps, and average their weights periodically.
         tensor: ranks over which the matrices of a layer are divided; None for all remaining ranks.
         plan: how layers are divided, by glob of module names, where it should differ from the plan that a trial run
             finds: "colwise", "rowwise", "vocab", "head" or "replicate".
@@ -121,8 +123,8 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         self.accumulation_refused = self.data_strategy.accumulation_refused
         self.batch_weight_refused = self.data_strategy.batch_weight_refused
         if not self.data_strategy.traits.synchronous:
-            check_local_steps(self._axes)
-        if pipeline != 1:
+            self.data_strategy = IslandSteps(self.data_strategy)
+        elif pipeline != 1:
             self.data_strategy = self._sums_for_pipeline()
         if expert != 1:
             self.data_strategy = ExpertSums()
@@ -142,7 +144,6 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
 
     def _forget(self) -> None:
         self._parts: Divided | None = None  # None for a module that is whole on each rank
-        self._in_batch = False  # within `forward_backward`, which reduces gradients at its end
         self._half = False
         self._late: tuple[Callable[[], Trial], bool] | None = None  # trial, and an argument of `setup`
         self._batches = SameBatches(World())
@@ -203,7 +204,11 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
 
     def enter(self, world: World, module: nn.Module) -> None:
         super().enter(world, module)
-        self.data_strategy.enter(world.axis("gradients"), module)
+        self.data_strategy.enter(self._data_world(world), module)
+
+    def _data_world(self, world: World) -> World:
+        """Return the ranks of the data strategy."""
+        return world if isinstance(self.data_strategy, IslandSteps) else world.axis("gradients")
 
     def world_changed(self, world: World) -> None:
         """Continue in the same mesh: a replacement has the position of a dead worker.
@@ -224,7 +229,7 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
             self._batches = SameBatches(world.axis("model"))
             assert self._parts is not None
             self._parts = self._parts.world_changed(world)
-        as_part(self.data_strategy, Elastic).world_changed(world.axis("gradients"))
+        as_part(self.data_strategy, Elastic).world_changed(self._data_world(world))
 
     def init_context(self, *, filled: bool = False) -> AbstractContextManager[Any]:
         # Layers are divided after a trial run, which needs their weights.
@@ -267,9 +272,12 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
             self.microbatches, self.schedule, self.virtual, self.experts, self._half,
             apart=not self.data_strategy.traits.synchronous, sharded=self.data_strategy.traits.sharded,
         )  # fmt: skip
+        whole = {name: parameter.numel() for name, parameter in module.named_parameters()}
         self._parts = divide(settings, self.world, module, trial, layout, joins=joins)
-        if isinstance(self.data_strategy, GradientSums):
-            self.data_strategy.absent = self._parts.division.absent
+        part = as_part(self.data_strategy, HoldsPart)
+        part.absent, part.elements = self._parts.division.absent, whole
+        if self._pipeline is not None:
+            self._sums().reduce_shared = self._pipeline.reduce_shared
         if isinstance(self.data_strategy, ExpertSums):
             self.data_strategy.experts = self._parts.experts
 
@@ -335,6 +343,11 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
 
         return evaluated
 
+    @property
+    def _in_batch(self) -> bool:
+        """Return whether the microbatches of a batch are in the pipeline."""
+        return isinstance(self.data_strategy, GradientSums) and self.data_strategy.in_batch
+
     def _sums(self) -> GradientSums:
         assert isinstance(self.data_strategy, GradientSums)
         return self.data_strategy
@@ -351,23 +364,22 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
             self._batches.check(batch)
         if self._pipeline is None:
             return self.data_strategy.forward_backward(step, backward, batch, index)
-        self._sums().gather()
-        self._in_batch = True
+        sums = self._sums()
+        sums.gather()
+        sums.in_batch = True
         try:
             outputs = self._pipeline.forward_backward(step, backward, batch, index, seed=_seeds())
         finally:
-            self._in_batch = False
-        if self.ends_window:
-            self._pipeline.reduce_shared()
-            self._sums().end_backward()
+            sums.in_batch = False
+        sums.end_backward()
         return outputs
 
     def backward(self, loss: Tensor, compute: Callable[[], None] | None = None) -> None:
-        (self._pipeline or self.data_strategy).backward(loss, compute)
+        if self._pipeline is not None:
+            compute = functools.partial(self._pipeline.backward, loss, compute)
+        self.data_strategy.backward(loss, compute)
 
     def backward_without_data(self, example: tuple[Any, ...] = ()) -> bool:
-        if self._in_batch:
-            return True
         return self.data_strategy.backward_without_data(example)
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import Tensor, nn
 
 from fabricx.distributed.dtensors import is_dtensor
 
@@ -18,3 +21,20 @@ def is_placeholder(tensor: Tensor) -> bool:
     [True, False, False]
     """
     return tensor.dim() > 0 and all(stride == 0 for stride in tensor.stride()) and not is_dtensor(tensor)
+
+
+def load_present(module: nn.Module, weights: Mapping[str, Any], absent: Collection[str]) -> None:
+    """Load the parameters and buffers that this rank holds.
+
+    Args:
+        module: the user's module.
+        weights: by name, without those of other stages.
+        absent: names of the parameters and buffers of other stages.
+
+    Raises:
+        RuntimeError: names are missing or unknown; not if the module has `strict_loading=False`.
+    """
+    loaded = module.load_state_dict(weights, strict=False)
+    missing = [name for name in loaded.missing_keys if name not in absent]
+    if (wrong := [*missing, *loaded.unexpected_keys]) and getattr(module, "strict_loading", True):
+        raise RuntimeError(f"Error(s) in loading state_dict: {', '.join(wrong)} differ from the module's names")

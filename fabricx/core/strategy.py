@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 
 from fabricx.core.gradient_checks import SPARSE_CLIPPED
 from fabricx.core.optimizer_state import OTHER_STATE, by_name, by_number
+from fabricx.core.placeholder import load_present
 from fabricx.core.strategy_names import StrategyNames
-from fabricx.core.strategy_parts import check_parts
+from fabricx.core.strategy_parts import HoldsPart, as_part, check_parts
 from fabricx.distributed.lost_peers import raise_peer_lost
 from fabricx.distributed.world import World
 from fabricx.errors import NamesChecked
@@ -319,4 +320,7 @@ class Strategy(StrategyNames, NamesChecked, ABC):
             optimizer.load_state_dict(by_number(optimizer, names, saved))
 
     def _load_weights(self, module: nn.Module, weights: Mapping[str, Any]) -> None:
-        module.load_state_dict(weights, strict=getattr(module, "strict_loading", True))
+        if absent := as_part(self, HoldsPart).absent:
+            load_present(module, weights, absent)
+        else:
+            module.load_state_dict(weights, strict=getattr(module, "strict_loading", True))

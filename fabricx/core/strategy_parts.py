@@ -7,7 +7,7 @@ with `as_part(strategy, ShardsWeights)`: for another strategy this returns an ob
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -97,6 +97,18 @@ class Elastic:
             NotImplementedError: the strategy does not implement this part.
         """
         raise NotImplementedError("a strategy with traits.elastic inherits Elastic and implements world_changed")
+
+
+class HoldsPart:
+    """A strategy whose ranks may hold a part of the module; `Mesh` sets the attributes before `Strategy.setup`.
+
+    Attributes:
+        absent: names of the parameters and buffers of other stages of a pipeline; states don't contain them.
+        elements: number of elements of each whole parameter, by name; empty if the ranks hold whole parameters.
+    """
+
+    absent: Collection[str] = ()
+    elements: Mapping[str, int] = {}
 
 
 class KeepsLocalState:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -11,21 +11,23 @@ from torch import Tensor, nn
 from fabricx.core.gradient_checks import check_dense
 from fabricx.core.placeholder import is_placeholder
 from fabricx.core.strategy import Strategy, Traits
-from fabricx.core.strategy_parts import Elastic
+from fabricx.core.strategy_parts import Elastic, HoldsPart
 from fabricx.distributed.world import World
 
 BUCKET_BYTES: Final = 25 * 2**20  # gradients that are summed in a single collective
 
 
-class GradientSums(Strategy, Elastic):
+class GradientSums(Strategy, Elastic, HoldsPart):
     """Sum the gradients of data ranks in buckets, after backward; torch's DDP expects one forward before a backward.
 
     Attributes:
-        absent: parameters and buffers of other stages of a pipeline; this rank's states don't contain them.
+        reduce_shared: sums gradients over the stages of a pipeline, before the sum over data ranks.
+        in_batch: the microbatches of a batch are in the pipeline; its gradients are summed afterwards.
     """
 
     traits = Traits(elastic=True)
-    absent: Collection[str] = ()
+    reduce_shared: Callable[[], None] | None = None
+    in_batch = False
 
     def world_changed(self, world: World) -> None:
         self.world = world
@@ -40,7 +42,7 @@ class GradientSums(Strategy, Elastic):
                 self.world.broadcast(tensor)
 
     def teardown(self) -> None:
-        self.absent = ()
+        self.absent, self.elements, self.reduce_shared = (), {}, None
         super().teardown()
 
     def forward_backward(
@@ -52,8 +54,9 @@ class GradientSums(Strategy, Elastic):
         return outputs
 
     def backward_without_data(self, example: tuple[Any, ...] = ()) -> bool:
-        self.gather()
-        self.end_backward()
+        if not self.in_batch:
+            self.gather()
+            self.end_backward()
         return True
 
     def synchronize(self, copies: Mapping[str, Tensor] | None = None, *, ends: bool = False) -> None:
@@ -62,15 +65,13 @@ class GradientSums(Strategy, Elastic):
                 if not is_placeholder(buffer):
                     self.world.broadcast(buffer)
 
-    def _load_weights(self, module: nn.Module, weights: Mapping[str, Any]) -> None:
-        loaded = module.load_state_dict(weights, strict=False)
-        missing = [name for name in loaded.missing_keys if name not in self.absent]
-        if wrong := [*missing, *loaded.unexpected_keys]:
-            raise RuntimeError(f"Error(s) in loading state_dict: {', '.join(wrong)} differ from the module's names")
-
     def end_backward(self) -> None:
         """Sum the gradients of a window over the data ranks, after its last backward; all data ranks call it."""
-        if self.world.size == 1 or not self.ends_window or self.module is None:
+        if not self.ends_window or self.module is None:
+            return
+        if self.reduce_shared is not None:
+            self.reduce_shared()
+        if self.world.size == 1:
             return
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         if not parameters:

@@ -95,22 +95,6 @@ def _check_expert(axes: Mapping[str, int | None], data: str | Strategy) -> None:
         )
 
 
-def check_local_steps(axes: Mapping[str, int | None]) -> None:
-    """Refuse axes along which gradients are reduced in each step, under data parallelism with local steps.
-
-    Args:
-        axes: ranks along "pipeline", "context" and "tensor".
-
-    Raises:
-        ValueError: names the axes and the remedy.
-    """
-    if others := [f"{axis}=1" for axis in ("pipeline", "context") if axes[axis] != 1]:
-        raise ValueError(
-            "data='local_sgd' is supported with a tensor axis only, since the ranks of a pipeline or a context "
-            f"reduce gradients in each step: set {' and '.join(others)}, or data='ddp' or 'fsdp'"
-        )
-
-
 def data_parallelism(mesh: str, data: str | Strategy | Mapping[str, Any]) -> str | Strategy:
     """Return data parallelism of a mesh as its name, or as a strategy with options.
 

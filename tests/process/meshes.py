@@ -131,13 +131,14 @@ def sentences(count: int) -> list[Tensor]:
 def train(
     strategy: Any, batch: int, options: dict[str, Any], module: dict[str, Any], folder: str = "",
     ckpt_path: str | None = None, ema: bool = False, samples: int = SAMPLES,
+    kind: type[GPT] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Train in the present ranks; return weights, metrics and gradient norms."""
     fx.seed_everything(3)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        model = (Plain if strategy == "single" else GPT)(**module)
+        model = (kind or (Plain if strategy == "single" else GPT))(**module)
         trainer = fx.Trainer(
             devices=torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1,
             strategy=strategy, default_root_dir=folder or None,

@@ -93,6 +93,15 @@ def test_meshes_train_what_one_process_trains(alone: Callable[[str], dict[str, A
             assert all(torch.equal(other["weights"][n], w) for n, w in by_rank[0]["weights"].items()), name
 
 
+@pytest.mark.parametrize("data", params(["ddp"], ["fsdp"]))
+def test_stages_reduce_the_gradients_of_a_window_whose_last_batch_has_no_sample(data: Any) -> None:
+    """The first and the last stage use the tied weights; the 8th batch has a single sample, for one data rank."""
+    options = {"max_epochs": 1, "accumulate_grad_batches": 2}
+    expected = train("single", 4, options, {}, samples=29)
+    by_rank = run_ranks(train, 4, Mesh(pipeline=2, data=data), 2, options, {}, "", None, False, 29)
+    assert all(far(expected, found) < 1e-9 for found in by_rank)
+
+
 PLACES: dict[str, tuple[Callable[[], Any], int, int]] = {
     "ddp": (DDP, 2, 2), "fsdp": (FSDP, 2, 2), "tensor": MESHES["tensor"], "pipeline": MESHES["pipeline"],
     "both": MESHES["pipeline x tensor"], "fsdp x tensor": MESHES["fsdp x tensor"],

@@ -23,7 +23,7 @@ from fabricx.strategies import DDP, FSDP, ExpertMesh, LocalSGD, Mesh, ParameterS
         ({"expert": None, "data": DDP()}, r"data=DDP\(...\) with expert"),
         ({"data": "dpd"}, "Did you mean 'ddp'"),
         ({"data": ParameterServer()}, "data=ParameterServer"),
-        ({"data": LocalSGD(), "pipeline": 2}, "with a tensor axis only.*set pipeline=1"),
+        ({"data": LocalSGD(), "expert": 2}, r"data=LocalSGD\(...\) with expert"),
         ({"schedule": "1f2b"}, "Did you mean '1f1b'"),
         ({"data": FSDP(), "pipeline": 2}, r"data=FSDP\(...\): with a pipeline, data parallelism has no options"),
     ],
