@@ -192,6 +192,8 @@ class FolderLogger(Logger, Generic[W]):
 
     @property
     def version(self) -> int | str | None:
+        if self._location.version is None:
+            self._location.before_run()  # chooses it, as for `log_dir`
         return self._location.version
 
     @property

@@ -92,6 +92,7 @@ def test_the_folder_is_known_before_the_run_and_stays_that_of_the_logger(
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
     logger, other = kind(tmp_path, name="net"), kind(tmp_path, name="net")  # type: ignore[call-arg]
+    assert logger.version == 0  # before anything has read the folder
     folder = logger.log_dir
     assert folder == str(tmp_path / "net" / "version_0")
     assert Path(folder).is_dir()  # no other run takes it
@@ -107,7 +108,7 @@ def test_the_folder_is_known_before_the_run_and_stays_that_of_the_logger(
     monkeypatch.setenv("RANK", "1")
     ranks = [kind(tmp_path, name="net") for _ in range(2)]  # type: ignore[call-arg]
     assert [rank.log_dir for rank in ranks] == [str(tmp_path / "net" / "version_2")] * 2  # the same on all ranks
-    assert kind().log_dir is None  # the folder of a run, which is not known yet
+    assert (kind().log_dir, kind().version) == (None, None)  # the folder of a run, which is not known yet
 
 
 @pytest.mark.parametrize(
