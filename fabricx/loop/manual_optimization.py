@@ -68,7 +68,7 @@ def train_manually(session: Session, micro: Microbatch, batch: Any) -> Any:
     session.window.took_part(micro)
     session.window.loss_factor = micro.factor * session.gradient_factor
     step = session.training_step if batch is not None else no_batch_step(session)
-    with along(micro.idle) if micro.idle else ALL_JOIN:
+    with along(micro.idle) if micro.idle else ALL_JOIN, _can_be_repeated(session):
         outputs = step(batch, micro.index)
     count_manual_steps(session)
     return outputs
@@ -97,7 +97,10 @@ def train_without_data(session: Session, micro: Microbatch, example: tuple[Any, 
             "part in each step; provide at least one batch per rank, or use fewer devices"
         )
     devices = [session.world.device] if session.world.device.type == "cuda" else []
-    with session.metrics.logbook.muted(), torch.random.fork_rng(devices=devices), _statistics_kept(session.module):
+    unchanged = _statistics_kept(session.module)
+    with (
+        session.metrics.logbook.muted(), torch.random.fork_rng(devices=devices), unchanged, _can_be_repeated(session)
+    ):  # fmt: skip
         session.training_step(*example)
     session.metrics.logbook.pass_batch(session.state.step + 1)
     count_manual_steps(session)
@@ -111,12 +114,27 @@ def count_manual_steps(session: Session) -> None:
     """
     steps = session.overridden.manual_steps
     if steps:
-        for _ in range(max(steps.values())):
+        count = max(steps.values())
+        steps.clear()  # first: a rank that waits for a dead rank in `after_update` repeats the batch
+        for _ in range(count):
             session.state.step = session.strategy.after_update(session.state.step + 1)
-        steps.clear()
         session.batch.without_update = 0
     else:
         count_without_update(session)
+
+
+@contextlib.contextmanager
+def _can_be_repeated(session: Session) -> Iterator[None]:
+    """Context of a step that is repeated after the death of a worker: an error undoes what the step has frozen."""
+    required = [(parameter, parameter.requires_grad) for parameter in session.module.parameters()]
+    try:
+        yield
+    except BaseException:
+        vars(session.module).pop("_requires_grad", None)  # of `toggle_optimizer`
+        for parameter, before in required:
+            parameter.requires_grad_(before)
+        session.overridden.manual_steps.clear()
+        raise
 
 
 @contextlib.contextmanager

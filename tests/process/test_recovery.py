@@ -27,7 +27,7 @@ from fabricx.errors import WorkerFailed
 from fabricx.fault_tolerance import memory_checkpoint
 from fabricx.loggers import JSONLogger, TensorBoardLogger
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer
-from fabricx.testing import QUIET, Fault, Ledger, cut, fail, kill
+from fabricx.testing import QUIET, Fault, Ledger, TinyModule, cut, fail, kill, tiny_loader
 from tests import warm
 from tests.soak import params
 
@@ -419,3 +419,43 @@ def wait_for(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+class Adversaries(TinyModule):
+    """Trains two parts in turn in a manual step; `toggle_optimizer` freezes the other part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+        for parameter in (*self.first.parameters(), *self.second.parameters()):
+            torch.nn.init.constant_(parameter, 0.3)
+        del self.layer
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer, sign in zip(self.optimizers(), (-0.1, 1.0), strict=True):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            found = self.second(self.first(batch[0] + 0.1 * torch.randn_like(batch[0])))
+            self.manual_backward(sign * torch.nn.functional.mse_loss(found, batch[1]))
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.first.parameters(), lr=0.01), torch.optim.Adam(self.second.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("moment", ["forward", "backward"])
+@pytest.mark.parametrize("strategy", [DDP, FSDP, lambda: LocalSGD(every=2), ParameterServer])
+def test_a_manual_step_that_freezes_parameters_is_repeated(strategy: Any, moment: Any, tmp_path: Path) -> None:
+    """The survivor was interrupted while a part was frozen, or in the count of its steps."""
+
+    def trained(*faults: Fault) -> tuple[list[Any], int, int]:
+        fx.seed_everything(3)
+        module, options = Adversaries(), {**QUIET, "default_root_dir": tmp_path}
+        trainer = fx.Trainer(devices=2, strategy=strategy(), max_epochs=2, callbacks=[*faults], **options)
+        trainer.fit(module, tiny_loader(16, 2))
+        return [p.tolist() for p in module.parameters()], trainer.global_step, len(trainer.failures)
+
+    weights, steps, _ = trained()
+    assert trained(kill(rank=0).during(moment, step=3)) == (weights, steps, 1)
