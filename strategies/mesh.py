@@ -46,6 +46,7 @@ from fabricx.model_parallel.mesh_report import axes_line, parameter_bytes, weigh
 from fabricx.model_parallel.option_checks import (
     check_axes,
     check_options,
+    data_name,
     data_parallelism,
     refuse_manual_optimization,
 )  # fmt: skip
@@ -256,9 +257,7 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         for tensor in (*module.parameters(), *module.buffers()):
             self.world.broadcast(tensor)
         whole = parameter_bytes(module)
-        self._print(
-            axes_line(self.world, self.data if isinstance(self.data, str) else type(self.data).__name__.lower())
-        )
+        self._print(axes_line(self.world, data_name(self.data)))
         self._divide(module, trial(), layout)
         data = self.world.axis("gradients").size if self.data_strategy.traits.sharded else 1
         self._print(weights_line(self.world.gather_objects(parameter_bytes(module) / data), whole))

@@ -115,6 +115,21 @@ def data_parallelism(mesh: str, data: str | Strategy | Mapping[str, Any]) -> str
         return strategy
     if isinstance(data, str):
         check_choice(mesh, "data", data, DATA)
-    elif not any(isinstance(data, plugins.find("strategies", name)) for name in DATA):
+    elif not data_name(data):
         raise ValueError(f"data={type(data).__name__}: data parallelism of a mesh is 'ddp', 'fsdp' or 'local_sgd'")
     return data
+
+
+def data_name(data: str | Strategy) -> str:
+    """Return the name of data parallelism; "" if a mesh does not support the strategy.
+
+    Args:
+        data: a name, or a strategy with options.
+
+    >>> from fabricx.strategies import LocalSGD
+    >>> data_name(LocalSGD(every=50))
+    'local_sgd'
+    """
+    if isinstance(data, str):
+        return data
+    return next((name for name in DATA if isinstance(data, plugins.find("strategies", name))), "")
