@@ -132,13 +132,12 @@ def choose_loggers(logger: Any) -> list[Logger]:
     return loggers
 
 
-def choose_callbacks(callbacks: Any, defaults: Mapping[str, Mapping[str, Any]], *, fast: bool) -> list[Callback]:
+def choose_callbacks(callbacks: Any, defaults: Mapping[str, Mapping[str, Any]]) -> list[Callback]:
     """Return the user's callbacks, and default callbacks of kinds that the user has not passed.
 
     Args:
         callbacks: a callback, a name, or a list of them.
         defaults: options of the default callbacks, by name.
-        fast: omit the user's callbacks that write checkpoints or stop training early.
 
     Raises:
         ValueError: an object is not a callback, or has a method with an unknown hook name.
@@ -152,8 +151,6 @@ def choose_callbacks(callbacks: Any, defaults: Mapping[str, Mapping[str, Any]], 
             raise ValueError(f"callbacks contains {_described(callback)}, which is not a fabricx.Callback{remedy}")
         check_hooks(callback)
         vars(callback).setdefault("_constructed", repr(described(callback)))
-    if fast:
-        chosen = [c for c in chosen if c.trainer_role not in ("checkpoint", "early_stopping")]
     for name, options in defaults.items():
         default = plugins.build("callbacks", name, **options)
         if not any(isinstance(callback, type(default)) for callback in chosen):

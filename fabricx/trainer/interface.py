@@ -75,14 +75,14 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         wanted = {
             "progress_bar": arguments["enable_progress_bar"],
             "model_summary": arguments["enable_model_summary"],
-            "model_checkpoint": self.enable_checkpointing,
+            "model_checkpoint": arguments["enable_checkpointing"],  # under fast_dev_run it is there, and saves nothing
             "fault_recovery": arguments["enable_fault_recovery"] and several and not fast,
             "profiler": self.profiler == "simple",
             "tracing": self.profiler == "trace",
         }
         options = {"fault_recovery": {"snapshots": self.enable_checkpointing}}
         defaults = {name: options.get(name, {}) for name, on in wanted.items() if on}
-        self.callbacks: list[Callback] = choose_callbacks(arguments["callbacks"], defaults, fast=fast)
+        self.callbacks: list[Callback] = choose_callbacks(arguments["callbacks"], defaults)
         if self.max_time is not None:
             self.callbacks.append(plugins.build("callbacks", "timer", duration=self.max_time))
         if isinstance(self.val_check_interval, timedelta):

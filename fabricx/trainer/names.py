@@ -259,6 +259,12 @@ class TrainerNames:
         return self.batches.of("val")
 
     @property
+    def val_check_batch(self) -> int | float | None:
+        """Return the number of batches between two validations of the newest fit in this process; None without it."""
+        data = None if self._sessions.newest is None else self._sessions.newest.data
+        return data.val_every if data is not None and data.stage == "fit" else None
+
+    @property
     def num_test_batches(self) -> list[int | float]:
         """Return the number of batches of each loader of the newest test."""
         return self.batches.of("test")

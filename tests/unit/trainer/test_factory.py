@@ -8,8 +8,7 @@ import pytest
 from omegaconf import ListConfig, OmegaConf
 
 import fabricx as fx
-from fabricx.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint, ProgressBar
-from fabricx.core.callback import Callback
+from fabricx.callbacks import LearningRateMonitor, ModelCheckpoint, ProgressBar
 from fabricx.core.logger import Adapted
 from fabricx.core.strategy_parts import Elastic, KeepsLocalState
 from fabricx.loggers import CSVLogger, TensorBoardLogger
@@ -82,25 +81,20 @@ DEFAULTS = {"model_checkpoint": {}, "progress_bar": {"refresh_rate": 3}}
 
 def test_defaults_are_added_unless_the_user_has_such_a_callback() -> None:
     own = ProgressBar()
-    assert [type(callback) for callback in choose_callbacks(None, DEFAULTS, fast=False)] == [
+    assert [type(callback) for callback in choose_callbacks(None, DEFAULTS)] == [
         ModelCheckpoint, ProgressBar,
     ]  # fmt: skip
-    chosen = choose_callbacks([own, "learning_rate_monitor"], {"progress_bar": {}}, fast=False)
+    chosen = choose_callbacks([own, "learning_rate_monitor"], {"progress_bar": {}})
     assert chosen[0] is own
     assert [type(callback) for callback in chosen[1:]] == [LearningRateMonitor]
-    assert choose_callbacks(ListConfig([own], flags={"allow_objects": True}), {}, fast=False) == [own]
-
-
-def test_a_fast_run_neither_saves_nor_stops_early() -> None:
-    own = Callback()
-    assert choose_callbacks([ModelCheckpoint(), EarlyStopping("loss"), own], {}, fast=True) == [own]
+    assert choose_callbacks(ListConfig([own], flags={"allow_objects": True}), {}) == [own]
 
 
 def test_what_is_no_callback_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"contains 3, which is not a fabricx.Callback"):
-        choose_callbacks([3], {}, fast=False)
+        choose_callbacks([3], {})
     with pytest.raises(LookupError, match="Did you mean 'early_stopping'"):
-        choose_callbacks("early_stoping", {}, fast=False)
+        choose_callbacks("early_stoping", {})
 
 
 def test_an_elastic_strategy_has_to_say_how_it_continues_with_other_ranks() -> None:

@@ -123,3 +123,16 @@ def test_a_run_that_an_exception_ended_was_interrupted(error: type[BaseException
     failing = False
     trainer.fit(Fails(), tiny_loader())
     assert not trainer.interrupted
+
+
+def test_under_fast_dev_run_checkpoint_callbacks_are_there_and_save_nothing(tmp_path: Any) -> None:
+    options = {**QUIET, "enable_checkpointing": True, "default_root_dir": tmp_path, "fast_dev_run": 2}
+    saver = fx.callbacks.ModelCheckpoint(tmp_path / "saved", save_last=True, every_n_train_steps=1)
+    for callbacks in ([], [saver, fx.callbacks.EarlyStopping("is_not_logged")]):
+        trainer = fx.Trainer(**{**options, "callbacks": callbacks})
+        trainer.fit(TinyModule(), tiny_loader(8, 4), tiny_loader(4, 4))
+        assert (trainer.checkpoint_callback.best_model_path, trainer.global_step) == ("", 2)  # scripts read it
+        assert not list(tmp_path.iterdir())
+    assert trainer.checkpoint_callback is saver
+    assert trainer.val_check_batch == 2
+    assert fx.Trainer(**{**options, "enable_checkpointing": False}).checkpoint_callback is None
