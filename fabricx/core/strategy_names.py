@@ -99,6 +99,17 @@ class StrategyNames:
             raise ValueError(f"strategy.reduce(reduce_op={reduce_op!r}): set 'mean', 'sum', 'max' or 'min'")
         return world.all_reduce(tensor.clone(), word)  # type: ignore[arg-type]
 
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all data ranks decide True, or at least one of them; every rank calls it.
+
+        Args:
+            decision: of this rank.
+            all: whether all ranks have to decide True.
+        """
+        world = self.world.axis("data")
+        agreed = int(world.all_reduce(torch.tensor(int(bool(decision)), device=world.device)))
+        return agreed == world.size if all else agreed > 0
+
     def all_gather(self, tensor: Tensor, group: None = None, sync_grads: bool = False) -> Tensor:
         """Return the tensors of all data ranks, shape [ranks, ...]; as it is, under a strategy for a single rank.
 

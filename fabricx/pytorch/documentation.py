@@ -39,7 +39,9 @@ _DIFFERS: Final[Mapping[str, str]] = {
     "trainer.model": "the module; no strategy wraps it",
     "trainer.accelerator": "a name, not an object",
     "trainer.profiler": "a name; its `profile`, `start` and `stop` measure nothing",
-    "trainer.strategy": "has `root_device`, `barrier`, `broadcast`, `reduce`, `all_gather` and `model`",
+    "trainer.strategy": (
+        "has `root_device`, `barrier`, `broadcast`, `reduce`, `reduce_boolean_decision`, `all_gather` and `model`"
+    ),
     "trainer.lr_schedulers, lr_scheduler_configs": "the same list of schedules",
     "trainer.logger.log_dir": "a folder of the run, by default in `runs/`",
     "TensorBoardLogger(save_dir), CSVLogger(save_dir)": "without `name`, no subfolder `lightning_logs`",

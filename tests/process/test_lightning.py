@@ -294,6 +294,8 @@ class Swapped(fx.pytorch.LightningModule):
         total = float(strategy.reduce(torch.tensor(float(rank + 1)), reduce_op="sum"))
         mean = float(strategy.reduce(torch.tensor(rank), reduce_op="mean"))
         strategy.barrier("a name")
+        decided = [strategy.reduce_boolean_decision(rank == 0, all=every) for every in (True, False)]
+        assert (decided, strategy.reduce_boolean_decision(True)) == ([False, True], True)
         assert (total, mean, strategy.broadcast(f"of {rank}")) == (3.0, 0.5, "of 0")
         assert (strategy.world_size, strategy.is_global_zero) == (2, rank == 0)
         assert (self.trainer.num_devices, self.trainer.node_rank) == (2, 0)
