@@ -146,7 +146,7 @@ class Drops(Noisy):
 
 def with_draws(strategy: Any, devices: int, seed: int) -> tuple[list[Any], float]:
     fx.seed_everything(seed)
-    torch.rand(3), random.random(), np.random.rand()  # of the script, before the run
+    _ = torch.rand(3), random.random(), np.random.rand()  # of the script, before the run
     module = Drops()
     for number, parameter in enumerate(module.parameters()):  # the same for each seed
         nn.init.constant_(parameter, 0.1 + 0.01 * number)
