@@ -97,6 +97,7 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
                 "static_graph=True needs one backward per update, and accumulation has several; remove either"
             )
         self._several_backwards = False
+        self._waited_s = 0.0  # without waiting in `_shared`
         self._computed = 0.0  # time at which the newest gradients were computed, on a CPU
         self._ddp: nn.parallel.DistributedDataParallel | None = None
         self._step: _Step | None = None
@@ -268,6 +269,7 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
             for name in ("reducer", "logger"):
                 vars(self._ddp).pop(name, None)
         if self._shared is not None:
+            self._waited_s += self._shared.waited_s
             self._shared.close()
         self._ddp = self._step = self._retired = self._unused = self._shared = None
         self._frozen, self._of_each_step = [], set()
@@ -309,9 +311,7 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         if not self._several_backwards:
             self._complete(loss)
         if on_cpu:
-            self.waited_s += time.perf_counter() - self._computed
-            if self._shared is not None:
-                self.waited_s += self._shared.take_waited()
+            self._waited_s += time.perf_counter() - self._computed
 
     def _complete(self, loss: Tensor | None) -> None:
         """Contribute zeros for the parameters that this rank's backward has not reached, to complete the averages.
@@ -383,6 +383,11 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
                 "errors of gradients are dropped; resume with the same number of ranks to keep them",
                 stacklevel=2,
             )
+
+    @property
+    def waited_s(self) -> float:  # type: ignore[override]
+        """Return the seconds of waiting so far, also within the present backward, which sums in shared memory."""
+        return self._waited_s + (0.0 if self._shared is None else self._shared.waited_s)
 
     def _call_when_computed(self, gradient: Tensor) -> None:
         Variable._execution_engine.queue_callback(self._note_computed)  # type: ignore[attr-defined]

@@ -49,7 +49,7 @@ class SharedMemoryAverager:
         self._pending: tuple[Tensor, list[Tensor]] | None = None  # newest piece, and the ranks' parts of it
         self._bucket: tuple[torch.futures.Future[Tensor], Tensor] | None = None  # bucket that ends with this piece
         self._views: dict[tuple[int, torch.dtype, int], list[Tensor]] = {}
-        self._waited_s = 0.0
+        self.waited_s = 0.0
         # A rank may set up several times in a generation; the number is the same on all ranks.
         number = ranks.store.add(ranks.key(f"gradients/{ranks.generation}/rank {ranks.rank}"), 1)
         key = ranks.key(f"gradients/{ranks.generation}/{number}")
@@ -86,11 +86,6 @@ class SharedMemoryAverager:
                 self._complete()
         return future
 
-    def take_waited(self) -> float:
-        """Return the seconds for which this rank has waited for others since the last call."""
-        waited, self._waited_s = self._waited_s, 0.0
-        return waited
-
     def close(self) -> None:
         """End the connections to the other ranks, and release the memory."""
         self._pending = self._bucket = None
@@ -115,7 +110,7 @@ class SharedMemoryAverager:
         (piece, slots), self._pending = self._pending, None
         began = time.perf_counter()
         self._group.await_signals()
-        self._waited_s += time.perf_counter() - began
+        self.waited_s += time.perf_counter() - began
         if self._size <= DIRECT:
             _sum(slots, piece)
         else:

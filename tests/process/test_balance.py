@@ -129,6 +129,27 @@ def test_a_rank_that_becomes_much_slower_isn_t_waited_for_until_the_window_ends(
     assert sizes[34] == (10, 10, 4)
 
 
+class RealClock(Paced):
+    """Module whose samples really take ten times as long on rank 1."""
+
+    def on_fit_start(self) -> None:
+        pass
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        time.sleep(len(batch[0]) * (0.02 if self.global_rank else 0.002))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("strategy", params([DDP(), ParameterServer(servers=0)], [DDP(shared_memory=False), FSDP()]))
+def test_waiting_for_others_within_backward_does_not_count_as_computation(strategy: Any, tmp_path: Path) -> None:
+    """With real clocks; sums in shared memory wait there. A rank that seems as slow as the others keeps its share."""
+    module = RealClock()
+    train(strategy, module, tmp_path, LoadBalancer(every_n_steps=2), devices=2, epochs=3)
+    fast, slow = (had[-1] for had in module.by_rank)
+    assert (module.by_rank[0][0], module.by_rank[1][0]) == (12, 12)
+    assert fast > 2 * slow
+
+
 class Sleeps(Ledger):
     """Sleep on rank 1 before its computation, and record how long each rank waits."""
 
