@@ -126,6 +126,9 @@ def count_manual_steps(session: Session) -> None:
 @contextlib.contextmanager
 def _can_be_repeated(session: Session) -> Iterator[None]:
     """Context of a step that is repeated after the death of a worker: an error undoes what the step has frozen."""
+    if session.world.size == 1:
+        yield
+        return
     required = [(parameter, parameter.requires_grad) for parameter in session.module.parameters()]
     try:
         yield
@@ -177,13 +180,34 @@ def step(session: Session, optimizer: Optimizer, closure: Callable[[], Any] | No
     Returns:
         the loss of the first call of the closure; None without.
     """
+
+    def call_hooks() -> None:
+        with together() if session.batch.idle_ranks else ALL_JOIN:  # gradients are those of all ranks
+            for hook in session.hooks.on_before_optimizer_step:
+                hook(optimizer)
+
+    return count_step(session, optimizer, closure, call_hooks)
+
+
+def count_step(
+    session: Session, optimizer: Optimizer, closure: Callable[[], Any] | None, prepare: Callable[[], None]
+) -> Any:  # fmt: skip
+    """Step an optimizer from within `training_step`, and count the step.
+
+    Args:
+        session: this rank's session.
+        optimizer: optimizer to step.
+        closure: computes the loss and the gradients; None without.
+        prepare: called with the gradients of the step, without the scale of the loss, before the weights change.
+
+    Returns:
+        the loss of the first call of the closure; None without.
+    """
     losses: list[Any] = []
 
     def with_gradients() -> None:
         session.precision.unscale(optimizer)
-        with together() if session.batch.idle_ranks else ALL_JOIN:  # gradients are those of all ranks
-            for hook in session.hooks.on_before_optimizer_step:
-                hook(optimizer)
+        prepare()
 
     def computed() -> Any:
         assert closure is not None

@@ -116,25 +116,11 @@ def _step_early(session: Session, optimizer: Optimizer, closure: Callable[[], An
             "optimization averages only the gradients of a returned loss: set self.automatic_optimization = False in "
             "__init__, and compute the gradients with self.manual_backward(loss)"
         )
-    losses: list[Any] = []
 
-    def prepare() -> None:
-        session.precision.unscale(optimizer)
+    def clip() -> None:
         _clip(session, optimizer, own_clipping=session.overridden.configure_gradient_clipping)
 
-    def computed() -> Any:
-        assert closure is not None
-        losses.append(closure())
-        prepare()
-        return losses[-1]
-
-    if closure is None:
-        prepare()
-    session.precision.step(optimizer, session.strategy.optimizer_step, None if closure is None else computed)
-    session.precision.updated()
-    steps = session.overridden.manual_steps
-    steps[id(optimizer)] = steps.get(id(optimizer), 0) + 1
-    return losses[0] if losses else None
+    return manual_optimization.count_step(session, optimizer, closure, clip)
 
 
 @contextlib.contextmanager
@@ -235,12 +221,12 @@ def _step_with_closure(session: Session, micro: Microbatch, batch: Any, optimize
     gradients, overridden = session.gradients, session.overridden
     overridden.own_steps, overridden.in_optimizer_step = 0, True
     with contextlib.ExitStack() as stack:
+        stack.callback(setattr, overridden, "in_optimizer_step", False)
         stack.enter_context(torch.enable_grad())
         stack.enter_context(gradients.hooks_see_gradients())
         stack.enter_context(gradients.hooks_see_weights("optimizer_step"))
         stack.enter_context(session.checks.unchanged_in_step())
         session.module.optimizer_step(session.state.epoch, micro.index, session.handle_of(optimizer), closure)
-    overridden.in_optimizer_step = False
     if overridden.own_steps != 1 and session.serving.weight_pulls is not None:
         raise ValueError(
             f"optimizer_step calls the step of {type(optimizer).__name__} {overridden.own_steps} times for this batch, "
