@@ -145,8 +145,9 @@ class TrainerOptions:
                 each rank (int), or fraction of all batches (float).
             overfit_batches: train, and validate, on the first few batches of each loader, without shuffling: their
                 number (int) or fraction (float).
-            val_check_interval: interval between validations: a fraction of an epoch (float), a number of batches (int),
-                a number of steps ("500st"), or a duration ("30m", "DD:HH:MM:SS", a timedelta).
+            val_check_interval: interval between validations: a fraction of an epoch (float), a number of batches (int;
+                of the ranks with which the run began), a number of steps ("500st"), or a duration ("30m",
+                "DD:HH:MM:SS", a timedelta).
             check_val_every_n_epoch: validate only in every n-th epoch; None counts the batches of `val_check_interval`
                 across epochs.
             num_sanity_val_steps: validation batches before training, to detect errors early; -1 for all batches.

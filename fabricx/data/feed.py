@@ -39,6 +39,8 @@ class Microbatch:
         end: position after the last sample of a leased microbatch, in an order of the data; None otherwise.
         user_batch: the item of the data set is a batch that the user made (`batch_size=None`): `size` counts 1 for it,
             and the number of its samples is the weight of logged values.
+        completes: numbers of the batches that this microbatch completes, as counted by the ranks with which the run
+            began; a rank has more or fewer microbatches if their number changes. None for `index` itself.
     """
 
     data: Any
@@ -61,6 +63,7 @@ class Microbatch:
     portion: float = 1.0
     end: int | None = None
     user_batch: bool = False
+    completes: range | None = None
 
 
 class Feed(ABC):
@@ -104,6 +107,14 @@ class Feed(ABC):
         Args:
             accumulate: microbatches of an accumulation window.
         """
+
+    def planned_batches(self, accumulate: int) -> int | None:
+        """Return the batches per epoch of each rank with which the run began; None if these are those of `batches`.
+
+        Args:
+            accumulate: microbatches of an accumulation window.
+        """
+        return None
 
     def global_batches(self, accumulate: int) -> int | None:
         """Return the number of global batches per epoch; None if each consists of `accumulate` batches per rank.

@@ -114,6 +114,13 @@ class OrderedFeed(Feed):
     def batches(self, accumulate: int = 1) -> int | float:
         return len(self._numbered(accumulate))
 
+    def planned_batches(self, accumulate: int) -> int | None:
+        return len(self._planned(self._cut(self._items(), accumulate)))
+
+    def _planned(self, cut: Cut) -> Cut:
+        """Return the cut for the ranks with which the run began: a global batch has `accumulate` batches of each."""
+        return replace(cut, ranks=self._began_with, parts=0)
+
     def global_batches(self, accumulate: int) -> int | None:
         cut = self._cut(self._items(), accumulate)
         return -(-cut.items // cut.global_batch)
@@ -270,8 +277,10 @@ class OrderedFeed(Feed):
         sizes = self._sizes(order)
         shares, fetched = itertools.tee(cut.shares(position))
         data = self._data(epoch, lambda: _picks(fetched, order, self._alone, company=self._company))
-        index = first
+        index, number, planned = first, 0, self._planned(cut)
+        same = planned == cut
         for share in shares:
+            number = 0 if share.opens else number
             size = sizes(share.end, share.begin)
             whole = sizes(share.window_end, share.window_begin)
             yield Microbatch(
@@ -281,8 +290,9 @@ class OrderedFeed(Feed):
                 # With an order per rank, no rank waits for this one.
                 idle=self._world.ranks_of_run(share.idle) if self._world.size > 1 else (),
                 user_batch=self._loader.batch_sampler is None,
+                completes=None if same else cut.completes(planned, share, number),
             )  # fmt: skip
-            index += not share.part
+            index, number = index + (not share.part), number + (not share.part)
 
     def indices(self, micro: Microbatch) -> list[int] | None:
         if not micro.size:

@@ -251,6 +251,26 @@ class Cut:
         """
         return max(0, len(self) - len(replace(self, items=max(0, self.items - position))))
 
+    def completes(self, planned: Cut, share: Share, number: int) -> range:
+        """Return the numbers of the batches of another cut that a microbatch of this cut completes.
+
+        Args:
+            planned: cut of the same items into the same global batches.
+            share: a microbatch of this cut.
+            number: its number within its global batch, without those that are `part` of the next.
+
+        >>> one, two = Cut(items=16, batch=4, began_with=2), Cut(items=16, batch=4, ranks=2)
+        >>> [list(one.completes(two, share, n % 2)) for n, share in enumerate(one.shares())]
+        [[], [0], [], [1]]
+        >>> two = Cut(items=32, batch=4, ranks=2, accumulate=2, began_with=1)
+        >>> [list(two.completes(Cut(items=32, batch=4, accumulate=2), share, 0)) for share in two.shares(8)]
+        [[2, 3], [4, 5], [6, 7]]
+        """
+        places = share.window_end - share.window_begin
+        before = planned.batches_before(share.window_begin)
+        theirs, own = planned._microbatches(places), self._microbatches(places)
+        return range(before + number * theirs // own, before + (number + 1) * theirs // own)
+
     def _microbatches(self, places: int) -> int:
         if self.parts:
             return -(-min(self.parts, places) // self.ranks)

@@ -38,10 +38,12 @@ class BatchCounts:
 
     Attributes:
         training: batches per epoch of the rank with the most batches; infinity if unknown, as before the first fit.
+        planned: the same, as counted by the ranks with which the run began, for intervals of validations.
         evaluation: batches of each evaluation loader, by "val", "test" and "predict".
     """
 
     training: int | float = float("inf")
+    planned: int | float = float("inf")
     evaluation: dict[str, list[int | float]] = field(default_factory=dict)
 
     def of(self, word: str) -> list[int | float]:
@@ -74,7 +76,8 @@ class RunData:
         val_dataloaders: the evaluation loader or loaders of the stage; None if the stage has none.
         val_feeds: reads each evaluation loader; empty if the stage has none.
         several_loaders: there are several evaluation loaders.
-        val_every: batches, or steps, between two validations; infinity for ends of epochs only.
+        val_every: batches (of the ranks with which the run began), or steps, between two validations; infinity for
+            ends of epochs only.
         own_generators: random generators of the module and the data, by path.
         created_in: epochs in which the training loader and the evaluation loaders were created.
     """
@@ -253,6 +256,8 @@ class RunData:
             most = float(world.all_reduce(counted, "max"))
             batches = most if most == float("inf") else int(most)
         self.batches.training = batches
+        planned = feed.planned_batches(self._options.accumulate_grad_batches)
+        self.batches.planned = batches if planned is None else planned
 
     def set_validation_interval(self) -> None:
         """Set the number of batches (or steps, if so configured) between validations.
@@ -263,7 +268,7 @@ class RunData:
         self.val_every = self._validation_interval()
 
     def _validation_interval(self) -> float:
-        every, total = self._options.val_check_interval, self.batches.training
+        every, total = self._options.val_check_interval, self.batches.planned
         if not self.val_feeds or every is None or isinstance(every, timedelta):
             return float("inf")
         if isinstance(every, str):

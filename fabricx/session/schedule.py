@@ -175,6 +175,9 @@ def validation_due(session: Session, micro: Microbatch) -> bool:
         return False
     if isinstance(session.options.val_check_interval, str):
         return micro.closes and session.state.step % every == 0 and _epoch_validates(session)
+    if micro.completes is not None:  # the number of ranks has changed: what counts is batches of the first ones
+        before = _batches_before(session) + 1
+        return any((before + number) % every == 0 for number in micro.completes) and _epoch_validates(session)
     done: float = micro.index + 1
     if micro.meets and not micro.last:  # this may be in the middle of a batch of each rank
         done = micro.done / _leases_per_batch(session)
@@ -199,8 +202,8 @@ def _leases_to_validation(session: Session, done: int) -> float:
 
 def _batches_before(session: Session) -> int:
     """Return the number of batches of earlier epochs, if validations are counted across epochs; otherwise 0."""
-    if session.options.check_val_every_n_epoch is None and session.data.batches.training != float("inf"):
-        return session.state.epoch * int(session.data.batches.training)
+    if session.options.check_val_every_n_epoch is None and session.data.batches.planned != float("inf"):
+        return session.state.epoch * int(session.data.batches.planned)
     return 0
 
 
@@ -223,7 +226,7 @@ def validation_due_at_end(session: Session, complete: bool) -> bool:
     stopped = session.stop.agreed and not session.stop.interrupted and session.state.batch and not complete
     if stopped and not session.state.validated and session.options.val_check_interval is not None:
         return _epoch_validates(session)
-    early = session.state.last and session.state.batch < session.data.val_every and not session.state.validated
+    early = session.state.last and session.state.batch < session.data.batches.training and not session.state.validated
     return complete and early and session.options.val_check_interval == 1.0 and _epoch_validates(session)
 
 
@@ -246,7 +249,7 @@ def validation_due_of_end(session: Session, trained: int, before: int | float) -
         max(1, int(before * every)) if isinstance(every, float) and before != float("inf") else session.data.val_every
     )
     within = session.options.check_val_every_n_epoch is not None
-    return within and trained % earlier != 0 and session.data.batches.training % session.data.val_every == 0
+    return within and trained % earlier != 0 and session.data.batches.planned % session.data.val_every == 0
 
 
 def _epoch_validates(session: Session) -> bool:

@@ -19,6 +19,7 @@ from fabricx import checkpoint
 from fabricx.callbacks import EMA, GradientAccumulation, ModelCheckpoint
 from fabricx.loggers import JSONLogger
 from fabricx.testing import QUIET, SavesAtEnd, TinyModule, tiny_loader
+from fabricx.testing.modules import SavesAtStep
 from tests.soak import params
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
@@ -389,3 +390,58 @@ def test_lbfgs_does_not_go_on_with_fewer_ranks(tmp_path: Path) -> None:
     module = Searches()
     with pytest.raises(ValueError, match=r"LBFGS computes the loss of a batch several times.*continue with \d ranks"):
         fx.Trainer(devices=1, max_steps=2, **options).fit(module, data, ckpt_path=tmp_path / "saved")
+
+
+class Validates(fx.Callback):
+    """Writes the steps after which validations begin to a file.
+
+    Args:
+        path: the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        if trainer.is_global_zero and not trainer.sanity_checking:
+            with self.path.open("a") as file:
+                file.write(f"{trainer.global_step} ")
+
+
+def validated(folder: Path, devices: int, *, ckpt: Path | None = None, batch: int = 4, **options: Any) -> list[int]:
+    """Return the steps after which a run validates; it saves a checkpoint after its second step."""
+    path = folder / f"{devices}-{ckpt is None}"
+    saves = [SavesAtStep(folder / "saved", 2)] if ckpt is None else []
+    trainer = fx.Trainer(
+        devices=devices, max_epochs=2, default_root_dir=folder, callbacks=[Validates(path), *saves],
+        **{**QUIET, **options},
+    )  # fmt: skip
+    trainer.fit(TinyModule(0.01), tiny_loader(80, batch), tiny_loader(8, 4), ckpt_path=ckpt)
+    return [int(step) for step in path.read_text().split()]
+
+
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"val_check_interval": 3}, [3, 6, 9, 13, 16, 19]),
+        ({"val_check_interval": 0.35}, [3, 6, 9, 13, 16, 19]),
+        ({"val_check_interval": 4, "check_val_every_n_epoch": None}, [4, 8, 12, 16, 20]),
+        ({"val_check_interval": 4, "accumulate_grad_batches": 2}, [2, 4, 7, 9]),
+    ],
+    ids=str,
+)
+def test_with_another_number_of_ranks_validations_come_after_the_same_samples(
+    tmp_path: Path, options: dict[str, Any], steps: list[int]
+) -> None:
+    """A rank has more microbatches of a global batch then: what counts is batches of the ranks of the beginning."""
+    assert validated(tmp_path, 2, **options) == steps
+    devices = 4 if "accumulate_grad_batches" in options else 1
+    later = [step for step in steps if step > 2]
+    assert validated(tmp_path, devices, ckpt=tmp_path / "saved", **options) == later
+
+
+def test_parts_of_global_batches_are_no_batches_between_validations(tmp_path: Path) -> None:
+    """Schedules and stops may follow validations, and the weights are to be those of any number of ranks."""
+    given: dict[str, Any] = {"deterministic": "elastic", "val_check_interval": 3}
+    for devices in (1, 2):
+        assert validated(tmp_path, devices, batch=8 // devices, **given) == [3, 6, 9, 13, 16, 19]
