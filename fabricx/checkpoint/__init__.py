@@ -14,6 +14,7 @@ from fabricx.checkpoint.files import (
     sweep,
     verify,
 )
+from fabricx.checkpoint.storage import as_file
 
 if TYPE_CHECKING:
     from fabricx.checkpoint.foreign import is_foreign as is_foreign
@@ -37,7 +38,7 @@ _LATER = {
     "Writer": "writer",
 }
 __all__ = ["MANIFEST", "MARKER", "is_committed", "list_committed", "read_manifest", "remove", "sweep", "verify"]
-__all__ += ["Writer", "is_foreign", "load", "load_data", "load_module", "read_foreign", "save"]
+__all__ += ["Writer", "as_file", "is_foreign", "load", "load_data", "load_module", "read_foreign", "save"]
 
 
 def __getattr__(name: str) -> Any:

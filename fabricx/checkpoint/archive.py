@@ -11,6 +11,7 @@ from typing import Any, Final
 from fabricx.errors import CheckpointError
 
 RECORD: Final = "fabricx.json"
+OBJECTS: Final = "fabricx.objects.pt"
 _LARGEST: Final = 1 << 28  # maximum bytes of the manifest
 
 
@@ -76,13 +77,27 @@ def check_records(path: Path) -> None:
         raise CheckpointError(f"{path} is damaged: {damaged} does not match its checksum")
 
 
-def add_record(file: Path, manifest: Mapping[str, Any]) -> None:
+def read_objects(path: Path) -> bytes:
+    """Return the pickled objects of a single-file checkpoint, which may be untrusted; empty without objects.
+
+    Args:
+        path: path of the file.
+    """
+    with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+        named = [entry for entry in archive.infolist() if entry.filename.partition("/")[2] == OBJECTS]
+        return archive.read(named[0]) if named else b""
+
+
+def add_record(file: Path, manifest: Mapping[str, Any], objects: bytes = b"") -> None:
     """Add the manifest to an archive of torch.
 
     Args:
         file: local archive.
         manifest: plain data.
+        objects: result of `objects.pickled`, also in the archive's own pickle, for a reader that verifies their bytes.
     """
     with zipfile.ZipFile(file, "a") as archive:
         folder = archive.namelist()[0].partition("/")[0]
+        if objects:
+            archive.writestr(f"{folder}/{OBJECTS}", objects)
         archive.writestr(f"{folder}/{RECORD}", json.dumps(manifest, indent=2))

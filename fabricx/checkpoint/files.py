@@ -27,6 +27,7 @@ MANIFEST: Final = "manifest.json"
 MARKER: Final = "COMMITTED"
 STATE: Final = "state.pt"
 INDEX: Final = "index.json"
+OBJECTS: Final = "objects.pt"  # a pickle, which is read with permission only; absent without objects
 SHARDS: Final = "rank-*.safetensors"
 BLOCK: Final = 1 << 22  # bytes that are read, written and checksummed at a time
 _FILE_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*", re.ASCII)  # no separator, no drive, no leading dot
@@ -87,8 +88,9 @@ def deserialized(data: bytes, file: Path) -> Any:
 
 
 def complete(
-    work: Path, rest: bytes, index: Mapping[str, Any], manifest: Mapping[str, Any], files: Mapping[str, Any]
-) -> None:
+    work: Path, rest: bytes, index: Mapping[str, Any], manifest: Mapping[str, Any], files: Mapping[str, Any],
+    objects: bytes = b"",
+) -> None:  # fmt: skip
     """Write all remaining files of a checkpoint to its working folder, the marker last.
 
     Args:
@@ -97,8 +99,9 @@ def complete(
         index: index of the tensors.
         manifest: information for users; format, versions, sizes and checksums are added.
         files: size and checksum of each shard, by file name.
+        objects: result of `objects.pickled`; empty without objects.
     """
-    small = {STATE: rest, INDEX: json.dumps(index).encode()}
+    small = {STATE: rest, INDEX: json.dumps(index).encode(), **({OBJECTS: objects} if objects else {})}
     listed = {**files, **{name: {"bytes": len(data), "crc32": zlib.crc32(data)} for name, data in small.items()}}
     written = (json.dumps({**dated(manifest), "files": listed}, indent=2) + "\n").encode()
     for name, data in {**small, MANIFEST: written}.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import io
 import json
 import os
 import pathlib
@@ -20,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from fabricx.checkpoint import numpy_data
+from fabricx.checkpoint import numpy_data, stand_ins
 from fabricx.checkpoint.archive import is_single_file
 from fabricx.checkpoint.files import MANIFEST, MARKER, SHARDS, member
 from fabricx.checkpoint.storage import Place, as_path, local_copy
@@ -37,6 +38,8 @@ _PLAIN: Final[list[Any]] = [
     datetime.date,
     datetime.datetime,
     datetime.timedelta,
+    (frozenset, "builtins.frozenset"),
+    (dict, "fabricx.core.hparams.AttributeDict"),
     *((pathlib.Path, f"pathlib{part}.{kind}") for part in ("", "._local") for kind in ("PosixPath", "WindowsPath")),
     *((dict, f"{package}.AttributeDict") for package in (
         "pytorch_lightning.utilities.parsing", "lightning.fabric.utilities.data", "lightning_fabric.utilities.data",
@@ -47,7 +50,7 @@ _PLAIN: Final[list[Any]] = [
 _NOT_FOR_HOOKS: Final = frozenset({
     "state_dict", "hyper_parameters", "hparams_name", "hparams_type", "loops", "callbacks", "optimizer_states",
     "lr_schedulers", "strategy", "state", "ranks", "hparams", "imported", "schedules", "metrics", "precision",
-    "datamodule", "hparams_omitted", "hparams_form", "callback_arguments",
+    "datamodule", "hparams_omitted", "hparams_form", "callback_arguments", "fabricx",
 })  # fmt: skip
 
 
@@ -92,12 +95,13 @@ def is_foreign(path: Place) -> bool:
     return any(path.glob(f"*{_SAFETENSORS}")) or any(path.glob(f"*{_INDEX}"))
 
 
-def read_foreign(path: Place, map_location: Any = "cpu") -> Foreign:
-    """Read a checkpoint of another program; no code of the file is executed.
+def read_foreign(path: Place, map_location: Any = "cpu", *, trusted: bool = False) -> Foreign:
+    """Read a checkpoint of another program; no code of the file is executed unless it is trusted.
 
     Args:
         path: a file of Lightning or torch, a file or an index of safetensors, or a folder of Hugging Face.
         map_location: device of the tensors; "meta" reads their shapes only.
+        trusted: see `torch_load`.
 
     Raises:
         CheckpointError: the file is damaged, contains objects other than tensors and plain data, or has no weights.
@@ -105,7 +109,7 @@ def read_foreign(path: Place, map_location: Any = "cpu") -> Foreign:
     path = as_path(path)
     files = _safetensors(path)
     if files is None:
-        return _from_torch(path, torch_load(path, map_location))
+        return _from_torch(path, torch_load(path, map_location, trusted=trusted))
     weights: dict[str, Tensor] = {}
     for file in files:
         weights |= _from_safetensors(file, map_location)
@@ -149,24 +153,65 @@ def _from_safetensors(file: Path, map_location: Any) -> dict[str, Tensor]:
         raise CheckpointError(f"{file} is damaged, or is not a safetensors file: {error}") from None
 
 
-def torch_load(path: Path, map_location: Any, *, mapped: bool = False) -> Any:
-    """Return the content of a file of torch; no code of the file is executed.
+def torch_load(path: Path, map_location: Any, *, mapped: bool = False, trusted: bool = False) -> Any:
+    """Return the content of a file of torch; no code of the file is executed unless it is trusted.
 
     Args:
         path: path of the file.
         map_location: device of the tensors.
         mapped: map the tensors into memory.
+        trusted: also read objects of any class, which runs code that the file names. Otherwise, objects of classes that
+            the user has not allowed by `torch.serialization.add_safe_globals` are `Unread`.
 
     Raises:
-        CheckpointError: the file is damaged, or holds objects other than tensors and plain data.
+        CheckpointError: the file is damaged, or attacks, or its objects can't be read.
     """
+    with local_copy(path) as local:
+        return _loaded(local, path, map_location, mapped=mapped, trusted=trusted)
+
+
+def load_objects(data: bytes, path: Path, map_location: Any, *, trusted: bool) -> dict[str, Any]:
+    """Return objects by name; see `torch_load`.
+
+    Args:
+        data: result of `objects.pickled`.
+        path: path of the checkpoint, for messages.
+        map_location: device of the tensors in the objects.
+        trusted: see `torch_load`.
+    """
+    objects = _loaded(io.BytesIO(data), path, map_location, mapped=False, trusted=trusted)
+    if type(objects) is not dict:
+        raise CheckpointError(f"{path} is damaged: its objects are a {type(objects).__name__}, not a dict")
+    return objects
+
+
+def _loaded(file: Any, path: Path, map_location: Any, *, mapped: bool, trusted: bool) -> Any:
+    options = {"map_location": map_location, "mmap": mapped or None}
+    if trusted:
+        try:
+            return torch.load(file, weights_only=False, **options)
+        except Exception as error:
+            raise CheckpointError(
+                f"an object in {path} can't be read: {type(error).__name__}: {error}\n  if its class has moved or "
+                "changed, make it importable under its former name"
+            ) from error
+    own = {_global_name(entry) for entry in torch.serialization.get_safe_globals()}
+    plain = [entry for entry in _PLAIN if _global_name(entry) not in own]
     try:
-        with local_copy(path) as local, torch.serialization.safe_globals(_PLAIN), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch describes files that it refuses
-            if zipfile.is_zipfile(local):
-                check_sizes(local, os.path.getsize(local))
-            content = torch.load(local, map_location=map_location, weights_only=True, mmap=mapped or None)
-            return numpy_data.settled(content)
+            archive = zipfile.is_zipfile(file)
+            if archive:
+                check_sizes(file, os.path.getsize(file) if isinstance(file, Path) else len(file.getvalue()))
+            if isinstance(file, io.BytesIO):
+                file.seek(0)
+            try:
+                with torch.serialization.safe_globals(plain):
+                    return numpy_data.settled(torch.load(file, weights_only=True, **options))
+            except (pickle.UnpicklingError, ValueError):  # the latter of an array of objects
+                if not archive:
+                    raise
+                return numpy_data.settled(stand_ins.load(file, plain, path, **options))
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} was refused, and nothing in it was executed: {reason(error)}\n  only tensors and plain data are "
@@ -179,6 +224,10 @@ def torch_load(path: Path, map_location: Any, *, mapped: bool = False) -> Any:
         raise CheckpointError(
             f"{path} is not a checkpoint of fabricx, Lightning, torch or safetensors, or is damaged: {detail}"
         ) from None
+
+
+def _global_name(entry: Any) -> str:
+    return str(entry[1]) if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}"
 
 
 def _from_torch(path: Path, content: Any) -> Foreign:

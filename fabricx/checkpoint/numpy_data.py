@@ -7,15 +7,17 @@ accept numbers, texts and times only.
 from __future__ import annotations
 
 import re
-from argparse import Namespace
-from typing import Any, Final, final
+from types import FunctionType
+from typing import Any, Final
 
 import numpy as np
+from torch import Tensor
+
+from fabricx.checkpoint.unread import is_unread
 
 _KINDS: Final = re.compile(r"[<>=|]?(\?|b1|[iuf][1248]|c8|c16|[SU]\d+|[mM]8)")
 
 
-@final
 class Type:
     """Replaces `numpy.dtype`.
 
@@ -44,7 +46,6 @@ class Type:
         self.value = self.value.newbyteorder(order)
 
 
-@final
 class Array:
     """Replaces `numpy.ndarray` and the function that creates arrays; `value` is the array.
 
@@ -105,6 +106,8 @@ def settled(content: Any) -> Any:
 
 
 def _settled(content: Any, seen: set[int]) -> Any:
+    if is_unread(content):
+        return content
     if isinstance(content, (Type, Array)):
         return content.value
     if type(content) is tuple:
@@ -118,7 +121,14 @@ def _settled(content: Any, seen: set[int]) -> Any:
     elif isinstance(content, list):
         seen.add(id(content))
         content[:] = [_settled(item, seen) for item in content]
-    elif isinstance(content, Namespace):
+    elif _has_attributes(content):  # a namespace, or an object of a class that the user has allowed
         seen.add(id(content))
         _settled(vars(content), seen)
     return content
+
+
+def _has_attributes(value: Any) -> bool:
+    kind = type(value)
+    return (
+        hasattr(kind, "__dict__") and kind.__dictoffset__ != 0 and not isinstance(value, (type, Tensor, FunctionType))
+    )

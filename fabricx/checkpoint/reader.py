@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import inspect
 import warnings
 from collections.abc import Mapping
@@ -12,12 +13,23 @@ from typing import Any, TypeVar
 import yaml
 from torch import Tensor, nn
 
-from fabricx.checkpoint import sharded_tensors, single_file, tree
-from fabricx.checkpoint.files import INDEX, STATE, check_size, deserialized, read_listed, read_manifest, verify
-from fabricx.checkpoint.foreign import is_foreign, mismatch, read_foreign, shapes_differ
+from fabricx.checkpoint import archive, objects, sharded_tensors, single_file, tree
+from fabricx.checkpoint.files import (
+    INDEX,
+    OBJECTS,
+    STATE,
+    check_size,
+    deserialized,
+    read_listed,
+    read_manifest,
+    verify,
+)  # fmt: skip
+from fabricx.checkpoint.foreign import is_foreign, load_objects, mismatch, read_foreign, shapes_differ
 from fabricx.checkpoint.index import parse
 from fabricx.checkpoint.storage import Place, as_path, is_local
+from fabricx.checkpoint.unread import names_in, permission_needed
 from fabricx.core.hparams import Form
+from fabricx.distributed.authentication import tag
 from fabricx.distributed.fsdp_internals import shard_like
 from fabricx.errors import CheckpointError, did_you_mean
 from fabricx.redaction import masked_keys
@@ -31,8 +43,10 @@ def load(
     sharded: Mapping[str, Tensor] | None = None,
     *,
     verified: bool = False,
+    trusted: bool = False,
+    key: bytes = b"",
 ) -> dict[str, Any]:
-    """Load a checkpoint of any number of ranks and any strategy; the files are never executed.
+    """Load a checkpoint of any number of ranks and any strategy; no code of its files is executed unless it is trusted.
 
     Args:
         path: path of the checkpoint; or weights in the format of Lightning, torch or safetensors, see `read_foreign`.
@@ -40,6 +54,9 @@ def load(
         sharded: sharded parameters by name; all tensors saved for them (weights, moments, averages) are loaded as the
             same shards.
         verified: skip the verification of checksums, which the caller has just done.
+        trusted: also read objects of any class, which runs code that the files name. Otherwise, objects of classes that
+            the user has not allowed by `torch.serialization.add_safe_globals` are `Unread`, whose use is an error.
+        key: secret of this run; objects that the run has written itself are read.
 
     Returns:
         The saved state.
@@ -49,13 +66,15 @@ def load(
     """
     path = as_path(path)
     if is_foreign(path):
-        state = read_foreign(path, map_location).state()
+        state = read_foreign(path, map_location, trusted=trusted).state()
         weights = state["strategy"]["module"]
         weights |= {n: _shard(weights[n], like, path) for n, like in (sharded or {}).items() if n in weights}
         return state
     manifest = read_manifest(path) if verified else verify(path)
+    own = _objects_of_run(path, manifest, key)
     if path.is_file():
-        return _load_single_file(path, map_location, sharded or {})
+        state = _load_single_file(path, map_location, sharded or {}, trusted=trusted)
+        return objects.filled(state, own, ()) if own else state
     for name, listed in manifest["files"].items():  # also if verified: another process may have verified it earlier
         check_size(path, name, listed)
     index = parse(read_listed(path, INDEX, manifest), manifest["files"], path / INDEX)
@@ -67,14 +86,30 @@ def load(
         raise CheckpointError(f"{path / STATE} is damaged: it refers to tensors that {INDEX} does not list") from None
     if not isinstance(state, dict):
         raise CheckpointError(f"{path / STATE} is damaged: it contains a {type(state).__name__}, not a dict")
+    if OBJECTS in manifest["files"]:
+        if not own:
+            own = load_objects(read_listed(path, OBJECTS, manifest), path, map_location, trusted=trusted)
+        state = objects.put(state, own, path)
     return state
 
 
-def _load_single_file(path: Path, map_location: Any, sharded: Mapping[str, Tensor]) -> dict[str, Any]:
+def _objects_of_run(path: Path, manifest: Mapping[str, Any], key: bytes) -> dict[str, Any]:
+    """Return the objects of a checkpoint that this run has written itself; none of other checkpoints."""
+    if not key or objects.TAG not in manifest:
+        return {}
+    data = archive.read_objects(path) if path.is_file() else read_listed(path, OBJECTS, manifest)
+    if not hmac.compare_digest(str(manifest[objects.TAG]), tag(key, [objects.TAG], data).hex()):
+        return {}
+    return objects.unpickled(data)
+
+
+def _load_single_file(
+    path: Path, map_location: Any, sharded: Mapping[str, Tensor], *, trusted: bool
+) -> dict[str, Any]:  # fmt: skip
     """Load the state of a single file; of tensors of sharded parameters, this rank's shards."""
     if not sharded:
-        return single_file.read_state(path, map_location)
-    rest, tensors = tree.split(single_file.read_state(path, "cpu", mapped=is_local(path)))
+        return single_file.read_state(path, map_location, trusted=trusted)
+    rest, tensors = tree.split(single_file.read_state(path, "cpu", mapped=is_local(path), trusted=trusted))
     parameter_of = tree.owner(sharded)
 
     def on_device(name: str, tensor: Tensor) -> Tensor:
@@ -173,6 +208,8 @@ def load_module(
     strict: bool | None,
     override: Mapping[str, Any],
     hparams_file: str | PathLike[str] | None = None,
+    *,
+    trusted: bool = False,
 ) -> T:
     """Create a module with the hyperparameters of a checkpoint, and load its weights.
 
@@ -183,6 +220,7 @@ def load_module(
         strict: see `Module.load_state_dict`; None for `strict_loading` of the module.
         override: arguments of `cls` that replace the checkpoint's.
         hparams_file: YAML file with arguments in place of all arguments of the checkpoint.
+        trusted: see `load`.
 
     Raises:
         CheckpointError: the weights do not match the module, or the checkpoint lacks a required argument of `cls`.
@@ -191,17 +229,18 @@ def load_module(
     """
     if callable(map_location) or isinstance(map_location, Mapping):  # of torch.load, by the places of tensors
         map_location = "cpu"
-    state = load(path, map_location or "cpu")
+    state = load(path, map_location or "cpu", trusted=trusted)
     weights, kept = weights_of(state, path), state.get("hparams")
     known = load_hparams(hparams_file) if hparams_file is not None else kept if isinstance(kept, dict) else {}
     form = Form.read(state.get("hparams_form"))
     if imported := state.get("imported", {}).get("argument"):
         form = Form(imported)
+    known = _readable(cls, known, override, path, form.argument)
     arguments = _arguments(cls, known, override, form)
     if lost := [f"{name} ({kind})" for name, kind in state.get("hparams_omitted", {}).items() if name not in override]:
         warnings.warn(
-            f"{cls.__name__}: {path} omits {', '.join(lost)}, which is no plain data: it has its default; pass it to "
-            "load_from_checkpoint",
+            f"{cls.__name__}: {path} omits {', '.join(lost)}, which has weights or can't be pickled: it has its "
+            "default; pass it to load_from_checkpoint",
             stacklevel=3,
         )
     module: Any = cls(**arguments)
@@ -213,6 +252,27 @@ def load_module(
     if map_location is not None:
         module.to(map_location)
     return module  # type: ignore[no-any-return]
+
+
+def _readable(
+    cls: type, known: dict[str, Any], override: Mapping[str, Any], path: Place, argument: str
+) -> dict[str, Any]:  # fmt: skip
+    """Return the hyperparameters without those that hold objects that were not read.
+
+    Raises:
+        CheckpointError: the constructor needs one of them.
+    """
+    unread = {name: found for name, value in known.items() if (found := set(names_in(value)))}
+    parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
+    takes_all = argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    lacks = [name for name in unread if name not in override and (takes_all or name in parameters)]
+    if lacks:
+        text = permission_needed(set().union(*(unread[name] for name in lacks)), path)
+        remedy = f"{cls.__name__}: {text}\n  or pass {', '.join(f'{name}=...' for name in lacks)}"
+        if any(name in parameters and parameters[name].default is inspect.Parameter.empty for name in lacks):
+            raise CheckpointError(f"{remedy} to load_from_checkpoint")
+        warnings.warn(f"{remedy}; now {', '.join(lacks)} has the default", stacklevel=4)
+    return {name: value for name, value in known.items() if name not in unread}
 
 
 def _strictness(module: Any, strict: bool | None) -> bool:
@@ -233,7 +293,8 @@ def _strictness(module: Any, strict: bool | None) -> bool:
 
 
 def load_data(
-    cls: type[T], path: Place, override: Mapping[str, Any], hparams_file: str | PathLike[str] | None = None
+    cls: type[T], path: Place, override: Mapping[str, Any], hparams_file: str | PathLike[str] | None = None, *,
+    trusted: bool = False,
 ) -> T:  # fmt: skip
     """Create a data module with its hyperparameters of a checkpoint.
 
@@ -242,6 +303,7 @@ def load_data(
         path: path of the checkpoint, see `load`.
         override: arguments of `cls` that replace the checkpoint's.
         hparams_file: YAML file with arguments in place of all arguments of the checkpoint.
+        trusted: see `load`.
 
     Raises:
         CheckpointError: the checkpoint lacks a required argument of `cls`.
@@ -250,23 +312,30 @@ def load_data(
     if hparams_file is not None:
         known: Any = load_hparams(hparams_file)
     elif is_foreign(path):
-        others = read_foreign(as_path(path)).others
+        others = read_foreign(as_path(path), trusted=trusted).others
         known, argument = others.get("datamodule_hyper_parameters"), others.get("datamodule_hparams_name")
         form = Form(argument if argument and argument != "kwargs" else "")
     else:
         manifest = read_manifest(as_path(path))
         known, form = manifest.get("datamodule_hparams"), Form.read(manifest.get("datamodule_hparams_form"))
-    return cls(**_arguments(cls, dict(known) if isinstance(known, Mapping) else {}, override, form))
+        if manifest.get("datamodule_objects"):
+            known = load(path, trusted=trusted).get("datamodule_hparams", known)
+    known = _readable(cls, dict(known), override, path, form.argument) if isinstance(known, Mapping) else {}
+    return cls(**_arguments(cls, known, override, form))
 
 
-def data_state(cls: type, path: Place) -> dict[str, Any]:
+def data_state(cls: type, path: Place, *, trusted: bool = False) -> dict[str, Any]:
     """Return the result of `state_dict` of a data module that a checkpoint contains; empty without one.
 
     Args:
         cls: class of the data module, by whose name a checkpoint of Lightning has the state.
         path: path of the checkpoint, see `load`.
+        trusted: see `load`.
     """
-    state = read_foreign(as_path(path)).others.get(cls.__qualname__) if is_foreign(path) else load(path)["datamodule"]
+    if is_foreign(path):
+        state = read_foreign(as_path(path), trusted=trusted).others.get(cls.__qualname__)
+    else:
+        state = load(path, trusted=trusted)["datamodule"]
     return state if isinstance(state, dict) else {}
 
 

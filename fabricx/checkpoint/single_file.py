@@ -28,18 +28,19 @@ ENTRY: Final = "fabricx"
 _LIGHTNING: Final = "2.6.6"  # version of Lightning whose entries these are
 
 
-def read_state(path: Path, map_location: Any, *, mapped: bool = False) -> dict[str, Any]:
-    """Return the state in a single-file checkpoint; no code of the file is executed.
+def read_state(path: Path, map_location: Any, *, mapped: bool = False, trusted: bool = False) -> dict[str, Any]:
+    """Return the state in a single-file checkpoint; no code of the file is executed unless it is trusted.
 
     Args:
         path: path of the file.
         map_location: device of the tensors.
         mapped: map tensors of a local file into memory, so that only the used parts are read.
+        trusted: see `torch_load`.
 
     Raises:
         CheckpointError: the file holds more than tensors and plain data, or no state.
     """
-    content = torch_load(path, map_location, mapped=mapped)
+    content = torch_load(path, map_location, mapped=mapped, trusted=trusted)
     state = content.get(ENTRY) if isinstance(content, dict) else None
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} is damaged: it holds no state of fabricx")
@@ -48,15 +49,16 @@ def read_state(path: Path, map_location: Any, *, mapped: bool = False) -> dict[s
 
 @contextlib.contextmanager
 def written(
-    path: Path, state: Mapping[str, Any], manifest: Mapping[str, Any], shown: Iterable[str] = ()
-) -> Iterator[Callable[[], None]]:
+    path: Path, state: Mapping[str, Any], manifest: Mapping[str, Any], shown: Iterable[str] = (), objects: bytes = b"",
+) -> Iterator[Callable[[], None]]:  # fmt: skip
     """Write a single-file checkpoint beside its path.
 
     Args:
         path: path of the file.
-        state: tensors and plain data.
+        state: tensors, plain data and objects.
         manifest: information for users; format, versions and time are added.
         shown: names of entries of the state that are also entries of the file.
+        objects: the objects of the state, pickled apart, for readers that verify them; empty without.
 
     Returns:
         context with a function that moves the file to its path, or uploads it, and replaces an existing file.
@@ -65,13 +67,13 @@ def written(
     if not is_local(path):
         with private_folder() as folder:
             file = Path(folder) / "archive"
-            _write_archive(file, content, manifest)
+            _write_archive(file, content, manifest, objects)
             yield functools.partial(_upload, file, path)
         return
     work = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        _write_archive(work, content, manifest)
+        _write_archive(work, content, manifest, objects)
         yield functools.partial(put_in_place, work, path)
     finally:
         work.unlink(missing_ok=True)
@@ -82,9 +84,9 @@ def _upload(file: Path, path: Any) -> None:
     path.fs.put_file(str(file), path.path)
 
 
-def _write_archive(file: Path, content: Mapping[str, Any], manifest: Mapping[str, Any]) -> None:
+def _write_archive(file: Path, content: Mapping[str, Any], manifest: Mapping[str, Any], objects: bytes) -> None:
     torch.save(dict(content), file)
-    add_record(file, dated(manifest))
+    add_record(file, dated(manifest), objects)
     with file.open("rb") as written:
         os.fsync(written.fileno())
 

@@ -9,7 +9,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 from fabricx.scratch import private_folder
 
@@ -93,3 +93,20 @@ def local_copy(file: Path) -> Iterator[Path]:
         fetched = Path(folder) / file.name
         cast(Any, file).fs.get_file(cast(Any, file).path, str(fetched))
         yield fetched
+
+
+@contextlib.contextmanager
+def as_file(source: Place | IO[bytes]) -> Iterator[Place]:
+    """Yield the path of a file; the content of an open file is copied to a temporary folder.
+
+    Args:
+        source: a path, or a file that is open for reading bytes.
+    """
+    if isinstance(source, (str, os.PathLike)):
+        yield source
+        return
+    with private_folder() as folder:
+        file = Path(folder) / "open-file.ckpt"
+        with file.open("wb") as copy:
+            shutil.copyfileobj(source, copy)
+        yield file

@@ -8,6 +8,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from fabricx.checkpoint.unread import is_unread
+
 PLACE: Final = "__tensor__"
 
 
@@ -29,6 +31,8 @@ def split(state: Any) -> tuple[Any, dict[str, Tensor]]:
 
 
 def _split(value: Any, path: tuple[str, ...], tensors: dict[str, Tensor]) -> Any:
+    if is_unread(value):  # `isinstance` would be a use of it
+        return value
     if isinstance(value, Tensor):
         key = "/".join(path)
         while key in tensors:  # a dict with the keys 1 and "1"

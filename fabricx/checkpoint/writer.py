@@ -17,8 +17,9 @@ from typing import Any, Final, final
 
 import torch
 
-from fabricx.checkpoint import files, sharded_tensors, single_file, tree
+from fabricx.checkpoint import files, objects, sharded_tensors, single_file, tree
 from fabricx.checkpoint.storage import Place, as_path, discard
+from fabricx.distributed.authentication import tag
 from fabricx.distributed.generations import SAVING, membership
 from fabricx.distributed.store import PrivateStore
 from fabricx.distributed.world import World
@@ -34,6 +35,7 @@ class _Snapshot:
     token: str  # of this write, for keys of the store
     part: sharded_tensors.Part
     rest: bytes
+    objects: bytes  # pickled; empty without objects
     manifest: Mapping[str, Any]
     copied: Any  # event on a GPU, after which the copies are complete
     shown: Sequence[str] | None  # for a single file: names of further entries; None for a folder
@@ -67,10 +69,11 @@ class Writer:
 
     Args:
         world: the ranks.
+        key: secret of the run, by which its restart knows objects in its checkpoints; b"" for none.
     """
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, world: World, key: bytes = b"") -> None:
+        self._world, self._key = world, key
         self._thread: threading.Thread | None = None
         self._tasks: queue.SimpleQueue[_Write | Path | None] = queue.SimpleQueue()
         self._write: _Write | None = None  # the newest write, until `finish` or `sweep`
@@ -101,10 +104,13 @@ class Writer:
         """
         self.finish()
         rest, tensors = tree.split(dict(state))
+        rest, others = objects.taken(rest)
         refused = ""
-        data = b""
+        data = pickled = b""
         try:
             data = files.serialized(rest)
+            if others and self._world.main_rank:
+                pickled = objects.pickled(others)
         except CheckpointError as error:
             refused = str(error)
         if self._world.all_reduce(torch.tensor(float(bool(refused)), device=self._world.device), "max"):
@@ -115,7 +121,7 @@ class Writer:
         if torch.cuda.is_initialized():
             copied = torch.cuda.Event()
             copied.record()
-        snapshot = _Snapshot(path, work, token, part, data, manifest, copied, shown)
+        snapshot = _Snapshot(path, work, token, part, data, pickled, self._signed(manifest, pickled), copied, shown)
         self._path, self._failed, self._warned = path, failed, False
         self._write = _Write(snapshot, after, repeated)
         if not repeated:
@@ -124,6 +130,12 @@ class Writer:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="fabricx-checkpoint", daemon=True)
             self._thread.start()
+
+    def _signed(self, manifest: Mapping[str, Any], pickled: bytes) -> Mapping[str, Any]:
+        """Return the manifest with a tag by which a restart of this run knows the objects as its own."""
+        if not pickled or not self._key:
+            return manifest
+        return {**manifest, objects.TAG: tag(self._key, [objects.TAG], pickled).hex()}
 
     def _chosen(self, path: Path, *, hidden: bool) -> tuple[Any, str]:
         """Return the working folder or file that the main rank chooses, and a token; collective."""
@@ -301,14 +313,20 @@ class Writer:
     def _written(self, snapshot: _Snapshot, everything: dict[str, Any]) -> Iterator[Callable[[], None]]:
         """Complete a folder or a file beside the checkpoint's path; yields a function that moves it to the path."""
         if snapshot.shown is None:
-            files.complete(snapshot.work, snapshot.rest, snapshot.part.index, snapshot.manifest, everything)
+            files.complete(
+                snapshot.work, snapshot.rest, snapshot.part.index, snapshot.manifest, everything, snapshot.objects
+            )
             yield functools.partial(files.put_in_place, snapshot.work, snapshot.path)
             return
         tensors = snapshot.part.tensors
         if self._world.size > 1:  # the ranks have written their parts into a folder, which becomes a file
             tensors = sharded_tensors.read(snapshot.work, snapshot.part.index, tree.like({}, "cpu"))
         state = tree.join(files.deserialized(snapshot.rest, snapshot.work), tensors)
-        with single_file.written(snapshot.path, state, snapshot.manifest, snapshot.shown) as put_in_place:
+        if snapshot.objects:  # as they were at the snapshot
+            state = objects.put(state, objects.unpickled(snapshot.objects), snapshot.path)
+        with single_file.written(
+            snapshot.path, state, snapshot.manifest, snapshot.shown, snapshot.objects
+        ) as put_in_place:
             yield put_in_place
         discard(snapshot.work)
 

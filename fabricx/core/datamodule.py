@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sized
-from typing import TYPE_CHECKING, Any, Self
+from typing import IO, TYPE_CHECKING, Any, Self
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from fabricx.core.hparams import HyperParameters, of_class, warn_of_execution
+from fabricx.core.hparams import HyperParameters, of_class
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -65,7 +65,7 @@ class DataModule(HyperParameters):
     @of_class
     def load_from_checkpoint(
         cls,
-        checkpoint_path: str | PathLike[str],
+        checkpoint_path: str | PathLike[str] | IO[bytes],
         map_location: Any = None,
         hparams_file: str | PathLike[str] | None = None,
         weights_only: bool | None = None,
@@ -74,22 +74,25 @@ class DataModule(HyperParameters):
         """Create a data module with the hyperparameters and the state (`state_dict`) of a checkpoint.
 
         Args:
-            checkpoint_path: folder of the checkpoint; or a file of Lightning.
+            checkpoint_path: folder of the checkpoint; or a file of Lightning, also an open file.
             map_location: without an effect; hyperparameters and state are plain data.
             hparams_file: YAML file with arguments, in the place of the saved hyperparameters.
-            weights_only: without an effect; a checkpoint is never executed, and False is a warning.
+            weights_only: False also reads objects of any class, which runs code that the file names; pass it for a file
+                that you trust. Otherwise, objects are read only if their classes are allowed by
+                `torch.serialization.add_safe_globals`.
             override: arguments that replace or complete the saved hyperparameters.
 
         Raises:
             CheckpointError: the checkpoint does not exist, is incomplete, or lacks arguments of the constructor.
         """
-        from fabricx.checkpoint import data_state, load_data
+        from fabricx.checkpoint import as_file, data_state, load_data
 
-        warn_of_execution(weights_only, "load_from_checkpoint")
-        data: Any = load_data(cls, checkpoint_path, override, hparams_file)
-        restores = cls.load_state_dict is not DataModule.load_state_dict
-        if restores and (state := data_state(cls, checkpoint_path)):
-            data.load_state_dict(state)
+        trusted = weights_only is False
+        with as_file(checkpoint_path) as path:
+            data: Any = load_data(cls, path, override, hparams_file, trusted=trusted)
+            restores = cls.load_state_dict is not DataModule.load_state_dict
+            if restores and (state := data_state(cls, path, trusted=trusted)):
+                data.load_state_dict(state)
         return data  # type: ignore[no-any-return]
 
     def prepare_data(self) -> None:

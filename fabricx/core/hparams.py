@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +14,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-
-from fabricx.errors import PossibleUserWarning
 
 _COLLECTIONS: Final = (Sequence, set, frozenset)
 
@@ -355,7 +352,9 @@ def builtin(value: Any) -> Any:
     return value
 
 
-def storable(hparams: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
+def storable(
+    hparams: Mapping[str, Any], stores: Callable[[Any], bool] = lambda value: False
+) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the hyperparameters that a checkpoint can store, and the classes of all other hyperparameters by name.
 
     >>> storable({"sizes": (1, 2), "names": {0: "a"}, "activation": len})
@@ -363,32 +362,35 @@ def storable(hparams: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]
 
     Args:
         hparams: by name.
+        stores: whether the checkpoint stores an object that is no plain data.
     """
     kept, others = {}, {}
     for name, value in (plain_containers(hparams) if is_omegaconf(hparams) else hparams).items():
         try:
-            kept[str(name)] = _exact(plain_containers(value))
+            kept[str(name)] = _exact(plain_containers(value), stores)
         except TypeError as error:
             others[str(name)] = str(error)
     return kept, others
 
 
-def _exact(value: Any) -> Any:
-    """Return a value of Python's types, dtypes, devices and tensors.
+def _exact(value: Any, stores: Callable[[Any], bool]) -> Any:
+    """Return a value of Python's types, dtypes, devices, tensors and objects that a checkpoint stores.
 
     Raises:
-        TypeError: the value contains an object of another class, which is the message.
+        TypeError: the value contains another object; its class is the message.
     """
     if isinstance(value, Mapping):
-        return {builtin(name): _exact(item) for name, item in value.items()}
+        return {builtin(name): _exact(item, stores) for name, item in value.items()}
     if isinstance(value, (tuple, set)):
-        return (tuple if isinstance(value, tuple) else set)(_exact(item) for item in value)
+        return (tuple if isinstance(value, tuple) else set)(_exact(item, stores) for item in value)
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return [_exact(item) for item in value]
+        return [_exact(item, stores) for item in value]
     value = str(value) if isinstance(value, PurePath) else builtin(value)
     if value is None or type(value) in (bool, int, float, complex, str, bytes):
         return value
     if isinstance(value, (torch.Tensor, torch.dtype, torch.device)) and type(value).__module__ == "torch":
+        return value
+    if stores(value):
         return value
     raise TypeError(type(value).__name__)
 
@@ -412,19 +414,3 @@ def _refuse_object(method: Any, instance: Any, *args: Any, **options: Any) -> No
         f"{name} creates a new object and leaves the object that it was called on unchanged: "
         f"write new = {cls}.{name}(...)"
     )
-
-
-def warn_of_execution(weights_only: bool | None, call: str) -> None:
-    """Warn that no code of a checkpoint's file is executed, for any value of `weights_only`.
-
-    Args:
-        weights_only: argument of the call; with every value, tensors and plain data only are loaded.
-        call: name of the call, for the message.
-    """
-    if weights_only is False:
-        warnings.warn(
-            f"{call}(weights_only=False): fabricx loads tensors and plain data only, and executes nothing of a "
-            "checkpoint; the argument has no effect",
-            PossibleUserWarning,
-            stacklevel=4,
-        )

@@ -6,13 +6,13 @@ import contextlib
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import IO, TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabricx.core.hparams import HyperParameters, of_class, warn_of_execution
+from fabricx.core.hparams import HyperParameters, of_class
 from fabricx.core.module_hooks import RUN_ATTRIBUTES, ModuleHooks
 from fabricx.core.rank_zero import set_launched_rank
 from fabricx.core.reductions import Reduction
@@ -317,7 +317,7 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
     @of_class
     def load_from_checkpoint(
         cls,
-        checkpoint_path: str | PathLike[str],
+        checkpoint_path: str | PathLike[str] | IO[bytes],
         map_location: Any = None,
         hparams_file: str | PathLike[str] | None = None,
         strict: bool | None = None,
@@ -327,11 +327,13 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
         """Create a module from a checkpoint, with its hyperparameters as arguments, and load its weights.
 
         Args:
-            checkpoint_path: folder of the checkpoint; or a file of Lightning, torch or safetensors.
+            checkpoint_path: folder of the checkpoint; or a file of Lightning, torch or safetensors, also an open file.
             map_location: device of the weights; the CPU by default.
             hparams_file: YAML file with arguments, in the place of the saved hyperparameters.
             strict: require that the names of all weights match; by default as `strict_loading` of the module.
-            weights_only: without an effect; a checkpoint is never executed, and False is a warning.
+            weights_only: False also reads objects of any class, which runs code that the file names; pass it for a file
+                that you trust. Otherwise, objects are read only if their classes are allowed by
+                `torch.serialization.add_safe_globals`.
             override: arguments that replace or complete the saved hyperparameters.
 
         Returns:
@@ -340,10 +342,11 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
         Raises:
             CheckpointError: the checkpoint does not exist, is incomplete, or lacks arguments of the constructor.
         """
-        from fabricx.checkpoint import load_module
+        from fabricx.checkpoint import as_file, load_module
 
-        warn_of_execution(weights_only, "load_from_checkpoint")
-        return load_module(cls, checkpoint_path, map_location, strict, override, hparams_file)
+        with as_file(checkpoint_path) as path:
+            trusted = weights_only is False
+            return load_module(cls, path, map_location, strict, override, hparams_file, trusted=trusted)
 
     # -- what users read ----------------------------------------------------------------------------------------
 

@@ -109,7 +109,10 @@ def restore(session: Session, path: Path, *, weights_only: bool) -> None:
     # It was verified when it was chosen, before any process started.
     from fabricx.checkpoint.reader import load_weights, weights_of
 
-    state = checkpoint.load(path, session.world.device, session.sharding.load_targets(), verified=True)
+    state = checkpoint.load(
+        path, session.world.device, session.sharding.load_targets(), verified=True,
+        trusted=session.overridden.trusted, key=session.checkpoints.key,
+    )  # fmt: skip
     weights_of(state, path)  # an error if there are none
     state = as_part(session.strategy, ModelParallel).own_state(state)
     with weights_as_state_dict(state):

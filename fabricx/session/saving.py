@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabricx import checkpoint
+from fabricx.checkpoint.objects import is_storable
 from fabricx.consistency.comparison import of_added
 from fabricx.core.hparams import Form, plain, storable
 from fabricx.core.state import Phase
@@ -86,7 +87,9 @@ def _begin_checkpoint(
         if after is not None:
             after()
 
-    writer = session.checkpoints.writer = session.checkpoints.writer or checkpoint.Writer(session.world)
+    writer = session.checkpoints.writer = session.checkpoints.writer or checkpoint.Writer(
+        session.world, session.checkpoints.key
+    )
     shown = added if single_file else None
     writer.begin(path, state, manifest, done, full, repeated=after is not None, shown=shown)
 
@@ -102,7 +105,7 @@ def _content(session: Session, path: Path, *, weights_only: bool) -> tuple[dict[
             "resumption, save after the last batch of a window"
         )
     session.strategy.synchronize(buffers)
-    hparams, omitted = storable(session.module.hparams)
+    hparams, omitted = storable(session.module.hparams, is_storable)
     state: dict[str, Any] = {
         "strategy": session.strategy.state_dict(session.module, [] if weights_only else session.optimizers),
         "hparams": hparams,
@@ -110,6 +113,8 @@ def _content(session: Session, path: Path, *, weights_only: bool) -> tuple[dict[
         "hparams_form": Form.of(session.module).note(),
         "state": session.state.state_dict(),
     }
+    if session.datamodule is not None and _has_objects(session.datamodule.hparams):
+        state["datamodule_hparams"] = masked(storable(session.datamodule.hparams, is_storable)[0])
     state["strategy"]["module"].update(buffers)
     if point is not None and not weights_only:
         state |= {**run_state(session), "ranks": _states_of_ranks(session.world, point)}
@@ -121,19 +126,25 @@ def _content(session: Session, path: Path, *, weights_only: bool) -> tuple[dict[
                 hook(state)
     finally:
         session.checkpoints.collecting = False
-    hparams, added_by_hooks = storable(state["hparams"])
+    hparams, added_by_hooks = storable(state["hparams"], is_storable)
     omitted = {name: kind for name, kind in omitted.items() if name not in hparams} | added_by_hooks
     if omitted:
         session.warn_once(
             "omitted hyperparameters",
             f"checkpoints omit the hyperparameters {', '.join(f'{name} ({kind})' for name, kind in omitted.items())}: "
-            "they are no plain data. Pass them to load_from_checkpoint, and to save_hyperparameters(ignore=[...])",
+            "their weights are in the checkpoint already, or they can't be pickled. Pass them to load_from_checkpoint, "
+            "and to save_hyperparameters(ignore=[...])",
             PossibleUserWarning,
         )
     state |= {"hparams": masked(hparams), "hparams_omitted": omitted}
     added = {name: value for name, value in state.items() if name not in known}
     _warn_if_lost(session.world, added)
     return as_part(session.strategy, ModelParallel).whole_state(state), [str(name) for name in added]
+
+
+def _has_objects(hparams: Mapping[str, Any]) -> bool:
+    """Return whether hyperparameters have objects, which the manifest, plain data in JSON, omits."""
+    return bool(storable(hparams)[1])
 
 
 def _manifest(session: Session, *, weights_only: bool) -> dict[str, Any]:
@@ -157,6 +168,7 @@ def _manifest(session: Session, *, weights_only: bool) -> dict[str, Any]:
     if session.datamodule is not None:
         manifest["datamodule_hparams_form"] = Form.of(session.datamodule).note()
         manifest["datamodule_hparams"] = masked(plain(storable(session.datamodule.hparams)[0]))
+        manifest["datamodule_objects"] = _has_objects(session.datamodule.hparams)
     return manifest
 
 

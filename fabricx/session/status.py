@@ -93,8 +93,10 @@ class CheckpointStatus:
         followed: generation, and number of its newest hooks that ranks without a sample have followed.
         loaded: global batch and accumulation of the loaded checkpoint, and accumulation of this run, until they are
             reported.
+        key: secret of this run, by which its restart knows objects in its checkpoints.
     """
 
+    key: bytes = field(default=b"", repr=False)
     writer: Writer | None = None
     collecting: bool = False
     saves: tuple[Any, int] = (None, 0)
@@ -132,6 +134,7 @@ class Overridden:
         closures: ids of the optimizers that need a closure.
         metrics_each_step: whether a schedule reads a metric after each weight update.
         ckpt_path: checkpoint that the run loads; None without a checkpoint.
+        trusted: objects of any class are read from that checkpoint.
         lazy: the module has parameters whose first forward determines their shape.
         manual_steps: steps of each optimizer (by id) that `training_step` has made itself in the current batch.
         in_optimizer_step: the module's `optimizer_step` is running.
@@ -147,6 +150,7 @@ class Overridden:
     closures: frozenset[int] = frozenset()
     metrics_each_step: bool = False
     ckpt_path: Path | None = None
+    trusted: bool = False
     lazy: bool = False
     manual_steps: dict[int, int] = field(default_factory=dict)
     in_optimizer_step: bool = False

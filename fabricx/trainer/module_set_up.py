@@ -25,12 +25,13 @@ if TYPE_CHECKING:
     from fabricx.session.session import Session
 
 
-def set_up_module(session: Session, ckpt_path: str | Path | None, *, fits: bool) -> None:
+def set_up_module(session: Session, ckpt_path: str | Path | None, *, trusted: bool, fits: bool) -> None:
     """Convert and move the module, and load its data.
 
     Args:
         session: this rank's session, whose module has all layers, after `configure_model`.
         ckpt_path: checkpoint from which the run starts.
+        trusted: also read its objects of any class.
         fits: the run trains the module.
     """
     module = session.module
@@ -45,7 +46,8 @@ def set_up_module(session: Session, ckpt_path: str | Path | None, *, fits: bool)
         name: overrides(module, name, ModuleHooks)
         for name in ("backward", "batch_weight", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")
     }
-    session.overridden = Overridden(**overridden, ckpt_path=as_path(ckpt_path) if ckpt_path else None)
+    path = as_path(ckpt_path) if ckpt_path else None
+    session.overridden = Overridden(**overridden, ckpt_path=path, trusted=trusted)
     session.overridden.lazy = any(map(nn.parameter.is_lazy, module.parameters()))
     session.window.by_weight = session.overridden.batch_weight and module.automatic_optimization
     session.transfer = _batch_transfer(session)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from fabricx.core.callback import Callback
@@ -14,6 +15,7 @@ from fabricx.core.hooks import check_hooks, overrides
 from fabricx.core.module import Module
 from fabricx.core.module_hooks import ModuleHooks
 from fabricx.data import combined, make_feed
+from fabricx.distributed.authentication import new_key
 from fabricx.distributed.world import World
 from fabricx.errors import did_you_mean
 from fabricx.lightning import adapt_data, adapt_module
@@ -33,6 +35,10 @@ class Job:
         datamodule: the data module that the caller passed.
         ckpt_path: the checkpoint to start from; `dispatch` resolves "last" and "best".
         flag: print the results; for predict, return the outputs.
+        trusted: objects of any class are read from the checkpoint, which runs code that its files name.
+        safe_globals: classes and functions that the caller has allowed in checkpoints
+            (`torch.serialization.add_safe_globals`), for processes that don't execute the script.
+        key: by which a restart of the workers knows objects in checkpoints as written by themselves.
         began_with: ranks with which the run of the checkpoint began, read before workers start: a worker that joins
             later may find that checkpoint deleted. None if each rank reads it.
         copied: each rank has a copy of the caller's objects, whose metric objects may have a state.
@@ -46,6 +52,9 @@ class Job:
     datamodule: DataModule | None
     ckpt_path: str | Path | None
     flag: bool = True
+    trusted: bool = False
+    safe_globals: list[Any] = field(default_factory=torch.serialization.get_safe_globals)
+    key: bytes = field(default_factory=new_key, repr=False)
     began_with: int | None = None
     copied: bool = False
     random: Any = field(default=None, repr=False)

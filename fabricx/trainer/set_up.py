@@ -76,9 +76,13 @@ def execute(trainer: TrainerInterface, job: Job, world: World, logs: LogSettings
         the results of the job, on this rank.
     """
     set_multiprocessing_folder()
+    allowed = contextlib.ExitStack()
+    if job.copied:  # the caller's own process has them
+        allowed.enter_context(torch.serialization.safe_globals(job.safe_globals))
     try:
         session = _build(trainer, job, world)
     except BaseException:
+        allowed.close()
         _undo_build(trainer.strategy, trainer.state, trainer)
         raise
     ending: Ending = "failed"
@@ -104,6 +108,7 @@ def execute(trainer: TrainerInterface, job: Job, world: World, logs: LogSettings
             session.datamodule.on_exception(error)
         raise
     finally:
+        allowed.close()
         _close(session, ending)
 
 
@@ -224,7 +229,8 @@ def _set_up(session: Session, job: Job) -> Outcome:
         session.module.configure_model()
     outcome = added_layers(session.module, known) if job.copied and session.world.main_rank else Outcome()
     fits = job.stage == "fit"
-    set_up_module(session, job.ckpt_path, fits=fits)
+    set_up_module(session, job.ckpt_path, trusted=job.trusted, fits=fits)
+    session.checkpoints.key = job.key
     if job.copied and not updating_ranks(session.world, fits=fits).main_rank:  # the ranks' states are summed
         for metric in held_metrics(holders(session.module, session.callbacks)).values():
             metric.reset()

@@ -7,7 +7,6 @@ from typing import Any
 
 from fabricx.core.callback import Callback
 from fabricx.core.datamodule import DataModule
-from fabricx.core.hparams import warn_of_execution
 from fabricx.core.module import Module
 from fabricx.trainer.dispatch import dispatch
 from fabricx.trainer.interface import TrainerInterface
@@ -41,14 +40,15 @@ class Trainer(TrainerInterface):
             ckpt_path: checkpoint to resume from: its path, "last" (the newest checkpoint, or newer snapshot for
                 recovery, of this run or of the newest run in `runs`; starts from the beginning without either), or
                 "best".
-            weights_only: without an effect; a checkpoint is never executed, and False is a warning.
+            weights_only: False also reads objects of any class from the checkpoint, which runs code that it names;
+                pass it for a file that you trust. Otherwise, objects are read only if their classes are allowed by
+                `torch.serialization.add_safe_globals`.
 
         Raises:
             ValueError: an argument or a method of the module is invalid; raised before any process starts if possible.
             WorkerFailed: a worker process failed; the message contains its traceback.
             SystemExit: with code 143, after SIGTERM or the notice of a scheduler, when the run is stopped and saved.
         """
-        warn_of_execution(weights_only, "trainer.fit")
         chosen = _one_of(model, module, "fit")
         if chosen is None:
             raise ValueError("trainer.fit() has no module: pass an instance of a subclass of fabricx.Module")
@@ -61,7 +61,8 @@ class Trainer(TrainerInterface):
             if type(callback).before_fit is not Callback.before_fit:
                 callback.before_fit(Tuner(self), call)
         _check_source(train_dataloaders, val_dataloaders, datamodule, "fit")
-        dispatch(self, Job("fit", chosen, train_dataloaders, val_dataloaders, datamodule, path))
+        job = Job("fit", chosen, train_dataloaders, val_dataloaders, datamodule, path, trusted=weights_only is False)
+        dispatch(self, job)
 
     def validate(
         self,
@@ -83,7 +84,9 @@ class Trainer(TrainerInterface):
             ckpt_path: checkpoint whose weights are loaded: its path, "last" or "best".
             verbose: print the metrics.
             datamodule: creates the loaders.
-            weights_only: without an effect; a checkpoint is never executed, and False is a warning.
+            weights_only: False also reads objects of any class from the checkpoint, which runs code that it names;
+                pass it for a file that you trust. Otherwise, objects are read only if their classes are allowed by
+                `torch.serialization.add_safe_globals`.
 
         Returns:
             the metrics of each loader over the samples of all ranks, with each sample counted once.
@@ -92,9 +95,9 @@ class Trainer(TrainerInterface):
             ValueError: an argument is invalid.
             WorkerFailed: a worker process failed.
         """
-        warn_of_execution(weights_only, "trainer.validate")
         chosen = _one_of(model, module, "validate")
-        return self._evaluate("validate", chosen, dataloaders, datamodule, ckpt_path, verbose)
+        trusted = weights_only is False
+        return self._evaluate("validate", chosen, dataloaders, datamodule, ckpt_path, verbose, trusted=trusted)
 
     def test(
         self,
@@ -115,11 +118,13 @@ class Trainer(TrainerInterface):
             ckpt_path: checkpoint whose weights are loaded: its path, "last" or "best".
             verbose: print the metrics.
             datamodule: creates the loaders.
-            weights_only: without an effect; a checkpoint is never executed, and False is a warning.
+            weights_only: False also reads objects of any class from the checkpoint, which runs code that it names;
+                pass it for a file that you trust. Otherwise, objects are read only if their classes are allowed by
+                `torch.serialization.add_safe_globals`.
         """
-        warn_of_execution(weights_only, "trainer.test")
         chosen = _one_of(model, module, "test")
-        return self._evaluate("test", chosen, dataloaders, datamodule, ckpt_path, verbose)
+        trusted = weights_only is False
+        return self._evaluate("test", chosen, dataloaders, datamodule, ckpt_path, verbose, trusted=trusted)
 
     def predict(
         self,
@@ -141,7 +146,9 @@ class Trainer(TrainerInterface):
             datamodule: creates the loaders.
             return_predictions: False discards the outputs.
             ckpt_path: checkpoint whose weights are loaded: its path, "last" or "best".
-            weights_only: without an effect; a checkpoint is never executed, and False is a warning.
+            weights_only: False also reads objects of any class from the checkpoint, which runs code that it names;
+                pass it for a file that you trust. Otherwise, objects are read only if their classes are allowed by
+                `torch.serialization.add_safe_globals`.
 
         Returns:
             the outputs in the order of the data set; a list for each loader if there are several. None with
@@ -151,14 +158,15 @@ class Trainer(TrainerInterface):
             ValueError: an argument is invalid.
             WorkerFailed: a worker process failed.
         """
-        warn_of_execution(weights_only, "trainer.predict")
         chosen, keep = _one_of(model, module, "predict"), return_predictions is not False
-        outputs = self._evaluate("predict", chosen, dataloaders, datamodule, ckpt_path, keep)
+        trusted = weights_only is False
+        outputs = self._evaluate("predict", chosen, dataloaders, datamodule, ckpt_path, keep, trusted=trusted)
         return outputs if keep else None  # type: ignore[return-value]  # as in Lightning
 
     def _evaluate(
-        self, stage: str, module: Module | None, loaders: Any, data: DataModule | None, path: Any, flag: bool
-    ) -> list[Any]:
+        self, stage: str, module: Module | None, loaders: Any, data: DataModule | None, path: Any, flag: bool, *,
+        trusted: bool,
+    ) -> list[Any]:  # fmt: skip
         if isinstance(path, DataModule):  # the third argument was the data module in the first versions
             raise ValueError(
                 f"trainer.{stage}: the third argument is ckpt_path: pass datamodule={type(path).__name__}(...)"
@@ -173,7 +181,7 @@ class Trainer(TrainerInterface):
             if path is None and saved is not None and saved.best_model_path:
                 path = "best"
             data = data or self.datamodule
-        results: list[Any] = dispatch(self, Job(stage, module, None, loaders, data, path, flag))
+        results: list[Any] = dispatch(self, Job(stage, module, None, loaders, data, path, flag, trusted))
         return results
 
 

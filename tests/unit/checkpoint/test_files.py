@@ -64,8 +64,8 @@ def test_one_flipped_bit_in_any_file_is_found(place: Path, file: str) -> None:
 
 def test_a_failed_write_leaves_the_earlier_one_and_no_rest(place: Path) -> None:
     path = checkpoint.save(place / "one", STATE, {"step": 1})
-    with pytest.raises(CheckpointError, match="neither a tensor nor plain data"):
-        checkpoint.save(place / "one", {"bad": Path("x")}, {"step": 2})
+    with pytest.raises(CheckpointError, match=r"can't be pickled: bad \(builtins.function\)|can't be pickled: bad"):
+        checkpoint.save(place / "one", {"bad": lambda: None}, {"step": 2})
     assert checkpoint.load(path)["epoch"] == 3
     assert [entry.name for entry in place.iterdir()] == ["one"]
 

@@ -195,12 +195,16 @@ def test_on_save_checkpoint_reads_and_changes_hyperparameters(tmp_path: Path) ->
 
     trainer = fx.Trainer(**{**QUIET, "max_steps": 1})
     trainer.fit(Net(), tiny_loader())
-    with pytest.warns(UserWarning, match="omit the hyperparameters loss"):
-        trainer.save_checkpoint(tmp_path / "net.ckpt")
-    content = torch.load(tmp_path / "net.ckpt")
-    assert content["hyper_parameters"] == {"lr": 0.1, "width": 3}
-    with pytest.warns(UserWarning, match="omits loss"):
-        assert Net.load_from_checkpoint(tmp_path / "net.ckpt").loaded == {"lr": 0.1, "width": 3}
+    trainer.save_checkpoint(tmp_path / "net.ckpt")
+    content = torch.load(tmp_path / "net.ckpt", weights_only=False)["hyper_parameters"]
+    assert type(content.pop("loss")) is torch.nn.MSELoss
+    assert content == {"lr": 0.1, "width": 3}
+    loaded = Net.load_from_checkpoint(tmp_path / "net.ckpt").loaded
+    assert loaded["width"] == 3
+    with pytest.raises(CheckpointError, match="MSELoss, which was not read"):
+        loaded["loss"](torch.ones(1), torch.ones(1))
+    loaded = Net.load_from_checkpoint(tmp_path / "net.ckpt", weights_only=False).loaded
+    assert loaded["loss"](torch.ones(1), torch.ones(1)) == 0
 
 
 @pytest.mark.parametrize("how", ["replaced", "removed", "none"])

@@ -127,8 +127,29 @@ def test_its_hyperparameters_are_loaded_from_a_checkpoint(quiet: dict[str, Any],
     assert Data.load_from_checkpoint(path, samples=4).hparams == {"samples": 4}
     torch.save({"state_dict": {}, "datamodule_hyper_parameters": {"samples": 20}}, tmp_path / "theirs.ckpt")
     assert Data.load_from_checkpoint(tmp_path / "theirs.ckpt").hparams == {"samples": 20}
-    with pytest.warns(UserWarning, match="weights_only=False.*executes nothing"):
-        assert Data.load_from_checkpoint(path, weights_only=False).hparams == {"samples": 12}
+    assert Data.load_from_checkpoint(path, weights_only=False).hparams == {"samples": 12}
+
+
+class Encoder:
+    """A hyperparameter of a user's class."""
+
+    size = 3
+
+
+def test_objects_among_its_hyperparameters_are_loaded_with_permission(quiet: dict[str, Any], tmp_path: Any) -> None:
+    class Encoded(Data):
+        def __init__(self, samples: int = 8, encoder: Any = None) -> None:
+            super().__init__(samples)
+            self.save_hyperparameters()
+
+    trainer = fx.Trainer(max_epochs=1, **quiet)
+    trainer.fit(Sees(), datamodule=Encoded(12, Encoder()))
+    path = trainer.save_checkpoint(tmp_path / "a.ckpt")
+    with pytest.warns(UserWarning, match=r"(?s)Encoder, which was not read.*now encoder has the default"):
+        assert Encoded.load_from_checkpoint(path).hparams == {"samples": 12, "encoder": None}
+    with torch.serialization.safe_globals([Encoder]):
+        assert Encoded.load_from_checkpoint(path).hparams.encoder.size == 3
+    assert type(Encoded.load_from_checkpoint(path, weights_only=False).hparams.encoder) is Encoder
 
 
 def test_its_text_has_the_number_of_samples_of_each_loader() -> None:

@@ -96,8 +96,7 @@ def test_a_call_takes_its_module_under_either_name_and_its_arguments_in_lightnin
     with pytest.raises(ValueError, match="third argument is ckpt_path: pass datamodule=DataModule"):
         trainer.test(module, None, fx.DataModule())
     for call in (trainer.fit, trainer.validate, trainer.test, trainer.predict):
-        with pytest.warns(UserWarning, match="weights_only=False.*executes nothing"):
-            call(module, loader, weights_only=False)
+        call(module, loader, weights_only=False)
     trainer.ckpt_path = tmp_path / "missing.ckpt"  # of all following calls
     with pytest.raises(ValueError, match=r"missing.ckpt"):
         trainer.test(module, loader)

@@ -1,0 +1,123 @@
+"""Objects in checkpoints of two ranks: resumed with permission, and in a restart of the run itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fabricx as fx
+from fabricx.callbacks import ModelCheckpoint
+from fabricx.errors import WorkerFailed
+from fabricx.fault_tolerance import memory_checkpoint
+from fabricx.strategies import FSDP
+from fabricx.testing import QUIET, Ledger, TinyModule, kill, tiny_loader
+
+from .ledgers import BATCH, SAMPLES, exact, train
+
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
+
+class Loss:
+    """An object of a user's class, with a tensor."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = torch.tensor([scale])
+
+
+class WithLoss(TinyModule):
+    """Reads the loss of each checkpoint that it adds it to."""
+
+    def __init__(self, loss: Loss | None = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.loss, self.read = loss, 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) * self.loss.scale[0]  # type: ignore[union-attr]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["loss"] = self.loss
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.loss = checkpoint["loss"]
+        self.read = float(self.loss.scale)  # type: ignore[union-attr]
+
+
+def fitted(
+    strategy: str, folder: Path, epochs: int, single_file: bool, devices: int = 2, **call: Any
+) -> tuple[WithLoss, Any]:
+    saver = ModelCheckpoint(folder / "saved", "{epoch}", save_top_k=-1, single_file=single_file)
+    trainer = fx.Trainer(
+        max_epochs=epochs, devices=devices, strategy=strategy if devices > 1 else "auto", default_root_dir=folder,
+        callbacks=[saver], **{**QUIET, "enable_checkpointing": True},
+    )  # fmt: skip
+    module = WithLoss(None if call else Loss(0.5))
+    trainer.fit(module, tiny_loader(), **call)
+    return module, saver
+
+
+@pytest.mark.parametrize("single_file", [False, True], ids=["folder", "file"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_run_of_two_ranks_resumes_with_its_objects(strategy: str, single_file: bool, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    whole, saver = fitted(strategy, tmp_path, 2, single_file)
+    path = tmp_path / "saved" / "epoch=0.ckpt"
+    with pytest.raises(WorkerFailed, match=r"(?s)Loss, which was not read.*weights_only=False"):
+        fitted(strategy, tmp_path, 2, single_file, ckpt_path=path)
+    with torch.serialization.safe_globals([Loss]):
+        allowed, _ = fitted(strategy, tmp_path / "allowed", 2, single_file, ckpt_path=path)
+    trusted, _ = fitted(strategy, tmp_path / "trusted", 2, single_file, ckpt_path=path, weights_only=False)
+    alone, _ = fitted(strategy, tmp_path / "alone", 2, single_file, devices=1, ckpt_path=path, weights_only=False)
+    for module in (allowed, trusted, alone):
+        assert module.read == 0.5
+        for weight, expected in zip(module.parameters(), whole.parameters(), strict=True):
+            assert torch.equal(weight, expected) or module is alone  # a sum of other order
+            assert torch.allclose(weight, expected)
+    loaded = WithLoss.load_from_checkpoint(saver.best_model_path, weights_only=False)
+    assert torch.equal(loaded.hparams["loss"].scale, torch.tensor([0.5]))
+
+
+def test_an_object_with_a_divided_tensor_is_not_stored_in_part(tmp_path: Path) -> None:
+    module = Divided()
+    trainer = fx.Trainer(max_epochs=1, devices=2, strategy="fsdp", default_root_dir=tmp_path, **QUIET)
+    with pytest.raises(WorkerFailed, match=r"can't be pickled: layer .*divided over ranks"):
+        trainer.fit(module, tiny_loader())
+
+
+class Divided(TinyModule):
+    """Adds a layer to the checkpoint, of which each rank has a part."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["layer"] = self.layer
+
+    def on_train_end(self) -> None:
+        self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / "a.ckpt")
+
+
+class Keeps(Ledger):
+    """Needs an object of the checkpoint; its machine has no memory for copies."""
+
+    read = 0.0
+
+    def on_fit_start(self) -> None:
+        memory_checkpoint.free = lambda: 1000.0
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["loss"] = [nn.MSELoss(), Loss(2.0)]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.read = float(checkpoint["loss"][1].scale)
+
+
+def test_a_restart_from_a_snapshot_reads_the_objects_of_its_own_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    faults = [kill(rank=1).during("backward", step=5)]
+    module, _ = train(FSDP(), faults, tmp_path, module=Keeps(SAMPLES, BATCH))
+    assert exact(module)
+    assert module.read == 2.0
+    assert "all workers restart from step" in capfd.readouterr().err

@@ -1,0 +1,238 @@
+"""Objects of users' classes in checkpoints: kept in each form, read with permission, and never executed without."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fabricx as fx
+from fabricx import checkpoint
+from fabricx.checkpoint import objects
+from fabricx.checkpoint.command import main
+from fabricx.checkpoint.unread import is_unread, name_of
+from fabricx.distributed.world import World
+from fabricx.errors import CheckpointError
+from fabricx.testing import QUIET, TinyModule, tiny_loader
+from tests.unit.checkpoint.hostile import replace, rewrite
+
+
+class Loss:
+    """A hyperparameter of a user's class."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = scale
+
+
+class Table(dict[str, int]):
+    """A class that is derived from dict."""
+
+
+class Row(list[int]):
+    """A class that is derived from list."""
+
+
+class Exploit:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.marker),)
+
+
+class Net(TinyModule):
+    """Has objects in its hyperparameters, and adds others to checkpoints."""
+
+    def __init__(self, loss: Any, kinds: Any = (), lr: float = 0.1) -> None:
+        super().__init__(lr)
+        self.save_hyperparameters()
+        self.added: Any = None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["added"] = {"table": Table(a=1), "row": Row([1]), "metric": nn.MSELoss(), "count": 3}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.added = checkpoint["added"]
+
+
+def saved(path: Path, *, single_file: bool = False, weights_only: bool = False) -> Path:
+    trainer = fx.Trainer(max_epochs=1, **QUIET)
+    trainer.fit(Net(Loss(2.0), [Loss, nn.ReLU()]), tiny_loader())
+    trainer.save_checkpoint(path, weights_only, single_file=single_file)
+    return path
+
+
+def test_plain_data_stays_and_objects_are_taken_and_put_back() -> None:
+    loss, text = Loss(), "a/b"
+    state = {"plain": [1, (2.0, None), {"a"}, OrderedDict(b=b"")], text: {"loss": loss, 1: (loss,)}, "kind": Loss}
+    rest, taken = objects.taken(state)
+    assert rest["plain"] == state["plain"]
+    assert list(taken) == ["a%2Fb/loss", "a%2Fb/1/0", "kind"]
+    assert objects.put(rest, taken, "x") == state
+    name = rest[text]["loss"]["class"]
+    unread = objects.put(rest, {}, "x")[text]["loss"]
+    assert is_unread(unread)
+    assert name_of(unread) == name == f"{__name__}.Loss"
+
+
+def test_an_object_keeps_its_identity_within_a_checkpoint(tmp_path: Path) -> None:
+    loss = Loss()
+    path = checkpoint.save(tmp_path / "one", {"a": loss, "b": [loss]}, {})
+    state = checkpoint.load(path, trusted=True)
+    assert state["a"] is state["b"][0]
+
+
+@pytest.mark.parametrize("value", [np.arange(3.0), Path("a"), Counter("a"), frozenset({1}), np.float32(2)])
+def test_arrays_paths_and_the_like_need_no_permission(value: Any, tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path / "one", {"value": [value]}, {})
+    assert np.array_equal(checkpoint.load(path)["value"][0], value)
+
+
+def test_what_cannot_be_pickled_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"can't be pickled: callbacks/a \(.*lambda"):
+        checkpoint.save(tmp_path / "one", {"callbacks": {"a": lambda: None}, "loss": Loss()}, {})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("single_file", [False, True], ids=["folder", "file"])
+@pytest.mark.parametrize("weights_only", [False, True], ids=["whole", "weights"])
+def test_objects_are_loaded_with_permission_only(own_folder: Path, single_file: bool, weights_only: bool) -> None:
+    path = saved(own_folder / "a.ckpt", single_file=single_file, weights_only=weights_only)
+    assert main(["verify", str(path)]) == main(["ls", str(path)]) == 0
+    assert main(["export", str(path)]) == 0  # the weights need no permission
+    with pytest.raises(CheckpointError) as caught:
+        Net.load_from_checkpoint(path)
+    for part in (f"{__name__}.Loss", "weights_only=False", "torch.serialization.add_safe_globals", "loss=..."):
+        assert part in str(caught.value)
+    with pytest.warns(UserWarning, match=r"ReLU, which was not read"):
+        partly = Net.load_from_checkpoint(path, loss=None)
+    assert (partly.hparams["kinds"], partly.added["count"]) == ((), 3)
+    with pytest.raises(CheckpointError, match=f"{__name__}.Table, which was not read"):
+        partly.added["table"].items()
+    loaded = Net.load_from_checkpoint(path, weights_only=False)
+    assert (loaded.hparams["loss"].scale, loaded.hparams["kinds"][0]) == (2.0, Loss)
+    assert loaded.added["table"] == Table(a=1)
+    assert [type(loaded.added[name]) for name in ("table", "row", "metric")] == [Table, Row, nn.MSELoss]
+
+
+@pytest.mark.parametrize("single_file", [False, True], ids=["folder", "file"])
+def test_classes_that_the_user_allows_need_no_other_permission(tmp_path: Path, single_file: bool) -> None:
+    trainer = fx.Trainer(max_epochs=1, **QUIET)
+    trainer.fit(TinyModule(), tiny_loader())
+    trainer.lightning_module.hparams.update(loss=Loss(3.0), scaler=Scaler())  # type: ignore[union-attr]
+    path = tmp_path / "a.ckpt"
+    trainer.save_checkpoint(path, single_file=single_file)
+    for _ in range(2):  # also with numpy's functions of the user's own list, which fabricx replaces otherwise
+        with torch.serialization.safe_globals([Loss, Scaler]):
+            hparams = checkpoint.load(path)["hparams"]
+        assert hparams["loss"].scale == 3.0
+        assert type(hparams["scaler"].mean) is np.ndarray
+    assert is_unread(checkpoint.load(path)["hparams"]["loss"])
+    with torch.serialization.safe_globals([Scaler]):  # a class that is not allowed hides no other
+        hparams = checkpoint.load(path)["hparams"]
+    assert (is_unread(hparams["loss"]), is_unread(hparams["scaler"])) == (True, False)
+
+
+class Scaler:
+    """Has an array, as scalers of scikit-learn have."""
+
+    def __init__(self) -> None:
+        self.mean = np.arange(2.0)
+
+
+@pytest.mark.parametrize("single_file", [False, True], ids=["folder", "file"])
+def test_a_run_resumes_and_evaluates_with_permission(own_folder: Path, single_file: bool) -> None:
+    path = saved(own_folder / "a.ckpt", single_file=single_file)
+    trainer = fx.Trainer(max_epochs=2, **QUIET)
+    with pytest.raises(CheckpointError, match="was not read"):
+        trainer.fit(Net(Loss()), tiny_loader(), ckpt_path=path)
+    again = Net(Loss())
+    trainer.fit(again, tiny_loader(), ckpt_path=path, weights_only=False)
+    assert again.added["table"] == {"a": 1}
+    again.added = None
+    trainer.validate(again, tiny_loader(), ckpt_path=path, weights_only=False)
+    assert again.added["row"] == [1]
+
+
+@pytest.mark.parametrize("single_file", [False, True], ids=["folder", "file"])
+def test_an_attack_is_not_executed_without_permission(own_folder: Path, single_file: bool) -> None:
+    path, marker = own_folder / "a.ckpt", own_folder / "marker"
+    if single_file:
+        content = torch.load(saved(path, single_file=True), weights_only=False)
+        content["fabricx"]["added"] = content["added"] = Exploit(marker)
+        torch.save(content, path)
+    else:
+        replace(saved(path), "objects.pt", objects.pickled({"hparams/loss": Exploit(marker)}))
+    for call in (
+        lambda: Net.load_from_checkpoint(path),
+        lambda: Net.load_from_checkpoint(path, loss=None),
+        lambda: fx.Trainer(max_epochs=2, **QUIET).fit(Net(None), tiny_loader(), ckpt_path=path),
+        lambda: fx.Trainer(max_epochs=2, **QUIET).validate(Net(None), tiny_loader(), ckpt_path=path),
+    ):
+        with pytest.raises(CheckpointError, match=r"refused, and nothing in it was executed.*mkdir"):
+            call()
+    main(["verify", str(path)])
+    main(["export", str(path)])
+    assert not marker.exists()
+    checkpoint.load(path, trusted=True)  # the attack is one
+    assert marker.exists()
+
+
+def test_data_that_pose_as_an_object_are_no_object(tmp_path: Path) -> None:
+    pose = {"__object__": "b", "class": "a"}
+    path = checkpoint.save(tmp_path / "one", {"a": pose}, {})
+    assert checkpoint.load(path, trusted=True)["a"] == pose
+
+
+@pytest.mark.parametrize("single_file", [False, True], ids=["folder", "file"])
+def test_a_restart_of_a_run_knows_its_own_objects_and_no_others(tmp_path: Path, single_file: bool) -> None:
+    path, key = tmp_path / "one", b"k" * 32
+    writer = checkpoint.Writer(World(), key)
+    writer.begin(path, {"loss": [Loss(4.0)]}, {"step": 1}, shown=() if single_file else None)
+    writer.finish()
+    writer.close()
+    assert checkpoint.load(path, key=key)["loss"][0].scale == 4.0
+    for other in (b"", b"o" * 32):
+        assert is_unread(checkpoint.load(path, key=other)["loss"][0])
+    if not single_file:
+        replace(path, "objects.pt", objects.pickled({"loss/0": Loss(5.0)}))
+        assert is_unread(checkpoint.load(path, key=key)["loss"][0])
+        rewrite(path, lambda manifest: manifest.pop("objects_tag"))
+        assert is_unread(checkpoint.load(path, key=key)["loss"][0])
+
+
+def test_the_objects_are_those_of_the_moment_of_saving(tmp_path: Path) -> None:
+    loss = Loss(1.0)
+    writer = checkpoint.Writer(World())
+    writer.begin(tmp_path / "one", {"loss": loss}, {"step": 1}, shown=["loss"])
+    loss.scale = 2.0
+    writer.finish()
+    writer.close()
+    assert torch.load(tmp_path / "one", weights_only=False)["loss"].scale == 1.0
+
+
+def test_a_class_that_cannot_be_found_is_named(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path / "one", {"loss": Loss()}, {})
+    data = (path / "objects.pt").read_bytes()
+    assert b"Loss" in data
+    replace(path, "objects.pt", data.replace(b"Loss", b"Lost"))
+    with pytest.raises(CheckpointError, match=r"(?s)an object in .* can't be read: .*importable under its former name"):
+        checkpoint.load(path, trusted=True)
+    assert json.loads((path / "manifest.json").read_text())["files"]["objects.pt"]["bytes"] == len(data)
+
+
+def test_hyperparameters_with_weights_are_not_stored_again() -> None:
+    assert objects.is_storable(nn.ReLU())
+    assert not objects.is_storable(nn.Linear(1, 1))
+    assert not objects.is_storable(lambda: None)
+    assert pickle.loads(pickle.dumps(Loss())).scale == 1.0

@@ -1,0 +1,139 @@
+"""Files of torch with objects: all else is read, and no name in the file is imported or called."""
+
+from __future__ import annotations
+
+import datetime
+import io
+import pickle
+import sys
+import zipfile
+from argparse import Namespace
+from collections import OrderedDict, defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fabricx.checkpoint.foreign import torch_load
+from fabricx.checkpoint.unread import is_unread, name_of
+from fabricx.errors import CheckpointError
+
+
+class Attributes:
+    """Has attributes, and a tensor."""
+
+    def __init__(self) -> None:
+        self.weight, self.names = torch.ones(2), ["a"]
+
+
+class Slots:
+    """Has no dict of attributes."""
+
+    __slots__ = ("a",)
+
+    def __init__(self) -> None:
+        self.a = 1
+
+
+class Mapped(dict[str, Any]):
+    """Is a dict with attributes."""
+
+    def __init__(self) -> None:
+        super().__init__(a=1)
+        self.name = "a"
+
+
+class Listed(list[int]):
+    """Is a list."""
+
+
+class Calls:
+    """Is made by a function."""
+
+    def __reduce__(self) -> Any:
+        return make, ([1, 2],), {"a": 1}, iter([3]), iter([("b", 4)])
+
+
+def test_an_array_of_plain_objects_alone_is_not_read(tmp_path: Path) -> None:
+    torch.save({"it": np.array([1, None], object)}, tmp_path / "a.ckpt")
+    assert is_unread(torch_load(tmp_path / "a.ckpt", "cpu")["it"])
+
+
+def make(values: list[int]) -> Any:
+    raise AssertionError(f"called with {values}")
+
+
+class Outer:
+    """Has a class within."""
+
+    class Inner:
+        """A class within."""
+
+
+KINDS = {
+    "attributes": Attributes(), "module": nn.Sequential(nn.BatchNorm1d(2), nn.ReLU()), "class": Attributes,
+    "function": make, "slots": Slots(), "dict": Mapped(), "list": Listed([1, 2]), "default": defaultdict(list, a=[1]),
+    "set": {Slots()}, "key": {Slots(): 1}, "array": np.array([Slots(), None], object),
+    "nested": OrderedDict(a=Attributes()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_else_of_a_file_is_read(kind: str, tmp_path: Path) -> None:
+    plain = {
+        "tensor": torch.arange(3.0), "namespace": Namespace(a=[torch.ones(1)]), "path": Path("a"), "set": {1},
+        "date": datetime.date(2020, 1, 1), "array": np.arange(2), "ordered": OrderedDict(a=(1, b"2")),
+        "dtype": torch.int8,
+    }  # fmt: skip
+    torch.save({"before": plain, "it": [KINDS[kind]], "after": plain}, tmp_path / "a.ckpt")
+    content = torch_load(tmp_path / "a.ckpt", "cpu")
+    for part in ("before", "after"):
+        assert str(content[part]) == str(plain)
+        assert [type(item) for item in content[part].values()] == [type(item) for item in plain.values()]
+    found = content["it"][0]
+    if kind == "nested":
+        found = found["a"]
+    assert is_unread(found), found
+    with pytest.raises(CheckpointError, match=name_of(found)):
+        found.anything  # noqa: B018
+
+
+@pytest.mark.parametrize("value", [Calls(), Outer.Inner()], ids=["entries", "within"])
+def test_an_object_that_torch_cannot_read_in_any_way_refuses_the_file(value: Any, tmp_path: Path) -> None:
+    torch.save({"it": value}, tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointError, match="refused, and nothing in it was executed"):
+        torch_load(tmp_path / "a.ckpt", "cpu")
+
+
+def hostile(text: bytes) -> io.BytesIO:
+    """Return a file that calls a function with the text `marker`."""
+    file = io.BytesIO()
+    torch.save({"it": Slots()}, file)
+    content = pickle.PROTO + b"\x02c" + text + b"\nX\x06\x00\x00\x00marker\x85R."
+    changed = io.BytesIO()
+    with zipfile.ZipFile(file) as before, zipfile.ZipFile(changed, "w") as after:
+        for entry in before.infolist():
+            data = content if entry.filename.endswith("data.pkl") else before.read(entry)
+            after.writestr(entry.filename, data)
+    return changed
+
+
+@pytest.mark.parametrize("name", ["os\nmkdir", "builtins\nexec", "subprocess\ncall", "runpy\nrun_path", "sys\nexit"])
+def test_functions_by_which_files_attack_refuse_the_file(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    path.write_bytes(hostile(name.encode()).getvalue())
+    with pytest.raises(CheckpointError, match="refused, and nothing in it was executed"):
+        torch_load(path, "cpu")
+
+
+def test_no_module_that_a_file_names_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "attack_on_import.py").write_text("raise SystemExit('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    path = tmp_path / "a.ckpt"
+    path.write_bytes(hostile(b"attack_on_import\nrun").getvalue())
+    assert name_of(torch_load(path, "cpu")) == "attack_on_import.run"
+    assert "attack_on_import" not in sys.modules
+    assert not any("attack_on_import" in str(entry) for entry in torch.serialization.get_safe_globals())
