@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hmac
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ from fabricx.checkpoint.foreign import is_foreign, load_objects, mismatch, read_
 from fabricx.checkpoint.index import parse
 from fabricx.checkpoint.storage import Place, as_path, is_local
 from fabricx.checkpoint.unread import names_in, permission_needed
+from fabricx.core.checkpoint_io import TorchCheckpointIO
 from fabricx.core.hparams import Form
 from fabricx.distributed.authentication import tag
 from fabricx.distributed.fsdp_internals import shard_like
@@ -45,6 +47,7 @@ def load(
     verified: bool = False,
     trusted: bool = False,
     key: bytes = b"",
+    plugin: TorchCheckpointIO | None = None,
 ) -> dict[str, Any]:
     """Load a checkpoint of any number of ranks and any strategy; no code of its files is executed unless it is trusted.
 
@@ -57,6 +60,7 @@ def load(
         trusted: also read objects of any class, which runs code that the files name. Otherwise, objects of classes that
             the user has not allowed by `torch.serialization.add_safe_globals` are `Unread`, whose use is an error.
         key: secret of this run; objects that the run has written itself are read.
+        plugin: reads a checkpoint that is a single file; the user has passed it to the Trainer.
 
     Returns:
         The saved state.
@@ -73,7 +77,8 @@ def load(
     manifest = read_manifest(path) if verified else verify(path)
     own = _objects_of_run(path, manifest, key)
     if path.is_file():
-        state = _load_single_file(path, map_location, sharded or {}, trusted=trusted)
+        read = functools.partial(single_file.read_state, trusted=trusted, plugin=plugin)
+        state = _load_single_file(path, map_location, sharded or {}, read)
         return objects.filled(state, own, ()) if own else state
     for name, listed in manifest["files"].items():  # also if verified: another process may have verified it earlier
         check_size(path, name, listed)
@@ -104,12 +109,12 @@ def _objects_of_run(path: Path, manifest: Mapping[str, Any], key: bytes) -> dict
 
 
 def _load_single_file(
-    path: Path, map_location: Any, sharded: Mapping[str, Tensor], *, trusted: bool
+    path: Path, map_location: Any, sharded: Mapping[str, Tensor], read: Callable[..., dict[str, Any]]
 ) -> dict[str, Any]:  # fmt: skip
     """Load the state of a single file; of tensors of sharded parameters, this rank's shards."""
     if not sharded:
-        return single_file.read_state(path, map_location, trusted=trusted)
-    rest, tensors = tree.split(single_file.read_state(path, "cpu", mapped=is_local(path), trusted=trusted))
+        return read(path, map_location)
+    rest, tensors = tree.split(read(path, "cpu", mapped=is_local(path)))
     parameter_of = tree.owner(sharded)
 
     def on_device(name: str, tensor: Tensor) -> Tensor:

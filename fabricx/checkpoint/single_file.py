@@ -16,10 +16,12 @@ from typing import Any, Final
 
 import torch
 
+from fabricx.checkpoint import tree
 from fabricx.checkpoint.archive import add_record
 from fabricx.checkpoint.files import dated, put_in_place
 from fabricx.checkpoint.foreign import torch_load
 from fabricx.checkpoint.storage import is_local
+from fabricx.core.checkpoint_io import TorchCheckpointIO, read_by
 from fabricx.core.hparams import Form
 from fabricx.errors import CheckpointError
 from fabricx.scratch import private_folder
@@ -28,7 +30,10 @@ ENTRY: Final = "fabricx"
 _LIGHTNING: Final = "2.6.6"  # version of Lightning whose entries these are
 
 
-def read_state(path: Path, map_location: Any, *, mapped: bool = False, trusted: bool = False) -> dict[str, Any]:
+def read_state(
+    path: Path, map_location: Any, *, mapped: bool = False, trusted: bool = False,
+    plugin: TorchCheckpointIO | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """Return the state in a single-file checkpoint; no code of the file is executed unless it is trusted.
 
     Args:
@@ -36,11 +41,16 @@ def read_state(path: Path, map_location: Any, *, mapped: bool = False, trusted: 
         map_location: device of the tensors.
         mapped: map tensors of a local file into memory, so that only the used parts are read.
         trusted: see `torch_load`.
+        plugin: reads the file in its own way.
 
     Raises:
         CheckpointError: the file holds more than tensors and plain data, or no state.
     """
-    content = torch_load(path, map_location, mapped=mapped, trusted=trusted)
+    if plugin is None:
+        content = torch_load(path, map_location, mapped=mapped, trusted=trusted)
+    else:
+        rest, tensors = tree.split(read_by(plugin, path, trusted=trusted))
+        content = tree.join(rest, {name: tensor.to(map_location) for name, tensor in tensors.items()})
     state = content.get(ENTRY) if isinstance(content, dict) else None
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} is damaged: it holds no state of fabricx")

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from fabricx.core.checkpoint_io import reader_among
 from fabricx.errors import PossibleUserWarning, did_you_mean
 
 # Arguments of the Trainer in Lightning 1, with their successors.
@@ -68,13 +69,10 @@ FORMER_ARGUMENTS: Final[Mapping[str, str]] = {
     "model_registry": "load the file of the model, and pass its path: trainer.fit(module, ckpt_path=...)",
 }
 
-# Arguments of Lightning 2 that may only have their default.
-_ABSENT: Final[Mapping[str, str]] = {
-    "plugins": (
-        "precision plugins are Trainer(precision=...), clusters (torchrun, MPI, SLURM) are detected, "
-        "sync_batchnorm=True synchronises layers, and checkpoints have one format"
-    ),
-}
+_PLUGINS: Final = (
+    "precision plugins are Trainer(precision=...), clusters (torchrun, MPI, SLURM) are detected, sync_batchnorm=True "
+    "synchronises layers, and a TorchCheckpointIO may override load_checkpoint only"
+)
 _NONE_HAS_A_MEANING: Final = ("check_val_every_n_epoch",)  # other arguments that are None have their default
 
 _PREFIX: Final = "PL_TRAINER_"  # of environment variables, as in Lightning
@@ -103,9 +101,9 @@ def lightnings(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def with_defaults(self: Any, **arguments: Any) -> None:
-        for name, remedy in _ABSENT.items():
-            if value := arguments.pop(name, None):
-                raise ValueError(f"Trainer({name}={value!r}): {remedy}")
+        self.checkpoint_io, others = reader_among(arguments.pop("plugins", None))
+        if others:
+            raise ValueError(f"Trainer(plugins={others!r}): {_PLUGINS}")
         arguments = from_environment(init) | arguments
         arguments = {
             name: value for name, value in arguments.items() if value is not None or name in _NONE_HAS_A_MEANING

@@ -28,6 +28,7 @@ from fabricx.core.option_checks import (
 
 if TYPE_CHECKING:
     from fabricx.core.callback import Callback
+    from fabricx.core.checkpoint_io import TorchCheckpointIO
     from fabricx.core.logger import FourMethods, Logger
     from fabricx.core.strategy import Strategy
 
@@ -70,6 +71,8 @@ class TrainerOptions:
 
     Hooks may change options during a run, on all ranks in the same way: `trainer.max_steps = 100`.
     """
+
+    checkpoint_io: TorchCheckpointIO | None = None  # among the plugins
 
     @lightnings
     def __init__(
@@ -169,7 +172,8 @@ class TrainerOptions:
                 (slow).
             barebones: measure training without all that costs time: checkpoints, loggers, `self.log`, progress bar,
                 summary, sanity check, telemetry and fault recovery are off.
-            plugins: not used; for a plugin of Lightning, an error names the argument that replaces it.
+            plugins: a `TorchCheckpointIO` that reads checkpoints in its own way; for other plugins of Lightning, an
+                error names the argument that replaces it.
             sync_batchnorm: compute the statistics of batch normalisation over the samples of all ranks; each rank then
                 needs samples in each batch.
             reload_dataloaders_every_n_epochs: create the loaders again every n epochs; 0 for never.

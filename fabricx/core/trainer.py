@@ -11,6 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from fabricx.core.checkpoint_io import TorchCheckpointIO
     from fabricx.core.logger import Logger
     from fabricx.core.optimizers import OptimizerHandle, Schedule
     from fabricx.core.state import RunState
@@ -22,6 +23,7 @@ class TrainerProtocol(Protocol):
     """Attributes and methods of the trainer that hooks may use; `fabricx.Trainer` documents them and has more."""
 
     strategy: Strategy
+    checkpoint_io: TorchCheckpointIO | None
     callbacks: list[Any]  # of Callback, whose hooks receive this protocol
     configuration: dict[str, Any] | None
     device_ids: list[int]

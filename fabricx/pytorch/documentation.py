@@ -67,7 +67,7 @@ _DIFFERS: Final[Mapping[str, str]] = {
     "init_module(empty_init=)": "weights are initialised",
     "Trainer(strategy=)": "ddp_spawn, ddp_fork, ddp_notebook and their variants are ddp",
     "Trainer(enable_checkpointing=False)": "removes the default only: a ModelCheckpoint in `callbacks` saves",
-    "Trainer(plugins=)": "None or empty; an error names the argument for other values",
+    "Trainer(plugins=)": "`TorchCheckpointIO` with another `load_checkpoint`; for others, an error names the argument",
     "Trainer(profiler=)": '"simple" and "trace"',
     "pl.__version__": "that of Lightning, whose names these are",
 }
@@ -80,6 +80,8 @@ the tables with the installed Lightning. All members of `Trainer`, `LightningMod
 `Callback`, and all arguments of the Trainer, are the same, except those that differ or are absent here.
 
 ## Same names at the same paths
+
+Those of `fabric` are also at `fabricx.fabric`, as `lightning.fabric` in Lightning.
 
 | `fabricx.pytorch` | names |
 |---|---|"""

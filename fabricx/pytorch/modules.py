@@ -15,6 +15,7 @@ from fabricx.errors import did_you_mean
 from fabricx.pytorch.names import Names, modules, names_of
 
 ROOT: Final = "fabricx.pytorch"
+FABRIC: Final = "fabricx.fabric"  # the same modules as below `fabricx.pytorch.fabric`
 _OWN: Final = tuple(f"{ROOT}.{name}" for name in ("documentation", "modules", "names"))
 
 
@@ -64,7 +65,7 @@ class _Module(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name != "__all__":
             raise AttributeError(name)
-        path = self.__name__.removeprefix(f"{ROOT}.")
+        path = _path_of(self.__name__)
         if name == "__all__":
             return [known for known in available(path) if names_of(f"{path}.{known}") is None]
         value = lookup(path, name)
@@ -72,7 +73,14 @@ class _Module(ModuleType):
         return value
 
     def __dir__(self) -> list[str]:
-        return available(self.__name__.removeprefix(f"{ROOT}."))
+        return available(_path_of(self.__name__))
+
+
+def _path_of(fullname: str) -> str:
+    """Return the path of a module below `lightning.pytorch`; "fabric" and below for those of `lightning.fabric`."""
+    if fullname.startswith(f"{FABRIC}."):
+        return f"fabric.{fullname.removeprefix(f'{FABRIC}.')}"
+    return fullname.removeprefix(f"{ROOT}.")
 
 
 class _Modules(MetaPathFinder, Loader):
@@ -90,9 +98,9 @@ class _Modules(MetaPathFinder, Loader):
         Raises:
             ModuleNotFoundError: fabricx has no module at this path of Lightning.
         """
-        if not fullname.startswith(f"{ROOT}.") or fullname in _OWN:
+        if not fullname.startswith((f"{ROOT}.", f"{FABRIC}.")) or fullname in _OWN:
             return None
-        below = fullname.removeprefix(f"{ROOT}.")
+        below = _path_of(fullname)
         if names_of(below) is None:
             raise ModuleNotFoundError(
                 f"No module named {fullname!r}: fabricx has no {below!r} of Lightning.{did_you_mean(below, modules())}"
@@ -107,7 +115,7 @@ class _Modules(MetaPathFinder, Loader):
         Args:
             spec: spec of the module.
         """
-        return _Module(spec.name, f"Names of `lightning.pytorch.{spec.name.removeprefix(f'{ROOT}.')}` in fabricx.")
+        return _Module(spec.name, f"Names of `lightning.pytorch.{_path_of(spec.name)}` in fabricx.")
 
     def exec_module(self, module: ModuleType) -> None:
         """Do nothing: names are looked up at first access.

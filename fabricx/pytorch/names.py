@@ -30,6 +30,7 @@ def _each(names: str, successor: str) -> dict[str, str]:
 
 _CORE: Final = "fabricx.core"
 _FUNCTIONS: Final = "fabricx.lightning.functions"
+_FABRIC: Final = "fabricx.lightning.fabric_functions"
 _PARSING: Final = "fabricx.lightning.parsing"
 _TYPES: Final = "fabricx.lightning.types"
 _RANK_ZERO: Final = "lightning_utilities.core.rank_zero"
@@ -80,10 +81,19 @@ _UTILITIES: Final = {
     "grad_norm": f"{_FUNCTIONS}:grad_norm",
     "move_data_to_device": f"{_CORE}.transfer:to_device",
 }
+_LOGGED: Final = {
+    f"_{name}": f"{_FABRIC}:{name}"
+    for name in ("add_prefix", "convert_params", "flatten_dict", "sanitize_callable_params", "sanitize_params")
+}
 _CORE_NAMES: Final = {
     "LightningModule": f"{_CORE}.module:LightningModule",
     "LightningDataModule": f"{_CORE}.datamodule:DataModule",
 }
+_IMPORTS: Final = (
+    "RequirementCache compare_version module_available package_available _OMEGACONF_AVAILABLE "
+    "_RICH_AVAILABLE _TORCHVISION_AVAILABLE _TORCHMETRICS_GREATER_EQUAL_0_8_0 "
+    "_TORCHMETRICS_GREATER_EQUAL_0_9_1 _TORCHMETRICS_GREATER_EQUAL_0_11 _TORCHMETRICS_GREATER_EQUAL_1_0_0"
+)
 _ARGPARSE: Final = "add the arguments to your parser, and pass them: Trainer(max_epochs=args.max_epochs, ...)"
 _SHARDED: Final = 'set strategy="fsdp"'
 
@@ -118,10 +128,11 @@ TREE: Final[Mapping[str, Names]] = {
             "base batch_size_finder callback checkpoint device_stats_monitor early_stopping finetuning "
             "gradient_accumulation_scheduler lambda_function lr_finder lr_monitor model_checkpoint "
             "model_summary on_exception_checkpoint prediction_writer progress progress.base "
-            "progress.progress_bar progress.rich_progress progress.tqdm_progress pruning "
+            "progress.progress_bar progress.rich_progress pruning "
             "rich_model_summary spike stochastic_weight_avg throughput_monitor timer weight_averaging"
         ),
     ),
+    "callbacks.progress.tqdm_progress": Names("fabricx.callbacks", {"Tqdm": "tqdm:tqdm"}),
     "loggers": Names(
         "fabricx.loggers",
         {
@@ -217,22 +228,7 @@ TREE: Final[Mapping[str, Names]] = {
     "utilities.data": Names(names={"extract_batch_size": f"{_CORE}.transfer:batch_size_of"}),
     "utilities.warnings": Names(names={"PossibleUserWarning": "fabricx.errors:PossibleUserWarning"}),
     "utilities.imports": Names(
-        names={
-            name: f"fabricx.lightning.imports:{name}"
-            for name in (
-                "RequirementCache",
-                "compare_version",
-                "module_available",
-                "package_available",
-                "_OMEGACONF_AVAILABLE",
-                "_RICH_AVAILABLE",
-                "_TORCHVISION_AVAILABLE",
-                "_TORCHMETRICS_GREATER_EQUAL_0_8_0",
-                "_TORCHMETRICS_GREATER_EQUAL_0_9_1",
-                "_TORCHMETRICS_GREATER_EQUAL_0_11",
-                "_TORCHMETRICS_GREATER_EQUAL_1_0_0",
-            )
-        }
+        names={name: f"fabricx.lightning.imports:{name}" for name in _IMPORTS.split()},
     ),
     "utilities.enums": Names(
         names={"LightningEnum": _UTILITIES["LightningEnum"]},
@@ -290,6 +286,7 @@ TREE: Final[Mapping[str, Names]] = {
     ),
     "metrics": Names(absent=_each("Accuracy F1 IoU MeanSquaredError Metric MetricCollection", "torchmetrics has it")),
     "plugins": Names(
+        names=dict.fromkeys(("CheckpointIO", "TorchCheckpointIO"), f"{_CORE}.checkpoint_io:TorchCheckpointIO"),
         absent={
             **_each(
                 "BitsandbytesPrecision DeepSpeedPrecision DoublePrecision FSDPPrecision HalfPrecision "
@@ -301,7 +298,7 @@ TREE: Final[Mapping[str, Names]] = {
                 "MPIEnvironment SLURMEnvironment TorchElasticEnvironment XLAEnvironment",
                 _CLUSTER,
             ),
-            **_each("AsyncCheckpointIO CheckpointIO TorchCheckpointIO XLACheckpointIO", _CHECKPOINTS),
+            **_each("AsyncCheckpointIO XLACheckpointIO", _CHECKPOINTS),
             **_each("LayerSync TorchSyncBatchNorm", "set Trainer(sync_batchnorm=True)"),
             "DDPPlugin": 'set Trainer(strategy="ddp")',
         },
@@ -384,6 +381,107 @@ TREE: Final[Mapping[str, Names]] = {
         paths="evaluation_loop fetchers fit_loop loop prediction_loop training_epoch_loop",
     ),
     "lite": Names(absent={"LightningLite": "use fabricx.Trainer"}),
+    "utilities.logger": Names(names=_LOGGED),
+    "fabric": Names(
+        names={"seed_everything": "fabricx:seed_everything"},
+        absent=_each("Fabric is_wrapped", "use fabricx.Trainer; a loop of your own is torch.distributed"),
+        paths="fabric wrappers",
+    ),
+    "fabric.utilities": Names(
+        names={
+            **{name: path for name, path in _UTILITIES.items() if name not in ("CombinedLoader", "grad_norm")},
+            "disable_possible_user_warnings": f"{_FUNCTIONS}:disable_possible_user_warnings",
+            "suggested_max_num_workers": f"{_FABRIC}:suggested_max_num_workers",
+        },
+        absent={
+            "is_shared_filesystem": "nothing",
+            **_each("Throughput ThroughputMonitor", "the report shows samples per second"),
+            "measure_flops": "torch.utils.flop_counter",
+        },
+    ),
+    "fabric.utilities.apply_func": Names(
+        names={
+            "move_data_to_device": _UTILITIES["move_data_to_device"],
+            "apply_to_collection": "lightning_utilities.core.apply_func:apply_to_collection",
+            "convert_tensors_to_scalars": f"{_FABRIC}:convert_tensors_to_scalars",
+        },
+        absent={"convert_to_tensors": "torch.as_tensor"},
+    ),
+    "fabric.utilities.cloud_io": Names(
+        names={"get_filesystem": f"{_FUNCTIONS}:get_filesystem", "_load": f"{_FABRIC}:load_file"},
+        absent={"_atomic_save": "torch.save"},
+    ),
+    "fabric.utilities.data": Names(
+        names={
+            "AttributeDict": _UTILITIES["AttributeDict"],
+            "suggested_max_num_workers": f"{_FABRIC}:suggested_max_num_workers",
+        },
+        absent=_each("has_iterable_dataset has_len sized_len", "len(loader)"),
+    ),
+    "fabric.utilities.distributed": Names(
+        names={"_distributed_is_initialized": f"{_FABRIC}:is_initialized", "ReduceOp": "torch.distributed:ReduceOp"},
+        absent={
+            "is_shared_filesystem": "nothing",
+            "_gather_all_tensors": "self.all_gather, in the module",
+            "_sync_ddp_if_available": "trainer.strategy.reduce",
+        },
+    ),
+    "fabric.utilities.enums": Names(names={"LightningEnum": _UTILITIES["LightningEnum"]}),
+    "fabric.utilities.exceptions": Names(names={"MisconfigurationException": "builtins:ValueError"}),
+    "fabric.utilities.imports": Names(
+        names={name: f"fabricx.lightning.imports:{name}" for name in _IMPORTS.split()},
+    ),
+    "fabric.utilities.logger": Names(names=_LOGGED),
+    "fabric.utilities.rank_zero": Names(names=_RANK_NAMES),
+    "fabric.utilities.seed": Names(
+        names={
+            "isolate_rng": f"{_FUNCTIONS}:isolate_rng",
+            "pl_worker_init_function": f"{_FABRIC}:worker_init_function",
+            "reset_seed": f"{_CORE}.rng:reset_seed",
+            "seed_everything": "fabricx:seed_everything",
+        },
+    ),
+    "fabric.utilities.types": Names(
+        names={
+            name: f"{_TYPES}:{name}"
+            for name in ("_DEVICE", "_MAP_LOCATION_TYPE", "_PARAMETERS", "_PATH", "Optimizable", "Steppable")
+        }
+        | {
+            "LRScheduler": "torch.optim.lr_scheduler:LRScheduler",
+            "ReduceLROnPlateau": "torch.optim.lr_scheduler:ReduceLROnPlateau",
+        }
+    ),
+    "fabric.utilities.warnings": Names(
+        names={
+            "PossibleUserWarning": "fabricx.errors:PossibleUserWarning",
+            "disable_possible_user_warnings": f"{_FUNCTIONS}:disable_possible_user_warnings",
+        }
+    ),
+    "fabric.loggers": Names(
+        names={
+            "CSVLogger": "fabricx.loggers:CSVLogger",
+            "TensorBoardLogger": "fabricx.loggers:TensorBoardLogger",
+            "Logger": "fabricx.lightning.loggers:LightningLogger",
+            "rank_zero_experiment": "fabricx.lightning.loggers:rank_zero_experiment",
+        },
+        paths="csv_logs logger tensorboard",
+    ),
+    "fabric.plugins": Names(
+        names=dict.fromkeys(("CheckpointIO", "TorchCheckpointIO"), f"{_CORE}.checkpoint_io:TorchCheckpointIO"),
+        absent=_each("ClusterEnvironment LightningEnvironment SLURMEnvironment TorchElasticEnvironment", _CLUSTER),
+        paths="environments io io.checkpoint_io io.torch_io",
+    ),
+    "fabric.accelerators": Names(
+        names={
+            name: f"{_FUNCTIONS}:{name}"
+            for name in ("Accelerator", "CPUAccelerator", "CUDAAccelerator", "MPSAccelerator")
+        },
+        absent={"find_usable_cuda_devices": "set Trainer(devices=2)"},
+    ),
+    "fabric.strategies": Names(
+        absent=_each("DDPStrategy FSDPStrategy Strategy", "fabricx.pytorch.strategies has it"),
+        paths="ddp fsdp strategy",
+    ),
 }
 
 

@@ -111,7 +111,7 @@ def restore(session: Session, path: Path, *, weights_only: bool) -> None:
 
     state = checkpoint.load(
         path, session.world.device, session.sharding.load_targets(), verified=True,
-        trusted=session.overridden.trusted, key=session.checkpoints.key,
+        trusted=session.overridden.trusted, key=session.checkpoints.key, plugin=session.trainer.checkpoint_io,
     )  # fmt: skip
     weights_of(state, path)  # an error if there are none
     state = as_part(session.strategy, ModelParallel).own_state(state)

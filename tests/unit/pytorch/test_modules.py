@@ -49,6 +49,24 @@ from fabricx.pytorch.utilities.imports import _TORCHVISION_AVAILABLE
 from fabricx.pytorch.utilities.seed import isolate_rng, seed_everything
 from fabricx.pytorch.utilities.types import EVAL_DATALOADERS, STEP_OUTPUT, TRAIN_DATALOADERS, OptimizerLRScheduler
 from fabricx.pytorch.utilities.types import _METRIC
+from fabricx.pytorch.utilities.logger import _convert_params
+from fabricx.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
+import fabricx.fabric
+from fabricx.fabric import seed_everything
+from fabricx.fabric.loggers import CSVLogger, TensorBoardLogger
+from fabricx.fabric.loggers.logger import Logger, rank_zero_experiment
+from fabricx.fabric.plugins.io.torch_io import TorchCheckpointIO
+from fabricx.fabric.utilities import move_data_to_device, rank_zero_only
+from fabricx.fabric.utilities.apply_func import move_data_to_device
+from fabricx.fabric.utilities.cloud_io import _load, get_filesystem
+from fabricx.fabric.utilities.data import AttributeDict
+from fabricx.fabric.utilities.imports import RequirementCache
+from fabricx.fabric.utilities.logger import _add_prefix, _convert_params, _flatten_dict, _sanitize_params
+from fabricx.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from fabricx.fabric.utilities.seed import pl_worker_init_function, seed_everything
+from fabricx.fabric.utilities.types import _MAP_LOCATION_TYPE, _PATH, LRScheduler, ReduceLROnPlateau
+from fabricx.fabric.utilities.warnings import PossibleUserWarning
+from fabricx.pytorch.fabric.utilities.seed import seed_everything
 """.strip().splitlines()[:-1]
 
 
