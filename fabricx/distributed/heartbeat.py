@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import json
 import operator
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final
 
 import torch
+
+from fabricx.distributed import collective_trace
+from fabricx.distributed.collective_trace import GroupTrace
 
 _TORCH: Final = os.path.dirname(torch.__file__)
 _OWN: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -25,6 +26,7 @@ _COMMUNICATION: Final = (
     *(os.path.join(_TORCH, name) for name in ("distributed", "nn/parallel", "autograd/graph.py")),
     *(os.path.join(_OWN, name) for name in ("distributed", "model_parallel", "strategies")),
 )
+_WAITING: Final = (_TORCH, os.path.join(_OWN, "distributed"))
 _FILES: Final = os.path.join(_TORCH, "distributed/checkpoint")  # waits for disks
 _STEPS: Final = [0]
 _JOINED: Final = [0]
@@ -61,11 +63,24 @@ def is_users(path: str) -> bool:
 
 
 def where() -> str:
-    """Return the current line of the main thread: the innermost line of user code, else the innermost line."""
+    """Return the current line of the main thread, as `telling` selects it."""
     stack = traceback.extract_stack(_frames().get(threading.main_thread().ident or 0))  # None: of the calling thread
-    users = [entry for entry in stack if is_users(entry.filename)]
-    at = (users or stack)[-1]
+    at = stack[-1 - telling([entry.filename for entry in reversed(stack)])]
     return f"{at.filename}:{at.lineno} in {at.name}: {at.line}"
+
+
+def telling(files: Sequence[str]) -> int:
+    """Return the number of the frame that tells most about a position.
+
+    It is the innermost frame of a program, else of an installed package, else of fabricx without communication.
+
+    Args:
+        files: file names of the frames, the innermost first.
+    """
+    users = [number for number, file in enumerate(files) if is_users(file)]
+    program = [number for number in users if "site-packages" not in files[number]]
+    own = [number for number, file in enumerate(files) if file.startswith(_OWN) and not file.startswith(_COMMUNICATION)]
+    return next(iter(program or users or own), 0)
 
 
 def _frames() -> dict[int, FrameType]:
@@ -93,7 +108,7 @@ def waits() -> bool:
     if _WAITS_FOR[0]:
         return True
     frame = _frames().get(threading.main_thread().ident or 0)
-    return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
+    return frame is not None and frame.f_code.co_filename.startswith(_WAITING)
 
 
 def communicates() -> bool:
@@ -127,32 +142,32 @@ class Diagnosis:
             such as "all_reduce #119"; "" if there is none.
         done: last complete collective; "" if there is none.
         stacks: stack traces of all threads.
+        groups: collectives of each process group; none if the process waits for a transfer.
+        cpu_s: CPU time that the main thread has used; None if the system does not report it.
     """
 
     where: str
     pending: str
     done: str
     stacks: str
+    groups: tuple[GroupTrace, ...] = ()
+    cpu_s: float | None = None
 
 
 def diagnosis() -> Diagnosis:
     """Collect the current activity of this process."""
-    pending, done = _collectives()
-    return Diagnosis(where(), _WAITS_FOR[0] or pending, done, _stacks())
+    entries = collective_trace.recorded(_JOINED[0])
+    pending, done = collective_trace.ends(entries)
+    groups = () if _WAITS_FOR[0] else collective_trace.by_group(entries)
+    return Diagnosis(where(), _WAITS_FOR[0] or pending, done, _stacks(), groups, cpu_time())
 
 
-def _collectives() -> tuple[str, str]:
-    """Return the first incomplete and the last complete collective, from torch's flight recorder."""
-    entries: list[Any] = []
-    with contextlib.suppress(Exception):  # torch was built without the flight recorder
-        dump = torch._C._distributed_c10d._dump_fr_trace_json()  # type: ignore[attr-defined]
-        entries = [entry for entry in json.loads(dump)["entries"] if entry["time_created_ns"] >= _JOINED[0]]
-    names = [
-        (f"{entry['profiling_name'].rpartition(':')[2]} #{entry['collective_seq_id']}", entry["retired"])
-        for entry in entries
-    ]
-    pending = next((name for name, over in names if not over), "")
-    return pending, next((name for name, over in reversed(names) if over), "")
+def cpu_time() -> float | None:
+    """Return the CPU time that the main thread has used, in seconds; None if the system does not report it."""
+    if not hasattr(time, "pthread_getcpuclockid"):
+        return None
+    ident = threading.main_thread().ident
+    return None if ident is None else time.clock_gettime(time.pthread_getcpuclockid(ident))
 
 
 def _stacks() -> str:

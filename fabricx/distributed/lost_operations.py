@@ -8,8 +8,6 @@ of its tensor, or whose write has just failed: such an operation waits for its t
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Final, final
@@ -63,7 +61,7 @@ class BlockedMainThread:
     """
 
     def __init__(self, used: Callable[[], float | None] | None = None, waits: Callable[[], bool] | None = None) -> None:
-        self._used, self._waits = used or _cpu_time, waits or heartbeat.communicates
+        self._used, self._waits = used or heartbeat.cpu_time, waits or heartbeat.communicates
         self._checks = 0
         self._last: float | None = None
 
@@ -75,10 +73,3 @@ class BlockedMainThread:
         else:
             self._checks += 1
         return self._checks >= CHECKS
-
-
-def _cpu_time() -> float | None:
-    if not hasattr(time, "pthread_getcpuclockid"):
-        return None
-    ident = threading.main_thread().ident
-    return None if ident is None else time.clock_gettime(time.pthread_getcpuclockid(ident))

@@ -329,8 +329,7 @@ class World:
             by: distance in ranks; not a multiple of the world size.
         """
         room = torch.empty_like(received, device=self.device) if self.device.type != "cpu" else received
-        for work in self._shifted(sent.to(self.device), room, by):
-            work.wait()
+        _end(self._shifted(sent.to(self.device), room, by))
         if room is not received:
             received.copy_(room)
 
@@ -355,8 +354,7 @@ class World:
         Args:
             works: result of `begin_shift`.
         """
-        for work in works:
-            work.wait()
+        _end(works)
 
     def _shifted(self, sent: Tensor, received: Tensor, by: int) -> list[Any]:
         operations = []
@@ -508,6 +506,15 @@ class World:
 
     def _unpacked(self, kind: str, rank: int, message: Tensor) -> Any:
         return object_messages.unpack(self.secret, [kind, self.generation, rank], message.cpu())
+
+
+def _end(works: Iterable[Any]) -> None:
+    heartbeat.waits_for("a shift along the ranks")
+    try:
+        for work in works:
+            work.wait()
+    finally:
+        heartbeat.waits_for("")
 
 
 def current() -> World | None:

@@ -249,7 +249,12 @@ class ElasticController:
     @property
     def settled(self) -> bool:
         """Return whether all members of the present generation train."""
-        return not self._broken and not self._dead and self._arrived.issuperset(self._seats)
+        return self.intact and self._arrived.issuperset(self._seats)
+
+    @property
+    def intact(self) -> bool:
+        """Return whether no member of the present generation has died or lost its connections."""
+        return not self._broken and not self._dead
 
     def wanted(self) -> int | None:
         """Return the rank for which a worker is to be started; None if no worker is needed."""

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from fabricx.distributed.heartbeat import Diagnosis, is_users
+from fabricx.distributed.heartbeat import Diagnosis, telling
 
 
 def explain(diagnoses: Mapping[int, Diagnosis | None]) -> str:
@@ -40,7 +40,9 @@ def explain(diagnoses: Mapping[int, Diagnosis | None]) -> str:
 
 
 def from_dump(text: str) -> Diagnosis | None:
-    """Return the diagnosis of an unresponsive process from its `faulthandler` dump; None without a stack.
+    """Return the diagnosis of an unresponsive or crashed process from its `faulthandler` dump; None without a stack.
+
+    It is about the thread that received the signal or, if that thread runs no Python code, about the main thread.
 
     Args:
         text: the dump.
@@ -49,10 +51,10 @@ def from_dump(text: str) -> Diagnosis | None:
     'a.py:7 in f'
     """
     _, current, stack = text.partition("Current thread")
-    frames = re.findall(r'File "(.+?)", line (\d+) in (\S+)', stack if current else text)
+    frames = re.findall(r'File "(.+?)", line (\d+) in (\S+)', stack if current else text.rpartition("Thread 0x")[2])
     if not frames:
         return None
-    at = next((frame for frame in frames if is_users(frame[0])), frames[0])
+    at = frames[telling([file for file, _, _ in frames])]
     return Diagnosis("{}:{} in {}".format(*at), "", "", text)
 
 

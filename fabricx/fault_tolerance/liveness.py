@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, Literal, final
 
@@ -35,7 +35,7 @@ class _Life:
     reached: int  # batches
     since: float  # time of the newest progress
     limit: float  # longest time without a heartbeat, in seconds
-    waits: bool = False  # whether it seems to wait for other processes
+    waits_since: float | None = None  # since when it seems to wait for other processes, without progress
     where: str = ""  # position in its code
     reported_s: float = 0.0  # length of the pause in the newest report
 
@@ -80,7 +80,9 @@ class HeartbeatMonitor:
         """
         now = self._clock()
         life = self._lives.setdefault(rank, _Life(now, reached, now, self._frozen_after))
-        life.heard, life.waits, life.where, life.limit = now, waits, where, self._frozen_after
+        life.heard, life.where, life.limit = now, where, self._frozen_after
+        if not waits or life.waits_since is None or reached != life.reached:
+            life.waits_since = now if waits else None
         if reached != life.reached:
             if life.reached:
                 self._longest = max(self._longest, now - life.since)
@@ -141,6 +143,16 @@ class HeartbeatMonitor:
         """
         return rank in self._lives and not self.frozen(rank)
 
+    def waited_s(self, ranks: Iterable[int]) -> float:
+        """Return the seconds for which all of some processes have waited for others without progress; 0 if one works.
+
+        Args:
+            ranks: ranks of the processes; 0 is returned if one of them is not monitored.
+        """
+        since = [None if (life := self._lives.get(rank)) is None else life.waits_since for rank in ranks]
+        begun = [at for at in since if at is not None]
+        return self._clock() - max(begun) if begun and len(begun) == len(since) else 0.0
+
     def news(self, name: Callable[[int], str] = "rank {}".format) -> str | None:
         """Return a report on an unusually long pause, and a further report when the pause has doubled; else None.
 
@@ -153,7 +165,7 @@ class HeartbeatMonitor:
             return None
         last.reported_s = now - last.since
         lines = [
-            f"  {name(rank)} {'waits for others' if life.waits else 'is'} at {life.where}"
+            f"  {name(rank)} {'is' if life.waits_since is None else 'waits for others'} at {life.where}"
             for rank, life in sorted(self._lives.items())
             if life.where
         ]
@@ -169,5 +181,5 @@ class HeartbeatMonitor:
         begun = {rank: life for rank, life in self._lives.items() if life.reached}
         least = min((life.reached for life in begun.values()), default=0)
         last = {rank for rank, life in begun.items() if life.reached == least}
-        busy = {rank for rank in last if not begun[rank].waits}
+        busy = {rank for rank in last if begun[rank].waits_since is None}
         return busy or last

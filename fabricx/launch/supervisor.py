@@ -24,8 +24,9 @@ from fabricx.distributed.generations import SAVING
 from fabricx.distributed.heartbeat import Diagnosis
 from fabricx.distributed.stop_consensus import STOP_KEY
 from fabricx.distributed.store_server import StoreServer
-from fabricx.errors import WorkerFailed
+from fabricx.errors import RanksDisagree, WorkerFailed
 from fabricx.fault_tolerance.controller import ElasticController, ElasticPolicy
+from fabricx.fault_tolerance.deadlock import DeadlockDetector, explanation
 from fabricx.fault_tolerance.hang_report import explain, from_dump
 from fabricx.fault_tolerance.liveness import HeartbeatMonitor
 from fabricx.launch import preloaded, worker_process
@@ -36,7 +37,7 @@ from fabricx.launch.pickling import check_picklable
 from fabricx.launch.process_settings import ProcessSettings
 from fabricx.launch.resize import Requests
 from fabricx.launch.signals import handled, stop_now
-from fabricx.launch.worker import ASKED, ENDS, Failure, WorkerSpec
+from fabricx.launch.worker import ASKED, ENDS, Failure, WorkerSpec, failure_of
 from fabricx.launch.worker import main as worker_main
 from fabricx.scratch import (
     multiprocessing_folder_of,
@@ -146,6 +147,7 @@ class _Workers:
         self._controls: dict[int, Connection] = {}
         self._processes: dict[int, BaseProcess] = {}
         self._memory = MemoryFiles(folder)
+        self._deadlock = DeadlockDetector()
         self._dead: set[int] = set()  # workers that died
         settings = ProcessSettings.of_this_process()
         path = tuple(entry or os.path.abspath(entry) for entry in sys.path)
@@ -166,6 +168,7 @@ class _Workers:
             while not self._complete():
                 self._process_events(timeout=1.0 if self._controller is None else self._controller.due())
                 self._terminate_silent()
+                self._end_deadlock()
                 self._change_members()
                 if self._failures:
                     if not any(failure.kind == "killed" for failure in self._failures):
@@ -220,7 +223,10 @@ class _Workers:
         self._liveness.over(rank)
         if rank in self._results or any(failure.rank == rank for failure in self._failures):
             return
-        death = worker_process.failure_of_end(rank, process.exitcode, self._termination_reasons.get(rank))
+        crash = ""
+        with contextlib.suppress(OSError):  # it ended before it had opened the file
+            crash = (Path(self._specs[rank].folder) / f"crash-{rank}").read_text()
+        death = worker_process.failure_of_end(rank, process.exitcode, self._termination_reasons.get(rank), crash)
         if self._specs[rank].serve is not None:
             if process.exitcode == 0:  # a server ends after its workers
                 return
@@ -266,22 +272,47 @@ class _Workers:
             silent_s: seconds for which the other ranks waited for processes that are lost; 0 if none is.
         """
         asked = [rank for rank in self._members() if rank in self._processes]
-        self._diagnoses, able = {}, {rank for rank in asked if self._liveness.answers(rank)}
-        for rank in asked:
+        self._ask(asked)
+        self._dump_stacks([rank for rank in asked if self._liveness.frozen(rank)])
+        sentence = explain(self._answers(asked))
+        self._note_hang(sentence, asked, silent_s)
+        return sentence
+
+    def _ask(self, workers: Sequence[int]) -> None:
+        """Request a diagnosis from workers, and wait for the answers of those that are able to answer."""
+        self._diagnoses, able = {}, {worker for worker in workers if self._liveness.answers(worker)}
+        for worker in workers:
             with contextlib.suppress(OSError, KeyError):
-                self._controls[rank].send((ASKED, None))
+                self._controls[worker].send((ASKED, None))
         deadline = time.monotonic() + ANSWER_S
         while not self._diagnoses.keys() >= able and time.monotonic() < deadline:
             self._process_events(timeout=0.02)
-        self._dump_stacks([rank for rank in asked if self._liveness.frozen(rank)])
+
+    def _answers(self, workers: Sequence[int]) -> dict[int, Diagnosis | None]:
+        """Return the diagnoses of workers by their present ranks; None without an answer."""
         seats = {worker: rank for rank, worker in enumerate(self._members())}
-        sentence = explain({seats[worker]: self._diagnoses.get(worker) for worker in asked if worker in seats})
+        return {seats[worker]: self._diagnoses.get(worker) for worker in workers if worker in seats}
+
+    def _note_hang(self, sentence: str, workers: Sequence[int], silent_s: float) -> None:
         stacks = [
             f"{self._name(worker)}:\n{answer.stacks if (answer := self._diagnoses.get(worker)) else '(no answer)'}"
-            for worker in asked
+            for worker in workers
         ]
         self._note("hang", "\n\n".join([sentence, *stacks]), silent_s=silent_s)
-        return sentence
+
+    def _end_deadlock(self) -> None:
+        """End the run if its ranks wait for each other for ever, since they are in different collectives."""
+        members = list(self._members())
+        waited_s = self._liveness.waited_s(members)
+        intact = self._controller is None or self._controller.intact
+        if not self._deadlock.due(waited_s) or self._failures or not intact:
+            return
+        self._ask(members)
+        answers = self._answers(members)
+        if not self._failures and len(answers) == len(members) and self._deadlock.found(answers):
+            text = explanation(answers)
+            self._note_hang(text, members, waited_s)
+            self._failures.append(failure_of(members[0], RanksDisagree(text), time.monotonic()))
 
     def _dump_stacks(self, frozen: Sequence[int]) -> None:
         """Obtain stacks by a signal from processes with a held interpreter's lock; stopped processes cannot answer."""

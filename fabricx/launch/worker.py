@@ -122,6 +122,7 @@ def main(spec: WorkerSpec, control: Connection) -> None:
     send = pipe.send if spec.elastic else None
     generations.enter(generations.Membership(spec.rank, spec.folder if send else "", send, lambda: _exit(0)))
     faulthandler.register(signal.SIGUSR2, (Path(spec.folder) / f"stacks-{spec.rank}").open("w"))
+    faulthandler.enable((Path(spec.folder) / f"crash-{spec.rank}").open("w"))
     threading.Thread(target=_receive_messages, args=(control, pipe, spec.folder), daemon=True).start()
     threading.Thread(target=pipe.send_heartbeats, daemon=True).start()
     sys.path[:] = [*spec.sys_path, *(entry for entry in sys.path if entry not in spec.sys_path)]
@@ -132,7 +133,8 @@ def main(spec: WorkerSpec, control: Connection) -> None:
         result = _run(spec)
         pipe.send("result", _write_result(result, Path(spec.folder) / f"result-{spec.rank}"))
     except BaseException as error:
-        pipe.send("failure", failure_of(spec.rank, error, time.monotonic()))
+        with contextlib.suppress(OSError):  # the supervisor has ended the run
+            pipe.send("failure", failure_of(spec.rank, error, time.monotonic()))
         _exit(FAILED)
     _exit(0)
 

@@ -9,9 +9,16 @@ import time
 from multiprocessing.process import BaseProcess
 from typing import Final
 
+from fabricx.fault_tolerance.hang_report import from_dump
 from fabricx.launch.worker import Failure
 from fabricx.scratch import unlink_semaphores_of
 
+_OTHER_SIZE: Final = (
+    ", probably by gloo, which ends a process that receives data of another size than it expects (its message, "
+    "'op.preamble.length', is above): ranks were in different collectives. All ranks have to run the same collectives "
+    "in the same order; if weights are divided over ranks, each forward contains collectives, so that all ranks have "
+    "to call the module"
+)
 FORK_S: Final = 5.0  # time for the system to report the end of a killed fork server
 
 
@@ -54,13 +61,14 @@ def end_children(process: BaseProcess) -> None:
     unlink_semaphores_of(process)
 
 
-def failure_of_end(rank: int, code: int | None, reason: str | None) -> Failure:
+def failure_of_end(rank: int, code: int | None, reason: str | None, crash: str = "") -> Failure:
     """Return the failure of a process that ended without a report.
 
     Args:
         rank: number of the process.
         code: its exit code; negative for a signal.
         reason: cause of the end, if the supervisor has ended the process, or the process itself; else None.
+        crash: what `faulthandler` has written when a signal ended it; "" without.
     """
     if reason is not None:
         return Failure(rank, time.monotonic(), "killed", reason, None)
@@ -68,7 +76,11 @@ def failure_of_end(rank: int, code: int | None, reason: str | None) -> Failure:
     if code is not None and code < 0:
         name = signal.Signals(-code).name
         hint = " (was the machine out of memory?)" if name == "SIGKILL" else ""
-        text = f"its process was killed by {name}{hint}; it left no traceback"
+        position = from_dump(crash)
+        at = "; it left no traceback" if position is None else f" at {position.where}"
+        text = f"its process was killed by {name}{hint}{at}"
+        if position is not None and name == "SIGABRT" and "distributed" in crash:
+            text += _OTHER_SIZE
     else:
         text = f"its process ended with exit code {code} and left no traceback (what it printed is above)"
     return Failure(rank, time.monotonic(), kind, text, None)

@@ -9,11 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import fabricx as fx
 from fabricx.callbacks import FaultRecovery
-from fabricx.strategies import DDP, FSDP, AsyncSGD, ParameterServer
-from fabricx.testing import Ledger, freeze, hang
+from fabricx.errors import WorkerFailed
+from fabricx.fault_tolerance import deadlock
+from fabricx.strategies import DDP, FSDP, AsyncSGD, Mesh, ParameterServer
+from fabricx.testing import QUIET, Ledger, freeze, hang
 from tests.soak import params
 
 from .ledgers import BATCH, EPOCHS, SAMPLES, Numbered, exact, train
@@ -110,3 +114,59 @@ def test_processes_that_load_data_go_on_when_they_are_stopped(tmp_path: Path) ->
     assert data.mark.exists()
     assert exact(module)
     assert trainer.failures == []
+
+
+class OneSided(fx.Module):
+    """Calls the module on rank 0 only, in a step of an evaluation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, batch: Any) -> Tensor:
+        output: Tensor = self.net(batch)
+        return output
+
+    def validation_step(self, batch: Any) -> None:
+        if self.trainer.is_global_zero:
+            self.log("loss", self(batch).sum())
+
+    def training_step(self, batch: Any) -> Tensor:
+        return self(batch).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+@pytest.mark.parametrize("strategy", params([FSDP()], [Mesh(tensor=2)]))
+def test_ranks_in_different_collectives_are_an_error_with_both_positions(
+    strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deadlock, "AFTER_S", 1.0)
+    monkeypatch.setattr(deadlock, "AGAIN_S", 1.0)
+    data = [torch.ones(2, 4)] * 2
+    trainer = fx.Trainer(
+        **QUIET, devices=2, strategy=strategy, max_epochs=1, default_root_dir=tmp_path, num_sanity_val_steps=0
+    )
+    with pytest.raises(WorkerFailed) as error:
+        trainer.fit(OneSided(), data, data)
+    text = str(error.value)
+    assert "the ranks wait for each other in different collectives, without end" in text
+    assert "rank 0 is at" in text
+    assert "rank 1 is at" in text
+    assert "call the module on all ranks" in text
+
+
+class Crashes(OneSided):
+    """Crashes in a step, as a library may."""
+
+    def training_step(self, batch: Any) -> Tensor:
+        if self.global_rank == 1:
+            os.abort()
+        return super().training_step(batch)
+
+
+def test_a_rank_that_crashes_has_its_line_in_the_error(tmp_path: Path) -> None:
+    trainer = fx.Trainer(**QUIET, devices=2, max_epochs=1, default_root_dir=tmp_path)
+    with pytest.raises(WorkerFailed, match=r"killed by SIGABRT at .*test_standstill\.py:\d+ in training_step"):
+        trainer.fit(Crashes(), [torch.ones(2, 4)] * 2)

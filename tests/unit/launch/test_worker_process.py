@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+import torch
 
 from fabricx.launch import worker_process
 
@@ -58,3 +59,25 @@ def test_an_end_without_a_report_has_its_cause(code: int, reason: str | None, ki
     failure = worker_process.failure_of_end(1, code, reason)
     assert (failure.rank, failure.kind) == (1, kind)
     assert said in failure.traceback
+
+
+CRASH = f"""\
+Fatal Python error: Aborted
+
+Thread 0x00007f1 (most recent call first):
+  File "/home/me/beat.py", line 3 in beat
+
+Thread 0x00007f2 (most recent call first):
+  File "{torch.distributed.__file__}", line 166 in all_reduce
+  File "/home/me/train.py", line 15 in validation_step
+
+Extension modules: numpy.linalg (total: 1)"""
+
+
+def test_a_process_that_crashed_in_a_thread_of_a_library_was_at_a_line_of_its_main_thread() -> None:
+    crashed = worker_process.failure_of_end(1, -signal.SIGSEGV, None, CRASH)
+    assert crashed.traceback == "its process was killed by SIGSEGV at /home/me/train.py:15 in validation_step"
+    aborted = worker_process.failure_of_end(1, -signal.SIGABRT, None, CRASH)
+    assert "at /home/me/train.py:15 in validation_step, probably by gloo" in aborted.traceback
+    alone = worker_process.failure_of_end(1, -signal.SIGABRT, None, CRASH.replace("distributed", "nn"))
+    assert "gloo" not in alone.traceback

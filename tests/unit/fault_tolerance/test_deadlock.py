@@ -1,0 +1,104 @@
+"""Ranks in different collectives, for which no answer of another rank will ever come."""
+
+from __future__ import annotations
+
+import pytest
+
+from fabricx.distributed.collective_trace import GroupTrace
+from fabricx.distributed.heartbeat import Diagnosis
+from fabricx.fault_tolerance.deadlock import AFTER_S, AGAIN_S, DeadlockDetector, blocked, explanation
+
+ALL = (0, 1)
+
+
+def group(begun: dict[int, str], *pending: int, ranks: tuple[int, ...] = ALL, name: str = "0") -> GroupTrace:
+    return GroupTrace(ranks, name, begun, pending)
+
+
+GATHERS = group({1: "barrier", 2: "all_gather"}, 2)
+REDUCES = group({1: "barrier", 2: "all_reduce"}, 2)
+BEHIND = group({1: "barrier"}, 1)
+TENSOR = group({5: "all_reduce"}, 5, name="tensor")
+
+
+@pytest.mark.parametrize(
+    ("traces", "is_blocked"),
+    [
+        ({0: [GATHERS], 1: [REDUCES]}, True),
+        ({0: [GATHERS], 1: [GATHERS]}, False),  # a slow network
+        ({0: [GATHERS], 1: []}, False),  # rank 1 computes, or waits for something else
+        ({0: [GATHERS], 1: [BEHIND]}, False),  # the barrier may end: rank 0 has left it
+        ({0: [TENSOR], 1: [GATHERS, group({4: "all_reduce"}, name="tensor")]}, True),  # groups wait for each other
+        ({0: [TENSOR], 1: [GATHERS]}, True),  # rank 1 has not used the group yet
+        ({0: [TENSOR], 1: [GATHERS, TENSOR]}, False),  # the tensor group goes on
+        ({0: [GATHERS, group({3: "broadcast"}, name="1")], 1: [group({2: "all_gather"}), TENSOR]}, False),
+        ({0: [group({1: "all_reduce"}, 1, ranks=(0,))]}, False),
+        (
+            {
+                0: [group({3: "all_reduce"}, 3, name="a")], 1: [group({3: "all_reduce"}, 3, name="a")],
+                2: [group({1: "barrier"}, 1, ranks=(2, 3), name="b")],
+                3: [group({0: "barrier"}, ranks=(2, 3), name="b"), TENSOR],
+            },
+            False,
+        ),  # ranks 0 and 1 go on, and may begin what the others wait for
+    ],
+)  # fmt: skip
+def test_only_ranks_of_which_no_collective_can_end_are_blocked(
+    traces: dict[int, list[GroupTrace]], is_blocked: bool
+) -> None:
+    assert blocked(traces) is is_blocked
+
+
+def answer(trace: GroupTrace, cpu_s: float | None = 1.0) -> Diagnosis:
+    return Diagnosis(
+        "train.py:5 in validation_step: self(x)", f"{trace.begun[max(trace.begun)]} #2", "", "", (trace,), cpu_s
+    )
+
+
+def test_two_equal_answers_are_needed_and_progress_begins_anew() -> None:
+    detector = DeadlockDetector()
+    answers: dict[int, Diagnosis | None] = {0: answer(GATHERS), 1: answer(REDUCES)}
+    assert not detector.due(AFTER_S - 1)
+    assert detector.due(AFTER_S)
+    assert not detector.found(answers)
+    assert not detector.due(AFTER_S + 1)
+    assert detector.due(AFTER_S + AGAIN_S)
+    assert detector.found(answers)
+    assert not detector.due(1.0)  # a rank went on
+    assert detector.due(AFTER_S)
+    assert not detector.found(answers)
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        {0: answer(GATHERS), 1: answer(REDUCES, cpu_s=1.5)},  # rank 1 computes
+        {0: answer(GATHERS, cpu_s=None), 1: answer(REDUCES)},  # the system does not say
+        {0: answer(group({1: "barrier", 2: "all_gather", 3: "all_gather"}, 3)), 1: answer(REDUCES)},
+        {0: answer(GATHERS), 1: None},
+        {0: answer(GATHERS), 1: answer(GATHERS)},
+    ],
+)
+def test_a_rank_that_does_something_between_the_answers_is_not_blocked(second: dict[int, Diagnosis | None]) -> None:
+    detector = DeadlockDetector()
+    detector.due(AFTER_S)
+    assert not detector.found({0: answer(GATHERS), 1: answer(REDUCES)})
+    assert detector.due(AFTER_S + AGAIN_S)
+    assert not detector.found(second)
+
+
+def test_without_a_proof_the_ranks_are_asked_less_and_less_often() -> None:
+    detector = DeadlockDetector()
+    asked = []
+    for waited_s in range(100):
+        if detector.due(float(waited_s)):
+            asked.append(waited_s)
+            detector.found({0: answer(GATHERS), 1: None})
+    assert asked == [10, 20, 40, 80]
+
+
+def test_the_message_has_the_collective_and_the_line_of_each_rank() -> None:
+    text = explanation({0: answer(GATHERS), 1: answer(REDUCES)})
+    assert "rank 0 waits in all_gather #2, rank 1 waits in all_reduce #2" in text
+    assert text.count("train.py:5 in validation_step") == 2
+    assert "call the module on all ranks" in text
