@@ -49,6 +49,7 @@ class Optimizable(Steppable, Protocol):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
+        ...
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state.
