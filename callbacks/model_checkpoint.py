@@ -9,6 +9,7 @@ import warnings
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -114,6 +115,9 @@ class ModelCheckpoint(Callback, NameParts):
         auto_insert_metric_name: bool = True, verbose: bool = False, enable_version_counter: bool = True,
         single_file: bool | None = None,
     ) -> None:  # fmt: skip
+        for name, value in (("dirpath", dirpath), ("filename", filename), ("monitor", monitor)):
+            if not isinstance(value, (str, os.PathLike, NoneType) if name == "dirpath" else (str, NoneType)):
+                raise ValueError(f"ModelCheckpoint({name}={value!r}): must be a text, or None")
         self._chosen_dirpath = None if dirpath is None else str(as_path(dirpath).expanduser().absolute())
         self.dirpath: str | None = self._chosen_dirpath
         self.filename, self.monitor = filename, monitor

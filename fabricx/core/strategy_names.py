@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fabricx.core.transfer import to_device
 from fabricx.distributed.world import World
 
 
@@ -109,6 +110,22 @@ class StrategyNames:
         world = self.world.axis("data")
         agreed = int(world.all_reduce(torch.tensor(int(bool(decision)), device=world.device)))
         return agreed == world.size if all else agreed > 0
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Return a batch on the device, by the transfer methods of the module.
+
+        Args:
+            batch: of a loader.
+            device: that of this rank by default.
+            dataloader_idx: index of the loader.
+        """
+        device, module = device or self.root_device, self.module
+        if module is None:
+            return to_device(batch, device)
+        hooks: Any = module
+        batch = hooks.on_before_batch_transfer(batch, dataloader_idx)
+        batch = hooks.transfer_batch_to_device(batch, device, dataloader_idx)
+        return hooks.on_after_batch_transfer(batch, dataloader_idx)
 
     def all_gather(self, tensor: Tensor, group: None = None, sync_grads: bool = False) -> Tensor:
         """Return the tensors of all data ranks, shape [ranks, ...]; as it is, under a strategy for a single rank.

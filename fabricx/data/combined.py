@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, final
 
@@ -33,7 +34,8 @@ class CombinedLoader:
     [{'a': 1, 'b': 4}, {'a': 2, 'b': 4}, {'a': 3, 'b': 4}]
 
     Args:
-        iterables: loaders, in dicts, lists and tuples; a batch has the same structure.
+        iterables: loaders, in dicts, lists and tuples; a batch has the same structure. A list of numbers or texts is
+            one loader, which yields them.
         mode: "min_size" ends with the shortest loader, "max_size_cycle" with the longest, while others begin again,
             "max_size" with the longest, while the batch of others is None. "sequential" yields the batches of one
             loader after the other, without the structure.
@@ -45,23 +47,48 @@ class CombinedLoader:
     def __init__(self, iterables: Any, mode: CombineMode = "min_size") -> None:
         if mode not in MODES:
             raise ValueError(
-                f"CombinedLoader(mode={mode!r}): known modes: {', '.join(MODES)}.{did_you_mean(mode, MODES)}"
+                f"CombinedLoader(mode={mode!r}): Unsupported mode {mode!r}; known: {', '.join(MODES)}."
+                f"{did_you_mean(mode, MODES)}"
             )
         self.iterables: Any = iterables
         self.mode: CombineMode = mode
+        self._iterator: Iterator[tuple[Any, int, int]] | None = None
         if not self.flattened or any(isinstance(loader, CombinedLoader) for loader in self.flattened):
             raise ValueError("CombinedLoader: pass a dict or a list of loaders, none of which is a CombinedLoader")
 
     @property
     def flattened(self) -> list[Any]:
         """Return the loaders without the structure."""
-        return tree_flatten(self.iterables)[0]
+        return tree_flatten(self.iterables, is_leaf=_is_list_of_numbers)[0]
 
     @flattened.setter
     def flattened(self, loaders: Sequence[Any]) -> None:
         if len(loaders) != len(self.flattened):
-            raise ValueError(f"CombinedLoader has {len(self.flattened)} loaders, not {len(loaders)}")
-        self.iterables = tree_unflatten(list(loaders), tree_flatten(self.iterables)[1])
+            raise ValueError(
+                f"CombinedLoader: Mismatch in flattened length ({len(loaders)}) and existing length "
+                f"({len(self.flattened)}): assign a list with a loader for each"
+            )
+        self.iterables = self.structured(loaders)
+
+    @property
+    def sampler(self) -> Any:
+        """Return the sampler of each loader, in the structure of the loaders; None for one without a sampler."""
+        return self.structured([getattr(loader, "sampler", None) for loader in self.flattened])
+
+    @property
+    def batch_sampler(self) -> Any:
+        """Return the batch sampler of each loader, in the structure of the loaders; None for one without it."""
+        return self.structured([getattr(loader, "batch_sampler", None) for loader in self.flattened])
+
+    @property
+    def limits(self) -> None:
+        """None: limits of a run are those of the Trainer."""
+        return
+
+    @limits.setter
+    def limits(self, limits: Any) -> None:
+        if limits is not None:
+            raise ValueError(f"CombinedLoader.limits = {limits!r}: set Trainer(limit_train_batches=...) instead")
 
     def structured(self, batches: Sequence[Any]) -> Any:
         """Return batches in the structure of the loaders.
@@ -69,20 +96,57 @@ class CombinedLoader:
         Args:
             batches: a batch of each loader.
         """
-        return tree_unflatten(list(batches), tree_flatten(self.iterables)[1])
+        return tree_unflatten(list(batches), tree_flatten(self.iterables, is_leaf=_is_list_of_numbers)[1])
 
     def __len__(self) -> int:
-        return combined_length([len(loader) for loader in self.flattened], self.mode)
+        lengths = [_length(loader) for loader in self.flattened]
+        length = combined_length(lengths, self.mode)
+        if length == math.inf:
+            kind = type(self.flattened[lengths.index(math.inf)]).__name__
+            raise TypeError(f"CombinedLoader(mode={self.mode!r}) has no length, because {kind!r} has none")
+        return int(length)
 
-    def __iter__(self) -> Iterator[tuple[Any, int, int]]:
+    def __iter__(self) -> CombinedLoader:
+        """Begin; the object itself then yields the items, for `next`. Loaders side by side begin at once."""
+        self._iterator = self.read()
+        return self
+
+    def __next__(self) -> tuple[Any, int, int]:
+        if self._iterator is None:
+            raise TypeError("CombinedLoader: call iter(combined_loader) before next(combined_loader)")
+        return next(self._iterator)
+
+    def reset(self) -> None:
+        """Forget the position of `next`."""
+        self._iterator = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_iterator": None}
+
+    def read(self) -> Iterator[tuple[Any, int, int]]:
+        """Return an iterator of its own over batches, with their numbers and those of their loaders."""
         loaders = self.flattened
         if self.mode == "sequential":
-            for number, loader in enumerate(loaders):
-                for index, batch in enumerate(loader):
-                    yield batch, index, number
-            return
-        for index, batches in enumerate(side_by_side([loader.__iter__ for loader in loaders], self.mode)):
-            yield self.structured(batches), index, 0
+            first = iter(loaders[0])
+            return (
+                (batch, index, number)
+                for number, loader in enumerate(loaders)
+                for index, batch in enumerate(loader if number else first)
+            )
+        rows = side_by_side([loader.__iter__ for loader in loaders], self.mode)
+        return ((self.structured(batches), index, 0) for index, batches in enumerate(rows))
+
+
+def _is_list_of_numbers(value: Any) -> bool:
+    items = value.values() if type(value) is dict else value if isinstance(value, (list, tuple)) else [None]
+    return bool(items) and all(isinstance(item, (int, float, str)) for item in items)
+
+
+def _length(loader: Any) -> int | float:
+    try:
+        return len(loader)
+    except (TypeError, NotImplementedError):  # of a stream
+        return math.inf
 
 
 @final
@@ -100,7 +164,7 @@ class Batches:
         return len(self.combined)
 
     def __iter__(self) -> Iterator[Any]:
-        return (batch for batch, _, _ in self.combined)
+        return (batch for batch, _, _ in self.combined.read())
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the number of the epoch to the loaders, their samplers and datasets that have `set_epoch`.
@@ -115,11 +179,11 @@ class Batches:
                     part.set_epoch(epoch)
 
 
-def combined_length(lengths: Sequence[int], mode: CombineMode) -> int:
+def combined_length(lengths: Sequence[int | float], mode: CombineMode) -> int | float:
     """Return the number of combined batches.
 
     Args:
-        lengths: batches of each loader.
+        lengths: batches of each loader; infinity for an unknown length.
         mode: mode of `CombinedLoader`.
 
     >>> [combined_length([2, 3], mode) for mode in MODES]
@@ -131,7 +195,7 @@ def combined_length(lengths: Sequence[int], mode: CombineMode) -> int:
 
 
 def side_by_side(begin: Sequence[Callable[[], Iterator[Any]]], mode: CombineMode) -> Iterator[list[Any]]:
-    """Yield a list with an item of each source.
+    """Return an iterator over lists with an item of each source; the sources begin at once.
 
     Args:
         begin: functions that begin each source.
@@ -143,7 +207,12 @@ def side_by_side(begin: Sequence[Callable[[], Iterator[Any]]], mode: CombineMode
     >>> [list(side_by_side([[1, 2].__iter__, [3].__iter__], mode)) for mode in MODES[:3]]
     [[[1, 3]], [[1, 3], [2, 3]], [[1, 3], [2, None]]]
     """
-    sources = [start() for start in begin]
+    return _side_by_side([start() for start in begin], begin, mode)
+
+
+def _side_by_side(
+    sources: list[Iterator[Any]], begin: Sequence[Callable[[], Iterator[Any]]], mode: CombineMode
+) -> Iterator[list[Any]]:
     ended = [False] * len(sources)
     while True:
         items = []
@@ -293,7 +362,7 @@ class JoinedSampler(Sampler[list[tuple[int, Any]]]):
         ]
 
     def __len__(self) -> int:
-        return combined_length(self._lengths, self._mode)
+        return int(combined_length(self._lengths, self._mode))
 
     def __iter__(self) -> Iterator[list[tuple[int, Any]]]:
         numbers = range(len(self._samplers))

@@ -35,12 +35,14 @@ ABSENT_MEMBERS: Final[Mapping[str, Mapping[str, str]]] = {
 _DIFFERS: Final[Mapping[str, str]] = {
     "trainer.global_step, max_steps": "weight updates, for any number of optimizers",
     "step of the rows of loggers": "the number of weight updates: 1 for the first batch, in Lightning 0",
-    "trainer.fit_loop": "has `max_epochs`, ..., and `epoch_loop.global_step`; trainer.state is the position",
+    "trainer.fit_loop": "`max_epochs`, ..., `epoch_progress`, `epoch_loop.global_step`, `batch_idx`; for reading",
+    "len(CombinedLoader)": "known before `iter`; limits are those of the Trainer",
     "trainer.model": "the module; no strategy wraps it",
     "trainer.accelerator": "a name, not an object",
     "trainer.profiler": "a name; its `profile`, `start` and `stop` measure nothing",
     "trainer.strategy": (
-        "has `root_device`, `barrier`, `broadcast`, `reduce`, `reduce_boolean_decision`, `all_gather` and `model`"
+        "has `root_device`, `barrier`, `broadcast`, `reduce`, `reduce_boolean_decision`, `all_gather`, "
+        "`batch_to_device` and `model`"
     ),
     "trainer.lr_schedulers, lr_scheduler_configs": "the same list of schedules",
     "trainer.logger.log_dir": "a folder of the run, by default in `runs/`",

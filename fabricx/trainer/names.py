@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -68,15 +69,35 @@ _SUCCESSORS: Final[Mapping[str, str]] = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Progress:
+    """Numbers of epochs, as programs read them from `trainer.fit_loop.epoch_progress.current`."""
+
+    ready: int
+    started: int
+    processed: int
+    completed: int
+
+
+@dataclass(frozen=True)
+class EpochProgress:
+    """The epochs of a run under Lightning's names; a program can read them only."""
+
+    current: Progress
+    total: Progress
+
+
 class EpochLoopSteps:
-    """The part of `trainer.fit_loop.epoch_loop` that programs read: the number of weight updates, for logging.
+    """The part of `trainer.fit_loop.epoch_loop` that programs read: number of weight updates, and of the batch.
 
     Args:
         global_step: number of weight updates.
+        batch_idx: number of the newest batch in its epoch; -1 before the first.
     """
 
-    def __init__(self, global_step: int) -> None:
+    def __init__(self, global_step: int, batch_idx: int) -> None:
         self.global_step = self._batches_that_stepped = global_step
+        self.batch_idx = batch_idx
 
     def __getattr__(self, name: str) -> Any:
         meant = "; trainer.enable_validation and trainer.num_val_batches describe the validation" * (name == "val_loop")
@@ -99,7 +120,18 @@ class FitLimits:
     @property
     def epoch_loop(self) -> EpochLoopSteps:
         """Return the number of weight updates under the names of Lightning's inner loop."""
-        return EpochLoopSteps(self.__dict__["_trainer"].global_step)
+        trainer = self.__dict__["_trainer"]
+        session = trainer._sessions.fit
+        return EpochLoopSteps(trainer.global_step, -1 if session is None else session.batch.index)
+
+    @property
+    def epoch_progress(self) -> EpochProgress:
+        """Return the number of finished epochs under the names of Lightning's counters."""
+        trainer = self.__dict__["_trainer"]
+        completed = trainer.current_epoch
+        begun = completed + int(trainer.training)
+        progress = Progress(begun, begun, completed, completed)
+        return EpochProgress(progress, progress)
 
     def __getattr__(self, name: str) -> Any:
         if name not in _LIMITS:

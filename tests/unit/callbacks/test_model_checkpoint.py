@@ -378,6 +378,9 @@ def test_save_nothing(trainer: Any, tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ({"mode": "best"}, "min"),
+        ({"dirpath": 3}, "dirpath=3"),
+        ({"filename": 3}, "filename=3"),
+        ({"monitor": 3}, "monitor=3"),
         ({"save_top_k": -2}, "save_top_k=-2"),
         ({"keep_every_n_steps": -1}, "keep_every_n_steps=-1"),
         ({"every_n_epochs": -1}, "0 or more"),

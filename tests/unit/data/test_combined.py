@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,74 @@ def test_what_is_a_loader_and_what_a_batch() -> None:
         CombinedLoader([])
     with pytest.raises(ValueError, match="yields no batch when it begins again"):
         list(CombinedLoader([range(2), iter([3])], "max_size_cycle"))
+
+
+def test_a_list_of_numbers_is_one_loader_and_its_items_the_batches() -> None:
+    loader = CombinedLoader([[1, 2], {"a": [[3.0], ["b"]]}], "max_size_cycle")
+    assert loader.flattened == [[1, 2], [3.0], ["b"]]
+    assert [batch for batch, _, _ in loader] == [[1, {"a": [3.0, "b"]}], [2, {"a": [3.0, "b"]}]]
+    loader.flattened = [[3], [2], [1]]
+    assert loader.iterables == [[3], {"a": [[2], [1]]}]
+    with pytest.raises(ValueError, match=r"Mismatch in flattened length \(1\) and existing length \(3\)"):
+        loader.flattened = [[3]]
+    trained = fx.Trainer(max_epochs=1, **QUIET)
+    module = OnNumbers()
+    trained.fit(module, CombinedLoader({"a": [1, 2], "b": [3]}, "max_size_cycle"))
+    assert module.seen == [{"a": 1, "b": 3}, {"a": 2, "b": 3}]
+
+
+class OnNumbers(TinyModule):
+    """Trains on numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.append(batch)
+        return self.layer.weight.sum() * batch["a"]
+
+
+def test_it_is_an_iterator_whose_loaders_side_by_side_begin_at_once() -> None:
+    begun: list[str] = []
+
+    class Begins:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __iter__(self) -> Any:
+            begun.append(self.name)
+            return iter([self.name])
+
+    for mode, expected in (("min_size", ["a", "b"]), ("sequential", ["a"])):
+        begun.clear()
+        loader = CombinedLoader([Begins("a"), Begins("b")], mode)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="call iter"):
+            next(loader)
+        assert iter(loader) is loader
+        assert begun == expected
+        assert next(loader) == (("a", 0, 0) if mode == "sequential" else (["a", "b"], 0, 0))
+        assert next(loader.read()) == (("a", 0, 0) if mode == "sequential" else (["a", "b"], 0, 0))
+        loader.reset()
+        with pytest.raises(TypeError, match="call iter"):
+            next(loader)
+
+
+def test_samplers_have_its_structure_and_a_stream_has_no_length() -> None:
+    one = tiny_loader()
+    loader = CombinedLoader({"a": one, "b": [Stream()]}, "min_size")
+    assert loader.sampler == {"a": one.sampler, "b": [None]}
+    assert loader.batch_sampler == {"a": one.batch_sampler, "b": [None]}
+    assert len(loader) == len(one)
+    with pytest.raises(TypeError, match="has no length, because 'Stream' has none"):
+        len(CombinedLoader([one, Stream()], "max_size"))
+    iter(loader)
+    copy = pickle.loads(pickle.dumps(CombinedLoader([[1], [2]])))
+    assert next(iter(copy)) == ([1, 2], 0, 0)
+    loader.limits = None
+    assert loader.limits is None
+    with pytest.raises(ValueError, match="limit_train_batches"):
+        loader.limits = 3
 
 
 class Both(TinyModule):

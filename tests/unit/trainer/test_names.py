@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -143,10 +144,70 @@ def test_the_limits_of_the_fit_loop_are_those_of_the_trainer(quiet: dict[str, An
     assert (steps._batches_that_stepped, steps.global_step) == (8, 8)
     with pytest.raises(AttributeError, match=r"epoch_loop has no attribute 'val_loop'.*trainer\.enable_validation"):
         steps.val_loop  # noqa: B018
-    with pytest.raises(AttributeError, match="has no attribute 'epoch_progress': it has max_epochs"):
-        trainer.fit_loop.epoch_progress  # noqa: B018
+    assert steps.batch_idx == 3
+    assert trainer.fit_loop.epoch_progress.current.completed == trainer.fit_loop.epoch_progress.total.ready == 2
+    with pytest.raises(AttributeError, match="has no attribute 'done': it has max_epochs"):
+        trainer.fit_loop.done  # noqa: B018
     with pytest.raises(AttributeError, match=r"fit_loop\.epoch_progress can't be set"):
         trainer.fit_loop.epoch_progress = 3
+    with pytest.raises(AttributeError, match="cannot assign to field"):
+        trainer.fit_loop.epoch_progress.current.completed = 3  # type: ignore[misc]
+
+
+class Counts(TinyModule):
+    """Notes Lightning's counters in its hooks."""
+
+    def __init__(self, seen: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        progress = self.trainer.fit_loop.epoch_progress.current
+        place = self.trainer.fit_loop.epoch_loop.batch_idx
+        self.seen.append((batch_idx, place, progress.ready, progress.processed, progress.completed))
+
+
+def test_counters_of_loops_are_those_of_lightning(quiet: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # Lightning sets it
+    lightning = pytest.importorskip("lightning.pytorch")
+
+    class Theirs(lightning.LightningModule):  # type: ignore[name-defined, misc]
+        on_train_batch_end = Counts.on_train_batch_end
+
+        def __init__(self, seen: list[tuple[int, ...]]) -> None:
+            super().__init__()
+            self.layer, self.seen = torch.nn.Linear(1, 1), seen
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.layer(torch.ones(1)).sum()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    ours: list[tuple[int, ...]] = []
+    theirs: list[tuple[int, ...]] = []
+    fx.Trainer(max_epochs=2, **quiet).fit(Counts(ours), tiny_loader())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        lightning.Trainer(
+            max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+            enable_model_summary=False,
+        ).fit(Theirs(theirs), tiny_loader())  # fmt: skip
+    assert ours == theirs
+
+
+def test_a_strategy_moves_a_batch_by_the_methods_of_the_module(quiet: dict[str, Any]) -> None:
+    class Moves(TinyModule):
+        def on_train_start(self) -> None:
+            self.moved = self.trainer.strategy.batch_to_device([torch.ones(1)])
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            return [*batch, dataloader_idx] if len(batch) == 1 else batch
+
+    trainer, module = fx.Trainer(max_epochs=1, **quiet), Moves()
+    assert torch.equal(trainer.strategy.batch_to_device(torch.ones(1)), torch.ones(1))
+    trainer.fit(module, tiny_loader())
+    assert module.moved == [torch.ones(1), 0]
 
 
 def test_the_loader_is_set_in_configure_optimizers_where_lightning_needs_setup_data(quiet: dict[str, Any]) -> None:
