@@ -171,6 +171,8 @@ class Averages(Callback):
         self._live = dict(state_dict["live"])
         self.updates = state_dict["updates"]
         if self._tensors and self._trainer is not None:  # the run rolled back to an earlier state
+            # Strategies divide the weights of a replacement, or move those of all ranks, when it joins.
+            self._tensors = [tensor.detach() for tensor in self._averaged(self._trainer.session.module).values()]
             self._start_averaging(self._trainer)
 
 

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 import fabricx as fx
 from fabricx import checkpoint
+from fabricx.callbacks import EMA
 from fabricx.model_parallel.hidden_gradients import DividedGradient
 from fabricx.strategies import DDP, FSDP, Mesh
 from fabricx.testing import QUIET, kill, run_ranks
@@ -208,6 +209,15 @@ def test_a_replacement_draws_the_random_numbers_of_a_dead_worker(
 ) -> None:
     weights, metrics, _ = recovered(strategy(), devices, [], dropout=0.2)
     equal(recovered(strategy(), devices, [kill(rank).during(moment, step=3)], dropout=0.2), weights, metrics)
+
+
+@pytest.mark.parametrize("axis", params(["tensor"], ["pipeline", "context"]))
+def test_a_replacement_averages_its_part_of_the_weights(axis: str) -> None:
+    def strategy() -> Mesh:
+        return Mesh(**{axis: 2})  # type: ignore[arg-type]
+
+    weights, metrics, _ = recovered(strategy(), 2, [EMA(0.5)])
+    equal(recovered(strategy(), 2, [EMA(0.5), kill(1).during("backward", step=3)]), weights, metrics)
 
 
 class Measures(GPT):

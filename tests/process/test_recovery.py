@@ -21,13 +21,24 @@ from torch.utils.data import DataLoader
 
 import fabricx as fx
 from fabricx import checkpoint
-from fabricx.callbacks import EarlyStopping, FaultRecovery, ModelCheckpoint
+from fabricx.callbacks import EMA, EarlyStopping, FaultRecovery, ModelCheckpoint
 from fabricx.distributed.stop_consensus import STOP_KEY
 from fabricx.errors import WorkerFailed
 from fabricx.fault_tolerance import memory_checkpoint
 from fabricx.loggers import JSONLogger, TensorBoardLogger
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer
-from fabricx.testing import QUIET, Fault, Ledger, TinyModule, cut, fail, kill, tiny_loader
+from fabricx.testing import (
+    QUIET,
+    Fault,
+    LayeredModule,
+    Ledger,
+    TinyModule,
+    cut,
+    fail,
+    kill,
+    layered_data,
+    tiny_loader,
+)
 from tests import warm
 from tests.soak import params
 
@@ -142,6 +153,27 @@ def test_a_lost_worker_is_replaced_without_checkpoints(strategy: str, tmp_path: 
     assert len(trainer.failures) == 1
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), wanted.parameters(), strict=True))
     assert not [path for path in tmp_path.rglob("*") if "recovery" in path.parts or "checkpoints" in path.parts]
+
+
+@pytest.mark.parametrize("way", params(["fsdp", "no server, one memory"], ["servers step", "ddp"]))
+def test_averages_continue_from_the_weights_of_all_ranks(way: str, tmp_path: Path) -> None:
+    """A replacement has shards of the weights when it joins, and weights in shared memory move for all ranks."""
+
+    def fit(*faults: Fault) -> tuple[LayeredModule, fx.Trainer]:
+        torch.manual_seed(3)
+        module = LayeredModule()
+        trainer = fx.Trainer(
+            devices=2, strategy=WAYS[way](), max_epochs=2, default_root_dir=tmp_path, callbacks=[EMA(0.5), *faults],
+            **QUIET,
+        )  # fmt: skip
+        trainer.fit(module, DataLoader(layered_data(24), 3), DataLoader(layered_data(6), 3))
+        return module, trainer
+
+    wanted, one = fit()
+    found, trainer = fit(kill(rank=1).during("backward", step=3))
+    assert len(trainer.failures) == 1
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), wanted.parameters(), strict=True))
+    assert float(trainer.callback_metrics["val"]) == float(one.callback_metrics["val"])
 
 
 @pytest.mark.parametrize("way", params(["fsdp"], ["ddp"]))
