@@ -107,6 +107,7 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         self._thin: LowRankAverager | None = None  # PowerSGD
         self._shared: SharedMemoryAverager | None = None  # sums in shared memory
         self._laid_out = False  # whether DDP has its final bucket layout
+        self._joins = False  # the ranks are those of a new generation, which may have frozen other parameters
         self._of_each_step: set[Tensor] = set()  # parameters that get a gradient, with static_graph
 
     def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
@@ -128,6 +129,8 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
             check_dense(module, f"compression={self.compression!r}")
         self._step = _Step(module)
         self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
+        if self._joins:
+            self._agree_on_frozen(module)
         self._laid_out = False
         if self._can_share_memory(module):
             gradients = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
@@ -252,7 +255,21 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         assert module is not None
         self._release_buckets()
         self.world = world
-        self.setup(module, several_backwards=self._several_backwards)
+        self._joins = True
+        try:
+            self.setup(module, several_backwards=self._several_backwards)
+        finally:
+            self._joins = False
+
+    def _agree_on_frozen(self, module: nn.Module) -> None:
+        """Reduce the same parameters on all ranks: hooks may have frozen some before a replacement joined; collective.
+
+        The state that all ranks load next determines what requires a gradient.
+        """
+        parameters = list(module.parameters())
+        numbers = {number for number, parameter in enumerate(parameters) if not parameter.requires_grad}
+        common = set.intersection(*self.data_ranks.gather_objects(numbers))
+        self._frozen = [parameters[number] for number in sorted(common)]
 
     def teardown(self) -> None:
         self._release_buckets()

@@ -56,9 +56,9 @@ def load_common_state(
     session.metrics.training.metrics.shared = state["shared"]
     for part, training in zip(session.module.modules(), state["modes"], strict=True):
         part.training = training
-    if newcomer:  # hooks may have changed `requires_grad` since set-up
-        for parameter, trained in zip(session.module.parameters(), state["trained"], strict=True):
-            parameter.requires_grad_(trained)
+    # Hooks may have changed `requires_grad`: since set-up on a newcomer, since an in-memory checkpoint on other ranks.
+    for parameter, trained in zip(session.module.parameters(), state["trained"], strict=True):
+        parameter.requires_grad_(trained)
     session.stop.boundary, ft.stage, ft.meeting = state["boundary"], state["stage"], state["meeting"]
     session.metrics.published.step, session.metrics.published.open = state["published"]
     if session.strategy.traits.lockstep:  # a rank whose metric sums are on the main rank now counts no batches

@@ -123,6 +123,27 @@ class SavesAtTheEnd(fx.Callback):
             trainer.save_checkpoint(f"{self.folder}/end")
 
 
+class ChangesOnce(fx.Callback):
+    """Freezes a part of the module after a step, or freezes it before training and unfreezes it then.
+
+    Args:
+        part: name of the part.
+        step: the step.
+        trains: unfreeze.
+    """
+
+    def __init__(self, part: str, step: int, *, trains: bool) -> None:
+        self.part, self.step, self.trains = part, step, trains
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        if self.trains:
+            module.get_submodule(self.part).requires_grad_(False)
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.global_step == self.step:
+            module.get_submodule(self.part).requires_grad_(self.trains)
+
+
 def sentences(count: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randint(WORDS, (LENGTH + 1,), generator=generator) for _ in range(count)]

@@ -26,6 +26,7 @@ from .meshes import (
     GPT,
     LENGTH,
     RUNS,
+    ChangesOnce,
     recovered,
     sentences,
     train,
@@ -218,6 +219,19 @@ def test_a_replacement_averages_its_part_of_the_weights(axis: str) -> None:
 
     weights, metrics, _ = recovered(strategy(), 2, [EMA(0.5)])
     equal(recovered(strategy(), 2, [EMA(0.5), kill(1).during("backward", step=3)]), weights, metrics)
+
+
+@pytest.mark.parametrize("trains", params([True], [False]))
+@pytest.mark.parametrize("axis", params(["context"], ["pipeline", "tensor"]))
+def test_all_ranks_train_the_parameters_that_a_copy_of_the_state_trained(axis: str, trains: bool) -> None:
+    """The copies are those of the third step; the fourth changes what is trained, and the fifth is interrupted."""
+
+    def strategy() -> Mesh:
+        return Mesh(**{axis: 2})  # type: ignore[arg-type]
+
+    changes = ChangesOnce("blocks.1", 4, trains=trains)
+    weights, metrics, _ = recovered(strategy(), 2, [changes])
+    equal(recovered(strategy(), 2, [changes, kill(1).during("backward", step=4)]), weights, metrics)
 
 
 class Measures(GPT):

@@ -44,6 +44,7 @@ from tests.soak import params
 
 from .aborted import silent
 from .ledgers import BATCH, EPOCHS, SAMPLES, STEPS, Numbered, exact, train
+from .meshes import ChangesOnce
 
 
 def test_options_of_other_callbacks_are_none_of_the_recovery_s(
@@ -174,6 +175,34 @@ def test_averages_continue_from_the_weights_of_all_ranks(way: str, tmp_path: Pat
     assert len(trainer.failures) == 1
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), wanted.parameters(), strict=True))
     assert float(trainer.callback_metrics["val"]) == float(one.callback_metrics["val"])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "step", "trains"),
+    params(
+        [(DDP, 2, False), (lambda: DDP(shared_memory=False), 2, False), (FSDP, 4, True)],
+        [(DDP, 2, True), (FSDP, 4, False), (lambda: LocalSGD(every=3), 4, False), (ParameterServer, 2, False)],
+    ),
+)
+def test_a_replacement_reduces_the_gradients_of_the_others(
+    strategy: Any, step: int, trains: bool, tmp_path: Path
+) -> None:
+    """What requires a gradient has changed since set-up, or since the copies of the third step."""
+
+    def fit(*faults: Fault) -> tuple[LayeredModule, fx.Trainer]:
+        torch.manual_seed(3)
+        module, changes = LayeredModule(), ChangesOnce("body.0", step, trains=trains)
+        trainer = fx.Trainer(
+            devices=2, strategy=strategy(), max_epochs=2, default_root_dir=tmp_path, callbacks=[changes, *faults],
+            **QUIET,
+        )  # fmt: skip
+        trainer.fit(module, DataLoader(layered_data(24), 3))
+        return module, trainer
+
+    wanted, _ = fit()
+    found, trainer = fit(kill(rank=1).during("backward", step=step))
+    assert len(trainer.failures) == 1
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), wanted.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("way", params(["fsdp"], ["ddp"]))
