@@ -1,12 +1,12 @@
-"""Collectives that this process has begun, as torch's flight recorder has them."""
+"""Collectives that this process has begun, as torch's flight recorder has them, and its transfers to single ranks."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,70 @@ class GroupTrace:
     name: str
     begun: Mapping[int, str]
     pending: tuple[int, ...]
+
+
+class Route(NamedTuple):
+    """Messages of which each is received in the order of its send.
+
+    Attributes:
+        source, to: ranks of the run.
+        channel, tag: kind of the messages.
+    """
+
+    source: int
+    to: int
+    channel: str
+    tag: int
+
+
+@dataclass(frozen=True)
+class TransferTrace:
+    """Transfers of a process to and from other ranks.
+
+    Attributes:
+        begun: number of sends and receives that have begun, by ("send" or "receive", route).
+        awaited: "send" or "receive", route, and number of the transfer that the main thread waits for, counted from 1;
+            None if it waits for none.
+    """
+
+    begun: Mapping[tuple[str, Route], int] = field(default_factory=dict)
+    awaited: tuple[str, Route, int] | None = None
+
+
+_BEGUN: Final[dict[tuple[str, Route], int]] = {}
+_AWAITED: Final[list[tuple[str, Route, int] | None]] = [None]
+
+
+def forget_transfers() -> None:
+    """Count transfers anew: all ranks call it before they begin transfers in a new group."""
+    _BEGUN.clear()
+
+
+def begins(kind: Literal["send", "receive"], route: Route) -> int:
+    """Count a transfer, and return its number.
+
+    Args:
+        kind: "send" or "receive".
+        route: of the message.
+    """
+    number = _BEGUN.get((kind, route), 0) + 1
+    _BEGUN[kind, route] = number
+    return number
+
+
+def awaits(transfer: tuple[str, Route, int] | None) -> None:
+    """Record the transfer that the main thread is about to wait for; None when the wait has ended.
+
+    Args:
+        transfer: "send" or "receive", route and number.
+    """
+    _AWAITED[0] = transfer
+
+
+def transfers() -> TransferTrace:
+    """Return the transfers of this process."""
+    awaited = _AWAITED[0]
+    return TransferTrace(dict(_BEGUN), awaited)
 
 
 def recorded(since_ns: int) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 
 from fabricx.distributed import collective_trace
-from fabricx.distributed.collective_trace import GroupTrace
+from fabricx.distributed.collective_trace import GroupTrace, TransferTrace
 
 _TORCH: Final = os.path.dirname(torch.__file__)
 _OWN: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -31,6 +31,7 @@ _FILES: Final = os.path.join(_TORCH, "distributed/checkpoint")  # waits for disk
 _STEPS: Final = [0]
 _JOINED: Final = [0]
 _WAITS_FOR: Final = [""]
+_NO_TRANSFERS: Final = TransferTrace()
 _COLLECTS_IN_CALLS: Final = sys.version_info < (3, 12)  # else only between two instructions of Python
 
 
@@ -130,6 +131,7 @@ def waits_for(event: str) -> None:
 def joined() -> None:
     """Ignore collectives of earlier process groups from now on: this process has joined a new group."""
     _JOINED[0] = time.time_ns()
+    collective_trace.forget_transfers()
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,7 @@ class Diagnosis:
         done: last complete collective; "" if there is none.
         stacks: stack traces of all threads.
         groups: collectives of each process group; none if the process waits for a transfer.
+        transfers: transfers to and from single ranks.
         cpu_s: CPU time that the main thread has used; None if the system does not report it.
     """
 
@@ -151,6 +154,7 @@ class Diagnosis:
     done: str
     stacks: str
     groups: tuple[GroupTrace, ...] = ()
+    transfers: TransferTrace = _NO_TRANSFERS
     cpu_s: float | None = None
 
 
@@ -159,7 +163,9 @@ def diagnosis() -> Diagnosis:
     entries = collective_trace.recorded(_JOINED[0])
     pending, done = collective_trace.ends(entries)
     groups = () if _WAITS_FOR[0] else collective_trace.by_group(entries)
-    return Diagnosis(where(), _WAITS_FOR[0] or pending, done, _stacks(), groups, cpu_time())
+    return Diagnosis(
+        where(), _WAITS_FOR[0] or pending, done, _stacks(), groups, collective_trace.transfers(), cpu_time()
+    )  # fmt: skip
 
 
 def cpu_time() -> float | None:

@@ -11,10 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fabricx.distributed import heartbeat
+from fabricx.distributed import collective_trace, heartbeat
+from fabricx.distributed.collective_trace import Route
 from fabricx.distributed.lost_peers import raise_peer_lost
 from fabricx.distributed.world import OPERATION, WAITED_S, World
 
+Transfer = tuple[str, Route, int]  # "send" or "receive", route and number
 CHANNELS: Final = ("forward", "backward", "forward wrap", "backward wrap")
 
 
@@ -40,10 +42,11 @@ class Expected:
         tensor: written when `Transfers.complete` returns.
         work: torch's work handle; None for a tensor without elements.
         event: description for error messages and reports of a hang.
+        transfer: the receive as `collective_trace` counts it; None for a tensor without elements.
     """
 
-    def __init__(self, tensor: Tensor, work: Any, event: str) -> None:
-        self.tensor, self.work, self.event = tensor, work, event
+    def __init__(self, tensor: Tensor, work: Any, event: str, transfer: Transfer | None = None) -> None:
+        self.tensor, self.work, self.event, self.transfer = tensor, work, event, transfer
 
 
 @final
@@ -68,7 +71,8 @@ class Transfers:
         if world.silent and world.size > 1 and not channels:
             raise ValueError("transfers by NCCL need groups of their own for each direction: pass open_channels(...)")
         self._world, self._channels, self._limit = world, dict(channels or {}), timeout
-        self._sent: dict[int, tuple[Any, Tensor, str]] = {}  # by number, in the order of the sends
+        self._sent: dict[int, tuple[Any, Tensor, str, Transfer]] = {}  # by number, in the order of the sends
+        self._ranks = range(world.size) if world.group is None else dist.get_process_group_ranks(world.group)
         self._number = 0
         self.sent_bytes = 0
 
@@ -98,7 +102,8 @@ class Transfers:
         except RuntimeError as error:
             self._fail(error, event)
             raise
-        self._sent[self._number] = work, raw, event
+        route = Route(self._ranks[self._world.rank], self._ranks[to], channel, tag)
+        self._sent[self._number] = work, raw, event, ("send", route, collective_trace.begins("send", route))
         return self._number
 
     def expect(self, tensor: Tensor, source: int, channel: str, tag: int, event: str) -> Expected:
@@ -121,7 +126,8 @@ class Transfers:
         except RuntimeError as error:
             self._fail(error, event)
             raise
-        return Expected(tensor, work, event)
+        route = Route(self._ranks[source], self._ranks[self._world.rank], channel, tag)
+        return Expected(tensor, work, event, ("receive", route, collective_trace.begins("receive", route)))
 
     def complete(self, expected: Expected) -> Tensor:
         """Wait for a tensor, and return it.
@@ -134,7 +140,7 @@ class Transfers:
             RuntimeError: the tensor was not received within the timeout.
         """
         if expected.work is not None:
-            self._wait(expected.work, expected.event)
+            self._wait(expected.work, expected.event, expected.transfer)
         return expected.tensor
 
     def end_send(self, number: int) -> None:
@@ -148,8 +154,8 @@ class Transfers:
             RuntimeError: the tensor was not received within the timeout.
         """
         if number in self._sent:
-            work, _, event = self._sent[number]
-            self._wait(work, event)
+            work, _, event, transfer = self._sent[number]
+            self._wait(work, event, transfer)
             del self._sent[number]
 
     def finish(self, newest: int = 0) -> None:
@@ -172,9 +178,10 @@ class Transfers:
     def _group(self, channel: str) -> dist.ProcessGroup | None:
         return self._channels.get(channel, self._world.group)
 
-    def _wait(self, work: Any, event: str) -> None:
+    def _wait(self, work: Any, event: str, transfer: Transfer | None) -> None:
         began = time.monotonic()
         heartbeat.waits_for(event)
+        collective_trace.awaits(transfer)
         try:
             work.wait(self._limit)
         except Exception as error:
@@ -184,6 +191,7 @@ class Transfers:
             self._world.settle()
         finally:
             heartbeat.waits_for("")
+            collective_trace.awaits(None)
             WAITED_S[0] += time.monotonic() - began
 
     def _fail(self, error: Exception, event: str) -> None:

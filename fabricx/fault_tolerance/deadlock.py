@@ -1,11 +1,11 @@
-"""Detects ranks that wait for each other without end, from the collectives that each of them has begun."""
+"""Detects ranks that wait for each other without end, from what each of them has begun to send or to reduce."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final, final
 
-from fabricx.distributed.collective_trace import GroupTrace
+from fabricx.distributed.collective_trace import GroupTrace, Route
 from fabricx.distributed.heartbeat import Diagnosis
 from fabricx.fault_tolerance.hang_report import explain
 
@@ -41,7 +41,7 @@ class DeadlockDetector:
         """
         answers = {rank: answer for rank, answer in diagnoses.items() if answer is not None}
         before, self._before = self._before, None
-        if len(answers) < len(diagnoses) or not blocked({rank: answer.groups for rank, answer in answers.items()}):
+        if len(answers) < len(diagnoses) or not blocked(answers):
             self._next_s = 2 * self._waited_s
             return False
         if before is not None and _unchanged(before[1], answers, IDLE * (self._waited_s - before[0])):
@@ -60,26 +60,28 @@ def explanation(diagnoses: Mapping[int, Diagnosis | None]) -> str:
     return (
         f"the ranks wait for each other in different collectives, without end: {explain(diagnoses)}{places}\n"
         "All ranks have to run the same collectives in the same order: call them outside of conditions that hold on "
-        "some ranks only, such as `if self.trainer.is_global_zero`. If weights are divided over ranks, as by fsdp and "
-        "tensor, each forward contains collectives, so call the module on all ranks, also in validation_step"
+        "some ranks only, such as `if self.trainer.is_global_zero`. If weights are divided over ranks, as by fsdp, "
+        "tensor and pipeline, each forward is a matter of all, so call the module on all ranks, also in validation_step"
     )
 
 
-def blocked(traces: Mapping[int, Sequence[GroupTrace]]) -> bool:
-    """Return whether no pending collective of any rank can end.
+def blocked(answers: Mapping[int, Diagnosis]) -> bool:
+    """Return whether no rank will ever leave the collective or the transfer for which it waits.
 
-    A collective can't end if a rank of its group has not begun it, or has begun another collective instead of it. If
-    this holds for each pending collective of each rank, and if each rank waits for one of them, none of them will ever
-    begin another collective.
+    A collective can't end if a rank of its group has not begun it, or has begun another collective instead of it; a
+    transfer can't end if the other rank has not begun it. If this holds for what each rank waits for, no rank will ever
+    begin something else.
 
     Args:
-        traces: collectives by rank and process group.
+        answers: diagnoses by rank.
     """
-    of = {(rank, trace.name): trace for rank, groups in traces.items() for trace in groups}
-    return len(traces) > 1 and all(
-        any(trace.pending for trace in groups)
-        and all(_cannot_end(trace, number, of) for trace in groups for number in trace.pending)
-        for groups in traces.values()
+    of = {(rank, trace.name): trace for rank, answer in answers.items() for trace in answer.groups}
+    return len(answers) > 1 and all(
+        any(trace.pending for trace in answer.groups)
+        and all(_cannot_end(trace, number, of) for trace in answer.groups for number in trace.pending)
+        if answer.transfers.awaited is None
+        else _never_comes(answer.transfers.awaited, answers)
+        for answer in answers.values()
     )
 
 
@@ -91,10 +93,16 @@ def _cannot_end(trace: GroupTrace, number: int, of: Mapping[tuple[int, str], Gro
     return False
 
 
+def _never_comes(awaited: tuple[str, Route, int], answers: Mapping[int, Diagnosis]) -> bool:
+    kind, route, number = awaited
+    other, opposite = (route.to, "receive") if kind == "send" else (route.source, "send")
+    return other in answers and answers[other].transfers.begun.get((opposite, route), 0) < number
+
+
 def _unchanged(before: Mapping[int, Diagnosis], after: Mapping[int, Diagnosis], used_s: float) -> bool:
-    """Return whether ranks have begun and ended no collective, and used at most some seconds of the CPU."""
+    """Return whether ranks have begun and ended no communication, and used at most some seconds of the CPU."""
     return before.keys() == after.keys() and all(
-        before[rank].groups == answer.groups
+        (before[rank].groups, before[rank].transfers) == (answer.groups, answer.transfers)
         and answer.cpu_s is not None
         and answer.cpu_s - (before[rank].cpu_s or 0.0) <= used_s
         for rank, answer in after.items()

@@ -13,14 +13,16 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
-from fabricx.distributed import heartbeat
+from fabricx.distributed import collective_trace, heartbeat
 from fabricx.distributed import world as worlds
 from fabricx.distributed.point_to_point import Transfers
 from fabricx.distributed.world import World
 from fabricx.errors import PeerLost
 from fabricx.model_parallel.block_calls import seeded
 from fabricx.model_parallel.microbatches import split
+from fabricx.strategies import Mesh
 from fabricx.testing import run_ranks
+from tests.process import meshes
 from tests.process.stages import LENGTH, WIDTH, Language, batches, compute, divided, make, staged, whole
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
@@ -354,3 +356,27 @@ def test_a_wait_has_a_limit_and_a_hang_report_names_the_microbatch() -> None:
     assert reports == ["receive of microbatch 3"]
     assert notes == ["rank 0 of 2, receive of microbatch 3"]
     assert "microbatch" not in after
+
+
+class Deep(meshes.GPT):
+    """A model that two ranks divide into four chunks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.append(meshes.Block(0.0))
+
+
+def routes(virtual: int) -> Any:
+    """Train on a pipeline; return the transfers of each rank as reports of a hang count them."""
+    collective_trace.forget_transfers()
+    meshes.train(Mesh(pipeline=2, virtual=virtual, microbatches=2), 4, {"max_epochs": 1}, {}, kind=Deep)
+    return world().gather_objects(collective_trace.transfers())
+
+
+@pytest.mark.parametrize("virtual", [1, 2])
+def test_both_ranks_of_a_transfer_count_it_by_the_same_route(virtual: int) -> None:
+    first, second = run_ranks(routes, 2, virtual)[0]
+    assert (first.awaited, second.awaited) == (None, None)
+    opposite = {"send": "receive", "receive": "send"}
+    assert first.begun == {(opposite[kind], route): number for (kind, route), number in second.begun.items()}
+    assert sum(first.begun.values()) > 20

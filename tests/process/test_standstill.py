@@ -132,13 +132,13 @@ class OneSided(fx.Module):
             self.log("loss", self(batch).sum())
 
     def training_step(self, batch: Any) -> Tensor:
-        return self(batch).sum()
+        return self(batch).mean()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-@pytest.mark.parametrize("strategy", params([FSDP()], [Mesh(tensor=2)]))
+@pytest.mark.parametrize("strategy", params([FSDP(), Mesh(pipeline=2)], [Mesh(tensor=2)]))
 def test_ranks_in_different_collectives_are_an_error_with_both_positions(
     strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from fabricx.distributed import collective_trace
-from fabricx.distributed.collective_trace import GroupTrace
+from fabricx.distributed.collective_trace import GroupTrace, Route, TransferTrace
 
 
 def entry(number: int, name: str, *, retired: bool = True, group: str = "0", p2p: bool = False) -> dict[str, Any]:
@@ -44,3 +44,17 @@ def test_collectives_of_gloo_are_listed_by_group_without_groups_that_were_destro
 
 def test_without_a_group_nothing_is_recorded() -> None:
     assert collective_trace.by_group(collective_trace.recorded(0)) == ()
+
+
+def test_transfers_are_counted_by_route_until_a_new_group() -> None:
+    route = Route(0, 1, "forward", 2)
+    collective_trace.forget_transfers()
+    assert [collective_trace.begins("send", route) for _ in range(2)] == [1, 2]
+    assert collective_trace.begins("receive", route) == 1
+    collective_trace.awaits(("send", route, 2))
+    trace = collective_trace.transfers()
+    collective_trace.awaits(None)
+    collective_trace.forget_transfers()
+    assert trace.begun == {("send", route): 2, ("receive", route): 1}
+    assert trace.awaited == ("send", route, 2)
+    assert collective_trace.transfers() == TransferTrace()

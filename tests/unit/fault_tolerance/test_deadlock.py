@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fabricx.distributed.collective_trace import GroupTrace
+from fabricx.distributed.collective_trace import GroupTrace, Route, TransferTrace
 from fabricx.distributed.heartbeat import Diagnosis
 from fabricx.fault_tolerance.deadlock import AFTER_S, AGAIN_S, DeadlockDetector, blocked, explanation
 
@@ -46,13 +46,51 @@ TENSOR = group({5: "all_reduce"}, 5, name="tensor")
 def test_only_ranks_of_which_no_collective_can_end_are_blocked(
     traces: dict[int, list[GroupTrace]], is_blocked: bool
 ) -> None:
-    assert blocked(traces) is is_blocked
+    answers = {rank: Diagnosis("", "", "", "", tuple(groups)) for rank, groups in traces.items()}
+    assert blocked(answers) is is_blocked
 
 
 def answer(trace: GroupTrace, cpu_s: float | None = 1.0) -> Diagnosis:
     return Diagnosis(
-        "train.py:5 in validation_step: self(x)", f"{trace.begun[max(trace.begun)]} #2", "", "", (trace,), cpu_s
+        "train.py:5 in validation_step: self(x)", f"{trace.begun[max(trace.begun)]} #2", "", "", (trace,), cpu_s=cpu_s
     )
+
+
+FORWARD, BACKWARD = Route(0, 1, "forward", 0), Route(1, 0, "backward", 0)
+
+
+def moves(awaited: tuple[str, Route, int] | None, **begun: int) -> Diagnosis:
+    routes = {"forward": FORWARD, "backward": BACKWARD}
+    counts = {(kind, routes[name]): number for text, number in begun.items() for kind, name in [text.split("_")]}
+    return Diagnosis("", "", "", "", transfers=TransferTrace(counts, awaited))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_blocked"),
+    [
+        # Stage 0 waits for a gradient, and stage 1 for an activation that stage 0 has not sent.
+        (
+            moves(("receive", BACKWARD, 1), send_forward=2, receive_backward=1),
+            moves(("receive", FORWARD, 3), receive_forward=3),
+            True,
+        ),
+        # The activation is on its way.
+        (
+            moves(("receive", BACKWARD, 1), send_forward=3, receive_backward=1),
+            moves(("receive", FORWARD, 3), receive_forward=3),
+            False,
+        ),
+        # Stage 1 computes the gradient.
+        (moves(("receive", BACKWARD, 1), send_forward=2, receive_backward=1), moves(None, receive_forward=2), False),
+        # Stage 0 waits until stage 1 receives, which has begun a collective.
+        (moves(("send", FORWARD, 1), send_forward=1), Diagnosis("", "", "", "", (REDUCES,)), True),
+        (moves(("send", FORWARD, 1), send_forward=1), moves(("receive", FORWARD, 1), receive_forward=1), False),
+    ],
+)
+def test_a_transfer_that_the_other_rank_has_begun_may_end(
+    first: Diagnosis, second: Diagnosis, is_blocked: bool
+) -> None:
+    assert blocked({0: first, 1: second}) is is_blocked
 
 
 def test_two_equal_answers_are_needed_and_progress_begins_anew() -> None:
