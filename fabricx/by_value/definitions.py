@@ -223,6 +223,16 @@ def fill_function(value: types.FunctionType, state: Any) -> None:
         linecache.cache.setdefault(source[0], (sum(map(len, source[1])), None, source[1], source[0]))
 
 
+def attribute_of(module: str, name: str) -> Any:
+    """In a pickle: an object of a module.
+
+    Args:
+        module: name of the module, which is imported.
+        name: name of the object in it.
+    """
+    return getattr(importlib.import_module(module), name)
+
+
 def set_attributes(value: Any, attributes: Mapping[str, Any]) -> None:
     """Set attributes.
 

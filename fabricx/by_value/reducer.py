@@ -241,6 +241,7 @@ class Reducer:
         make, (code, variables, *rest), (attributes, slots), *_ = self._pickler()._dynamic_function_reduce(value)
         if value.__globals__ is vars(sys.modules["__main__"]):
             variables = self._script
+            slots["__globals__"] = {name: _importable(item) for name, item in slots["__globals__"].items()}
         elif (module := sys.modules.get(value.__globals__.get("__name__", ""))) and vars(module) is value.__globals__:
             variables, slots["__globals__"] = _Namespace(module.__name__), {}  # the receiver imports the module
         return make, (code, variables, *rest), (attributes, slots, _source(code.co_filename)), definitions.fill_function
@@ -280,6 +281,35 @@ def _with_names(pickler: Any, value: Any) -> Any:
 
 
 DEFINITIONS.forward = _with_names
+
+
+@final
+class _Attribute:
+    """An object of a module, pickled as a reference to the receiver's object."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self._module, self._name = module, name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return definitions.attribute_of, (self._module, self._name)
+
+
+def _importable(value: Any) -> Any:
+    """Return a reference to an object that a script has imported, if a copy of it can't be made; else the object.
+
+    A copy has the changes that the script has made to the object, and is preferred therefore.
+    """
+    module = getattr(type(value), "__module__", None)
+    if isinstance(value, (type, *_NAMED)) or module in (*SCRIPTS, "builtins", None) or module not in sys.modules:
+        return value
+    named = [name for name, item in vars(sys.modules[module]).items() if item is value]
+    if not named:
+        return value
+    try:
+        pickle.loads(pickle.dumps(value))
+    except Exception:  # such as a recursion in __getattr__ of an object without its attributes
+        return _Attribute(module, named[0])
+    return value
 
 
 @final

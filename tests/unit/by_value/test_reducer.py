@@ -148,6 +148,30 @@ def test_variables_of_the_script_are_copied_and_shared_by_its_functions(
     assert "kind" not in scaled.__globals__  # no function uses it
 
 
+def test_an_imported_object_of_which_there_is_no_copy_is_imported_by_the_receiver(
+    script: types.ModuleType, receive: Receive, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    factories = types.ModuleType("factories_of_layers")
+    exec(FACTORIES, vars(factories))
+    monkeypatch.setitem(sys.modules, "factories_of_layers", factories)
+    vars(script).update(Norm=factories.Norm, LIST=factories.LIST)
+    exec("def norm(): return Norm\ndef names(): return LIST", vars(script))
+    factories.LIST.append("added by the script")
+    assert receive(script.norm)() is factories.Norm
+    assert receive(script.names)() == ["added by the script"]
+    assert receive(script.names)() is not factories.LIST  # a copy is preferred, which has changes of the script
+
+
+FACTORIES = """
+class Factory:
+    def __init__(self): self.layers = {}
+    def __getattr__(self, name): return self.layers[name]
+class Names(list): pass
+Norm = Factory()
+LIST = Names()
+"""
+
+
 def test_the_sender_uses_its_own_objects(script: types.ModuleType) -> None:
     for value in (script.Config, script.scaled, script.fib, script.Outer.Inner, lambda: 1, script.Local):
         assert pickle.loads(by_value.dumps(value)) is value
