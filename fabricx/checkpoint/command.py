@@ -10,6 +10,7 @@ from typing import Final
 
 from fabricx.checkpoint.files import MARKER, is_committed, oldest_first, read_manifest, verify, written
 from fabricx.checkpoint.storage import as_path, is_local
+from fabricx.checkpoint.unread import names_in
 from fabricx.core.hparams import plain
 from fabricx.errors import CheckpointError
 from fabricx.redaction import masked, printable
@@ -135,6 +136,8 @@ def _import(source: Path, target: Path, strip: str, add: str) -> int:
         foreign.weights, foreign.others = renamed(foreign.weights, strip, add), {}
         if not foreign.weights:
             raise CheckpointError(f"no name in {source} begins with {strip!r}: {', '.join(names[:3])}, ...")
+        unread = {name: set(names_in(value)) for name, value in foreign.hparams.items()}
+        foreign.hparams = {name: value for name, value in foreign.hparams.items() if not unread[name]}
         state = foreign.state()
         state["hparams"] = masked(plain(foreign.hparams))
         manifest = {
@@ -146,6 +149,9 @@ def _import(source: Path, target: Path, strip: str, add: str) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     left = f"; {before - len(foreign.weights)} without the prefix were omitted" if before > len(foreign.weights) else ""
+    objects = [f"{name} ({', '.join(sorted(classes))})" for name, classes in unread.items() if classes]
+    if objects:
+        left += f"; omitted objects, which are not read: {', '.join(objects)}"
     print(f"{len(foreign.weights)} tensors, {len(foreign.hparams)} hyperparameters: {target}{left}")
     return 0
 

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fabricx as fx
+from fabricx import checkpoint
 from fabricx.checkpoint.command import main
 from fabricx.checkpoint.foreign import is_foreign, read_foreign
 from fabricx.errors import CheckpointError
@@ -164,6 +165,14 @@ def test_an_open_file_is_read(tmp_path):
     file.seek(0)
     loaded = Ours.load_from_checkpoint(file, weights_only=False)
     assert torch.equal(loaded.net.weight, weights["net.weight"])
+
+
+def test_an_import_omits_objects_by_name(tmp_path, capsys):
+    weights = nn.Linear(3, 2).state_dict()
+    torch.save({"state_dict": weights, "hyper_parameters": {"width": 2, "act": [nn.ReLU()]}}, tmp_path / "a.ckpt")
+    assert main(["import", str(tmp_path / "a.ckpt"), str(tmp_path / "new")]) == 0
+    assert "omitted objects, which are not read: act (torch.nn.modules.activation.ReLU)" in capsys.readouterr().out
+    assert checkpoint.load(tmp_path / "new")["hparams"] == {"width": 2}
 
 
 class Exploit:
