@@ -123,6 +123,11 @@ class World:
         return self if name in _ALL else replace(self, rank=0, size=1, group=None, axes={})
 
     @property
+    def planned(self) -> World:
+        """Return the place among all ranks that a newcomer takes when it joins; on other ranks, this world."""
+        return replace(self, rank=self.local_rank, size=self.local_size) if self.newcomer else self
+
+    @property
     def divided(self) -> bool:
         """Return whether several ranks together have a single copy of the module, along axes of parallelism."""
         return self.axis("model").size > 1 or self.axis("expert").size > 1
@@ -154,7 +159,7 @@ class World:
     def variables(self) -> dict[str, str]:
         """Return the environment variables in which torchrun has the rank."""
         numbers = {
-            "RANK": self.rank, "WORLD_SIZE": self.size,
+            "RANK": self.planned.rank, "WORLD_SIZE": self.planned.size,
             "LOCAL_RANK": self.local_rank, "LOCAL_WORLD_SIZE": self.local_size,
         }  # fmt: skip
         return {name: str(number) for name, number in numbers.items()}

@@ -254,7 +254,7 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
     @property
     def global_rank(self) -> int:
         """Return the number of this rank among all ranks."""
-        return self.world.rank
+        return self.world.planned.rank
 
     @property
     def local_rank(self) -> int:

@@ -14,6 +14,7 @@ import torch
 from fabricx.core.logger import DummyLogger
 from fabricx.core.precision import stored_dtype
 from fabricx.core.state import Phase
+from fabricx.core.strategy_parts import ModelParallel, as_part
 from fabricx.errors import did_you_mean
 from fabricx.trainer.factory import choose_loggers
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from fabricx.core.module import Module
     from fabricx.core.optimizers import Schedule
     from fabricx.core.state import RunState
+    from fabricx.core.strategy import Strategy
     from fabricx.data.run_data import BatchCounts
     from fabricx.distributed.world import World
     from fabricx.session.status import StopStatus
@@ -169,6 +171,7 @@ class TrainerNames:
         num_sanity_val_steps: int
         limit_val_batches: int | float
         precision: str
+        strategy: Strategy
         fast_dev_run: bool | int
         _loggers: list[Logger]
         _sessions: Sessions
@@ -369,7 +372,11 @@ class TrainerNames:
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
         """Return the arguments with which a `DistributedSampler` of the user splits the data as the ranks need."""
-        world = self.world.axis("data")
+        if (world := self.world).newcomer:  # its data is divided before it joins; consecutive ranks compute together
+            ranks, planned = world.local_size, world.planned
+            count = as_part(self.strategy, ModelParallel).data_ranks_of(ranks)
+            return {"num_replicas": count, "rank": planned.rank * count // ranks}
+        world = world.axis("data")
         return {"num_replicas": world.size, "rank": world.rank}
 
     @contextlib.contextmanager

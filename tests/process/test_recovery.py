@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import fabricx as fx
 from fabricx import checkpoint
@@ -202,6 +202,65 @@ def test_a_replacement_reduces_the_gradients_of_the_others(
     wanted, _ = fit()
     found, trainer = fit(kill(rank=1).during("backward", step=step))
     assert len(trainer.failures) == 1
+    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), wanted.parameters(), strict=True))
+
+
+class Streams(LayeredModule):
+    """Its stream is divided over the ranks where the loader is created.
+
+    Args:
+        by: what the ranks are asked for.
+    """
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.by = by
+
+    def train_dataloader(self) -> Any:
+        if self.by == "sampler":
+            given = self.trainer.distributed_sampler_kwargs
+            rank, ranks = given["rank"], given["num_replicas"]
+        elif self.by == "variables":
+            rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        else:
+            rank, ranks = self.global_rank, self.trainer.world_size
+        data = layered_data(24)
+        return DataLoader(Stream([data[index] for index in range(rank, 24, ranks)]), 3)
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, samples: list[Any]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Any:
+        return iter(self.samples)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "by", "devices"),
+    params(
+        [(DDP, "sampler", 2), (FSDP, "variables", 2), (DDP, "rank", 2)],
+        [(DDP, "variables", 3), (FSDP, "sampler", 3)],
+    ),
+)
+def test_a_replacement_divides_a_stream_as_the_dead_worker_did(
+    strategy: Any, by: str, devices: int, tmp_path: Path
+) -> None:
+    """It creates its loader before it joins the others."""
+
+    def fit(*faults: Fault) -> tuple[Streams, fx.Trainer]:
+        torch.manual_seed(3)
+        module = Streams(by)
+        trainer = fx.Trainer(
+            devices=devices, strategy=strategy(), max_epochs=2, default_root_dir=tmp_path, callbacks=[*faults], **QUIET
+        )
+        trainer.fit(module)
+        return module, trainer
+
+    wanted, one = fit()
+    found, trainer = fit(kill(rank=devices - 1).during("backward", step=2))
+    assert len(trainer.failures) == 1
+    assert trainer.global_step == one.global_step == 2 * -(-24 // devices // 3)
     assert all(torch.equal(a, b) for a, b in zip(found.parameters(), wanted.parameters(), strict=True))
 
 
