@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import operator
 import os
@@ -170,10 +171,16 @@ def diagnosis() -> Diagnosis:
 
 def cpu_time() -> float | None:
     """Return the CPU time that the main thread has used, in seconds; None if the system does not report it."""
-    if not hasattr(time, "pthread_getcpuclockid"):
-        return None
     ident = threading.main_thread().ident
-    return None if ident is None else time.clock_gettime(time.pthread_getcpuclockid(ident))
+    if not hasattr(time, "pthread_getcpuclockid") or ident is None:
+        return None
+    try:
+        return time.clock_gettime(time.pthread_getcpuclockid(ident))
+    except OSError:  # a program has cloned this process without the C library
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{os.getpid()}/stat") as file:
+            user, system = file.read().rpartition(")")[2].split()[11:13]
+            return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+        return None
 
 
 def _stacks() -> str:

@@ -120,7 +120,7 @@ def main(spec: WorkerSpec, control: Connection) -> None:
     pipe = _SupervisorPipe(control)
     pipe.send("beat", (0, False, ""))  # the supervisor monitors heartbeats from now on
     send = pipe.send if spec.elastic else None
-    generations.enter(generations.Membership(spec.rank, spec.folder if send else "", send, lambda: _exit(0)))
+    generations.enter(generations.Membership(spec.rank, spec.folder if send else "", send, lambda: exit_now(0)))
     faulthandler.register(signal.SIGUSR2, (Path(spec.folder) / f"stacks-{spec.rank}").open("w"))
     faulthandler.enable((Path(spec.folder) / f"crash-{spec.rank}").open("w"))
     threading.Thread(target=_receive_messages, args=(control, pipe, spec.folder), daemon=True).start()
@@ -135,8 +135,8 @@ def main(spec: WorkerSpec, control: Connection) -> None:
     except BaseException as error:
         with contextlib.suppress(OSError):  # the supervisor has ended the run
             pipe.send("failure", failure_of(spec.rank, error, time.monotonic()))
-        _exit(FAILED)
-    _exit(0)
+        exit_now(FAILED)
+    exit_now(0)
 
 
 def _write_result(result: Any, target: Path) -> str:
@@ -257,15 +257,19 @@ def _receive_messages(control: Connection, pipe: _SupervisorPipe, folder: str) -
             busy = membership.shut_broken()
             if busy and not membership.joins and blocked.found():
                 pipe.send(ENDS, LOST)
-                _exit(FAILED)
+                exit_now(FAILED)
     except (EOFError, OSError):
         if remove_if_abandoned(folder, wait_s=ABANDONED_S):  # the supervisor was killed and left its folder
             sweep(os.path.dirname(folder))
         os.killpg(0, signal.SIGKILL)
 
 
-def _exit(code: int) -> None:
-    """End the process immediately, without waiting for threads of libraries or for peers."""
+def exit_now(code: int) -> None:
+    """End the process immediately, without waiting for threads of libraries or for peers.
+
+    Args:
+        code: exit status.
+    """
     import multiprocessing
 
     for child in multiprocessing.active_children():

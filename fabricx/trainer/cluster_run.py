@@ -8,7 +8,8 @@ import hashlib
 import itertools
 import json
 import sys
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -19,8 +20,9 @@ from fabricx.distributed.generations import Membership
 from fabricx.distributed.generations import enter as enter_membership
 from fabricx.distributed.world import World
 from fabricx.fault_tolerance import memory_checkpoint, memory_holder
-from fabricx.launch import cluster, launch_store
+from fabricx.launch import cluster, launch_store, launch_watch
 from fabricx.launch.launch_store import Attempt
+from fabricx.launch.worker import exit_now
 from fabricx.trainer import process
 from fabricx.trainer.run_dir import checkpoints_of, new_run_dir, newest_whole
 
@@ -132,6 +134,26 @@ def serve_launch(strategy: Strategy, launched: World, job: int, *, fits: bool) -
     if fits:
         network = launched.local_size < launched.size or serving.link == "gloo"
         process.serve(world, launched.rank - workers, network=network)
+
+
+def watched(here: World, report: Callable[[Exception], None] | None = None) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which hangs of this launch's ranks are reported.
+
+    Args:
+        here: this rank among all ranks.
+        report: called with the error before a rank that is blocked for ever ends; None to print the error.
+    """
+    if here.size == 1 or here.store is None or not is_launched():
+        return contextlib.nullcontext()
+
+    def end(error: Exception) -> None:
+        if report is None:
+            print("".join(traceback.format_exception_only(error)), file=sys.stderr, flush=True)
+        else:
+            report(error)
+        exit_now(1)
+
+    return launch_watch.watched(here, end)
 
 
 @dataclass(frozen=True)

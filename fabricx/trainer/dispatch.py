@@ -121,7 +121,8 @@ def _run(trainer: TrainerInterface, job: Job) -> Any:
         if here is None or alone:
             here = World(device=device_of(trainer.device_ids[0], trainer.accelerator))
             return execute(trainer, job, here).results
-        results = execute(trainer, job, here).results
+        with cluster_run.watched(here):
+            results = execute(trainer, job, here).results
         if strategy.traits.lockstep:  # else ranks end independently of each other
             await_departure(trainer.world)  # the script may exit now, and no supervisor keeps this process alive
         return results

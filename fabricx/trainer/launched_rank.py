@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,7 @@ def main(folder: Path, alive: int = 0) -> None:
     rank = int(os.environ["RANK"])
     try:
         with authentication.open_private(folder.parent / "job") as file:
-            outcome, stopped = run(file.read(), early)
+            outcome, stopped = run(file.read(), early, lambda error: _report(folder / "failure", rank, error))
         if stopped:
             (folder / "stopped").touch()
         if rank == 0:
@@ -55,12 +56,15 @@ def main(folder: Path, alive: int = 0) -> None:
     worlds.leave()
 
 
-def run(job: bytes, early: EarlySignals | None = None) -> tuple[Any, bool]:
+def run(
+    job: bytes, early: EarlySignals | None = None, report: Callable[[Exception], None] | None = None
+) -> tuple[Any, bool]:  # fmt: skip
     """Run a job in this process.
 
     Args:
         job: the job of a `Program`.
         early: signals that arrived before; None if the engine's process handles signals.
+        report: called with the error before this process ends, if it is blocked for ever; None to print the error.
 
     Returns:
         the outcome, None on other ranks than the main rank; and whether a signal has stopped the run.
@@ -70,16 +74,19 @@ def run(job: bytes, early: EarlySignals | None = None) -> tuple[Any, bool]:
     set_launched_rank()
     by_value.supply_children()
     trainer, work_of_rank, logs = pickle.loads(content)
-    return _run(trainer, work_of_rank, logs, early), trainer.interrupted
+    return _run(trainer, work_of_rank, logs, early, report), trainer.interrupted
 
 
-def _run(trainer: Any, job: Any, logs: Any, early: EarlySignals | None) -> Any:
+def _run(
+    trainer: Any, job: Any, logs: Any, early: EarlySignals | None, report: Callable[[Exception], None] | None
+) -> Any:  # fmt: skip
     launched = cluster.detect()
     assert launched is not None
     world = cluster_run.connected(launched, trainer.strategy)
     assert not isinstance(trainer.strategy, HasServers) or not trainer.strategy.servers
     copies, signals = os.environ.get(COPIES), (signal.SIGINT, *termination_signals())
-    return work(world, trainer, job, logs, signals, early, None if copies is None else Path(copies))
+    with cluster_run.watched(world, report):
+        return work(world, trainer, job, logs, signals, early, None if copies is None else Path(copies))
 
 
 def _report(file: Path, rank: int, error: BaseException) -> None:

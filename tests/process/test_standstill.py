@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from fabricx.errors import WorkerFailed
 from fabricx.fault_tolerance import deadlock
 from fabricx.strategies import DDP, FSDP, AsyncSGD, Mesh, ParameterServer
 from fabricx.testing import QUIET, Ledger, freeze, hang
+from tests import warm
 from tests.soak import params
 
 from .ledgers import BATCH, EPOCHS, SAMPLES, Numbered, exact, train
@@ -170,3 +173,34 @@ def test_a_rank_that_crashes_has_its_line_in_the_error(tmp_path: Path) -> None:
     trainer = fx.Trainer(**QUIET, devices=2, max_epochs=1, default_root_dir=tmp_path)
     with pytest.raises(WorkerFailed, match=r"killed by SIGABRT at .*test_standstill\.py:\d+ in training_step"):
         trainer.fit(Crashes(), [torch.ones(2, 4)] * 2)
+
+
+LAUNCHED = """
+import torch
+import fabricx as fx
+from fabricx.fault_tolerance import deadlock
+from fabricx.launch import launch_watch
+from fabricx.testing import QUIET, TinyModule, tiny_loader
+
+deadlock.AFTER_S = deadlock.AGAIN_S = launch_watch.POST_S = 0.5
+launch_watch.LOOK_S = 0.2
+
+
+class Net(TinyModule):
+    def on_train_epoch_end(self):
+        if self.global_rank == 0:
+            self.all_gather(torch.ones(1))
+
+
+fx.Trainer(max_epochs=2, **QUIET).fit(Net(), tiny_loader())
+"""
+
+
+def test_ranks_of_torchrun_in_different_collectives_are_an_error(own_folder: Path) -> None:
+    (own_folder / "script.py").write_text(LAUNCHED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = warm.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode
+    assert "the ranks wait for each other in different collectives, without end: rank 0 waits in all_" in done.stderr
+    assert re.search(r"rank 0 is at .*script\.py:\d+ in on_train_epoch_end: self\.all_gather", done.stderr)

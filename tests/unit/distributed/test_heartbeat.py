@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from types import FrameType
@@ -108,3 +109,16 @@ def test_no_garbage_is_collected_while_the_stacks_of_all_threads_are_taken(monke
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_the_cpu_time_is_known_in_a_process_that_the_c_library_has_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = heartbeat.cpu_time()
+
+    def fail(ident: int) -> int:
+        raise OSError("Invalid argument")
+
+    monkeypatch.setattr(time, "pthread_getcpuclockid", fail)
+    other = heartbeat.cpu_time()
+    assert usual is not None
+    assert other is not None
+    assert other > usual - 0.1  # ticks of 10 ms
