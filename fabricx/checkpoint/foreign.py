@@ -25,6 +25,7 @@ from fabricx.checkpoint import numpy_data, stand_ins
 from fabricx.checkpoint.archive import is_single_file
 from fabricx.checkpoint.files import MANIFEST, MARKER, SHARDS, member
 from fabricx.checkpoint.storage import Place, as_path, local_copy
+from fabricx.checkpoint.unread import PERMISSION, is_unread
 from fabricx.distributed.plain_data import check_sizes, reason
 from fabricx.errors import CheckpointError
 
@@ -38,6 +39,7 @@ _PLAIN: Final[list[Any]] = [
     datetime.date,
     datetime.datetime,
     datetime.timedelta,
+    datetime.timezone,
     (frozenset, "builtins.frozenset"),
     (dict, "fabricx.core.hparams.AttributeDict"),
     *((pathlib.Path, f"pathlib{part}.{kind}") for part in ("", "._local") for kind in ("PosixPath", "WindowsPath")),
@@ -171,7 +173,7 @@ def torch_load(path: Path, map_location: Any, *, mapped: bool = False, trusted: 
 
 
 def load_objects(data: bytes, path: Path, map_location: Any, *, trusted: bool) -> dict[str, Any]:
-    """Return objects by name; see `torch_load`.
+    """Return objects by name; none if they can't be read in part, and the file does not attack; see `torch_load`.
 
     Args:
         data: result of `objects.pickled`.
@@ -179,7 +181,12 @@ def load_objects(data: bytes, path: Path, map_location: Any, *, trusted: bool) -
         map_location: device of the tensors in the objects.
         trusted: see `torch_load`.
     """
-    objects = _loaded(io.BytesIO(data), path, map_location, mapped=False, trusted=trusted)
+    try:
+        objects = _loaded(io.BytesIO(data), path, map_location, mapped=False, trusted=trusted)
+    except CheckpointError as error:  # tensors and plain data are in other files
+        if trusted or isinstance(error.__context__, stand_ins.Attack):
+            raise
+        return {}
     if type(objects) is not dict:
         raise CheckpointError(f"{path} is damaged: its objects are a {type(objects).__name__}, not a dict")
     return objects
@@ -195,8 +202,8 @@ def _loaded(file: Any, path: Path, map_location: Any, *, mapped: bool, trusted: 
                 f"an object in {path} can't be read: {type(error).__name__}: {error}\n  if its class has moved or "
                 "changed, make it importable under its former name"
             ) from error
-    own = {_global_name(entry) for entry in torch.serialization.get_safe_globals()}
-    plain = [entry for entry in _PLAIN if _global_name(entry) not in own]
+    own = {stand_ins.global_name(entry) for entry in torch.serialization.get_safe_globals()}
+    plain = [entry for entry in _PLAIN if stand_ins.global_name(entry) not in own]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch describes files that it refuses
@@ -213,12 +220,22 @@ def _loaded(file: Any, path: Path, map_location: Any, *, mapped: bool, trusted: 
                     raise
                 return numpy_data.settled(stand_ins.load(file, plain, path, **options))
     except pickle.UnpicklingError as error:
+        permission = f"; if you trust the file, {PERMISSION}" if isinstance(error, stand_ins.Unsupported) else ""
         raise CheckpointError(
             f"{path} was refused, and nothing in it was executed: {reason(error)}\n  only tensors and plain data are "
-            "read. In the program that made the file, write them to a new file: "
+            f"read{permission}. In the program that made the file, write them to a new file: "
             f'torch.save({{"state_dict": module.state_dict(), "hyper_parameters": {{...}}}}, "plain.ckpt")'
         ) from None
-    except (RuntimeError, EOFError, OSError, ValueError, LookupError, TypeError, OverflowError) as error:
+    except (
+        RuntimeError,
+        EOFError,
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        OverflowError,
+        AttributeError,
+    ) as error:
         plainly = isinstance(error, (RuntimeError, OSError)) and "weights_only" not in str(error)
         detail = str(error) if plainly else reason(error)
         raise CheckpointError(
@@ -226,17 +243,15 @@ def _loaded(file: Any, path: Path, map_location: Any, *, mapped: bool, trusted: 
         ) from None
 
 
-def _global_name(entry: Any) -> str:
-    return str(entry[1]) if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}"
-
-
 def _from_torch(path: Path, content: Any) -> Foreign:
     if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
         version = content.get("pytorch-lightning_version")
         weights, source = dict(content["state_dict"]), f"Lightning {version}" if version else "torch"
-        hparams = content.get("hyper_parameters") or {}
+        hparams, argument = content.get("hyper_parameters"), str(content.get("hparams_name") or "")
+        if is_unread(hparams) and argument not in ("", "kwargs"):  # a configuration of a class of its own
+            hparams = {argument: hparams}
+        hparams = hparams or {}
         hparams = dict(vars(hparams) if isinstance(hparams, argparse.Namespace) else hparams)
-        argument = str(content.get("hparams_name") or "")
         others = {name: value for name, value in content.items() if name not in _NOT_FOR_HOOKS}
         epoch, step = (value if isinstance(value := content.get(key), int) else 0 for key in ("epoch", "global_step"))
         return Foreign(weights, source, hparams, "" if argument == "kwargs" else argument, epoch, step, others)

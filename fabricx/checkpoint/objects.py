@@ -51,7 +51,7 @@ def _taken(value: Any, path: tuple[str, ...], objects: dict[str, Any]) -> Any:
     kind = type(value)
     if kind in _ATOMS or issubclass(kind, np.number):
         return value
-    if kind in _DICTS and all(map(_is_key, value)):
+    if kind in _DICTS and all(map(_is_key, value)) and value.keys() != {PLACE, _CLASS}:
         return kind((key, _taken(item, (*path, escape(str(key))), objects)) for key, item in value.items())
     if kind in (list, tuple):
         return kind(_taken(item, (*path, str(index)), objects) for index, item in enumerate(value))
@@ -89,7 +89,8 @@ def put(rest: Any, objects: Mapping[str, Any], path: object) -> Any:
     """
     if type(rest) in _DICTS:
         if type(rest) is dict and rest.keys() == {PLACE, _CLASS}:
-            return objects[rest[PLACE]] if rest[PLACE] in objects else Unread(str(rest[_CLASS]), path)
+            name = str(rest[PLACE])
+            return objects[name] if name in objects else Unread(str(rest[_CLASS]), path)
         return type(rest)((key, put(value, objects, path)) for key, value in rest.items())
     if type(rest) in (list, tuple):
         return type(rest)(put(value, objects, path) for value in rest)
@@ -161,13 +162,14 @@ def is_storable(value: Any) -> bool:
     return not reason_against(value)
 
 
-def unpickled(data: bytes) -> dict[str, Any]:
+def unpickled(data: bytes, map_location: Any = "cpu") -> dict[str, Any]:
     """Return the objects of `pickled`; this runs code that the bytes name.
 
     Args:
         data: trusted bytes.
+        map_location: device of the tensors in the objects.
     """
-    objects: dict[str, Any] = torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+    objects: dict[str, Any] = torch.load(io.BytesIO(data), map_location=map_location, weights_only=False)
     return objects
 
 

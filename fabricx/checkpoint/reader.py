@@ -75,7 +75,7 @@ def load(
         weights |= {n: _shard(weights[n], like, path) for n, like in (sharded or {}).items() if n in weights}
         return state
     manifest = read_manifest(path) if verified else verify(path)
-    own = _objects_of_run(path, manifest, key)
+    own = _objects_of_run(path, manifest, key, map_location)
     if path.is_file():
         read = functools.partial(single_file.read_state, trusted=trusted, plugin=plugin)
         state = _load_single_file(path, map_location, sharded or {}, read)
@@ -98,14 +98,14 @@ def load(
     return state
 
 
-def _objects_of_run(path: Path, manifest: Mapping[str, Any], key: bytes) -> dict[str, Any]:
+def _objects_of_run(path: Path, manifest: Mapping[str, Any], key: bytes, map_location: Any) -> dict[str, Any]:
     """Return the objects of a checkpoint that this run has written itself; none of other checkpoints."""
-    if not key or objects.TAG not in manifest:
+    if not key or objects.TAG not in manifest or not (path.is_file() or OBJECTS in manifest["files"]):
         return {}
     data = archive.read_objects(path) if path.is_file() else read_listed(path, OBJECTS, manifest)
-    if not hmac.compare_digest(str(manifest[objects.TAG]), tag(key, [objects.TAG], data).hex()):
+    if not hmac.compare_digest(str(manifest[objects.TAG]).encode(), tag(key, [objects.TAG], data).hex().encode()):
         return {}
-    return objects.unpickled(data)
+    return objects.unpickled(data, map_location)
 
 
 def _load_single_file(

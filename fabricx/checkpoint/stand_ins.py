@@ -6,10 +6,12 @@ finds a stand-in of this module under each name that it would refuse.
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import pickle
 from argparse import Namespace
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final, final
 
 import numpy as np
@@ -24,6 +26,7 @@ _HOSTILE: Final = frozenset({
     "bdb", "code", "codeop", "ctypes", "importlib", "marshal", "multiprocessing", "nt", "os", "pdb", "pickle", "posix",
     "pty", "runpy", "shutil", "socket", "subprocess", "sys", "timeit", "webbrowser",
 })  # fmt: skip
+_GETATTR: Final = "builtins.getattr"
 _HOSTILE_BUILTINS: Final = frozenset({"__import__", "breakpoint", "compile", "eval", "exec", "input", "open"})
 
 
@@ -88,7 +91,24 @@ class _Array(Array):
             super().__setstate__(state)
 
 
-_NUMPY: Final = {Type: _Type, Array: _Array}
+class _Moment(_StandIn):
+    """A time; of a time in a zone of a refused class, nothing is kept."""
+
+    name = "datetime.datetime"
+
+    def __new__(cls, *arguments: Any) -> Any:
+        return object.__new__(cls) if any(map(_stands, arguments)) else datetime.datetime(*arguments)
+
+
+_REPLACED: Final[dict[Any, Any]] = {Type: _Type, Array: _Array, datetime.datetime: _Moment}
+
+
+class Attack(pickle.UnpicklingError):
+    """The file names a function by which files attack."""
+
+
+class Unsupported(pickle.UnpicklingError):
+    """The file names no such function, and makes an object in a way that torch's unpickler does not support."""
 
 
 def refused_names(file: Any) -> set[str]:
@@ -98,7 +118,8 @@ def refused_names(file: Any) -> set[str]:
         file: local path, or open file, of an archive.
 
     Raises:
-        UnpicklingError: a name is that of a function by which files attack.
+        Attack: a name is that of a function by which files attack.
+        UnpicklingError: the unpickler does not support the file.
         ValueError: the file is a program of TorchScript.
     """
     _rewind(file)
@@ -106,7 +127,7 @@ def refused_names(file: Any) -> set[str]:
     for name in sorted(names):
         module, _, rest = name.partition(".")
         if module in _HOSTILE or (module == "builtins" and rest in _HOSTILE_BUILTINS):
-            raise pickle.UnpicklingError(f"GLOBAL {name}")
+            raise Attack(f"GLOBAL {name}")
     return names
 
 
@@ -120,23 +141,64 @@ def load(file: Any, plain: Sequence[Any], shown: object, **options: Any) -> Any:
         options: of `torch.load`.
 
     Raises:
-        UnpicklingError: an object is made in a way that the unpickler does not support, or the file attacks.
+        Attack: see `refused_names`.
+        Unsupported: an object is made in a way that the unpickler does not support.
+        UnpicklingError: the names in the file can't be found.
     """
-    plain = [(_NUMPY.get(entry[0], entry[0]), entry[1]) if isinstance(entry, tuple) else entry for entry in plain]
+    plain = [
+        (_REPLACED.get(kind, kind), global_name(entry))
+        for entry in plain
+        for kind in [entry[0] if isinstance(entry, tuple) else entry]
+    ]
     with torch.serialization.safe_globals(plain):
         kinds: dict[str, type] = dict.fromkeys(refused_names(file), _StandIn)
         while True:
-            made: list[Any] = [(_made(name, kind), name) for name, kind in kinds.items()]
             _rewind(file)
             try:
-                with torch.serialization.safe_globals(made):
+                with _allowed(kinds):
                     return _settled(torch.load(file, weights_only=True, **options), shown, set())
             except pickle.UnpicklingError as error:
                 text = str(error)
                 refused = [n for n, kind in kinds.items() if kind is _StandIn and f"'{_module(n)}.StandIn'" in text]
                 if not refused or not ("SETITEM" in text or "append to lists" in text or "extend lists" in text):
-                    raise
+                    raise Unsupported(text) from None
                 kinds[refused[0]] = _DictStandIn if "SETITEM" in text else _ListStandIn
+
+
+@contextlib.contextmanager
+def _allowed(kinds: dict[str, type]) -> Iterator[None]:
+    """Have torch's unpickler find a stand-in under each name; `kinds` gets the names of classes within classes."""
+    made: dict[str, Any] = {name: _made(name, kind) for name, kind in kinds.items()}
+
+    def within(owner: Any, name: Any) -> Any:
+        """Take the place of `getattr`, by which pickle finds classes within classes, and methods."""
+        kind = owner if isinstance(owner, type) else type(owner)
+        full = f"{kind.name if issubclass(kind, _StandIn) else global_name(kind)}.{name}"
+        if kind is owner and full in of_user:
+            return of_user[full]
+        if full not in made:
+            made[full] = _made(full, kinds.setdefault(full, _StandIn))
+            context.enter_context(torch.serialization.safe_globals([(made[full], full)]))
+        return made[full]
+
+    if _GETATTR in made:
+        made[_GETATTR] = within
+    with contextlib.ExitStack() as context:
+        entries = torch.serialization.get_safe_globals()
+        of_user: dict[str, Any] = {
+            global_name(entry): entry[0] if isinstance(entry, tuple) else entry for entry in entries
+        }
+        context.enter_context(torch.serialization.safe_globals([(kind, name) for name, kind in made.items()]))
+        yield
+
+
+def global_name(entry: Any) -> str:
+    """Return the name by which a file names a class or a function.
+
+    Args:
+        entry: an entry of `torch.serialization.get_safe_globals`.
+    """
+    return str(entry[1]) if isinstance(entry, tuple) else f"{entry.__module__}.{entry.__qualname__}"
 
 
 def _rewind(file: Any) -> None:

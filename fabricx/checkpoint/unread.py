@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import Any, NoReturn, final
+from typing import Any, Final, NoReturn, final
 
 from fabricx.errors import CheckpointError
+from fabricx.redaction import printable
+
+PERMISSION: Final = (
+    "pass weights_only=False to the call that loads it (trainer.fit, validate, test, predict, load_from_checkpoint)"
+)
 
 
 @final
@@ -79,11 +84,10 @@ def permission_needed(names: set[str], path: object) -> str:
         names: their classes.
         path: path of the checkpoint.
     """
-    listed = ", ".join(sorted(names))
+    listed = printable(", ".join(sorted(names))).replace("\n", " ")
     return (
         f"{path} holds an object of {listed}, which was not read, because reading an object runs code of the file.\n"
-        "  if you trust the file, pass weights_only=False to the call that loads it (trainer.fit, validate, test, "
-        "predict, load_from_checkpoint); or allow its classes by torch.serialization.add_safe_globals("
+        f"  if you trust the file, {PERMISSION}; or allow its classes by torch.serialization.add_safe_globals("
         f"[{listed}])"
     )
 

@@ -175,6 +175,20 @@ def test_an_import_omits_objects_by_name(tmp_path, capsys):
     assert checkpoint.load(tmp_path / "new")["hparams"] == {"width": 2}
 
 
+def test_a_configuration_of_a_class_of_its_own_may_be_passed(tmp_path):
+    class Configured(Body, fx.Module):
+        def __init__(self, config: Any) -> None:
+            super().__init__(2)
+
+    path = tmp_path / "a.ckpt"
+    weights = {"net.weight": torch.ones(2, 3), "net.bias": torch.ones(2)}
+    torch.save({"state_dict": weights, "hyper_parameters": nn.ReLU(), "hparams_name": "config"}, path)
+    with pytest.raises(CheckpointError, match=r"(?s)ReLU, which was not read.*config=\.\.\."):
+        Configured.load_from_checkpoint(path)
+    assert torch.equal(Configured.load_from_checkpoint(path, config=None).net.weight, torch.ones(2, 3))
+    assert main(["import", str(path), str(tmp_path / "new")]) == 0
+
+
 class Exploit:
     """Makes a folder where it is unpickled."""
 

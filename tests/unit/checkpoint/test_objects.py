@@ -16,7 +16,7 @@ from torch import nn
 
 import fabricx as fx
 from fabricx import checkpoint
-from fabricx.checkpoint import objects
+from fabricx.checkpoint import files, objects
 from fabricx.checkpoint.command import main
 from fabricx.checkpoint.unread import is_unread, name_of
 from fabricx.distributed.world import World
@@ -57,6 +57,9 @@ class Net(TinyModule):
         super().__init__(lr)
         self.save_hyperparameters()
         self.added: Any = None
+
+    class Mode:
+        """A hyperparameter of a class within the class."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["added"] = {"table": Table(a=1), "row": Row([1]), "metric": nn.MSELoss(), "count": 3}
@@ -188,10 +191,75 @@ def test_an_attack_is_not_executed_without_permission(own_folder: Path, single_f
     assert marker.exists()
 
 
+@pytest.mark.parametrize("single_file", [False, True], ids=["folder", "file"])
+def test_weights_are_read_beside_an_object_of_a_class_within_a_class(own_folder: Path, single_file: bool) -> None:
+    trainer, path = fx.Trainer(max_epochs=1, **QUIET), own_folder / "a.ckpt"
+    trainer.fit(Net(Net.Mode()), tiny_loader())
+    trainer.save_checkpoint(path, single_file=single_file)
+    assert main(["export", str(path)]) == 0
+    assert Net.load_from_checkpoint(path, loss=None).added["count"] == 3
+    with torch.serialization.safe_globals([Net.Mode]):
+        assert type(Net.load_from_checkpoint(path).hparams["loss"]) is Net.Mode
+
+
+def test_weights_are_read_beside_objects_that_torch_cannot_read_in_any_way(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path / "one", {"w": torch.ones(2), "it": Named([1]), "loss": Loss()}, {})
+    state = checkpoint.load(path)
+    assert torch.equal(state["w"], torch.ones(2))
+    assert (name_of(state["it"]), name_of(state["loss"])) == (f"{__name__}.Named", f"{__name__}.Loss")
+    assert checkpoint.load(path, trusted=True)["it"] == [1]
+
+
+class Named(list[int]):
+    """A list with attributes, which torch's unpickler refuses."""
+
+    def __init__(self, *items: Any) -> None:
+        super().__init__(*items)
+        self.name = "a"
+
+
 def test_data_that_pose_as_an_object_are_no_object(tmp_path: Path) -> None:
-    pose = {"__object__": "b", "class": "a"}
-    path = checkpoint.save(tmp_path / "one", {"a": pose}, {})
-    assert checkpoint.load(path, trusted=True)["a"] == pose
+    pose = {"__object__": "loss", "class": "a"}
+    path = checkpoint.save(tmp_path / "one", {"a": [pose], "loss": Loss()}, {})
+    for trusted in (False, True):
+        assert checkpoint.load(path, trusted=trusted)["a"] == [pose]
+
+
+def test_the_name_of_a_class_controls_no_terminal(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path / "one", {"loss": Loss()}, {})
+    rest, _ = objects.taken({"loss": Loss()})
+    rest["loss"]["class"] = "a\x1b[2J.\n  it is safe"
+    replace(path, "state.pt", files.serialized(rest))
+    replace(path, "objects.pt", objects.pickled({}))
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load(path)["loss"].scale  # noqa: B018
+    assert "\x1b" not in str(caught.value)
+    assert "\n  it is" not in str(caught.value)
+
+
+def test_tensors_of_objects_are_on_the_device_of_the_others(tmp_path: Path) -> None:
+    key = b"k" * 32
+    writer = checkpoint.Writer(World(), key)
+    writer.begin(tmp_path / "one", {"loss": Scaled()}, {"step": 1})
+    writer.finish()
+    writer.close()
+    for options in ({"key": key}, {"trusted": True}):
+        assert checkpoint.load(tmp_path / "one", "meta", **options)["loss"].scale.device.type == "meta"  # type: ignore[arg-type]
+
+
+class Scaled:
+    """Has a tensor."""
+
+    def __init__(self) -> None:
+        self.scale = torch.ones(1)
+
+
+@pytest.mark.parametrize("tag", ["\xe9", 1, None, "0" * 64])
+def test_another_tag_gives_no_permission(tag: Any, tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path / "one", {"loss": Loss()}, {"objects_tag": tag})
+    assert is_unread(checkpoint.load(path, key=b"k" * 32)["loss"])
+    plain = checkpoint.save(tmp_path / "two", {"lr": 1}, {"objects_tag": tag})
+    assert checkpoint.load(plain, key=b"k" * 32) == {"lr": 1}
 
 
 @pytest.mark.parametrize("single_file", [False, True], ids=["folder", "file"])

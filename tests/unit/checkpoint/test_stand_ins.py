@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import enum
 import io
 import pickle
 import sys
@@ -11,6 +12,7 @@ from argparse import Namespace
 from collections import OrderedDict, defaultdict
 from pathlib import Path
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import numpy as np
 import pytest
@@ -72,6 +74,19 @@ class Outer:
     class Inner:
         """A class within."""
 
+        def method(self) -> None:
+            """Do nothing."""
+
+    class Kind(enum.Enum):
+        """Another class within."""
+
+        A = 1
+
+    @staticmethod
+    def attack() -> None:
+        """Fail if it is called."""
+        raise AssertionError
+
 
 KINDS = {
     "attributes": Attributes(), "module": nn.Sequential(nn.BatchNorm1d(2), nn.ReLU()), "class": Attributes,
@@ -101,11 +116,61 @@ def test_all_else_of_a_file_is_read(kind: str, tmp_path: Path) -> None:
         found.anything  # noqa: B018
 
 
-@pytest.mark.parametrize("value", [Calls(), Outer.Inner()], ids=["entries", "within"])
-def test_an_object_that_torch_cannot_read_in_any_way_refuses_the_file(value: Any, tmp_path: Path) -> None:
-    torch.save({"it": value}, tmp_path / "a.ckpt")
-    with pytest.raises(CheckpointError, match="refused, and nothing in it was executed"):
+def test_an_object_that_torch_cannot_read_in_any_way_refuses_the_file(tmp_path: Path) -> None:
+    torch.save({"it": Calls()}, tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointError, match=r"(?s)refused, and nothing in it was executed.*weights_only=False"):
         torch_load(tmp_path / "a.ckpt", "cpu")
+
+
+@pytest.mark.parametrize("value", [Outer.Inner(), Outer.Inner, Outer.Inner().method, {Outer.Kind.A}, Outer.Kind.A])
+def test_an_object_of_a_class_within_a_class_has_its_name(value: Any, tmp_path: Path) -> None:
+    torch.save({"it": value, "after": torch.ones(2)}, tmp_path / "a.ckpt")
+    content = torch_load(tmp_path / "a.ckpt", "cpu")
+    assert torch.equal(content["after"], torch.ones(2))
+    name = "Kind" if value is Outer.Kind.A or isinstance(value, set) else "Inner"
+    assert name_of(content["it"]).startswith(f"{__name__}.Outer.{name}")
+    assert not any(type(entry) is tuple for entry in torch.serialization.get_safe_globals())
+
+
+@pytest.mark.parametrize("others", [[], ["Outer"]])
+def test_a_class_within_a_class_is_allowed_by_its_name(others: list[str], tmp_path: Path) -> None:
+    torch.save({"it": Outer.Inner(), "kind": Outer.Kind}, tmp_path / "a.ckpt")
+    with torch.serialization.safe_globals([Outer.Inner, *(globals()[name] for name in others)]):
+        content = torch_load(tmp_path / "a.ckpt", "cpu")
+    assert type(content["it"]) is Outer.Inner
+    assert name_of(content["kind"]) == f"{__name__}.Outer.Kind"
+
+
+def test_attributes_that_a_file_names_are_not_looked_up(tmp_path: Path) -> None:
+    torch.save({"it": Looks()}, tmp_path / "a.ckpt")
+    with torch.serialization.safe_globals([Outer]):
+        assert is_unread(torch_load(tmp_path / "a.ckpt", "cpu")["it"])
+
+
+class Looks:
+    """Is made by an attribute of a class that the user has allowed."""
+
+    def __reduce__(self) -> Any:
+        return Outer.attack, ()
+
+
+def test_times_in_a_zone_are_read(tmp_path: Path) -> None:
+    plain, named = datetime.datetime.now(datetime.UTC), datetime.datetime.now(ZoneInfo("UTC"))
+    torch.save({"plain": plain, "named": named, "kind": Slots()}, tmp_path / "a.ckpt")
+    content = torch_load(tmp_path / "a.ckpt", "cpu")
+    assert content["plain"] == plain
+    assert name_of(content["named"]) == "datetime.datetime"
+
+
+def test_attributes_of_an_object_that_has_none_refuse_the_file(tmp_path: Path) -> None:
+    file = hostile(b"builtins\nset")
+    content = pickle.PROTO + b"\x02cbuiltins\nset\n)R}X\x01\x00\x00\x00aK\x01sb."
+    changed = tmp_path / "a.ckpt"
+    with zipfile.ZipFile(file) as before, zipfile.ZipFile(changed, "w") as after:
+        for entry in before.infolist():
+            after.writestr(entry.filename, content if entry.filename.endswith("data.pkl") else before.read(entry))
+    with pytest.raises(CheckpointError, match="damaged"):
+        torch_load(changed, "cpu")
 
 
 def hostile(text: bytes) -> io.BytesIO:
@@ -125,8 +190,9 @@ def hostile(text: bytes) -> io.BytesIO:
 def test_functions_by_which_files_attack_refuse_the_file(name: str, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     path.write_bytes(hostile(name.encode()).getvalue())
-    with pytest.raises(CheckpointError, match="refused, and nothing in it was executed"):
+    with pytest.raises(CheckpointError, match="refused, and nothing in it was executed") as caught:
         torch_load(path, "cpu")
+    assert "trust" not in str(caught.value)
 
 
 def test_no_module_that_a_file_names_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
