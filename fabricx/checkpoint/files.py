@@ -22,7 +22,8 @@ from fabricx.checkpoint.storage import Place, as_path, discard, is_local
 from fabricx.distributed import plain_data
 from fabricx.errors import CheckpointError
 
-FORMAT: Final = 2
+FORMAT: Final = 3  # written only if there are objects, whose places earlier versions would take for dicts
+_WITHOUT_OBJECTS: Final = 2
 MANIFEST: Final = "manifest.json"
 MARKER: Final = "COMMITTED"
 STATE: Final = "state.pt"
@@ -103,6 +104,7 @@ def complete(
     """
     small = {STATE: rest, INDEX: json.dumps(index).encode(), **({OBJECTS: objects} if objects else {})}
     listed = {**files, **{name: {"bytes": len(data), "crc32": zlib.crc32(data)} for name, data in small.items()}}
+    manifest = {**manifest, "format": FORMAT} if objects else manifest
     written = (json.dumps({**dated(manifest), "files": listed}, indent=2) + "\n").encode()
     for name, data in {**small, MANIFEST: written}.items():
         _write(work / name, data)
@@ -117,7 +119,7 @@ def dated(manifest: Mapping[str, Any]) -> dict[str, Any]:
         manifest: information for users.
     """
     now = datetime.now(UTC).isoformat()
-    return {"format": FORMAT, **manifest, "written": now, "versions": _versions()}
+    return {"format": _WITHOUT_OBJECTS, **manifest, "written": now, "versions": _versions()}
 
 
 def put_in_place(work: Path, path: Path) -> None:

@@ -13,11 +13,10 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fabricx.checkpoint.tree import escape
+from fabricx.checkpoint.tree import escape, is_atom, is_key
 from fabricx.checkpoint.unread import Unread, is_unread
 from fabricx.distributed.dtensors import is_dtensor
 from fabricx.errors import CheckpointError
@@ -25,9 +24,6 @@ from fabricx.errors import CheckpointError
 PLACE: Final = "__object__"
 TAG: Final = "objects_tag"  # in the manifest, with the run's key
 _CLASS: Final = "class"
-_ATOMS: Final = (
-    type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, np.bool_, np.str_,
-)  # fmt: skip
 _DICTS: Final = (dict, OrderedDict)
 
 
@@ -49,24 +45,19 @@ def taken(rest: Any) -> tuple[Any, dict[str, Any]]:
 
 def _taken(value: Any, path: tuple[str, ...], objects: dict[str, Any]) -> Any:
     kind = type(value)
-    if kind in _ATOMS or issubclass(kind, np.number):
+    if is_atom(value):
         return value
-    if kind in _DICTS and all(map(_is_key, value)) and value.keys() != {PLACE, _CLASS}:
+    if kind in _DICTS and all(map(is_key, value)) and value.keys() != {PLACE, _CLASS}:
         return kind((key, _taken(item, (*path, escape(str(key))), objects)) for key, item in value.items())
     if kind in (list, tuple):
         return kind(_taken(item, (*path, str(index)), objects) for index, item in enumerate(value))
-    if kind is set and all(map(_is_key, value)):
+    if kind is set and all(map(is_key, value)):
         return value
     name = "/".join(path)
     while name in objects:  # a dict with the keys 1 and "1"
         name += "'"
     objects[name] = value
     return {PLACE: name, _CLASS: class_of(value)}
-
-
-def _is_key(value: Any) -> bool:
-    kind = type(value)
-    return kind in _ATOMS or issubclass(kind, np.number) or (kind is tuple and all(map(_is_key, value)))
 
 
 def class_of(value: Any) -> str:

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fabricx.checkpoint.unread import is_unread
 
 PLACE: Final = "__tensor__"
+_ATOMS: Final = (
+    type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, np.bool_, np.str_,
+)  # fmt: skip
 
 
 def split(state: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -41,13 +45,15 @@ def _split(value: Any, path: tuple[str, ...], tensors: dict[str, Tensor]) -> Any
         return {PLACE: key}
     before = len(tensors)
     if isinstance(value, Mapping):
+        if not all(map(is_key, value)):  # one object with its tensors
+            return value
         mapped = {key: _split(item, (*path, escape(str(key))), tensors) for key, item in value.items()}
         return mapped if len(tensors) > before or type(value) is dict else value
     if isinstance(value, (list, tuple)):
         items = [_split(item, (*path, str(index)), tensors) for index, item in enumerate(value)]
         if type(value) is list or len(tensors) == before:
             return items if type(value) is list else value
-        return tuple(items)
+        return items if isinstance(value, list) else tuple(items)
     return value
 
 
@@ -61,13 +67,32 @@ def join(rest: Any, tensors: Mapping[str, Tensor]) -> Any:
     Raises:
         KeyError: a tensor is missing.
     """
-    if isinstance(rest, dict) and set(rest) == {PLACE}:
+    if type(rest) is dict and set(rest) == {PLACE}:
         return tensors[rest[PLACE]]
     if type(rest) is dict:
         return {key: join(value, tensors) for key, value in rest.items()}
     if type(rest) in (list, tuple):
         return type(rest)(join(value, tensors) for value in rest)
     return rest
+
+
+def is_atom(value: Any) -> bool:
+    """Return whether a value is plain data without parts.
+
+    Args:
+        value: any value.
+    """
+    kind = type(value)
+    return kind in _ATOMS or issubclass(kind, np.number)
+
+
+def is_key(value: Any) -> bool:
+    """Return whether a value is plain data that may be a key.
+
+    Args:
+        value: any value.
+    """
+    return is_atom(value) or (type(value) is tuple and all(map(is_key, value)))
 
 
 def escape(key: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fabricx.checkpoint.archive import add_record, check_records, is_single_file, read_record
+from fabricx.checkpoint.archive import add_record, check_records, is_single_file, read_objects, read_record
 from fabricx.errors import CheckpointError
 
 
@@ -25,6 +25,12 @@ def test_an_archive_with_a_record_is_a_checkpoint(archive: Path) -> None:
     assert read_record(archive)["step"] == 5
     check_records(archive)
     assert torch.equal(torch.load(archive)["a"], torch.ones(3))
+
+
+def test_objects_that_grow_when_they_are_read_are_not_read(archive: Path) -> None:
+    with zipfile.ZipFile(archive, "a", zipfile.ZIP_DEFLATED) as changed:
+        changed.writestr("a/fabricx.objects.pt", bytes(1 << 20))
+    assert read_objects(archive) == b""
 
 
 def test_other_files_and_two_records_are_no_checkpoint(archive: Path, tmp_path: Path) -> None:

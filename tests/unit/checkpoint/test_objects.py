@@ -36,7 +36,7 @@ class Table(dict[str, int]):
     """A class that is derived from dict."""
 
 
-class Row(list[int]):
+class Row(list[Any]):
     """A class that is derived from list."""
 
 
@@ -225,6 +225,14 @@ def test_data_that_pose_as_an_object_are_no_object(tmp_path: Path) -> None:
         assert checkpoint.load(path, trusted=trusted)["a"] == [pose]
 
 
+def test_versions_that_know_no_objects_refuse_a_folder_with_objects(tmp_path: Path) -> None:
+    formats = [
+        files.read_manifest(checkpoint.save(tmp_path / name, {"a": value}, {}))["format"]
+        for name, value in {"plain": 1, "object": Loss()}.items()
+    ]
+    assert formats == [2, 3]
+
+
 def test_the_name_of_a_class_controls_no_terminal(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path / "one", {"loss": Loss()}, {})
     rest, _ = objects.taken({"loss": Loss()})
@@ -245,6 +253,22 @@ def test_tensors_of_objects_are_on_the_device_of_the_others(tmp_path: Path) -> N
     writer.close()
     for options in ({"key": key}, {"trusted": True}):
         assert checkpoint.load(tmp_path / "one", "meta", **options)["loss"].scale.device.type == "meta"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("single_file", [False, True], ids=["folder", "file"])
+def test_tensors_in_a_dict_whose_keys_are_objects_are_kept(tmp_path: Path, single_file: bool) -> None:
+    path, key = tmp_path / "one", b"k" * 32
+    writer = checkpoint.Writer(World(), key)
+    saved = {"by_class": {Loss: torch.ones(2), nn.ReLU: [torch.zeros(1)]}, "rows": Row([torch.ones(1), 2])}
+    writer.begin(path, saved, {"step": 1}, shown=["by_class"] if single_file else None)
+    writer.finish()
+    writer.close()
+    for options in ({"key": key}, {"trusted": True}):
+        state = checkpoint.load(path, **options)  # type: ignore[arg-type]
+        assert torch.equal(state["by_class"][Loss], torch.ones(2))
+        assert torch.equal(state["by_class"][nn.ReLU][0], torch.zeros(1))
+        assert state["rows"] == [torch.ones(1), 2]
+    assert is_unread(checkpoint.load(path)["by_class"])
 
 
 class Scaled:
