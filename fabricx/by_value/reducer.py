@@ -235,6 +235,7 @@ class Reducer:
                 namespace["__slots__"] = vars(value)["__slots__"]
             arguments = (kind, name, bases, namespace, *rest)
         kept = {k: v for k, v in attributes.items() if not isinstance(v, types.MemberDescriptorType)}
+        kept["__qualname__"] = value.__qualname__  # by which pickle finds a class within a class
         return definitions.new_class, (make, arguments), (kept, slots), definitions.fill_class
 
     def _reduced_function(self, value: types.FunctionType) -> _Reduced:

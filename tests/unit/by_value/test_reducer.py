@@ -111,6 +111,8 @@ def receive(monkeypatch: pytest.MonkeyPatch) -> Receive:
             got = pickle.loads(data)
             assert pickle.loads(data) is not None  # a second time, nothing is made
             pickle.dumps(getattr(process.script, "Config", None))  # by its name, since the script's name is there
+            if (outer := getattr(process.script, "Outer", None)) is not None:
+                assert type(pickle.loads(pickle.dumps(outer.Inner()))) is outer.Inner
         return got
 
     return received
@@ -132,6 +134,7 @@ def test_all_kinds_of_classes_and_functions_arrive(script: types.ModuleType, rec
     assert (got.Strict.needed, got.Tagged.tag, got.Tagged.__bases__) == (3, "t", (got.Tagging,))
     assert got.Local().who() == "local of parent"
     assert (got.Outer().late, got.Outer().own, got.Outer.bound()) == (5, 6, got.Outer)
+    assert (got.Outer.Inner.__qualname__, got.Local.__qualname__) == ("Outer.Inner", "make.<locals>.Local")
     assert (got.even(4), got.odd(4)) == (True, False)
     assert (got.fib(20), got.fib.cache_parameters()["maxsize"]) == (6765, 7)
     assert (got.kind(1), got.kind("a"), got.add(2), got.UserId(3)) == ("int", "other", 3, 3)
