@@ -74,11 +74,17 @@ def where() -> str:
 def telling(files: Sequence[str]) -> int:
     """Return the number of the frame that tells most about a position.
 
-    It is the innermost frame of a program, else of an installed package, else of fabricx without communication.
+    It is the innermost frame of a program that fabricx calls, else of an installed package, else of fabricx without
+    communication, else the innermost frame. Frames that have called fabricx, such as of a script, are not considered.
 
     Args:
         files: file names of the frames, the innermost first.
+
+    >>> telling([torch.__file__, "train.py", torch.__file__])
+    1
     """
+    called = [number for number, file in enumerate(files) if file.startswith(_OWN)]
+    files = files[: called[-1] + 1] if called else files
     users = [number for number, file in enumerate(files) if is_users(file)]
     program = [number for number in users if "site-packages" not in files[number]]
     own = [number for number, file in enumerate(files) if file.startswith(_OWN) and not file.startswith(_COMMUNICATION)]

@@ -83,9 +83,9 @@ def attack(targets: dict[str, Any]) -> list[str]:
     for thread in stores:
         thread.daemon = True  # torch waits for ever for the answer of a port at which no store is
         thread.start()
-    deadline = time.monotonic() + STORE_S
+    deadline, together = time.monotonic() + STORE_S, time.monotonic() + TIMEOUT_S  # all threads run at once
     for thread in stores:
-        thread.join(TIMEOUT_S)
+        thread.join(max(0.0, together - time.monotonic()))
     while targets["launched"] and not any("a store" in success for success in successes):
         if time.monotonic() > deadline:
             break

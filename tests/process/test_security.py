@@ -83,7 +83,7 @@ class Attacked(Callback):
         targets = {
             "internet": internet, "ports": sorted({port for _, port in internet}), "sockets": unix,
             "files": [str(path) for path in files], "addresses": external_addresses(),
-            "marker": str(self.folder / "marker"), "launched": "RANK" in os.environ,
+            "marker": str(self.folder / "marker"), "launched": "TORCHELASTIC_RUN_ID" in os.environ,
             "modes": [stat.S_IMODE(os.lstat(Path(path).parent).st_mode) for path in unix],
         }  # fmt: skip
         (self.folder / "new").write_text(json.dumps(targets))

@@ -1,15 +1,12 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
-from fabricx.cli.simulate import simulated
 from fabricx.model_parallel.cost import predict
 from fabricx.model_parallel.dimensions import Cluster, Layout, Transformer
 from fabricx.model_parallel.scaling import chart, fastest, layouts, name_of, table, traffic_table
 
 SMALL = Transformer(layers=8, hidden=512, heads=8, kv_heads=4, ffn=1024, vocabulary=1000, sequence=512)
-DOCS = Path(__file__).parents[3] / "docs" / "scaling.md"
 
 
 def test_the_fastest_layout_that_fits_is_that_of_a_search_over_all():
@@ -56,9 +53,3 @@ def test_lines_name_layouts_and_limits():
     assert re.search(r"\|[#.dtu]{60}\|  data \d+%$", first)
     assert "# products" in legend
     assert len(list(traffic_table(found))) == 2
-
-
-def test_the_page_has_what_the_command_prints():
-    page = DOCS.read_text()
-    for arguments in (["devices=1024"], ["devices=1024", "sequence=8192"]):  # the other numbers take seconds
-        assert [line for line in simulated(arguments) if line not in page] == []
