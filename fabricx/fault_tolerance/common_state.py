@@ -30,7 +30,6 @@ def common_state(session: Session) -> dict[str, Any]:
         "logged_batches": session.metrics.logbook.batches,
         "shared": session.metrics.training.metrics.shared,
         "modes": [part.training for part in session.module.modules()],
-        "trained": [parameter.requires_grad for parameter in session.module.parameters()],
         "published": (session.metrics.published.step, session.metrics.published.open),
         "dealt": session.dealer.position(),
     }
@@ -56,9 +55,6 @@ def load_common_state(
     session.metrics.training.metrics.shared = state["shared"]
     for part, training in zip(session.module.modules(), state["modes"], strict=True):
         part.training = training
-    # Hooks may have changed `requires_grad`: since set-up on a newcomer, since an in-memory checkpoint on other ranks.
-    for parameter, trained in zip(session.module.parameters(), state["trained"], strict=True):
-        parameter.requires_grad_(trained)
     session.stop.boundary, ft.stage, ft.meeting = state["boundary"], state["stage"], state["meeting"]
     session.metrics.published.step, session.metrics.published.open = state["published"]
     if session.strategy.traits.lockstep:  # a rank whose metric sums are on the main rank now counts no batches

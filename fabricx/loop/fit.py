@@ -31,6 +31,7 @@ from fabricx.session.schedule import (
     missing,
     validation_due_at_end,
 )
+from fabricx.session.trained_parameters import note_set_up
 from fabricx.telemetry.events import Span
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def fit(session: Session, train_batches: Callable[[Session], bool]) -> None:
     """
     state, ft, newcomer = session.state, session.fault_tolerance, session.world.newcomer
     call(session.hooks.on_fit_start)
+    note_set_up(session)
     if not newcomer:
         if not ft.restore():
             restore_requested(session)

@@ -19,6 +19,7 @@ from fabricx.session.callback_states import as_saved, check_same_number
 from fabricx.session.rank_state import restore_rank_states
 from fabricx.session.saving import global_batch, weights_as_state_dict
 from fabricx.session.schedule import validation_due_of_end
+from fabricx.session.trained_parameters import report_changes, restore_changes
 from fabricx.telemetry.events import Span
 
 if TYPE_CHECKING:
@@ -143,6 +144,7 @@ def restore(session: Session, path: Path, *, weights_only: bool) -> None:
             "Module.load_from_checkpoint(path, strict=False)"
         ) from None
     _report_hyperparameters(session, configured)
+    report_changes(session, state)
     state["state"]["attempt"] = state["state"].get("attempt", 0) + 1
     data = session.world.axis("data")
     rank = data.rank if len(state["ranks"]) == data.size else None
@@ -186,6 +188,7 @@ def restore_run(session: Session, state: dict[str, Any], *, rank: int | None) ->
     load_schedules(session.lr_schedulers, state["schedules"], state.get("scheduled"))
     session.metrics.published.metrics.update(state["metrics"])
     session.precision.load_state_dict(state["precision"])
+    restore_changes(session, state)
     session.state.load_state_dict(state["state"])
     if session.datamodule is not None and state["datamodule"]:  # before it creates loaders
         session.datamodule.load_state_dict(state["datamodule"])

@@ -22,6 +22,7 @@ from fabricx.errors import PossibleUserWarning
 from fabricx.redaction import masked
 from fabricx.session.callback_states import by_key, constructed
 from fabricx.session.save_points import check_savable, meet_to_save
+from fabricx.session.trained_parameters import changed_since_set_up
 from fabricx.telemetry.events import Span
 
 if TYPE_CHECKING:
@@ -241,6 +242,7 @@ def run_state(session: Session) -> dict[str, Any]:
         # For a scheduler that monitors a metric at the epoch's end. Metrics of the sanity check are discarded.
         "metrics": {} if session.state.phase is Phase.SANITY else dict(session.metrics.published.metrics),
         "precision": session.precision.state_dict(),
+        "trained_since": changed_since_set_up(session),
         "callbacks": {key: callback.state_dict() for key, callback in by_key(session.callbacks).items()},
         "callback_arguments": {key: constructed(callback) for key, callback in by_key(session.callbacks).items()},
         "datamodule": session.datamodule.state_dict() if session.datamodule is not None else {},

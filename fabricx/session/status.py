@@ -96,6 +96,7 @@ class CheckpointStatus:
         loaded: global batch and accumulation of the loaded checkpoint, and accumulation of this run, until they are
             reported.
         key: secret of this run, by which its restart knows objects in its checkpoints.
+        trained: `requires_grad` of each parameter at the end of set-up, by name.
     """
 
     key: bytes = field(default=b"", repr=False)
@@ -104,6 +105,7 @@ class CheckpointStatus:
     saves: tuple[Any, int] = (None, 0)
     followed: tuple[int, int] = (0, -1)
     loaded: tuple[int, int, int] | None = None
+    trained: dict[str, bool] = field(default_factory=dict)
 
     def poll(self) -> None:
         """Raise an error of the background write as soon as it is known; called after each batch.

@@ -18,9 +18,11 @@ import fabricx as fx
 from fabricx import checkpoint
 from fabricx.callbacks import EMA, GradientAccumulation, ModelCheckpoint
 from fabricx.loggers import JSONLogger
-from fabricx.testing import QUIET, SavesAtEnd, TinyModule, tiny_loader
+from fabricx.testing import QUIET, LayeredModule, SavesAtEnd, TinyModule, layered_data, tiny_loader
 from fabricx.testing.modules import SavesAtStep
 from tests.soak import params
+
+from .meshes import ChangesOnce
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
@@ -235,6 +237,53 @@ def test_saved_in_a_hook_a_run_goes_on_to_the_same_bits(
         assert resumed[0] == rows[len(rows) - len(resumed[0]) :]
         assert_same(resumed[1:], (end, metrics), f"{hook} {number}")
     assert "each update has" not in capsys.readouterr().out  # the global batch is the same
+
+
+class FreezesFirst(fx.Callback):
+    """Freezes the last layer of the body before training."""
+
+    def on_fit_start(self, trainer: Any, module: Any) -> None:
+        module.body[2].requires_grad_(False)
+
+
+def partly_frozen(strategy: str, root: Path, *callbacks: fx.Callback, **options: Any) -> LayeredModule:
+    """Return a module that was trained for six steps."""
+    torch.manual_seed(3)
+    module = LayeredModule().double()
+    data = [tuple(part.double() for part in sample) for sample in layered_data(24)]
+    trainer = fx.Trainer(
+        devices=1 if strategy == "single" else 2, strategy=strategy, max_epochs=1, default_root_dir=root,
+        callbacks=list(callbacks), **QUIET,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(data, 4 if strategy in {"single", "tensor"} else 2), **options)  # type: ignore[arg-type]
+    return module
+
+
+@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("strategy", params(["single", "ddp", "fsdp"], ["tensor", "pipeline", "parameter_server"]))
+def test_a_resumed_run_trains_what_hooks_had_chosen(
+    tmp_path: Path, strategy: str, trains: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The third step changes what is trained; a resume of a resumed run has it, too."""
+    path, change = tmp_path / "four.ckpt", ChangesOnce("body.0", 3, trains=trains)
+    whole = partly_frozen(strategy, tmp_path, change, SavesAtStep(path, 4))
+    resumed = partly_frozen(strategy, tmp_path, change, SavesAtStep(tmp_path / "five.ckpt", 5), ckpt_path=path)
+    assert_same(resumed.state_dict(), whole.state_dict(), strategy)
+    if strategy == "single":  # this process prints
+        word = "unfrozen" if trains else "frozen"
+        assert f"before the checkpoint, hooks had {word} body.0." in capsys.readouterr().out
+    again = partly_frozen(strategy, tmp_path, change, ckpt_path=tmp_path / "five.ckpt")
+    assert_same(again.state_dict(), whole.state_dict(), "of a run that was resumed")
+
+
+def test_what_a_user_freezes_before_a_resume_stays_frozen(tmp_path: Path) -> None:
+    path, change = tmp_path / "four.ckpt", ChangesOnce("body.0", 3, trains=False)
+    whole = partly_frozen("single", tmp_path, change, SavesAtStep(path, 4))
+    saved = checkpoint.load(path)["strategy"]["module"]
+    resumed = partly_frozen("single", tmp_path, change, FreezesFirst(), ckpt_path=path).state_dict()
+    for name, values in whole.state_dict().items():
+        assert torch.equal(resumed[name], saved[name]) == name.startswith(("body.0", "body.2")), name
+        assert torch.equal(values, saved[name]) == name.startswith("body.0"), name
 
 
 @pytest.mark.parametrize("options", [{}, {"every_n_train_steps": 3}], ids=str)
