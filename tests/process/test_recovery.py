@@ -26,7 +26,7 @@ from fabricx.distributed.stop_consensus import STOP_KEY
 from fabricx.errors import WorkerFailed
 from fabricx.fault_tolerance import memory_checkpoint
 from fabricx.loggers import JSONLogger, TensorBoardLogger
-from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer
+from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, Mesh, ParameterServer
 from fabricx.testing import (
     QUIET,
     Fault,
@@ -224,7 +224,7 @@ class Streams(LayeredModule):
             rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         else:
             rank, ranks = self.global_rank, self.trainer.world_size
-        data = layered_data(24)
+        data = [tuple(part.double() for part in sample) for sample in layered_data(24)]
         return DataLoader(Stream([data[index] for index in range(rank, 24, ranks)]), 3)
 
 
@@ -240,17 +240,22 @@ class Stream(IterableDataset[Any]):
     ("strategy", "by", "devices"),
     params(
         [(DDP, "sampler", 2), (FSDP, "variables", 2), (DDP, "rank", 2)],
-        [(DDP, "variables", 3), (FSDP, "sampler", 3)],
+        [
+            (DDP, "variables", 3),
+            (FSDP, "sampler", 3),
+            (lambda: Mesh(tensor=2, data="fsdp"), "sampler", 4),
+            (lambda: Mesh(pipeline=2, data="ddp"), "sampler", 4),
+        ],
     ),
 )
 def test_a_replacement_divides_a_stream_as_the_dead_worker_did(
     strategy: Any, by: str, devices: int, tmp_path: Path
 ) -> None:
-    """It creates its loader before it joins the others."""
+    """It creates its loader before it joins the others; the ranks of a model group read the same part."""
 
     def fit(*faults: Fault) -> tuple[Streams, fx.Trainer]:
         torch.manual_seed(3)
-        module = Streams(by)
+        module = Streams(by).double()
         trainer = fx.Trainer(
             devices=devices, strategy=strategy(), max_epochs=2, default_root_dir=tmp_path, callbacks=[*faults], **QUIET
         )
@@ -258,10 +263,13 @@ def test_a_replacement_divides_a_stream_as_the_dead_worker_did(
         return module, trainer
 
     wanted, one = fit()
-    found, trainer = fit(kill(rank=devices - 1).during("backward", step=2))
+    found, trainer = fit(kill(rank=devices // 2).during("backward", step=2))
     assert len(trainer.failures) == 1
-    assert trainer.global_step == one.global_step == 2 * -(-24 // devices // 3)
-    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), wanted.parameters(), strict=True))
+    readers = devices // 2 if isinstance(trainer.strategy, Mesh) else devices
+    assert trainer.global_step == one.global_step == 2 * -(-24 // readers // 3)
+    # The cuts of a pipeline depend on measured times, and with them the order of sums.
+    far = [float((a - b).detach().abs().max()) for a, b in zip(found.parameters(), wanted.parameters(), strict=True)]
+    assert max(far) <= (1e-12 if isinstance(trainer.strategy, Mesh) else 0.0)
 
 
 @pytest.mark.parametrize("way", params(["fsdp"], ["ddp"]))
