@@ -10,7 +10,7 @@ from typing import Final
 
 from fabricx.checkpoint.files import MARKER, is_committed, oldest_first, read_manifest, verify, written
 from fabricx.checkpoint.storage import as_path, is_local
-from fabricx.checkpoint.unread import names_in
+from fabricx.checkpoint.unread import is_unread, names_in
 from fabricx.core.hparams import plain
 from fabricx.errors import CheckpointError
 from fabricx.redaction import masked, printable
@@ -131,12 +131,13 @@ def _import(source: Path, target: Path, strip: str, add: str) -> int:
                 "file or the folder that the other program has saved; checkpoints of fabricx need no import"
             )
         foreign = read_foreign(source)
-        before = len(foreign.weights)
         names = list(foreign.weights)
         foreign.weights, foreign.others = renamed(foreign.weights, strip, add), {}
         if not foreign.weights:
             raise CheckpointError(f"no name in {source} begins with {strip!r}: {', '.join(names[:3])}, ...")
-        unread = {name: set(names_in(value)) for name, value in foreign.hparams.items()}
+        without = len(names) - len(foreign.weights)
+        unread = {name: set(names_in(value)) for name, value in (foreign.hparams | foreign.weights).items()}
+        foreign.weights = {name: value for name, value in foreign.weights.items() if not unread[name]}
         foreign.hparams = {name: value for name, value in foreign.hparams.items() if not unread[name]}
         state = foreign.state()
         state["hparams"] = masked(plain(foreign.hparams))
@@ -148,7 +149,7 @@ def _import(source: Path, target: Path, strip: str, add: str) -> int:
     except CheckpointError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    left = f"; {before - len(foreign.weights)} without the prefix were omitted" if before > len(foreign.weights) else ""
+    left = f"; {without} without the prefix were omitted" if without else ""
     objects = [f"{name} ({', '.join(sorted(classes))})" for name, classes in unread.items() if classes]
     if objects:
         left += f"; omitted objects, which are not read: {', '.join(objects)}"
@@ -176,6 +177,8 @@ def _export(checkpoints: list[Path], target: Path | None) -> int:
     except CheckpointError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    others = [name for name, weight in weights.items() if is_unread(weight) or not isinstance(weight, torch.Tensor)]
+    weights = {name: weight for name, weight in weights.items() if name not in others}
     if unknown := [name for name, weight in weights.items() if weight.dtype == torch.complex128]:
         print(
             f"error: safetensors has no complex128, which is the type of {', '.join(unknown)}: load the checkpoint "
@@ -184,5 +187,6 @@ def _export(checkpoints: list[Path], target: Path | None) -> int:
         )
         return 1
     save_file(weights, target, metadata={"format": "pt"})
-    print(f"{len(weights)} tensors: {target}")
+    left = f"; omitted states that are no tensors: {', '.join(others)}" if others else ""
+    print(f"{len(weights)} tensors: {target}{left}")
     return 0

@@ -175,6 +175,16 @@ def test_an_import_omits_objects_by_name(tmp_path, capsys):
     assert checkpoint.load(tmp_path / "new")["hparams"] == {"width": 2}
 
 
+def test_an_import_omits_objects_among_the_weights_by_name(tmp_path, capsys):
+    weights = {**nn.Linear(3, 2).state_dict(), "head._extra_state": {"act": nn.ReLU()}}
+    torch.save({"state_dict": weights, "hyper_parameters": {}}, tmp_path / "a.ckpt")
+    assert main(["import", str(tmp_path / "a.ckpt"), str(tmp_path / "new")]) == 0
+    said = capsys.readouterr().out
+    assert "2 tensors" in said
+    assert "head._extra_state (torch.nn.modules.activation.ReLU)" in said
+    assert "prefix" not in said
+
+
 def test_a_configuration_of_a_class_of_its_own_may_be_passed(tmp_path):
     class Configured(Body, fx.Module):
         def __init__(self, config: Any) -> None:

@@ -202,6 +202,15 @@ def test_weights_are_read_beside_an_object_of_a_class_within_a_class(own_folder:
         assert type(Net.load_from_checkpoint(path).hparams["loss"]) is Net.Mode
 
 
+def test_an_export_omits_states_that_are_no_tensors_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = {"w": torch.ones(2), "a._extra_state": {"count": 3}, "b._extra_state": Loss()}
+    path = checkpoint.save(tmp_path / "one", {"strategy": {"module": weights}}, {})
+    assert main(["export", str(path)]) == 0
+    said = capsys.readouterr().out
+    assert "1 tensors" in said
+    assert "omitted states that are no tensors: a._extra_state, b._extra_state" in said
+
+
 def test_weights_are_read_beside_objects_that_torch_cannot_read_in_any_way(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path / "one", {"w": torch.ones(2), "it": Named([1]), "loss": Loss()}, {})
     state = checkpoint.load(path)
