@@ -153,11 +153,11 @@ class Joins(Built):
     error = ""  # of that worker, as rank 0 has read it in its first batch, while rank 1 dies
 
     def is_other(self, what: str) -> bool:
-        return self.what == what and self.global_rank > 1
+        return self.what == what and self.trainer.world.newcomer
 
     def on_exception(self, error: BaseException) -> None:
         store = self.trainer.world.store
-        if self.global_rank > 1 and store is not None:
+        if self.trainer.world.newcomer and store is not None:
             store.set("error of who joins", f"{type(error).__name__}: {error}")
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
