@@ -1,4 +1,4 @@
-"""What takes the place of an object that a reader of a checkpoint had no permission to read."""
+"""Placeholder of an object that the reader of a checkpoint had no permission to read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PERMISSION: Final = (
 
 @final
 class Unread:
-    """Takes the place of an object of a checkpoint that was not read; each use of it is a `CheckpointError`.
+    """Placeholder of an object of a checkpoint that was not read; each use is a `CheckpointError`.
 
     Also `isinstance` is a use, so that assigning it to an attribute of a module is an error.
 
@@ -60,7 +60,7 @@ Unread.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 def is_unread(value: Any) -> bool:
-    """Return whether a value takes the place of an object that was not read; `isinstance` would be a use of it.
+    """Return whether a value is the placeholder of an object; `isinstance` would be a use of it.
 
     Args:
         value: any value.

@@ -93,8 +93,7 @@ def awaits(transfer: tuple[str, Route, int] | None) -> None:
 
 def transfers() -> TransferTrace:
     """Return the transfers of this process."""
-    awaited = _AWAITED[0]
-    return TransferTrace(dict(_BEGUN), awaited)
+    return TransferTrace(dict(_BEGUN), _AWAITED[0])
 
 
 def recorded(since_ns: int) -> list[dict[str, Any]]:

@@ -65,14 +65,14 @@ def is_users(path: str) -> bool:
 
 
 def where() -> str:
-    """Return the current line of the main thread, as `telling` selects it."""
+    """Return the current line of the main thread, as `informative_frame` selects it."""
     stack = traceback.extract_stack(_frames().get(threading.main_thread().ident or 0))  # None: of the calling thread
-    at = stack[-1 - telling([entry.filename for entry in reversed(stack)])]
+    at = stack[-1 - informative_frame([entry.filename for entry in reversed(stack)])]
     return f"{at.filename}:{at.lineno} in {at.name}: {at.line}"
 
 
-def telling(files: Sequence[str]) -> int:
-    """Return the number of the frame that tells most about a position.
+def informative_frame(files: Sequence[str]) -> int:
+    """Return the index of the frame that describes the position of a stack best.
 
     It is the innermost frame of a program that fabricx calls, else of an installed package, else of fabricx without
     communication, else the innermost frame. Frames that have called fabricx, such as of a script, are not considered.
@@ -80,7 +80,7 @@ def telling(files: Sequence[str]) -> int:
     Args:
         files: file names of the frames, the innermost first.
 
-    >>> telling([torch.__file__, "train.py", torch.__file__])
+    >>> informative_frame([torch.__file__, "train.py", torch.__file__])
     1
     """
     called = [number for number, file in enumerate(files) if file.startswith(_OWN)]

@@ -1,4 +1,4 @@
-"""Detects ranks that wait for each other without end, from what each of them has begun to send or to reduce."""
+"""Detects ranks that wait for each other without end, from the collectives and transfers that each rank has begun."""
 
 from __future__ import annotations
 
@@ -80,12 +80,13 @@ def blocked(answers: Mapping[int, Diagnosis]) -> bool:
         any(trace.pending for trace in answer.groups)
         and all(_cannot_end(trace, number, of) for trace in answer.groups for number in trace.pending)
         if answer.transfers.awaited is None
-        else _never_comes(answer.transfers.awaited, answers)
+        else _never_begun(answer.transfers.awaited, answers)
         for answer in answers.values()
     )
 
 
 def _cannot_end(trace: GroupTrace, number: int, of: Mapping[tuple[int, str], GroupTrace]) -> bool:
+    """Return whether a rank of a group has not begun a collective of it, or has begun another with the same number."""
     for rank in trace.ranks:
         other = of.get((rank, trace.name))
         if other is None or number > max(other.begun) or other.begun.get(number) not in (None, trace.begun.get(number)):
@@ -93,7 +94,8 @@ def _cannot_end(trace: GroupTrace, number: int, of: Mapping[tuple[int, str], Gro
     return False
 
 
-def _never_comes(awaited: tuple[str, Route, int], answers: Mapping[int, Diagnosis]) -> bool:
+def _never_begun(awaited: tuple[str, Route, int], answers: Mapping[int, Diagnosis]) -> bool:
+    """Return whether the other rank of a transfer has not begun it."""
     kind, route, number = awaited
     other, opposite = (route.to, "receive") if kind == "send" else (route.source, "send")
     return other in answers and answers[other].transfers.begun.get((opposite, route), 0) < number

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from fabricx.distributed.heartbeat import Diagnosis, telling
+from fabricx.distributed.heartbeat import Diagnosis, informative_frame
 
 
 def explain(diagnoses: Mapping[int, Diagnosis | None]) -> str:
@@ -42,7 +42,7 @@ def explain(diagnoses: Mapping[int, Diagnosis | None]) -> str:
 def from_dump(text: str) -> Diagnosis | None:
     """Return the diagnosis of an unresponsive or crashed process from its `faulthandler` dump; None without a stack.
 
-    It is about the thread that received the signal or, if that thread runs no Python code, about the main thread.
+    It describes the thread that received the signal or, if that thread runs no Python code, the main thread.
 
     Args:
         text: the dump.
@@ -54,7 +54,7 @@ def from_dump(text: str) -> Diagnosis | None:
     frames = re.findall(r'File "(.+?)", line (\d+) in (\S+)', stack if current else text.rpartition("Thread 0x")[2])
     if not frames:
         return None
-    at = frames[telling([file for file, _, _ in frames])]
+    at = frames[informative_frame([file for file, _, _ in frames])]
     return Diagnosis("{}:{} in {}".format(*at), "", "", text)
 
 

@@ -14,6 +14,28 @@ LEAST_S: Final = 60.0  # shortest pause that is reported, and lower bound of the
 MANY: Final = 20  # the "learned" limit as a multiple of the longest pause
 
 
+def learned_limit(longest_s: float) -> float:
+    """Return the seconds without a further batch after which a pause is unusual.
+
+    Args:
+        longest_s: longest completed pause between two batches, in seconds.
+    """
+    return max(LEAST_S, MANY * longest_s)
+
+
+def pause_report(pause_s: float, longest_s: float, places: Iterable[tuple[str, bool, str]]) -> str:
+    """Return the report of an unusual pause.
+
+    Args:
+        pause_s: seconds without a further batch.
+        longest_s: longest completed pause before.
+        places: name of each process, whether it waits for others, and the line of its main thread.
+    """
+    lines = [f"  {name} {'waits for others' if waits else 'is'} at {where}" for name, waits, where in places]
+    before = f"the longest pause before was {longest_s:.1f} s"
+    return "\n".join([f"no further batch for {pause_s:.0f} s ({before})", *lines])
+
+
 @dataclass(frozen=True)
 class Loss:
     """Why a process counts as lost.
@@ -164,17 +186,16 @@ class HeartbeatMonitor:
         if last is None or now - last.since < max(self._learned, 2 * last.reported_s):
             return None
         last.reported_s = now - last.since
-        lines = [
-            f"  {name(rank)} {'is' if life.waits_since is None else 'waits for others'} at {life.where}"
+        places = [
+            (name(rank), life.waits_since is not None, life.where)
             for rank, life in sorted(self._lives.items())
             if life.where
         ]
-        before = f"the longest pause before was {self._longest:.1f} s"
-        return "\n".join([f"no further batch for {last.reported_s:.0f} s ({before})", *lines])
+        return pause_report(last.reported_s, self._longest, places)
 
     @property
     def _learned(self) -> float:
-        return max(LEAST_S, MANY * self._longest)
+        return learned_limit(self._longest)
 
     def _suspects(self) -> set[int]:
         """Return the suspected stragglers: the processes with the least progress, without waiting ones if possible."""

@@ -8,7 +8,6 @@ and reads per-rank state (RNG, metric sums) from the shared-memory slot of the w
 
 from __future__ import annotations
 
-import os
 import time
 import traceback
 from dataclasses import replace
@@ -181,7 +180,6 @@ def _join(session: Session, generation: Generation) -> None:
     )  # fmt: skip  # all ranks are on the same machine
     _wait_for_all(joined, generation)
     joined.follow()
-    os.environ.update({name: value for name, value in joined.variables.items() if name in os.environ})
     session.dealer.workers = generation.workers
     session.change_world(joined)
     world.release_left_groups()

@@ -25,7 +25,8 @@ from fabricx.errors import RanksDisagree
 from fabricx.fault_tolerance import deadlock
 from fabricx.fault_tolerance.deadlock import DeadlockDetector, explanation
 from fabricx.fault_tolerance.hang_report import explain
-from fabricx.fault_tolerance.liveness import LEAST_S, MANY
+from fabricx.fault_tolerance.liveness import learned_limit, pause_report
+from fabricx.redaction import printable
 
 LOOK_S: Final = 1.0  # between two looks at this rank's progress
 POST_S: Final = 4.0  # between two posts of a rank without progress
@@ -35,7 +36,7 @@ STALE_S: Final = 15.0  # after which a rank that posts nothing does not answer
 
 @dataclass(frozen=True)
 class Post:
-    """What a rank without progress posts.
+    """Position that a rank without progress posts.
 
     Attributes:
         number: number of the post of this rank.
@@ -126,14 +127,11 @@ class Watch:
             if self._deadlock.found(answers):
                 return RanksDisagree(explanation(answers))
         pause = now - self._since
-        if not self._reached or pause < max(LEAST_S, MANY * self._longest, 2 * self._reported_s):
+        if not self._reached or pause < max(learned_limit(self._longest), 2 * self._reported_s):
             return ""
         self._reported_s = pause
-        places = "".join(
-            f"\n  rank {rank} is at {answer.where}" for rank, answer in sorted(answers.items()) if answer is not None
-        )
-        before = f"the longest pause before was {self._longest:.1f} s"
-        return f"no further batch for {pause:.0f} s ({before}){places}\n{explain(answers)}"
+        places = [(f"rank {rank}", post.waited_s > 0, post.diagnosis.where) for rank, post in sorted(posts.items())]
+        return f"{pause_report(pause, self._longest, places)}\n{explain(answers)}"
 
     def _answers(self, now: float) -> dict[int, Diagnosis | None]:
         """Return the position of each rank; None for a rank that posts nothing."""
@@ -181,10 +179,6 @@ def unpacked(text: bytes) -> Post:
     begun = {(kind, Route(*route)): number for kind, route, number in content["begun"]}
     awaited = content["awaited"]
     transfers = TransferTrace(begun, None if awaited is None else (awaited[0], Route(*awaited[1]), awaited[2]))
-    where, pending, done = (_printable(content[name]) for name in ("where", "pending", "done"))
+    where, pending, done = (printable(content[name]) for name in ("where", "pending", "done"))
     diagnosis = Diagnosis(where, pending, done, "", groups, transfers, content["cpu_s"])
     return Post(content["number"], content["waited_s"], diagnosis)
-
-
-def _printable(text: str) -> str:
-    return "".join(character if character.isprintable() else "?" for character in text)
