@@ -22,8 +22,8 @@ from tests.matrix.running import judge, report
 from tests.matrix.table import PAGE, table
 from tests.soak import SEED, SOAK, rounds, seeds, some
 
-SHORT = 8  # cells in `make test`: the first ones of a pairwise list have most of its pairs
-TRIPLES = 3
+SHORT = 6  # cells in `make test`: the first ones of a pairwise list have most of its pairs
+TRIPLES = 2
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(3600 if SOAK else 600)]
 

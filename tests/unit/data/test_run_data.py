@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import fabricx as fx
 from fabricx.callbacks import ModelCheckpoint
 from fabricx.testing import QUIET, TinyModule, tiny_data, tiny_loader
+from tests.soak import params
 from tests.unit.trainer.counting import Counts, fitted
 
 
@@ -140,8 +141,7 @@ class Follows(TinyModule):
         super().validation_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("kind", ["stream", "shuffled"])
-@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize(("kind", "every"), params([("stream", 2), ("shuffled", 1)], [("stream", 1), ("shuffled", 2)]))
 def test_a_resumed_run_has_the_loaders_that_were_created_during_the_run(
     kind: str, every: int, quiet: dict[str, Any], tmp_path: Path
 ) -> None:
