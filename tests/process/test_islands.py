@@ -35,9 +35,9 @@ NESTEROV = {"every": 2, "outer": "nesterov"}
         [
             (NESTEROV, "AdamW", {"tensor": 2}),
             (OVERLAPPED, "AdamW", {"pipeline": 2}),
-            ({"every": 3}, "SGD, accumulation", {"context": 2}),
         ],
         [
+            ({"every": 3}, "SGD, accumulation", {"context": 2}),
             ({"every": 3}, "SGD, accumulation", {"tensor": 2}),
             (OVERLAPPED, "AdamW", {"tensor": 2}),
             (NESTEROV, "AdamW", {"pipeline": 2, "schedule": "zero_bubble"}),
@@ -64,9 +64,15 @@ def test_islands_train_what_single_ranks_train(
     assert far(saved["single"][0], single) < 1e-9
     assert all(torch.equal(other["weights"][n], w) for other in others for n, w in single["weights"].items())
     rest = {"max_epochs": 3 if SOAK else 2, "val_check_interval": 3, **given}
+    resumed = [
+        ("single", "single"),
+        ("single", "groups"),
+        ("groups", "single"),
+        *([("groups", "groups")] if SOAK else []),
+    ]
     ends = [
         run_ranks(train, ways[to][0], ways[to][1](), 2, rest, module, "", str(tmp_path / source / "end"), True, 27)[0]
-        for to, source in (("single", "single"), ("groups", "groups"), ("single", "groups"), ("groups", "single"))
+        for to, source in resumed
     ]
     assert max(far(ends[0], end) for end in ends[1:]) < 1e-9
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fabricx.model_parallel.traffic import boundary_elements
 from fabricx.testing import run_ranks
 from tests.process.stages import LENGTH, STEPS, WIDTH, WORDS, Block, Language, alone, batches, compare, make, staged
+from tests.soak import params
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
@@ -35,7 +36,7 @@ def train_all(ranks: int) -> list[dict[str, Any]]:
     return [staged(make(Language, **model), batches(rows), **options) for model, options, rows in cases_of(ranks)]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", params([2], [4]))
 def test_stages_train_what_one_process_trains(ranks: int) -> None:
     by_rank = run_ranks(train_all, ranks, ranks)
     for number, (model, options, rows) in enumerate(cases_of(ranks)):
