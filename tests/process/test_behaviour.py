@@ -13,6 +13,7 @@ from torch import nn
 import fabricx as fx
 from fabricx.core.logger import Logger
 from fabricx.testing import QUIET, TinyModule, tiny_loader
+from tests.soak import params
 
 pytestmark = [
     pytest.mark.usefixtures("warm_ranks"),
@@ -74,7 +75,7 @@ class Frozen(TinyModule):
         self.seen.append(("ends", self.current_epoch, self.global_step))
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "parameter_server", "local_sgd"])
+@pytest.mark.parametrize("strategy", params(["fsdp", "parameter_server", "local_sgd"], ["ddp"]))
 def test_modes_stops_and_values_of_evaluation_batches(tmp_path: Path, strategy: str) -> None:
     module, rows = Frozen(), tmp_path / "rows"
     trainer = fx.Trainer(

@@ -15,6 +15,7 @@ from fabricx.errors import WorkerFailed
 from fabricx.fault_tolerance import memory_checkpoint
 from fabricx.strategies import FSDP
 from fabricx.testing import QUIET, Ledger, TinyModule, kill, tiny_loader
+from tests.soak import params
 
 from .ledgers import BATCH, SAMPLES, exact, train
 
@@ -60,8 +61,9 @@ def fitted(
     return module, saver
 
 
-@pytest.mark.parametrize("single_file", [False, True], ids=["folder", "file"])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(  # to a file, or a folder
+    ("strategy", "single_file"), params([("ddp", False), ("fsdp", True)], [("ddp", True), ("fsdp", False)])
+)
 def test_a_run_of_two_ranks_resumes_with_its_objects(strategy: str, single_file: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     whole, saver = fitted(strategy, tmp_path, 2, single_file)

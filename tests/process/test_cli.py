@@ -18,6 +18,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from fabricx.checkpoint import read_manifest
 from fabricx.demo.digits import DigitsClassifier
 from tests import warm
+from tests.soak import params
 
 SHORT = ("trainer.max_epochs=2", "trainer.limit_train_batches=5", "trainer.enable_progress_bar=false")
 
@@ -114,25 +115,29 @@ def test_a_sweep_has_one_folder_for_each_job_whatever_the_number_of_ranks(own_fo
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [
-        (["fit", "trainer.max_epoch=3"], "Did you mean 'trainer.max_epochs'?"),
-        (["fit", "module.hiden=3"], "Did you mean 'module.hidden'?"),
-        (["fit", "module.lr=fast"], "module.lr='fast' is of type str"),
-        (["fit", "strategy=async_sgd", "strategy.max_stalenes=3"], "Did you mean 'strategy.max_staleness'?"),
-        (["fit", "stratgy=ddp"], "Did you mean 'strategy'?"),
-        (["fit", "strategy=dpd"], "Did you mean 'ddp'?"),
-        (["fit", "logger.text._target_=mine.Text"], "to add it, write +logger.text._target_=..."),
-        (["fit", "+callbacks.early_stoping.monitor=val_loss"], "Did you mean 'early_stopping'?"),
-        (["fit", "experiment=nope"], "experiment=nope: there is no such experiment"),
-        (["fit", "module._target_=nowhere"], "write the module and the class"),
-        (["fit", "trainer.devices=0"], "devices=0"),
-        (["fit", "trainer.default_root_dir=s3://a/b"], "callbacks.model_checkpoint.dirpath="),
-        (["fit", "callbacks.model_checkpoint.dirpath=s3://a/b"], "Install s3fs"),
-        (["fit", "module._target_=nowhere.Net"], "nowhere.Net can't be imported"),
-        (["test", "ckpt_path=nowhere"], "there is no complete checkpoint"),
-        (["fti"], "Did you mean 'fit'?"),
-        (["fit", "--config-dir", "nowhere"], "the folder does not exist"),
-    ],
+    params(
+        [  # of each place that finds mistakes; tests/unit/cli/test_mistakes.py has more
+            (["fit", "trainer.max_epoch=3"], "Did you mean 'trainer.max_epochs'?"),
+            (["fit", "module.lr=fast"], "module.lr='fast' is of type str"),
+            (["fit", "strategy=dpd"], "Did you mean 'ddp'?"),
+            (["fit", "trainer.devices=0"], "devices=0"),
+            (["fit", "module._target_=nowhere.Net"], "nowhere.Net can't be imported"),
+            (["test", "ckpt_path=nowhere"], "there is no complete checkpoint"),
+            (["fti"], "Did you mean 'fit'?"),
+            (["fit", "--config-dir", "nowhere"], "the folder does not exist"),
+        ],
+        [
+            (["fit", "module.hiden=3"], "Did you mean 'module.hidden'?"),
+            (["fit", "strategy=async_sgd", "strategy.max_stalenes=3"], "Did you mean 'strategy.max_staleness'?"),
+            (["fit", "stratgy=ddp"], "Did you mean 'strategy'?"),
+            (["fit", "logger.text._target_=mine.Text"], "to add it, write +logger.text._target_=..."),
+            (["fit", "+callbacks.early_stoping.monitor=val_loss"], "Did you mean 'early_stopping'?"),
+            (["fit", "experiment=nope"], "experiment=nope: there is no such experiment"),
+            (["fit", "module._target_=nowhere"], "write the module and the class"),
+            (["fit", "trainer.default_root_dir=s3://a/b"], "callbacks.model_checkpoint.dirpath="),
+            (["fit", "callbacks.model_checkpoint.dirpath=s3://a/b"], "Install s3fs"),
+        ],
+    ),
 )
 def test_a_mistake_is_explained_without_a_traceback(arguments: list[str], message: str) -> None:
     said = fabricx(*arguments, fails=True)

@@ -20,6 +20,7 @@ from fabricx.errors import WorkerFailed
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer
 from fabricx.testing import QUIET, run_ranks
 from tests.process.test_ranks_differ import data
+from tests.soak import params
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
@@ -145,17 +146,22 @@ def test_what_hooks_change_on_all_ranks_is_no_error() -> None:
             assert not error, (what, kind, error)
 
 
-@pytest.mark.parametrize("strategy", [DDP(), FSDP()], ids=["ddp", "fsdp"])
+WITHIN = {
+    "unfreezes in a batch": "first.weight: frozen on rank 0, trained on rank 1",
+    "freezes in a batch": "first.weight: trained on rank 0, frozen on rank 1",
+    "skips": "on_train_batch_start: goes on with the epoch on rank 0, skips the rest of the epoch on rank 1",
+}
+
+
 @pytest.mark.parametrize(
-    ("what", "told"),
-    [
-        ("unfreezes in a batch", "first.weight: frozen on rank 0, trained on rank 1"),
-        ("freezes in a batch", "first.weight: trained on rank 0, frozen on rank 1"),
-        ("skips", "on_train_batch_start: goes on with the epoch on rank 0, skips the rest of the epoch on rank 1"),
-    ],
+    ("strategy", "what"),
+    params(
+        [*((DDP(), what) for what in WITHIN), (FSDP(), "unfreezes in a batch")],
+        [(FSDP(), "freezes in a batch"), (FSDP(), "skips")],
+    ),
 )
-def test_what_a_hook_changes_on_one_rank_within_an_epoch_is_an_error(strategy: Any, what: str, told: str) -> None:
-    with pytest.raises(WorkerFailed, match=rf"step 1: hooks have changed settings on some ranks .*\n  {told}"):
+def test_what_a_hook_changes_on_one_rank_within_an_epoch_is_an_error(strategy: Any, what: str) -> None:
+    with pytest.raises(WorkerFailed, match=rf"step 1: hooks have changed settings on some ranks .*\n  {WITHIN[what]}"):
         fx.Trainer(devices=2, strategy=strategy, **options(what)).fit(Changed(what))
 
 
@@ -236,10 +242,9 @@ class OfAGroup(Gathers):
             dist.all_reduce(torch.ones(1), group=self.pair)
 
 
-LONELY = ["on_train_batch_start", "training_step", "on_after_backward", "on_train_batch_end"]
-
-
-@pytest.mark.parametrize("where", LONELY)
+@pytest.mark.parametrize(
+    "where", params(["training_step", "on_train_batch_end"], ["on_train_batch_start", "on_after_backward"])
+)
 def test_a_collective_that_a_rank_without_a_sample_would_not_join_is_an_error(where: str) -> None:
     with pytest.raises(WorkerFailed, match="RanksApart: a collective at a batch of which some ranks have no sample"):
         fx.Trainer(devices=2, strategy=DDP(), **options("")).fit(Gathers(where))
@@ -247,10 +252,10 @@ def test_a_collective_that_a_rank_without_a_sample_would_not_join_is_an_error(wh
 
 @pytest.mark.parametrize(
     ("kind", "where"),
-    [
-        (Gathers, "on_train_batch_start"), (Gathers, "on_after_backward"), (OfAGroup, "training_step"),
-        (OfAGroup, "on_train_batch_end"),
-    ],
+    params(
+        [(Gathers, "on_train_batch_start"), (OfAGroup, "training_step")],
+        [(Gathers, "on_after_backward"), (OfAGroup, "on_train_batch_end")],
+    ),
 )  # fmt: skip
 def test_a_collective_of_ranks_at_their_own_pace_is_an_error(kind: Any, where: str) -> None:
     with pytest.raises(
@@ -259,7 +264,7 @@ def test_a_collective_of_ranks_at_their_own_pace_is_an_error(kind: Any, where: s
         fx.Trainer(devices=2, strategy=AsyncSGD(), **options("")).fit(kind(where))
 
 
-@pytest.mark.parametrize("where", ["training_step", "on_train_batch_end"])
+@pytest.mark.parametrize("where", params(["training_step"], ["on_train_batch_end"]))
 def test_a_collective_of_a_group_with_a_rank_without_a_sample_is_an_error(where: str) -> None:
     with pytest.raises(WorkerFailed, match="RanksApart: a collective at a batch of which some ranks have no sample"):
         fx.Trainer(devices=2, strategy=DDP(), **options("")).fit(OfAGroup(where))
@@ -317,7 +322,7 @@ def test_a_group_of_ranks_with_samples_may_call_a_collective() -> None:
         assert found == [""] * len(WAYS)
 
 
-@pytest.mark.parametrize("way", ["functional", "method", "operator"])
+@pytest.mark.parametrize("way", params(["operator"], ["functional", "method"]))
 def test_no_way_to_call_a_collective_of_ranks_at_their_own_pace_is_overlooked(way: str) -> None:
     with pytest.raises(WorkerFailed, match="RanksApart: a collective in training_step, or in a hook of a batch: each"):
         fx.Trainer(devices=2, strategy=AsyncSGD(), **options("")).fit(OfMembers([0, 1], way))
@@ -372,7 +377,7 @@ def test_an_evaluation_of_sharded_weights_refuses_a_collective_that_would_count_
         fit(5)
 
 
-@pytest.mark.parametrize("where", ["validation_step", "on_validation_batch_end", "predict_step"])
+@pytest.mark.parametrize("where", params(["validation_step", "predict_step"], ["on_validation_batch_end"]))
 def test_a_collective_in_an_evaluation_that_a_rank_without_a_sample_would_not_join_is_an_error(where: str) -> None:
     kind = where.removeprefix("on_").split("_")[0]
     told = f"RanksApart: .* ranks 1 don't call {kind}_step and the hooks .* Call it in on_{kind}_epoch_end"
@@ -424,11 +429,10 @@ class ManualOfAGroup(OfAGroup, Manual):
 
 @pytest.mark.parametrize(
     ("strategy", "module"),
-    [
-        (FSDP(), Gathers("training_step")), (FSDP(), OfAGroup("training_step")), (DDP(), Manual("training_step")),
-        (ParameterServer(), ManualOfAGroup("training_step")),
-    ],
-    ids=["fsdp", "fsdp group", "manual", "manual group"],
+    params(
+        [(FSDP(), Gathers("training_step")), (ParameterServer(), ManualOfAGroup("training_step"))],
+        [(FSDP(), OfAGroup("training_step")), (DDP(), Manual("training_step"))],
+    ),
 )  # fmt: skip
 def test_a_collective_that_would_count_the_sample_of_a_rank_without_one_is_an_error(strategy: Any, module: Any) -> None:
     told = (

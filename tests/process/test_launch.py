@@ -26,6 +26,7 @@ from fabricx.launch.supervisor import run_workers
 from fabricx.strategies import FSDP
 from fabricx.testing import QUIET, TinyModule, run_ranks, tiny_loader
 from tests import warm
+from tests.soak import params
 
 
 def everything(number: int) -> dict[str, Any]:
@@ -66,7 +67,7 @@ def test_ranks_that_all_ask_at_one_boundary_stop_exactly_there() -> None:
     assert run_ranks(stop, 3, [0, 1, 2], 5) == [5, 5, 5]
 
 
-@pytest.mark.parametrize("asking", [0, 2])
+@pytest.mark.parametrize("asking", params([2], [0]))
 def test_one_that_asks_stops_all_at_one_boundary(asking: int) -> None:
     stopped = run_ranks(stop, 3, [asking], 5)
     assert len(set(stopped)) == 1
@@ -84,7 +85,7 @@ def fail_on(world: World, rank: int) -> None:
     world.all_reduce(torch.zeros(1))  # waits for the rank that fails
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", params([2], [0]))
 def test_the_first_failure_ends_all_and_comes_first(rank: int) -> None:
     with pytest.raises(WorkerFailed, match=rf"^rank {rank} failed:(?s:.*)KeyError: 'only here'") as caught:
         run_workers(fail_on, (rank,), size=3)
@@ -204,7 +205,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("strategy", "name"), [("auto", "DDP"), ("fsdp", "FSDP")])
+@pytest.mark.parametrize(("strategy", "name"), params([("auto", "DDP")], [("fsdp", "FSDP")]))
 def test_torchrun_makes_the_script_a_worker(own_folder: Path, strategy: str, name: str) -> None:
     (own_folder / "script.py").write_text(SCRIPT)
     done = warm.run(
@@ -232,10 +233,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("mode", "said"), [
-    ("sync", ["rank 0: 4", "rank 1: 4", "rank 2: serves", "rank 3: serves"]),
-    ("async", ["rank 0: 8", "rank 1: 8", "rank 2: serves"]),
-])  # fmt: skip
+@pytest.mark.parametrize(("mode", "said"), params(
+    [("sync", ["rank 0: 4", "rank 1: 4", "rank 2: serves", "rank 3: serves"])],
+    [("async", ["rank 0: 8", "rank 1: 8", "rank 2: serves"])],
+))  # fmt: skip
 def test_the_last_ranks_of_torchrun_serve(own_folder: Path, mode: str, said: list[str]) -> None:
     (own_folder / "script.py").write_text(SERVED)
     done = warm.run(
@@ -318,8 +319,10 @@ class Sees(TinyModule):
         return self.layer(batch.expand(-1, 4)).sum()
 
 
-@pytest.mark.parametrize("by", ["variables", "group", "collective"])
-@pytest.mark.parametrize("processes", [0, 1])
+@pytest.mark.parametrize(
+    ("by", "processes"),
+    params([("variables", 1), ("group", 1), ("collective", 0), ("collective", 1)], [("variables", 0), ("group", 0)]),
+)
 def test_streams_find_the_rank_in_loader_processes(by: str, processes: int) -> None:
     module, trainer = Sees(), fx.Trainer(max_epochs=1, devices=2, strategy="ddp", **QUIET)
     loader = torch.utils.data.DataLoader(Divided(by), batch_size=2, num_workers=processes)

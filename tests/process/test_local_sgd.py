@@ -21,6 +21,7 @@ from fabricx.callbacks import FaultRecovery
 from fabricx.errors import WorkerFailed
 from fabricx.strategies import DDP, LocalSGD, Single
 from fabricx.testing import QUIET, LayeredModule, layered_data
+from tests.soak import params
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
@@ -68,8 +69,12 @@ def apart(one: Any, other: Any) -> float:
     return max(float((a - b).detach().abs().max()) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("options", [{"every": 1}, {"every": 9, "synchronous_steps": 99}])
+ONE_STEP: list[Any] = [{"every": 1}, {"every": 9, "synchronous_steps": 99}]
+
+
+@pytest.mark.parametrize(
+    ("momentum", "options"), params([(0.9, ONE_STEP[0]), (0.0, ONE_STEP[1])], [(0.0, ONE_STEP[0]), (0.9, ONE_STEP[1])])
+)
 def test_one_step_a_round_is_ddp(momentum: float, options: dict[str, Any]) -> None:
     wanted, one = train(Single(), 1, module=Plain(momentum))
     found, several = train(LocalSGD(**options), module=Plain(momentum))

@@ -17,6 +17,7 @@ from fabricx.distributed import world as worlds
 from fabricx.errors import WorkerFailed
 from fabricx.strategies import DDP, FSDP, LocalSGD, ParameterServer, Reproducible
 from fabricx.testing import QUIET, run_ranks
+from tests.soak import params
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
@@ -331,7 +332,7 @@ class SecondOrder(Manual):
         first.step()
 
 
-@pytest.mark.parametrize("strategy", [DDP, FSDP, lambda: ParameterServer(servers=0)])
+@pytest.mark.parametrize("strategy", params([FSDP, lambda: ParameterServer(servers=0)], [DDP]))
 def test_gradients_with_a_graph_are_refused_where_they_are_averaged(strategy: Any) -> None:
     loader = DataLoader(TensorDataset(torch.randn(8, 6).double(), torch.randn(8, 1).double()), 4)
     with pytest.raises(WorkerFailed, match=r"create_graph=True\) on 2 ranks.*or use devices=1"):

@@ -16,6 +16,7 @@ from torchmetrics.utilities import dim_zero_cat
 import fabricx as fx
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, Mesh, ParameterServer, Single
 from fabricx.testing import QUIET, TinyModule
+from tests.soak import params
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
@@ -143,7 +144,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "strategy", [DDP(), FSDP(), Mesh(tensor=2), LocalSGD(), ParameterServer(), AsyncSGD()],
+    "strategy", params([DDP(), Mesh(tensor=2), ParameterServer(), AsyncSGD()], [FSDP(), LocalSGD()]),
     ids=lambda strategy: type(strategy).__name__,
 )  # fmt: skip
 def test_states_after_a_run_are_those_of_one_process(
@@ -191,7 +192,7 @@ class OfSteps(fx.Module):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-@pytest.mark.parametrize("strategy", [DDP(), FSDP(), Mesh(pipeline=2)])
+@pytest.mark.parametrize("strategy", params([FSDP(), Mesh(pipeline=2)], [DDP()]))
 def test_values_of_steps_are_means_over_samples_and_a_rank_may_have_no_update(strategy: Any) -> None:
     """The last batch has 3 samples, and the validation one: gloo ended a process without a sample by SIGABRT."""
     generator = torch.Generator().manual_seed(5)

@@ -17,6 +17,7 @@ from fabricx.distributed.sync_batchnorm import SyncBatchNorm, synchronise
 from fabricx.errors import WorkerFailed
 from fabricx.strategies import DDP, FSDP, ParameterServer
 from fabricx.testing import QUIET, Ledger, kill, run_ranks
+from tests.soak import params
 
 from .ledgers import Numbered
 
@@ -58,7 +59,10 @@ WAYS: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way",
+    params([way for way in WAYS if way not in ("ddp", "fsdp")], ["ddp", "fsdp"]),  # in equal shares
+)
 def test_ranks_together_are_like_one(way: str, tmp_path: Path) -> None:
     strategy, callbacks = WAYS[way]
     found, wanted = train(strategy, tmp_path / "a", *callbacks), train("auto", tmp_path / "b", devices=1)

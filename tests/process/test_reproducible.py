@@ -18,6 +18,7 @@ import fabricx as fx
 from fabricx.callbacks import FaultRecovery
 from fabricx.strategies import FSDP
 from fabricx.testing import QUIET, kill, layered_data
+from tests.soak import params
 
 from .test_elastic import Asks
 
@@ -64,7 +65,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
     return bits(tmp_path_factory.mktemp("alone"), 1, [])[0]
 
 
-@pytest.mark.parametrize("devices", [2, 3])
+@pytest.mark.parametrize("devices", params([3], [2]))
 def test_the_number_of_ranks_changes_no_bit(devices: int, alone: str, tmp_path: Path) -> None:
     found, trainer = bits(tmp_path, devices, [])
     assert found == alone

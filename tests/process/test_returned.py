@@ -13,6 +13,7 @@ import fabricx as fx
 from fabricx.errors import WorkerFailed
 from fabricx.strategies import DDP, FSDP, Single, TensorMesh
 from fabricx.testing import QUIET, TinyModule, tiny_loader
+from tests.soak import params
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
@@ -48,7 +49,7 @@ class Keeps(fx.Callback):
         self.module, self.trainer = module, trainer
 
 
-@pytest.mark.parametrize("strategy", [DDP, FSDP])
+@pytest.mark.parametrize("strategy", params([DDP], [FSDP]))
 def test_the_script_has_its_own_objects_with_the_changed_attributes(strategy: Any) -> None:
     net, data, keeps = Net(), Data(), Keeps()
     trainer = fx.Trainer(strategy=strategy(), max_epochs=1, callbacks=[keeps], **QUIET | {"devices": 2})
@@ -120,7 +121,8 @@ class Built(fx.Module):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "kind"), [(DDP, "layers"), (DDP, "lazy"), (FSDP, "layers"), (FSDP, "tied"), (TensorMesh, "tied")]
+    ("strategy", "kind"),
+    params([(DDP, "lazy"), (FSDP, "layers"), (TensorMesh, "tied")], [(DDP, "layers"), (FSDP, "tied")]),
 )
 def test_layers_that_setup_has_built_are_in_the_script_and_trained_further(strategy: Any, kind: str) -> None:
     batch = TensorDataset(torch.randn(8, 4, generator=torch.Generator().manual_seed(1)))

@@ -16,6 +16,7 @@ from fabricx.errors import WorkerFailed
 from fabricx.session import save_points
 from fabricx.strategies import AsyncSGD, ParameterServer
 from fabricx.testing import QUIET, SavesAtEnd, TinyModule, run_ranks, tiny_loader
+from tests.soak import params
 
 
 class Saves(fx.Callback):
@@ -136,7 +137,7 @@ def test_ranks_without_a_sample_take_part_in_what_the_others_save_and_skip(tmp_p
         assert run_ranks(resume, 2, tmp_path / "all" / name) == plain
 
 
-@pytest.mark.parametrize("strategy", [AsyncSGD(), ParameterServer(backup_workers=1)])
+@pytest.mark.parametrize("strategy", params([AsyncSGD()], [ParameterServer(backup_workers=1)]))
 def test_ranks_that_go_at_their_own_pace_save_where_they_meet(strategy: Any, tmp_path: Path) -> None:
     def fit(saves: type[Saves]) -> None:
         callback = saves(tmp_path / "a.ckpt", alone=False)

@@ -119,7 +119,7 @@ def test_a_server_that_was_killed_starts_again(strategy: Any, monkeypatch: pytes
     assert len(trained) == 2 * SAMPLES  # none once more
 
 
-@pytest.mark.parametrize("optimizer", ["worker", "server"])
+@pytest.mark.parametrize("optimizer", params(["server"], ["worker"]))
 def test_a_synchronous_run_without_servers_ends_with_a_worker(optimizer: Any) -> None:
     with pytest.raises(WorkerFailed, match=r"rank [01] failed[\s\S]*SIGKILL"):
         train(ParameterServer(servers=0, optimizer=optimizer), 2, module=Dies(), batch=1, enable_fault_recovery=False)
@@ -179,13 +179,14 @@ def kill(store: Any, name: str) -> None:
 
 @pytest.mark.parametrize(
     "strategy",
-    [
-        AsyncSGD(servers=2, damp=False, snapshot_every=3),
-        AsyncSGD(servers=2, damp=False, snapshot_every=3, overlap="forward", link="gloo"),
-        ParameterServer(mode="bounded", servers=2, snapshot_every=3, pull_compression="bf16"),
-        AsyncSGD(servers=2, every=3, outer="sum", snapshot_every=2),
-    ],
-    ids=["arrival", "gloo", "whole batches", "rounds"],
+    params(
+        [
+            AsyncSGD(servers=2, damp=False, snapshot_every=3),
+            ParameterServer(mode="bounded", servers=2, snapshot_every=3, pull_compression="bf16"),
+            AsyncSGD(servers=2, every=3, outer="sum", snapshot_every=2),
+        ],
+        [AsyncSGD(servers=2, damp=False, snapshot_every=3, overlap="forward", link="gloo")],
+    ),
 )
 def test_each_sample_is_used_once_by_each_server_whatever_dies(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process, "serve", tells_its_pid)
@@ -217,7 +218,9 @@ class DiesAtStart(Ledger):
             os.kill(os.getpid() if itself else int(self.trainer.world.store.get(self.name)), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("strategy", [AsyncSGD(damp=False, servers=2), AsyncSGD(every=2, outer="sum", servers=2)])
+@pytest.mark.parametrize(
+    "strategy", params([AsyncSGD(damp=False, servers=2)], [AsyncSGD(every=2, outer="sum", servers=2)])
+)
 def test_a_death_before_training_begins_is_survived_or_ends_the_run_with_the_name_of_the_process(
     strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

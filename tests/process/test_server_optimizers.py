@@ -12,6 +12,7 @@ from fabricx.errors import WorkerFailed
 from fabricx.strategies import AsyncSGD, ParameterServer, Single
 from fabricx.testing import LayeredModule, SavesAtEnd
 from tests.process.served import Recorded, train
+from tests.soak import params
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
@@ -32,8 +33,7 @@ class ByTensor(LayeredModule):
         return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.02)]
 
 
-@pytest.mark.parametrize("servers", [0, 2])
-@pytest.mark.parametrize("kind", ["adafactor", "muon"])
+@pytest.mark.parametrize(("kind", "servers"), params([("adafactor", 0), ("muon", 2)], [("adafactor", 2), ("muon", 0)]))
 def test_optimizers_of_whole_matrices_see_whole_matrices(kind: str, servers: int, tmp_path: Path) -> None:
     wanted, _ = train(Single(), 1, module=ByTensor(kind), batch=12)
     saver = SavesAtEnd(tmp_path / "end.ckpt")
@@ -88,11 +88,10 @@ class Unfreezes(LayeredModule):
 
 @pytest.mark.parametrize(
     ("strategy", "devices"),
-    [
-        (ParameterServer(optimizer="server"), 2),
-        (ParameterServer(optimizer="server", servers=0, shard_by="element"), 2),
-        (AsyncSGD(servers=2, shard_by="element"), 1),
-    ],
+    params(
+        [(ParameterServer(optimizer="server"), 2), (AsyncSGD(servers=2, shard_by="element"), 1)],
+        [(ParameterServer(optimizer="server", servers=0, shard_by="element"), 2)],
+    ),
 )
 def test_an_optimizer_of_ones_own_keeps_its_attributes(strategy: Any, devices: int, tmp_path: Path) -> None:
     wanted, _ = train(Single(), 1, module=Warmed(), batch=12)
@@ -103,7 +102,9 @@ def test_an_optimizer_of_ones_own_keeps_its_attributes(strategy: Any, devices: i
         assert torch.allclose(a, b, atol=1e-5), (a - b).abs().max()  # sums in another order, through Adam
 
 
-@pytest.mark.parametrize("strategy", [ParameterServer(), AsyncSGD(), ParameterServer(optimizer="server", servers=0)])
+@pytest.mark.parametrize(
+    "strategy", params([AsyncSGD(), ParameterServer(optimizer="server", servers=0)], [ParameterServer()])
+)
 def test_parameters_that_an_optimizer_gets_later_are_refused(strategy: Any) -> None:
     with pytest.raises(WorkerFailed, match=r"had 2 parameters when training began and have \d+ now"):
         train(strategy, module=Unfreezes())

@@ -14,6 +14,7 @@ from fabricx.errors import WorkerFailed
 from fabricx.strategies import DDP, AsyncSGD, ParameterServer, Single
 from fabricx.testing import QUIET, LayeredModule, run_ranks
 from tests.process.served import Recorded, train
+from tests.soak import params
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
@@ -119,7 +120,7 @@ class Clamps(Recorded):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("strategy", [ParameterServer(optimizer="server"), AsyncSGD()])
+@pytest.mark.parametrize("strategy", params([AsyncSGD()], [ParameterServer(optimizer="server")]))
 def test_weights_that_the_step_changes_are_refused_where_servers_hold_them(strategy: Any) -> None:
     with pytest.raises(WorkerFailed, match=r"training_step changes head\.weight, but servers hold the weights"):
         train(strategy, module=Clamps())
@@ -133,7 +134,7 @@ class ClampsInStep(Recorded):
         self.head.weight.data.clamp_(-0.1, 0.1)
 
 
-@pytest.mark.parametrize("servers", [1, 0])
+@pytest.mark.parametrize("servers", params([0], [1]))
 def test_weights_that_optimizer_step_changes_are_refused_where_servers_hold_them(servers: int) -> None:
     strategy = ParameterServer(servers=servers, optimizer="server")
     with pytest.raises(WorkerFailed, match=r"optimizer_step changes weights, but servers hold the weights"):

@@ -171,13 +171,15 @@ class Accounted(Recorded):
 
 @pytest.mark.parametrize(
     ("strategy", "options"),
-    [
-        (AsyncSGD(servers=2), {"val_check_interval": 1}),
-        (AsyncSGD(every=3, outer="sum"), {"accumulate_grad_batches": 2, "batch": 3}),
-        (AsyncSGD(max_staleness=1, bound="clock"), {"max_steps": 5, "max_epochs": -1}),
-        (ParameterServer(mode="bounded", servers=2), {"max_steps": 3, "limit_train_batches": 0.9}),
-        (ParameterServer(backup_workers=1), {"batch": 2, "limit_train_batches": 4}),
-    ],
+    params(
+        [
+            (AsyncSGD(servers=2), {"val_check_interval": 1}),
+            (AsyncSGD(every=3, outer="sum"), {"accumulate_grad_batches": 2, "batch": 3}),
+            (ParameterServer(mode="bounded", servers=2), {"max_steps": 3, "limit_train_batches": 0.9}),
+            (ParameterServer(backup_workers=1), {"batch": 2, "limit_train_batches": 4}),
+        ],
+        [(AsyncSGD(max_staleness=1, bound="clock"), {"max_steps": 5, "max_epochs": -1})],
+    ),
     ids=lambda value: type(value).__name__,
 )
 def test_servers_count_each_sample_once(strategy: Any, options: dict[str, Any]) -> None:
@@ -306,7 +308,7 @@ class Meetings(fx.Callback):
         module.met = trainer.world.gather_objects(self.met)
 
 
-@pytest.mark.parametrize("strategy", [AsyncSGD(), AsyncSGD(every=2, outer="average")])
+@pytest.mark.parametrize("strategy", params([AsyncSGD()], [AsyncSGD(every=2, outer="average")]))
 def test_no_rank_trains_on_before_all_ranks_have_met(strategy: Any) -> None:
     module, _ = train(strategy, 2, module=Recorded(), batch=6, max_epochs=1, callbacks=[Meetings()])
     first, second = module.met

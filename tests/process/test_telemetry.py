@@ -259,7 +259,7 @@ def test_a_rank_that_hangs_is_found_at_its_line_and_the_others_where_they_wait(
     assert explain({}) == "no rank could be asked"
 
 
-@pytest.mark.parametrize("strategy", [AsyncSGD(), ParameterServer()], ids=["async_sgd", "parameter_server"])
+@pytest.mark.parametrize("strategy", params([AsyncSGD()], [ParameterServer()]))
 def test_servers_tell_of_queues_and_gradients_reach_them_by_arrows(tmp_path: Path, strategy: Any) -> None:
     trainer = fx.Trainer(
         devices=2, strategy=strategy, max_epochs=1, default_root_dir=tmp_path, callbacks=[Tracing()], **LOGGING
