@@ -62,20 +62,9 @@ def load_common_state(
             state["logged_batches"] if source is not None or session.world.main_rank else 0
         )
         return
-    _report_stream(session)
     if newcomer:
         session.serving.on_train_start(session.state.step, session.state.ranks)
     section = dealer.section
     dealer.take_position(state["dealt"])
     if dealer.section != section:  # this worker has joined later, or missed a section
         dealer.forget_weights()
-
-
-def _report_stream(session: Session) -> None:
-    """Report that ranks at their own pace have no common position in streams."""
-    if not session.data.train_feed.exact_position:
-        session.print(
-            f"{type(session.data.train_dataloader).__name__} is a stream of each rank, and ranks at their own pace "
-            "have no common position in it: since the last point at which all met, batches may be trained twice or not "
-            "at all. A map-style DataLoader, or a strategy in lockstep such as ddp, trains each sample once"
-        )

@@ -56,6 +56,7 @@ class ElasticController:
         self._holding: set[int] = set()  # workers that have the state of the run
         self._arrived: set[int] = set()  # workers that train in this generation
         self._ended: set[int] = set()  # workers that have finished training
+        self._fixed = ""  # why the workers can't change; "" if they can
         self._coming: set[int] = set()  # replacements that are starting
         self._replacements: dict[int, tuple[int, ...]] = {}  # as in Generation
         self._lost: list[tuple[int, tuple[int, ...]]] = []  # as Generation.departed
@@ -77,15 +78,20 @@ class ElasticController:
         Args:
             worker: sender.
             kind: "inside" or "outside" (the worker can, or can't, join another generation from now on), "ready" (a
-                replacement waits to join), "cut" (the worker has lost connections), "again" (the worker requests a
-                new generation), "left" (the worker has left a generation), or "step" (the worker trains).
-            content: of "cut" and "left", the generation; of "again", (generation, reason); of "step", (generation,
-                step).
+                replacement waits to join), "fixed" (the workers of this run can't change), "cut" (the worker has lost
+                connections), "again" (the worker requests a new generation), "left" (the worker has left a
+                generation), or "step" (the worker trains).
+            content: of "fixed", the reason; of "cut" and "left", the generation; of "again", (generation, reason); of
+                "step", (generation, step).
         """
         if kind == "inside":
             self._inside.add(worker)
             self._holding.add(worker)
             self._arrived.add(worker)
+        elif kind == "fixed":
+            self._holding.add(worker)
+            self._arrived.add(worker)
+            self._fixed, self._size = content, len(self._seats)  # workers that were requested before are dismissed
         elif kind == "outside":
             self._inside.discard(worker)
             self._ended.add(worker)
@@ -220,6 +226,11 @@ class ElasticController:
             return (
                 f"this strategy divides the model over {self._size} workers, and their number can't change during a "
                 "run: stop it, and resume with other devices"
+            )
+        if self._fixed:
+            return (
+                f"{self._fixed}: the number of workers can't change during the run. With a map-style data set, or a "
+                "strategy in lockstep such as ddp, it can"
             )
         if self._ended:
             return "the number of workers can't be changed any more: the run ends"

@@ -51,14 +51,21 @@ def set_up(session: Session) -> FaultTolerance:
     If replicas of the weights exist and lost workers are replaced, records of progress suffice. For unreplicated state,
     or if all processes are restarted, in-memory checkpoints are needed.
 
+    Ranks at their own pace that read streams are not recovered in place: which batches of a lost rank's stream are in
+    the weights is unknown. All processes then restart from a snapshot, which has the position of each rank.
+
     Args:
-        session: this rank's session, with world and strategy set up.
+        session: this rank's session, with world, strategy and data set up.
     """
     member, strategy = membership(), session.strategy
     members = member if member.changes else None
     if not member.folder and members is None:
         return session.fault_tolerance  # nothing is recorded
     if not strategy.traits.lockstep:  # servers have the state
+        if not session.data.train_feed.exact_position and not session.world.newcomer:
+            source = type(session.data.train_dataloader).__name__
+            member.send("fixed", f"{source} is a stream, which each worker reads at its own pace")
+            return session.fault_tolerance
         return Recovery(session, members)
     if member.folder and not (members is not None and strategy.traits.replicated):
         policy = recovery_policy_of(session.callbacks)

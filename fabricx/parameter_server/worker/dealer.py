@@ -58,6 +58,7 @@ class LeaseDealer(LeaseState, Dealer):
 
     def leave_section(self) -> None:
         """Request no more leases of this section: the data of this worker are over."""
+        self._protocol.push_unpushed()  # a worker that holds leases can't leave: others would be granted them
         self._protocol.exchange.leases.leave_section(self.section)
 
     def let_all_meet(self) -> None:

@@ -181,6 +181,21 @@ def test_a_request_while_a_worker_still_starts_is_met_when_it_trains() -> None:
     assert [(workers, kind) for workers, kind, _ in changes.messages()] == [((0, 1, 2), "generation")]
 
 
+def test_workers_that_can_not_change_neither_recover_in_place_nor_are_joined_by_a_worker_that_was_requested() -> None:
+    changes = ElasticController(ElasticPolicy(), 2, [])
+    assert changes.resize(3) == "3 workers from now on"
+    ready(changes, 2)
+    for worker in (0, 1):
+        changes.receive(worker, "fixed", "a stream")
+    assert list(changes.messages()) == [((2,), "leave", None)]
+    assert changes.resize(3).startswith("a stream: the number of workers can't change")
+    assert changes.wanted() is None
+    changes.receive(0, "outside", None)
+    assert changes.workers == (0, 1)
+    assert not list(changes.messages())  # worker 1 has not ended yet
+    assert not changes.died(1, "killed")
+
+
 def test_a_worker_that_is_not_needed_any_more_is_informed_too() -> None:
     changes = ElasticController(ElasticPolicy(), 3, [])
     for worker in range(3):

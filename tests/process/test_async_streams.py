@@ -1,0 +1,108 @@
+"""Streams of workers at their own pace: each batch of each worker is in the weights once, also after deaths."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
+
+import fabricx as fx
+from fabricx.callbacks import FaultRecovery
+from fabricx.launch.resize import request_workers
+from fabricx.strategies import AsyncSGD, ParameterServer
+from fabricx.testing import QUIET, Fault, Ledger, kill
+from tests.soak import params
+
+ROUNDS = AsyncSGD(every=2, outer="sum", damp=False, servers=2)
+SAMPLES, BATCH, EPOCHS = 15, 3, 2
+
+
+class Stream(IterableDataset[Any]):
+    """All samples on rank 0, and `fewer` less on each further rank: an odd number of batches."""
+
+    def __init__(self, fewer: int = 0) -> None:
+        self.fewer = fewer
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(SAMPLES - self.fewer * dist.get_rank()):
+            time.sleep(0.002)  # no worker reads the whole stream before another starts
+            yield torch.randn(6), torch.zeros(1), number
+
+
+def train(
+    folder: Path, strategy: fx.Strategy, *callbacks: Any, fewer: int = 0, **options: Any
+) -> tuple[list[int], fx.Trainer]:
+    """Return how often each sample was trained, and the trainer."""
+    torch.manual_seed(1)
+    module = Ledger(SAMPLES, BATCH)
+    trainer = fx.Trainer(
+        max_epochs=EPOCHS,
+        devices=2,
+        strategy=strategy,
+        default_root_dir=folder,
+        callbacks=list(callbacks),
+        **{**QUIET, **options},
+    )
+    trainer.fit(module, DataLoader(Stream(fewer), BATCH))
+    counts = [-entry for entry in module.entries.tolist()]
+    assert all(abs(count - round(count)) < 1e-4 for count in counts)
+    return [round(count) for count in counts], trainer
+
+
+@pytest.mark.parametrize("fewer", [0, 6])
+@pytest.mark.parametrize("interval", [None, 2])
+def test_the_last_round_of_a_stream_is_trained(tmp_path: Path, interval: int | None, fewer: int) -> None:
+    """Its steps were lost if they were fewer than `every`, and snapshots were at other steps on each rank."""
+    callbacks = [FaultRecovery(every_n_train_steps=interval)] if interval else []
+    counts, trainer = train(tmp_path, ROUNDS, *callbacks, fewer=fewer)
+    assert counts == [2 * EPOCHS] * (SAMPLES - fewer) + [EPOCHS] * fewer
+    assert trainer.global_step == EPOCHS * (2 * SAMPLES - fewer) // BATCH
+    assert not trainer.failures
+
+
+@pytest.mark.parametrize("interval", params([None], [(2,)]))
+@pytest.mark.parametrize(
+    ("strategy", "fault"),
+    params(
+        [
+            (AsyncSGD(damp=False), kill(rank=1).during("batch end", step=5)),
+            (ROUNDS, kill(rank=0).during("backward", step=7)),
+        ],
+        [
+            (ParameterServer(mode="bounded", apply="arrival"), kill(rank=1).during("backward", step=13)),
+            (ParameterServer(mode="async"), kill(rank=0).during("batch end", step=3)),
+            (AsyncSGD(max_staleness=1, on_stale="drop", damp=False), kill(rank=1).during("forward", step=15)),
+        ],
+    ),
+)
+def test_all_workers_restart_after_a_death_and_train_each_batch_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], strategy: fx.Strategy, fault: Fault, interval: int | None
+) -> None:
+    """Which batches of a dead worker's stream are in the weights is unknown: up to half of them were trained twice."""
+    counts, trainer = train(tmp_path, strategy, FaultRecovery(every_n_train_steps=interval), fault)
+    assert counts == [2 * EPOCHS] * SAMPLES
+    assert len(trainer.failures) == 1
+    assert "all workers restart from step" in capfd.readouterr().err
+
+
+class Requests(fx.Callback):
+    """Requests a third worker."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.is_global_zero and batch_idx == 1 and trainer.current_epoch == 0:
+            request_workers(trainer.run_dir, 3)
+            while (trainer.run_dir / "workers").exists():  # until the supervisor has read it
+                time.sleep(0.01)
+
+
+def test_the_number_of_workers_can_not_change(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    counts, trainer = train(tmp_path, AsyncSGD(damp=False), Requests(), FaultRecovery(), enable_checkpointing=True)
+    assert counts == [2 * EPOCHS] * SAMPLES
+    assert not trainer.failures
+    assert "DataLoader is a stream, which each worker reads at its own pace: the number of" in capfd.readouterr().err
