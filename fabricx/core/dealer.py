@@ -115,6 +115,15 @@ class Dealer:
         """Return whether gradients may be dropped, so that this rank has to restore its state then."""
         return False
 
+    @property
+    def drops_late(self) -> bool:
+        """Return whether gradients are dropped if they are late; their data are leased again."""
+        return False
+
+    def not_used(self) -> int:
+        """Return the number of gradients that were dropped so far, this rank's own among them."""
+        return 0
+
     def mark(self) -> None:
         """Save the state of this rank before a lease with `begins_update`."""
 

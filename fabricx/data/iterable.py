@@ -15,6 +15,7 @@ from fabricx.data.leasing import Section
 from fabricx.data.own_draws import Drawn, OwnDraws
 from fabricx.data.own_state import find_generators, set_generators, states_of_generators
 from fabricx.distributed.world import World
+from fabricx.errors import PeerLost
 
 
 @final
@@ -129,12 +130,17 @@ class ListFeed(Feed):
                 f"{type(self._source).__name__} yields separate batches on each rank, but global batches that workers "
                 "share need a single order of the data: use a DataLoader over a map-style dataset, or apply='arrival'"
             )
+        if dealer.drops_late:
+            raise ValueError(
+                f"{type(self._source).__name__} is a stream, so the batch of a dropped gradient would not be trained: "
+                "use on_stale='wait' or 'damp', or a DataLoader over a map-style dataset"
+            )
         resumes = self._own[0] == epoch
         if resumes:  # the other ranks have trained other numbers of batches, and this rank perhaps none
             first = self._own[1]
         self._own = epoch, first
         data, index, more = self._data(first, resumes=resumes), first, True
-        done = 0
+        done, dropped = 0, dealer.not_used()
         upcoming = self._prefetch(data)
         while more:
             dealer.open(section(done, float("inf")))
@@ -153,8 +159,14 @@ class ListFeed(Feed):
             if upcoming is _NOTHING:
                 dealer.leave_section()
             dealer.within_section = False
-            states = self._world.gather_objects((upcoming is not _NOTHING, index // accumulate))
-            more, before, done = any(continues for continues, _ in states), done, sum(trained for _, trained in states)
+            states = self._world.gather_objects((upcoming is not _NOTHING, index // accumulate, dealer.not_used()))
+            if any(now > dropped for _, _, now in states):  # the lease of a lost link is granted to another worker
+                raise PeerLost(
+                    "a server was restarted or a link was lost, and the servers have dropped a gradient whose batch no "
+                    "other worker can train, because each reads its own stream: resume from the newest checkpoint"
+                )
+            more, before = any(continues for continues, _, _ in states), done
+            done = sum(trained for _, trained, _ in states)
             yield Microbatch(
                 None, index - 1, 0, 0.0, True, True, not more, 1, empty=True, position=index, meets=True, done=done,
                 part=more and done == before,

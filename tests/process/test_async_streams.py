@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,10 +16,14 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import fabricx as fx
 from fabricx.callbacks import FaultRecovery
+from fabricx.errors import WorkerFailed
 from fabricx.launch.resize import request_workers
 from fabricx.strategies import AsyncSGD, ParameterServer
 from fabricx.testing import QUIET, Fault, Ledger, kill
+from fabricx.trainer import process
 from tests.soak import params
+
+from .served import tells_its_pid
 
 ROUNDS = AsyncSGD(every=2, outer="sum", damp=False, servers=2)
 SAMPLES, BATCH, EPOCHS = 15, 3, 2
@@ -77,7 +83,7 @@ def test_the_last_round_of_a_stream_is_trained(tmp_path: Path, interval: int | N
         [
             (ParameterServer(mode="bounded", apply="arrival"), kill(rank=1).during("backward", step=13)),
             (ParameterServer(mode="async"), kill(rank=0).during("batch end", step=3)),
-            (AsyncSGD(max_staleness=1, on_stale="drop", damp=False), kill(rank=1).during("forward", step=15)),
+            (AsyncSGD(max_staleness=1), kill(rank=1).during("forward", step=15)),
         ],
     ),
 )
@@ -89,6 +95,40 @@ def test_all_workers_restart_after_a_death_and_train_each_batch_once(
     assert counts == [2 * EPOCHS] * SAMPLES
     assert len(trainer.failures) == 1
     assert "all workers restart from step" in capfd.readouterr().err
+
+
+class KillsServer(fx.Callback):
+    """Rank 0 kills a server when it begins a batch."""
+
+    def __init__(self, server: int, step: int) -> None:
+        self.server, self.step, self.killed = server, step, False
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.is_global_zero and trainer.global_step >= self.step and not self.killed:
+            self.killed = True
+            os.kill(int(trainer.world.store.get(f"server {self.server}")), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("server", "step"), params([(0, 3)], [(1, 5), (0, 13), (1, 17)]))
+@pytest.mark.parametrize("strategy", params([AsyncSGD(servers=2, damp=False)], [(ROUNDS,)]))
+def test_each_batch_is_trained_once_if_a_server_dies(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    strategy: fx.Strategy,
+    server: int,
+    step: int,
+) -> None:
+    monkeypatch.setattr(process, "serve", tells_its_pid)
+    counts, _ = train(tmp_path, strategy, FaultRecovery(), KillsServer(server, step))
+    assert counts == [2 * EPOCHS] * SAMPLES
+    assert f"server {server} died and is restarted" in capfd.readouterr().err
+
+
+def test_dropped_gradients_are_refused(tmp_path: Path) -> None:
+    """The batch of a dropped gradient was never trained: another worker reads another stream."""
+    with pytest.raises(WorkerFailed, match="use on_stale='wait' or 'damp', or a DataLoader over a map-style dataset"):
+        train(tmp_path, AsyncSGD(max_staleness=1, on_stale="drop"))
 
 
 class Requests(fx.Callback):

@@ -130,6 +130,15 @@ class LeaseDealer(LeaseState, Dealer):
         """Return whether gradients may be dropped; this worker then restores its state."""
         return self._protocol.may_drop
 
+    @property
+    def drops_late(self) -> bool:
+        """Return whether gradients are dropped if they are late; their data are leased again."""
+        return self._protocol.settings.may_drop
+
+    def not_used(self) -> int:
+        """Return the number of gradients that were dropped so far; the reply follows all pushes of this worker."""
+        return max(server.dropped for server in self._protocol.exchange.remote.counts())
+
     def mark(self) -> None:
         """Save the batch counts of running statistics, before a lease with `begins_update`."""
         self._protocol.statistics.mark()

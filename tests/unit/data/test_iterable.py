@@ -14,6 +14,7 @@ import torch
 from fabricx.core.rng import RandomState
 from fabricx.data.iterable import ListFeed
 from fabricx.distributed.world import World
+from fabricx.errors import PeerLost
 
 
 class Together:
@@ -144,7 +145,11 @@ class Leases:
     """Dealer that gives so many leases, and then none until the next section."""
 
     leases_per_update = 1
-    within_section = False
+    within_section = drops_late = False
+    dropped = 0
+
+    def not_used(self) -> int:
+        return self.dropped
 
     def __init__(self, count: int) -> None:
         self.count, self.lease = count, None
@@ -192,6 +197,14 @@ def test_a_meeting_after_no_lease_is_in_the_middle_of_a_batch() -> None:
             meetings.append((micro.done, micro.part))
             dealer.count = 1
     assert meetings == [(0, True), (1, False), (2, False)]
+
+
+def test_a_dropped_gradient_ends_the_section_with_an_error_since_its_batch_is_in_no_other_stream() -> None:
+    feed = ListFeed([torch.rand(1) for _ in range(2)], Rank(0, 1, Together(1)), float("inf"))
+    dealer, section = Leases(2), lambda done, limit: None
+    with pytest.raises(PeerLost, match="have dropped a gradient"):
+        for _ in feed.leased(cast(Any, dealer), cast(Any, section), 0):
+            dealer.dropped = 1
 
 
 class Noise:
