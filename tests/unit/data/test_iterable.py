@@ -202,9 +202,11 @@ def test_a_meeting_after_no_lease_is_in_the_middle_of_a_batch() -> None:
 def test_a_dropped_gradient_ends_the_section_with_an_error_since_its_batch_is_in_no_other_stream() -> None:
     feed = ListFeed([torch.rand(1) for _ in range(2)], Rank(0, 1, Together(1)), float("inf"))
     dealer, section = Leases(2), lambda done, limit: None
+    leased = feed.leased(cast(Any, dealer), cast(Any, section), 0)
+    next(leased)
+    dealer.dropped = 1
     with pytest.raises(PeerLost, match="have dropped a gradient"):
-        for _ in feed.leased(cast(Any, dealer), cast(Any, section), 0):
-            dealer.dropped = 1
+        list(leased)
 
 
 class Noise:
