@@ -152,7 +152,7 @@ class TrainerOptions:
                 of the ranks with which the run began), a number of steps ("500st"), or a duration ("30m",
                 "DD:HH:MM:SS", a timedelta).
             check_val_every_n_epoch: validate only in every n-th epoch; None counts the batches of `val_check_interval`
-                across epochs.
+                across epochs (for streams, not if ranks work at their own pace: these count anew in each epoch).
             num_sanity_val_steps: validation batches before training, to detect errors early; -1 for all batches.
             log_every_n_steps: weight updates between two rows in the loggers.
             accumulate_grad_batches: batches of each rank for a weight update.

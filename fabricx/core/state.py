@@ -89,6 +89,7 @@ class RunState:
         phase: present activity; saved, never inferred from the counters.
         epoch: completed epochs.
         batch: batches of the current epoch that this rank has finished.
+        before: batches of earlier epochs that this rank has finished.
         shared_by: number of ranks among which the batches in `batch` were divided.
         accumulate: microbatches per accumulation window of these batches.
         together: samples of a batch on all ranks at the start of the run; 0 if unknown.
@@ -121,6 +122,7 @@ class RunState:
     phase: Phase = Phase.IDLE
     epoch: int = 0
     batch: int = 0
+    before: int = 0
     shared_by: int = 0
     accumulate: int = 0
     together: int = 0
@@ -191,6 +193,7 @@ class RunState:
     def next_epoch(self) -> None:
         """Set the position to the first batch of the next epoch."""
         self.epoch += 1
+        self.before += self.batch
         self.batch = self.samples = 0
         self.drained = self.closing = self.last = self.validated = False
 

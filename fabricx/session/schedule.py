@@ -202,9 +202,11 @@ def _leases_to_validation(session: Session, done: int) -> float:
 
 def _batches_before(session: Session) -> int:
     """Return the number of batches of earlier epochs, if validations are counted across epochs; otherwise 0."""
-    if session.options.check_val_every_n_epoch is None and session.data.batches.planned != float("inf"):
+    if session.options.check_val_every_n_epoch is not None:
+        return 0
+    if session.data.batches.planned != float("inf"):
         return session.state.epoch * int(session.data.batches.planned)
-    return 0
+    return session.state.before if session.strategy.traits.lockstep else 0  # otherwise each rank has another number
 
 
 def _leases_per_batch(session: Session) -> float:

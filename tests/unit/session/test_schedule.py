@@ -94,6 +94,15 @@ def test_should_stop_is_honoured_at_the_step_and_held_back_by_min_epochs(quiet: 
         assert trainer.global_step == steps
 
 
+class Stream:
+    """Batches without a number."""
+
+    batches: list[Any]
+
+    def __iter__(self) -> Any:
+        return iter(self.batches)
+
+
 def test_validation_comes_when_it_is_due(quiet: dict[str, Any]) -> None:
     for options, expected in [
         ({}, [8, 16]),
@@ -103,13 +112,19 @@ def test_validation_comes_when_it_is_due(quiet: dict[str, Any]) -> None:
         ({"val_check_interval": "5st"}, [5, 10, 15]),
         ({"check_val_every_n_epoch": 2}, [16]),
         ({"limit_val_batches": 0}, []),
+        ({"val_check_interval": 3, "check_val_every_n_epoch": None, "stream": True}, [3, 6, 9, 12, 15]),
+        ({"val_check_interval": 3, "stream": True}, [3, 6, 11, 14]),
     ]:
         steps: list[int] = []
+        loader: Any = tiny_loader(32, 4)
+        if options.pop("stream", False):
+            batches, loader = list(loader), Stream()
+            loader.batches = batches
 
         class Mine(TinyModule):
             def on_validation_start(self, steps: list[int] = steps) -> None:
                 steps.append(self.global_step)
 
         trainer = fx.Trainer(max_epochs=2, num_sanity_val_steps=0, **options, **quiet)
-        trainer.fit(Mine(), tiny_loader(32, 4), tiny_loader(4, 4))
+        trainer.fit(Mine(), loader, tiny_loader(4, 4))
         assert steps == expected, options
