@@ -152,7 +152,10 @@ def follow_hooks(session: Session) -> bool:
 
 
 def _place(session: Session) -> tuple[int, ...]:
-    return session.world.generation, session.state.epoch, session.state.step, session.state.batch
+    """Return the position of the run, which is the same on all ranks when they save."""
+    state = session.state
+    batch = state.batch if session.strategy.traits.lockstep else 0  # ranks at their own pace differ in streams
+    return session.world.generation, state.epoch, state.step, batch
 
 
 def _saves(session: Session) -> int:

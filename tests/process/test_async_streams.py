@@ -1,7 +1,7 @@
 """Streams of workers at their own pace: each batch of each worker is in the weights once, also after deaths.
 
-A worker is certain to begin a batch at step 14 or later: the second epoch begins at step 10, and its fifth batch follows
-four of its own.
+A worker is certain to begin a batch at step 14 or later: the second epoch begins at step 10, and its fifth batch
+follows four of its own.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Stream(IterableDataset[Any]):
 
 
 def train(
-    folder: Path, strategy: fx.Strategy, *callbacks: Any, fewer: int = 0, **options: Any
+    folder: Path, strategy: fx.Strategy, *callbacks: Any, fewer: int = 0, ckpt: Path | None = None, **options: Any
 ) -> tuple[list[int], fx.Trainer]:
     """Return how often each sample was trained, and the trainer."""
     torch.manual_seed(1)
@@ -59,7 +59,7 @@ def train(
         callbacks=list(callbacks),
         **{**QUIET, **options},
     )
-    trainer.fit(module, DataLoader(Stream(fewer), BATCH))
+    trainer.fit(module, DataLoader(Stream(fewer), BATCH), ckpt_path=ckpt)
     counts = [-entry for entry in module.entries.tolist()]
     assert all(abs(count - round(count)) < 1e-4 for count in counts)
     return [round(count) for count in counts], trainer
@@ -99,6 +99,24 @@ def test_all_workers_restart_after_a_death_and_train_each_batch_once(
     assert counts == [2 * EPOCHS] * SAMPLES
     assert len(trainer.failures) == 1
     assert "all workers restart from step" in capfd.readouterr().err
+
+
+class Saves(fx.Callback):
+    """Saves a checkpoint in a hook, where workers have read different numbers of batches."""
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        trainer.save_checkpoint(Path(trainer.default_root_dir) / f"epoch {trainer.current_epoch}")
+
+
+@pytest.mark.parametrize("strategy", params([ROUNDS], [(AsyncSGD(damp=False),)]))
+def test_a_hook_saves_between_batches_of_which_workers_have_different_numbers(
+    tmp_path: Path, strategy: fx.Strategy
+) -> None:
+    counts, trainer = train(tmp_path, strategy, Saves(), fewer=6)
+    assert counts == [2 * EPOCHS] * (SAMPLES - 6) + [EPOCHS] * 6
+    assert not trainer.failures
+    resumed, _ = train(tmp_path, strategy, fewer=6, ckpt=tmp_path / "epoch 0")
+    assert resumed == counts
 
 
 class KillsServer(fx.Callback):

@@ -22,7 +22,7 @@ def session(rank: int = 0, ranks: int = 1, store: Any = None, **batch: Any) -> A
     trainer = SimpleNamespace(saved=saved)
     result = SimpleNamespace(
         world=world, state=RunState(phase=Phase.TRAIN), batch=BatchStatus(**batch), checkpoints=CheckpointStatus(),
-        running=True, trainer=trainer,
+        running=True, trainer=trainer, strategy=SimpleNamespace(traits=SimpleNamespace(lockstep=True)),
         checks=SimpleNamespace(apply_changes=lambda changes, idle: saved.append(changes)),
     )  # fmt: skip
 
