@@ -1,4 +1,4 @@
-"""The contract suite of synchronous strategies: a run on several ranks is compared with a run of a single process."""
+"""The contract suite of synchronous strategies: runs on several ranks are compared with a single process."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from fabricx import plugins
+from fabricx.core.callback import Callback
 from fabricx.core.module import Module
 from fabricx.core.strategy import Strategy
-from fabricx.errors import WorkerFailed
+from fabricx.errors import FabricxError, RanksDisagree, WorkerFailed
 from fabricx.testing.broken import BrokenContract
+from fabricx.testing.faults import kill
 from fabricx.testing.modules import SavesAtStep
 from fabricx.trainer.trainer import Trainer
 
@@ -25,6 +28,10 @@ GLOBAL_BATCH: Final = 12
 SAMPLES: Final = 43  # 3 whole global batches, and 7 samples
 EPOCHS: Final = 3
 SAVED_AT: Final = 6  # of 12 steps
+KILLED_AT: Final = 6
+STANDSTILL_S: Final = 30.0  # without a batch; a recovery of these runs takes less than a second
+ENDED: Final = "was ended"  # in the records of ranks that the supervisor ended because they stood still
+ORDER: Final = 1e-5  # relative differences of sums in another order
 RUNS: Final[dict[str, dict[str, Any]]] = {
     "plain": {"samples": 4 * GLOBAL_BATCH},
     "uneven last batch": {},
@@ -38,26 +45,33 @@ RUNS: Final[dict[str, dict[str, Any]]] = {
 REDUCTION: Final = (
     "Are gradients summed, or averaged with traits.averages? Does backward_without_data take part in each reduction?"
 )
+DEATH: Final = (
+    "State that differs by rank needs traits.unreplicated, and KeepsLocalState for its copies: without them the "
+    "replacement of a dead rank receives the state of another rank by state_dict, which must then not communicate."
+)
 MANUAL: Final = (
     "A step called backward for each layer before the optimizers stepped. Does the second call reduce the gradients of "
     "the first again? Then setup has to raise a ValueError for several_backwards=True."
 )
 
 
-def check_strategy(make: Callable[[], Strategy], *, ranks: int = 2, tolerance: float = 1e-5) -> None:
+def check_strategy(make: Callable[[], Strategy], *, ranks: int = 2, tolerance: float = ORDER) -> None:
     """Check that a synchronous strategy trains like a single process on the same global batches.
 
     It runs short trainings of a small network with SGD and momentum, in worker processes on the CPU: whole and uneven
     batches, accumulation, clipping, evaluation, and manual optimization, unless the strategy refuses it. Then it
     resumes a run from a checkpoint, which must give the same bits as the run without an interruption, and loads the
-    checkpoint in a single process.
+    checkpoint in a single process. At last it kills a rank in the middle of a training: the run must end with the
+    weights of the run without the death, or with a `ValueError` or an error of fabricx that says why it cannot;
+    30 s without a batch are a hang.
 
     Args:
         make: returns a new strategy; all calls return the same kind.
         ranks: number of ranks, a divisor of 12.
         tolerance: largest difference of weights and metrics to a single process, relative to the largest weight of a
             parameter or, if that is larger, to its largest change in training. 1e-5 is for sums in another order;
-            compressed gradients need more.
+            compressed gradients need more. The run with a death is compared with the run of the same strategy without,
+            to 1e-5 in any case.
 
     Raises:
         BrokenContract: the strategy breaks the contract. Errors of a run pass: it compares the ranks' weights, for
@@ -69,11 +83,15 @@ def check_strategy(make: Callable[[], Strategy], *, ranks: int = 2, tolerance: f
     strategy = make()
     if not strategy.traits.synchronous:
         raise ValueError(f"{type(strategy).__name__} is not synchronous: its weights differ from those of one process")
+    runs = {}
     for name, options in RUNS.items():
-        _compare(name, _train(make(), ranks, **options), _train("single", 1, **options), tolerance)
+        runs[name] = _train(make(), ranks, **options)
+        _compare(name, runs[name], _train("single", 1, **options), tolerance)
     _check_manual_optimization(make, ranks, tolerance)
     with tempfile.TemporaryDirectory() as folder:
         _check_resuming(make, ranks, Path(folder), tolerance)
+    if ranks > 1:
+        _check_death(make, ranks, runs["uneven last batch"])
 
 
 @dataclass(frozen=True)
@@ -84,11 +102,13 @@ class _Run:
         weights: final weights by name.
         step: number of weight updates.
         metrics: metrics of the last epoch.
+        failures: failures from which the run has recovered.
     """
 
     weights: dict[str, Tensor]
     step: int
     metrics: dict[str, float]
+    failures: list[str]
 
 
 def _train(
@@ -106,7 +126,7 @@ def _train(
         trainer.fit(module, DataLoader(_data(samples), batch), DataLoader(_data(5), 1), ckpt_path=ckpt_path)
     metrics = {name: float(trainer.callback_metrics[name]) for name in ("loss_epoch", "val_loss")}
     weights = {name: parameter.detach() for name, parameter in module.named_parameters()}
-    return _Run(weights, trainer.global_step, metrics)
+    return _Run(weights, trainer.global_step, metrics, trainer.failures)
 
 
 @contextmanager
@@ -116,9 +136,12 @@ def _seeded() -> Iterator[None]:
         yield
 
 
-def _compare(name: str, several: _Run, alone: _Run, tolerance: float, hint: str = REDUCTION) -> None:
+def _compare(
+    name: str, several: _Run, alone: _Run, tolerance: float, hint: str = REDUCTION,
+    reference: str = "one process on the same global batches",
+) -> None:  # fmt: skip
     if several.step != alone.step:
-        raise BrokenContract(f"{name}: {several.step} weight updates, and {alone.step} in one process")
+        raise BrokenContract(f"{name}: {several.step} weight updates, and {alone.step} in the run of {reference}")
     initial = dict(_Network().named_parameters())
     for parameter, wanted in alone.weights.items():
         weights, change = several.weights[parameter], wanted - initial[parameter].detach()
@@ -126,13 +149,13 @@ def _compare(name: str, several: _Run, alone: _Run, tolerance: float, hint: str 
         scale = float(torch.maximum(wanted.abs().max(), change.abs().max()))  # a trained bias may be close to 0
         if not difference <= tolerance * scale:  # also if it is NaN
             raise BrokenContract(
-                f"{name}: {parameter} differs by {difference:.3g} from the run of one process on the same global "
-                f"batches, more than tolerance={tolerance:g} x {scale:.3g}. {hint}"
+                f"{name}: {parameter} differs by {difference:.3g} from the run of {reference}, more than "
+                f"tolerance={tolerance:g} x {scale:.3g}. {hint}"
             )
     for metric, wanted_value in alone.metrics.items():
         value = several.metrics[metric]
         if not math.isclose(value, wanted_value, rel_tol=max(1e-4, 10 * tolerance)):
-            raise BrokenContract(f"{name}: {metric} is {value:.6g}, and {wanted_value:.6g} in one process")
+            raise BrokenContract(f"{name}: {metric} is {value:.6g}, and {wanted_value:.6g} in the run of {reference}")
 
 
 def _check_manual_optimization(make: Callable[[], Strategy], ranks: int, tolerance: float) -> None:
@@ -160,6 +183,27 @@ def _check_resuming(make: Callable[[], Strategy], ranks: int, folder: Path, tole
             )
     alone = _train("single", 1, ckpt_path=path, began_with=ranks)  # a global batch keeps its size
     _compare("a checkpoint, resumed in one process", whole, alone, tolerance)
+
+
+def _check_death(make: Callable[[], Strategy], ranks: int, whole: _Run) -> None:
+    """Compare a run with a run of which a rank is killed, unless the latter ends with a clear error."""
+    limits = {"stuck_after": STANDSTILL_S, "patience": STANDSTILL_S}
+    recovery = plugins.build("callbacks", "fault_recovery", snapshots=False, **limits)  # otherwise the default
+    callbacks: list[Callback] = [recovery, kill(ranks - 1).during("backward", step=KILLED_AT)]
+    try:
+        run = _train(make(), ranks, callbacks=callbacks)
+    except WorkerFailed as error:
+        if isinstance(error.__cause__, RanksDisagree) or ENDED in str(error):
+            raise BrokenContract(f"after the death of a rank: the run stood still. {DEATH}\n{error}") from error
+        if error.__cause__ is None or isinstance(error.__cause__, (ValueError, FabricxError)):
+            return
+        raise
+    if not run.failures:
+        raise BrokenContract(f"no rank could be killed in the backward of step {KILLED_AT}: is backward never called?")
+    hung = [failure for failure in run.failures if ENDED in failure]
+    if hung:
+        raise BrokenContract(f"after the death of a rank: the run stood still. {DEATH}\n{hung[0]}")
+    _compare("after the death of a rank", run, whole, ORDER, DEATH, "these ranks without a death")
 
 
 def _data(samples: int) -> TensorDataset:
