@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 import tempfile
 from collections.abc import Callable, Mapping
@@ -10,10 +11,12 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from fabricx import checkpoint
 from fabricx.core.callback import Callback
 from fabricx.core.hooks import check_hooks
+from fabricx.errors import RanksApart, RanksDisagree, WorkerFailed
 from fabricx.testing.broken import BrokenContract
 from fabricx.testing.faults import kill
 from fabricx.testing.modules import QUIET, SavesAtStep, TinyModule, assert_same_state, tiny_loader
@@ -22,6 +25,15 @@ from fabricx.trainer.trainer import Trainer
 EPOCHS: Final = 4
 SAVED_AT: Final = 7  # of 16 steps: in the second epoch
 KILLED_AT: Final = 5
+ROUNDING: Final = 1e-4  # of sums in another order
+UNEVEN: Final = 13  # samples: 3 whole global batches of 4, and a sample on rank 0
+NO_SAMPLE: Final = (
+    "A rank without a sample of a batch omits the hooks of that batch: call collectives in on_before_optimizer_step or "
+    "on_train_epoch_end, on all ranks."
+)
+WEIGHTED: Final = (
+    "The last batch has one sample, on rank 0 only: are means over batches or ranks weighted by the number of samples?"
+)
 
 
 def check_callback(make: Callable[[], Callback], *, ranks: int = 2, **options: Any) -> None:
@@ -31,6 +43,10 @@ def check_callback(make: Callable[[], Callback], *, ranks: int = 2, **options: A
     run from a checkpoint in the middle of the second epoch; and kills a worker in the same epoch. Weights, number of
     steps and state of the callback must be equal at the end of all three runs. A callback whose effect depends on time
     breaks this by design.
+
+    In a last run, on two ranks, one rank has no sample of the last batch of each epoch: it must end, and, if the
+    callback draws no random numbers and the strategy is synchronous, equal a run of a single process on the same global
+    batches, in which metrics and numbers of the state may differ by rounding.
 
     Args:
         make: returns a new callback.
@@ -50,6 +66,7 @@ def check_callback(make: Callable[[], Callback], *, ranks: int = 2, **options: A
     fault = kill(ranks - 1).during("backward", step=KILLED_AT)
     hint = "The interrupted batch is repeated: does a second call of on_train_batch_start change the state?"
     _compare("after the death of a worker", _train(make(), ranks, options, fault), whole, hint)
+    _check_uneven(make, options)
 
 
 def _check_state(make: Callable[[], Callback]) -> None:
@@ -73,25 +90,66 @@ def _check_state(make: Callable[[], Callback]) -> None:
 
 
 class _End:
-    """Final weights, number of steps, and state of the callback."""
+    """Final weights, number of steps, metrics, random state, and state of the callback."""
 
     def __init__(self, trainer: Trainer, module: TinyModule, callback: Callback) -> None:
+        self.synchronous = trainer.strategy.traits.synchronous
+        self.random = torch.get_rng_state()
+        self.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         self.step = trainer.global_step
         self.state: dict[str, Any] = callback.state_dict()
         self.weights: Tensor = torch.cat([p.detach().flatten() for p in module.parameters()])
 
 
 def _train(
-    callback: Callback, ranks: int, options: Mapping[str, Any], *others: Callback, ckpt_path: Path | None = None
-) -> _End:
+    callback: Callback, ranks: int, options: Mapping[str, Any], *others: Callback, ckpt_path: Path | None = None,
+    data: DataLoader[Any] | None = None,
+) -> _End:  # fmt: skip
     module = TinyModule()
     callbacks = [callback, *options.get("callbacks", ()), *others]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         trainer = Trainer(max_epochs=EPOCHS, devices=ranks, **{**QUIET, **options, "callbacks": callbacks})
-        loader = tiny_loader(8 * ranks, 2, shuffle=True)
+        loader = data or tiny_loader(8 * ranks, 2, shuffle=True)
         trainer.fit(module, loader, tiny_loader(), ckpt_path=ckpt_path)
-    return _End(trainer, module, callback)
+        return _End(trainer, module, callback)
+
+
+def _check_uneven(make: Callable[[], Callback], options: Mapping[str, Any]) -> None:
+    """Compare a run whose last batches have a sample on rank 0 only with a run of a single process."""
+    name = "a rank without a sample"
+    try:
+        run = _train(make(), 2, options, data=tiny_loader(UNEVEN, 2))
+    except WorkerFailed as error:
+        if isinstance(error.__cause__, (RanksApart, RanksDisagree)) or "different collectives" in str(error):
+            raise BrokenContract(f"{name}: the ranks are in different collectives. {NO_SAMPLE}\n{error}") from error
+        raise
+    if not run.synchronous:
+        return
+    one_process = {**options, "strategy": "single"}
+    alone, bare = (_train(c, 1, one_process, data=tiny_loader(UNEVEN, 4)) for c in (make(), Callback()))
+    if not torch.equal(alone.random, bare.random):  # numbers that differ by rank
+        return
+    if run.step != alone.step:
+        raise BrokenContract(f"{name}: {run.step} steps, and {alone.step} in one process. {WEIGHTED}")
+    for what in ("weights", "metrics", "state"):
+        ours, wanted = getattr(run, what), getattr(alone, what)
+        if not _close(ours, wanted):
+            raise BrokenContract(f"{name}: {what}: {ours}, and {wanted} in one process. {WEIGHTED}")
+
+
+def _close(actual: Any, expected: Any) -> bool:
+    """Return whether two states of tensors and plain data differ by rounding at most."""
+    if isinstance(actual, Tensor):
+        return actual.shape == expected.shape and torch.allclose(actual, expected, rtol=ROUNDING, atol=ROUNDING)
+    if isinstance(actual, dict):
+        return actual.keys() == expected.keys() and all(_close(actual[key], expected[key]) for key in actual)
+    if isinstance(actual, (list, tuple)):
+        return len(actual) == len(expected) and all(map(_close, actual, expected))
+    if isinstance(actual, float):
+        both_nan = math.isnan(actual) and math.isnan(expected)
+        return both_nan or math.isclose(actual, expected, rel_tol=ROUNDING, abs_tol=ROUNDING)
+    return bool(actual == expected)
 
 
 def _compare(name: str, run: _End, whole: _End, hint: str) -> None:

@@ -9,11 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import fabricx as fx
 from fabricx.callbacks import EMA, EarlyStopping
 from fabricx.loggers import CSVLogger
-from fabricx.testing import BrokenContract, check_callback, check_launcher, check_logger, launcher_contract
+from fabricx.testing import (
+    BrokenContract,
+    callback_contract,
+    check_callback,
+    check_launcher,
+    check_logger,
+    launcher_contract,
+)
 from tests.soak import params
 
 
@@ -65,6 +73,40 @@ class Counts(fx.Callback):
         self.batches += 1
 
 
+class Collects(fx.Callback):
+    """Calls a collective after each batch that this rank has."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.world.all_reduce(torch.ones(3))
+
+
+class MeansOfBatches(fx.Callback):
+    """Logs the mean over ranks of the mean over batches, whatever their number of samples."""
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        self.means: dict[int, Any] = {}
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.means[batch_idx] = batch[0].mean()
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        mean = torch.stack([*self.means.values()]).mean()
+        trainer.world.all_reduce(mean)
+        self.log("mean", mean / trainer.world.size)
+
+
+class MeansOfSamples(MeansOfBatches):
+    """Logs the mean over samples."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.means[batch_idx] = torch.stack([batch[0].sum(), torch.tensor(float(batch[0].numel()))])
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        sums = torch.stack([*self.means.values()]).sum(0)
+        trainer.world.all_reduce(sums)
+        self.log("mean", sums[0] / sums[1])
+
+
 def test_a_logger_without_rewind_is_named() -> None:
     with pytest.raises(
         BrokenContract, match=r"'loss' of the steps \[1, 2, 3, 3\], not \[1, 2, 3\]. Does rewind delete"
@@ -91,6 +133,25 @@ def test_a_callback_that_counts_a_batch_twice_is_named() -> None:
 @pytest.mark.parametrize("make", params([], [lambda: EarlyStopping("val_loss"), EMA]))
 def test_a_callback_of_fabricx_keeps_the_contract(make: Any) -> None:
     check_callback(make)
+
+
+@pytest.mark.usefixtures("warm_ranks")
+def test_a_mean_that_is_not_weighted_by_samples_is_named() -> None:
+    callback_contract._check_uneven(MeansOfSamples, {})
+    with pytest.raises(BrokenContract, match=r"without a sample: metrics: .*'mean'.* in one process. The last batch"):
+        callback_contract._check_uneven(MeansOfBatches, {})
+
+
+@pytest.mark.usefixtures("warm_ranks")
+@pytest.mark.parametrize("make", params([lambda: EarlyStopping("val_loss")], [EMA, Counts]))
+def test_a_callback_may_be_on_a_rank_without_a_sample(make: Any) -> None:
+    callback_contract._check_uneven(make, {})
+
+
+@pytest.mark.usefixtures("warm_ranks")
+def test_a_collective_in_a_hook_of_batches_is_named() -> None:
+    with pytest.raises(BrokenContract, match=r"(?s)different collectives. A rank without a sample.*omits the hooks"):
+        callback_contract._check_uneven(Collects, {})
 
 
 LAUNCH = """
