@@ -24,8 +24,8 @@ GLOBAL_SEED: Final = "PL_GLOBAL_SEED"  # environment variable of Lightning with 
 def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
     """Seed python, numpy and torch, on all devices.
 
-    When a run starts, each rank except rank 0 derives its own stream from the seed; the data order is the same on all
-    ranks.
+    All ranks draw the same numbers in the set-up of a run (`setup`, methods that create loaders), and the order of the
+    data is the same. For the training, each rank derives its own stream from the seed.
 
     Args:
         seed: an integer from 0 to 2**32 - 1; None for that of the environment variable PL_GLOBAL_SEED, else 0.

@@ -53,6 +53,26 @@ def put_back_sampler(sampler: Any, values: Values) -> None:
             owner[name] = saved.numpy() if isinstance(value, np.ndarray) else saved
 
 
+def equal_states(one: Any, other: Any) -> bool:
+    """Return whether two states of nested mappings, sequences, tensors, arrays and other values are equal.
+
+    Args:
+        one, other: results of `state_dict`; a checkpoint may have changed kinds of sequences and devices of tensors.
+
+    >>> equal_states({"seen": [torch.ones(2), 3]}, {"seen": (torch.ones(2), 3)})
+    True
+    """
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(equal_states(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(equal_states, one, other))
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one.cpu(), other.cpu())
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return bool(np.array_equal(one, other))
+    return type(one) is type(other) and bool(one == other)
+
+
 def changes(before: Values, after: Values) -> tuple[Values, Values]:
     """Return the values that differ, from before and from after.
 

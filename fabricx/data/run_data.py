@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -14,13 +15,14 @@ from fabricx.core.datamodule import DataModule
 from fabricx.core.duration import check_count
 from fabricx.core.hooks import overrides
 from fabricx.core.module_hooks import ModuleHooks
+from fabricx.core.rng import RandomState, random_kept, seed_often
 from fabricx.core.strategy_parts import ModelParallel, as_part
 from fabricx.data.advice import advise_on_overfitting, advise_on_shuffling, advise_on_validation
 from fabricx.data.combined import CombinedLoader, combined, is_loader
 from fabricx.data.factory import make_feed
 from fabricx.data.feed import Feed
-from fabricx.data.order import Balance
-from fabricx.data.own_state import find_generators
+from fabricx.data.order import Balance, epoch_seed
+from fabricx.data.own_state import equal_states, find_generators
 from fabricx.distributed.world import World
 
 if TYPE_CHECKING:
@@ -80,6 +82,7 @@ class RunData:
             ends of epochs only.
         own_generators: random generators of the module and the data, by path.
         created_in: epochs in which the training loader and the evaluation loaders were created.
+        created_from: states of the data module before it created these; None without a state, or if unknown.
     """
 
     def __init__(
@@ -98,7 +101,9 @@ class RunData:
         self.several_loaders = False
         self.val_every = float("inf")
         self.own_generators: dict[str, Any] = {}
-        self.created_in = [state.epoch, state.epoch]  # epochs in which training and evaluation loaders were created
+        self.created_in = [state.epoch, state.epoch]
+        self.created_from: list[Any] = [None, None]
+        self._random: list[RandomState | None] = [None, None]  # at set-up, before the creation of these loaders
 
     @property
     def train_feed(self) -> Feed:
@@ -150,8 +155,7 @@ class RunData:
     def _load_evaluation(self, world: World) -> None:
         """Build the feeds of the evaluation loaders."""
         options, fits, word = self._options, self.stage == "fit", _SOURCES[self.stage]
-        self.created_in[1] = self._state.epoch
-        source = self._passed[1] if self._passed[1] is not None else self._loader(f"{word}_dataloader")
+        source = self._passed[1] if self._passed[1] is not None else self._create(1, f"{word}_dataloader")
         limit = _limit(getattr(options, f"limit_{word}_batches"))
         has_step = not fits or callable(getattr(self._module, "validation_step", None))
         loaders = _several(source) if has_step and limit != 0 else []
@@ -187,45 +191,99 @@ class RunData:
         return every > 0 and self._state.epoch - created_in >= every
 
     def _create_training(self) -> None:
-        loader = self._passed[0] if self._passed[0] is not None else self._loader("train_dataloader")
+        loader = self._passed[0] if self._passed[0] is not None else self._create(0, "train_dataloader")
         self.train_dataloader = combined(loader)
-        self.created_in[0] = self._state.epoch
 
-    def rebuild(self, world: World, created_in: Sequence[int] | None = None) -> None:
+    def _create(self, kind: Literal[0, 1], name: str) -> Any:
+        """Create a loader, and keep what a resumed run or the replacement of a worker needs to create it again.
+
+        All ranks draw the same random numbers meanwhile: at set-up those of a single process, later those of the seed
+        and the epoch.
+
+        Args:
+            kind: 0 for the training loader, 1 for evaluation loaders.
+            name: method of the data module or the module.
+        """
+        self.created_in[kind], self.created_from[kind] = self._state.epoch, self._state_of_datamodule()
+        known = self._random[kind]
+        if self.stage != "fit" or (known is None and not self._state.epoch):
+            self._random[kind] = RandomState()
+            return self._loader(name)
+        with random_kept():
+            if self._state.epoch or known is None:
+                seed_often(epoch_seed(self._state.seed, self._state.epoch) % 2**32)
+            else:
+                known.restore()
+            return self._loader(name)
+
+    def _state_of_datamodule(self) -> Any:
+        if self._datamodule is None:
+            return None
+        try:
+            return copy.deepcopy(self._datamodule.state_dict()) or None
+        except Exception:  # such as the position of a loader that the data module has not created yet
+            return None
+
+    def rebuild(
+        self, world: World, created_in: Sequence[int] | None = None, created_from: Sequence[Any] = (None, None),
+        datamodule: Any = None, *, changed: bool = False,
+    ) -> None:  # fmt: skip
         """Build all feeds of a fit again, after a checkpoint has restored the position and the seed of the data order.
 
-        Loaders that an earlier run has created again during its training are created, as in the epoch in which that run
-        created them.
+        Loaders that an earlier run has created in another epoch, or from another state of the data module, are created
+        again from that state.
 
         Args:
             world: the ranks.
             created_in: `created_in` of the earlier run; None if unknown.
+            created_from: `created_from` of the earlier run; None if unknown.
+            datamodule: state of the data module in the earlier run; None or empty without.
+            changed: the module has changed since it created loaders.
         """
         every, epoch = self._options.reload_dataloaders_every_n_epochs, self._state.epoch
         if created_in is None:
             created_in = [epoch - epoch % every] * 2 if every else self.created_in
-        training, evaluation = created_in
         first = [feed.at_first for feed in self.feeds]
-        fresh = every > 0 and training != self.created_in[0] and self._passed[0] is None
-        if fresh:
-            with self._in_epoch(training):
+        changed = changed and self._datamodule is None
+        fresh = [
+            passed is None
+            and (changed or (every > 0 and then != own) or not (state is None or equal_states(state, own_state)))
+            for passed, then, own, state, own_state in zip(
+                self._passed, created_in, self.created_in, created_from, self.created_from, strict=True
+            )
+        ]
+        self._load_datamodule(copy.deepcopy(datamodule) if any(fresh) else datamodule)
+        if fresh[0]:
+            with self._as_in(created_in[0], created_from[0]):
                 self._create_training()
         self._make_train_feed(world)
-        if not fresh:
+        if not fresh[0]:
             self.train_feed.at_first = first[0]
-        if every and evaluation != self.created_in[1] and self._passed[1] is None:
-            with self._in_epoch(evaluation):
+        if fresh[1]:
+            with self._as_in(created_in[1], created_from[1]):
                 self._load_evaluation(world)
         elif self.val_feeds:
             limit, loaders = _limit(self._options.limit_val_batches), _several(self.val_dataloaders)
             self.val_feeds = [self._evaluation_feed(world, loader, limit) for loader in loaders]
             for feed, values in zip(self.val_feeds, first[1:], strict=True):
                 feed.at_first = values
+        if any(fresh):  # methods that create loaders may change the state
+            self._load_datamodule(datamodule)
         self.set_validation_interval()
 
+    def _load_datamodule(self, state: Any) -> None:
+        if self._datamodule is not None and state:
+            self._datamodule.load_state_dict(state)
+
     @contextlib.contextmanager
-    def _in_epoch(self, epoch: int) -> Iterator[None]:
-        """Context in which methods that create loaders read the number of an earlier epoch."""
+    def _as_in(self, epoch: int, state: Any) -> Iterator[None]:
+        """Context in which methods that create loaders read an earlier epoch, and an earlier state of the data module.
+
+        Args:
+            epoch: the earlier epoch.
+            state: the earlier state; None for the present state.
+        """
+        self._load_datamodule(copy.deepcopy(state))
         now, self._state.epoch = self._state.epoch, epoch
         try:
             yield

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 from torch.optim import Optimizer
 
 from fabricx import checkpoint
+from fabricx.core.hooks import overrides
+from fabricx.core.module_hooks import ModuleHooks
 from fabricx.core.optimizers import load_schedules
 from fabricx.core.rng import RandomState
 from fabricx.core.state import Phase
@@ -148,7 +150,7 @@ def restore(session: Session, path: Path, *, weights_only: bool) -> None:
     state["state"]["attempt"] = state["state"].get("attempt", 0) + 1
     data = session.world.axis("data")
     rank = data.rank if len(state["ranks"]) == data.size else None
-    restore_run(session, state, rank=rank)
+    restore_run(session, state, rank=rank, hooked=overrides(session.module, "on_load_checkpoint", ModuleHooks))
     session.metrics.loggers.rewind(session.state.step)
 
 
@@ -175,13 +177,14 @@ def _report_hyperparameters(session: Session, configured: Sequence[Mapping[str, 
         )
 
 
-def restore_run(session: Session, state: dict[str, Any], *, rank: int | None) -> None:
+def restore_run(session: Session, state: dict[str, Any], *, rank: int | None, hooked: bool = False) -> None:
     """Restore the run's state, except the weights.
 
     Args:
         session: session of a fit.
         state: result of `run_state`, with the list of rank states as "ranks".
         rank: index of this rank's state in "ranks"; None if the ranks have changed: metric sums are then merged.
+        hooked: the module has changed in `on_load_checkpoint`.
     """
     for optimizer in session.optimizers:  # otherwise torch warns at the epoch's end that a scheduler stepped first
         vars(optimizer)["_opt_called"] = bool(state["state"]["step"])
@@ -190,10 +193,9 @@ def restore_run(session: Session, state: dict[str, Any], *, rank: int | None) ->
     session.precision.load_state_dict(state["precision"])
     restore_changes(session, state)
     session.state.load_state_dict(state["state"])
-    if session.datamodule is not None and state["datamodule"]:  # before it creates loaders
-        session.datamodule.load_state_dict(state["datamodule"])
     several = session.data.several_loaders
-    session.data.rebuild(session.world, state.get("created_in"))
+    created_from = state.get("created_from", (None, None))
+    session.data.rebuild(session.world, state.get("created_in"), created_from, state["datamodule"], changed=hooked)
     if several != session.data.several_loaders:  # steps receive the index of the loader
         session.wrap_steps(fits=True)
     if (

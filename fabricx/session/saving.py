@@ -233,6 +233,7 @@ def run_state(session: Session) -> dict[str, Any]:
         "accumulate": session.options.accumulate_grad_batches,
         "batches": session.data.batches.training,
         "created_in": list(session.data.created_in),
+        "created_from": list(session.data.created_from),
         "order": ""
         if session.data.train_feed is None
         else session.data.train_feed.order or session.data.train_feed.order_before,

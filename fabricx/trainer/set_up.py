@@ -230,6 +230,7 @@ def _set_up(session: Session, job: Job) -> Outcome:
     outcome = added_layers(session.module, known) if job.copied and session.world.main_rank else Outcome()
     fits = job.stage == "fit"
     set_up_module(session, job.ckpt_path, trusted=job.trusted, fits=fits)
+    _seed_training(session.state, session.world)
     session.checkpoints.key = job.key
     if job.copied and not updating_ranks(session.world, fits=fits).main_rank:  # the ranks' states are summed
         for metric in held_metrics(holders(session.module, session.callbacks)).values():
@@ -260,22 +261,29 @@ def _prepares(owner: Module | DataModule, world: World) -> bool:
 
 
 def _seed(state: RunState, world: World, of_caller: Any) -> None:
-    """Share the seed of the data order with all ranks; seed other random generators by the share of the data.
+    """Share the seed of the data order, and random states for the set-up, with all ranks.
+
+    Hooks of the set-up, and methods that create loaders, may draw random numbers (`random_split`): all ranks draw the
+    numbers of a single process, so that they have the same data. The training has other numbers: `_seed_training`.
 
     Args:
         state: position of the run.
         world: the ranks.
         of_caller: packed random states of the calling process; None if this process executes the script.
     """
-    state.seed, data = world.broadcast_object(state.seed), world.axis("data")
-    if data.size > 1:
-        seed_generators((state.seed + data.rank) % 2**32)
-    elif of_caller is not None:  # a single share of the data: workers draw what a single process would draw
+    state.seed = world.broadcast_object(state.seed)
+    if of_caller is not None:
         seed_generators(state.seed % 2**32)  # also on devices
         RandomState.unpacked(of_caller).restore()
-    model = world.axis("model")
-    if model.size > 1:  # ranks that compute a share together draw the same numbers
-        RandomState.unpacked(model.broadcast_object(RandomState().packed())).restore()
+    if world.size > 1:
+        RandomState.unpacked(world.broadcast_object(RandomState().packed())).restore()
+
+
+def _seed_training(state: RunState, world: World) -> None:
+    """Seed random generators by the share of the data: ranks that compute a share together draw the same numbers."""
+    data = world.axis("data")
+    if data.size > 1:
+        seed_generators((state.seed + data.rank) % 2**32)
 
 
 def _backend_flags(options: TrainerOptions, *, on: bool = True) -> None:

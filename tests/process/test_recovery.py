@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -603,3 +604,50 @@ def test_a_manual_step_that_freezes_parameters_is_repeated(strategy: Any, moment
 
     weights, steps, _ = trained()
     assert trained(kill(rank=0).during(moment, step=3)) == (weights, steps, 1)
+
+
+class Redraws(fx.DataModule):
+    """Draws half of the samples when it is set up, and a quarter of these when its loader is created.
+
+    Args:
+        ranks: number of ranks.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.ranks, self.windows = ranks, 0
+
+    def setup(self, stage: str) -> None:
+        self.half, _ = torch.utils.data.random_split(Numbered(), [SAMPLES // 2, SAMPLES // 2])
+
+    def train_dataloader(self) -> Any:
+        self.windows += 1
+        places = random.sample(range(SAMPLES // 2), SAMPLES // 4 - self.windows)
+        return DataLoader(torch.utils.data.Subset(self.half, places), BATCH // self.ranks, shuffle=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"windows": self.windows}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.windows = state_dict["windows"]
+
+
+@pytest.mark.parametrize(
+    "strategy", params([DDP, FSDP], [ParameterServer, lambda: LocalSGD(every=1), lambda: Mesh(tensor=2)])
+)
+def test_all_ranks_and_a_replacement_have_the_data_that_one_process_draws(strategy: Any, tmp_path: Path) -> None:
+    def entries(strategy: Any, *faults: Fault) -> tuple[list[float], int]:
+        fx.seed_everything(3)
+        together = isinstance(strategy, Mesh)
+        ranks = 2 if strategy else 1
+        module, data = Ledger(SAMPLES, BATCH), Redraws(1 if together else ranks)
+        options = {**QUIET, "default_root_dir": tmp_path, "reload_dataloaders_every_n_epochs": 2, "max_epochs": 5}
+        recovery = [FaultRecovery(every_n_train_steps=1)] if faults else []
+        trainer = fx.Trainer(devices=ranks, strategy=strategy or "auto", callbacks=[*faults, *recovery], **options)
+        trainer.fit(module, datamodule=data)
+        return module.entries.detach().round(decimals=2).tolist(), len(trainer.failures)
+
+    expected, _ = entries(None)
+    assert sum(entry != 0.0 for entry in expected) <= SAMPLES // 2
+    assert entries(strategy()) == (expected, 0)
+    assert entries(strategy(), kill(rank=1).during("backward", step=3)) == (expected, 1)

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, Weight
 import fabricx as fx
 from fabricx.data import make_feed
 from fabricx.data.own_state import (
+    equal_states,
     find_generators,
     generator_kind,
     generator_state,
@@ -27,6 +28,24 @@ from fabricx.distributed.world import World
 from fabricx.testing import QUIET
 
 SAMPLES = 12
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "equal"),
+    [
+        ({"a": [1, (2.0, "x")], "b": torch.ones(2)}, {"a": (1, [2.0, "x"]), "b": torch.ones(2)}, True),
+        ({"a": 1}, {"a": 1, "b": None}, False),
+        ([1, 2], [1, 2, 3], False),
+        (torch.ones(2), torch.ones(3), False),
+        (torch.ones(2), [1.0, 1.0], False),
+        (np.arange(3), np.arange(3), True),
+        (np.arange(3), np.arange(4), False),
+        (1, True, False),
+        (None, None, True),
+    ],
+)
+def test_states_are_equal_if_all_their_values_are(one: Any, other: Any, equal: bool) -> None:
+    assert equal_states(one, other) is equal
 
 
 def generators() -> dict[str, Any]:

@@ -160,6 +160,112 @@ def test_a_resumed_run_has_the_loaders_that_were_created_during_the_run(
         assert train(tmp_path / "resumed", tmp_path / "whole" / f"step={step}.ckpt") == whole, step
 
 
+def part(number: int) -> Any:
+    """Return a loader of 8 of 64 samples."""
+    return DataLoader(torch.utils.data.Subset(tiny_data(64), range(8 * number, 8 * number + 8)), 4)
+
+
+class Draws(fx.DataModule):
+    """Its state, or random numbers, decide which samples its loader has.
+
+    Args:
+        kind: "level" changes at each batch, "calls" when a loader is created, "drawn" has no state.
+        level: first level.
+    """
+
+    def __init__(self, kind: str, level: int) -> None:
+        super().__init__()
+        self.kind, self.level, self.seen = kind, level, torch.zeros(8)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self.kind == "drawn" else {"level": self.level, "seen": self.seen}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.level, self.seen = state_dict["level"], state_dict["seen"]
+
+    def train_dataloader(self) -> Any:
+        number = int(torch.randint(8, ())) if self.kind == "drawn" else self.level % 8
+        self.seen[number] += 1
+        self.level += self.kind == "calls"
+        return part(number)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.level += self.kind == "level"
+        torch.rand(())
+        return batch
+
+
+class FromCheckpoint(TinyModule):
+    """The module decides by a state of its own which samples its loader has."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["number"] = self.number
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.number = checkpoint["number"]
+
+    def train_dataloader(self) -> Any:
+        return part(self.number)
+
+
+@pytest.mark.parametrize(
+    ("kind", "every", "level"),
+    params(
+        [("level", 0, 3), ("calls", 2, 0), ("drawn", 2, 0), ("module", 0, 3)],
+        [("level", 2, 3), ("level", 1, 3), ("calls", 0, 3), ("drawn", 0, 0), ("module", 2, 3)],
+    ),
+)
+def test_a_resumed_run_creates_loaders_from_the_state_from_which_they_were_created(
+    kind: str, every: int, level: int, quiet: dict[str, Any], tmp_path: Path
+) -> None:
+    def train(folder: Path, level: int, ckpt: Path | None = None) -> tuple[Any, list[float], list[float]]:
+        fx.seed_everything(3)
+        module = FromCheckpoint(level) if kind == "module" else TinyModule()
+        data = None if kind == "module" else Draws(kind, level)
+        saves = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+        options = {**quiet, "max_epochs": 5, "reload_dataloaders_every_n_epochs": every, "enable_checkpointing": True}
+        trainer = fx.Trainer(callbacks=[saves], **options)
+        trainer.fit(module, datamodule=data, ckpt_path=ckpt)
+        state = None if data is None or kind == "drawn" else [data.level, *data.seen.tolist()]
+        return state, [weight for p in module.parameters() for weight in p.flatten().tolist()], torch.rand(2).tolist()
+
+    whole = train(tmp_path / "whole", level)
+    for step in (1, 3, 5, 6, 8):
+        assert train(tmp_path / "resumed", 0, tmp_path / "whole" / f"step={step}.ckpt") == whole, step
+
+
+class Position(fx.DataModule):
+    """Its state is that of a loader, which does not exist before it is created."""
+
+    def train_dataloader(self) -> Any:
+        self.loader = part(1)
+        self.loader.position = 0
+        return self.loader
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.loader.position}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.loader.position = state_dict["position"] + 10
+
+
+@pytest.mark.parametrize("every", [0, 1])
+def test_the_state_of_a_loader_is_loaded_into_the_loader_that_is_read(
+    every: int, quiet: dict[str, Any], tmp_path: Path
+) -> None:
+    data, options = Position(), {**quiet, "reload_dataloaders_every_n_epochs": every}
+    trainer = fx.Trainer(max_steps=3, **options)
+    trainer.fit(TinyModule(), datamodule=data)
+    trainer.save_checkpoint(tmp_path / "third")
+    again = fx.Trainer(max_steps=3, **options)
+    again.fit(TinyModule(), datamodule=data, ckpt_path=tmp_path / "third")
+    assert again.train_dataloader.position == data.loader.position == 10
+
+
 @pytest.mark.parametrize(
     ("options", "data", "said"),
     [
