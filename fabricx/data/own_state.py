@@ -5,6 +5,7 @@ The global generators of torch, numpy and python are seeded and saved in `fabric
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType
@@ -51,6 +52,22 @@ def put_back_sampler(sampler: Any, values: Values) -> None:
             value[...] = saved.numpy() if isinstance(value, np.ndarray) else saved
         else:
             owner[name] = saved.numpy() if isinstance(value, np.ndarray) else saved
+
+
+def copied_state(datamodule: Any) -> Any:
+    """Return a copy of the state of a data module; None without a state, or if it fails.
+
+    A state may be that of a loader which the data module has not created yet.
+
+    Args:
+        datamodule: data module of a run; None without.
+    """
+    if datamodule is None:
+        return None
+    try:
+        return copy.deepcopy(datamodule.state_dict()) or None
+    except Exception:
+        return None
 
 
 def equal_states(one: Any, other: Any) -> bool:

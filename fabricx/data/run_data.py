@@ -22,7 +22,7 @@ from fabricx.data.combined import CombinedLoader, combined, is_loader
 from fabricx.data.factory import make_feed
 from fabricx.data.feed import Feed
 from fabricx.data.order import Balance, epoch_seed
-from fabricx.data.own_state import equal_states, find_generators
+from fabricx.data.own_state import copied_state, equal_states, find_generators
 from fabricx.distributed.world import World
 
 if TYPE_CHECKING:
@@ -204,7 +204,7 @@ class RunData:
             kind: 0 for the training loader, 1 for evaluation loaders.
             name: method of the data module or the module.
         """
-        self.created_in[kind], self.created_from[kind] = self._state.epoch, self._state_of_datamodule()
+        self.created_in[kind], self.created_from[kind] = self._state.epoch, copied_state(self._datamodule)
         known = self._random[kind]
         if self.stage != "fit" or (known is None and not self._state.epoch):
             self._random[kind] = RandomState()
@@ -215,14 +215,6 @@ class RunData:
             else:
                 known.restore()
             return self._loader(name)
-
-    def _state_of_datamodule(self) -> Any:
-        if self._datamodule is None:
-            return None
-        try:
-            return copy.deepcopy(self._datamodule.state_dict()) or None
-        except Exception:  # such as the position of a loader that the data module has not created yet
-            return None
 
     def rebuild(
         self, world: World, created_in: Sequence[int] | None = None, created_from: Sequence[Any] = (None, None),

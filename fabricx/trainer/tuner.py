@@ -18,6 +18,7 @@ from fabricx.core.state import RunState
 from fabricx.data.combined import CombinedLoader
 from fabricx.data.order import Balance
 from fabricx.data.own_state import (
+    copied_state,
     find_generators,
     put_back_sampler,
     sampler_values,
@@ -49,8 +50,8 @@ class Tuner:
     """Finds a learning rate or a batch size for a Trainer with short trials.
 
     A trial trains a copy of the module, on the ranks and under the strategy of the Trainer. The module, the position of
-    the Trainer, random states, and the position of samplers are as before; only the attribute that was searched for is
-    set. Under torchrun, each process makes the same calls.
+    the Trainer, random states, the position of samplers, and the state of the data module (`state_dict`) are as before;
+    only the attribute that was searched for is set. Under torchrun, each process makes the same calls.
 
     Args:
         trainer: its options are those of the trials, without its callbacks and loggers.
@@ -350,7 +351,7 @@ def _no_callbacks() -> list[Callback]:
 
 @contextlib.contextmanager
 def _as_before(model: Module, loaders: Any, datamodule: DataModule | None) -> Iterator[None]:
-    """Restore random states, samplers, positions of loaders, and data sets after a trial.
+    """Restore random states, samplers, positions of loaders, and the state of the data module after a trial.
 
     Raises:
         ValueError: a loader can be read only once.
@@ -369,6 +370,7 @@ def _as_before(model: Module, loaders: Any, datamodule: DataModule | None) -> It
     generators = find_generators(flat, "data") | find_generators(datamodule, "datamodule")
     states = states_of_generators(generators)
     trainer = None if datamodule is None else datamodule.trainer
+    of_data = copied_state(datamodule)
     try:
         with random_kept():
             yield
@@ -380,6 +382,8 @@ def _as_before(model: Module, loaders: Any, datamodule: DataModule | None) -> It
             loader.load_state_dict(position)
         if datamodule is not None:
             datamodule.trainer = trainer
+            if of_data is not None:
+                datamodule.load_state_dict(of_data)
 
 
 def _samplers(loader: Any) -> list[Any]:

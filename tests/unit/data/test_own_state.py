@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, Weight
 import fabricx as fx
 from fabricx.data import make_feed
 from fabricx.data.own_state import (
+    copied_state,
     equal_states,
     find_generators,
     generator_kind,
@@ -46,6 +47,16 @@ SAMPLES = 12
 )
 def test_states_are_equal_if_all_their_values_are(one: Any, other: Any, equal: bool) -> None:
     assert equal_states(one, other) is equal
+
+
+def test_the_state_of_a_data_module_is_a_copy_and_none_without_a_state() -> None:
+    seen = [1]
+    data: Any = type("Data", (fx.DataModule,), {"state_dict": lambda self: {"seen": seen}})()
+    state = copied_state(data)
+    seen.append(2)
+    assert state == {"seen": [1]}
+    later: Any = type("Later", (fx.DataModule,), {"state_dict": lambda self: self.loader.state_dict()})()
+    assert [copied_state(owner) for owner in (later, fx.DataModule(), None)] == [None] * 3
 
 
 def generators() -> dict[str, Any]:

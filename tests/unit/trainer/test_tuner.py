@@ -144,6 +144,35 @@ def test_a_search_leaves_loaders_at_their_position(owner: Any, kind: Any, quiet:
     assert vars(kept) == vars(kind())
 
 
+class Counting(fx.DataModule):
+    """Counts its loaders and batches, after which a schedule of the data could go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state, self.batch_size = {"loaders": 0, "batches": 0}, 2
+
+    def train_dataloader(self) -> Any:
+        self.state["loaders"] += 1
+        return DataLoader(tiny_data(8), self.batch_size)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.state["batches"] += 1
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = state_dict
+
+
+def test_a_search_leaves_the_state_of_a_data_module(quiet: dict[str, Any]) -> None:
+    data, tuner = Counting(), fx.Tuner(fx.Trainer(**quiet))
+    tuner.lr_find(TinyModule(), datamodule=data, num_training=3, update_attr=False)
+    assert tuner.scale_batch_size(TinyModule(), datamodule=data, steps_per_trial=1) == data.batch_size == 8
+    assert data.state == {"loaders": 0, "batches": 0}
+
+
 def test_a_search_refuses_data_that_can_be_read_only_once(quiet: dict[str, Any]) -> None:
     batches = iter([*tiny_loader()])
     with pytest.raises(ValueError, match="can be read only once: pass a DataLoader"):
