@@ -119,13 +119,14 @@ def ends(entries: list[dict[str, Any]]) -> tuple[str, str]:
     return pending, next((name for name, over in reversed(names) if over), "")
 
 
-def by_group(entries: list[dict[str, Any]]) -> tuple[GroupTrace, ...]:
+def by_group(entries: list[dict[str, Any]], *, waits_outside: bool = False) -> tuple[GroupTrace, ...]:
     """Return the collectives of gloo by process group, without groups that exist no longer.
 
     Other backends return from a collective before it is complete, so that a pending collective blocks nothing.
 
     Args:
         entries: result of `recorded`.
+        waits_outside: the main thread waits outside of torch, so that none of its collectives counts as pending.
     """
     groups: dict[str, list[dict[str, Any]]] = {}
     for entry in entries:
@@ -137,7 +138,7 @@ def by_group(entries: list[dict[str, Any]]) -> tuple[GroupTrace, ...]:
             ranks = tuple(dist.get_process_group_ranks(_c10d._resolve_process_group(name)))
             begun = {entry["collective_seq_id"]: _operation(entry) for entry in newest[-NEWEST:]}
             pending = tuple(entry["collective_seq_id"] for entry in newest if not entry["retired"])
-            traces.append(GroupTrace(ranks, name, begun, pending))
+            traces.append(GroupTrace(ranks, name, begun, () if waits_outside else pending))
     return tuple(traces)
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import torch
 
-from fabricx.distributed import collective_trace
+from fabricx.distributed import collective_trace, message_counts
 from fabricx.distributed.collective_trace import GroupTrace, TransferTrace
 
 _TORCH: Final = os.path.dirname(torch.__file__)
@@ -139,6 +139,7 @@ def joined() -> None:
     """Ignore collectives of earlier process groups from now on: this process has joined a new group."""
     _JOINED[0] = time.time_ns()
     collective_trace.forget_transfers()
+    message_counts.forget()
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ class Diagnosis:
             such as "all_reduce #119"; "" if there is none.
         done: last complete collective; "" if there is none.
         stacks: stack traces of all threads.
-        groups: collectives of each process group; none if the process waits for a transfer.
+        groups: collectives and counted messages of each group; those that the main thread waits for are pending.
         transfers: transfers to and from single ranks.
         cpu_s: CPU time that the main thread has used; None if the system does not report it.
     """
@@ -169,7 +170,7 @@ def diagnosis() -> Diagnosis:
     """Collect the current activity of this process."""
     entries = collective_trace.recorded(_JOINED[0])
     pending, done = collective_trace.ends(entries)
-    groups = () if _WAITS_FOR[0] else collective_trace.by_group(entries)
+    groups = *collective_trace.by_group(entries, waits_outside=bool(_WAITS_FOR[0])), *message_counts.traces()
     return Diagnosis(
         where(), _WAITS_FOR[0] or pending, done, _stacks(), groups, collective_trace.transfers(), cpu_time()
     )  # fmt: skip

@@ -72,7 +72,7 @@ class Transfers:
             raise ValueError("transfers by NCCL need groups of their own for each direction: pass open_channels(...)")
         self._world, self._channels, self._limit = world, dict(channels or {}), timeout
         self._sent: dict[int, tuple[Any, Tensor, str, Transfer]] = {}  # by number, in the order of the sends
-        self._ranks = range(world.size) if world.group is None else dist.get_process_group_ranks(world.group)
+        self._ranks = world.members
         self._number = 0
         self.sent_bytes = 0
 

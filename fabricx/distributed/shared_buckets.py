@@ -57,7 +57,7 @@ class SharedMemoryAverager:
         with membership().opening(), _detects_lost_ranks(ranks):
             self._group = SharedMemoryGroup(
                 ranks.store, key, ranks.rank, ranks.size, torch.uint8, 2 * self._room, ranks.generation, ranks.secret,
-                int(OPERATION.total_seconds()),
+                int(OPERATION.total_seconds()), ranks.members,
             )  # fmt: skip
 
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

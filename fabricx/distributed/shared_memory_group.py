@@ -9,7 +9,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
 from typing import Any, Final, final
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fabricx.distributed import authentication, heartbeat
 from fabricx.distributed.generations import membership
+from fabricx.distributed.message_counts import MessageCounts
 from fabricx.distributed.shared_vectors import anonymous_file, map_vector
 from fabricx.scratch import private_folder
 
@@ -41,6 +42,7 @@ class SharedMemoryGroup:
         generation: generation of all ranks.
         secret: key of the run.
         timeout_s: maximum time to wait for a message or signal of another rank, in seconds; 0: no limit.
+        ranks_of_run: ranks of the run, for the report of a hang; None if they are those of the group.
 
     Attributes:
         rank: see Args.
@@ -52,11 +54,14 @@ class SharedMemoryGroup:
 
     def __init__(
         self, store: dist.Store | None, key: str, rank: int, size: int, dtype: torch.dtype, elements: int,
-        generation: int = 0, secret: bytes = b"", timeout_s: int = 0,
+        generation: int = 0, secret: bytes = b"", timeout_s: int = 0, ranks_of_run: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         self.rank, self._generation, self._secret, self._timeout_s = rank, generation, secret, timeout_s
         self._others: dict[int, Connection] = {}
-        self._events = [f"exchange in shared memory with rank {number}" for number in range(size)]
+        of_run = range(size) if ranks_of_run is None else ranks_of_run
+        self._events = [f"exchange in shared memory with rank {number}" for number in of_run]
+        self._counts = MessageCounts(key, of_run, "exchange in shared memory")
+        self._received = 0  # messages and signals of each other rank
         vectors: dict[int, Tensor] = {}
         local = anonymous_file(elements * dtype.itemsize)
         if store is not None and size > 1:
@@ -107,6 +112,7 @@ class SharedMemoryGroup:
         Args:
             message: can be pickled.
         """
+        self._counts.sent += 1
         for connection in self._others.values():
             connection.send(message)
 
@@ -117,11 +123,14 @@ class SharedMemoryGroup:
             EOFError: a rank has died.
         """
         messages = {}
+        self._received += 1
+        self._counts.awaited = self._received
         try:
             for rank, connection in self._others.items():
                 heartbeat.waits_for(self._events[rank])
                 messages[rank] = connection.recv()
         finally:
+            self._counts.awaited = 0
             heartbeat.waits_for("")
         return messages
 
@@ -131,6 +140,7 @@ class SharedMemoryGroup:
         Raises:
             OSError: a rank has died.
         """
+        self._counts.sent += 1
         for number in self._numbers:
             os.write(number, _SIGNAL)
 
@@ -141,6 +151,8 @@ class SharedMemoryGroup:
             EOFError: a rank has died, or the group has ended.
             TimeoutError: a rank has sent no signal within the time limit.
         """
+        self._received += 1
+        self._counts.awaited = self._received
         try:
             for rank, number in zip(self._others, self._numbers, strict=True):
                 heartbeat.waits_for(self._events[rank])
@@ -149,6 +161,7 @@ class SharedMemoryGroup:
         except BlockingIOError as error:
             raise TimeoutError(f"rank {rank} has sent no signal for {self._timeout_s} s") from error
         finally:
+            self._counts.awaited = 0
             heartbeat.waits_for("")
 
     def share_file(self, file: int) -> int:
@@ -171,6 +184,7 @@ class SharedMemoryGroup:
 
     def close(self) -> None:
         """Close all connections; the vectors stay valid."""
+        self._counts.close()
         for connection in self._others.values():
             connection.close()
 

@@ -145,6 +145,11 @@ class World:
         return tuple(ranks) if count == 1 else tuple(rank * count + n for rank in ranks for n in range(count))
 
     @property
+    def members(self) -> Sequence[int]:
+        """Return the ranks of the run that are in this world, in their order along it."""
+        return range(self.size) if self.group is None else dist.get_process_group_ranks(self.group)
+
+    @property
     def reports(self) -> bool:
         """Return whether this rank has the outputs of a step: ranks of a pipeline's last stage, and ranks without."""
         pipeline = self.axis("pipeline")

@@ -160,6 +160,34 @@ def test_ranks_in_different_collectives_are_an_error_with_both_positions(
     assert "call the module on all ranks" in text
 
 
+class GathersOnce(OneSided):
+    """Gathers on rank 0 only, while the other ranks go on to the sum of gradients."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.trainer.is_global_zero:
+            self.all_gather(torch.ones(1))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    params(
+        [DDP(), ParameterServer(servers=1)],
+        [ParameterServer(servers=0), ParameterServer(servers=2, optimizer="server")],
+    ),
+)
+def test_a_rank_that_waits_for_gradients_which_the_others_never_send_is_an_error(
+    strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deadlock, "AFTER_S", 1.0)
+    monkeypatch.setattr(deadlock, "AGAIN_S", 1.0)
+    trainer = fx.Trainer(**QUIET, devices=2, strategy=strategy, max_epochs=1, default_root_dir=tmp_path)
+    with pytest.raises(WorkerFailed, match="the ranks wait for each other in different collectives") as error:
+        trainer.fit(GathersOnce(), [torch.ones(2, 4)] * 6)
+    assert re.search(
+        r"rank 0 is at .*test_standstill\.py:\d+ in on_train_batch_end: self\.all_gather", str(error.value)
+    )
+
+
 class Crashes(OneSided):
     """Crashes in a step, as a library may."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, final
 
@@ -10,11 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fabricx.distributed import heartbeat
+from fabricx.distributed.message_counts import MessageCounts
+from fabricx.distributed.world import World
 from fabricx.parameter_server.wire.messages import Push, Settings
 from fabricx.parameter_server.wire.powersgd import LowRank
 from fabricx.parameter_server.worker.client import Client
 from fabricx.parameter_server.worker.exchange import Exchange
 from fabricx.parameter_server.worker.protocol import E, WorkerProtocol
+from fabricx.parameter_server.worker.pull_timing import PullTiming
 
 
 class Lockstep(WorkerProtocol[E]):
@@ -27,6 +32,36 @@ class Lockstep(WorkerProtocol[E]):
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
         self._clock = 0  # number of updates so far
+        self._messages: MessageCounts | None = None  # to the servers, which answer when all workers have sent theirs
+
+    def connect(
+        self, world: World, exchange: E, parameters: list[Tensor], optimizers: list[Optimizer], timing: PullTiming
+    ) -> None:  # fmt: skip
+        super().connect(world, exchange, parameters, optimizers, timing)
+        self._messages = MessageCounts(world.key("exchange/lockstep"), world.members, "message to the servers")
+
+    def disconnect(self) -> None:
+        if self._messages is not None:
+            self._messages.close()
+        self._messages = None
+        super().disconnect()
+
+    def _count_message(self) -> None:
+        """Count a message that all workers send before any of them receives the reply to a later request."""
+        if self._messages is not None:
+            self._messages.sent += 1
+
+    @contextlib.contextmanager
+    def _awaiting_workers(self) -> Iterator[None]:
+        """Context of a request that is answered when all workers have sent as many messages as this worker."""
+        assert self._messages is not None
+        self._messages.awaited = self._messages.sent
+        heartbeat.waits_for("a reply of the servers, which wait for the other workers")
+        try:
+            yield
+        finally:
+            heartbeat.waits_for("")
+            self._messages.awaited = 0
 
     def start_training(self, step: int, ranks: int, module: nn.Module | None) -> None:
         super().start_training(step, ranks, module)
@@ -38,6 +73,7 @@ class Lockstep(WorkerProtocol[E]):
 
     def _push_part(self, gradients: Sequence[Tensor | None], *, hold: bool) -> None:
         """Push this worker's part of the update's gradient; with `hold`, the update waits for `ApplyUpdate`."""
+        self._count_message()
         self.exchange.push(
             gradients, Push(self._clock, self.world.size, (self.world.rank,), groups=self.groups(), hold=hold)
         )
@@ -84,7 +120,8 @@ class WorkerStep(Lockstep[Exchange]):
         carriers = None if self._low_rank is None else self._low_rank.carriers
         self._push_part(self.gradients.all() if carriers is None else [c.grad for c in carriers], hold=False)
         self._clock += 1
-        self.exchange.pull_sums(self._clock)
+        with self._awaiting_workers():
+            self.exchange.pull_sums(self._clock)
 
     def error_feedback(self) -> Any:
         return super().error_feedback() if self._low_rank is None else self._low_rank.state()
@@ -133,7 +170,8 @@ class ServerStep(Lockstep[Client]):
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         clipped = self._check_once(parameters)
         self._push()
-        norm = self.exchange.norm(self._clock, clipped)
+        with self._awaiting_workers():
+            norm = self.exchange.norm(self._clock, clipped)
         self._scales.append((clipped, min(1.0, max_norm / (norm + 1e-6))))  # same epsilon as torch's clip_grad_norm_
         return torch.tensor(norm)
 
@@ -159,11 +197,13 @@ class ServerStep(Lockstep[Client]):
         groups = self.groups() if self._pushed else None
         self._push()
         self.drop_partial_gradients()
+        self._count_message()
         self.exchange.apply(self._clock, self._scales, self._limits, groups)
         self.optimizers.end_update()
         self._scales, self._limits, self._pushed, self._has_whole_weights = [], [], False, False
         self._clock += 1
-        self.timing.pull(self._clock, lambda reply: None)
+        with self._awaiting_workers():
+            self.timing.pull(self._clock, lambda reply: None)
         return step
 
     def meet(self) -> None:

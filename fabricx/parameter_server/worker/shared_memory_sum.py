@@ -59,8 +59,9 @@ class SharedMemorySum(Exchange):
             key = f"{key}/{world.generation}"
             try:
                 self._group = SharedMemoryGroup(
-                    world.store, key, rank, size, self.dtype, self.shard.room, world.generation, world.secret
-                )
+                    world.store, key, rank, size, self.dtype, self.shard.room, world.generation, world.secret,
+                    ranks_of_run=world.members,
+                )  # fmt: skip
             except ValueError as error:
                 raise ValueError(f"servers=0: {error}; set servers=1, or use strategy=ddp") from error
             self.memory = RemappableBuffer(self._group, self.dtype, self.shard.size) if memory else None

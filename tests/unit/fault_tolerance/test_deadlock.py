@@ -6,6 +6,7 @@ import pytest
 
 from fabricx.distributed.collective_trace import GroupTrace, Route, TransferTrace
 from fabricx.distributed.heartbeat import Diagnosis
+from fabricx.distributed.message_counts import MessageCounts
 from fabricx.fault_tolerance.deadlock import AFTER_S, AGAIN_S, DeadlockDetector, blocked, explanation
 
 ALL = (0, 1)
@@ -91,6 +92,35 @@ def test_a_transfer_that_the_other_rank_has_begun_may_end(
     first: Diagnosis, second: Diagnosis, is_blocked: bool
 ) -> None:
     assert blocked({0: first, 1: second}) is is_blocked
+
+
+@pytest.mark.parametrize(
+    ("sent", "awaited", "is_blocked"),
+    [
+        ((3, 2), (3, 0), False),  # rank 1 computes
+        ((3, 3), (3, 0), False),  # the message is on its way
+        ((3, 3), (3, 3), False),
+    ],
+)
+def test_messages_of_all_ranks_end_when_each_rank_has_sent_its_own(
+    sent: tuple[int, int], awaited: tuple[int, int], is_blocked: bool
+) -> None:
+    answers = {rank: Diagnosis("", "", "", "", (messages(sent[rank], awaited[rank]),)) for rank in ALL}
+    assert blocked(answers) is is_blocked
+
+
+def messages(sent: int, awaited: int) -> GroupTrace:
+    counts = MessageCounts("gradients", ALL, "exchange")
+    counts.sent, counts.awaited = sent, awaited
+    counts.close()
+    return counts.trace()
+
+
+def test_messages_and_collectives_block_each_other() -> None:
+    first = Diagnosis("", "", "", "", (GATHERS, messages(2, 0)))
+    second = Diagnosis("", "", "", "", (group({1: "barrier"}), messages(3, 3)))
+    assert blocked({0: first, 1: second})  # rank 1 will gather when it has received a message, which rank 0 never sends
+    assert not blocked({0: Diagnosis("", "", "", "", (GATHERS, messages(3, 0))), 1: second})
 
 
 def test_two_equal_answers_are_needed_and_progress_begins_anew() -> None:
