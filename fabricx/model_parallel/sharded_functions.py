@@ -60,6 +60,13 @@ AUTOGRAD: Final[set[Any]] = {
 }  # fmt: skip
 
 
+_ACROSS_UNITS: Final = (
+    "fsdp gathers the weights of two layers separately between which tensor-parallel ranks have shards of the "
+    "activation; choose submodules that contain both layers, by data=FSDP(wrap='CLASS') or wrap=NUMBER of parameters, "
+    "or keep the layers whole: plan={'LAYER': 'replicate'} with their names"
+)
+
+
 def sharded_function(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
     """Apply a function of torch to arguments of which some are sharded.
 
@@ -87,6 +94,8 @@ def sharded_function(activations: Activations, func: Any, args: Sequence[Any], o
     for tensor in sharded:
         tensor.check_usable()
     if func in AUTOGRAD:
+        if func == Tensor.register_hook and getattr(args[1], "__module__", "").startswith("torch.distributed.fsdp"):
+            raise NotImplementedError(_ACROSS_UNITS)
         raise _refused(func, "fabricx has no rule for it")
     if any(tensor.parts for tensor in sharded):
         first = args[0] if args else None

@@ -16,9 +16,10 @@ from torch.utils.data import DataLoader
 import fabricx as fx
 from fabricx import checkpoint
 from fabricx.callbacks import EMA
+from fabricx.errors import WorkerFailed
 from fabricx.model_parallel.hidden_gradients import DividedGradient
 from fabricx.strategies import DDP, FSDP, Mesh
-from fabricx.testing import QUIET, kill, run_ranks
+from fabricx.testing import QUIET, TinyModule, kill, run_ranks, tiny_loader
 from tests.soak import SOAK, params
 
 from .meshes import (
@@ -408,3 +409,23 @@ def test_what_is_not_supported_is_an_error_with_the_remedy() -> None:
     found = run_ranks(refused, 2, [case[:3] for case in cases])[0]
     for (_, _, change, said), message in zip(cases, found, strict=True):
         assert said in message, (change, message)
+
+
+class Layers(TinyModule):
+    """A block per layer, so that the blocks of fsdp begin and end between the sharded layers of a pair."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer: Any = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)], nn.Linear(4, 1))
+
+
+def test_blocks_of_fsdp_contain_both_layers_of_a_pair_or_the_error_says_so() -> None:
+    options = {**QUIET, "max_epochs": 1}
+    with pytest.raises(WorkerFailed, match=r"choose submodules that contain both layers, by data=FSDP\(wrap="):
+        fx.Trainer(devices=4, strategy=Mesh(tensor=2, data="fsdp"), **options).fit(Layers(), tiny_loader())
+    alone, module = Layers(), Layers()
+    module.load_state_dict(alone.state_dict())
+    fx.Trainer(devices=1, strategy="single", **options).fit(alone, tiny_loader(batch=8))
+    fx.Trainer(devices=4, strategy=Mesh(tensor=2, data=FSDP(wrap=1e6)), **options).fit(module, tiny_loader())
+    for name, value in alone.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[name], value, rtol=0, atol=1e-6)
