@@ -106,7 +106,8 @@ class FaultRecovery(Callback):
             terminate. The activity of each rank is reported after the learned time in any case.
         patience: seconds that surviving workers wait for a replacement. Afterwards they continue without it, with the
             same global batches, and the replacement joins later. A replacement that joins in time continues bitwise
-            identically to the worker that it replaces.
+            identically to the worker that it replaces. Workers wait without a limit if the strategy divides the model,
+            or if each worker reads its own data (streams, and `use_distributed_sampler=False`).
         min_ranks: fewest ranks that continue without a replacement.
         copy_every_n_steps: weight updates between two in-memory checkpoints, for strategies that need them, under
             torchrun and with launcher=ray; None copies so often that copying needs a hundredth of the time.
@@ -351,6 +352,8 @@ def _account(trainer: TrainerProtocol, module: Module) -> str:
     lockstep, state, since = trainer.strategy.traits.lockstep, trainer.state, ""
     if not lockstep and not trainer.session.data.train_feed.exact_position:
         return ""  # each rank reads a stream of its own, whose samples are not leased
+    if state.uncounted:
+        return ", samples were not counted: each rank reads its own data, and the number of ranks has changed"
     left_out, again, dealer = state.left_out, state.again, as_part(trainer.strategy, DealsData).dealer
     if not lockstep:
         missing, twice = dealer.samples_lost_and_repeated(state.epoch, state.samples)

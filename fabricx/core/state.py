@@ -108,6 +108,8 @@ class RunState:
             were lost or trained twice.
         left_out: samples of the global order that were skipped between two consecutive windows.
         again: samples of the global order in windows that begin before the end of the previous window.
+        uncounted: ranks read data of their own, and their number has changed within an epoch, so that samples can't be
+            counted.
         validating: a validation of the present weights is due or has begun, and is not complete.
         evaluated: validation batches of the run, for the values of single batches in the loggers.
         plateau_step: newest update after which schedules with interval "step" that read a metric have advanced.
@@ -144,6 +146,7 @@ class RunState:
     trained: int = 0
     left_out: int = 0
     again: int = 0
+    uncounted: bool = False
     run: str = ""
     cut_short: bool = False
     fn: TrainerFn | None = None

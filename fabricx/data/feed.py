@@ -71,6 +71,7 @@ class Feed(ABC):
 
     Attributes:
         exact_position: can start at any position without reading the data before it.
+        of_rank: what a rank reads may depend on its rank and on the number of ranks, so that these can't change.
         order: identifies the order of the epoch; "" if there is no known order.
         order_before: `order` as recorded in the checkpoint of this epoch.
         drawn: values of the sampler that drawing the newest order has changed, before and after.
@@ -82,6 +83,7 @@ class Feed(ABC):
     """
 
     exact_position = True
+    of_rank = False
     order = ""
     order_before = ""
     drawn: dict[str, Any] | None = None

@@ -44,6 +44,7 @@ class ListFeed(Feed):
         self, source: Iterable[Any], world: World, limit: int | float, *, fixed: bool = False, company: bool = False
     ) -> None:
         self._source = source
+        self.of_rank = not isinstance(source, (list, tuple))
         self._company = company
         self._newest: Any = _NOTHING  # this rank's newest batch, for `company`
         self._fixed = fixed

@@ -75,7 +75,7 @@ class OrderedFeed(Feed):
         undivided: bool = False, fixed: bool = False, beside: int = 1,
     ) -> None:  # fmt: skip
         self._fixed = fixed
-        self._beside = beside
+        self._beside, self.of_rank = beside, beside > 1
         self._balance = balance
         self._parts, self._dealt = parts, dealt
         self._company = company

@@ -78,20 +78,22 @@ class ElasticController:
         Args:
             worker: sender.
             kind: "inside" or "outside" (the worker can, or can't, join another generation from now on), "ready" (a
-                replacement waits to join), "fixed" (the workers of this run can't change), "cut" (the worker has lost
+                replacement waits to join), "fixed" (the number of workers can't change), "cut" (the worker has lost
                 connections), "again" (the worker requests a new generation), "left" (the worker has left a
                 generation), or "step" (the worker trains).
-            content: of "fixed", the reason; of "cut" and "left", the generation; of "again", (generation, reason); of
-                "step", (generation, step).
+            content: of "fixed", (reason, whether replacements may join); of "cut" and "left", the generation; of
+                "again", (generation, reason); of "step", (generation, step).
         """
         if kind == "inside":
             self._inside.add(worker)
             self._holding.add(worker)
             self._arrived.add(worker)
         elif kind == "fixed":
-            self._holding.add(worker)
-            self._arrived.add(worker)
-            self._fixed, self._size = content, len(self._seats)  # workers that were requested before are dismissed
+            self._fixed, recovers = content
+            self._size = len(self._seats)  # workers that were requested before are dismissed
+            if not recovers:
+                self._holding.add(worker)
+                self._arrived.add(worker)
         elif kind == "outside":
             self._inside.discard(worker)
             self._ended.add(worker)
@@ -187,9 +189,14 @@ class ElasticController:
         return True
 
     @property
+    def _keeps_size(self) -> bool:
+        """Return whether the number of workers can't change."""
+        return self._elastic.fixed or bool(self._fixed)
+
+    @property
     def _stuck(self) -> bool:
         """Return whether the survivors can't continue without a replacement, and no replacement will start."""
-        return self._elastic.fixed and self._broken and not self._coming and self.wanted() is None
+        return self._keeps_size and self._broken and not self._coming and self.wanted() is None
 
     def _died_early(self, worker: int) -> bool:
         early = worker in self._coming or worker in self._ready
@@ -229,8 +236,8 @@ class ElasticController:
             )
         if self._fixed:
             return (
-                f"{self._fixed}: the number of workers can't change during the run. With a map-style data set, or a "
-                "strategy in lockstep such as ddp, it can"
+                f"{self._fixed}: the number of workers can't change during the run. With a map-style data set that "
+                "fabricx divides, it can"
             )
         if self._ended:
             return "the number of workers can't be changed any more: the run ends"
@@ -293,7 +300,7 @@ class ElasticController:
         if self._ended:
             pass
         elif self._broken:
-            needed = self._size if self._elastic.fixed else max(1, self._elastic.least)
+            needed = self._size if self._keeps_size else max(1, self._elastic.least)
             enough = len(self.workers) + len(self._ready) >= needed
             if complete or (enough and self._clock() - self._since >= self._patience()):
                 self._begin_generation()

@@ -52,7 +52,8 @@ def set_up(session: Session) -> FaultTolerance:
     or if all processes are restarted, in-memory checkpoints are needed.
 
     Ranks at their own pace that read streams are not recovered in place: which batches of a lost rank's stream are in
-    the weights is unknown. All processes then restart from a snapshot, which has the position of each rank.
+    the weights is unknown. All processes then restart from a snapshot, which has the position of each rank. In
+    lockstep a replacement reads the stream of the lost rank; without a replacement, no rank would read it.
 
     Args:
         session: this rank's session, with world, strategy and data set up.
@@ -61,11 +62,13 @@ def set_up(session: Session) -> FaultTolerance:
     members = member if member.changes else None
     if not member.folder and members is None:
         return session.fault_tolerance  # nothing is recorded
-    if not strategy.traits.lockstep:  # servers have the state
-        if not session.data.train_feed.exact_position and not session.world.newcomer:
-            source = type(session.data.train_dataloader).__name__
-            member.send("fixed", f"{source} is a stream, which each worker reads at its own pace")
-            return session.fault_tolerance
+    lockstep, feed, source = strategy.traits.lockstep, session.data.train_feed, type(session.data.train_dataloader)
+    recovers = lockstep or feed.exact_position
+    if (feed.of_rank or not recovers) and not session.world.newcomer:
+        member.send("fixed", (f"each worker reads its own data from {source.__name__}", recovers))
+    if not recovers:
+        return session.fault_tolerance
+    if not lockstep:  # servers have the state
         return Recovery(session, members)
     if member.folder and not (members is not None and strategy.traits.replicated):
         policy = recovery_policy_of(session.callbacks)

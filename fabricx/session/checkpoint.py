@@ -350,6 +350,7 @@ def _report_lost_position(session: Session, before: int) -> None:
         session.data.train_feed.batches_before(session.state.samples, session.options.accumulate_grad_batches) is None
         and session.state.batch
     ):
+        session.state.uncounted = True
         session.print(
             f"the checkpoint was written by {before} ranks, and {session.world.axis('data').size} continue: each rank "
             "reads from its own loader, so some samples of this epoch may be trained twice or not at all"

@@ -22,7 +22,7 @@ import fabricx as fx
 from fabricx.callbacks import FaultRecovery
 from fabricx.errors import WorkerFailed
 from fabricx.launch.resize import request_workers
-from fabricx.strategies import AsyncSGD, ParameterServer
+from fabricx.strategies import DDP, AsyncSGD, LocalSGD, ParameterServer
 from fabricx.testing import QUIET, Fault, Ledger, kill
 from fabricx.trainer import process
 from tests.soak import params
@@ -163,8 +163,11 @@ class Requests(fx.Callback):
                 time.sleep(0.01)
 
 
-def test_the_number_of_workers_can_not_change(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    counts, trainer = train(tmp_path, AsyncSGD(damp=False), Requests(), FaultRecovery(), enable_checkpointing=True)
-    assert counts == [2 * EPOCHS] * SAMPLES
+@pytest.mark.parametrize("strategy", params([AsyncSGD(damp=False), DDP()], [LocalSGD(every=2)]))
+def test_the_number_of_workers_can_not_change(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], strategy: fx.Strategy
+) -> None:
+    counts, trainer = train(tmp_path, strategy, Requests(), FaultRecovery(), enable_checkpointing=True)
+    assert counts == [2 * EPOCHS if isinstance(strategy, AsyncSGD) else EPOCHS] * SAMPLES, counts
     assert not trainer.failures
-    assert "DataLoader is a stream, which each worker reads at its own pace: the number of" in capfd.readouterr().err
+    assert "each worker reads its own data from DataLoader: the number of workers can't" in capfd.readouterr().err

@@ -251,6 +251,8 @@ class Stream(IterableDataset[Any]):
         [
             (DDP, "rank", 2),
             (DDP, "variables", 3),
+            (lambda: LocalSGD(every=2), "rank", 2),
+            (ParameterServer, "variables", 3),
             (FSDP, "sampler", 3),
             (lambda: Mesh(tensor=2, data="fsdp"), "sampler", 4),
             (lambda: Mesh(pipeline=2, data="ddp"), "sampler", 4),
@@ -260,14 +262,18 @@ class Stream(IterableDataset[Any]):
 def test_a_replacement_divides_a_stream_as_the_dead_worker_did(
     strategy: Any, by: str, devices: int, tmp_path: Path
 ) -> None:
-    """It creates its loader before it joins the others; the ranks of a model group read the same part."""
+    """It creates its loader before it joins the others, who wait for it: no other rank reads its part of the stream.
+
+    The ranks of a model group read the same part.
+    """
 
     def fit(*faults: Fault) -> tuple[Streams, fx.Trainer]:
         torch.manual_seed(3)
         module = Streams(by).double()
         trainer = fx.Trainer(
-            devices=devices, strategy=strategy(), max_epochs=2, default_root_dir=tmp_path, callbacks=[*faults], **QUIET
-        )
+            devices=devices, strategy=strategy(), max_epochs=2, default_root_dir=tmp_path,
+            callbacks=[*faults, FaultRecovery(patience=0.0)], **QUIET,
+        )  # fmt: skip
         trainer.fit(module)
         return module, trainer
 

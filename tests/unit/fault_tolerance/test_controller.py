@@ -186,7 +186,7 @@ def test_workers_that_can_not_change_neither_recover_in_place_nor_are_joined_by_
     assert changes.resize(3) == "3 workers from now on"
     ready(changes, 2)
     for worker in (0, 1):
-        changes.receive(worker, "fixed", "a stream")
+        changes.receive(worker, "fixed", ("a stream", False))
     assert list(changes.messages()) == [((2,), "leave", None)]
     assert changes.resize(3).startswith("a stream: the number of workers can't change")
     assert changes.wanted() is None
@@ -194,6 +194,26 @@ def test_workers_that_can_not_change_neither_recover_in_place_nor_are_joined_by_
     assert changes.workers == (0, 1)
     assert not list(changes.messages())  # worker 1 has not ended yet
     assert not changes.died(1, "killed")
+
+
+def test_workers_with_data_of_their_own_wait_for_a_replacement_without_a_limit() -> None:
+    clock = Clock()
+    changes = ElasticController(ElasticPolicy(waits=1.0, tries=2), 2, [], clock)
+    for worker in (0, 1):
+        changes.receive(worker, "fixed", ("a stream", True))
+        changes.receive(worker, "inside", None)
+    assert changes.resize(3).startswith("a stream: the number of workers can't change")
+    assert changes.died(1, "killed")
+    assert changes.wanted() == 1
+    changes.started(2)
+    clock.now = 100.0
+    assert [kind for _, kind, _ in changes.messages()] == ["broken"]  # no generation without a replacement
+    changes.receive(2, "ready", None)
+    [(workers, kind, generation)] = list(changes.messages())
+    assert (workers, kind, generation.workers) == ((0, 2), "generation", (0, 2))
+    assert changes.died(2, "killed")
+    changes.started(3)
+    assert not changes.died(3, "killed")  # no further replacement will start: all workers restart
 
 
 def test_a_worker_that_is_not_needed_any_more_is_informed_too() -> None:
