@@ -7,7 +7,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -24,17 +24,48 @@ _MPI_JOBS: Final = ("PMIX_NAMESPACE", "OMPI_MCA_orte_ess_jobid")  # of Open MPI 
 _SAGEMAKER_PORT: Final = 7777  # as SageMaker's own launchers use it
 
 
+_LAUNCHED: Final[list[Mapping[str, str]]] = []  # variables of the launch, within `shows_rank`
+
+
+def environment() -> Mapping[str, str]:
+    """Return the environment variables with which the launcher has started this process, also within `shows_rank`."""
+    return _LAUNCHED[0] if _LAUNCHED else os.environ
+
+
+@contextlib.contextmanager
+def shows_rank(world: World) -> Iterator[None]:
+    """Set torchrun's variables of ranks to those of a run, for data sets and libraries that divide data by them.
+
+    SLURM and MPI do not set them, and torchrun counts parameter servers, too.
+
+    Args:
+        world: rank of this process, and number of ranks that train.
+    """
+    before = {name: os.environ.get(name) for name in world.variables}
+    _LAUNCHED.append(dict(os.environ))
+    os.environ.update(world.variables)
+    try:
+        yield
+    finally:
+        _LAUNCHED.pop()
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
 def detect(environ: Mapping[str, str] | None = None) -> World | None:
     """Return the world of this process, without a store; None if no launcher has started it.
 
     Args:
-        environ: environment variables; None: `os.environ`.
+        environ: environment variables; None: those of the launch.
 
     >>> world = detect({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"})
     >>> world.rank, world.size, world.local_size
     (1, 4, 2)
     """
-    env = os.environ if environ is None else environ
+    env = environment() if environ is None else environ
     if _has_torchruns(env):
         size = int(env["WORLD_SIZE"])
         return World(
@@ -89,9 +120,9 @@ def unused_devices(environ: Mapping[str, str] | None = None) -> int:
     """Return the number of GPUs of this machine if SageMaker has started a single process on it; else 0.
 
     Args:
-        environ: environment variables; None: `os.environ`.
+        environ: environment variables; None: those of the launch.
     """
-    env = os.environ if environ is None else environ
+    env = environment() if environ is None else environ
     single = not (_has_torchruns(env) or _mpi(env) or _is_srun(env)) and len(_sagemaker_hosts(env)) > 1
     gpus = int(env.get("SM_NUM_GPUS", "0")) if single else 0
     return gpus if gpus > 1 else 0
@@ -138,24 +169,24 @@ def launch(environ: Mapping[str, str] | None = None) -> str | None:
     """Return torchrun's id of this launch, which stays the same after restarts; None without torchrun.
 
     Args:
-        environ: environment variables; None: `os.environ`.
+        environ: environment variables; None: those of the launch.
 
     >>> launch({"TORCHELASTIC_RUN_ID": "a1b2"})
     'a1b2'
     """
-    return (os.environ if environ is None else environ).get("TORCHELASTIC_RUN_ID")
+    return (environment() if environ is None else environ).get("TORCHELASTIC_RUN_ID")
 
 
 def has_restarts(environ: Mapping[str, str] | None = None) -> bool:
     """Return whether torchrun restarts all processes after the death of a process.
 
     Args:
-        environ: environment variables; None: `os.environ`.
+        environ: environment variables; None: those of the launch.
 
     >>> has_restarts({"TORCHELASTIC_MAX_RESTARTS": "0"})
     False
     """
-    return int((os.environ if environ is None else environ).get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
+    return int((environment() if environ is None else environ).get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0
 
 
 def address(environ: Mapping[str, str]) -> tuple[str, int]:

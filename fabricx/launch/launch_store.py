@@ -30,7 +30,7 @@ from fabricx.distributed.store import PrivateStore
 from fabricx.distributed.store_server import SOCKET
 from fabricx.distributed.world import World
 from fabricx.launch import store_host
-from fabricx.launch.cluster import address, detect, job, launch, on_one_machine
+from fabricx.launch.cluster import address, detect, environment, job, launch, on_one_machine
 from fabricx.launch.store_host import COMPLETE, KEY
 from fabricx.redaction import printable
 
@@ -71,7 +71,7 @@ def connect(world: World, environ: Mapping[str, str] | None = None) -> World:
 
     Args:
         world: the world of this process, without a store.
-        environ: environment variables; None: `os.environ`.
+        environ: environment variables; None: those of the launch.
 
     Returns:
         the world with the shared store and the key of the run.
@@ -82,7 +82,7 @@ def connect(world: World, environ: Mapping[str, str] | None = None) -> World:
             store.
         RuntimeError: not all processes joined within five minutes.
     """
-    env = os.environ if environ is None else environ
+    env = environment() if environ is None else environ
     detected, alone = detect(env), on_one_machine(env)
     assert detected is not None
     if alone:

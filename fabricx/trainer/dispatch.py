@@ -121,7 +121,7 @@ def _run(trainer: TrainerInterface, job: Job) -> Any:
         if here is None or alone:
             here = World(device=device_of(trainer.device_ids[0], trainer.accelerator))
             return execute(trainer, job, here).results
-        with cluster_run.watched(here):
+        with cluster_run.watched(here), cluster.shows_rank(here):
             results = execute(trainer, job, here).results
         if strategy.traits.lockstep:  # else ranks end independently of each other
             await_departure(trainer.world)  # the script may exit now, and no supervisor keeps this process alive

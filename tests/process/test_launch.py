@@ -220,15 +220,27 @@ def test_torchrun_makes_the_script_a_worker(own_folder: Path, strategy: str, nam
 
 
 SERVED = """
+import os
 import sys
 import fabricx as fx
 from fabricx.strategies import AsyncSGD, ParameterServer
-from fabricx.testing import QUIET, TinyModule, tiny_loader
+from fabricx.testing import QUIET, TinyModule, tiny_data
+from torch.utils.data import DataLoader, IterableDataset
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        data = tiny_data(32)
+        yield from (data[i] for i in range(int(os.environ["RANK"]), 32, int(os.environ["WORLD_SIZE"])))
+
 
 if __name__ == "__main__":
+    launched = {name: value for name, value in os.environ.items() if "RANK" in name or "SIZE" in name}
     strategy = {"sync": lambda: ParameterServer(servers=2), "async": AsyncSGD}[sys.argv[1]]()
-    trainer = fx.Trainer(strategy=strategy, max_epochs=1, **QUIET)
-    trainer.fit(TinyModule(), tiny_loader(32, 4))
+    for _ in range(2):  # the same processes serve
+        trainer = fx.Trainer(strategy=strategy, max_epochs=1, **QUIET)
+        trainer.fit(TinyModule(), DataLoader(Stream(), 4))
+        assert launched.items() <= os.environ.items()
     print(f"rank {trainer.global_rank}: {trainer.global_step or 'serves'}\\n", end="")
 """
 

@@ -10,7 +10,7 @@ import pytest
 
 import fabricx as fx
 from fabricx.distributed.world import World
-from fabricx.launch import launch_store
+from fabricx.launch import cluster, launch_store
 from fabricx.launch.cluster import address, detect, job, on_one_machine, unused_devices
 from fabricx.launch.launch_store import connect
 from fabricx.strategies import DDP, ParameterServer
@@ -141,3 +141,22 @@ def test_servers_on_several_machines_need_a_key(monkeypatch: pytest.MonkeyPatch)
             cluster_run.connected(World(size=2), served)
     assert cluster_run.connected(World(size=2, secret=b"k" * 32), served).size == 2
     assert cluster_run.connected(World(size=2), DDP()).size == 2
+
+
+def test_a_run_shows_the_numbers_of_its_workers_and_the_launch_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun counts servers, and MPI sets no RANK; data sets divide by both variables."""
+    launched = {"RANK": "1", "WORLD_SIZE": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3", "MASTER_ADDR": "localhost"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    with cluster.shows_rank(World(1, 2, local_rank=1, local_size=2)):
+        assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == ("1", "2", "2")
+        found = cluster.detect()
+        assert found is not None
+        assert (found.rank, found.size) == (1, 3)
+    assert {name: os.environ[name] for name in launched} == launched
+    for name in launched:
+        monkeypatch.delenv(name)
+    with cluster.shows_rank(World(1, 2)):
+        assert os.environ["RANK"] == "1"
+        assert cluster.detect() is None
+    assert not any(name in os.environ for name in launched)
