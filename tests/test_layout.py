@@ -293,6 +293,73 @@ def test_every_module_begins_with_what_it_is():
     assert silent == []
 
 
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def functions(parent: ast.AST, *outer: ast.Module | ast.ClassDef) -> Iterator[tuple[tuple[ast.AST, ...], Function]]:
+    """Yield the functions of a module that its users call, with the module and the classes around each of them."""
+    for node in ast.iter_child_nodes(parent):
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from functions(node, *outer, parent)
+        elif isinstance(node, Function) and not node.name.startswith("_"):
+            yield (*outer, parent), node
+        elif isinstance(node, (ast.If, ast.Try)):
+            yield from functions(node, *outer)
+
+
+def arguments(function: Function) -> list[str]:
+    given = function.args
+    several = [argument for argument in (given.vararg, given.kwarg) if argument is not None]
+    names = [argument.arg for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs, *several)]
+    return [name for name in names if name not in {"self", "cls"} and not name.startswith("_")]
+
+
+def described(outer: tuple[ast.AST, ...], function: Function) -> str:
+    """Return the text that describes the parameters of a function: its own, and lists of its class and module."""
+    around = "\n".join(ast.get_docstring(node) or "" for node in outer if isinstance(node, (ast.Module, ast.ClassDef)))
+    lists = re.findall(r"^- `.+", around, re.MULTILINE)
+    return "\n".join([(ast.get_docstring(function) or "").partition("Args:\n")[2], *lists])
+
+
+@functools.cache
+def classes() -> dict[str, list[ast.ClassDef]]:
+    by_name: dict[str, list[ast.ClassDef]] = {}
+    for _, node in definitions(ast.ClassDef):
+        by_name.setdefault(node.name, []).append(node)
+    return by_name
+
+
+def inherited(owner: ast.AST, name: str) -> bool:
+    """Return whether a base class has a method of this name: an override has the arguments of the contract."""
+    bases, unread = set(), [owner]
+    while unread:
+        for base in getattr(unread.pop(), "bases", ()):
+            found = classes().get(ast.unparse(base).split("[")[0].split(".")[-1], ())
+            new = [parent for parent in found if parent not in bases and parent is not owner]
+            bases.update(new)
+            unread += new
+    return any(isinstance(node, Function) and node.name == name for base in bases for node in base.body)
+
+
+# Contracts that no class of the project defines: of torch, and steps, which `ModuleHooks` declares with any parameters.
+CONTRACTS = {"forward", "training_step", "validation_step", "test_step"}
+
+
+def test_public_functions_describe_their_arguments():
+    """In `Args`, or in a list of the class or the module; the arguments of an override are those of its contract."""
+    silent = []
+    for path in PYTHON:
+        for outer, function in functions(parsed(path)):
+            decorators = {ast.unparse(decorator) for decorator in function.decorator_list}
+            elsewhere = function.name in CONTRACTS or {"overload", f"{function.name}.setter"} & decorators
+            if elsewhere or inherited(outer[-1], function.name):
+                continue
+            text = described(outer, function)
+            if missing := [name for name in arguments(function) if not re.search(rf"\b{name}\b", text)]:
+                silent.append(f"{short(path)}:{function.lineno} {function.name}: {', '.join(missing)}")
+    assert silent == []
+
+
 # -- tests mirror the tree ----------------------------------------------------------------------------------------
 
 UNIT = ROOT / "tests" / "unit"

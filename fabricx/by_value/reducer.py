@@ -183,7 +183,11 @@ class Reducer:
         return (kind, (dict(value),)) if kind in _WEAK else NotImplemented
 
     def shares(self, value: object) -> bool:
-        """Return whether the receiver has this object."""
+        """Return whether the receiver has this object.
+
+        Args:
+            value: object that a pickle refers to.
+        """
         return id(value) in self._shared
 
     def _definition(self, value: Any) -> Any:

@@ -81,16 +81,10 @@ class Callback(NamesChecked):
     Callbacks run before the module's hook of the same name, in list order. Callbacks with `watches_metrics` (early
     stopping, then checkpointing) run after all other callbacks and the module, when the metrics are complete.
 
-    Arguments of hooks:
+    Arguments of all hooks:
 
     - `trainer`: this rank's trainer.
     - `module`: the run's module.
-    - `stage`: "fit", "validate", "test" or "predict".
-    - `batch`: batch on the device; `batch_idx` is its index, and `dataloader_idx` the number of its data loader.
-    - `outputs`: result of the step, without its graph.
-    - `loss`: loss of the microbatch, shape [].
-    - `optimizer`: optimizer that is about to step, or whose gradients are reset.
-    - `checkpoint`: content of the checkpoint, which the hook may read and extend.
     """
 
     watches_metrics: ClassVar[bool] = False
@@ -184,10 +178,18 @@ class Callback(NamesChecked):
         """
 
     def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
-        """First hook of every rank; `stage` is "fit", "validate", "test" or "predict"."""
+        """First hook of every rank.
+
+        Args:
+            stage: "fit", "validate", "test" or "predict".
+        """
 
     def teardown(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
-        """Last hook of every rank."""
+        """Last hook of every rank.
+
+        Args:
+            stage: "fit", "validate", "test" or "predict".
+        """
 
     def on_fit_start(self, trainer: AnyTrainer, module: Module) -> None:
         """The strategy has set up the model and the optimizers exist."""
@@ -196,13 +198,26 @@ class Callback(NamesChecked):
         """After `on_train_end`."""
 
     def on_exception(self, trainer: AnyTrainer, module: Module, exception: BaseException) -> None:
-        """An exception was raised in this rank's process."""
+        """An exception was raised in this rank's process.
+
+        Args:
+            exception: error that ends the run; it is raised again after the hooks.
+        """
 
     def on_save_checkpoint(self, trainer: AnyTrainer, module: Module, checkpoint: dict[str, Any]) -> None:
-        """Add entries to a checkpoint before it is written; called on every rank, and rank 0's entries are saved."""
+        """Add entries to a checkpoint before it is written; called on every rank, and rank 0's entries are saved.
+
+        Args:
+            checkpoint: content of the checkpoint: `state_dict` (weights), `hyper_parameters`, `epoch`, `global_step`,
+                and entries of fabricx. Add plain data and tensors under other names.
+        """
 
     def on_load_checkpoint(self, trainer: AnyTrainer, module: Module, checkpoint: dict[str, Any]) -> None:
-        """Read from a checkpoint that is being restored."""
+        """Read from a checkpoint that is being restored.
+
+        Args:
+            checkpoint: content of the checkpoint, with the entries that `on_save_checkpoint` added.
+        """
 
     # training
 
@@ -250,22 +265,46 @@ class Callback(NamesChecked):
         """An epoch has ended; its metrics are in `trainer.callback_metrics`."""
 
     def on_train_batch_start(self, trainer: AnyTrainer, module: Module, batch: Any, batch_idx: int) -> None:
-        """The batch is on the device."""
+        """Before `training_step` of a batch.
+
+        Args:
+            batch: batch on the device.
+            batch_idx: index of the batch in its epoch.
+        """
 
     def on_train_batch_end(self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """The batch is done; `outputs["loss"]` is the loss, not divided by the accumulation."""
+        """After a batch, and after the weight update if the batch completes an accumulation window.
+
+        Args:
+            outputs: result of `training_step` without its graph: the returned dict, or a dict with the loss under
+                "loss", not divided by the accumulation. The dict is empty if the step returned None.
+            batch: batch on the device.
+            batch_idx: index of the batch in its epoch.
+        """
 
     def on_before_zero_grad(self, trainer: AnyTrainer, module: Module, optimizer: Optimizer) -> None:
-        """Before gradients are reset, at the first batch of an accumulation window."""
+        """Before gradients are reset, at the first batch of an accumulation window.
+
+        Args:
+            optimizer: optimizer whose gradients are reset.
+        """
 
     def on_before_backward(self, trainer: AnyTrainer, module: Module, loss: Tensor) -> None:
-        """Before `backward`."""
+        """Before `backward`.
+
+        Args:
+            loss: loss of the microbatch, shape []; neither divided by the accumulation nor scaled for float16.
+        """
 
     def on_after_backward(self, trainer: AnyTrainer, module: Module) -> None:
         """After `backward`."""
 
     def on_before_optimizer_step(self, trainer: AnyTrainer, module: Module, optimizer: Optimizer) -> None:
-        """Gradients are the global mean, unscaled and not yet clipped."""
+        """Gradients are the global mean, unscaled and not yet clipped.
+
+        Args:
+            optimizer: optimizer that is about to step.
+        """
 
     # validation
 
@@ -284,12 +323,25 @@ class Callback(NamesChecked):
     def on_validation_batch_start(
         self, trainer: AnyTrainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """The batch is on the device."""
+        """Before `validation_step` of a batch.
+
+        Args:
+            batch: batch on the device.
+            batch_idx: index of the batch in its data loader.
+            dataloader_idx: index of the data loader; 0 for a single loader.
+        """
 
     def on_validation_batch_end(
         self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """The batch is done."""
+        """After `validation_step` of a batch.
+
+        Args:
+            outputs: result of `validation_step`.
+            batch: batch on the device.
+            batch_idx: index of the batch in its data loader.
+            dataloader_idx: index of the data loader; 0 for a single loader.
+        """
 
     # the test
 
@@ -308,12 +360,25 @@ class Callback(NamesChecked):
     def on_test_batch_start(
         self, trainer: AnyTrainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """The batch is on the device."""
+        """Before `test_step` of a batch.
+
+        Args:
+            batch: batch on the device.
+            batch_idx: index of the batch in its data loader.
+            dataloader_idx: index of the data loader; 0 for a single loader.
+        """
 
     def on_test_batch_end(
         self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """The batch is done."""
+        """After `test_step` of a batch.
+
+        Args:
+            outputs: result of `test_step`.
+            batch: batch on the device.
+            batch_idx: index of the batch in its data loader.
+            dataloader_idx: index of the data loader; 0 for a single loader.
+        """
 
     # prediction
 
@@ -332,9 +397,22 @@ class Callback(NamesChecked):
     def on_predict_batch_start(
         self, trainer: AnyTrainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """The batch is on the device."""
+        """Before `predict_step` of a batch.
+
+        Args:
+            batch: batch on the device.
+            batch_idx: index of the batch in its data loader.
+            dataloader_idx: index of the data loader; 0 for a single loader.
+        """
 
     def on_predict_batch_end(
         self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
-        """The batch is done."""
+        """After `predict_step` of a batch.
+
+        Args:
+            outputs: result of `predict_step`.
+            batch: batch on the device.
+            batch_idx: index of the batch in its data loader.
+            dataloader_idx: index of the data loader; 0 for a single loader.
+        """

@@ -16,8 +16,7 @@ RUN_ATTRIBUTES: Final = ("_trainer", "_log_to")
 class ModuleHooks:
     """Hooks of a module; a hook that is not overridden costs nothing.
 
-    `hooks.md` in this folder has the order of all hooks, which `fabricx/loop/fit.py` follows. `Callback` describes the
-    arguments of hooks that callbacks have, too.
+    `hooks.md` in this folder has the order of all hooks, which `fabricx/loop/fit.py` follows.
     """
 
     if TYPE_CHECKING:
@@ -185,14 +184,27 @@ class ModuleHooks:
     # -- moments ------------------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        """The batch is on the device; return -1 to skip the rest of the epoch."""
+        """Before `training_step` of a batch; return -1 to skip the rest of the epoch.
+
+        Args:
+            batch: batch on the device.
+            batch_idx: index of the batch in its epoch.
+        """
         return None
 
     def setup(self, stage: str) -> None:
-        """Create parts that depend on the data, on every rank; `stage` is "fit", "validate", "test" or "predict"."""
+        """Create parts that depend on the data, on every rank.
+
+        Args:
+            stage: "fit", "validate", "test" or "predict".
+        """
 
     def teardown(self, stage: str) -> None:
-        """Release the resources of `setup`."""
+        """Release the resources of `setup`.
+
+        Args:
+            stage: "fit", "validate", "test" or "predict".
+        """
 
     def on_fit_start(self) -> None:
         """The model is set up and the optimizers exist."""
@@ -213,28 +225,60 @@ class ModuleHooks:
         """An epoch has ended."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """The batch is done; `outputs["loss"]` is the loss, not divided by the accumulation."""
+        """After a batch, and after the weight update if the batch completes an accumulation window.
+
+        Args:
+            outputs: result of `training_step` without its graph: the returned dict, or a dict with the loss under
+                "loss", not divided by the accumulation. The dict is empty if the step returned None.
+            batch: batch on the device.
+            batch_idx: index of the batch in its epoch.
+        """
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        """Before gradients are reset."""
+        """Before gradients are reset.
+
+        Args:
+            optimizer: optimizer whose gradients are reset.
+        """
 
     def on_before_backward(self, loss: Tensor) -> None:
-        """Before `backward`."""
+        """Before `backward`.
+
+        Args:
+            loss: loss of the microbatch, shape []; neither divided by the accumulation nor scaled for float16.
+        """
 
     def on_after_backward(self) -> None:
         """After `backward`."""
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Gradients are the global mean, not yet clipped."""
+        """Gradients are the global mean, not yet clipped.
+
+        Args:
+            optimizer: optimizer that is about to step.
+        """
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add entries to a checkpoint before it is written; called on every rank, and rank 0's entries are saved."""
+        """Add entries to a checkpoint before it is written; called on every rank, and rank 0's entries are saved.
+
+        Args:
+            checkpoint: content of the checkpoint: `state_dict` (weights), `hyper_parameters`, `epoch`, `global_step`,
+                and entries of fabricx. Add plain data and tensors under other names.
+        """
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Read from a checkpoint that is being restored."""
+        """Read from a checkpoint that is being restored.
+
+        Args:
+            checkpoint: content of the checkpoint, with the entries that `on_save_checkpoint` added.
+        """
 
     def on_exception(self, exception: BaseException) -> None:
-        """An exception was raised in this rank's process."""
+        """An exception was raised in this rank's process.
+
+        Args:
+            exception: error that ends the run; it is raised again after the hooks.
+        """
 
     def on_validation_model_zero_grad(self) -> None:
         """Release the gradients before a validation within training; by default they are kept."""
@@ -261,10 +305,23 @@ class ModuleHooks:
         """After the last batch of validation."""
 
     def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """The batch is on the device."""
+        """Before `validation_step` of a batch.
+
+        Args:
+            batch: batch on the device.
+            batch_idx: index of the batch in its data loader.
+            dataloader_idx: index of the data loader; 0 for a single loader.
+        """
 
     def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """The batch is done."""
+        """After `validation_step` of a batch.
+
+        Args:
+            outputs: result of `validation_step`.
+            batch: batch on the device.
+            batch_idx: index of the batch in its data loader.
+            dataloader_idx: index of the data loader; 0 for a single loader.
+        """
 
     def on_test_model_eval(self) -> None:
         """Set every submodule to evaluation mode, before the test."""
@@ -287,10 +344,23 @@ class ModuleHooks:
         """After the last batch of the test."""
 
     def on_test_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """The batch is on the device."""
+        """Before `test_step` of a batch.
+
+        Args:
+            batch: batch on the device.
+            batch_idx: index of the batch in its data loader.
+            dataloader_idx: index of the data loader; 0 for a single loader.
+        """
 
     def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """The batch is done."""
+        """After `test_step` of a batch.
+
+        Args:
+            outputs: result of `test_step`.
+            batch: batch on the device.
+            batch_idx: index of the batch in its data loader.
+            dataloader_idx: index of the data loader; 0 for a single loader.
+        """
 
     def on_predict_model_eval(self) -> None:
         """Set every submodule to evaluation mode, before prediction."""
@@ -313,7 +383,20 @@ class ModuleHooks:
         """After the last batch of prediction."""
 
     def on_predict_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """The batch is on the device."""
+        """Before `predict_step` of a batch.
+
+        Args:
+            batch: batch on the device.
+            batch_idx: index of the batch in its data loader.
+            dataloader_idx: index of the data loader; 0 for a single loader.
+        """
 
     def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
-        """The batch is done."""
+        """After `predict_step` of a batch.
+
+        Args:
+            outputs: result of `predict_step`.
+            batch: batch on the device.
+            batch_idx: index of the batch in its data loader.
+            dataloader_idx: index of the data loader; 0 for a single loader.
+        """

@@ -151,6 +151,7 @@ def restore_newest(session: Session, ft: RankRecords) -> bool:
 
     Args:
         session: this rank's session, before training.
+        ft: fault tolerance of the session, with in-memory checkpoints.
 
     Returns:
         whether they were restored; the same on all ranks.

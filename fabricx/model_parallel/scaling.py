@@ -133,6 +133,9 @@ def _least_memory(model: Transformer, layout: Layout) -> float:
 def name_of(layout: Layout) -> str:
     """Return a layout in words.
 
+    Args:
+        layout: degrees of parallelism; an axis of size 1 is omitted, except for "data".
+
     >>> name_of(Layout(data=4, pipeline=2, tensor=8, rows=8, microbatches=8, recompute=True))
     'data 4 x pipeline 2 x tensor 8; 1f1b, 8 microbatches of 1; recompute'
     """

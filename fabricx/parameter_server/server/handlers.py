@@ -1,7 +1,12 @@
 """The table of messages that a server supports: when a message can be processed, and the reaction to it.
 
 A function with a parameter `worker` is a condition (`Handler.ready`). A function with a parameter `sender` is a
-reaction (`Handler.handle`). `Handler` describes their arguments and results.
+reaction (`Handler.handle`), which returns the reply. Their arguments:
+
+- `state`: state of this server.
+- `worker`: number of the worker whose message waits for the condition.
+- `sender`: the worker of the message, and its vectors.
+- `message`: the message; its class in `wire/messages.py` describes the fields.
 """
 
 from __future__ import annotations
