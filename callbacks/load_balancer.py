@@ -140,7 +140,7 @@ class LoadBalancer(Callback):
     def on_fit_start(self, trainer: TrainerProtocol, module: Module) -> None:
         self._generation = -1
         self.check_fit(trainer, module, trainer.session.data.train_feed.global_batch)
-        if trainer.is_global_zero and has_own_statistics(module):
+        if trainer.world.main_rank and has_own_statistics(module):
             warnings.warn(
                 "LoadBalancer: batch normalisation uses the statistics of each rank's samples, whose number will "
                 "differ between ranks, so that results differ from those with equal shares; "

@@ -176,11 +176,11 @@ class ModelCheckpoint(Callback, NameParts):
             folder = trainer.run_dir or trainer.default_root_dir
             self.dirpath = self._chosen_dirpath or str((Path(folder) / "checkpoints").absolute())
             saves = (self.save_top_k or self.save_last) and not trainer.fast_dev_run
-            if saves and trainer.is_global_zero and is_local(self._folder):
+            if saves and trainer.world.main_rank and is_local(self._folder):
                 check_writable(self._folder)
 
     def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
-        if trainer.is_global_zero and self.save_top_k and not trainer.fast_dev_run and is_local(self._folder):
+        if trainer.world.main_rank and self.save_top_k and not trainer.fast_dev_run and is_local(self._folder):
             resumes = trainer.global_step or trainer.state.attempt or self._resumed
             if not resumes and self._chosen_dirpath is not None:
                 warn_of_files(self._folder)
@@ -188,7 +188,7 @@ class ModelCheckpoint(Callback, NameParts):
             self._last_step = self._step_saved = self._step_ranked = trainer.global_step
             self._waiting, self._metric.validated_step = False, -1
         self._resumed, self._records.pending = False, None
-        if trainer.is_global_zero and trainer.state.attempt:  # resumed: delete incomplete checkpoints of that run
+        if trainer.world.main_rank and trainer.state.attempt:  # resumed: delete incomplete checkpoints of that run
             sweep(self._folder)
         if self._clock is not None:
             self._clock.start(trainer.global_step)

@@ -263,7 +263,7 @@ class ModelSummary(Callback):
         self.max_depth = max_depth
 
     def on_fit_start(self, trainer: TrainerProtocol, module: Module) -> None:
-        if not trainer.is_global_zero:
+        if not trainer.world.main_rank:
             return
         # The forward of a divided model needs all ranks, and this is the main rank only.
         example = getattr(module, "example_input_array", None) if trainer.world.size == 1 else None

@@ -178,7 +178,7 @@ class ProgressBar(Callback):
         self._open(trainer)
 
     def _open(self, trainer: TrainerProtocol) -> None:
-        if trainer.is_global_zero and self.is_enabled:
+        if trainer.world.main_rank and self.is_enabled:
             self._screen = open_screen()
             usual = _LINES_S if isinstance(self._screen, Lines) else _TERMINAL_S
             self._every_s = usual if self._chosen_s is None else self._chosen_s

@@ -41,13 +41,13 @@ class StrategyNames:
 
     @property
     def is_global_zero(self) -> bool:
-        """Return whether this is the main rank."""
-        return self.world.main_rank
+        """Return whether this is the main rank, or a replacement that takes its place."""
+        return self.global_rank == 0
 
     @property
     def global_rank(self) -> int:
         """Return the number of this rank among all ranks."""
-        return self.world.rank
+        return self.world.planned.rank
 
     @property
     def local_rank(self) -> int:

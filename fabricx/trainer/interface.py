@@ -248,8 +248,8 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
 
     @property
     def is_global_zero(self) -> bool:
-        """Return whether this is the main rank."""
-        return self.world.rank == 0
+        """Return whether this is the main rank, or a replacement that takes its place."""
+        return self.global_rank == 0
 
     @property
     def global_rank(self) -> int:
@@ -478,7 +478,7 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         Args:
             args, kwargs: of `print`.
         """
-        if self.is_global_zero:
+        if self.world.main_rank:
             bar: Any = self.progress_bar_callback
             with contextlib.suppress(BrokenPipeError):  # the reader of the pipe has ended; the run goes on
                 (bar.print if bar is not None else print)(*args, **kwargs)

@@ -287,6 +287,34 @@ def test_a_replacement_divides_a_stream_as_the_dead_worker_did(
     assert max(far) <= (1e-12 if isinstance(trainer.strategy, Mesh) else 0.0)
 
 
+class WritesLines(Ledger):
+    """The main rank writes a line for each of its batches to a file that it opens when the fit starts."""
+
+    def on_fit_start(self) -> None:
+        if self.trainer.is_global_zero:
+            self.lines = (Path(self.trainer.default_root_dir) / "lines").open("a")
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.trainer.is_global_zero:
+            print(batch_idx, file=self.lines, flush=True)
+
+    def on_fit_end(self) -> None:
+        if self.trainer.is_global_zero:
+            self.lines.close()
+
+
+@pytest.mark.parametrize("strategy", params([DDP()], [FSDP(), LocalSGD(every=2)]))
+def test_the_replacement_of_the_main_rank_is_the_main_rank_in_hooks_before_it_joins(
+    strategy: Any, tmp_path: Path
+) -> None:
+    module, trainer = train(
+        strategy, [kill(rank=0).during("backward", step=5)], tmp_path, module=WritesLines(SAMPLES, BATCH)
+    )
+    assert exact(module)
+    assert len(trainer.failures) == 1  # the replacement wrote to its file
+    assert len((tmp_path / "lines").read_text().splitlines()) >= STEPS
+
+
 @pytest.mark.parametrize("way", params(["fsdp"], ["ddp"]))
 def test_numbers_that_nothing_divides_change_nothing(way: str, tmp_path: Path) -> None:
     (wanted, _), (found, trainer) = (

@@ -27,6 +27,7 @@ class FakeWorld:
     def __init__(self, size: int = 1) -> None:
         self.size = size
         self.broadcasts = 0
+        self.main_rank = True
 
     def broadcast_object(self, value: Any) -> Any:
         self.broadcasts += 1
@@ -82,6 +83,7 @@ class FakeTrainer:
 
     def __post_init__(self) -> None:
         self.default_root_dir = str(self.run_dir)
+        self.world.main_rank = self.is_global_zero
         self.module.single_file_checkpoints = False
 
     def print(self, *args: Any) -> None:
