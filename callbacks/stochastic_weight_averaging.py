@@ -70,7 +70,8 @@ class StochasticWeightAveraging(Callback):
         fraction = isinstance(swa_epoch_start, float)
         if not rates or not all(isinstance(rate, (int, float)) and rate > 0 for rate in rates):
             raise ValueError(
-                f"StochasticWeightAveraging(swa_lrs={swa_lrs!r}): must be positive, or a list of such rates"
+                f"StochasticWeightAveraging(swa_lrs={swa_lrs!r}): must be a positive learning "
+                "rate, or a list with a rate for each parameter group"
             )
         if not (0 <= swa_epoch_start <= 1 if fraction else swa_epoch_start >= 1):
             raise ValueError(

@@ -16,9 +16,9 @@ from fabricx.parameter_server.worker.asynchronous import Asynchronous
 class ParameterServer(ServedStrategy):
     """Divide the parameters by size among servers; `devices` counts the workers, and servers are additional processes.
 
-    Results in "sync" equal those of ddp. In "async" workers do not wait for each other: each requests the next batch of
-    the common data order when it is ready, so that every sample is trained once per epoch, and a slow worker trains
-    fewer batches.
+    "sync" has the results of ddp. In "async", workers do not wait for each other: a worker requests the next batch of
+    the common data order when it is ready. Every sample is trained once per epoch, and a slow worker trains fewer
+    batches.
 
     Sources: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014; Ho et al., "More
     Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", NIPS 2013; backup workers: Chen et al.,
@@ -26,19 +26,20 @@ class ParameterServer(ServedStrategy):
 
     Args:
         mode: "sync", "bounded" (at most `max_staleness` behind) or "async".
-        servers: see `ServerOptions`; 0, in "sync" on one machine: each worker sums a part of the gradients in shared
-            memory, which is the fastest method on one machine. With optimizer="server" the weights are in shared
+        servers: see `ServerOptions`. 0 is possible in "sync" on a single machine, and is the fastest method: each
+            worker sums a part of the gradients in shared memory. With optimizer="server" the weights are in shared
             memory, too, and each worker steps its part.
-        optimizer: process that steps in "sync": "worker" (servers sum) or "server" (which has the only moments). If
-            servers step, and in "bounded", a hook that reads gradients raises an error, because workers do not have
-            the global mean. A hook that changes weights raises an error there and in "async", because servers have
-            the weights.
+        optimizer: process that steps in "sync": "worker" (servers sum gradients) or "server" (moments exist only once).
+            With "server" and in "bounded", a hook that reads gradients raises an error, because workers do not have
+            the global mean. With "server", in "bounded" and in "async", a hook that changes weights raises an error,
+            because the weights are on the servers.
         max_staleness: in "bounded", global batches that a worker may be ahead of the oldest incomplete global batch.
-        apply: in "bounded", "aggregate" makes one update per global batch; "arrival" one per gradient, and then
-            `max_staleness` bounds the number of batches by which a worker is ahead of the slowest.
-        backup_workers: in "sync", workers whose gradients an update does not wait for; servers step. A late gradient
-            is dropped, and its data are dealt again in the same epoch. An update is the mean of as many batches fewer.
-        powersgd_rank: columns of the factors of compression="powersgd", which needs workers that step; more columns
+        apply: in "bounded", "aggregate" makes an update for each global batch. "arrival" makes an update for each
+            gradient; `max_staleness` is then the number of batches by which a worker may be ahead of the slowest.
+        backup_workers: in "sync", number of workers for which an update does not wait; servers step. A late gradient is
+            dropped, and its data are trained later in the same epoch. An update is the mean over
+            `devices - backup_workers` batches.
+        powersgd_rank: columns of the factors of compression="powersgd", which needs optimizer="worker"; more columns
             are more accurate and slower.
         compression, compression_keep, pull_compression, snapshot_every, link, shard_by, overlap: see `ServerOptions`.
 

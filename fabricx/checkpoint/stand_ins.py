@@ -1,7 +1,7 @@
-"""Reads a file of torch with stand-ins in the place of the objects whose classes torch's safe unpickler refuses.
+"""Reads a file of torch, with stand-ins for objects whose classes torch's safe unpickler refuses.
 
-No class or function that the file names is imported or called: the unpickler is torch's own for plain data, and it
-finds a stand-in of this module under each name that it would refuse.
+No class or function that the file names is imported or called: torch's unpickler for plain data reads the file, and
+each name that it would refuse refers to a stand-in of this module.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Mark:
 
 
 class _StandIn:
-    """Accepts what an unpickler does with an object, and keeps nothing of it."""
+    """Accepts the construction and the state of an object, and stores neither."""
 
     name: str
 
@@ -80,7 +80,7 @@ class _Type(Type):
 
 
 class _Array(Array):
-    """An array; of an array of objects, nothing is kept."""
+    """An array; the elements of an array of objects are discarded."""
 
     of_objects = False
 
@@ -92,7 +92,7 @@ class _Array(Array):
 
 
 class _Moment(_StandIn):
-    """A time; of a time in a zone of a refused class, nothing is kept."""
+    """A time; a time in a zone of a refused class is discarded."""
 
     name = "datetime.datetime"
 
@@ -104,11 +104,11 @@ _REPLACED: Final[dict[Any, Any]] = {Type: _Type, Array: _Array, datetime.datetim
 
 
 class Attack(pickle.UnpicklingError):
-    """The file names a function by which files attack."""
+    """The file names a function that executes code or opens files, as malicious files do."""
 
 
 class Unsupported(pickle.UnpicklingError):
-    """The file names no such function, and makes an object in a way that torch's unpickler does not support."""
+    """The file names no harmful function, but constructs an object in a way that torch's unpickler does not support."""
 
 
 def refused_names(file: Any) -> set[str]:
@@ -118,7 +118,7 @@ def refused_names(file: Any) -> set[str]:
         file: local path, or open file, of an archive.
 
     Raises:
-        Attack: a name is that of a function by which files attack.
+        Attack: a name is that of a harmful function.
         UnpicklingError: the unpickler does not support the file.
         ValueError: the file is a program of TorchScript.
     """
@@ -138,11 +138,11 @@ def load(file: Any, plain: Sequence[Any], shown: object, **options: Any) -> Any:
         file: local path, or open file.
         plain: further classes of plain data, as for `torch.serialization.safe_globals`.
         shown: path for messages.
-        options: of `torch.load`.
+        options: further arguments of `torch.load`.
 
     Raises:
         Attack: see `refused_names`.
-        Unsupported: an object is made in a way that the unpickler does not support.
+        Unsupported: an object is constructed in a way that the unpickler does not support.
         UnpicklingError: the names in the file can't be found.
     """
     plain = [
@@ -167,11 +167,11 @@ def load(file: Any, plain: Sequence[Any], shown: object, **options: Any) -> Any:
 
 @contextlib.contextmanager
 def _allowed(kinds: dict[str, type]) -> Iterator[None]:
-    """Have torch's unpickler find a stand-in under each name; `kinds` gets the names of classes within classes."""
+    """Make each name refer to a stand-in for torch's unpickler; names of nested classes are added to `kinds`."""
     made: dict[str, Any] = {name: _made(name, kind) for name, kind in kinds.items()}
 
     def within(owner: Any, name: Any) -> Any:
-        """Take the place of `getattr`, by which pickle finds classes within classes, and methods."""
+        """Replace `getattr`, with which pickle looks up nested classes and methods."""
         kind = owner if isinstance(owner, type) else type(owner)
         full = f"{kind.name if issubclass(kind, _StandIn) else global_name(kind)}.{name}"
         if kind is owner and full in of_user:
@@ -193,7 +193,7 @@ def _allowed(kinds: dict[str, type]) -> Iterator[None]:
 
 
 def global_name(entry: Any) -> str:
-    """Return the name by which a file names a class or a function.
+    """Return the name of a class or a function in files.
 
     Args:
         entry: an entry of `torch.serialization.get_safe_globals`.

@@ -294,7 +294,7 @@ def _scale(arguments: list[str]) -> int:
 
     try:
         if not arguments[1].isascii() or not arguments[1].isdecimal():
-            raise ValueError(f"{arguments[1]!r} is not a number of workers: fabricx scale {arguments[0]} 3")
+            raise ValueError(f"{arguments[1]!r} is not a number of workers: write, say, fabricx scale {arguments[0]} 3")
         request_workers(Path(arguments[0]), int(arguments[1]))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

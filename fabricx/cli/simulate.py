@@ -119,10 +119,11 @@ def _settings(arguments: Sequence[str]) -> dict[str, str]:
         key, equals, value = argument.partition("=")
         if not equals or key not in KEYS:
             raise ValueError(
-                f"{argument!r} is no setting KEY=VALUE.{did_you_mean(key, KEYS)}\n  known: {', '.join(KEYS)}"
+                f"{argument!r} is not a setting of the form KEY=VALUE.{did_you_mean(key, KEYS)}"
+                f"\n  known: {', '.join(KEYS)}"
             )
         if key in settings:
-            raise ValueError(f"{key} is given twice: remove one of them")
+            raise ValueError(f"{key} is set twice: remove one of the two")
         settings[key] = value
     return settings
 

@@ -1,4 +1,4 @@
-"""Complex tensors as real tensors: a conversion to a real dtype would drop the imaginary parts with a mere warning."""
+"""Views of complex tensors as real tensors; a conversion to a real dtype would discard the imaginary parts."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Return a tensor of real numbers with the same memory: both parts of complex numbers, or the tensor itself.
+    """Return a complex tensor as a view of its real and imaginary parts; return other tensors unchanged.
 
     Args:
-        tensor: of any dtype.
+        tensor: tensor of any shape and dtype.
 
     Returns:
-        Tensor of shape [..., 2] of a complex tensor.
+        for a complex tensor of shape [...], a real tensor of shape [..., 2] in the same memory.
     """
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -1,4 +1,4 @@
-"""The rank of this process for `rank_zero_only` of lightning-utilities, which libraries and projects decorate with."""
+"""Sets the rank of this process in lightning-utilities, for functions with its decorator `rank_zero_only`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from lightning_utilities.core import rank_zero
 
-# Of torchrun, Open MPI, MPICH, SLURM and LSF. Before SLURM's: mpirun passes on those of the job's first process.
+# Variables of torchrun, Open MPI, MPICH, SLURM and LSF. MPI's precede SLURM's: all processes of an mpirun in a SLURM
+# job inherit the SLURM_PROCID of its first process.
 _VARIABLES: Final = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
 _FUNCTION: Final[Any] = rank_zero.rank_zero_only
 
@@ -23,14 +24,14 @@ def set_rank(rank: int) -> None:
 
 
 def launched_rank() -> int | None:
-    """Return the rank that a launcher gave this process; None without a launcher."""
+    """Return the rank of this process in the launcher's variables; None without a launcher."""
     rank = next((os.environ[name] for name in _VARIABLES if os.environ.get(name, "").isdigit()), None)
-    if rank is None and "SM_CURRENT_HOST" in os.environ:  # SageMaker starts a process on each of its machines
+    if rank is None and "SM_CURRENT_HOST" in os.environ:  # SageMaker starts a process on each machine
         return int(json.loads(os.environ.get("SM_HOSTS", "[]")).index(os.environ["SM_CURRENT_HOST"]))
     return None if rank is None else int(rank)
 
 
 def set_launched_rank() -> None:
-    """Set the rank that a launcher gave this process; 0 without a launcher. A rank that is set already is kept."""
+    """Set the rank to that of the launcher, or to 0 without a launcher, unless the rank is set already."""
     if getattr(_FUNCTION, "rank", None) is None:
         set_rank(launched_rank() or 0)

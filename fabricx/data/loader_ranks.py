@@ -9,7 +9,7 @@ from typing import Any, final
 from torch.utils.data import DataLoader
 
 from fabricx.distributed import world as worlds
-from fabricx.distributed.process_groups import state_rank
+from fabricx.distributed.process_groups import set_loader_rank
 
 
 def give_rank(source: Any) -> None:
@@ -47,6 +47,6 @@ class _GivesRank:
     def __call__(self, number: int) -> None:
         os.environ.update(self._variables)
         if self._rank is not None:
-            state_rank(*self._rank)
+            set_loader_rank(*self._rank)
         if self._first is not None:
             self._first(number)

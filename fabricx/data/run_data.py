@@ -113,7 +113,7 @@ class RunData:
             RuntimeError: this is no fit.
         """
         if self._train_feed is None:
-            raise RuntimeError(f"{self.stage} reads no training data")
+            raise RuntimeError(f"there is no feed of training data in trainer.{self.stage}: only fit has one")
         return self._train_feed
 
     @property

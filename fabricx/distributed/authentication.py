@@ -8,6 +8,7 @@ import os
 import pickle
 import secrets
 import socket
+import stat
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -360,7 +361,7 @@ def check_private(folder: str | os.PathLike[str]) -> None:
         PermissionError: it is a link, belongs to another user, or its mode admits other users.
         OSError: it does not exist.
     """
-    _check(Path(folder), os.lstat(folder), 0o040000, 0o700)
+    _check(Path(folder), os.lstat(folder), stat.S_IFDIR, 0o700)
 
 
 def read_private(path: Path) -> bytes:
@@ -385,7 +386,7 @@ def open_private(path: Path) -> BinaryIO:
     """
     number = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        _check(path, os.fstat(number), 0o100000, 0o600)
+        _check(path, os.fstat(number), stat.S_IFREG, 0o600)
     except BaseException:
         os.close(number)
         raise
@@ -407,8 +408,9 @@ def write_private(path: Path, data: bytes) -> None:
 
 
 def _check(path: Path, status: os.stat_result, kind: int, mode: int) -> None:
-    if status.st_mode & 0o170000 != kind:
-        raise PermissionError(f"{path} is a link or not of the expected kind: remove it")
+    if stat.S_IFMT(status.st_mode) != kind:
+        wanted = "folder" if kind == stat.S_IFDIR else "regular file"
+        raise PermissionError(f"{path} is a link, or is not a {wanted}: remove it")
     if status.st_uid != os.geteuid():
         raise PermissionError(f"{path} belongs to user {status.st_uid}, not to {os.geteuid()}: choose another path")
     if status.st_mode & 0o077:

@@ -155,7 +155,7 @@ class Membership:
             PeerLost: a worker has died, or has left the generation because workers join.
         """
         if self._broken >= number:
-            raise PeerLost("another worker has died, or has left to let workers join")
+            raise PeerLost("another worker has died, or has left the group so that workers can join")
 
     def stay(self, number: int) -> None:
         """Raise `PeerLost` if a generation is over, or about to end.

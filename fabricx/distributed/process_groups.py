@@ -1,4 +1,4 @@
-"""Process groups of torch.distributed: opened, left and released. Their ranks and keys are those of `World`."""
+"""Opens, destroys and releases process groups of torch.distributed; `World` chooses their ranks and store."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch.distributed as dist
 
 from fabricx.distributed.generations import membership
 
-# A forked process, such as one of a DataLoader, must not collect a group that was garbage in its parent: the end of a
-# group of gloo waits for threads, which do not exist in the forked process.
+# A forked process, such as a worker of a DataLoader, must not collect a group that was garbage in its parent: the
+# destructor of a gloo group waits for threads that do not exist in the forked process.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=gc.freeze)
 
-_LEFT: list[Any] = []  # destroyed process groups of earlier generations, which strategies may still refer to
+_DESTROYED: list[Any] = []  # process groups of earlier generations, to which strategies may still refer
 
 
 def survive_failed_operations() -> None:
     """Keep the process alive when an operation of NCCL fails: surviving ranks continue without the lost peer.
 
-    By default torch ends the process. Call before a group is opened.
+    By default torch ends the process. Call this before the first group is opened.
     """
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
@@ -38,16 +38,17 @@ def open_main(backend: str, store: dist.Store, rank: int, size: int, timeout: ti
         rank, size: number of this process and number of processes.
         timeout: timeout of the rendezvous and, until changed, of collectives.
     """
-    # Names of groups are parts of the store's keys, and a failed attempt of this process leaves its number behind.
+    # The store's keys contain the number of the group in its process. After a failed attempt this number would differ
+    # between ranks, which would then wait for each other's keys.
     dist.distributed_c10d._world.group_count = 0
     with membership().opening():
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
-def state_rank(rank: int, size: int) -> None:
-    """Give `torch.distributed` the rank of the parent in a loader process without a process group.
+def set_loader_rank(rank: int, size: int) -> None:
+    """Make `torch.distributed.get_rank` return the rank of the parent in a loader process without a process group.
 
-    Collectives raise an error there.
+    Collectives of the loader process raise an error.
 
     Args:
         rank, size: rank of the parent, and number of ranks.
@@ -64,15 +65,15 @@ def _without_backend(store: dist.Store, rank: int, size: int, timeout: timedelta
 def open_parts(
     parts: Sequence[Sequence[int]], rank: int, timeout: timedelta
 ) -> tuple[Sequence[int], dist.ProcessGroup]:
-    """Open a group for each part of the ranks; all ranks call it.
+    """Open a group for each part of the ranks; collective over all ranks.
 
     Args:
-        parts: the ranks of each group; every rank is in exactly one part.
+        parts: ranks of each group; every rank is in exactly one part.
         rank: number of this process.
         timeout: timeout of the rendezvous and, until changed, of collectives.
 
     Returns:
-        ranks and group of the part with this rank.
+        the ranks of this rank's part, and their group.
     """
     groups: list[tuple[Sequence[int], Any]] = []
     with membership().opening():
@@ -87,25 +88,25 @@ def set_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> N
     """Set the timeout of a group's collectives.
 
     Args:
-        timeout: of each collective that follows.
+        timeout: limit for each later collective.
         group: None for the group of all ranks.
     """
     dist.distributed_c10d._set_pg_timeout(timeout, group)  # type: ignore[attr-defined]
 
 
-def leave_all() -> None:
-    """Destroy all groups, if any; call `release_left` afterwards."""
+def destroy_all() -> None:
+    """Destroy all groups, if any; call `release_destroyed` afterwards."""
     if dist.is_initialized():
-        _LEFT.extend(dist.distributed_c10d._world.pg_map)
+        _DESTROYED.extend(dist.distributed_c10d._world.pg_map)
         dist.destroy_process_group()
 
 
-def release_left() -> None:
-    """Wait until destroyed groups have ended; afterwards none of their operations can write to a tensor.
+def release_destroyed() -> None:
+    """Wait until no operation of a destroyed group is pending; none can write to a tensor afterwards.
 
-    The end of an operation may need the interpreter's lock. A C++ object that a strategy has built on a group (DDP's
-    reducer) would wait for it while it holds that lock, which is a deadlock. The last Python reference, which this
-    module keeps, releases the lock first.
+    The destructor of a group waits for pending operations, which may need the interpreter's lock to end. Called from a
+    C++ object of a strategy, such as DDP's reducer, it would hold that lock: a deadlock. This module therefore keeps a
+    Python reference to each destroyed group. Dropping the last Python reference releases the lock during the wait.
     """
-    _LEFT.clear()
+    _DESTROYED.clear()
     membership().release()

@@ -18,17 +18,18 @@ class UnusedParameters:
 
     DDP reduces a bucket when every parameter of the bucket has a gradient, and keeps this rank's gradients if a
     gradient is missing. An additional backward with zero gradients reaches the missing parameters. A parameter without
-    a gradient on any rank has `grad = None` afterwards, as in one process, so weight decay and momentum skip it.
+    a gradient on any rank has `grad = None` afterwards, as in a single process, so weight decay and momentum skip it.
 
-    Each rank with missing parameters writes them to the store before that backward. After the backward, all ranks have
-    taken part; a rank that has written nothing has gradients for all parameters. Therefore no further collective is
-    needed, and ranks without missing parameters do nothing.
+    A rank with missing parameters writes their list to the store before its additional backward. The all-reduces of DDP
+    end after every rank has entered them, so all lists are in the store by then, and a rank without a list has a
+    gradient for each parameter. Therefore no further collective is needed, and ranks without missing parameters do no
+    additional work.
 
     Args:
         world: the ranks.
         parameters: parameters of DDP, in the same order on all ranks.
         sparse: parameters with sparse gradients; DDP accepts no dense gradients for them.
-        before: previous object, for other parameters of the same run; its counters continue.
+        before: the object of the same run for the set of parameters that was trained before; its counters continue.
 
     Attributes:
         parameters: see Args.
@@ -53,8 +54,8 @@ class UnusedParameters:
         """Reduce zero gradients for all parameters that a backward has not reached.
 
         Args:
-            loss: loss of that backward; None without a backward.
-            warns: warn once that such parameters exist.
+            loss: loss of the backward of this step; None if this rank had no backward.
+            warns: warn, once per run, that parameters got no gradient.
         """
         leaves = set() if loss is None else reached(loss)
         missing = [parameter for parameter in self.parameters if parameter not in leaves]
@@ -91,7 +92,7 @@ class UnusedParameters:
                 everywhere = [False] * len(self.parameters)
                 break
             everywhere = [a and bool(b) for a, b in zip(everywhere, store.get(key), strict=True)]
-        if self._written:  # all ranks have read this key before they took part in this reduction
+        if self._written:  # key of the previous reduction; every rank read it before it entered the present reduction
             store.delete_key(self._written)
         self._written = self._key(self._world.rank)
         return everywhere
@@ -147,7 +148,7 @@ def with_sparse_gradients(module: nn.Module) -> set[Tensor]:
     """Return the weights of all embedding layers with `sparse=True`.
 
     Args:
-        module: searched at any depth.
+        module: root of the submodules that are searched.
     """
     tables = (part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag)))
     return {part.weight for part in tables if part.sparse}
@@ -155,10 +156,10 @@ def with_sparse_gradients(module: nn.Module) -> set[Tensor]:
 
 @contextmanager
 def requiring_grad(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Set `requires_grad` of all parameters inside this context, also of frozen parameters.
+    """Make all parameters require a gradient within the context.
 
     Args:
-        parameters: frozen parameters are frozen again at the end.
+        parameters: trained and frozen parameters; frozen parameters are frozen again at the end.
     """
     frozen = [parameter for parameter in parameters if not parameter.requires_grad]
     for parameter in frozen:

@@ -242,12 +242,12 @@ class World:
     def leave_groups() -> None:
         """Destroy all process groups, if any; call `release_left_groups` afterwards."""
         _SUBGROUPS.clear()
-        process_groups.leave_all()
+        process_groups.destroy_all()
 
     @staticmethod
     def release_left_groups() -> None:
         """Wait until destroyed groups have ended; afterwards none of their operations can write to a tensor."""
-        process_groups.release_left()
+        process_groups.release_destroyed()
 
     def new_subgroup(self, parts: Sequence[Sequence[int]]) -> dist.ProcessGroup:
         """Build a process group for each part of the ranks and return the group of this rank; all ranks call it.

@@ -1,4 +1,4 @@
-"""Decides when a process counts as lost: without a heartbeat, or without progress."""
+"""Decides when a process counts as lost: it sends no heartbeat, or makes no progress."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Final, Literal, final
 
 ASLEEP_S: Final = 5.0  # a longer interval between two checks means that the supervisor itself was suspended
-START_S: Final = 240.0  # until the first heartbeat of a process, which imports the user's script before
+START_S: Final = 240.0  # limit for the first heartbeat of a process, which imports the user's script first
 LEAST_S: Final = 60.0  # shortest pause that is reported, and lower bound of the "learned" limit
 MANY: Final = 20  # the "learned" limit as a multiple of the longest pause
 
 
 def learned_limit(longest_s: float) -> float:
-    """Return the seconds without a further batch after which a pause is unusual.
+    """Return the length of a pause between two batches, in seconds, from which it counts as unusual.
 
     Args:
         longest_s: longest completed pause between two batches, in seconds.
@@ -27,9 +27,9 @@ def pause_report(pause_s: float, longest_s: float, places: Iterable[tuple[str, b
     """Return the report of an unusual pause.
 
     Args:
-        pause_s: seconds without a further batch.
-        longest_s: longest completed pause before.
-        places: name of each process, whether it waits for others, and the line of its main thread.
+        pause_s: seconds since the newest batch began.
+        longest_s: longest completed pause, in seconds.
+        places: for each process: its name, whether it waits for other processes, and the line of its main thread.
     """
     lines = [f"  {name} {'waits for others' if waits else 'is'} at {where}" for name, waits, where in places]
     before = f"the longest pause before was {longest_s:.1f} s"
@@ -41,8 +41,8 @@ class Loss:
     """Why a process counts as lost.
 
     Attributes:
-        reason: sentence for users.
-        silent_s: seconds since its newest sign of life.
+        reason: clause for a message to users; begins with "it".
+        silent_s: seconds since its newest heartbeat or batch.
     """
 
     reason: str
@@ -58,7 +58,7 @@ class _Life:
     since: float  # time of the newest progress
     limit: float  # longest time without a heartbeat, in seconds
     waits_since: float | None = None  # since when it seems to wait for other processes, without progress
-    where: str = ""  # position in its code
+    where: str = ""  # line of its main thread during a long pause
     reported_s: float = 0.0  # length of the pause in the newest report
 
 
@@ -117,7 +117,7 @@ class HeartbeatMonitor:
             rank: rank of the process.
         """
         self._lives.pop(rank, None)
-        for life in self._lives.values():  # they may have waited for this process
+        for life in self._lives.values():  # the other processes may have waited for this process
             life.since = self._clock()
 
     def silent(self) -> dict[int, Loss]:
@@ -166,10 +166,10 @@ class HeartbeatMonitor:
         return rank in self._lives and not self.frozen(rank)
 
     def waited_s(self, ranks: Iterable[int]) -> float:
-        """Return the seconds for which all of some processes have waited for others without progress; 0 if one works.
+        """Return the seconds since the last of these processes began to wait without progress; 0 if any is not waiting.
 
         Args:
-            ranks: ranks of the processes; 0 is returned if one of them is not monitored.
+            ranks: ranks of the processes; for a rank that is not monitored, the result is 0.
         """
         since = [None if (life := self._lives.get(rank)) is None else life.waits_since for rank in ranks]
         begun = [at for at in since if at is not None]

@@ -174,14 +174,14 @@ class Metrics:
         """Return the names to reduce: this rank's, and names that only ranks with more batches have logged."""
         logged_series = {name: self.series[name] for name in names}
         logged_series.update({name: series for name, (_, series) in self.objects.items()})
-        ways = {name: series.way() for name, series in logged_series.items()}
-        text = "\n".join([f"{name} {way[:3]} {way[-1]}" for name, way in ways.items()])
+        kinds = {name: series.logged_as() for name, series in logged_series.items()}
+        text = "\n".join([f"{name} {kind[:3]} {kind[-1]}" for name, kind in kinds.items()])
         digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
         highest, lowest = self._reduce(torch.tensor([digest, -digest], device=self._device), "max").tolist()
         if highest == -lowest:
             return names
         first = {name: series.epoch_batch if epoch else series.step_batch for name, series in logged_series.items()}
-        by_rank = self._gather((batches, ways, first, self._attributes()))
+        by_rank = self._gather((batches, kinds, first, self._attributes()))
         known: dict[str, tuple[Any, ...]] = {}
         attributes: dict[str, tuple[str, bool]] = {}  # of metric objects, by name
         begins: dict[str, float] = {}  # number of the batch from which every rank must have logged a name

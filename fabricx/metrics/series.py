@@ -1,4 +1,4 @@
-"""Values of a logged name: of the latest step, and the sum of the epoch."""
+"""The values of a logged metric: that of the latest step, and the sum of the epoch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from fabricx.core.reductions import Reduction
 
-EXACT: Final = (torch.float32, torch.float64, torch.int64)  # dtypes whose sums do not overflow or stop growing
-VALUES: Final = ("step", "value", "weight", "total", "weights")  # attributes of a series that change
+EXACT: Final = (torch.float32, torch.float64, torch.int64)  # dtypes whose sums neither overflow nor stop growing
+VALUES: Final = ("step", "value", "weight", "total", "weights")  # attributes that `Series.add` changes
 
 
 class Series:
-    """Values of a logged name: that of the latest step, and the sum of the epoch.
+    """The values of a logged metric: that of the latest step, and the sum of the epoch.
 
     The value of a step is the weighted mean (or sum, maximum, minimum) over the microbatches of that weight update.
     While a step has a single value, `add` only sets a few attributes: arithmetic is deferred until a value is read.
@@ -95,10 +95,10 @@ class Series:
             self.weights += weight
 
     def packed(self, *, epoch: bool) -> tuple[Any, float]:
-        """Return (sum, weight) for a mean, (value, weight) for other reductions, to be reduced over ranks.
+        """Return the operands of the reduction over ranks: (sum, weight) of a mean, (value, weight) otherwise.
 
         Args:
-            epoch: of the epoch; else of the latest step.
+            epoch: return the sum of the epoch; otherwise the value of the latest step.
         """
         if epoch:
             return self.total, self.weights
@@ -108,8 +108,8 @@ class Series:
         """Return the options with which another rank can create the same series."""
         return self.reduction, self.on_step, self.on_epoch, self.bar, self.to_logger, self.local
 
-    def way(self) -> tuple[Any, ...]:
-        """Return `kind`, and for a mean whether it was logged within batches."""
+    def logged_as(self) -> tuple[Any, ...]:
+        """Return the properties that are equal on all ranks: `kind`; for a mean, whether it is logged in batches."""
         return *self.kind(), self.inside if self.reduction == "mean" else None
 
     @classmethod
@@ -126,7 +126,7 @@ class Series:
         """Set the neutral value of the reduction, because this rank had no batch.
 
         Args:
-            epoch: of the epoch; else of the latest step.
+            epoch: set the sum of the epoch; otherwise the value of the latest step.
         """
         neutral = {"max": -math.inf, "min": math.inf}.get(self.reduction, 0.0)
         if epoch:
@@ -160,7 +160,7 @@ def join_latest(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Merge results of `Metrics.latest` of several ranks; only values of the newest step are kept.
 
     Args:
-        ranks: result of each rank.
+        ranks: result of each rank: (kind, step, value, weight) by name.
     """
     newest = max((step for latest in ranks for _, step, *_ in latest.values()), default=-1)
     merged: dict[str, Any] = {}
@@ -168,7 +168,7 @@ def join_latest(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         for name, (kind, step, value, weight) in latest.items():
             if step != newest:
                 continue
-            if name in merged and not kind[-1]:  # of a local value, the first rank's is kept
+            if name in merged and not kind[-1]:  # for a local value, the first rank decides
                 _, _, before, weight_before = merged[name]
                 merged[name] = [
                     kind, step, join(kind[0], before, weight_before, value, weight), weight_before + weight,
@@ -216,7 +216,7 @@ def as_single(name: str, computed: Any) -> Tensor:
         computed: result of its `compute`.
 
     Raises:
-        ValueError: it is not a single number.
+        ValueError: the result is not a single number.
     """
     with contextlib.suppress(TypeError, ValueError, RuntimeError):
         value = torch.as_tensor(computed)

@@ -125,7 +125,7 @@ class _Draws(TorchDispatchMode):
             for leaf in tree_leaves(output):
                 self._replace(leaf, func._schema.name == _PERMUTATION)
         elif before.differs(RandomState()):  # such as attention with dropout
-            raise DifferentDraws(f"{func._schema.name} draws random numbers that are not those of single samples")
+            raise DifferentDraws(f"{func._schema.name} draws other random numbers for a batch than for its samples")
         return output
 
 

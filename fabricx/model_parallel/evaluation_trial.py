@@ -142,7 +142,8 @@ def check_evaluated(
         raise
     except Exception as error:
         raise StepChanged(
-            f"validation_step fails in the divided module, but not in one process: {type(error).__name__}: {error}"
+            f"validation_step fails in the divided module, but not in one process: {type(error).__name__}: {error}. "
+            "Make it call the model as training_step does, or use strategy=ddp"
         ) from error
     return next(_differences(before.values, after, tolerance), "") if complete else ""
 

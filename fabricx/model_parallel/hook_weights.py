@@ -284,7 +284,10 @@ class HookWeights(TorchFunctionMode):
         other = self._weight(value)
         whole = _whole_shard(value) if other is None else self._gather(other).whole
         if tuple(whole.shape) != tuple(self._division.empty(weight.name, weight.local).shape):
-            raise ValueError(f"{weight.name}.data: a divided weight keeps its shape, and this is {list(whole.shape)}")
+            raise ValueError(
+                f"{weight.name}.data = ...: a divided weight keeps its shape, and a tensor of shape "
+                f"{list(whole.shape)} was assigned"
+            )
         if weight.absent or is_dtensor(weight.local):
             self.write(weight, whole)
         else:  # not written in place: a backward that follows may need the elements before

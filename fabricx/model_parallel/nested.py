@@ -12,10 +12,10 @@ Path = tuple[Any, ...]
 
 
 def children(value: Any) -> list[tuple[Any, Any]] | None:
-    """Return (key, child) of a tuple, list, mapping or dataclass; None for a leaf.
+    """Return (key, child) pairs of a tuple, list, mapping or dataclass; None for a leaf.
 
     Args:
-        value: anything.
+        value: a container or a leaf.
     """
     if isinstance(value, Mapping):
         return list(value.items())
@@ -27,11 +27,11 @@ def children(value: Any) -> list[tuple[Any, Any]] | None:
 
 
 def leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield (path, leaf) of nested tuples, lists, mappings and dataclasses, in their order.
+    """Yield (path, leaf) of nested tuples, lists, mappings and dataclasses, depth first.
 
     Args:
-        value: nested.
-        path: path of the value.
+        value: a container or a leaf.
+        path: prefix of the paths.
 
     >>> list(leaves([1, {"a": 2}]))
     [((0,), 1), ((1, 'a'), 2)]
@@ -48,9 +48,9 @@ def mapped(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> A
     """Return a nested value with changed leaves; containers without a change are the same objects.
 
     Args:
-        value: nested.
+        value: a container or a leaf.
         change: called with the path and the leaf; returns the new leaf.
-        path: path of the value.
+        path: prefix of the paths.
 
     >>> mapped([1, (2, 3)], lambda path, leaf: -leaf if path == (1, 0) else leaf)
     [1, (-2, 3)]
@@ -63,7 +63,7 @@ def mapped(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> A
 
 
 def with_children(value: Any, changed: dict[Any, Any]) -> Any:
-    """Return a shallow copy of a container with other children.
+    """Return a shallow copy of a container in which some children are replaced.
 
     Args:
         value: tuple, list, mapping or dataclass.

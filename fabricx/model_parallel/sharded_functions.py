@@ -172,8 +172,9 @@ def _change_whole(
             whole, local = wholes[id(tensor)], tensor.local
             if whole.shape != tensor.shape:
                 raise ValueError(
-                    f"{activations.weight_of(local)} is divided over tensor-parallel ranks, and keeps its shape: "
-                    f"{list(tensor.shape)}, not {list(whole.shape)}"
+                    f"the shape of {activations.weight_of(local)} can't change from {list(tensor.shape)} to "
+                    f"{list(whole.shape)}, since it is divided over tensor-parallel ranks: assign a tensor "
+                    "of the same shape"
                 )
             parts = tensor.parts or (tensor.shape[tensor.sharded_dim],)
             shard = Placement(tuple(tensor.shape), tensor.sharded_dim, parts, world.size).shard(whole, world.rank)

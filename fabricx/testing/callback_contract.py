@@ -131,11 +131,11 @@ def _check_uneven(make: Callable[[], Callback], options: Mapping[str, Any]) -> N
     if not torch.equal(alone.random, bare.random):  # numbers that differ by rank
         return
     if run.step != alone.step:
-        raise BrokenContract(f"{name}: {run.step} steps, and {alone.step} in one process. {WEIGHTED}")
+        raise BrokenContract(f"{name}: steps on several ranks: {run.step}; in one process: {alone.step}. {WEIGHTED}")
     for what in ("weights", "metrics", "state"):
         ours, wanted = getattr(run, what), getattr(alone, what)
         if not _close(ours, wanted):
-            raise BrokenContract(f"{name}: {what}: {ours}, and {wanted} in one process. {WEIGHTED}")
+            raise BrokenContract(f"{name}: {what} on several ranks: {ours}; in one process: {wanted}. {WEIGHTED}")
 
 
 def _close(actual: Any, expected: Any) -> bool:
@@ -154,7 +154,9 @@ def _close(actual: Any, expected: Any) -> bool:
 
 def _compare(name: str, run: _End, whole: _End, hint: str) -> None:
     if run.step != whole.step:
-        raise BrokenContract(f"{name}: {run.step} steps, and {whole.step} without an interruption. {hint}")
+        raise BrokenContract(
+            f"{name}: steps of the resumed run: {run.step}; without an interruption: {whole.step}. {hint}"
+        )
     if not torch.equal(run.weights, whole.weights):
         difference = float((run.weights - whole.weights).abs().max())
         raise BrokenContract(f"{name}: weights differ by {difference:.3g} from a run without an interruption. {hint}")

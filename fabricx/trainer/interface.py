@@ -192,7 +192,9 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
             RuntimeError: this process has not run anything.
         """
         if self._sessions.newest is None:
-            raise RuntimeError("the trainer has no run in this process; read its parts in hooks of a run")
+            raise RuntimeError(
+                "the trainer has no run in this process, so this attribute has no value: read it in a hook of a run"
+            )
         return self._sessions.newest
 
     @property

@@ -1,4 +1,4 @@
-"""Tracks the changed rows of sparse tables, so that only these are sent when workers meet."""
+"""Records which rows of sparse tables have changed, so that a server sends a worker only these rows."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 @final
 class ChangedRows:
-    """Records, for each row, the update that has changed it last.
+    """The number of the latest update of each row.
 
     Args:
         heights: number of rows of each table.
-        version: present number of updates; earlier changes are unknown.
-        history: identifies an uninterrupted history of the tables.
+        version: number of updates when the record begins; changes by earlier updates are not recorded.
+        history: name of the sequence of updates; a version of another sequence may have other rows.
 
     >>> rows = ChangedRows([4], 7, "a")
     >>> rows.note(0, torch.tensor([2, 3]), 8)
@@ -34,21 +34,21 @@ class ChangedRows:
 
         Args:
             table: number of the table.
-            rows: ids of the rows.
+            rows: indices of the rows, shape [changed rows].
             version: number of the update.
         """
         self._newest[table][rows.long()] = version
 
     def known(self, had: tuple[str, int] | None) -> bool:
-        """Return whether all changes since a worker received complete tables are recorded.
+        """Return whether the record has all changes since a worker received complete tables.
 
         Args:
-            had: (history, version) of the worker's tables; None if it has no tables.
+            had: (history, version) of these tables; None if the worker has not received any.
         """
         return had is not None and had[0] == self.history and had[1] >= self._begun
 
     def since(self, table: int, version: int) -> Tensor:
-        """Return the ids of the rows that have changed since a version, in ascending order.
+        """Return the indices of the rows that have changed since a version, in ascending order.
 
         Args:
             table: number of the table.

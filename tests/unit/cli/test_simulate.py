@@ -36,7 +36,7 @@ def test_settings_change_the_cluster_the_mesh_and_the_units():
         ("tflops=fast", "tflops=fast: must be a positive number"),
         ("mesh.data=all", "mesh.data=all: must be ddp or fsdp"),
         ("heads=5", "heads have to divide hidden"),
-        ("batch=16", "batch is given twice"),
+        ("batch=16", "batch is set twice"),
     ],
 )
 def test_mistakes_are_errors_that_name_the_remedy(argument, message, capsys):

@@ -72,7 +72,7 @@ def test_ranks_that_logged_different_names_are_listed() -> None:
     metrics = alone()
     metrics.series["loss"] = series()
     metrics.series["loss"].add(1.0, 1, step=1, batch=1)
-    metrics = two_ranks(metrics, [torch.tensor([5, -5])], [(1, {"acc": series().way()}, {"acc": 1})])
+    metrics = two_ranks(metrics, [torch.tensor([5, -5])], [(1, {"acc": series().logged_as()}, {"acc": 1})])
     with pytest.raises(RanksDisagree, match=r"rank 0: 'loss'\n  rank 1: 'acc'"):
         metrics.joined(["loss"], epoch=True, batches=1)
 
@@ -80,14 +80,14 @@ def test_ranks_that_logged_different_names_are_listed() -> None:
 @pytest.mark.parametrize("batches", [0, 2])
 def test_a_rank_learns_names_that_others_logged_first_in_a_later_batch_and_changes_no_value(batches: int) -> None:
     metrics = alone()
-    gathered = [(3, {"loss": series().way()}, {"loss": batches + 1})]
+    gathered = [(3, {"loss": series().logged_as()}, {"loss": batches + 1})]
     metrics = two_ranks(metrics, [torch.tensor([5, -5]), torch.tensor([[6.0, 3.0]])], gathered)
     assert metrics.joined([], epoch=True, batches=batches)["loss"].item() == 2.0
 
 
 @pytest.mark.parametrize("first", [0, 2])
 def test_a_rank_that_had_the_batch_or_the_hook_in_which_others_logged_has_to_log_too(first: int) -> None:
-    metrics = two_ranks(alone(), [torch.tensor([5, -5])], [(3, {"loss": series().way()}, {"loss": first})])
+    metrics = two_ranks(alone(), [torch.tensor([5, -5])], [(3, {"loss": series().logged_as()}, {"loss": first})])
     with pytest.raises(RanksDisagree, match=r"rank 0: nothing\n  rank 1: 'loss'"):
         metrics.joined([], epoch=True, batches=2)
 
@@ -173,8 +173,8 @@ def test_ranks_that_log_a_name_in_different_ways_are_told_so(
     mine.series["x"], other.inside = series("mean"), inside
     mine.series["x"].inside = True
     mine.series["x"].add(1.0, 1, step=1)
-    values = [votes_of(other.way()), torch.tensor([[3.0, 1.0]])]
-    joined = two_ranks(mine, values, [(1, {"x": other.way()}, {"x": 1})])
+    values = [votes_of(other.logged_as()), torch.tensor([[3.0, 1.0]])]
+    joined = two_ranks(mine, values, [(1, {"x": other.logged_as()}, {"x": 1})])
     if not told:
         assert joined.joined(["x"], epoch=True)["x"].item() == 2.0
         return
