@@ -8,6 +8,8 @@ from typing import Any, Final
 from torch import nn
 from torch.optim import Optimizer
 
+from fabricx.core.held_gradients import HELD, held_gradients
+
 _GROWS: Final = "_fabricx_grows"  # attribute of an optimizer: module, and number of groups at the start
 OTHER_STATE: Final = (
     "Resume with the optimizers and schedules of the checkpoint; or convert the checkpoint in on_load_checkpoint; or "
@@ -56,10 +58,15 @@ def by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
         names: names of the module's parameters, by `id`.
     """
     ordered, state = _parameter_names(optimizer, names), optimizer.state_dict()
+    values = {ordered[number]: values for number, values in state["state"].items()}
+    for parameter, gradient in held_gradients(optimizer).items():
+        name = names.get(id(parameter), "")
+        values[name] = {**values.get(name, {}), HELD: gradient}
+    values.pop("", None)  # a parameter outside of the module
     return {
         **state,
         "class": type(optimizer).__qualname__,
-        "state": {ordered[number]: values for number, values in state["state"].items()},
+        "state": values,
         "param_groups": [{**g, "params": [ordered[number] for number in g["params"]]} for g in state["param_groups"]],
     }
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabricx.core.gradient_checks import SPARSE_CLIPPED
+from fabricx.core.held_gradients import take_from_state
 from fabricx.core.optimizer_state import OTHER_STATE, by_name, by_number
 from fabricx.core.placeholder import load_present
 from fabricx.core.strategy_names import StrategyNames
@@ -318,6 +319,7 @@ class Strategy(StrategyNames, NamesChecked, ABC):
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(by_number(optimizer, names, saved))
+            take_from_state(optimizer, loaded=True)
 
     def _load_weights(self, module: nn.Module, weights: Mapping[str, Any]) -> None:
         if absent := as_part(self, HoldsPart).absent:

@@ -28,7 +28,8 @@ class RankRecords(FaultTolerance):
 
     Attributes:
         epoch_end: state at which the publication of an epoch's values began; None outside of it.
-        torn: some weights of an update are new and others old: the batch can't be tried again.
+        torn: some weights of an update are new and others old, or gradients of earlier batches have changed: the batch
+            can't be tried again.
     """
 
     def __init__(
@@ -135,6 +136,9 @@ class RankRecords(FaultTolerance):
         self.settle()
         self.torn = self._session.strategy.traits.lockstep
 
+    def begin_unrepeatable(self) -> None:
+        self.torn = self.slot is not None
+
     def after_own_update(self, batch: Microbatch) -> None:
         if self.slot is None:
             return
@@ -145,7 +149,8 @@ class RankRecords(FaultTolerance):
 
     def after_batch(self) -> None:
         super().after_batch()
-        self.torn = False
+        held = self._session.overridden.held
+        self.torn = self.slot is not None and held is not None and held.may_be_needed  # a replacement lacks these
         if self.slot is not None and not self._recorded_ahead:
             self._write(progress(self._session), None)
         self._recorded_ahead = False

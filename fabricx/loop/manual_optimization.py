@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabricx.core.complex_numbers import as_real
+from fabricx.core.held_gradients import HeldGradients
 from fabricx.distributed.collective_guard import ALL_JOIN, along, together
 from fabricx.errors import RanksDisagree
 from fabricx.loop.no_batch import no_batch_step
@@ -66,6 +67,7 @@ def train_manually(session: Session, micro: Microbatch, batch: Any) -> Any:
         the outputs of `training_step`.
     """
     session.window.took_part(micro)
+    _begin_batch(session)
     session.window.loss_factor = micro.factor * session.gradient_factor
     step = session.training_step if batch is not None else no_batch_step(session)
     with along(micro.idle) if micro.idle else ALL_JOIN, _can_be_repeated(session):
@@ -90,6 +92,7 @@ def train_without_data(session: Session, micro: Microbatch, example: tuple[Any, 
         ValueError: this rank has not had a batch.
     """
     session.settings.before_forward(micro)
+    _begin_batch(session)
     session.window.loss_factor = 0.0
     if not example:
         raise ValueError(
@@ -121,6 +124,13 @@ def count_manual_steps(session: Session) -> None:
         session.batch.without_update = 0
     else:
         count_without_update(session)
+
+
+def _begin_batch(session: Session) -> None:
+    """Begin a batch: one that adds to gradients of earlier batches, or uses these, can't be tried again."""
+    held = session.overridden.held
+    if held is not None and held.begin_batch():
+        session.fault_tolerance.begin_unrepeatable()
 
 
 @contextlib.contextmanager
@@ -160,6 +170,8 @@ def backward(session: Session, loss: Tensor, *args: Any, **options: Any) -> None
         args: passed to `Module.backward`.
         options: passed to `Module.backward`.
     """
+    if session.overridden.held is not None:
+        session.overridden.held.before_backward()
     factor = session.window.loss_factor
     scaled = session.precision.scale(loss if factor == 1.0 else loss * factor)
     for hook in session.hooks.on_before_backward:
@@ -205,9 +217,13 @@ def count_step(
     """
     losses: list[Any] = []
 
+    held = session.overridden.held
+
     def with_gradients() -> None:
         session.precision.unscale(optimizer)
         prepare()
+        if held is not None:
+            held.before_step(optimizer)
 
     def computed() -> Any:
         assert closure is not None
@@ -219,12 +235,16 @@ def count_step(
         with_gradients()
     session.precision.step(optimizer, session.strategy.optimizer_step, None if closure is None else computed)
     session.precision.updated()
+    if held is not None:
+        held.after_step(optimizer)
     session.overridden.manual_steps[id(optimizer)] = session.overridden.manual_steps.get(id(optimizer), 0) + 1
     return losses[0] if losses else None
 
 
 def watch_gradients(session: Session) -> None:
-    """Compare the gradients of all ranks before optimizers step, in the first updates and then periodically.
+    """Watch gradients that batches leave for later ones, and compare the gradients of all ranks before optimizers step.
+
+    They are compared in the first updates and then periodically.
 
     A gradient that was not computed by `manual_backward` (but by `loss.backward()` or `torch.autograd.grad`) is not
     averaged over ranks: the weights of the ranks would silently diverge.
@@ -235,6 +255,8 @@ def watch_gradients(session: Session) -> None:
     Raises:
         RanksDisagree: when an optimizer steps: gradients differ between ranks.
     """
+    held = session.overridden.held = HeldGradients(session.optimizers)
+    session.overridden.undo.append(held.close)
     traits = session.strategy.traits
     if not traits.synchronous or traits.sharded:
         return

@@ -174,6 +174,9 @@ class FaultTolerance:
     def begin_update(self) -> None:
         """Wait for the collectives of this step; its weights change from now on."""
 
+    def begin_unrepeatable(self) -> None:
+        """Note that the present batch can't be tried again: it changes gradients of earlier batches."""
+
     def after_own_update(self, batch: Microbatch) -> None:
         """Record a batch that the module or a closure has applied; no rank counts it before all ranks have recorded it.
 

@@ -685,3 +685,41 @@ def test_all_ranks_and_a_replacement_have_the_data_that_one_process_draws(strate
     assert sum(entry != 0.0 for entry in expected) <= SAMPLES // 2
     assert entries(strategy()) == (expected, 0)
     assert entries(strategy(), kill(rank=1).during("backward", step=3)) == (expected, 1)
+
+
+class OverBatches(LayeredModule):
+    """Steps the head at each batch, and the body after each second, with the gradients of both."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(manual=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for number, optimizer in enumerate(self.optimizers()):
+            of_head = number == 1
+            if of_head or batch_idx % 2 == 0:
+                optimizer.zero_grad()
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(torch.nn.functional.mse_loss(self(batch[0]), batch[1]))
+            if of_head or batch_idx % 2 == 1:
+                optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "moment", "step"),
+    params([(DDP, "backward", 5), (FSDP, "forward", 5)], [(DDP, "batch end", 5), (ParameterServer, "backward", 5)]),
+)
+def test_gradients_that_a_manual_step_holds_for_the_next_batch_are_not_lost(
+    strategy: Any, moment: Any, step: int, tmp_path: Path
+) -> None:
+    def trained(*faults: Fault) -> tuple[list[Any], bool]:
+        fx.seed_everything(3)
+        module, options = OverBatches(), {**QUIET, "default_root_dir": tmp_path}
+        recovery = FaultRecovery(every_n_train_steps=2)
+        trainer = fx.Trainer(devices=2, strategy=strategy(), max_epochs=2, callbacks=[*faults, recovery], **options)
+        trainer.fit(module, DataLoader(layered_data(29), 4, shuffle=True))  # a step of the body uses two epochs
+        return [p.tolist() for p in module.parameters()], bool(trainer.failures)
+
+    weights, _ = trained()
+    assert trained(kill(rank=1).during(moment, step=step)) == (weights, True)
