@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from fabricx.checkpoint import tree
 from fabricx.core.gradient_checks import check_frozen
+from fabricx.core.held_gradients import keep_in_state, take_from_state
 from fabricx.core.placeholder import is_placeholder
 from fabricx.core.strategy import Strategy, Traits
 from fabricx.core.strategy_parts import Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, WrapsStep
@@ -254,7 +255,9 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
     def state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
         self._restore_local(ends_round=True)
         for optimizer in optimizers:
+            keep_in_state(optimizer)
             average_moments(self.data_ranks, optimizer)
+            take_from_state(optimizer, loaded=False)
         state = super().state_dict(module, optimizers)
         if not optimizers:
             return state

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fabricx.core.held_gradients import keep_in_state, take_from_state
 from fabricx.distributed.world import World
 
 
@@ -15,13 +14,11 @@ def average_moments(world: World, optimizer: Optimizer) -> None:
 
     A rank whose optimizer has not stepped yet has no state, and receives the average of the ranks with a state. Step
     counts and other scalars are not averaged; a rank without them copies the values of the first rank with a state.
-    Gradients that a manual step holds for later batches are averaged, too.
 
     Args:
         world: ranks that have stepped; all call this together.
         optimizer: optimizer with the same parameters on all ranks; its state is changed in place.
     """
-    keep_in_state(optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     joined = {
         (number, name): value
@@ -47,4 +44,3 @@ def average_moments(world: World, optimizer: Optimizer) -> None:
             moment = torch.zeros(shape, dtype=dtype, device=parameters[key[0]].device)
             optimizer.state[parameters[key[0]]][key[1]] = moment
         world.all_reduce(moment).div_(sum(key in moments for moments, _ in states))
-    take_from_state(optimizer, loaded=False)

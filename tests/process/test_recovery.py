@@ -708,7 +708,10 @@ class OverBatches(LayeredModule):
 
 @pytest.mark.parametrize(
     ("strategy", "moment", "step"),
-    params([(DDP, "backward", 5), (FSDP, "forward", 5)], [(DDP, "batch end", 5), (ParameterServer, "backward", 5)]),
+    params(
+        [(DDP, "backward", 5), (FSDP, "forward", 5)],
+        [(DDP, "batch end", 5), (ParameterServer, "backward", 5), (lambda: LocalSGD(every=2), "backward", 5)],
+    ),
 )
 def test_gradients_that_a_manual_step_holds_for_the_next_batch_are_not_lost(
     strategy: Any, moment: Any, step: int, tmp_path: Path
