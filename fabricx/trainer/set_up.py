@@ -276,7 +276,7 @@ def _seed(state: RunState, world: World, of_caller: Any) -> None:
         seed_generators(state.seed % 2**32)  # also on devices
         RandomState.unpacked(of_caller).restore()
     if world.size > 1:
-        RandomState.unpacked(world.broadcast_object(RandomState().packed())).restore()
+        RandomState.of(world.broadcast_object(RandomState().state_dict())).restore()
 
 
 def _seed_training(state: RunState, world: World) -> None:
