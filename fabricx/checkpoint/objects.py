@@ -1,7 +1,7 @@
-"""Objects of users' classes in a checkpoint: stored apart from tensors and plain data, and never read unasked.
+"""Objects of users' classes in a checkpoint: stored apart from tensors and plain data, and read with permission.
 
-To read an object is to run code that its file names. Therefore a reader that was not given permission has an `Unread`
-in the place of each object.
+Reading an object runs code that its file names. A reader without permission therefore receives an `Unread` in place of
+each object.
 """
 
 from __future__ import annotations

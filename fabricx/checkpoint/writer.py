@@ -162,7 +162,7 @@ class Writer:
     def busy(self) -> bool:
         """Return whether any rank is still writing the latest checkpoint; every rank calls it in the same step.
 
-        It asks by a collective, because the place where ranks report may be out of reach.
+        Uses a collective, because the store to which ranks report may be unreachable.
         """
         if self._write is None:
             return False

@@ -43,7 +43,7 @@ class TorchCheckpointIO:
         return content
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Delete a file, for calls of the project.
+        """Delete a checkpoint file; only projects call this.
 
         Args:
             path: path of the file.

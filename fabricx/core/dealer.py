@@ -79,7 +79,7 @@ class Dealer:
         """Lease no more data in this section, so that all ranks meet after their present leases."""
 
     def leave_section(self) -> None:
-        """Request no more leases of this section: the data of this rank are over, and others may have more."""
+        """Request no more leases of this section: this rank has no more data, although other ranks may have."""
 
     def let_all_meet(self) -> None:
         """Make other ranks meet this rank, also if they have begun the next section, or begin it later."""

@@ -291,7 +291,7 @@ def fitted(obj: object, name: str, contract: type) -> Callable[..., Any]:
 
 
 def call(hook: Hook, *args: Any) -> None:
-    """Call every function of a hook, in order.
+    """Call the functions of a hook, in order.
 
     Args:
         hook: attribute of `Hooks`.

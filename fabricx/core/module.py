@@ -118,7 +118,7 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
         )  # fmt: skip
 
     def _log_of_run(self, name: str) -> Any:
-        """Return the destination of `log` of the module that is trained, where this is a part of it.
+        """Return the log of the run's module, of which this module is a part.
 
         Without a trainer, as in a test of a step, nothing is logged.
         """

@@ -43,7 +43,7 @@ def as_part(strategy: object, part: type[Part]) -> Part:
 
 
 def check_parts(strategy: type) -> None:
-    """Check that a class which defines a method of a part inherits that part: the run would not call it.
+    """Refuse a class that defines a method of a part without inheriting the part: the run would not call the method.
 
     Args:
         strategy: class of a strategy.

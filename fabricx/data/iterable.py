@@ -174,7 +174,7 @@ class ListFeed(Feed):
             )  # fmt: skip
 
     def _prefetch(self, data: Iterator[Any]) -> Any:
-        """Return the next batch, and keep the state of the source before it: it is trained later, or not at all."""
+        """Return the next batch, and keep the state of the source before it, since the batch may never be trained."""
         ahead = self._present() if self._stateful and not self._over else _NOTHING
         batch = next(data, _NOTHING)
         self._ahead, self._over = (_NOTHING, True) if batch is _NOTHING else (ahead, False)

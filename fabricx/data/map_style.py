@@ -344,7 +344,7 @@ class OrderedFeed(Feed):
         return self._loader.batch_sampler is None or self._whole_batches
 
     def _sizes(self, order: Any) -> Callable[[int, int], int]:
-        """Return a function of an end and a begin in the order that counts the samples between them."""
+        """Return a function that counts the samples between two positions of the order: (end, begin) -> samples."""
         if self._whole_batches:
             return lambda end, begin: sum(len(batch) for batch in order[begin:end])
         return operator.sub

@@ -34,7 +34,7 @@ class GroupTrace:
 
 
 class Route(NamedTuple):
-    """Messages of which each is received in the order of its send.
+    """Messages between two ranks that are received in the order in which they are sent.
 
     Attributes:
         source, to: ranks of the run.

@@ -136,7 +136,7 @@ def waits_for(event: str) -> None:
 
 
 def joined() -> None:
-    """Ignore collectives of earlier process groups from now on: this process has joined a new group."""
+    """Discard the records of earlier process groups' collectives, since this process has joined a new group."""
     _JOINED[0] = time.time_ns()
     collective_trace.forget_transfers()
     message_counts.forget()

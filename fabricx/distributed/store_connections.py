@@ -169,7 +169,7 @@ class Peer:
 
 
 def reached(value: bytes | None, least: int | None) -> bool:
-    """Return whether a value exists, and is a number that is large enough.
+    """Return whether a value exists and, with `least`, is a number of at least `least`.
 
     Args:
         value: a value of the store; None if the key does not exist.

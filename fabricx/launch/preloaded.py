@@ -1,4 +1,4 @@
-"""The fork server that has imported torch. It can start before this process imports torch: this module does not."""
+"""The fork server, which imports torch; this module does not, so that it starts the server before torch is imported."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def _alone() -> bool:
 
 
 def computed_together(metric: Any) -> Any:
-    """Return the value of a metric object for the samples of all ranks; these call it.
+    """Return the value of a metric object for the samples of all ranks; collective.
 
     torchmetrics keeps a value until the next update: a rank without a sample since would return an old value, without
     a part in the reduction.

@@ -296,7 +296,7 @@ class ContextParallel:
         return shard.ordered(self._world.all_gather(ordinary.contiguous()), differs[0])
 
     def average_gradients(self) -> None:
-        """Average the gradients over the context ranks, which training does together with the data ranks."""
+        """Average the gradients over the context ranks; training averages over context and data ranks together."""
         for parameter in self._module.parameters():
             if parameter.grad is not None:
                 self._world.all_reduce(parameter.grad).div_(self._world.size)

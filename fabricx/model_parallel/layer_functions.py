@@ -69,7 +69,7 @@ class LayerFunctions:
         return self._outputs(weight, F.linear(self.whole_input(input), local, bias))
 
     def addmm(self, weight: Weight, bias: Tensor, input: Any, local: Tensor) -> Any:
-        """Do what `torch.addmm` does in the layer of GPT-2, whose weight has the shape [inputs, outputs].
+        """Compute `torch.addmm` for the linear layer of GPT-2, which has a weight of shape [inputs, outputs].
 
         Args:
             weight: the sharded weight.

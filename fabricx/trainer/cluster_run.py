@@ -99,7 +99,7 @@ def connected(launched: World, strategy: Strategy) -> World:
 
 
 def launched_server(servers: int) -> World | None:
-    """Return the world of the launch if this process is a server, as its last ranks are; None in a worker.
+    """Return the world of a launch if this process is a server (its last ranks are servers); None in a worker.
 
     Args:
         servers: number of servers of the strategy.

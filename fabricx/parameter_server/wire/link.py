@@ -51,7 +51,7 @@ class Handshake:
     resumes: bool = False
 
     def dumps(self, key: bytes, store_key: str) -> bytes:
-        """Serialise and sign this.
+        """Return this handshake as signed bytes.
 
         Args:
             key: secret of the run.
