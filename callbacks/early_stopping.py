@@ -33,7 +33,11 @@ class EarlyStoppingReason(Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """Arguments of `EarlyStopping` that determine the decision."""
+    """Arguments of `EarlyStopping` that determine the decision.
+
+    Attributes:
+        mode, min_delta, patience, check_finite, stopping_threshold, divergence_threshold: see `EarlyStopping`.
+    """
 
     mode: Mode = "min"
     min_delta: float = 0.0
@@ -45,7 +49,14 @@ class Rule:
 
 @dataclass(frozen=True)
 class Decision:
-    """Result of a check: best score, checks without improvement, the reason to stop (None: continue) and its kind."""
+    """Result of a check.
+
+    Attributes:
+        best: best score so far.
+        checks_waited: consecutive checks without improvement.
+        reason: why training stops, as a clause; None to continue.
+        kind: kind of the reason.
+    """
 
     best: float
     checks_waited: int

@@ -23,7 +23,14 @@ _LINES_S = 5.0  # seconds between two lines
 
 @dataclass
 class Stage:
-    """A phase with a separate bar. Stages nest: a validation interrupts the stage of the training epoch."""
+    """A phase with a separate bar. Stages nest: a validation interrupts the stage of the training epoch.
+
+    Attributes:
+        label: text before the bar.
+        total: number of batches; infinity if unknown.
+        begun: time at which it began, in seconds.
+        speed: speed of the newest batches.
+    """
 
     label: str
     total: float

@@ -15,7 +15,15 @@ _BAR = 30  # columns
 
 @dataclass
 class View:
-    """Contents of the bar at a moment: batches done, their total (infinity if unknown), speed, and metrics."""
+    """Contents of the bar at a moment.
+
+    Attributes:
+        label: text before the bar.
+        done: completed batches.
+        total: number of batches; infinity if unknown.
+        batches_per_s: speed; 0 if unknown.
+        metrics: values by name.
+    """
 
     label: str
     done: int

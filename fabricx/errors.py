@@ -106,7 +106,11 @@ class PossibleUserWarning(UserWarning):
 
 
 class CheckpointError(FabricxError):
-    """A checkpoint cannot be loaded: it is incomplete, damaged, or does not match the module."""
+    """A checkpoint cannot be loaded: it is incomplete, damaged, or does not match the module.
+
+    Args:
+        message: the error; for a damaged or incomplete checkpoint, a note names the commands that find others.
+    """
 
     def __init__(self, message: str = "") -> None:
         super().__init__(message)

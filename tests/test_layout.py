@@ -360,6 +360,30 @@ def test_public_functions_describe_their_arguments():
     assert silent == []
 
 
+def constructed_with(owner: ast.ClassDef) -> list[str]:
+    """Return the arguments of the class's own constructor, or its own fields as a dataclass."""
+    for node in owner.body:
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            return arguments(node)
+    if not any("dataclass" in ast.unparse(decorator) for decorator in owner.decorator_list):
+        return []
+    fields = [node for node in owner.body if isinstance(node, ast.AnnAssign)]
+    given = [field for field in fields if not re.search("ClassVar|init=False", ast.unparse(field))]
+    return [field.target.id for field in given if not field.target.id.startswith("_")]
+
+
+def test_public_classes_describe_what_they_are_constructed_with():
+    silent = []
+    for path, owner in definitions(ast.ClassDef):
+        own = [node for node in owner.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+        texts = [ast.get_docstring(node) or "" for node in (owner, *own)]
+        text = "\n".join(text.partition(head)[2] for text in texts for head in ("Args:\n", "Attributes:\n"))
+        missing = [name for name in constructed_with(owner) if not re.search(rf"\b{name}\b", text)]
+        if missing and not owner.name.startswith("_"):
+            silent.append(f"{short(path)}:{owner.lineno} {owner.name}: {', '.join(missing)}")
+    assert silent == []
+
+
 # -- tests mirror the tree ----------------------------------------------------------------------------------------
 
 UNIT = ROOT / "tests" / "unit"

@@ -14,7 +14,11 @@ from fabricx.core.rng import RandomState, random_kept, seed_often
 @final
 @dataclass
 class Drawn:
-    """Random states of a source after its newest batch; outlives the iterator."""
+    """Random states of a source after its newest batch; outlives the iterator.
+
+    Attributes:
+        state: states of torch, numpy and python.
+    """
 
     state: RandomState
 

@@ -62,7 +62,7 @@ class RunData:
 
     Args:
         stage: "fit", "validate", "test" or "predict".
-        given: training and evaluation loaders of the call; None for those of the data module or the module.
+        passed: training and evaluation loaders of the call; None for those of the data module or the module.
         module: the user's module.
         datamodule: of the call, if any.
         options: of the run.

@@ -28,6 +28,7 @@ class Settings:
 
     Attributes:
         name: the strategy's name, for messages.
+        plan, sequence, sequence_dim, context_method, blocks, microbatches, schedule, virtual, experts: see `Mesh`.
         half: the run computes in 16 bits.
         apart: data ranks have different gradients and weights.
         sharded: data parallelism divides weights over the data ranks.

@@ -73,7 +73,11 @@ _SUCCESSORS: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class Progress:
-    """Numbers of epochs, as programs read them from `trainer.fit_loop.epoch_progress.current`."""
+    """Numbers of epochs, as programs read them from `trainer.fit_loop.epoch_progress.current`.
+
+    Attributes:
+        ready, started, processed, completed: number of epochs that have reached this state.
+    """
 
     ready: int
     started: int
@@ -83,7 +87,11 @@ class Progress:
 
 @dataclass(frozen=True)
 class EpochProgress:
-    """The epochs of a run under Lightning's names; a program can read them only."""
+    """The epochs of a run under Lightning's names; a program can read them only.
+
+    Attributes:
+        current, total: the epochs, counted from the start of the run; both are equal.
+    """
 
     current: Progress
     total: Progress

@@ -198,6 +198,11 @@ class WholeBatches(_Batches):
     """An update is the sum of all parts of a global batch; updates are made in the order of the batches.
 
     An update can be held: workers then request norms of the sum, and the last worker's `ApplyUpdate` makes the update.
+
+    Args:
+        shard: weights and optimizers of the server.
+        ledger: leases, and the values logged with their gradients.
+        counts: counts of updates and dropped gradients.
     """
 
     def __init__(self, shard: ModelShard, ledger: LeaseLedger, counts: Counts) -> None:

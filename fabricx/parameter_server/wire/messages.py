@@ -199,7 +199,12 @@ class TakeTurn:
 
 @dataclass(slots=True)
 class ReadNorm:
-    """Request the sum of squares of pieces of a held gradient, when all its parts are complete."""
+    """Request the sum of squares of pieces of a held gradient, when all its parts are complete.
+
+    Attributes:
+        clock: number of the update.
+        pieces: numbers of the pieces.
+    """
 
     clock: int
     pieces: Sequence[int]
@@ -244,7 +249,13 @@ class OpenSection:
 
 @dataclass(slots=True)
 class RequestLease:
-    """Request a lease; with `wait`, this worker holds no lease, and waits for a lease or the end of the section."""
+    """Request a lease of a section.
+
+    Attributes:
+        section: number of the section.
+        wait: this worker holds no lease, and waits for a lease or the end of the section; otherwise the reply is
+            immediate.
+    """
 
     section: int
     wait: bool
@@ -252,14 +263,22 @@ class RequestLease:
 
 @dataclass(slots=True)
 class CloseSection:
-    """End the distribution of leases of a section early, so that all workers meet; also before the section begins."""
+    """End the distribution of leases of a section early, so that all workers meet; also before the section begins.
+
+    Attributes:
+        section: number of the section.
+    """
 
     section: int
 
 
 @dataclass(slots=True)
 class LeaveSection:
-    """Request no more leases of a section: the data of this worker are over, and other workers may still have some."""
+    """Request no more leases of a section: the data of this worker are over, and other workers may still have some.
+
+    Attributes:
+        section: number of the section.
+    """
 
     section: int
 
@@ -269,7 +288,11 @@ class LeaveSection:
 
 @dataclass(slots=True)
 class SetReceivedWeights:
-    """Report the weights of this worker, flat, to which the next compressed difference refers."""
+    """Report the weights of this worker, to which the next compressed difference refers.
+
+    Attributes:
+        weights: weights of this worker, flat.
+    """
 
     weights: Tensor
 
@@ -331,7 +354,11 @@ class Reply:
 
 @dataclass(slots=True)
 class PushReply:
-    """Reply to a push, if gradients may be dropped: the gradient is `used`, or its data is leased again."""
+    """Reply to a push, if gradients may be dropped.
+
+    Attributes:
+        used: the gradient is used; otherwise its data is leased again.
+    """
 
     used: bool
 

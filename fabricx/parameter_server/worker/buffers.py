@@ -33,7 +33,11 @@ class Vectors(Protocol):
 @final
 @dataclass(slots=True)
 class Filled:
-    """Description of the gradients in a worker's vector: see `Push`."""
+    """Description of the gradients in a worker's vector.
+
+    Attributes:
+        missing, rows, scale: see `Push`.
+    """
 
     missing: frozenset[int] = frozenset()
     rows: dict[int, int] = field(default_factory=dict)

@@ -17,6 +17,9 @@ class UpdateNumbers:
     A version counts global batches, and a number of an update counts updates: a global batch without a gradient
     increases the version only. Therefore number = version - skipped.
 
+    Args:
+        step: number of updates of the run so far.
+
     Attributes:
         version: newest version of the weights that this worker has received or made.
         skipped: versions without an update, because a global batch had no gradient.
