@@ -16,7 +16,7 @@ from fabricx.distributed.collective_guard import ALL_JOIN, along, together
 from fabricx.errors import RanksDisagree
 from fabricx.loop.no_batch import no_batch_step
 from fabricx.session.accumulation import accumulation_set
-from fabricx.session.schedule import count_without_update
+from fabricx.session.schedule import count_update, count_without_update
 
 if TYPE_CHECKING:
     from fabricx.data import Microbatch
@@ -120,7 +120,7 @@ def count_manual_steps(session: Session) -> None:
         count = max(steps.values())
         steps.clear()  # first: a rank that waits for a dead rank in `after_update` repeats the batch
         for _ in range(count):
-            session.state.step = session.strategy.after_update(session.state.step + 1)
+            count_update(session)
         session.batch.without_update = 0
     else:
         count_without_update(session)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from fabricx.data import Microbatch
 from fabricx.loop import manual_optimization
 from fabricx.loop.lr_schedules import step_schedules
-from fabricx.session.schedule import count_without_update
+from fabricx.session.schedule import count_update, count_without_update
 from fabricx.telemetry.events import Span
 
 if TYPE_CHECKING:
@@ -161,13 +161,13 @@ def _count_early_steps(session: Session, *, besides: int = 0) -> None:
     """Count the steps that `training_step` has made itself: those of the optimizer that stepped most often."""
     steps = session.overridden.manual_steps
     for _ in range(max(steps.values()) - besides):
-        session.state.step = session.strategy.after_update(session.state.step + 1)
+        count_update(session)
     steps.clear()
 
 
 def _count_update(session: Session) -> None:
     """Count an update, and step the schedules; asynchronous ranks step them at each new lease."""
-    session.state.step = session.strategy.after_update(session.state.step + 1)
+    count_update(session)
     session.batch.without_update = 0
     if session.strategy.traits.lockstep:
         session.state.trained += 1

@@ -154,6 +154,7 @@ class AccumulationWindow:
 
         Raises:
             ValueError: SyncBatchNorm needs a sample of each rank.
+            TypeError: `backward_without_data` returns no bool.
         """
         world = self._strategy.world.axis("data")
         self._number, self._closed = self._number + 1, micro.closes
@@ -184,7 +185,12 @@ class AccumulationWindow:
         world.store.set(f"{key}/{world.rank}", why)
         self._absences.append((key, why, micro.portion))
         with self._metrics.logbook.muted():
-            joined = self._strategy.backward_without_data(example)
+            joined: object = self._strategy.backward_without_data(example)
+        if not isinstance(joined, bool):
+            raise TypeError(
+                f"{type(self._strategy).__name__}.backward_without_data returned {joined!r}, and has to return True if "
+                "it took part in a reduction that is complete on no rank before all ranks have reached it, else False"
+            )
         if micro.closes or self._strategy.traits.joint_steps:  # all ranks compute each microbatch
             self._together = joined
 

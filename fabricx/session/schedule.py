@@ -54,6 +54,24 @@ def missing(session: Session) -> str:
     return ", ".join(limit for limit in limits if limit) or "there are no batches"
 
 
+def count_update(session: Session) -> None:
+    """Complete a weight update in the strategy, and count it.
+
+    Args:
+        session: its optimizers have stepped.
+
+    Raises:
+        TypeError: the strategy returns no number of updates.
+    """
+    step: object = session.strategy.after_update(session.state.step + 1)
+    if not isinstance(step, int):
+        raise TypeError(
+            f"{type(session.strategy).__name__}.after_update returned {step!r}, and has to return the number of weight "
+            "updates of the model: its argument, unless other ranks make updates of their own"
+        )
+    session.state.step = step
+
+
 def epoch_pending(session: Session) -> bool:
     """Return whether all batches of the epoch are trained and the epoch has not ended; a checkpoint may be saved then.
 

@@ -59,6 +59,14 @@ def choose_strategy(
             "inherit fabricx.core.strategy_parts.Elastic and implement world_changed, or set elastic=False"
         )
     check_implemented(chosen)
+    if not chosen.traits.synchronous and type(chosen).synchronize is Strategy.synchronize:
+        raise ValueError(
+            f"{type(chosen).__name__} declares synchronous=False, so weights differ by rank, and has no synchronize: "
+            "validations would mix the ranks' weights, and checkpoints would save those of rank 0 only. Implement "
+            "synchronize, which makes the weights equal on all ranks, such as their mean, and declare "
+            "traits.checkpoint_averages if training continues from these weights. For local steps, declare averages, "
+            "too: see docs/strategy.md"
+        )
     as_part(chosen, ModelParallel).check_ranks(ranks)
     most, name = chosen.traits.max_ranks, strategy if isinstance(strategy, str) else type(chosen).__name__
     if most is not None and ranks > most:

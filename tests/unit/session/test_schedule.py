@@ -128,3 +128,15 @@ def test_validation_comes_when_it_is_due(quiet: dict[str, Any]) -> None:
         trainer = fx.Trainer(max_epochs=2, num_sanity_val_steps=0, **options, **quiet)
         trainer.fit(Mine(), loader, tiny_loader(4, 4))
         assert steps == expected, options
+
+
+class Countless(fx.Strategy):
+    """Returns no number of updates."""
+
+    def after_update(self, step: int) -> int:
+        return None  # type: ignore[return-value]
+
+
+def test_a_strategy_that_returns_no_number_of_updates_is_named(own_folder: Path) -> None:
+    with pytest.raises(TypeError, match=r"Countless\.after_update returned None, and has to return the number"):
+        fx.Trainer(strategy=Countless(), max_steps=1, **QUIET).fit(TinyModule(), tiny_loader())

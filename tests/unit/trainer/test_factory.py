@@ -29,6 +29,18 @@ def test_a_strategy_is_chosen_by_name_or_by_the_number_of_ranks(
     assert type(choose_strategy(strategy, devices, nodes)) is chosen
 
 
+class Apart(fx.Strategy):
+    """Weights differ by rank."""
+
+    traits = fx.Traits(synchronous=False)
+
+
+def test_weights_that_differ_by_rank_need_a_method_that_makes_them_equal() -> None:
+    with pytest.raises(ValueError, match=r"Apart declares synchronous=False, so weights differ .* has no synchronize"):
+        choose_strategy(Apart(), 2, 1)
+    choose_strategy(type("Joined", (Apart,), {"synchronize": lambda self, copies=None, ends=False: None})(), 2, 1)
+
+
 @pytest.mark.parametrize("strategy", ["auto", "ddp", "single"])
 @pytest.mark.parametrize("devices", [1, 3])
 def test_elastic_determinism_takes_the_place_of_strategies_that_average(strategy: str, devices: int) -> None:
