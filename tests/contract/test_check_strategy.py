@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import fabricx as fx
@@ -125,11 +126,68 @@ class Wrong(Declared):
         raise TypeError("a defect")
 
 
+class Miscounting(Declared):
+    """Raises a `ValueError` of a defect."""
+
+    def world_changed(self, world: World) -> None:
+        raise ValueError("expected 2, got 1")
+
+
+class Busy(PlainDDP):
+    """Reduces gradients on ranks with a sample only."""
+
+    def backward(self, loss: Tensor, compute: Callable[[], None] | None = None) -> None:
+        fx.Strategy.backward(self, loss, compute)
+        PlainDDP.backward_without_data(self)
+
+    def backward_without_data(self, example: tuple[Any, ...] = ()) -> bool:
+        return True
+
+
+class Wordless(PlainDDP):
+    """Doesn't say whether a rank without a sample took part in the reduction."""
+
+    def backward_without_data(self, example: tuple[Any, ...] = ()) -> bool:
+        super().backward_without_data(example)
+        return None  # type: ignore[return-value]
+
+
+class Unequal(PlainDDP):
+    """Trains each rank from its own initial weights."""
+
+    def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
+        fx.Strategy.setup(self, module)
+
+
+class Demanding(QuantizedDDP):
+    """Loads only checkpoints of its own."""
+
+    def load_state_dict(self, state: dict[str, Any], module: nn.Module, optimizers: list[Optimizer]) -> None:
+        fx.Strategy.load_state_dict(self, state, module, optimizers)
+        self._errors = dict(state["errors"][self.world.rank])
+
+
+class Numbered(Demanding):
+    """Loads only checkpoints of as many ranks."""
+
+    def load_state_dict(self, state: dict[str, Any], module: nn.Module, optimizers: list[Optimizer]) -> None:
+        super().load_state_dict({"errors": [self._errors] * self.world.size, **state}, module, optimizers)
+
+
+class Fixed(QuantizedDDP):
+    """Refuses checkpoints of another number of ranks."""
+
+    def load_state_dict(self, state: dict[str, Any], module: nn.Module, optimizers: list[Optimizer]) -> None:
+        if len(state.get("errors", [])) not in (0, self.world.size):
+            raise ValueError("Fixed: the checkpoint is of another number of ranks")
+        super().load_state_dict(state, module, optimizers)
+
+
 @pytest.mark.parametrize(
     ("make", "promise"),
     [
         (Summed, "plain: net.0.weight differs by .* Are gradients summed, or averaged"),
-        (Eager, "accumulated: net.0.weight differs by"),
+        (Eager, "accumulated: net.0.weight differs by .* Are gradients reduced at the end of an accumulation window"),
         (Repeated, "manual optimization: net.0.weight differs by .* Does the second call reduce"),
         (Forgetful, "resumed: net.0.weight differs by .* Does state_dict contain all state"),
     ],
@@ -148,9 +206,56 @@ def test_state_of_each_rank_survives_a_death() -> None:
 
 
 def test_a_strategy_without_recovery_may_refuse_a_death() -> None:
+    with pytest.raises(WorkerFailed, match="Refusing: ranks that die are not replaced"):
+        strategy_contract._train_with_death(Refusing(), 2)
     after_a_death(Refusing)
     with pytest.raises(WorkerFailed, match="TypeError: a defect"):
         after_a_death(Wrong)
+
+
+def test_an_error_after_a_death_that_does_not_name_the_strategy_is_a_defect() -> None:
+    with pytest.raises(
+        BrokenContract, match=r"(?s)the run failed. A strategy that cannot continue .*expected 2, got 1"
+    ):
+        after_a_death(Miscounting)
+
+
+def test_ranks_without_a_sample_that_call_no_collective_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strategy_contract, "STANDSTILL_S", 10.0)
+    with pytest.raises(
+        BrokenContract,
+        match=r"fewer samples than ranks: the run stood still. .* does backward_without_data, which a rank without",
+    ):
+        check_strategy(Busy)
+
+
+def test_a_strategy_that_returns_nothing_for_a_rank_without_a_sample_is_named() -> None:
+    with pytest.raises(WorkerFailed, match=r"Wordless\.backward_without_data returned None, and has to return True"):
+        strategy_contract._train(Wordless(), 2, samples=13)
+
+
+def test_initial_weights_that_stay_different_are_named() -> None:
+    plain = strategy_contract._train(PlainDDP(), 2, **strategy_contract.RUNS["plain"])
+    with pytest.raises(BrokenContract, match=r"initial weights .* Does setup broadcast the weights of rank 0"):
+        strategy_contract._check_initial_weights(Unequal, 2, plain)
+
+
+@pytest.mark.parametrize(
+    ("make", "promise"),
+    [
+        (Demanding, "(?s)a checkpoint of 1 rank, resumed on 2 ranks: the run failed. .*KeyError: 'errors'"),
+        (Numbered, "(?s)a checkpoint of 2 ranks, resumed on 3 ranks: the run failed. .*IndexError"),
+    ],
+)
+def test_state_that_other_checkpoints_lack_is_named(
+    make: Callable[[], fx.Strategy], promise: str, tmp_path: Path
+) -> None:
+    with pytest.raises(BrokenContract, match=promise):
+        strategy_contract._check_resuming(make, 2, tmp_path, ROUNDING)
+
+
+def test_a_strategy_may_refuse_another_number_of_ranks(tmp_path: Path) -> None:
+    strategy_contract._check_resuming(Fixed, 2, tmp_path, ROUNDING)
 
 
 def test_undeclared_state_that_a_replacement_has_from_another_rank_is_named() -> None:
