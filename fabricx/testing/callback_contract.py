@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from fabricx import checkpoint
 from fabricx.core.callback import Callback
 from fabricx.core.hooks import check_hooks
+from fabricx.core.rng import RandomState, random_kept, seed_generators
 from fabricx.errors import RanksApart, RanksDisagree, WorkerFailed
 from fabricx.testing.broken import BrokenContract
 from fabricx.testing.faults import kill
@@ -94,7 +95,7 @@ class _End:
 
     def __init__(self, trainer: Trainer, module: TinyModule, callback: Callback) -> None:
         self.synchronous = trainer.strategy.traits.synchronous
-        self.random = torch.get_rng_state()
+        self.random = RandomState()
         self.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         self.step = trainer.global_step
         self.state: dict[str, Any] = callback.state_dict()
@@ -107,8 +108,8 @@ def _train(
 ) -> _End:  # fmt: skip
     module = TinyModule()
     callbacks = [callback, *options.get("callbacks", ()), *others]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+    with random_kept():
+        seed_generators(0)
         trainer = Trainer(max_epochs=EPOCHS, devices=ranks, **{**QUIET, **options, "callbacks": callbacks})
         loader = data or tiny_loader(8 * ranks, 2, shuffle=True)
         trainer.fit(module, loader, tiny_loader(), ckpt_path=ckpt_path)
@@ -128,7 +129,7 @@ def _check_uneven(make: Callable[[], Callback], options: Mapping[str, Any]) -> N
         return
     one_process = {**options, "strategy": "single"}
     alone, bare = (_train(c, 1, one_process, data=tiny_loader(UNEVEN, 4)) for c in (make(), Callback()))
-    if not torch.equal(alone.random, bare.random):  # numbers that differ by rank
+    if alone.random.differs(bare.random):  # numbers that differ by rank
         return
     if run.step != alone.step:
         raise BrokenContract(f"{name}: steps on several ranks: {run.step}; in one process: {alone.step}. {WEIGHTED}")

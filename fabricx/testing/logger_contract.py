@@ -35,7 +35,10 @@ def check_logger(make: Callable[[], Logger], read: Callable[[Path], Iterable[Row
     Raises:
         BrokenContract: the logger breaks the contract. Errors of a run pass.
     """
-    pickle.loads(pickle.dumps(make()))  # it is sent to a worker
+    try:
+        pickle.loads(pickle.dumps(make()))  # it is sent to a worker
+    except Exception as error:  # of the pickled object
+        raise BrokenContract(f"it cannot be sent to a worker: {error}. Open files and connections in open") from error
     with tempfile.TemporaryDirectory() as folder:
         _check_rewinding(make, read, Path(folder) / "rewound")
         _check_run("one rank", make, read, Path(folder) / "one")
@@ -49,9 +52,9 @@ def _check_rewinding(make: Callable[[], Logger], read: Callable[[Path], Iterable
     first, resumed = make(), make()
     first.open(run_dir)
     first.open(run_dir)  # does nothing
-    first.log_hyperparams({"lr": 0.1})
+    first.log_hyperparams({"lr": 0.1, "sizes": [2, 3], "data": {"path": None}})
     first.log_text("configuration", "lr: 0.1")
-    for step in (1, 2, 3):
+    for step in (1, 2, 3, 4):
         first.log_metrics({"loss": step / 2, "nan": math.nan, "infinite": -math.inf}, step)
     first.close("failed")
     resumed.open(run_dir)

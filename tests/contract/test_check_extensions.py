@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import csv
+import json
+import random
+import sqlite3
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -107,9 +111,77 @@ class MeansOfSamples(MeansOfBatches):
         self.log("mean", sums[0] / sums[1])
 
 
+def of_python() -> float:
+    """Draw a number; the method itself would be sent to workers with a copy of its generator."""
+    return random.random()
+
+
+def of_numpy() -> float:
+    return float(np.random.rand())
+
+
+class Noise(fx.Callback):
+    """Multiplies gradients by a random number of rank 0, which is another number in one process."""
+
+    def __init__(self, draw: Any) -> None:
+        self.draw = draw
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        factor = trainer.world.broadcast(torch.tensor(1 + self.draw()))
+        for parameter in module.parameters():
+            parameter.grad *= factor
+
+
+class Upserts(fx.Logger):
+    """Replaces the row of a step by a later one, and rewinds none."""
+
+    def open(self, run_dir: Path) -> None:
+        self.path = run_dir / "rows.json"
+
+    def log_metrics(self, metrics: Any, step: int) -> None:
+        written = json.loads(self.path.read_text()) if self.path.exists() else {}
+        self.path.write_text(json.dumps({**written, str(step): metrics["loss"]}))
+
+
+def upserted(run_dir: Path) -> Iterator[tuple[int, str, float]]:
+    for step, loss in json.loads((run_dir / "rows.json").read_text()).items():
+        yield int(step), "loss", loss
+
+
+class Flat(Upserts):
+    """Accepts no hyperparameters other than numbers and texts."""
+
+    def log_hyperparams(self, params: Any, metrics: Any = None) -> None:
+        assert all(isinstance(value, (float, str)) for value in params.values()), "not a number or a text"
+
+
+class Connects(Upserts):
+    """Opens a connection before it is sent to a worker."""
+
+    def __init__(self) -> None:
+        self.connection = sqlite3.connect(":memory:")
+
+
+def test_a_logger_that_keeps_rows_which_others_replace_is_named() -> None:
+    with pytest.raises(BrokenContract, match=r"'loss' of the steps \[1, 2, 3, 4\], not \[1, 2, 3\]. Does rewind"):
+        check_logger(Upserts, upserted)
+
+
+def test_a_logger_that_cannot_be_sent_or_refuses_nested_hyperparameters_is_named() -> None:
+    with pytest.raises(BrokenContract, match=r"cannot be sent to a worker: .*sqlite3.Connection.* in open"):
+        check_logger(Connects, upserted)
+    with pytest.raises(AssertionError, match="not a number or a text"):
+        check_logger(Flat, upserted)
+
+
+@pytest.mark.parametrize("draw", [of_python, of_numpy])
+def test_a_callback_with_random_numbers_of_its_own_is_not_compared_with_one_process(draw: Any) -> None:
+    callback_contract._check_uneven(lambda: Noise(draw), {})
+
+
 def test_a_logger_without_rewind_is_named() -> None:
     with pytest.raises(
-        BrokenContract, match=r"'loss' of the steps \[1, 2, 3, 3\], not \[1, 2, 3\]. Does rewind delete"
+        BrokenContract, match=r"'loss' of the steps \[1, 2, 3, 3, 4\], not \[1, 2, 3\]. Does rewind delete"
     ):
         check_logger(Keeps, rows)
 
