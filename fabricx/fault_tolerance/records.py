@@ -93,7 +93,8 @@ class RankRecords(FaultTolerance):
         self.slot.write(key, after_publishing(record_of(session.rank_state(), self.buffers)))
 
     def after_validation_steps(self) -> None:
-        if self.slot is not None:
+        # A validation within an accumulation window is repeated with it: the record of the window's begin remains.
+        if self.slot is not None and not (self.resume_point is not None and self.resume_point.of_window):
             self._write(progress(self._session)._replace(validated=self.stage > Stage.BATCH_WATCHERS), None)
 
     # -- a step -------------------------------------------------------------------------------------------------

@@ -726,3 +726,19 @@ def test_gradients_that_a_manual_step_holds_for_the_next_batch_are_not_lost(
 
     weights, _ = trained()
     assert trained(kill(rank=1).during(moment, step=step)) == (weights, True)
+
+
+@pytest.mark.parametrize(("rank", "moment"), params([(1, "optimizer")], [(0, "optimizer"), (1, "backward")]))
+def test_a_validation_within_an_accumulation_window_is_repeated_with_it(rank: int, moment: Any, tmp_path: Path) -> None:
+    class Drops(Ledger):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step([torch.dropout(batch[0], 0.3, train=True), *batch[1:]], batch_idx)
+
+    options: dict[str, Any] = {"accumulate_grad_batches": 3, "val_check_interval": 2}
+    results = []
+    for faults in ([], [kill(rank=rank).during(moment, step=4)]):  # 2 steps in each of 3 epochs
+        module, trainer = train(DDP(), faults, tmp_path / str(len(faults)), module=Drops(SAMPLES, BATCH), **options)
+        assert len(trainer.failures) == len(faults)
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        results.append(([p.tolist() for p in module.parameters()], metrics))
+    assert results[0] == results[1]
