@@ -38,7 +38,7 @@ class QuantizedDDP(fx.Strategy, KeepsLocalState):
                 exact = self._errors[name] + (0.0 if parameter.grad is None else parameter.grad)
                 scale = (exact.abs().max() / 127).clamp(min=1e-30)
                 rounded = (exact / scale).round()
-                self._errors[name] = exact - rounded * scale
+                self._errors[name] = (exact - rounded * scale).nan_to_num(0, 0, 0)  # NaN would stay for ever
                 scales = self.data_ranks.all_gather(scale).view(-1, *[1] * exact.dim())
                 parameter.grad = (self.data_ranks.all_gather(rounded.to(torch.int8)) * scales).sum(0)
         return True

@@ -15,11 +15,12 @@ from torch.optim import Optimizer
 import fabricx as fx
 from examples.plain_ddp import PlainDDP
 from examples.quantized_ddp import QuantizedDDP
+from fabricx.callbacks import FaultRecovery
 from fabricx.core.strategy_parts import Elastic
 from fabricx.distributed.world import World
 from fabricx.errors import WorkerFailed
 from fabricx.strategies import DDP, FSDP, LocalSGD
-from fabricx.testing import BrokenContract, check_strategy, strategy_contract
+from fabricx.testing import QUIET, BrokenContract, TinyModule, check_strategy, strategy_contract, tiny_loader
 from tests.soak import params
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
@@ -35,6 +36,24 @@ def test_ddp_and_fsdp_keep_the_contract() -> None:
 def test_the_examples_of_the_guide_keep_the_contract() -> None:
     check_strategy(PlainDDP)
     check_strategy(QuantizedDDP, ranks=3, tolerance=ROUNDING)
+
+
+class OnceNaN(TinyModule):
+    """Has one loss that is NaN, on one rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * float("nan") if (self.global_step, self.global_rank) == (3, 0) else loss
+
+
+def test_the_error_feedback_of_the_guide_does_not_keep_a_gradient_that_is_skipped() -> None:
+    weights = []
+    for strategy in (QuantizedDDP(), DDP()):
+        module = OnceNaN()
+        options = {**QUIET, "callbacks": [FaultRecovery(bad_gradients="skip", snapshots=False)]}
+        fx.Trainer(max_epochs=3, devices=2, strategy=strategy, **options).fit(module, tiny_loader(32, 2))
+        weights.append(module.layer.weight.detach())
+    assert torch.allclose(*weights, rtol=ROUNDING, atol=ROUNDING)
 
 
 class Summed(QuantizedDDP):
