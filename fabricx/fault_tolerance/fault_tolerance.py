@@ -63,11 +63,12 @@ def set_up(session: Session) -> FaultTolerance:
     if not member.folder and members is None:
         return session.fault_tolerance  # nothing is recorded
     lockstep, feed, source = strategy.traits.lockstep, session.data.train_feed, type(session.data.train_dataloader)
-    recovers = lockstep or feed.exact_position
-    if (feed.of_rank or not recovers) and not session.world.newcomer:
-        member.send("fixed", (f"each worker reads its own data from {source.__name__}", recovers))
-    if not recovers:
-        return session.fault_tolerance
+    if not session.world.newcomer:  # a newcomer joins workers that have decided this, or is dismissed by them
+        recovers = lockstep or feed.exact_position
+        if feed.of_rank or not recovers:
+            member.send("fixed", (f"each worker reads its own data from {source.__name__}", recovers))
+        if not recovers:
+            return session.fault_tolerance
     if not lockstep:  # servers have the state
         return Recovery(session, members)
     if member.folder and not (members is not None and strategy.traits.replicated):

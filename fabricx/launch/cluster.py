@@ -22,8 +22,6 @@ _MPI: Final = (
 )
 _MPI_JOBS: Final = ("PMIX_NAMESPACE", "OMPI_MCA_orte_ess_jobid")  # of Open MPI 5 and 4; MPICH has none
 _SAGEMAKER_PORT: Final = 7777  # as SageMaker's own launchers use it
-
-
 _LAUNCHED: Final[list[Mapping[str, str]]] = []  # variables of the launch, within `shows_rank`
 
 

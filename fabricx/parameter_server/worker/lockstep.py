@@ -48,8 +48,8 @@ class Lockstep(WorkerProtocol[E]):
 
     def _count_message(self) -> None:
         """Count a message that all workers send before any of them receives the reply to a later request."""
-        if self._messages is not None:
-            self._messages.sent += 1
+        assert self._messages is not None
+        self._messages.sent += 1
 
     @contextlib.contextmanager
     def _awaiting_workers(self) -> Iterator[None]:
