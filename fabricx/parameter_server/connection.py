@@ -18,6 +18,7 @@ from fabricx.parameter_server.options import ServerOptions
 from fabricx.parameter_server.sparse_embeddings import before_lookups, check_servers_can_step, sparse_embeddings
 from fabricx.parameter_server.wire.powersgd import LowRank
 from fabricx.parameter_server.worker.asynchronous import Asynchronous
+from fabricx.parameter_server.worker.buffers import dtype_of
 from fabricx.parameter_server.worker.client import Client
 from fabricx.parameter_server.worker.exchange import Exchange, NoExchange
 from fabricx.parameter_server.worker.lockstep import ServerStep, WorkerStep
@@ -92,6 +93,8 @@ def connect(options: ServerOptions, design: Design, world: World, trained: Train
     tables = sparse_embeddings(trained.module, parameters) if design.settings.outer is None else {}
     numbers = frozenset(tables.values())
     _check_tables(design, tables)
+    if options.servers and (design.servers_step or not design.lockstep):
+        _check_dtypes(parameters)
     whole = options.shard_by == "tensor"
     if design.servers_step:
         check_servers_can_step(optimizers, [parameters[number] for number in numbers])
@@ -113,6 +116,18 @@ def _check_tables(design: Design, tables: dict[nn.Module, int]) -> None:
     for option, value in (("compensation", design.settings.compensation), ("compression='powersgd'", design.rank)):
         if tables and value is not None:
             raise ValueError(f"{option} does not support sparse gradients: set sparse=False, or remove {option}")
+
+
+def _check_dtypes(parameters: Sequence[Tensor]) -> None:
+    """Refuse parameters of 16 bits, which servers store in 32 bits: checkpoints would have rounded weights."""
+    narrow = sorted({str(parameter.dtype) for parameter in parameters if parameter.dtype.itemsize < 4})
+    if narrow:
+        raise ValueError(
+            f"servers would store the weights as {dtype_of(parameters)}, and the module has {', '.join(narrow)}: "
+            "checkpoints would be rounded, and a resumed run or the replacement of a worker would differ. Set "
+            "precision='bf16-mixed' in place of 'bf16-true', or use strategy=ddp, or strategy=parameter_server with "
+            "optimizer=worker"
+        )
 
 
 def _join_workers(

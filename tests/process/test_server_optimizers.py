@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+import fabricx as fx
 from fabricx.errors import WorkerFailed
 from fabricx.strategies import AsyncSGD, ParameterServer, Single
-from fabricx.testing import LayeredModule, SavesAtEnd
+from fabricx.testing import QUIET, LayeredModule, SavesAtEnd, TinyModule, tiny_loader
 from tests.process.served import Recorded, train
 from tests.soak import params
 
@@ -108,3 +109,13 @@ def test_an_optimizer_of_ones_own_keeps_its_attributes(strategy: Any, devices: i
 def test_parameters_that_an_optimizer_gets_later_are_refused(strategy: Any) -> None:
     with pytest.raises(WorkerFailed, match=r"had 2 parameters when training began and have \d+ now"):
         train(strategy, module=Unfreezes())
+
+
+@pytest.mark.parametrize(
+    "strategy", params([ParameterServer(servers=1, optimizer="server")], [AsyncSGD(), ParameterServer(mode="bounded")])
+)
+def test_weights_that_servers_would_store_in_a_wider_dtype_are_refused(strategy: fx.Strategy) -> None:
+    """Their checkpoints were rounded, so that a run differed after a resume or a death."""
+    trainer = fx.Trainer(devices=2, strategy=strategy, precision="bf16-true", max_epochs=1, **QUIET)
+    with pytest.raises(WorkerFailed, match=r"store the weights as torch\.float32, and the module has torch\.bfloat16"):
+        trainer.fit(TinyModule(), tiny_loader())
