@@ -17,13 +17,13 @@ _Mark = tuple[Any, int]  # weak reference to a gradient, and its version
 
 @final
 class HeldGradients:
-    """Gradients of batches that no optimizer has used yet, such as those of a manual accumulation over batches.
+    """Gradients that no optimizer has used yet, as in a manual accumulation over batches.
 
     Checkpoints and replacements of workers need them. A gradient that an optimizer has used is not held, unless the
     steps show that gradients are never cleared.
 
     Args:
-        optimizers: of a module that steps them itself.
+        optimizers: optimizers of a module with manual optimization.
 
     Attributes:
         needed: an optimizer has used gradients of an earlier batch.
@@ -31,7 +31,7 @@ class HeldGradients:
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
         self.needed = False
-        self._never_cleared = False  # optimizers use gradients again, with later ones
+        self._never_cleared = False  # optimizers use gradients again, together with later gradients
         self._used: dict[int, _Mark] = {}  # by the id of the parameter
         # Gradients from before the batch (False), or from before a step that used them (True), until they are cleared:
         self._earlier: dict[int, bool] = {}
@@ -56,7 +56,7 @@ class HeldGradients:
         """Return the held gradients of an optimizer, by parameter.
 
         Args:
-            optimizer: one of the optimizers.
+            optimizer: an optimizer of `optimizers`.
         """
         return {
             parameter: parameter.grad
@@ -149,11 +149,11 @@ def keep_in_state(optimizer: Optimizer) -> None:
 
 
 def take_from_state(optimizer: Optimizer, *, loaded: bool) -> None:
-    """Make the gradients in the state of an optimizer those of its parameters.
+    """Move gradients from the state of an optimizer to `grad` of its parameters.
 
     Args:
         optimizer: optimizer of a module.
-        loaded: the state was loaded, so that other gradients are those of another state, and are cleared.
+        loaded: the state was loaded; gradients that it does not have are then cleared.
     """
     watched = optimizer in _HELD
     for parameter in _parameters(optimizer):
@@ -179,5 +179,5 @@ def _mark(gradient: Tensor) -> _Mark:
 
 
 def _is(mark: _Mark | None, gradient: Tensor | None) -> bool:
-    """Return whether a gradient is the marked one, and has not changed."""
+    """Return whether a gradient is the marked gradient, and has not changed."""
     return mark is not None and gradient is not None and mark[0]() is gradient and mark[1] == _mark(gradient)[1]

@@ -30,7 +30,7 @@ EPOCHS: Final = 3
 SAVED_AT: Final = 6  # of 12 steps
 KILLED_AT: Final = 6
 SNAPSHOT_AT: Final = 4  # steps between two snapshots, from which ranks restart if the strategy is not elastic
-STANDSTILL_S: Final = 30.0  # without a batch; a recovery of these runs takes less than a second
+STANDSTILL_S: Final = 30.0  # without a batch; these runs recover within a second
 ENDED: Final = "was ended"  # in the records of ranks that the supervisor ended because they stood still
 COLLECTIVES: Final = "different collectives"  # in the error of ranks that wait for each other
 ORDER: Final = 1e-5  # relative differences of sums in another order
@@ -81,10 +81,10 @@ def check_strategy(make: Callable[[], Strategy], *, ranks: int = 2, tolerance: f
     It runs short trainings of a small network with SGD and momentum, in worker processes on the CPU: whole and uneven
     batches, initial weights that differ by rank, accumulation, clipping, evaluation, and manual optimization, unless
     the strategy refuses it. Then it resumes a run from a checkpoint, which must give the same bits as the run without
-    an interruption, loads the checkpoint in a single process and on one more rank, and resumes a checkpoint of a single
-    process. At last it kills a rank in the middle of a training: the run must end with the weights of the run without
-    the death, in place if `traits.elastic`, else from a snapshot; or with an error of fabricx, or a `ValueError` that
-    names the strategy and says why it cannot. 30 s without a batch are a hang.
+    an interruption, loads the checkpoint in a single process and on `ranks + 1` ranks, and resumes a checkpoint of a
+    single process. Finally it kills a rank in the middle of a training. The run must end with the weights of the run
+    without the death, in place if `traits.elastic`, else from a snapshot; or with an error of fabricx, or a
+    `ValueError` that names the strategy and the reason. A run without a batch for 30 s counts as a hang.
 
     Args:
         make: returns a new strategy; all calls return the same kind.
@@ -217,7 +217,7 @@ def _compare(
 
 
 def _check_initial_weights(make: Callable[[], Strategy], ranks: int, plain: _Run) -> None:
-    """Compare a run whose initial weights differ by rank with the run of equal weights: both have those of rank 0."""
+    """Compare initial weights that differ by rank with equal initial weights: both runs begin with those of rank 0."""
     name = "initial weights that differ by rank"
     try:
         with _named(name, INITIAL):
@@ -230,7 +230,7 @@ def _check_initial_weights(make: Callable[[], Strategy], ranks: int, plain: _Run
 
 
 def _check_manual_optimization(make: Callable[[], Strategy], ranks: int, tolerance: float) -> None:
-    """Compare runs whose steps call `backward` twice, unless the strategy refuses several calls in `setup`."""
+    """Compare runs with two calls of `backward` in a step, unless the strategy refuses several calls in `setup`."""
     try:
         with _named("manual optimization", STOOD_STILL):
             several = _train(make(), ranks, module=_ManualNetwork())
@@ -242,8 +242,10 @@ def _check_manual_optimization(make: Callable[[], Strategy], ranks: int, toleran
 
 
 def _check_resuming(make: Callable[[], Strategy], ranks: int, folder: Path, tolerance: float) -> None:
-    """Compare a run with runs that resume from its checkpoint in the middle of an epoch, and with one that resumes from
-    a checkpoint of a single process."""
+    """Compare a run with runs that resume in the middle of an epoch: from its checkpoint, and from that of one process.
+
+    The checkpoint of the run is resumed on its ranks, in a single process, and on an additional rank.
+    """
     path, of_one = folder / "middle.ckpt", folder / "one.ckpt"
     with _named("saved", "state_dict is collective: all ranks have to call the same collectives in it."):
         whole = _train(make(), ranks, callbacks=[SavesAtStep(path, SAVED_AT)])
@@ -268,7 +270,7 @@ def _check_resuming(make: Callable[[], Strategy], ranks: int, folder: Path, tole
 def _check_foreign(
     make: Callable[[], Strategy], ranks: int, path: Path, saved_on: int, alone: _Run, tolerance: float, hint: str
 ) -> None:  # fmt: skip
-    """Resume on `ranks` ranks from a checkpoint of another number of ranks, unless the strategy refuses it."""
+    """Resume on `ranks` ranks from a checkpoint of `saved_on` ranks, unless the strategy refuses it."""
     name = f"a checkpoint of {saved_on} rank{'s' * (saved_on > 1)}, resumed on {ranks} ranks"
     strategy = make()
     try:
@@ -303,7 +305,7 @@ def _check_death(make: Callable[[], Strategy], ranks: int, whole: _Run) -> None:
 
 
 def _train_with_death(strategy: Strategy, ranks: int) -> _Run:
-    """Train with the death of a rank in the middle, and one recovery: a strategy that fails again fails at once."""
+    """Train with the death of a rank in the middle; the run may recover once, and ends at a second failure."""
     fault = kill(ranks - 1).during("backward", step=KILLED_AT)
     with tempfile.TemporaryDirectory() as folder:
         if strategy.traits.elastic:
@@ -339,7 +341,7 @@ class _Network(Module):
 
 
 class _OtherWeights(_Network):
-    """A network whose initial weights differ by rank; those of rank 0 are unchanged."""
+    """A network with initial weights that differ by rank; rank 0 has the usual weights."""
 
     def setup(self, stage: str) -> None:
         for parameter in self.parameters():
@@ -347,7 +349,7 @@ class _OtherWeights(_Network):
 
 
 class _ManualNetwork(_Network):
-    """A network whose layers are trained by losses and optimizers of their own."""
+    """A network with a loss and an optimizer for each layer."""
 
     automatic_optimization = False
 
