@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fabricx.core.rng import seed_generators
 from fabricx.distributed import heartbeat
 from fabricx.distributed.generations import membership
+from fabricx.fault_tolerance.module_entries import load_module_entries
 from fabricx.session.checkpoint import restore_run
 from fabricx.session.saving import run_state
 
@@ -36,21 +37,23 @@ def common_state(session: Session) -> dict[str, Any]:
 
 
 def load_common_state(
-    session: Session, state: dict[str, Any], source: int | None, *, newcomer: bool
+    session: Session, state: dict[str, Any], source: int | None, *, newcomer: bool, goes_back: bool = False
 ) -> None:  # fmt: skip
     """Load the state of the most advanced rank, without weights.
 
     Args:
         session: this rank's session.
-        state: result of `common_state`, with the per-rank states of all ranks.
+        state: result of `common_state`, with the per-rank states of all ranks, and `module_entries`.
         source: index of this rank's per-rank state; None if the main rank has all metric sums.
         newcomer: this rank is a replacement or newcomer.
+        goes_back: survivors return to an earlier state, too.
     """
     dealer, ft = session.dealer, session.fault_tolerance
     if newcomer:
         # A replacement loads the random state of its predecessor below; a newcomer keeps this seed.
         seed_generators((state["state"]["seed"] + membership().worker) % 2**32)
-    restore_run(session, state, rank=source)
+    hooked = (newcomer or goes_back) and load_module_entries(session, state, state["module_entries"])
+    restore_run(session, state, rank=source, hooked=hooked and newcomer)
     heartbeat.set_reached(state["reached"])
     session.metrics.training.metrics.shared = state["shared"]
     for part, training in zip(session.module.modules(), state["modes"], strict=True):

@@ -13,6 +13,7 @@ from fabricx.checkpoint import tree
 from fabricx.distributed.generations import Generation, membership
 from fabricx.fault_tolerance import rank_record
 from fabricx.fault_tolerance.common_state import common_state, load_common_state
+from fabricx.fault_tolerance.module_entries import module_entries
 from fabricx.fault_tolerance.progress import after_publishing, progress, record_of
 from fabricx.session.rank_state import RankState, from_record
 
@@ -131,8 +132,11 @@ class MemberStates:
                 "no member of the process group has the state of the run; resume from a checkpoint on disk"
             )
         world, holder = session.world, [member.progress for member in members].index(furthest)
-        common = (self._common or common_state(session)) if world.rank == holder else None
-        common = world.broadcast_object(common, holder)
+        entries = module_entries(session)
+        common = self._common
+        if world.rank == holder:
+            common = common or {**common_state(session), "module_entries": entries}
+        common = world.broadcast_object(common if world.rank == holder else None, holder)
         record = record_at(members[world.rank].records, furthest, members[world.rank].now)
         if session.strategy.traits.lockstep:
             if any(member.progress != furthest for member in members):

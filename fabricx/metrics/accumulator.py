@@ -33,6 +33,7 @@ class Metrics:
         computed: metric objects whose values of the epoch are published, and that are not reset yet.
         shared: sums of the epoch that are equal on all ranks, in addition to the ranks' own; see `merge_sums`.
         counts_shared: this rank contributes `shared` to the reduction; exactly one rank does.
+        loaders: index of the loader that a name without an index belongs to; None for a name of several loaders.
     """
 
     def __init__(
@@ -53,6 +54,17 @@ class Metrics:
         self.computed: list[Any] = []
         self.shared: dict[str, Any] = {}
         self.counts_shared = True
+        self.loaders: dict[str, int | None] = {}
+
+    def of_loader(self, name: str, loader: int | None) -> None:
+        """Note that a loader's batches log a name.
+
+        Args:
+            name: name without an index of the loader.
+            loader: index of the loader; None for several loaders.
+        """
+        if self.loaders.setdefault(name, loader) != loader:
+            self.loaders[name] = None
 
     def mark(self) -> dict[str, tuple[Any, ...]]:
         """Return the values of all series, for `rewind`."""
@@ -181,11 +193,13 @@ class Metrics:
         if highest == -lowest:
             return names
         first = {name: series.epoch_batch if epoch else series.step_batch for name, series in logged_series.items()}
-        by_rank = self._gather((batches, kinds, first, self._attributes()))
+        by_rank = self._gather((batches, kinds, first, self._attributes(), self.loaders))
         known: dict[str, tuple[Any, ...]] = {}
         attributes: dict[str, tuple[str, bool]] = {}  # of metric objects, by name
         begins: dict[str, float] = {}  # number of the batch from which every rank must have logged a name
-        for _, logged, firsts, paths in by_rank:
+        for _, logged, firsts, paths, loaders in by_rank:
+            for name, loader in loaders.items():
+                self.of_loader(name, loader)
             known.update(logged)
             attributes.update(paths)
             begins.update({name: min(number, begins.get(name, math.inf)) for name, number in firsts.items()})

@@ -36,7 +36,6 @@ class Logbook:
         batch: the user's batch; None between two batches.
         size: samples of `batch`; None if they are counted when a value needs them.
         loader: number of the evaluation loader; None if there are not several.
-        loaders: loader of each name without its number; None if several loaders have logged it.
         batches: number of batches in this epoch or evaluation.
         idle: this rank had no sample of the newest manual batch.
         updated: step and samples of the newest update, for metric objects that log values of steps.
@@ -58,7 +57,6 @@ class Logbook:
         self.batch: Any = None
         self.size: int | None = None
         self.loader: int | None = None
-        self.loaders: dict[str, int | None] = {}
         self.batches = 0
         self._of_parts: dict[str, tuple[Tensor, int]] = {}  # mean of metric objects over parts of a batch, and weight
         self.updated: dict[str, tuple[int, int]] = {}
@@ -141,8 +139,8 @@ class Logbook:
         if self.loader is not None:
             if add_dataloader_idx:
                 name = f"{name}/dataloader_idx_{self.loader}"
-            elif self.loaders.setdefault(name, self.loader) != self.loader:
-                self.loaders[name] = None
+            else:
+                self.metrics.of_loader(name, self.loader)
         series = self.metrics.series.get(name)
         if series is None:
             if not isinstance(name, str):

@@ -249,7 +249,7 @@ class RunMetrics:
         results: list[dict[str, float]] = [{} for _ in range(max(1, loaders))]
         for name, value in values.items():
             _, marked, number = name.partition("/dataloader_idx_")
-            loader = int(number) if marked else logbook.loaders.get(name)
+            loader = int(number) if marked else logbook.metrics.loaders.get(name)
             for index, result in enumerate(results):
                 if loader in (None, index):
                     result[logbook.names(name, epoch=True)] = float(value)

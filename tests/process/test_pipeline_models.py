@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import fabricx as fx
 from fabricx.strategies import Mesh
-from fabricx.testing import QUIET, run_ranks
+from fabricx.testing import QUIET, LayeredModule, layered_data, run_ranks
 from tests.process.stages import STEPS, Language, alone, compare, make, staged
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
@@ -198,6 +198,30 @@ def fit(strategy: Any, devices: int) -> list[Any]:
         weights = {name: value.detach().clone() for name, value in module.named_parameters()}
         found.append((metrics, weights, [] if predicted is None else [part.tolist() for part in predicted]))
     return found
+
+
+class NamedByLoader(LayeredModule):
+    """Logs a name for each validation loader, and one for all."""
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        loss = nn.functional.mse_loss(self(batch[0]), batch[1])
+        self.log(f"loss_{dataloader_idx}", loss, add_dataloader_idx=False)
+        self.log("all", loss, add_dataloader_idx=False)
+
+
+def validated(strategy: Any, devices: int) -> list[dict[str, float]]:
+    torch.manual_seed(0)
+    module, loaders = NamedByLoader(), [DataLoader(layered_data(rows), 4) for rows in (8, 12)]
+    return fx.Trainer(devices=devices, strategy=strategy, **QUIET).validate(module, loaders)
+
+
+def test_results_have_the_names_of_their_loader_only() -> None:
+    """The main rank, the first stage, has logged nothing."""
+    alone = validated("single", 1)
+    assert [sorted(result) for result in alone] == [["all", "loss_0"], ["all", "loss_1"]]
+    for results in run_ranks(validated, 2, Mesh(pipeline=2), 2):
+        for result, expected in zip(results, alone, strict=True):
+            assert result == pytest.approx(expected, abs=1e-6)
 
 
 def test_models_of_users_train_validate_and_predict_through_the_trainer() -> None:

@@ -687,6 +687,54 @@ def test_all_ranks_and_a_replacement_have_the_data_that_one_process_draws(strate
     assert entries(strategy(), kill(rank=1).during("backward", step=3)) == (expected, 1)
 
 
+class Anneals(TinyModule):
+    """Scales the loss by a number that is neither a parameter nor a buffer; its checkpoints have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.scale * super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.scale *= 0.8
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert {"state_dict", "hyper_parameters", "epoch", "global_step"} <= checkpoint.keys()
+        # A hook may communicate; the number of a replacement has not been reduced yet.
+        checkpoint["scale"] = float(self.all_gather(torch.tensor(self.scale, dtype=torch.float64)).min())
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        assert {"state_dict", "hyper_parameters", "epoch", "global_step"} <= checkpoint.keys()
+        self.scale = checkpoint["scale"]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "rank", "moment"),
+    params(
+        [(DDP, 1, "backward"), (FSDP, 0, "forward"), (ParameterServer, 1, "backward")],
+        [
+            (DDP, 0, "forward"), (lambda: LocalSGD(every=2), 1, "forward"), (FSDP, 1, "optimizer"),
+            (lambda: ParameterServer(servers=0), 0, "backward"),
+        ],
+    ),
+)  # fmt: skip
+def test_a_replacement_receives_what_the_module_adds_to_checkpoints(
+    strategy: Any, rank: int, moment: Any, tmp_path: Path
+) -> None:
+    def trained(*faults: Fault) -> tuple[list[Any], bool]:
+        fx.seed_everything(3)
+        module, options = Anneals(), {**QUIET, "default_root_dir": tmp_path}
+        recovery = FaultRecovery(snapshots=False)
+        trainer = fx.Trainer(devices=2, strategy=strategy(), max_epochs=2, callbacks=[*faults, recovery], **options)
+        trainer.fit(module, tiny_loader(24, 2))
+        return [p.tolist() for p in module.parameters()], bool(trainer.failures)
+
+    weights, _ = trained()
+    assert trained(kill(rank=rank).during(moment, step=7)) == (weights, True)
+
+
 class OverBatches(LayeredModule):
     """Steps the head at each batch, and the body after each second, with the gradients of both."""
 

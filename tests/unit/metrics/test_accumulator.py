@@ -38,7 +38,7 @@ def two_ranks(mine: Metrics, others: Sequence[Tensor], gathered: list[Any]) -> M
         other = queue.pop(0).to(values.dtype)
         return {"sum": values + other, "max": torch.maximum(values, other), "min": torch.minimum(values, other)}[op]
 
-    mine._reduce, mine._gather, mine._size = reduce, lambda obj: [obj, *((*one, {}) for one in gathered)], 2
+    mine._reduce, mine._gather, mine._size = reduce, lambda obj: [obj, *((*one, {}, {}) for one in gathered)], 2
     return mine
 
 

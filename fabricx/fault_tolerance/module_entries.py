@@ -1,0 +1,53 @@
+"""State of a module outside of its `state_dict`: what its `on_save_checkpoint` adds, for replacements and rollbacks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fabricx.core.hooks import overrides
+from fabricx.core.module_hooks import ModuleHooks
+from fabricx.session.saving import weights_as_state_dict
+
+if TYPE_CHECKING:
+    from fabricx.session.session import Session
+
+
+def module_entries(session: Session) -> dict[str, Any] | None:
+    """Return what the module's `on_save_checkpoint` adds to a checkpoint; None if it does not restore anything.
+
+    The hook may communicate, so all ranks call this function.
+
+    Args:
+        session: this rank's session.
+    """
+    module = session.module
+    if not all(overrides(module, name, ModuleHooks) for name in ("on_save_checkpoint", "on_load_checkpoint")):
+        return None
+    state: dict[str, Any] = {
+        "strategy": {"module": dict(module.state_dict())},
+        "hparams": dict(module.hparams),
+        "state": session.state.state_dict(),
+    }
+    known = set(state)
+    with torch.inference_mode(False), weights_as_state_dict(state):
+        module.on_save_checkpoint(state)
+    return {name: value for name, value in state.items() if name not in known}
+
+
+def load_module_entries(session: Session, state: dict[str, Any], entries: dict[str, Any] | None) -> bool:
+    """Restore entries by the module's `on_load_checkpoint`; returns whether the hook was called.
+
+    Args:
+        session: this rank's session.
+        state: run state that the hook sees beside the entries; it is not changed.
+        entries: result of `module_entries`.
+    """
+    if entries is None:
+        return False
+    weights = {"strategy": {"module": dict(session.module.state_dict())}}
+    content = {**state, **weights, "hparams": dict(session.module.hparams), **entries}
+    with torch.inference_mode(False), weights_as_state_dict(content):
+        session.module.on_load_checkpoint(content)
+    return True
