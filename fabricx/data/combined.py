@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final, Literal, final
 
-import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, Sampler
 
@@ -35,40 +35,50 @@ class CombinedLoader:
 
     Args:
         iterables: loaders, in dicts, lists and tuples; a batch has the same structure. A list of numbers or texts is
-            one loader, which yields them.
+            one loader, which yields them; an empty list is a loader without batches.
         mode: "min_size" ends with the shortest loader, "max_size_cycle" with the longest, while others begin again,
             "max_size" with the longest, while the batch of others is None. "sequential" yields the batches of one
             loader after the other, without the structure.
 
     Raises:
-        ValueError: the mode is unknown, or no loader was passed.
+        ValueError: the mode is unknown, or a loader is a CombinedLoader.
     """
 
     def __init__(self, iterables: Any, mode: CombineMode = "min_size") -> None:
         if mode not in MODES:
-            raise ValueError(
-                f"CombinedLoader(mode={mode!r}): Unsupported mode {mode!r}; known: {', '.join(MODES)}."
-                f"{did_you_mean(mode, MODES)}"
-            )
-        self.iterables: Any = iterables
+            hint = did_you_mean(mode, MODES) if isinstance(mode, str) else ""
+            raise ValueError(f"CombinedLoader: Unsupported mode {mode!r}, please select one of: {list(MODES)}.{hint}")
         self.mode: CombineMode = mode
+        self._flattened, structure = tree_flatten(iterables, is_leaf=_is_one_loader)
+        self._numbers = tree_unflatten(range(len(self._flattened)), structure)  # can be pickled without a warning
+        self._iterables = iterables
+        self._limits: Any = None
         self._iterator: Iterator[tuple[Any, int, int]] | None = None
-        if not self.flattened or any(isinstance(loader, CombinedLoader) for loader in self.flattened):
-            raise ValueError("CombinedLoader: pass a dict or a list of loaders, none of which is a CombinedLoader")
+        if any(isinstance(loader, CombinedLoader) for loader in self._flattened):
+            raise ValueError(
+                "CombinedLoader: one of the loaders is a CombinedLoader, which can't be a part of another: pass its "
+                "loaders in the dict or list"
+            )
+
+    @property
+    def iterables(self) -> Any:
+        """Return the loaders in their structure."""
+        return self._iterables
 
     @property
     def flattened(self) -> list[Any]:
         """Return the loaders without the structure."""
-        return tree_flatten(self.iterables, is_leaf=_is_list_of_numbers)[0]
+        return self._flattened
 
     @flattened.setter
-    def flattened(self, loaders: Sequence[Any]) -> None:
-        if len(loaders) != len(self.flattened):
+    def flattened(self, loaders: list[Any]) -> None:
+        if len(loaders) != len(self._flattened):
             raise ValueError(
                 f"CombinedLoader: Mismatch in flattened length ({len(loaders)}) and existing length "
-                f"({len(self.flattened)}): assign a list with a loader for each"
+                f"({len(self._flattened)}): assign a list with a loader for each"
             )
-        self.iterables = self.structured(loaders)
+        self._iterables = self.structured(loaders)
+        self._flattened = loaders
 
     @property
     def sampler(self) -> Any:
@@ -81,14 +91,23 @@ class CombinedLoader:
         return self.structured([getattr(loader, "batch_sampler", None) for loader in self.flattened])
 
     @property
-    def limits(self) -> None:
-        """None: limits of a run are those of the Trainer."""
-        return
+    def limits(self) -> Any:
+        """Return the maximum batches of each loader in iterations of a program; None, the default, for no limits.
+
+        A single number is for every loader. In a run the limits of the Trainer apply; it refuses a loader with limits.
+        """
+        return self._limits
 
     @limits.setter
-    def limits(self, limits: Any) -> None:
-        if limits is not None:
-            raise ValueError(f"CombinedLoader.limits = {limits!r}: set Trainer(limit_train_batches=...) instead")
+    def limits(self, limits: float | Sequence[float] | None) -> None:
+        if isinstance(limits, (int, float)):
+            limits = [limits] * len(self.flattened)
+        elif limits is not None and len(limits) != len(self.flattened):
+            raise ValueError(
+                f"CombinedLoader: Mismatch in number of limits ({len(limits)}) and number of iterables "
+                f"({len(self.flattened)}): assign a number, or a list with a number for each"
+            )
+        self._limits = limits
 
     def structured(self, batches: Sequence[Any]) -> Any:
         """Return batches in the structure of the loaders.
@@ -96,15 +115,30 @@ class CombinedLoader:
         Args:
             batches: a batch of each loader.
         """
-        return tree_unflatten(list(batches), tree_flatten(self.iterables, is_leaf=_is_list_of_numbers)[1])
+        return tree_unflatten(list(batches), tree_flatten(self._numbers)[1])
 
     def __len__(self) -> int:
         lengths = [_length(loader) for loader in self.flattened]
-        length = combined_length(lengths, self.mode)
+        length = self._limited(lengths)
         if length == math.inf:
             kind = type(self.flattened[lengths.index(math.inf)]).__name__
             raise TypeError(f"CombinedLoader(mode={self.mode!r}) has no length, because {kind!r} has none")
         return int(length)
+
+    def _limited(self, lengths: Sequence[int | float]) -> int | float:
+        """Return the number of combined batches within the limits.
+
+        Args:
+            lengths: batches of each loader; infinity for an unknown length.
+        """
+        limits = self._limits_of_each()
+        return combined_length([min(pair) for pair in zip(lengths, limits, strict=True)], self.mode)
+
+    def _limits_of_each(self) -> list[int | float]:
+        """Return whole numbers; infinity for no limit."""
+        if self._limits is None:
+            return [math.inf] * len(self.flattened)
+        return [limit if limit == math.inf else math.ceil(limit) for limit in self._limits]
 
     def __iter__(self) -> CombinedLoader:
         """Begin; the object itself then yields the items, for `next`. Loaders side by side begin at once."""
@@ -117,29 +151,51 @@ class CombinedLoader:
         return next(self._iterator)
 
     def reset(self) -> None:
-        """Forget the position of `next`."""
+        """Forget the position of `next`, and end the processes of loaders with `persistent_workers`."""
         self._iterator = None
+        for loader in self.flattened:
+            if isinstance(loader, DataLoader):
+                loader._iterator = None  # its processes end with it
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_iterator": None}
 
     def read(self) -> Iterator[tuple[Any, int, int]]:
         """Return an iterator of its own over batches, with their numbers and those of their loaders."""
-        loaders = self.flattened
+        loaders, limits = self.flattened, self._limits_of_each()
         if self.mode == "sequential":
-            first = iter(loaders[0])
-            return (
-                (batch, index, number)
-                for number, loader in enumerate(loaders)
-                for index, batch in enumerate(loader if number else first)
-            )
-        rows = side_by_side([loader.__iter__ for loader in loaders], self.mode)
+            # The first loader begins at once, the others in their turn.
+            return _in_sequence([iter(loader) for loader in loaders[:1]] + loaders[1:], limits)
+        rows = side_by_side([functools.partial(iter, loader) for loader in loaders], self.mode)
+        if self._limits is not None:
+            rows = _first(rows, self._limited([_length(loader) for loader in loaders]))
         return ((self.structured(batches), index, 0) for index, batches in enumerate(rows))
 
 
-def _is_list_of_numbers(value: Any) -> bool:
-    items = value.values() if type(value) is dict else value if isinstance(value, (list, tuple)) else [None]
-    return bool(items) and all(isinstance(item, (int, float, str)) for item in items)
+def _in_sequence(loaders: Sequence[Any], limits: Sequence[int | float]) -> Iterator[tuple[Any, int, int]]:
+    for number, (loader, limit) in enumerate(zip(loaders, limits, strict=True)):
+        if limit:
+            for index, batch in enumerate(_first(iter(loader), limit)):
+                yield batch, index, number
+
+
+def _first(items: Iterator[Any], limit: int | float) -> Iterator[Any]:
+    return items if limit == math.inf else itertools.islice(items, int(limit))
+
+
+def flat(iterables: Any) -> list[Any]:
+    """Return the loaders in dicts, lists and tuples without the structure.
+
+    Args:
+        iterables: loaders, as for a `CombinedLoader`.
+    """
+    return tree_flatten(iterables, is_leaf=_is_one_loader)[0]
+
+
+def _is_one_loader(value: Any) -> bool:
+    """Return whether a part of the structure has no loaders in it: it is a list of numbers or texts, or empty."""
+    parts = tree_flatten(value, is_leaf=lambda part: part is not value)[0]
+    return all(isinstance(part, (int, float, str)) for part in parts)
 
 
 def _length(loader: Any) -> int | float:
@@ -231,30 +287,6 @@ def _side_by_side(
                         )
             items.append(None if item is _NOTHING else item)
         yield items
-
-
-def combined(source: Any) -> Any:
-    """Return the training data of a run: several loaders become a `CombinedLoader`, anything else is unchanged.
-
-    Args:
-        source: data source, as the user has passed it.
-    """
-    if not isinstance(source, (Mapping, list, tuple)) or not source:
-        return source
-    leaves = tree_flatten(source)[0]
-    # A list of iterables that are no DataLoader may be a list of batches.
-    several = isinstance(source, Mapping) or any(isinstance(leaf, DataLoader) for leaf in leaves)
-    return CombinedLoader(source, "max_size_cycle") if several and all(map(is_loader, leaves)) else source
-
-
-def is_loader(value: Any) -> bool:
-    """Return whether a value can be a loader rather than a batch.
-
-    Args:
-        value: value, as the user has passed it.
-    """
-    batch = isinstance(value, (torch.Tensor, Mapping, list, tuple, str, bytes)) or hasattr(value, "shape")
-    return hasattr(value, "__iter__") and not batch
 
 
 def joined(loader: CombinedLoader, ranks: int) -> Any:

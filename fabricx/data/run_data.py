@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,11 +18,11 @@ from fabricx.core.module_hooks import ModuleHooks
 from fabricx.core.rng import RandomState, random_kept, seed_often
 from fabricx.core.strategy_parts import ModelParallel, as_part
 from fabricx.data.advice import advise_on_overfitting, advise_on_shuffling, advise_on_validation
-from fabricx.data.combined import CombinedLoader, combined, is_loader
 from fabricx.data.factory import make_feed
 from fabricx.data.feed import Feed
 from fabricx.data.order import Balance, epoch_seed
 from fabricx.data.own_state import copied_state, equal_states, find_generators
+from fabricx.data.sources import evaluation_sources, training_source
 from fabricx.distributed.world import World
 
 if TYPE_CHECKING:
@@ -146,9 +146,9 @@ class RunData:
         if self.stage == "fit":
             defined = callable(getattr(self._module, "validation_step", None))
             advise_on_validation(defined, self.val_dataloaders, options.limit_val_batches)
-        loaders = _several(self.val_dataloaders) if self.val_feeds else []
+        loaders = evaluation_sources(self.val_dataloaders) if self.val_feeds else []
         if self.stage == "fit" and options.overfit_batches:
-            advise_on_overfitting([*_several(self.train_dataloader), *loaders])
+            advise_on_overfitting([*evaluation_sources(self.train_dataloader), *loaders])
         else:
             advise_on_shuffling(word, loaders)
 
@@ -158,7 +158,7 @@ class RunData:
         source = self._passed[1] if self._passed[1] is not None else self._create(1, f"{word}_dataloader")
         limit = _limit(getattr(options, f"limit_{word}_batches"))
         has_step = not fits or callable(getattr(self._module, "validation_step", None))
-        loaders = _several(source) if has_step and limit != 0 else []
+        loaders = evaluation_sources(source) if has_step and limit != 0 else []
         self.val_dataloaders, self.several_loaders = source, len(loaders) > 1
         self.val_feeds = [self._evaluation_feed(world, loader, limit) for loader in loaders]
         self.batches.evaluation[word] = [feed.batches() for feed in self.val_feeds]
@@ -192,7 +192,7 @@ class RunData:
 
     def _create_training(self) -> None:
         loader = self._passed[0] if self._passed[0] is not None else self._create(0, "train_dataloader")
-        self.train_dataloader = combined(loader)
+        self.train_dataloader = training_source(loader)
 
     def _create(self, kind: Literal[0, 1], name: str) -> Any:
         """Create a loader, and keep what a resumed run or the replacement of a worker needs to create it again.
@@ -255,7 +255,7 @@ class RunData:
             with self._as_in(created_in[1], created_from[1]):
                 self._load_evaluation(world)
         elif self.val_feeds:
-            limit, loaders = _limit(self._options.limit_val_batches), _several(self.val_dataloaders)
+            limit, loaders = _limit(self._options.limit_val_batches), evaluation_sources(self.val_dataloaders)
             self.val_feeds = [self._evaluation_feed(world, loader, limit) for loader in loaders]
             for feed, values in zip(self.val_feeds, first[1:], strict=True):
                 feed.at_first = values
@@ -290,7 +290,7 @@ class RunData:
         """
         few = self._options.num_sanity_val_steps
         limits = [min(float("inf") if few == -1 else few, feed.batches()) for feed in self.val_feeds]
-        loaders = _several(self.val_dataloaders)
+        loaders = evaluation_sources(self.val_dataloaders)
         return [self._evaluation_feed(world, *arguments) for arguments in zip(loaders, limits, strict=True)]
 
     def count_batches(self, world: World) -> None:
@@ -447,16 +447,3 @@ def _has_length(loader: Any) -> bool:
 def _limit(limit: int | float) -> int | float:
     """Return a limit of batches, where infinity is no limit."""
     return float("inf") if isinstance(limit, float) and limit == 1.0 else limit
-
-
-def _several(source: Any) -> list[Any]:
-    """Return a list of loaders; a list of batches counts as a single loader."""
-    if source is None:
-        return []
-    if isinstance(source, CombinedLoader) and source.mode == "sequential":
-        return source.flattened
-    if isinstance(source, Mapping):
-        return list(source.values())
-    if isinstance(source, (list, tuple)) and all(map(is_loader, source)):  # an empty list has no loader
-        return list(source)
-    return [source]

@@ -20,6 +20,7 @@ from fabricx.core.state import Phase, RunState, TrainerStatus
 from fabricx.core.strategy_parts import HasServers, as_part
 from fabricx.data.order import Balance
 from fabricx.data.run_data import BatchCounts, RunData
+from fabricx.data.sources import as_passed
 from fabricx.distributed.collective_guard import check_users_collective, together
 from fabricx.distributed.world import World
 from fabricx.errors import NamesChecked
@@ -127,7 +128,7 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         """
         data = RunData(
             stage, loaders, module, datamodule, self, strategy, self.state, self.balance, self.batches,
-            self.train_dataloader,
+            None if self._sessions.newest is None else self._sessions.newest.data.train_dataloader,
         )  # fmt: skip
         metrics = RunMetrics(module, self, strategy, self.state, self.published, writes=writes)
         return Session(
@@ -325,8 +326,8 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
 
     @property
     def train_dataloader(self) -> Any:
-        """Return the training loader of the newest fit in this process."""
-        return None if self._sessions.newest is None else self._sessions.newest.data.train_dataloader
+        """Return the training loader or loaders of the newest fit in this process."""
+        return None if self._sessions.newest is None else as_passed(self._sessions.newest.data.train_dataloader)
 
     @property
     def num_training_batches(self) -> int | float:

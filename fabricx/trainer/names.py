@@ -15,6 +15,7 @@ from fabricx.core.logger import DummyLogger
 from fabricx.core.precision import stored_dtype
 from fabricx.core.state import Phase
 from fabricx.core.strategy_parts import ModelParallel, as_part
+from fabricx.data.sources import as_passed
 from fabricx.errors import did_you_mean
 from fabricx.trainer.factory import choose_loggers
 
@@ -334,7 +335,7 @@ class TrainerNames:
 
     def _loaders(self, *stages: str) -> Any:
         data = None if self._sessions.newest is None else self._sessions.newest.data
-        return data.val_dataloaders if data is not None and data.stage in stages else None
+        return as_passed(data.val_dataloaders) if data is not None and data.stage in stages else None
 
     @property
     def enable_validation(self) -> bool:

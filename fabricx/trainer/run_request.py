@@ -14,7 +14,7 @@ from fabricx.core.datamodule import DataModule
 from fabricx.core.hooks import check_hooks, overrides
 from fabricx.core.module import Module
 from fabricx.core.module_hooks import ModuleHooks
-from fabricx.data import combined, make_feed
+from fabricx.data import make_feed, training_source
 from fabricx.distributed.authentication import new_key
 from fabricx.distributed.world import World
 from fabricx.errors import did_you_mean
@@ -152,7 +152,7 @@ def check_callbacks(trainer: TrainerInterface, job: Job) -> None:
     global_batch = None
     if job.train is not None:
         ranks = World(size=max(1, len(trainer.device_ids) * trainer.num_nodes))
-        loader, shard = combined(job.train), trainer.use_distributed_sampler
+        loader, shard = training_source(job.train), trainer.use_distributed_sampler
         global_batch = make_feed(loader, ranks, seed=0, shard=shard, balance=trainer.balance).global_batch
     for check in checks:
         check(trainer, job.module, global_batch)

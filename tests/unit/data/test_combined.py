@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import fabricx as fx
-from fabricx.data import CombinedLoader, combined
+from fabricx.data import CombinedLoader
 from fabricx.data.combined import MODES, joined
 from fabricx.data.map_style import is_ordered
 from fabricx.testing import QUIET, TinyModule, tiny_loader
@@ -91,17 +92,78 @@ def test_streams_are_read_as_they_are_and_not_beside_data_that_is_divided() -> N
     assert [plain(a) for a, _ in joined(CombinedLoader([stream, divided]), ranks=1)] == [[0, 1], [2, 3]]
 
 
-def test_what_is_a_loader_and_what_a_batch() -> None:
-    batches = list(tiny_loader(4, 2))
-    assert combined(batches) is batches
-    assert isinstance(combined([tiny_loader(), tiny_loader()]), CombinedLoader)
-    assert isinstance(combined({"a": tiny_loader(), "b": [Stream()]}), CombinedLoader)
-    with pytest.raises(ValueError, match="Did you mean 'max_size'"):
+def test_modes_and_loaders_that_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"Unsupported mode 'maxsize', please select one of: \['min_size', .*'max_size'"
+    ):
         CombinedLoader([tiny_loader()], "maxsize")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="pass a dict or a list of loaders"):
-        CombinedLoader([])
+    with pytest.raises(ValueError, match="Unsupported mode None"):
+        CombinedLoader([tiny_loader()], None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="pass its loaders in the dict or list"):
+        CombinedLoader([CombinedLoader([tiny_loader()])])
     with pytest.raises(ValueError, match="yields no batch when it begins again"):
         list(CombinedLoader([range(2), iter([3])], "max_size_cycle"))
+    with pytest.raises(TypeError, match="'NoneType' object is not iterable"):
+        iter(CombinedLoader([None, range(2)]))
+
+
+def test_an_empty_list_is_a_loader_without_batches() -> None:
+    def items(mode: Any, loaders: Any) -> list[Any]:
+        return list(CombinedLoader(loaders, mode))
+
+    assert [items(mode, []) for mode in MODES] == [[]] * 4
+    assert items("min_size", [[], range(2)]) == []
+    assert items("max_size", {"a": [], "b": range(1)}) == [({"a": None, "b": 0}, 0, 0)]
+    assert items("sequential", [[], range(2)]) == [(0, 0, 1), (1, 1, 1)]  # the number of the second loader is 1
+
+
+def test_loaders_are_replaced_one_by_one_or_together() -> None:
+    loader = CombinedLoader({"a": range(2), "b": [range(3)]})
+    loader.flattened[0] = "xyz"
+    assert [batch for batch, _, _ in loader] == [{"a": "x", "b": [0]}, {"a": "y", "b": [1]}, {"a": "z", "b": [2]}]
+    loader.flattened = (loaders := [[range(1)], [range(2)]])
+    assert loader.flattened is loaders
+    assert list(loader) == [({"a": range(1), "b": [range(2)]}, 0, 0)]
+    with pytest.raises(AttributeError):
+        loader.iterables = [range(2)]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("mode", "limits", "expected"),
+    [
+        ("min_size", 1, [([0, 0], 0, 0)]), ("min_size", [9, 2], [([0, 0], 0, 0), ([1, 1], 1, 0)]),
+        ("max_size", [9, 1], [([0, 0], 0, 0), ([1, 1], 1, 0)]), ("max_size", 0, []),
+        ("max_size_cycle", 3, [([0, 0], 0, 0), ([1, 1], 1, 0), ([0, 2], 2, 0)]),
+        ("sequential", [1, 2], [(0, 0, 0), (0, 0, 1), (1, 1, 1)]), ("sequential", [0, 1], [(0, 0, 1)]),
+        ("sequential", [2, float("inf")], [(0, 0, 0), (1, 1, 0), (0, 0, 1), (1, 1, 1), (2, 2, 1), (3, 3, 1)]),
+    ],
+)  # fmt: skip
+def test_limits_end_an_iteration_and_are_counted(mode: Any, limits: Any, expected: list[Any]) -> None:
+    loader = CombinedLoader([range(2), range(4)], mode)
+    loader.limits = limits
+    assert list(loader) == expected
+    assert len(loader) == len(expected)
+    loader.limits = None
+    assert len(loader) == len(list(loader)) == {"min_size": 2, "sequential": 6}.get(mode, 4)
+
+
+def test_limits_bound_streams_and_have_a_number_for_each_loader() -> None:
+    loader = CombinedLoader([Stream(), Stream()], "max_size")
+    loader.limits = 2
+    assert loader.limits == [2, 2]
+    assert len(loader) == len(list(loader)) == 2
+    with pytest.raises(ValueError, match=r"Mismatch in number of limits \(1\) and number of iterables \(2\)"):
+        loader.limits = [1]
+
+
+def test_a_reset_ends_the_processes_of_loaders() -> None:
+    part = loader(0, 4, num_workers=1, persistent_workers=True)
+    both = CombinedLoader([part, range(2)])
+    assert [plain(batch) for batch, _, _ in both] == [[[0, 1], 0], [[2, 3], 1]]
+    children = set(multiprocessing.active_children())
+    assert children
+    both.reset()
+    assert not children & set(multiprocessing.active_children())
 
 
 def test_a_list_of_numbers_is_one_loader_and_its_items_the_batches() -> None:
@@ -168,8 +230,6 @@ def test_samplers_have_its_structure_and_a_stream_has_no_length() -> None:
     assert next(iter(copy)) == ([1, 2], 0, 0)
     loader.limits = None
     assert loader.limits is None
-    with pytest.raises(ValueError, match="limit_train_batches"):
-        loader.limits = 3
 
 
 class Both(TinyModule):

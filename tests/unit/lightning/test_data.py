@@ -64,3 +64,21 @@ def test_from_datasets_makes_loaders():
     trainer = fx.Trainer(max_epochs=1, **QUIET)
     trainer.fit(TinyModule(), datamodule=data)
     assert trainer.global_step == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*treespec.*:FutureWarning")
+def test_a_combined_loader_of_lightning_is_read_as_that_of_fabricx() -> None:
+    class Notes(TinyModule):
+        seen: list[Any] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.seen.append(batch)
+            return self.layer.weight.sum()
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            self.seen.append((batch, batch_idx, dataloader_idx))
+
+    combined = L.pytorch.utilities.CombinedLoader
+    trainer, module = fx.Trainer(max_epochs=1, num_sanity_val_steps=0, **QUIET), Notes()
+    trainer.fit(module, combined({"a": range(2), "b": range(1)}, "max_size"), combined([[1], [2, 3]], "sequential"))
+    assert module.seen == [{"a": 0, "b": 0}, {"a": 1, "b": None}, (1, 0, 0), (2, 0, 1), (3, 1, 1)]
