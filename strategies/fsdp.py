@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, final
@@ -178,7 +179,8 @@ class FSDP(Strategy, Elastic, HidesGradients, MeasuresWaiting, ShardsWeights, Wr
                     register_fsdp_forward_method(module, name)
                     vars(module)[name].__func__.__wrapped__ = getattr(step, "__func__", step)  # keeps the signature
         if not self._has_device():  # on a device, `record_pauses` measures the waiting time
-            self._order = CollectiveOrder(self.data_ranks)
+            one_machine = sys.platform == "linux" and self.world.local_size == self.world.size
+            self._order = CollectiveOrder(self.data_ranks, one_machine=one_machine)
             self._waits = CollectiveTimer(module, self._order.note)
 
     def _initialise_root(self, module: Any) -> None:
@@ -266,7 +268,7 @@ class FSDP(Strategy, Elastic, HidesGradients, MeasuresWaiting, ShardsWeights, Wr
         assert module is not None
         assert built is not None
         self._forget_step()
-        self.world, self._order = world, None
+        self.world = world
         built.restore(torch.device("meta") if self.data_ranks.size > 1 else world.device)
         if self.data_ranks.size > 1:
             self._shard(module, built)
@@ -299,10 +301,13 @@ class FSDP(Strategy, Elastic, HidesGradients, MeasuresWaiting, ShardsWeights, Wr
     def teardown(self) -> None:
         self._forget_step()
         self._optimizers, self._parameters = [], {}
-        self._built = self._order = self._gathered = self._division = None
+        self._built = self._gathered = self._division = None
         super().teardown()
 
     def _forget_step(self) -> None:
+        if self._order is not None:
+            self._order.close()
+            self._order = None
         self._step = self._newest = None
         self._called, self._outputs = False, []
         for hook in self._hooks:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator
 from typing import Final, final
 
 import torch
@@ -12,9 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fabricx.distributed.generations import membership
-from fabricx.distributed.shared_memory_group import SharedMemoryGroup
+from fabricx.distributed.shared_memory_group import SharedMemoryGroup, detects_lost_ranks
 from fabricx.distributed.world import OPERATION, World
-from fabricx.errors import PeerLost
 
 DIRECT: Final = 4  # number of ranks up to which each rank sums whole buckets; more ranks sum a part each
 _ALIGNMENT: Final = 64  # bytes
@@ -54,7 +51,7 @@ class SharedMemoryAverager:
         number = ranks.store.add(ranks.key(f"gradients/{ranks.generation}/rank {ranks.rank}"), 1)
         key = ranks.key(f"gradients/{ranks.generation}/{number}")
         # Connections of the generation end when any of its ranks dies, and so does a wait.
-        with membership().opening(), _detects_lost_ranks(ranks):
+        with membership().opening(), detects_lost_ranks(ranks):
             self._group = SharedMemoryGroup(
                 ranks.store, key, ranks.rank, ranks.size, torch.uint8, 2 * self._room, ranks.generation, ranks.secret,
                 int(OPERATION.total_seconds()), ranks.members,
@@ -74,7 +71,7 @@ class SharedMemoryAverager:
         """
         buffer = bucket.buffer()
         future: torch.futures.Future[Tensor] = torch.futures.Future()
-        with _detects_lost_ranks(self._ranks):
+        with detects_lost_ranks(self._ranks):
             for piece in buffer.split(self._room // buffer.element_size()):
                 self._complete()
                 slots = self._slots(piece)
@@ -125,23 +122,6 @@ class SharedMemoryAverager:
         if self._bucket is not None:
             (future, buffer), self._bucket = self._bucket, None
             future.set_result(buffer)
-
-
-@contextlib.contextmanager
-def _detects_lost_ranks(ranks: World) -> Iterator[None]:
-    """Context that converts errors of the connections to other ranks.
-
-    Raises:
-        PeerLost: a connection has ended.
-    """
-    try:
-        yield
-    except TimeoutError:
-        raise
-    except (EOFError, OSError) as error:
-        raise PeerLost(
-            f"rank {ranks.rank} of {ranks.size}: the connection to another rank was lost: {error}"
-        ) from error
 
 
 def average_in_shared_memory(averager: SharedMemoryAverager, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:

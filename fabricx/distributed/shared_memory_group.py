@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import mmap
@@ -9,10 +10,10 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import reduction
 from multiprocessing.connection import Connection, wait
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,11 @@ from fabricx.distributed import authentication, heartbeat
 from fabricx.distributed.generations import membership
 from fabricx.distributed.message_counts import MessageCounts
 from fabricx.distributed.shared_vectors import anonymous_file, map_vector
+from fabricx.errors import PeerLost
 from fabricx.scratch import private_folder
+
+if TYPE_CHECKING:
+    from fabricx.distributed.world import World
 
 SOCKET_NAME: Final = "door"  # file name of a Unix socket
 _SIGNAL: Final = b"\0"
@@ -187,6 +192,26 @@ class SharedMemoryGroup:
         self._counts.close()
         for connection in self._others.values():
             connection.close()
+
+
+@contextlib.contextmanager
+def detects_lost_ranks(ranks: World) -> Iterator[None]:
+    """Context that converts errors of the connections to other ranks.
+
+    Args:
+        ranks: ranks of the group.
+
+    Raises:
+        PeerLost: a connection has ended.
+    """
+    try:
+        yield
+    except TimeoutError:
+        raise
+    except (EOFError, OSError) as error:
+        raise PeerLost(
+            f"rank {ranks.rank} of {ranks.size}: the connection to another rank was lost: {error}"
+        ) from error
 
 
 @final

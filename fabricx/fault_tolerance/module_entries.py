@@ -1,4 +1,4 @@
-"""State of a module outside of its `state_dict`: what its `on_save_checkpoint` adds, for replacements and rollbacks."""
+"""State of a module outside of `state_dict`: entries of its `on_save_checkpoint`, for replacements and rollbacks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def module_entries(session: Session) -> dict[str, Any] | None:
-    """Return what the module's `on_save_checkpoint` adds to a checkpoint; None if it does not restore anything.
+    """Return the entries that the module's `on_save_checkpoint` adds; None without both hooks of checkpoints.
 
     The hook may communicate, so all ranks call this function.
 
