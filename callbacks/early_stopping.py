@@ -95,7 +95,7 @@ def judge(rule: Rule, score: float, best: float, checks_waited: int) -> Decision
     checks_waited += 1
     if checks_waited < rule.patience:
         return Decision(best, checks_waited)
-    enough = f" by at least {rule.min_delta:.4g}" if rule.min_delta else ""
+    enough = f" by at least {rule.min_delta:.4g}" if rule.min_delta > 0 else ""
     reason = f"it has not improved on {best:.4g}{enough} in the last {checks_waited} checks"
     return Decision(best, checks_waited, reason, kinds.PATIENCE_EXHAUSTED)
 
@@ -113,7 +113,8 @@ class EarlyStopping(Callback):
 
     Args:
         monitor: name of a logged metric.
-        min_delta: smallest change of the metric that counts as an improvement.
+        min_delta: smallest change of the metric that counts as an improvement; a negative value also counts a small
+            deterioration.
         patience: consecutive checks without improvement before training stops. The unit is checks, not epochs:
             validation may run more or less often than once per epoch.
         mode: "min" if smaller is better, "max" if larger is better.
@@ -160,7 +161,7 @@ class EarlyStopping(Callback):
         self.strict = strict
         self.verbose = verbose
         self.check_on_train_epoch_end = check_on_train_epoch_end
-        self.rule = Rule(mode, abs(min_delta), patience, check_finite, stopping_threshold, divergence_threshold)
+        self.rule = Rule(mode, min_delta, patience, check_finite, stopping_threshold, divergence_threshold)
         self.wait_count = 0
         self.stopped_epoch = 0
         self.reason: str | None = None

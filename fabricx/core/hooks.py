@@ -73,6 +73,8 @@ class Hooks:
             overridden = name in MODULE_HOOKS and overrides(module, name, ModuleHooks)
             of_module = (_within(around, module, name, ModuleHooks),) if overridden else ()
             setattr(self, name, (*before, *of_module, *_bound(name, watching, trainer, module, around)))
+            if name == "on_train_batch_start":
+                self._may_skip: Hook = of_module
         self.train_batch_end_watching: Hook = _bound("on_train_batch_end", watching, trainer, module, around)
         self.train_batch_end_others = _without(self.on_train_batch_end, self.train_batch_end_watching)
         overriding = [callback for callback in first if overrides(callback, "on_train_batch_end", Callback)]
@@ -84,6 +86,15 @@ class Hooks:
         self.train_epoch_end_others = _without(self.on_train_epoch_end, self.train_epoch_end_watching)
         self.validation_end_watching: Hook = _bound("on_validation_end", watching, trainer, module, around)
         self.validation_end_others = _without(self.on_validation_end, self.validation_end_watching)
+
+    def skips_epoch(self, hook: Callable[..., Any], returned: Any) -> bool:
+        """Return whether the rest of the epoch is skipped, as the module, and not a callback, can ask for.
+
+        Args:
+            hook: function of `on_train_batch_start`.
+            returned: its result.
+        """
+        return returned == -1 and hook in self._may_skip
 
 
 def _without(hook: Hook, last: Hook) -> Hook:

@@ -223,9 +223,22 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
             optimizer: of the parameters.
             gradient_clip_val: limit of the norm or of each element; None for that of the Trainer; 0 clips nothing.
             gradient_clip_algorithm: "norm" or "value"; None for that of the Trainer.
+
+        Raises:
+            ValueError: the Trainer has another limit, or the algorithm is unknown.
         """
-        limit = self.trainer.gradient_clip_val if gradient_clip_val is None else gradient_clip_val
-        algorithm = gradient_clip_algorithm or self.trainer.gradient_clip_algorithm
+        own = self.trainer.gradient_clip_val
+        limit = own if gradient_clip_val is None else gradient_clip_val
+        if own not in (None, limit):
+            raise ValueError(
+                f"You have set Trainer(gradient_clip_val={own}) and have passed clip_gradients(gradient_clip_val="
+                f"{limit}). Use one of them: remove the argument of the Trainer, or pass None here"
+            )
+        algorithm = (gradient_clip_algorithm or self.trainer.gradient_clip_algorithm or "norm").lower()
+        if algorithm not in ("norm", "value"):
+            raise ValueError(
+                f"clip_gradients(gradient_clip_algorithm={gradient_clip_algorithm!r}): pass 'norm' or 'value'"
+            )
         self.trainer.clip_gradients(optimizer, limit, algorithm)
 
     def toggle_optimizer(self, optimizer: Any) -> None:

@@ -160,11 +160,20 @@ class SimpleProfiler:
     """`Trainer(profiler=SimpleProfiler())`, as profiler="simple".
 
     Args:
-        options: without an effect: the table is printed, and times are in the telemetry of the run.
+        dirpath, filename: must be None: the table is printed.
+        extended: without an effect; times are in the telemetry of the run.
+
+    Raises:
+        ValueError: a file was set.
     """
 
-    def __init__(self, **options: Any) -> None:
-        self.options = options
+    def __init__(self, dirpath: Any = None, filename: str | None = None, extended: bool = True) -> None:
+        if dirpath is not None or filename is not None:
+            raise ValueError(
+                f"{type(self).__name__}(dirpath={dirpath!r}, filename={filename!r}): the table is printed, not written "
+                'to a file. Remove the arguments; `fabricx report` shows the times, and Trainer(profiler="trace") '
+                "writes trace.json in the folder of the run"
+            )
         self.recorded_durations: dict[str, list[float]] = {}
         self._begun: dict[str, float] = {}
 

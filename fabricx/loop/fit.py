@@ -198,7 +198,7 @@ def train_batch(session: Session, micro: Microbatch) -> int | None:
     skips = False
     with guard:
         for hook in hooks.on_train_batch_start:
-            if skips := hook(batch, index) == -1:
+            if skips := hooks.skips_epoch(hook, hook(batch, index)):
                 break
     if skips:
         return skip_rest(session, micro)

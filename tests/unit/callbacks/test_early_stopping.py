@@ -120,6 +120,17 @@ def test_a_training_metric_is_checked_where_there_is_no_validation(trainer: Any)
     assert run.should_stop
 
 
+@pytest.mark.parametrize(("mode", "sign"), [("min", 1.0), ("max", -1.0)])
+def test_a_negative_min_delta_accepts_a_small_deterioration(trainer: Any, mode: Any, sign: float) -> None:
+    stopping = EarlyStopping("val_loss", mode=mode, min_delta=-0.5, patience=1)
+    run = trainer(stopping).start()
+    for loss in (3.0, 3.25, 3.5):
+        run.epoch(validation={"val_loss": sign * loss})
+    assert not run.should_stop
+    run.epoch(validation={"val_loss": sign * 4.5})
+    assert run.should_stop
+
+
 @pytest.mark.parametrize("arguments", [{"mode": "low"}, {"patience": -1}])
 def test_wrong_arguments_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="EarlyStopping"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import pickle
@@ -166,3 +167,23 @@ def test_gathering_of_a_part_of_the_ranks_is_refused(quiet: dict[str, Any]) -> N
     module = Gathers()
     fx.Trainer(max_steps=1, **quiet).fit(module, tiny_loader())
     assert module.gathered.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("options", "arguments", "message"),
+    [
+        ({"gradient_clip_val": 0.5}, (0.1,), r"Trainer\(gradient_clip_val=0.5\) and have passed .*=0.1\)"),
+        ({}, (0.1, "l2"), r"gradient_clip_algorithm='l2'\): pass 'norm' or 'value'"),
+        ({"gradient_clip_val": 0.5}, (0.5, "NORM"), None), ({"gradient_clip_val": 0.5}, (None, "value"), None),
+    ],
+)  # fmt: skip
+def test_two_limits_of_gradients_and_unknown_ways_to_clip_are_refused(
+    options: dict[str, Any], arguments: tuple[Any, ...], message: str | None, quiet: dict[str, Any]
+) -> None:
+    class Clips(TinyModule):
+        def configure_gradient_clipping(self, optimizer: Any, *limits: Any) -> None:
+            self.clip_gradients(optimizer, *arguments)
+
+    trainer = fx.Trainer(max_steps=1, **quiet, **options)
+    with contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        trainer.fit(Clips(), tiny_loader())

@@ -38,6 +38,8 @@ def test_a_summary_lists_the_layers() -> None:
 
 
 def test_a_profiler_measures_the_actions_of_a_program(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match=r"filename='times'\): the table is printed, not written to a file"):
+        functions.SimpleProfiler(filename="times")
     profiler, silent = functions.SimpleProfiler(), functions.PassThroughProfiler()
     for each in (profiler, silent, profiler):
         with each.profile("load"):

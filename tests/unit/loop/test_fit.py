@@ -62,6 +62,16 @@ def test_without_a_batch_to_train_no_hook_of_training_is_called(
     assert ("there is nothing to train" in capsys.readouterr().out) is ("max_steps" not in limit)
 
 
+def test_a_callback_does_not_skip_the_rest_of_an_epoch(quiet: dict[str, Any]) -> None:
+    class Returns(Callback):
+        def on_train_batch_start(self, *args: Any) -> int:  # type: ignore[override]
+            return -1
+
+    trainer = fx.Trainer(max_epochs=1, callbacks=[Returns()], **quiet)
+    trainer.fit(TinyModule(), tiny_loader(8, 4))
+    assert trainer.global_step == 2
+
+
 def test_after_a_stop_the_epoch_that_was_stopped_counts(quiet: dict[str, Any]) -> None:
     class Epochs(TinyModule):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
