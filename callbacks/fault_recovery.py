@@ -376,8 +376,8 @@ def _account(trainer: TrainerProtocol, module: Module) -> str:
 
 def _compare(trainer: TrainerProtocol, module: Module) -> None:
     """Raise an error that names the ranks with weights that differ from the majority's."""
-    traits, world = trainer.strategy.traits, trainer.world.axis("data")
-    if world.size == 1 or traits.joint_steps or not traits.synchronous:
+    world = trainer.strategy.step_ranks
+    if world.size == 1 or trainer.strategy.traits.joint_steps:
         return
     sums = world.gather_objects(_bits(module.parameters()))
     counts = Counter(sums)

@@ -46,6 +46,7 @@ from fabricx.model_parallel.mesh_report import axes_line, parameter_bytes, weigh
 from fabricx.model_parallel.option_checks import (
     check_axes,
     check_options,
+    check_replicas,
     data_name,
     data_parallelism,
     refuse_manual_optimization,
@@ -68,14 +69,16 @@ _LAYOUT: Final = "layout"  # key of the run's layout in the store, for replaceme
 class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, ShardsWeights, WrapsStep):
     """Train a module on a mesh of ranks: ranks along the model's axes compute a share of the data together.
 
-    The axes from outer to inner are data, pipeline, context, tensor. `batch_size` is that of a data rank, so the global
-    batch depends on the number of data ranks only. Checkpoints have whole tensors under the names of the module, and
-    load under any strategy and any mesh.
+    The axes from outer to inner are data (islands x replicas), pipeline, context, tensor. `batch_size` is that of a
+    data rank, so the global batch depends on the number of data ranks only. Checkpoints have whole tensors under the
+    names of the module, and load under any strategy and any mesh.
 
     Args:
         data: data parallelism over the remaining ranks: "ddp", "fsdp", "local_sgd", or one of these strategies with
             options, such as `LocalSGD(every=50)` or {"name": "local_sgd", "every": 50}. With local_sgd, groups of
             ranks along the other axes (islands) make local steps, and average their weights periodically.
+        replicas: data ranks of an island, with local_sgd: they train different data, and average their gradients at
+            each step.
         tensor: ranks over which the matrices of a layer are divided; None for all remaining ranks.
         plan: how layers are divided, by glob of module names, where it should differ from the plan that a trial run
             finds: "colwise", "rowwise", "vocab", "head" or "replicate".
@@ -101,7 +104,7 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
     """
 
     def __init__(
-        self, *, data: Data | Strategy | Mapping[str, Any] = "ddp", tensor: int | None = 1,
+        self, *, data: Data | Strategy | Mapping[str, Any] = "ddp", replicas: int = 1, tensor: int | None = 1,
         plan: Mapping[str, str] | None = None, sequence: bool = False, context: int | None = 1, sequence_dim: int = 1,
         context_method: str = "all_gather", pipeline: int | None = 1, blocks: str | Sequence[str] = "auto",
         microbatches: int | None = None, schedule: str = "1f1b", virtual: int = 1, expert: int | None = 1,
@@ -109,13 +112,16 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
     ) -> None:  # fmt: skip
         super().__init__()
         self.data = data_parallelism(type(self).__name__, data)
+        check_replicas(replicas, self.data)
+        self.replicas = replicas
         self.tensor, self.plan, self.sequence = tensor, dict(plan or {}), sequence
         self.context, self.sequence_dim, self.context_method = context, sequence_dim, context_method
         self.pipeline, self.blocks, self.microbatches = pipeline, blocks, microbatches
         self.schedule, self.virtual = schedule, virtual
         self.expert, self.experts = expert, experts
-        self._axes: dict[str, int | None] = {"pipeline": pipeline, "context": context, "tensor": tensor}
-        check_axes(self._axes, expert, self.data)
+        axes = {"pipeline": pipeline, "context": context, "tensor": tensor}
+        check_axes(axes, expert, self.data)
+        self._axes: dict[str, int | None] = {"replicas": replicas, **axes}
         check_choice(type(self).__name__, "schedule", schedule, SCHEDULES)
         check_choice(type(self).__name__, "context_method", context_method, ("all_gather", "ring"))
         self.data_strategy: Strategy = (
@@ -223,8 +229,9 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         if self._late is not None:  # a replacement, which has its place in the mesh only now
             trial, several_backwards = self._late
             self._late = None
-            assert world.store is not None
-            self._divide(module, trial(), json.loads(world.store.get(world.key(_LAYOUT))), joins=True)
+            if self._divided:
+                assert world.store is not None
+                self._divide(module, trial(), json.loads(world.store.get(world.key(_LAYOUT))), joins=True)
             self.data_strategy.setup(module, several_backwards=several_backwards)
         elif self._divided:
             self._batches = SameBatches(world.axis("model"))
@@ -244,12 +251,15 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         self._half = "16" in precision
         if self._divided:
             check_options(self._called, precision, compiles=compiles, synchronises_batchnorm=synchronises_batchnorm)
-            if not automatic_optimization:
-                refuse_manual_optimization(self._called, pipelined=self.world.axis("pipeline").size > 1)
+        if not automatic_optimization and (self._divided or self.replicas > 1):
+            pipelined = self.world.axis("pipeline").size > 1
+            refuse_manual_optimization(self._called, pipelined=pipelined, divided=self._divided)
 
     def parallelize(self, module: nn.Module, trial: Callable[[], Trial], layout: Mapping[str, Any]) -> None:
         if self.world.newcomer and self.divides:
             self._late = (trial, False)
+        if self._divided or self.replicas > 1:
+            self._print(axes_line(self.world, data_name(self.data)))
         if not self._divided:
             return
         if self.world.axis("pipeline").size > 1 or self.world.axis("expert").size > 1:
@@ -257,7 +267,6 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         for tensor in (*module.parameters(), *module.buffers()):
             self.world.broadcast(tensor)
         whole = parameter_bytes(module)
-        self._print(axes_line(self.world, data_name(self.data)))
         self._divide(module, trial(), layout)
         data = self.world.axis("gradients").size if self.data_strategy.traits.sharded else 1
         self._print(weights_line(self.world.gather_objects(parameter_bytes(module) / data), whole))

@@ -112,20 +112,15 @@ class HookChecks:
         compare(world.axis("data"), described, when, CHANGE_ALIKE)
 
     def compare_weights(self) -> None:
-        """Raise an error if ranks hold different weights in synchronous training; every rank calls it.
+        """Raise an error if ranks that step together hold different weights; every rank calls it.
 
         Ranks on different hardware may round differently, so differences up to `ROUNDING` are tolerated.
 
         Raises:
             RanksDisagree: on every rank; the message names the parameters.
         """
-        strategy, world = self._strategy, self._strategy.world.axis("data")
-        if (
-            world.size == 1
-            or strategy.traits.joint_steps
-            or not strategy.traits.synchronous
-            or self._serving.weight_pulls is not None
-        ):
+        strategy, world = self._strategy, self._strategy.step_ranks
+        if world.size == 1 or strategy.traits.joint_steps or self._serving.weight_pulls is not None:
             return
         digest = hashlib.blake2b(
             fingerprint(self._module).cpu().contiguous().numpy().data, digest_size=16
@@ -138,7 +133,7 @@ class HookChecks:
 
     def _distance(self, parameter: Tensor) -> str:
         """Return whether a parameter differs from that of rank 0, as a text; every rank calls it."""
-        first = self._strategy.world.axis("data").broadcast(parameter.detach().clone())
+        first = self._strategy.step_ranks.broadcast(parameter.detach().clone())
         if not first.numel():
             return "alike"
         rounding = max(ROUNDING, 32 * torch.finfo(first.dtype).eps if first.dtype.is_floating_point else 0.0)

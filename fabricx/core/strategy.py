@@ -126,6 +126,11 @@ class Strategy(StrategyNames, NamesChecked, ABC):
         """Return the ranks that train different shares of each global batch, over which gradients are reduced."""
         return self.world.axis("data")
 
+    @property
+    def step_ranks(self) -> World:
+        """Return the data ranks that make each step together: all if synchronous, else this rank or its island."""
+        return self.data_ranks if self.traits.synchronous else self.world.axis("replicas")
+
     # -- set up -------------------------------------------------------------------------------------------------
 
     def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:

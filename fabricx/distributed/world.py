@@ -29,7 +29,8 @@ MEET: Final = timedelta(seconds=4)  # time for members of a later generation to 
 CONFIRM: Final = timedelta(seconds=20)  # minimum time for ranks to compare their connections afterwards
 OPERATION: Final = timedelta(minutes=30)  # timeout of a collective
 _ALL: Final = ("data", "metrics", "gradients", "copies")  # axes with all ranks, unless a strategy has others
-AXES: Final = (*_ALL, "pipeline", "context", "tensor", "model", "expert")  # see `World.axis`
+# See `World.axis`.
+AXES: Final = (*_ALL, "replicas", "island_gradients", "pipeline", "context", "tensor", "model", "expert")
 
 
 def _counted(method: Callable[Concatenate[World, P], R]) -> Callable[Concatenate[World, P], R]:
@@ -111,8 +112,10 @@ class World:
                 model-parallel. "pipeline", "context" and "tensor": ranks that compute a share together, along one axis
                 of the model's parallelism, and "model": along all of these; this rank alone by default. "metrics":
                 ranks that log different values, which are those along "data" and "pipeline". "gradients": ranks whose
-                gradients are averaged, which are those along "data" and "context". "expert": data ranks that divide
-                experts; this rank alone by default. "copies": data ranks that have the same experts.
+                gradients are averaged, which are those along "data" and "context". "replicas": data ranks of an island,
+                which make local steps together, and "island_gradients": those along "replicas" and "context"; this rank
+                alone by default. "expert": data ranks that divide experts; this rank alone by default. "copies": data
+                ranks that have the same experts.
 
         Raises:
             ValueError: there is no such axis.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fabricx.data import Microbatch
 from fabricx.loop.boundary import advance
 from fabricx.loop.manual_optimization import train_without_data
-from fabricx.loop.update import example_batch, update, zero_grad
+from fabricx.loop.update import example_batch, skip_update, update, zero_grad
 from fabricx.session.accumulation import NO_BATCH
 from fabricx.session.save_points import follow_hooks
 
@@ -65,6 +65,6 @@ def _compute(session: Session, micro: Microbatch) -> None:
         if micro.closes and session.window.ready():
             update(session, micro, None)
         elif micro.closes:
-            session.state.trained += 1
+            skip_update(session, micro)
     if micro.closes:
         advance(session, micro)

@@ -238,14 +238,15 @@ def _step_with_closure(session: Session, micro: Microbatch, batch: Any, optimize
 
 
 def _global_loss(session: Session, micro: Microbatch, loss: Tensor | None) -> Tensor | None:
-    """Return the loss of the global batch: an optimizer that reads it has to decide the same on all ranks."""
-    world = session.world.axis("data")
-    if world.size == 1 or not session.strategy.traits.synchronous:
+    """Return the loss of the ranks that step together: an optimizer that reads it has to decide the same on them."""
+    world = session.strategy.step_ranks
+    if world.size == 1:
         return loss
     share = torch.zeros((), dtype=torch.float64, device=world.device)
     if loss is not None:
         share += loss * (session.window.again or micro.factor)
-    return world.all_reduce(share)
+    islands = session.world.axis("data").size / world.size  # as the gradient of an island
+    return world.all_reduce(share).mul_(islands)
 
 
 def example_batch(micro: Microbatch, to_device: Callable[[Any, int], Any]) -> tuple[Any, ...]:

@@ -10,25 +10,28 @@ import torch
 
 from fabricx.distributed.world import World
 
-ORDER: Final = ("data", "pipeline", "context", "tensor")  # from outer to inner: a tensor group is on one machine
+# From outer to inner: a tensor group is on one machine.
+ORDER: Final = ("islands", "replicas", "pipeline", "context", "tensor")
 JOINT: Final = {
-    "model": ("pipeline", "context", "tensor"), "metrics": ("data", "pipeline"), "gradients": ("data", "context"),
+    "data": ("islands", "replicas"), "model": ("pipeline", "context", "tensor"),
+    "metrics": ("islands", "replicas", "pipeline"), "gradients": ("islands", "replicas", "context"),
+    "island_gradients": ("replicas", "context"),
 }  # fmt: skip
 
 
 def sizes_of(ranks: int, axes: Mapping[str, int], name: str) -> dict[str, int]:
-    """Return the number of ranks along each axis, in `ORDER`; the data axis has the remaining ranks.
+    """Return the number of ranks along each axis; the islands have the remaining ranks, and "data" all data ranks.
 
     Args:
         ranks: number of all ranks.
-        axes: sizes of "pipeline", "context" and "tensor".
+        axes: sizes of "replicas", "pipeline", "context" and "tensor"; 1 without.
         name: the strategy's name, for the message.
 
     Raises:
         ValueError: the axes do not divide the number of ranks; the message has the nearest numbers that fit.
 
     >>> sizes_of(8, {"pipeline": 2, "context": 1, "tensor": 2}, "mesh")
-    {'data': 2, 'pipeline': 2, 'context': 1, 'tensor': 2}
+    {'data': 2, 'islands': 2, 'replicas': 1, 'pipeline': 2, 'context': 1, 'tensor': 2}
     """
     model = 1
     for size in axes.values():
@@ -41,7 +44,8 @@ def sizes_of(ranks: int, axes: Mapping[str, int], name: str) -> dict[str, int]:
             + (f"{fewer} or {more}" if fewer else f"{more}")
             + ", or change the sizes of the axes"
         )
-    return {"data": ranks // model, **{axis: axes.get(axis, 1) for axis in ORDER[1:]}}
+    islands, inner = ranks // model, {axis: axes.get(axis, 1) for axis in ORDER[1:]}
+    return {"data": islands * inner["replicas"], "islands": islands, **inner}
 
 
 def with_axes(world: World, sizes: Mapping[str, int], expert: int = 1) -> World:
@@ -56,10 +60,10 @@ def with_axes(world: World, sizes: Mapping[str, int], expert: int = 1) -> World:
         groups = torch.arange(world.size).view(-1, expert)
         parts = {"expert": groups, "copies": groups.T}
         return replace(world, axes={name: world.along(name, ranks.tolist()) for name, ranks in parts.items()})
-    if world.size == sizes["data"]:
+    if world.size == sizes["islands"]:
         return world
     mesh = torch.arange(world.size).view([sizes[axis] for axis in ORDER])
-    joint = {**{axis: (axis,) for axis in ORDER}, **JOINT}
+    joint = {**{axis: (axis,) for axis in ORDER[1:]}, **JOINT}
     axes = {}
     for name, members in joint.items():
         along = [ORDER.index(axis) for axis in members]

@@ -71,9 +71,17 @@ class GradientSums(Strategy, Elastic, HoldsPart):
             return
         if self.reduce_shared is not None:
             self.reduce_shared()
+        self.reduce_gradients(self.module)
+
+    def reduce_gradients(self, module: nn.Module) -> None:
+        """Sum the gradients of a module over the data ranks; all data ranks call it.
+
+        Args:
+            module: the user's module.
+        """
         if self.world.size == 1:
             return
-        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        parameters = [p for p in module.parameters() if p.requires_grad]
         if not parameters:
             return
         # A parameter that no rank has used keeps no gradient, so that the optimizer does not decay it.

@@ -21,7 +21,11 @@ def axes_line(world: World, data: str) -> str:
         data: name of the strategy along the data axis.
     """
     sizes = {axis: world.axis(axis).size for axis in ("data", "pipeline", "context", "tensor")}
-    axes = " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1 or axis == "data")
+    if (replicas := world.axis("replicas").size) > 1:
+        sizes = {"islands": sizes.pop("data") // replicas, "replicas": replicas, **sizes}
+        data = f"{data} between islands, gradients averaged over replicas"
+    outer, *inner = sizes.items()
+    axes = " x ".join(f"{axis} {size}" for axis, size in [outer, *((a, s) for a, s in inner if s > 1)])
     if (expert := world.axis("expert").size) > 1:
         axes += f" (expert {expert})"
     return f"mesh: {axes}; data ranks: {data}"

@@ -36,12 +36,13 @@ def check_options(name: str, precision: str, *, compiles: bool, synchronises_bat
         )
 
 
-def refuse_manual_optimization(name: str, *, pipelined: bool) -> NoReturn:
-    """Refuse manual optimization of a divided module.
+def refuse_manual_optimization(name: str, *, pipelined: bool, divided: bool = True) -> NoReturn:
+    """Refuse manual optimization of a divided module, and of replicas.
 
     Args:
         name: the strategy's name.
         pipelined: the module is divided into stages of a pipeline.
+        divided: the module is divided.
 
     Raises:
         ValueError: always; names the reason and the remedy.
@@ -50,6 +51,11 @@ def refuse_manual_optimization(name: str, *, pipelined: bool) -> NoReturn:
         raise ValueError(
             f"strategy={name} with manual optimization: a stage of a pipeline computes a part of the step, and has no "
             "loss; use automatic optimization, or strategy=ddp"
+        )
+    if not divided:
+        raise ValueError(
+            f"strategy={name} with replicas and manual optimization: gradients of an island are averaged once per "
+            "update, and a manual step may call backward several times; use automatic optimization, or replicas=1"
         )
     raise ValueError(
         f"strategy={name} with manual optimization: the training step is tried before there are optimizers; use "
@@ -92,6 +98,25 @@ def _check_expert(axes: Mapping[str, int | None], data: str | Strategy) -> None:
         raise ValueError(
             f"data={name} with expert isn't supported: gradients of experts are summed over other ranks than those "
             "of the other weights; set data='ddp', or expert=1"
+        )
+
+
+def check_replicas(replicas: int, data: str | Strategy) -> None:
+    """Refuse a number of replicas that is none, and replicas without islands.
+
+    Args:
+        replicas: data ranks of an island.
+        data: data parallelism, as a name or a strategy with options.
+
+    Raises:
+        ValueError: names the options and the remedy.
+    """
+    if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
+        raise ValueError(f"replicas={replicas!r}: set the number of data ranks of an island")
+    if replicas > 1 and (name := data_name(data)) != "local_sgd":
+        raise ValueError(
+            f"replicas={replicas} with data={name}: replicas are the data ranks of an island, which makes local steps; "
+            "set data='local_sgd', or replicas=1 (then all data ranks step together)"
         )
 
 

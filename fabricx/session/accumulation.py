@@ -174,7 +174,8 @@ class AccumulationWindow:
                 if micro.closes:
                     self._strategy.backward_without_data(example)
             return
-        if not self._strategy.traits.synchronous:  # no rank waits for this rank's gradient
+        world = self._strategy.step_ranks
+        if world.size == 1:  # no rank waits for this rank's gradient
             if why == NO_BATCH:
                 self.taken += micro.portion
                 self._strategy.backward_without_data(example)
@@ -241,7 +242,7 @@ class AccumulationWindow:
         return weight > 0.0 or not self._strategy.traits.synchronous
 
     def _settle(self, key: str, why: str, portion: float) -> None:
-        world = self._strategy.world.axis("data")
+        world = self._strategy.step_ranks
         store, size = world.store, world.size
         assert store is not None
         keys = [f"{key}/{rank}" for rank in range(size)]
@@ -254,7 +255,7 @@ class AccumulationWindow:
             self.taken += portion * all(store.get(reason_key).decode() == NO_BATCH for reason_key in keys)
             return
         if why != NO_BATCH:
-            absent = [rank for rank in range(size) if store.check([keys[rank]])]
+            absent = [member for rank, member in enumerate(world.members) if store.check([keys[rank]])]
             raise RanksDisagree(
                 f"step {self._state.step}: training_step returned None on rank {', '.join(map(str, absent))} and a "
                 "loss on the other ranks; return None on all ranks to skip a batch"

@@ -261,7 +261,7 @@ class Session:
         Raises:
             ValueError: `create_graph=True`, and gradients are averaged over ranks.
         """
-        if options.get("create_graph") and self.world.size > 1 and self.strategy.traits.synchronous:
+        if options.get("create_graph") and self._joint_gradient():
             raise ValueError(
                 f"backward(create_graph=True) on {self.world.size} ranks: a loss of gradients would use the gradients "
                 "of this rank's samples instead of the global batch's. Add a penalty of each sample to the loss of "
@@ -273,6 +273,10 @@ class Session:
             self.strategy.backward(loss, functools.partial(loss.backward, *args, **options))
         else:
             self.strategy.backward(loss)
+
+    def _joint_gradient(self) -> bool:
+        synchronous = self.strategy.traits.synchronous
+        return self.world.size > 1 if synchronous else self.strategy.step_ranks.size > 1
 
     def handle_of(self, optimizer: Optimizer) -> OptimizerHandle:
         """Return the handle of an optimizer.

@@ -160,8 +160,7 @@ def _check_options(session: Session) -> None:
 
 def _check_normalised_rows(session: Session) -> None:
     """Refuse embeddings with `max_norm` if a forward doesn't look up all rows of the global batch."""
-    shares = session.strategy.traits.synchronous and session.world.axis("data").size > 1
-    if not shares and session.serving.weight_pulls is None:
+    if session.strategy.step_ranks.size == 1 and session.serving.weight_pulls is None:
         return
     for name, part in session.module.named_modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:

@@ -65,6 +65,8 @@ def test_the_division_of_a_module_is_printed_without_training_and_leaves_no_file
     assert "mesh: data 1 x pipeline 2; data ranks: ddp" in said
     assert "pipeline: 2 stages, 1f1b, 3 microbatches" in said
     assert "; the whole module 0.3 MiB" in said
+    said = fabricx("plan", "strategy=mesh", "strategy.data=local_sgd", "strategy.replicas=2", "trainer.devices=2")
+    assert "mesh: islands 1 x replicas 2; data ranks: local_sgd between islands" in said
     assert "each rank computes all of it" in fabricx("plan", "strategy=single")
     assert not list(own_folder.glob("runs/*"))
 

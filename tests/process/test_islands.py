@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+import fabricx as fx
 from fabricx.model_parallel.island_steps import IslandSteps
 from fabricx.strategies import LocalSGD, Mesh
-from fabricx.testing import kill, run_ranks
+from fabricx.testing import QUIET, kill, run_ranks
 from tests.process.meshes import GPT, RUNS, recovered, train
 from tests.soak import SOAK, params
 
@@ -35,6 +39,7 @@ NESTEROV = {"every": 2, "outer": "nesterov"}
         [
             (NESTEROV, "AdamW", {"tensor": 2}),
             (OVERLAPPED, "AdamW", {"pipeline": 2}),
+            (NESTEROV, "SGD, accumulation", {"replicas": 2}),
         ],
         [
             ({"every": 3}, "SGD, accumulation", {"context": 2}),
@@ -44,6 +49,10 @@ NESTEROV = {"every": 2, "outer": "nesterov"}
             ({"every": 4, "fragments": 3}, "AdamW", {"pipeline": 2, "tensor": 2, "sequence": True}),
             (NESTEROV, "AdamW", {"pipeline": 2, "context": 2}),
             (OVERLAPPED, "SGD, accumulation", {"context": 2, "tensor": 2}),
+            (OVERLAPPED, "AdamW", {"replicas": 2}),
+            (NESTEROV, "SGD, accumulation", {"replicas": 2, "tensor": 2}),
+            (OVERLAPPED, "AdamW", {"replicas": 2, "pipeline": 2}),
+            ({"every": 3}, "SGD, accumulation", {"replicas": 2, "context": 2}),
         ],
     ),
 )
@@ -52,14 +61,16 @@ def test_islands_train_what_single_ranks_train(
 ) -> None:  # fmt: skip
     """With validations within a round, clipping, averages, and a checkpoint from which both go on."""
     given, module = RUNS[run]
-    ranks = 2 * math.prod(axes.get(axis, 1) for axis in ("pipeline", "context", "tensor"))
+    replicas = axes.get("replicas", 1)
+    ranks = 2 * replicas * math.prod(axes.get(axis, 1) for axis in ("pipeline", "context", "tensor"))
     ways = {
-        "single": (2, lambda: LocalSGD(**options)), "groups": (ranks, lambda: Mesh(data=LocalSGD(**options), **axes)),
-    }  # fmt: skip
+        "single": (2, 2, lambda: LocalSGD(**options)),
+        "groups": (ranks, 2 // replicas, lambda: Mesh(data=LocalSGD(**options), **axes)),
+    }
     saved = {}
-    for name, (ranks, strategy) in ways.items():
+    for name, (ranks, batch, strategy) in ways.items():
         first = {"max_epochs": 2, "max_steps": 5, "val_check_interval": 3, **given}
-        saved[name] = run_ranks(train, ranks, strategy(), 2, first, module, str(tmp_path / name), None, True, 27)
+        saved[name] = run_ranks(train, ranks, strategy(), batch, first, module, str(tmp_path / name), None, True, 27)
     single, *others = saved["groups"]
     assert far(saved["single"][0], single) < 1e-9
     assert all(torch.equal(other["weights"][n], w) for other in others for n, w in single["weights"].items())
@@ -70,14 +81,15 @@ def test_islands_train_what_single_ranks_train(
         ("groups", "single"),
         *([("groups", "groups")] if SOAK else []),
     ]
-    ends = [
-        run_ranks(train, ways[to][0], ways[to][1](), 2, rest, module, "", str(tmp_path / source / "end"), True, 27)[0]
-        for to, source in resumed
-    ]
+    ends = []
+    for to, source in resumed:
+        (ranks, _, strategy), (_, batch, _) = ways[to], ways[source]
+        checkpoint = str(tmp_path / source / "end")
+        ends.append(run_ranks(train, ranks, strategy(), batch, rest, module, "", checkpoint, True, 27)[0])
     assert max(far(ends[0], end) for end in ends[1:]) < 1e-9
 
 
-@pytest.mark.parametrize("axis", params(["tensor"], ["pipeline", "context"]))
+@pytest.mark.parametrize("axis", params(["tensor", "replicas"], ["pipeline", "context"]))
 def test_all_islands_return_to_their_copies_if_a_rank_dies(axis: str) -> None:
     def strategy() -> Mesh:
         return Mesh(data=LocalSGD(every=3, outer="nesterov"), **{axis: 2})  # type: ignore[arg-type]
@@ -94,19 +106,28 @@ class NoLoss(GPT):
     """Has no loss for a third of the batches, each time on one of two islands."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
-        if (batch_idx + self.trainer.strategy.data_ranks.rank) % 3 == 2:
+        strategy = self.trainer.strategy
+        if (batch_idx + strategy.data_ranks.rank // strategy.step_ranks.size) % 3 == 2:
             self.log("loss", torch.zeros(()), on_epoch=True)
             return None
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize("axes", params([{"context": 2}], [{"pipeline": 2}, {"pipeline": 2, "context": 2}]))
-def test_gradients_of_a_window_are_reduced_if_its_last_batch_has_no_loss_or_no_sample(axes: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("axes", "accumulate"),
+    params(
+        [({"context": 2}, 2), ({"replicas": 2}, 1)],  # replicas divide the samples of a window otherwise
+        [({"pipeline": 2}, 2), ({"pipeline": 2, "context": 2}, 2), ({"pipeline": 2, "replicas": 2}, 1)],
+    ),
+)
+def test_gradients_of_a_window_are_reduced_if_its_last_batch_has_no_loss_or_no_sample(
+    axes: dict[str, int], accumulate: int
+) -> None:  # fmt: skip
     """The 8th batch has a single sample, which the second island has not."""
     ranks, mesh = 2 * math.prod(axes.values()), Mesh(data=LocalSGD(every=2), **axes)  # type: ignore[arg-type]
-    arguments = 2, {"accumulate_grad_batches": 2}, {}, "", None, False, 29, NoLoss
-    alone, *_ = run_ranks(train, 2, LocalSGD(every=2), *arguments)
-    islands = run_ranks(train, ranks, mesh, *arguments)
+    arguments = {"accumulate_grad_batches": accumulate}, {"sgd": True}, "", None, False, 29, NoLoss
+    alone, *_ = run_ranks(train, 2, LocalSGD(every=2), 2, *arguments)
+    islands = run_ranks(train, ranks, mesh, 2 // axes.get("replicas", 1), *arguments)
     assert all(far(alone, island) < 1e-9 for island in islands)
 
 
@@ -121,6 +142,159 @@ def test_options_of_the_data_strategy_may_be_a_mapping() -> None:
         Mesh(tensor=2, data={"every": 7})
     with pytest.raises(ValueError, match=r"no option 'evry'.*Did you mean 'every'"):
         Mesh(tensor=2, data={"name": "local_sgd", "evry": 7})
+
+
+class Plain(fx.Module):
+    """A linear model with a part that only data ranks with odd numbers use, in odd batches; some have no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all, self.some = nn.Linear(3, 1), nn.Linear(3, 1)
+
+    def loss(self, batch: Tensor, rank: int, index: int) -> Tensor | None:
+        if (rank >= 2 and index == 1) or (rank < 2 and index in {4, 5}):
+            return None
+        outputs = self.all(batch[:, :3])
+        outputs = outputs + self.some(batch[:, :3]) if rank % 2 and index % 2 else outputs
+        return (outputs[:, 0] - batch[:, 3]).square().mean()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+        return self.loss(batch, self.trainer.strategy.data_ranks.rank, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.3, momentum=0.9, weight_decay=0.1)
+
+
+EVERY, CLIP = 3, 1.5
+
+
+def rows(count: int) -> Tensor:
+    return torch.randn(count, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+def trained_in_islands(count: int, accumulate: int) -> list[Tensor]:
+    fx.seed_everything(1)
+    module = Plain().double()
+    trainer = fx.Trainer(
+        devices=4, strategy=Mesh(data=LocalSGD(every=EVERY, outer="nesterov"), replicas=2), gradient_clip_val=CLIP,
+        accumulate_grad_batches=accumulate, **{**QUIET, "max_epochs": 3},
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(list(rows(count)), 2 // accumulate))  # type: ignore[arg-type]
+    return [parameter.detach() for parameter in module.parameters()]
+
+
+def trained_by_torch(count: int, accumulate: int) -> list[Tensor]:
+    """Return the weights of the same training in one process, by equation 1 of DiLoCo."""
+    fx.seed_everything(1)
+    base = Plain().double()
+    islands = [(island, copy.deepcopy(base)) for island in range(2)]
+    optimizers = [module.configure_optimizers() for _, module in islands]
+    used: list[list[nn.Parameter]] = [[], []]
+    velocity = [torch.zeros_like(p) for p in base.parameters()]
+    windows = [window for _ in range(3) for window in enumerate(rows(count).split(8))]
+    for step, (number, window) in enumerate(windows, 1):
+        shares = window.tensor_split(4)
+        for island, module in islands:
+            optimizers[island].zero_grad()
+            losses = [
+                (len(part), module.loss(part, rank, number * accumulate + index))
+                for rank in (2 * island, 2 * island + 1)
+                for index, part in enumerate(shares[rank].split(2 // accumulate) if len(shares[rank]) else ())
+            ]
+            for size, loss in losses:
+                if loss is not None:
+                    (loss * size / len(window) * 2).backward()
+            if trained := [p for p in module.parameters() if p.grad is not None]:
+                for p in trained:  # windows have as many batches without a loss on each replica
+                    assert p.grad is not None
+                    p.grad *= 2 if any(loss is None for _, loss in losses) else 1
+                used[island] = trained
+            elif not losses:
+                for p in used[island]:
+                    p.grad = torch.zeros_like(p)
+            nn.utils.clip_grad_norm_(module.parameters(), CLIP)
+            optimizers[island].step()
+        if step % EVERY == 0 or step == len(windows):
+            parameters = zip(base.parameters(), *(module.parameters() for _, module in islands), strict=True)
+            for v, (weight, *own) in zip(velocity, parameters, strict=True):
+                gradient = weight.detach() - torch.stack([p.detach() for p in own]).mean(0)
+                v.mul_(0.9).add_(gradient)
+                weight.data.sub_(gradient + 0.9 * v, alpha=0.7)
+                for p in own:
+                    p.data.copy_(weight)
+    return [parameter.detach() for parameter in base.parameters()]
+
+
+@pytest.mark.parametrize(("count", "accumulate"), params([(30, 1), (26, 2)], [(26, 1), (30, 2), (25, 2)]))
+def test_replicas_train_what_torch_trains_in_one_process(count: int, accumulate: int) -> None:
+    """The last window has 6 rows (2, 2, 1 and 1 on the ranks), or 2 rows, of which the second island has none."""
+    for expected, found in zip(
+        trained_by_torch(count, accumulate), run_ranks(trained_in_islands, 4, count, accumulate)[0], strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+class Normed(fx.Module):
+    """Has running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.net(batch[:, :3])[:, 0] - batch[:, 3]).square().mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val", self.training_step(batch, batch_idx))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def trained_with_statistics(strategy: Any, **options: Any) -> dict[str, Tensor]:
+    fx.seed_everything(1)
+    module = Normed().double()
+    trainer = fx.Trainer(devices=4, strategy=strategy, **{**QUIET, "max_epochs": 2, **options})
+    trainer.fit(module, DataLoader(list(rows(34)), 3), DataLoader(list(rows(30)), 5))  # type: ignore[arg-type]
+    return {**module.state_dict(), "val": trainer.callback_metrics["val"]}
+
+
+def test_statistics_of_all_data_ranks_are_joined() -> None:
+    """With rounds of a plain step, a mean of replicas and islands is that of as many single ranks."""
+    expected = run_ranks(trained_with_statistics, 4, LocalSGD(every=1))[0]
+    for found in run_ranks(trained_with_statistics, 4, Mesh(data=LocalSGD(every=1), replicas=2)):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+
+
+class HalfWithoutLoss(Plain):
+    """Has no loss on a replica of an island whose other replica has."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return None if batch_idx == 1 and self.trainer.strategy.data_ranks.rank == 3 else self.loss(batch, 0, 0)
+
+
+class Manual(Plain):
+    """Steps its optimizer itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+def fitted(module: fx.Module, **options: Any) -> None:
+    mesh = Mesh(data="local_sgd", replicas=2)
+    fx.Trainer(devices=4, strategy=mesh, **{**QUIET, "max_epochs": 1, **options}).fit(module, DataLoader(rows(30), 2))  # type: ignore[arg-type]
+
+
+def test_what_replicas_do_not_support_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"replicas=2 x tensor=2 needs a multiple of 4 ranks.*set devices to 4 or 8"):
+        Mesh(data="local_sgd", replicas=2, tensor=2).check_ranks(6)
+    with pytest.raises(fx.errors.WorkerFailed, match="training_step returned None on rank 3 and a loss"):
+        run_ranks(fitted, 4, HalfWithoutLoss().double())
+    with pytest.raises(fx.errors.WorkerFailed, match="replicas and manual optimization"):
+        run_ranks(fitted, 4, Manual().double())
+    with pytest.raises(fx.errors.WorkerFailed, match="SyncBatchNorm with replicas"):
+        run_ranks(functools.partial(fitted, sync_batchnorm=True), 4, Normed().double())
 
 
 def test_experts_are_refused() -> None:

@@ -9,7 +9,9 @@ from fabricx.model_parallel.axes import sizes_of, with_axes
 
 
 def test_the_data_axis_has_the_remaining_ranks() -> None:
-    assert sizes_of(8, {"pipeline": 2, "tensor": 2}, "mesh") == {"data": 2, "pipeline": 2, "context": 1, "tensor": 2}
+    assert sizes_of(8, {"pipeline": 2, "tensor": 2}, "mesh") == {
+        "data": 2, "islands": 2, "replicas": 1, "pipeline": 2, "context": 1, "tensor": 2,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(("ranks", "remedy"), [(3, "set devices to 2 or 4"), (1, "set devices to 2,")])
@@ -41,6 +43,22 @@ def test_gradients_are_averaged_over_context_ranks_and_metrics_count_once(monkey
     world = with_axes(World(rank=6, size=8), sizes_of(8, {"context": 2, "tensor": 2}, "mesh"))
     assert world.axis("gradients").group == [[0, 2, 4, 6], [1, 3, 5, 7]]
     assert world.axis("metrics").group == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def test_islands_have_replicas_whose_gradients_are_averaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(World, "new_subgroup", lambda self, parts: parts)
+    sizes = sizes_of(8, {"replicas": 2, "context": 2}, "mesh")
+    assert (sizes["data"], sizes["islands"]) == (4, 2)
+    world = with_axes(World(rank=6, size=8), sizes)  # island 1, replica 1, context 0
+    assert world.axis("replicas").group == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert world.axis("island_gradients").group == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert world.axis("data").group == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert (world.axis("replicas").rank, world.axis("data").rank) == (1, 3)
+    alone = with_axes(World(rank=3, size=4), sizes_of(4, {"replicas": 2}, "mesh"))
+    assert (alone.axis("data").size, alone.axis("data").group) == (4, None)
+    assert alone.axis("replicas").group == [[0, 1], [2, 3]]
+    assert not alone.divided
+    assert World(size=4).axis("replicas").size == 1
 
 
 def test_experts_are_divided_over_neighbouring_data_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,12 @@ def test_axes_of_one_rank_are_omitted_except_data() -> None:
     assert axes_line(experts, "ddp") == "mesh: data 4 (expert 2); data ranks: ddp"
 
 
+def test_islands_and_replicas_are_the_data_axis() -> None:
+    world = World(size=8, axes={"data": World(size=4), "replicas": World(size=4), "tensor": World(size=2)})
+    said = "data ranks: local_sgd between islands, gradients averaged over replicas"
+    assert axes_line(world, "local_sgd") == f"mesh: islands 1 x replicas 4 x tensor 2; {said}"
+
+
 def test_many_ranks_are_summarised() -> None:
     line = weights_line([float(2**20 * (1 + rank)) for rank in range(17)], 2**24)
     assert line == "weights: 1.0 MiB to 17.0 MiB on each of 17 ranks; the whole module 16.0 MiB"

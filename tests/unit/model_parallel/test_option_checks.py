@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fabricx.model_parallel.option_checks import check_options, refuse_manual_optimization
+from fabricx.model_parallel.option_checks import check_options, check_replicas, refuse_manual_optimization
 
 
 @pytest.mark.parametrize(
@@ -30,3 +30,18 @@ def test_other_options_are_accepted() -> None:
 def test_manual_optimization_is_refused_with_its_reason(pipelined: bool, reason: str) -> None:
     with pytest.raises(ValueError, match=rf"{reason}; use automatic optimization, or strategy=ddp"):
         refuse_manual_optimization("mesh", pipelined=pipelined)
+
+
+def test_replicas_are_those_of_islands() -> None:
+    check_replicas(1, "fsdp")
+    check_replicas(2, "local_sgd")
+    for data in ("ddp", "fsdp"):
+        with pytest.raises(ValueError, match=f"replicas=2 with data={data}: .*; set data='local_sgd', or replicas=1"):
+            check_replicas(2, data)
+    for wrong in (0, True, None, 1.5):
+        with pytest.raises(ValueError, match=f"replicas={wrong}: set the number of data ranks of an island"):
+            check_replicas(wrong, "local_sgd")  # type: ignore[arg-type]
+    with pytest.raises(
+        ValueError, match=r"replicas and manual optimization: .* use automatic optimization, or replicas=1"
+    ):
+        refuse_manual_optimization("mesh", pipelined=False, divided=False)
