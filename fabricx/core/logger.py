@@ -85,7 +85,7 @@ class Logger(NamesChecked, ABC):
         """
 
     def log_graph(self, module: nn.Module, example: object = None) -> None:
-        """Write the graph of the model.
+        """Write the graph of the model; a fit calls it with the module alone.
 
         Args:
             module: the model.

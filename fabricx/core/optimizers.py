@@ -107,10 +107,11 @@ def _parsed(result: Any) -> tuple[list[Optimizer], list[Schedule]]:
     if isinstance(result, Mapping):
         return _from_dict(result)
     if isinstance(result, Sequence) and result:
-        if len(result) == 2 and all(isinstance(part, Sequence) for part in result):
+        if len(result) == 2 and isinstance(result[0], Sequence):
             optimizers, schedulers = result
+            several = schedulers if isinstance(schedulers, Sequence) else [schedulers]
             if all(isinstance(optimizer, Optimizer) for optimizer in optimizers):
-                return list(optimizers), [_schedule(scheduler) for scheduler in schedulers]
+                return list(optimizers), [_schedule(scheduler) for scheduler in several]
         if all(isinstance(part, Optimizer) for part in result):
             return list(result), []
         if all(isinstance(part, Mapping) for part in result):

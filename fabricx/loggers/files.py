@@ -214,7 +214,11 @@ class FolderLogger(Logger, Generic[W]):
         return None if folder is None else str(Path(folder).expanduser())
 
     def save(self) -> None:
-        """Write buffered data, as Lightning's loggers do."""
+        """Write buffered data, as Lightning's loggers do, and hyperparameters that were logged before a run."""
+        undecided = self._writer is not None or self.log_dir is None
+        if self._waiting and not undecided and not rank_zero_only.rank:  # type: ignore[attr-defined]
+            self.open(Path(str(self.log_dir)))
+            self.close(self._status)
         self.flush()
 
     def finalize(self, status: str = "success") -> None:
@@ -256,17 +260,18 @@ def of_open_logger(function: Callable[P, None]) -> Callable[P, None]:
     return method
 
 
-def with_whole_epoch(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return metrics with the epoch as an int.
+def with_whole_epoch(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return metrics as numbers, with the epoch as an int.
 
     >>> with_whole_epoch({"loss": 1.0, "epoch": 2.0})
     {'loss': 1.0, 'epoch': 2}
 
     Args:
-        metrics: metrics by name.
+        metrics: numbers, or tensors and arrays of one element, by name.
     """
-    epoch = metrics.get("epoch", 0.5)
-    return {**metrics, "epoch": int(epoch)} if float(epoch).is_integer() else dict(metrics)
+    numbers = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
+    epoch = numbers.get("epoch", 0.5)
+    return {**numbers, "epoch": int(epoch)} if float(epoch).is_integer() else numbers
 
 
 def _first_unused(parent: Path) -> int:

@@ -39,6 +39,7 @@ _DIFFERS: Final[Mapping[str, str]] = {
     "scheduler with interval epoch": "steps after the validation and `on_train_epoch_end`; in Lightning before",
     "scheduler with interval step, frequency": "counts updates of the run; in Lightning batches of each epoch",
     "optimizer_step": "runs after training_step and backward: `optimizer_closure()` returns the loss",
+    "self.log(add_dataloader_idx=False)": "several loaders may share a name: the mean over all; in Lightning an error",
     "self.log twice in a batch": "the value of the step is the mean of the calls; in Lightning the last",
     "ModelCheckpoint without dirpath": "saves in the run's folder; in Lightning in that of the first logger",
     "ModelCheckpoint(filename='{a/b}')": "`a_b=...`; in Lightning a file in a folder `a`",

@@ -68,9 +68,7 @@ def set_up_training(session: Session) -> None:
     session.metrics.collect(None)
     _set_up_optimizers(session)
     session.share_settings()
-    example = session.module.example_input_array
-    if example is not None:
-        session.metrics.loggers.each(lambda logger: logger.log_graph(session.module, example))
+    session.metrics.loggers.each(lambda logger: logger.log_graph(session.module))
 
 
 def _set_up_strategy(session: Session) -> None:

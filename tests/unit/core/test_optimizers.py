@@ -35,6 +35,8 @@ STEPS, PLATEAU = StepLR(ONE, 1), ReduceLROnPlateau(TWO)
         ([ONE, TWO], [ONE, TWO], []),
         ((ONE, TWO), [ONE, TWO], []),
         (([ONE], [STEPS]), [ONE], [Schedule(STEPS)]),
+        (([ONE], STEPS), [ONE], [Schedule(STEPS)]),
+        (([ONE], {"scheduler": STEPS, "frequency": 2}), [ONE], [Schedule(STEPS, frequency=2)]),
         (([ONE, TWO], []), [ONE, TWO], []),
         ({"optimizer": ONE}, [ONE], []),
         ({"optimizer": ONE, "lr_scheduler": STEPS}, [ONE], [Schedule(STEPS)]),

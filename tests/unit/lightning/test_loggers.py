@@ -88,6 +88,18 @@ def test_other_objects_are_refused(logger):
         fx.Trainer(**{**QUIET, "logger": logger})
 
 
+@pytest.mark.parametrize("base", [Mine, lookup("loggers.logger", "DummyLogger")])
+def test_a_loggers_log_graph_is_called_with_the_module_alone(base: Any) -> None:
+    class Draws(base):
+        models: list[Any] = []
+
+        def log_graph(self, model: Any) -> None:
+            self.models.append(type(model).__name__)
+
+    fit(Draws())
+    assert Draws.models == ["TinyModule"]
+
+
 def test_a_dummy_logger_accepts_all_calls() -> None:
     logger: Any = lookup("loggers.logger", "DummyLogger")()
     fx.Trainer(**{**QUIET, "logger": logger, "max_steps": 1}).fit(TinyModule(), tiny_loader())

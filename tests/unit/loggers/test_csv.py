@@ -5,6 +5,7 @@ import pickle
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from fabricx.loggers import CSVLogger
@@ -91,3 +92,12 @@ def test_nothing_happens_before_it_is_open(tmp_path: Path) -> None:
     logger.flush()
     logger.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_program_without_a_run_writes_numbers_of_tensors_and_its_hyperparameters(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, version=0)
+    logger.log_hyperparams({"lr": 0.1})
+    logger.save()
+    assert (tmp_path / "version_0" / "hparams.yaml").read_text() == "lr: 0.1\n"
+    logger.log_metrics({"loss": torch.tensor([0.5]), "epoch": torch.tensor(1.0)}, step=2)  # type: ignore[dict-item]
+    assert (tmp_path / "version_0" / "metrics.csv").read_text().split() == ["step,loss,epoch", "2,0.5,1"]
