@@ -54,4 +54,7 @@ def _of_object(value: Any) -> Any:
 
 
 def _is_short(value: Any) -> bool:
-    return is_plain(value) and (not isinstance(value, Sized) or len(value) <= _LONG)
+    try:
+        return is_plain(value) and (not isinstance(value, Sized) or len(value) <= _LONG)
+    except Exception:  # of a class of the user: a tuple without a length, for example
+        return False

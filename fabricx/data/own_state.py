@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Sampler
 
+from fabricx.core.nested_items import items_of
+
 Values = dict[str, Any]
 
 _GENERATORS: Final = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
@@ -261,8 +263,7 @@ def _search(part: Any, path: str, seen: set[int], depth: int, *, objects: bool =
         return
     inside: Any = ()
     if isinstance(part, (dict, list, tuple)):
-        named = part.items() if isinstance(part, dict) else enumerate(part)
-        inside = named if len(part) <= _ITEMS else ()
+        inside = items_of(part, _ITEMS)
     elif isinstance(part, nn.Module):
         for name, module in part.named_modules():
             for attribute, value in list(vars(module).items()):

@@ -10,6 +10,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
+from fabricx.core.nested_items import items_of
 from fabricx.distributed.world import World
 
 _DTYPES: Final = (
@@ -64,8 +65,8 @@ def _search(path: str, value: Any, depth: int = 3) -> Iterator[tuple[str, Any]]:
         for name, part in value.named_modules():
             if hasattr(part, "_update_count"):
                 yield f"{path}.{name}" if name else path, part
-    elif depth and isinstance(value, (dict, list, tuple)) and len(value) <= _SEARCHED:
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+    elif depth and isinstance(value, (dict, list, tuple)):
+        for key, item in items_of(value, _SEARCHED):
             yield from _search(f"{path}.{key}", item, depth - 1)
 
 

@@ -124,6 +124,13 @@ def _fingerprint(value: object) -> tuple[Any, int]:
 
 def _is_plain(value: object) -> bool:
     """Return whether a value is plain data: no functions, and no objects of other classes."""
+    try:
+        return _contains_plain_only(value)
+    except Exception:  # of a class of the user: a tuple without a length, for example
+        return False
+
+
+def _contains_plain_only(value: object) -> bool:
     count, left = 0, [value]
     while left:
         item = left.pop()

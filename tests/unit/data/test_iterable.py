@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 from collections.abc import Iterator
@@ -63,10 +64,14 @@ def microbatches(lengths: list[int], accumulate: int, first: int = 0) -> list[li
         found[rank] += feed.epoch(0, accumulate=accumulate, first=first)
 
     threads = [threading.Thread(target=read, args=(rank,)) for rank in range(len(lengths))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30.0)
+    gc.disable()  # torch.get_rng_state holds a lock: a collection within it lets other threads run, which wait for it
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(30.0)
+    finally:
+        gc.enable()
     return found
 
 

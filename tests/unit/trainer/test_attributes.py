@@ -120,3 +120,20 @@ def test_optimizers_return_with_the_callers_parameters_or_the_reason_is_an_error
         with pytest.raises(RuntimeError, match="remain in the worker processes: no rank has their whole state"):
             getattr(sessions, part)
     assert pickle.loads(pickle.dumps(sessions)).optimizers == []
+
+
+class NoLength(tuple[int, ...]):
+    """As the tuples of e3nn, which have items but no length."""
+
+    __slots__ = ()
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_an_attribute_whose_class_raises_errors_does_not_return() -> None:
+    module: Any = TinyModule()
+    module._seen, module._odd = 0, [NoLength((1, 2))]
+    before = AttributesBefore(module, None)
+    module._seen, module._odd = 1, [NoLength((3, 4))]
+    assert changed(before, module, None).module == {"": {"_seen": 1}}
