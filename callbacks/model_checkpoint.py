@@ -297,7 +297,8 @@ class ModelCheckpoint(Callback, NameParts):
                 "  log it with self.log(...), or omit `monitor` to keep the newest checkpoint"
             )
         stale = missing or self._metric.stale(trainer.global_step)
-        self._waiting = stale and self.save_top_k != -1
+        # All are kept: wait only if a validation of these weights follows at once.
+        self._waiting = stale and (self.save_top_k != -1 or trainer.state.validating)
         if not self._waiting:
             self._save(trainer)
         elif self.save_last:
@@ -442,6 +443,18 @@ class ModelCheckpoint(Callback, NameParts):
         """Return the score at `kth_best_model_path`; infinitely bad while there are fewer checkpoints."""
         nothing = torch.tensor(math.inf if self.mode == "min" else -math.inf)
         return self.best_k_models.get(self.kth_best_model_path, nothing)
+
+    def to_yaml(self, filepath: str | os.PathLike[str] | None = None) -> None:
+        """Write the scores of the kept checkpoints, by path.
+
+        Args:
+            filepath: default: `best_k_models.yaml` in the folder of the checkpoints.
+        """
+        import yaml  # type: ignore[import-untyped]
+
+        scores = {path: float(score) for path, score in self.best_k_models.items()}
+        path = self._folder / "best_k_models.yaml" if filepath is None else as_path(filepath)
+        path.write_text(yaml.safe_dump(scores))
 
     # -- files --------------------------------------------------------------------------------------------------
 

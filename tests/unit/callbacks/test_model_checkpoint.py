@@ -517,3 +517,23 @@ def test_a_path_that_a_hook_reads_exists_while_checkpoints_are_written_in_the_ba
         TinyModule(), tiny_loader()
     )
     assert reads.is_set()
+
+
+@pytest.mark.parametrize("save_top_k", [-1, 9])
+def test_a_checkpoint_by_steps_has_the_metric_of_the_validation_that_follows(
+    save_top_k: int, tmp_path: Path, quiet: dict[str, Any]
+) -> None:
+    class Counts(TinyModule):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("updates", float(self.global_step))
+
+    callback = ModelCheckpoint(
+        tmp_path, "{step}-{updates:.0f}", "updates", every_n_train_steps=2, mode="max", save_top_k=save_top_k
+    )
+    options = {**quiet, "callbacks": [callback], "val_check_interval": 2, "max_epochs": 2}
+    fx.Trainer(**options).fit(Counts(), tiny_loader(8, 2), tiny_loader())
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == [f"step={n}-updates={n}.ckpt" for n in (2, 4, 6, 8)]
+    assert Path(callback.best_model_path).name == "step=8-updates=8.ckpt"
+    callback.to_yaml()
+    rows = (tmp_path / "best_k_models.yaml").read_text().splitlines()
+    assert rows == [f"{tmp_path}/step={n}-updates={n}.ckpt: {n}.0" for n in (2, 4, 6, 8)]
