@@ -153,6 +153,7 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
         self._fragments: list[_Fragment] = []
         self._frozen: list[Tensor] = []  # parameters outside of all fragments
         self._used: list[Tensor] = []  # parameters that had a gradient in this rank's newest batch
+        self._used_at_end: dict[str, None] = {}  # names of `_used`, for a checkpoint after the fit
         self._statistics = JointStatistics(nn.Identity())
 
     def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
@@ -177,6 +178,7 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
         self._statistics = JointStatistics(module)
 
     def teardown(self) -> None:
+        self._used_at_end = self._names_used()
         self._fragments, self._frozen, self._used = [], [], []
         self._statistics.close()
         self._statistics = JointStatistics(nn.Identity())
@@ -261,6 +263,11 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
         state = super().state_dict(module, optimizers)
         if not optimizers:
             return state
+        if self.module is None and self.outer == "nesterov":
+            raise ValueError(
+                "a checkpoint after the fit lacks the outer momentum of local_sgd, which has ended with it: save it in "
+                "on_train_end or by ModelCheckpoint, or save the weights only (weights_only=True)"
+            )
         state["used"] = self.data_ranks.gather_objects(self._names_used())
         return {**state, "outer": self._velocities()} if self.outer == "nesterov" else state
 
@@ -269,7 +276,8 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
 
         As keys, so that a mesh joins the states of its stages.
         """
-        assert self.module is not None
+        if self.module is None:
+            return self._used_at_end
         used = set(map(id, self._used))
         return {name: None for name, parameter in self.module.named_parameters() if id(parameter) in used}
 

@@ -20,7 +20,7 @@ from fabricx import checkpoint
 from fabricx.callbacks import FaultRecovery
 from fabricx.errors import WorkerFailed
 from fabricx.strategies import DDP, LocalSGD, Single
-from fabricx.testing import QUIET, LayeredModule, layered_data
+from fabricx.testing import QUIET, LayeredModule, layered_data, run_ranks
 from tests.soak import params
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
@@ -143,6 +143,32 @@ def test_a_run_goes_on_exactly_and_elsewhere(tmp_path: Path, outer: Any) -> None
         )
         assert trainer.global_step == 5
         assert all(torch.equal(tensor, saved["module"][name]) for name, tensor in other.state_dict().items())
+
+
+class SavesAtTheEnd(fx.Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+
+
+def saved(strategy: LocalSGD, folder: Path) -> None:
+    """Train, and save at the end and afterwards; as under torchrun, where the ranks remain."""
+    _, trainer = train(strategy, callbacks=[SavesAtTheEnd(folder / "end")], max_steps=5)
+    trainer.save_checkpoint(folder / "weights", weights_only=True)
+    trainer.save_checkpoint(folder / "after")
+
+
+def test_a_checkpoint_after_the_fit_is_that_of_its_end_unless_it_would_lack_momentum(tmp_path: Path) -> None:
+    run_ranks(saved, 2, LocalSGD(every=4), tmp_path)
+    end, after = (checkpoint.load(tmp_path / name)["strategy"] for name in ("end", "after"))
+    assert end["used"] == after["used"]
+    assert end["used"][0]
+    assert all(torch.equal(tensor, after["module"][name]) for name, tensor in end["module"].items())
+    with pytest.raises(WorkerFailed, match=r"lacks the outer momentum of local_sgd.*on_train_end.*weights_only=True"):
+        run_ranks(saved, 2, LocalSGD(every=4, outer="nesterov"), tmp_path / "nesterov")
+    assert "outer" in checkpoint.load(tmp_path / "nesterov" / "end")["strategy"]
 
 
 class Normed(Plain):
