@@ -21,6 +21,21 @@ def to_device(batch: Any, device: torch.device) -> Any:
     return apply_to_collection(batch, _Movable, lambda item: _move(item, device))
 
 
+def with_own_move(batch: Any) -> Any:
+    """Return a batch that is in main memory already, where objects with a method `to` of their own have been moved.
+
+    Such a method may do more than move; tensors are not touched.
+
+    Args:
+        batch: an object, or a list, tuple or dict of objects.
+    """
+    kind = type(batch)
+    for part in batch.values() if kind is dict else batch if kind in (list, tuple) else (batch,):
+        if not isinstance(part, Tensor) and callable(getattr(part, "to", None)):
+            return to_device(batch, torch.device("cpu"))
+    return batch
+
+
 def to_dtype(batch: Any, dtype: torch.dtype) -> Any:
     """Return a batch with every floating-point tensor converted.
 

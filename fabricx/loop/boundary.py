@@ -8,6 +8,7 @@ from torch import Tensor
 
 from fabricx.core.state import Stage
 from fabricx.core.steps import detached
+from fabricx.core.transfer import with_own_move
 from fabricx.data import Microbatch
 from fabricx.distributed import heartbeat
 from fabricx.loop.evaluation import validate_in_fit
@@ -30,7 +31,7 @@ def begin_batch(session: Session, micro: Microbatch) -> Any:
     """
     session.batch.in_step = True  # for the hooks of the transfer
     heartbeat.advance()
-    batch = micro.data if session.transfer is None else session.transfer(micro.data, 0)
+    batch = with_own_move(micro.data) if session.transfer is None else session.transfer(micro.data, 0)
     session.batch.in_step = False
     session.batch.is_last, session.batch.index = micro.last, micro.index
     step = session.state.step + 1

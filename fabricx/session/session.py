@@ -27,7 +27,8 @@ from fabricx.core.strategy_parts import (
     ShardsWeights,
     WrapsStep,
     as_part,
-)  # fmt: skip
+)
+from fabricx.core.transfer import with_own_move  # fmt: skip
 from fabricx.distributed import heartbeat
 from fabricx.distributed.stop_consensus import Agreement
 from fabricx.session.accumulation import AccumulationWindow
@@ -249,7 +250,7 @@ class Session:
             loader: index of the loader.
         """
         heartbeat.advance()
-        return batch if self.transfer is None else self.transfer(batch, loader)
+        return with_own_move(batch) if self.transfer is None else self.transfer(batch, loader)
 
     def backward(self, loss: Tensor, *args: Any, **options: Any) -> None:
         """Compute gradients; calls the module's `backward` if the module overrides it.

@@ -89,7 +89,7 @@ def calls_per_batch(run: Any, logs: int, root: Path) -> float:
 def test_a_batch_costs_few_python_calls_more_than_a_plain_loop(tmp_path: Path) -> None:
     bare = calls_per_batch(plain, 0, tmp_path)
     empty = calls_per_batch(trained, 0, tmp_path)
-    assert empty - bare <= 49  # 150 would be allowed
+    assert empty - bare <= 50  # 150 would be allowed
     assert calls_per_batch(trained, 3, tmp_path) - empty <= 3 * 3  # three for each value
 
 

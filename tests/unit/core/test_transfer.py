@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fabricx.core.transfer import batch_size_of, cpu, to_device, to_dtype
+from fabricx.core.transfer import batch_size_of, cpu, to_device, to_dtype, with_own_move
 
 META = torch.device("meta")
 Pair = namedtuple("Pair", "inputs targets")
@@ -36,6 +36,16 @@ def test_tensors_at_any_depth_are_moved_and_the_nesting_is_kept() -> None:
     assert moved["a"][0].device == moved["b"].inputs.device == own.device == META
     assert (moved["a"][1], moved["b"].targets, moved["c"]) == ("text", 3, own)
     assert type(moved["b"]) is Pair
+
+
+def test_in_main_memory_only_objects_with_a_move_of_their_own_are_moved() -> None:
+    own, plain = InPlace(), {"x": torch.zeros(2), "name": "a"}
+    assert with_own_move(plain) is plain
+    assert with_own_move(own) is own
+    assert own.device == torch.device("cpu")
+    moved = with_own_move(batch := [torch.zeros(1), InPlace()])
+    assert moved is not batch
+    assert moved[1].device == torch.device("cpu")
 
 
 def test_only_floating_point_numbers_change_their_type() -> None:

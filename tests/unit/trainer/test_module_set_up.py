@@ -39,6 +39,26 @@ def test_batches_need_no_transfer_on_a_cpu_without_hooks() -> None:
     assert trainer.session.transfer is None
 
 
+def test_a_batch_with_a_move_of_its_own_is_moved_on_a_cpu_too() -> None:
+    class Own:
+        def __init__(self, numbers: Any) -> None:
+            self.numbers = numbers
+
+        def to(self, device: torch.device) -> Own:
+            return Own(torch.tensor(self.numbers, device=device))
+
+    class Reads(TinyModule):
+        def training_step(self, batch: Own, batch_idx: int) -> torch.Tensor:
+            return self.layer.weight.sum() * batch.numbers.sum()
+
+        def validation_step(self, batch: Own, batch_idx: int) -> None:
+            self.log("sum", batch.numbers.sum())
+
+    trainer = fx.Trainer(max_epochs=1, **QUIET)
+    trainer.fit(Reads(), [Own([1.0]), Own([2.0])], [Own([3.0])])
+    assert float(trainer.callback_metrics["sum"]) == 3.0
+
+
 def test_parameters_on_the_meta_device_stay_there() -> None:
     module = nn.Sequential(nn.Linear(2, 2, device="meta"), nn.Linear(2, 2))
     _place(module, torch.device("cpu"))
