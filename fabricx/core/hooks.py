@@ -74,7 +74,7 @@ class Hooks:
             of_module = (_within(around, module, name, ModuleHooks),) if overridden else ()
             setattr(self, name, (*before, *of_module, *_bound(name, watching, trainer, module, around)))
             if name == "on_train_batch_start":
-                self._may_skip: Hook = of_module
+                self._skips = len(before) if of_module else -1
         self.train_batch_end_watching: Hook = _bound("on_train_batch_end", watching, trainer, module, around)
         self.train_batch_end_others = _without(self.on_train_batch_end, self.train_batch_end_watching)
         overriding = [callback for callback in first if overrides(callback, "on_train_batch_end", Callback)]
@@ -87,14 +87,14 @@ class Hooks:
         self.validation_end_watching: Hook = _bound("on_validation_end", watching, trainer, module, around)
         self.validation_end_others = _without(self.on_validation_end, self.validation_end_watching)
 
-    def skips_epoch(self, hook: Callable[..., Any], returned: Any) -> bool:
+    def skips_epoch(self, number: int, returned: Any) -> bool:
         """Return whether the rest of the epoch is skipped, as the module, and not a callback, can ask for.
 
         Args:
-            hook: function of `on_train_batch_start`.
+            number: index of the function in `on_train_batch_start`; the loop may have wrapped the function.
             returned: its result.
         """
-        return returned == -1 and hook in self._may_skip
+        return returned == -1 and number == self._skips
 
 
 def _without(hook: Hook, last: Hook) -> Hook:

@@ -197,8 +197,8 @@ def train_batch(session: Session, micro: Microbatch) -> int | None:
     guard = without_sample(micro.idle) if micro.idle else ALL_JOIN
     skips = False
     with guard:
-        for hook in hooks.on_train_batch_start:
-            if skips := hooks.skips_epoch(hook, hook(batch, index)):
+        for number, hook in enumerate(hooks.on_train_batch_start):
+            if skips := hooks.skips_epoch(number, hook(batch, index)):
                 break
     if skips:
         return skip_rest(session, micro)

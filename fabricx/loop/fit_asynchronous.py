@@ -66,8 +66,8 @@ def _train_batch(session: Session, micro: Microbatch) -> None:
         session.dealer.trains(session.state.epoch, micro.begin, micro.end)
     session.batch.asynchronous = True
     batch = begin_batch(session, micro)
-    for hook in hooks.on_train_batch_start:
-        if hooks.skips_epoch(hook, hook(batch, index)):
+    for number, hook in enumerate(hooks.on_train_batch_start):
+        if hooks.skips_epoch(number, hook(batch, index)):
             raise ValueError(
                 "on_train_batch_start returned -1, which skips the rest of an epoch on all ranks; here each rank works "
                 "at its own pace: set trainer.should_stop, or limit_train_batches"
