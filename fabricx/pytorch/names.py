@@ -356,11 +356,20 @@ TREE: Final[Mapping[str, Names]] = {
     ),
     "trainer.supporters": Names(names={"CombinedLoader": _UTILITIES["CombinedLoader"]}),
     "cli": Names(
-        absent=_each(
-            "ArgsType LightningArgumentParser LightningCLI LRSchedulerCallable OptimizerCallable "
-            "ReduceLROnPlateau SaveConfigCallback",
-            _COMMAND,
-        ),
+        names={
+            **{
+                name: f"{_TYPES}:{name}"
+                for name in (
+                    "LRSchedulerCallable",
+                    "LRSchedulerType",
+                    "LRSchedulerTypeTuple",
+                    "LRSchedulerTypeUnion",
+                    "OptimizerCallable",
+                )
+            },
+            "ReduceLROnPlateau": f"{_TYPES}:MonitoringReduceLROnPlateau",
+        },
+        absent=_each("ArgsType LightningArgumentParser LightningCLI SaveConfigCallback", _COMMAND),
     ),
     "demos": Names(
         names={

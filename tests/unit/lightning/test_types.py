@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import typing
 from typing import Any
 
 import pytest
@@ -29,3 +31,19 @@ def test_a_scheduler_is_recognised_by_its_classes() -> None:
     optimizer = optim.SGD([nn.Parameter(nn.Linear(1, 1).weight)], lr=0.1)
     assert isinstance(optim.lr_scheduler.StepLR(optimizer, 1), types.LRSchedulerTypeTuple)
     assert isinstance(optim.lr_scheduler.ReduceLROnPlateau(optimizer), types.LRSchedulerTypeUnion)
+
+
+def test_types_of_the_command_line_can_be_annotations() -> None:
+    from torch import nn, optim
+
+    cli: Any = importlib.import_module("fabricx.pytorch.cli")
+
+    def configure(optimizer: cli.OptimizerCallable = optim.Adam, scheduler: cli.LRSchedulerCallable = None) -> Any:
+        return optimizer, scheduler
+
+    assert typing.get_type_hints(configure, {"cli": cli})["scheduler"] == cli.LRSchedulerCallable
+    plateau = cli.ReduceLROnPlateau(configure()[0](nn.Linear(1, 1).parameters()), "val_loss", patience=3)
+    assert (plateau.monitor, plateau.patience) == ("val_loss", 3)
+    assert isinstance(plateau, types.LRSchedulerTypeTuple)
+    with pytest.raises(ImportError, match="fabricx fit"):
+        _ = cli.LightningCLI
