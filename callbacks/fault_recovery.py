@@ -384,7 +384,7 @@ def _compare(trainer: TrainerProtocol, module: Module) -> None:
     [(usual, many), *_] = counts.most_common(1)
     if many == world.size:
         return
-    different = [rank for rank, checksum in enumerate(sums) if checksum != usual]
+    different = [rank for rank, checksum in zip(world.members, sums, strict=True) if checksum != usual]
     ranks = f"rank {', '.join(map(str, different))}" if many > world.size / 2 else "all ranks"
     _forget_copies(trainer)
     raise RuntimeError(

@@ -78,9 +78,9 @@ def compare(world: World, described: Mapping[str, str], when: str = "at set-up",
     if len(set(world.gather_objects(digest))) == 1:
         return
     by_rank: list[dict[str, str]] = world.gather_objects(dict(described))
-    raise RanksDisagree(
-        f"ranks differ {when}, so they would not train the same model:\n  {_lines(differences(by_rank))}\n  {remedy}"
-    )
+    names = [] if world.group is None else [f"rank {rank}" for rank in world.members]
+    lines = _lines(differences(by_rank, names))
+    raise RanksDisagree(f"ranks differ {when}, so they would not train the same model:\n  {lines}\n  {remedy}")
 
 
 def _lines(lines: Sequence[str]) -> str:

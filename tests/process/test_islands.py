@@ -286,6 +286,19 @@ def fitted(module: fx.Module, **options: Any) -> None:
     fx.Trainer(devices=4, strategy=mesh, **{**QUIET, "max_epochs": 1, **options}).fit(module, DataLoader(rows(30), 2))  # type: ignore[arg-type]
 
 
+class ChangesWeights(Plain):
+    """Changes a weight on one of two replicas."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.global_rank == 3:
+            self.all.weight.data += 0.1
+
+
+def test_replicas_with_different_weights_are_an_error_with_their_ranks() -> None:
+    with pytest.raises(fx.errors.WorkerFailed, match=r"all\.weight: alike on rank 2, other values on rank 3"):
+        run_ranks(fitted, 4, ChangesWeights().double())
+
+
 def test_what_replicas_do_not_support_is_refused() -> None:
     with pytest.raises(ValueError, match=r"replicas=2 x tensor=2 needs a multiple of 4 ranks.*set devices to 4 or 8"):
         Mesh(data="local_sgd", replicas=2, tensor=2).check_ranks(6)
