@@ -38,11 +38,9 @@ def test_types_of_the_command_line_can_be_annotations() -> None:
 
     cli: Any = importlib.import_module("fabricx.pytorch.cli")
 
-    def configure(optimizer: cli.OptimizerCallable = optim.Adam, scheduler: cli.LRSchedulerCallable = None) -> Any:
-        return optimizer, scheduler
-
-    assert typing.get_type_hints(configure, {"cli": cli})["scheduler"] == cli.LRSchedulerCallable
-    plateau = cli.ReduceLROnPlateau(configure()[0](nn.Linear(1, 1).parameters()), "val_loss", patience=3)
+    assert typing.get_args(cli.OptimizerCallable)[-1] is optim.Optimizer
+    assert typing.get_args(cli.LRSchedulerCallable)[-1] == types.LRSchedulerTypeUnion
+    plateau = cli.ReduceLROnPlateau(optim.Adam(nn.Linear(1, 1).parameters()), "val_loss", patience=3)
     assert (plateau.monitor, plateau.patience) == ("val_loss", 3)
     assert isinstance(plateau, types.LRSchedulerTypeTuple)
     with pytest.raises(ImportError, match="fabricx fit"):
