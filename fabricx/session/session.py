@@ -28,7 +28,7 @@ from fabricx.core.strategy_parts import (
     WrapsStep,
     as_part,
 )
-from fabricx.core.transfer import with_own_move  # fmt: skip
+from fabricx.core.transfer import with_own_move
 from fabricx.distributed import heartbeat
 from fabricx.distributed.stop_consensus import Agreement
 from fabricx.session.accumulation import AccumulationWindow
