@@ -8,19 +8,27 @@ import torch
 
 from fabricx.core.hooks import overrides
 from fabricx.core.module_hooks import ModuleHooks
+from fabricx.distributed.lost_peers import may_be_cut
 from fabricx.session.saving import weights_as_state_dict
 
 if TYPE_CHECKING:
     from fabricx.session.session import Session
 
 
-def module_entries(session: Session) -> dict[str, Any] | None:
+Entries = dict[str, Any] | str | None
+
+
+def module_entries(session: Session) -> Entries:
     """Return the entries that the module's `on_save_checkpoint` adds; None without both hooks of checkpoints.
 
-    The hook may communicate, so all ranks call this function.
+    The hook may communicate, so all ranks call this function. A hook that needs what later steps create fails at the
+    first steps of a process: then the result is the text of its error.
 
     Args:
         session: this rank's session.
+
+    Raises:
+        Exception: of a connection to another rank.
     """
     module = session.module
     if not all(overrides(module, name, ModuleHooks) for name in ("on_save_checkpoint", "on_load_checkpoint")):
@@ -31,12 +39,17 @@ def module_entries(session: Session) -> dict[str, Any] | None:
         "state": session.state.state_dict(),
     }
     known = set(state)
-    with torch.inference_mode(False), weights_as_state_dict(state):
-        module.on_save_checkpoint(state)
+    try:
+        with torch.inference_mode(False), weights_as_state_dict(state):
+            module.on_save_checkpoint(state)
+    except Exception as error:
+        if may_be_cut(error):
+            raise
+        return f"{type(error).__name__}: {error}"
     return {name: value for name, value in state.items() if name not in known}
 
 
-def load_module_entries(session: Session, state: dict[str, Any], entries: dict[str, Any] | None) -> bool:
+def load_module_entries(session: Session, state: dict[str, Any], entries: Entries) -> bool:
     """Restore entries by the module's `on_load_checkpoint`; returns whether the hook was called.
 
     Args:
@@ -44,7 +57,12 @@ def load_module_entries(session: Session, state: dict[str, Any], entries: dict[s
         state: run state that the hook sees beside the entries; it is not changed.
         entries: result of `module_entries`.
     """
-    if entries is None:
+    if isinstance(entries, str):
+        session.print(
+            f"on_save_checkpoint raised {entries}: attributes that it saves are not restored after the death of a "
+            "worker. Create in __init__ what it reads"
+        )
+    if entries is None or isinstance(entries, str):
         return False
     weights = {"strategy": {"module": dict(session.module.state_dict())}}
     content = {**state, **weights, "hparams": dict(session.module.hparams), **entries}

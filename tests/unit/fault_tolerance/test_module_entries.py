@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 import fabricx as fx
 from fabricx.fault_tolerance.module_entries import load_module_entries, module_entries
 from fabricx.testing import QUIET, TinyModule, tiny_loader
@@ -48,3 +50,39 @@ def test_entries_are_those_that_the_module_adds_and_it_restores_them() -> None:
 def test_a_module_without_both_hooks_has_no_entries() -> None:
     asks = asked(TinyModule())
     assert (asks.entries, asks.called) == (None, False)
+
+
+class CreatesLater(TinyModule):
+    """Its hook reads an attribute that the first batch creates."""
+
+    seen: float
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen = 1.0
+        return super().training_step(batch, batch_idx)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["seen"] = self.seen
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.seen = checkpoint["seen"]
+
+
+def test_a_hook_that_fails_before_the_first_batch_ends_no_run() -> None:
+    module: Any = CreatesLater()
+    asks = Asks()
+    asks.entries = None
+    fx.Trainer(max_steps=1, callbacks=[asks], **QUIET).fit(module, tiny_loader(4, 4))
+    assert isinstance(asks.entries, str)
+    assert "has no attribute 'seen'" in asks.entries
+    assert asks.called is False
+
+
+class Cut(Counts):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        raise RuntimeError("Connection closed by peer")
+
+
+def test_a_lost_connection_is_no_error_of_the_hook() -> None:
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        asked(Cut())
