@@ -114,9 +114,11 @@ SAME_AS_ONE = {
 
 
 @pytest.fixture(scope="module")
-def alone() -> tuple[Tensor, dict[str, Tensor], list[float]]:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tensor, dict[str, Tensor], list[float]]:
     module, follows = OfFabricx(), Follows()
-    trainer = train(module, "single", 1, follows)
+    with pytest.MonkeyPatch.context() as patch:  # `own_folder` is of a single test
+        patch.chdir(tmp_path_factory.mktemp("alone"))
+        trainer = train(module, "single", 1, follows)
     return weights(module), trainer.callback_metrics, follows.losses
 
 
@@ -213,7 +215,9 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor]:
             parameter.mul_(-1.5)
     path = tmp_path_factory.mktemp("imported") / "a.ckpt"
     torch.save({"state_dict": module.state_dict(), "hyper_parameters": {"lr": 0.1}, "epoch": 3, "global_step": 9}, path)
-    train(module, "single", 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path.parent)
+        train(module, "single", 1)
     return path, weights(module)
 
 
