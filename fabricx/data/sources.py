@@ -1,4 +1,4 @@
-"""Loaders in the data that a user passes: one, several side by side, or several in sequence."""
+"""Loaders in the data that a user passes: a single loader, or several side by side or in sequence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fabricx.data.combined import CombinedLoader, flat
 
 
 def training_source(source: Any) -> Any:
-    """Return the training data of a run: several loaders become a `CombinedLoader`, a single one is unchanged.
+    """Return the training data of a run: several loaders become a `CombinedLoader`, a single loader is unchanged.
 
     Args:
         source: data, as the user has passed them.
@@ -31,7 +31,7 @@ def training_source(source: Any) -> Any:
 
 
 def evaluation_sources(source: Any) -> list[Any]:
-    """Return the loaders of an evaluation, one after the other; a list of batches is a single loader.
+    """Return the loaders of an evaluation, in their order; a list of batches is a single loader.
 
     Args:
         source: data, as the user has passed them; None for none.
@@ -56,7 +56,7 @@ def evaluation_sources(source: Any) -> list[Any]:
 
 
 def as_passed(source: Any) -> Any:
-    """Return loaders in the user's dicts and lists, also those of a `CombinedLoader`.
+    """Return loaders in the user's dicts and lists, also the loaders of a `CombinedLoader`.
 
     Args:
         source: loader of a run.
@@ -75,7 +75,7 @@ def is_loader(value: Any) -> bool:
 
 
 def _has_loaders(source: Any) -> bool:
-    """Return whether a list has loaders; another list is one loader, and its items are the batches."""
+    """Return whether a list has loaders; a list without loaders is itself a loader, and its items are the batches."""
     known = (DataLoader, IterableDataset, CombinedLoader)
     return all(map(is_loader, source)) or any(isinstance(part, known) for part in flat(source))
 
@@ -84,7 +84,7 @@ def _check_loaders(source: Any) -> None:
     """Refuse objects beside loaders that are no loaders.
 
     Raises:
-        TypeError: there is such an object.
+        TypeError: an object is no loader.
     """
     for part in flat(source):
         if not is_loader(part) and not isinstance(part, (list, tuple)):
@@ -95,7 +95,7 @@ def _check_loaders(source: Any) -> None:
 
 
 def _checked(source: Any) -> Any:
-    """Return data without limits; a combined loader of Lightning becomes one of fabricx.
+    """Return data without limits; a `CombinedLoader` of Lightning becomes a `CombinedLoader` of fabricx.
 
     Raises:
         ValueError: a CombinedLoader has limits.

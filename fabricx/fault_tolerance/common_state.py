@@ -52,7 +52,7 @@ def load_common_state(
     if newcomer:
         # A replacement loads the random state of its predecessor below; a newcomer keeps this seed.
         seed_generators((state["state"]["seed"] + membership().worker) % 2**32)
-    if goes_back:  # callbacks decide by these values, and the replacement does not have later ones
+    if goes_back:  # callbacks decide by these values, and a replacement lacks later values
         session.metrics.published.metrics = {}
     hooked = (newcomer or goes_back) and load_module_entries(session, state, state["module_entries"])
     restore_run(session, state, rank=source, hooked=hooked and newcomer)

@@ -1,4 +1,4 @@
-"""State of a module outside of `state_dict`: entries of its `on_save_checkpoint`, for replacements and rollbacks."""
+"""State of a module outside of `state_dict`: entries by `on_save_checkpoint`, for replacements and rollbacks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Entries = dict[str, Any] | str | None
 def module_entries(session: Session) -> Entries:
     """Return the entries that the module's `on_save_checkpoint` adds; None without both hooks of checkpoints.
 
-    The hook may communicate, so all ranks call this function. A hook that needs what later steps create fails at the
-    first steps of a process: then the result is the text of its error.
+    The hook may communicate, so all ranks call this function. A hook that reads an attribute of later steps fails at
+    the first steps of a process: then the result is the text of the error.
 
     Args:
         session: this rank's session.
 
     Raises:
-        Exception: of a connection to another rank.
+        Exception: a connection between ranks has ended.
     """
     module = session.module
     if not all(overrides(module, name, ModuleHooks) for name in ("on_save_checkpoint", "on_load_checkpoint")):

@@ -32,7 +32,7 @@ LRSchedulerCallable = Callable[[Optimizer], LRSchedulerTypeUnion]
 
 
 class MonitoringReduceLROnPlateau(ReduceLROnPlateau):
-    """`ReduceLROnPlateau` of `lightning.pytorch.cli`, with the name of its metric.
+    """`ReduceLROnPlateau` of `lightning.pytorch.cli`, with the name of the metric.
 
     Args:
         optimizer: the optimizer.
