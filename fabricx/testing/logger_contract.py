@@ -6,7 +6,7 @@ import json
 import math
 import pickle
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,18 +19,25 @@ from fabricx.trainer.trainer import Trainer
 
 Row = tuple[int, str, float]
 KILLED_AT: Final = 2  # of 4 steps
+PARAMS: Final = {"lr": 0.1, "sizes": [2, 3], "data": {"path": None}, "optimizer": "sgd"}
 
 
-def check_logger(make: Callable[[], Logger], read: Callable[[Path], Iterable[Row]]) -> None:
+def check_logger(
+    make: Callable[[], Logger], read: Callable[[Path], Iterable[Row]],
+    read_params: Callable[[Path], Mapping[str, Any]] | None = None,
+) -> None:  # fmt: skip
     """Check that a logger writes a single value of each step: on 1 and 2 ranks, after a death and after a rewind.
 
     It writes rows without a run, and rewinds them with a new object, as a process that resumes a run does. Then it
-    trains a small module on 1 rank, on 2 ranks, and on 2 ranks with a kill of the main rank, which logs.
+    trains a small module on 1 rank, on 2 ranks, and on 2 ranks with a kill of the main rank, which logs. All metrics
+    are compared; a destination may omit NaN and infinite values.
 
     Args:
         make: returns a new logger.
         read: returns the rows that the destination has of a run, as (step, name, value), in any order; it is called
             with the run's folder.
+        read_params: returns the hyperparameters that the destination has of a run, of which "lr" and "optimizer" are
+            compared; None for a logger that writes none.
 
     Raises:
         BrokenContract: the logger breaks the contract. Errors of a run pass.
@@ -41,6 +48,8 @@ def check_logger(make: Callable[[], Logger], read: Callable[[Path], Iterable[Row
         raise BrokenContract(f"it cannot be sent to a worker: {error}. Open files and connections in open") from error
     with tempfile.TemporaryDirectory() as folder:
         _check_rewinding(make, read, Path(folder) / "rewound")
+        if read_params is not None:
+            _check_params(read_params(Path(folder) / "rewound"))
         _check_run("one rank", make, read, Path(folder) / "one")
         _check_run("two ranks", make, read, Path(folder) / "two", devices=2)
         fault = kill(0).during("backward", step=KILLED_AT)
@@ -52,17 +61,31 @@ def _check_rewinding(make: Callable[[], Logger], read: Callable[[Path], Iterable
     first, resumed = make(), make()
     first.open(run_dir)
     first.open(run_dir)  # does nothing
-    first.log_hyperparams({"lr": 0.1, "sizes": [2, 3], "data": {"path": None}})
+    first.log_hyperparams(PARAMS)
     first.log_text("configuration", "lr: 0.1")
     for step in (1, 2, 3, 4):
-        first.log_metrics({"loss": step / 2, "nan": math.nan, "infinite": -math.inf}, step)
+        first.log_metrics(_row(step), step)
     first.close("failed")
     resumed.open(run_dir)
     resumed.rewind(2)
     resumed.flush()
     resumed.log_metrics({"loss": 8.0}, 3)
     resumed.close("success")
-    _compare("after rewind(2)", read(run_dir), {1: 0.5, 2: 1.0, 3: 8.0}, "Does rewind delete rows of later steps?")
+    rows = {1: _row(1), 2: _row(2), 3: {"loss": 8.0}}
+    _compare("after rewind(2)", read(run_dir), rows, "Does rewind delete rows of later steps?")
+
+
+def _row(step: int) -> dict[str, float]:
+    return {"loss": step / 2, "accuracy": step / 8, "nan": math.nan, "infinite": -math.inf}
+
+
+def _check_params(found: Mapping[str, Any]) -> None:
+    """Compare a number and a text; a destination may flatten the other hyperparameters, or write them as text."""
+    for name in ("lr", "optimizer"):
+        if name not in found:
+            raise BrokenContract(f"the destination has no hyperparameter {name!r} after log_hyperparams({PARAMS})")
+        if str(found[name]) != str(PARAMS[name]):
+            raise BrokenContract(f"the hyperparameter {name!r} is {found[name]!r}, and was {PARAMS[name]!r}")
 
 
 def _check_run(
@@ -75,16 +98,35 @@ def _check_run(
     trainer.fit(TinyModule(), tiny_loader(batch=2), tiny_loader())
     assert trainer.run_dir is not None
     lines = [json.loads(line) for line in (trainer.run_dir / "metrics.jsonl").read_text().splitlines()]
-    wanted = {line["step"]: line["loss"] for line in lines if "loss" in line}
+    wanted: dict[int, dict[str, float]] = {}
+    for line in lines:
+        of_step = wanted.setdefault(line["step"], {})
+        of_step |= {metric: value for metric, value in line.items() if metric not in ("step", "time")}
     _compare(name, read(trainer.run_dir), wanted, "Does it write to the same place in each process of the run?")
 
 
-def _compare(name: str, rows: Iterable[Row], wanted: dict[int, float], hint: str) -> None:
+def _compare(name: str, rows: Iterable[Row], wanted: Mapping[int, Mapping[str, float]], hint: str) -> None:
     # A set: a row of the step to which a run returns may be written twice, with the same value.
-    values = sorted({(step, value) for step, metric, value in rows if metric == "loss"})
-    steps = [step for step, _ in values]
-    if steps != sorted(wanted):
-        raise BrokenContract(f"{name}: the destination has 'loss' of the steps {steps}, not {sorted(wanted)}. {hint}")
-    for step, value in values:
-        if not math.isclose(value, wanted[step], rel_tol=1e-5):
-            raise BrokenContract(f"{name}: 'loss' of step {step} is {value}, and was {wanted[step]}")
+    found: dict[str, set[tuple[int, float]]] = {}
+    for step, metric, value in rows:
+        found.setdefault(metric, set()).add((step, value))
+    for metric in dict.fromkeys(metric for of_step in wanted.values() for metric in of_step):
+        values = {step: of_step[metric] for step, of_step in wanted.items() if metric in of_step}
+        _compare_metric(name, metric, sorted(found.get(metric, ())), values, hint)
+
+
+def _compare_metric(
+    name: str, metric: str, rows: list[tuple[int, float]], wanted: Mapping[int, float], hint: str
+) -> None:  # fmt: skip
+    finite = all(math.isfinite(value) for value in wanted.values())
+    steps = [step for step, _ in rows]
+    if finite and not rows:
+        raise BrokenContract(f"{name}: the destination has no {metric!r}. Does log_metrics write every metric?")
+    if rows and steps != sorted(wanted):
+        raise BrokenContract(
+            f"{name}: the destination has {metric!r} of the steps {steps}, not {sorted(wanted)}. {hint}"
+        )
+    for step, value in rows:
+        nan = math.isnan(value) and math.isnan(wanted[step])
+        if not nan and not math.isclose(value, wanted[step], rel_tol=1e-5):
+            raise BrokenContract(f"{name}: {metric!r} of step {step} is {value}, and was {wanted[step]}")

@@ -17,7 +17,7 @@ import torch
 
 import fabricx as fx
 from fabricx.callbacks import EMA, EarlyStopping
-from fabricx.loggers import CSVLogger
+from fabricx.loggers import CSVLogger, JSONLogger
 from fabricx.testing import (
     BrokenContract,
     callback_contract,
@@ -35,6 +35,12 @@ def rows(run_dir: Path) -> Iterator[tuple[int, str, float]]:
             yield from ((int(row["step"]), name, float(row[name])) for name in row if name != "step" and row[name])
 
 
+def lines(run_dir: Path) -> Iterator[tuple[int, str, float]]:
+    for row in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()):
+        named = {name: value for name, value in row.items() if name not in ("step", "time") and value is not None}
+        yield from ((row["step"], name, value) for name, value in named.items())
+
+
 class Keeps(fx.Logger):
     """Writes rows, and rewinds none."""
 
@@ -49,6 +55,22 @@ class Keeps(fx.Logger):
 
     def close(self, status: Any) -> None:
         """Has no default, which a run does not need."""
+
+
+class Rounds(CSVLogger):
+    """Writes a number in place of NaN, and no hyperparameters."""
+
+    def log_metrics(self, metrics: Any, step: int = 0) -> None:
+        super().log_metrics({name: 0.0 if value != value else value for name, value in metrics.items()}, step)
+
+
+class OnlyLoss(CSVLogger):
+    def log_metrics(self, metrics: Any, step: int = 0) -> None:
+        super().log_metrics({"loss": metrics["loss"]}, step)
+
+
+def hyperparameters(run_dir: Path) -> dict[str, Any]:
+    return dict(json.loads((run_dir / "hparams.json").read_text()))
 
 
 class Forgets(fx.Callback):
@@ -186,9 +208,27 @@ def test_a_logger_without_rewind_is_named() -> None:
         check_logger(Keeps, rows)
 
 
+def test_a_logger_that_omits_or_changes_values_is_named() -> None:
+    with pytest.raises(BrokenContract, match=r"has no 'accuracy'. Does log_metrics write every metric"):
+        check_logger(OnlyLoss, rows)
+    with pytest.raises(BrokenContract, match=r"'nan' of step 1 is 0.0, and was nan"):
+        check_logger(Rounds, rows)
+
+
+def test_a_logger_that_omits_or_changes_hyperparameters_is_named() -> None:
+    with pytest.raises(BrokenContract, match="no hyperparameter 'lr'"):
+        check_logger(CSVLogger, rows, lambda run_dir: {})
+    with pytest.raises(BrokenContract, match=r"'optimizer' is 'adam', and was 'sgd'"):
+        check_logger(CSVLogger, rows, lambda run_dir: {"lr": 0.1, "optimizer": "adam"})
+
+
 @pytest.mark.parametrize("make", params([], [CSVLogger]))
 def test_a_logger_of_fabricx_keeps_the_contract(make: Any) -> None:
     check_logger(make, rows)
+
+
+def test_the_logger_of_lines_of_json_keeps_the_contract() -> None:
+    check_logger(JSONLogger, lines, hyperparameters)
 
 
 @pytest.mark.usefixtures("warm_ranks")
