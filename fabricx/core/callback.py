@@ -207,6 +207,9 @@ class Callback(NamesChecked):
     def on_save_checkpoint(self, trainer: AnyTrainer, module: Module, checkpoint: dict[str, Any]) -> None:
         """Add entries to a checkpoint before it is written; called on every rank, and rank 0's entries are saved.
 
+        If the callback has `on_load_checkpoint`, too, both hooks also bring the entries to the replacement of a dead
+        worker, and are called for in-memory checkpoints.
+
         Args:
             checkpoint: content of the checkpoint: `state_dict` (weights), `hyper_parameters`, `epoch`, `global_step`,
                 and entries of fabricx. Add plain data and tensors under other names.

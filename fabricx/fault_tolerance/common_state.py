@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fabricx.core.rng import seed_generators
 from fabricx.distributed import heartbeat
 from fabricx.distributed.generations import membership
-from fabricx.fault_tolerance.module_entries import load_module_entries
+from fabricx.fault_tolerance.hook_entries import load_hook_entries, report_failed_hooks
 from fabricx.session.checkpoint import restore_run
 from fabricx.session.saving import run_state
 
@@ -37,15 +37,17 @@ def common_state(session: Session) -> dict[str, Any]:
 
 
 def load_common_state(
-    session: Session, state: dict[str, Any], source: int | None, *, newcomer: bool, goes_back: bool = False
+    session: Session, state: dict[str, Any], source: int | None, *, newcomer: bool, behind: bool,
+    goes_back: bool = False,
 ) -> None:  # fmt: skip
     """Load the state of the most advanced rank, without weights.
 
     Args:
         session: this rank's session.
-        state: result of `common_state`, with the per-rank states of all ranks, and `module_entries`.
+        state: result of `common_state`, with the per-rank states of all ranks, and `hook_entries`.
         source: index of this rank's per-rank state; None if the main rank has all metric sums.
         newcomer: this rank is a replacement or newcomer.
+        behind: this rank has not reached the state yet.
         goes_back: survivors return to an earlier state, too.
     """
     dealer, ft = session.dealer, session.fault_tolerance
@@ -54,7 +56,8 @@ def load_common_state(
         seed_generators((state["state"]["seed"] + membership().worker) % 2**32)
     if goes_back:  # callbacks decide by these values, and a replacement lacks later values
         session.metrics.published.metrics = {}
-    hooked = (newcomer or goes_back) and load_module_entries(session, state, state["module_entries"])
+    report_failed_hooks(session, state["hook_entries"])
+    hooked = (behind or goes_back) and load_hook_entries(session, state, state["hook_entries"])
     restore_run(session, state, rank=source, hooked=hooked and newcomer)
     heartbeat.set_reached(state["reached"])
     session.metrics.training.metrics.shared = state["shared"]

@@ -13,7 +13,7 @@ from fabricx.checkpoint import tree
 from fabricx.distributed.generations import Generation, membership
 from fabricx.fault_tolerance import rank_record
 from fabricx.fault_tolerance.common_state import common_state, load_common_state
-from fabricx.fault_tolerance.module_entries import module_entries
+from fabricx.fault_tolerance.hook_entries import hook_entries
 from fabricx.fault_tolerance.progress import after_publishing, progress, record_of
 from fabricx.session.rank_state import RankState, from_record
 
@@ -132,10 +132,10 @@ class MemberStates:
                 "no member of the process group has the state of the run; resume from a checkpoint on disk"
             )
         world, holder = session.world, [member.progress for member in members].index(furthest)
-        entries = module_entries(session)
+        entries = hook_entries(session)
         common = self._common
         if world.rank == holder:
-            common = common or {**common_state(session), "module_entries": entries}
+            common = common or {**common_state(session), "hook_entries": entries}
         common = world.broadcast_object(common if world.rank == holder else None, holder)
         record = record_at(members[world.rank].records, furthest, members[world.rank].now)
         if session.strategy.traits.lockstep:
@@ -152,7 +152,10 @@ class MemberStates:
             source = 0 if records else None
         states = [from_record(per_rank) for per_rank in records]
         self._ft.torn = False
-        load_common_state(session, {**common, "ranks": states}, source, newcomer=not contribution.progress)
+        newcomer = not contribution.progress
+        # A worker at its own pace has other state than the most advanced worker.
+        behind = newcomer or (session.strategy.traits.lockstep and contribution.progress != furthest)
+        load_common_state(session, {**common, "ranks": states}, source, newcomer=newcomer, behind=behind)
         self._contribution = Contribution(furthest, [] if record is None else [(furthest, record)])
         self._common, self._batch_start, self._loaded_in = common, None, generation.number
         failures: int = common["failures"]

@@ -20,7 +20,7 @@ from fabricx.distributed.generations import membership
 from fabricx.distributed.world import World
 from fabricx.fault_tolerance import memory_checkpoint
 from fabricx.fault_tolerance.common_state import common_state
-from fabricx.fault_tolerance.module_entries import module_entries
+from fabricx.fault_tolerance.hook_entries import hook_entries
 from fabricx.fault_tolerance.progress import progress
 from fabricx.session.rank_state import RankState
 
@@ -144,7 +144,7 @@ class MemoryCheckpointer:
             session.world.settle()
         point = point or session.rank_state()
         state = {**_tensors(session), "record": by_value.dumps_for_peer(point.record()), **common_state(session)}
-        state["module_entries"] = module_entries(session)
+        state["hook_entries"] = hook_entries(session)
         if "strategy" in state:
             state["strategy"]["module"].update(point.buffers)
         self.copies.make((progress(session), session.world.generation), self._members, state)

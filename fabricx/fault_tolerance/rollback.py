@@ -195,7 +195,7 @@ def _take(session: Session, ft: RankRecords, source: _Source, *, newcomer: bool)
     state = states[0]
     state["ranks"] = [from_record(pickle.loads(records[part])) for part in range(size)]
     ft.torn = False
-    load_common_state(session, state, part_index, newcomer=newcomer, goes_back=True)
+    load_common_state(session, state, part_index, newcomer=newcomer, behind=newcomer, goes_back=True)
     ft.memory.keep(source.key)
     known: int = state["failures"]
     return known

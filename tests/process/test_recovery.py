@@ -692,10 +692,10 @@ class Anneals(TinyModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.scale = 1.0
+        self.scale = self.factor = 1.0
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.scale * super().training_step(batch, batch_idx)
+        return self.factor * self.scale * super().training_step(batch, batch_idx)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.scale *= 0.8
@@ -710,6 +710,24 @@ class Anneals(TinyModule):
         self.scale = checkpoint["scale"]
 
 
+class Varies(fx.Callback):
+    """Changes a factor of the module's loss at each batch, as its checkpoints have it."""
+
+    factor = 1.0
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        module.factor = self.factor
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.factor = 1.5 - 0.4 * self.factor
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["factor"] = self.factor
+
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        self.factor = checkpoint["factor"]
+
+
 @pytest.mark.parametrize(
     ("strategy", "rank", "moment"),
     params(
@@ -720,14 +738,15 @@ class Anneals(TinyModule):
         ],
     ),
 )  # fmt: skip
-def test_a_replacement_receives_what_the_module_adds_to_checkpoints(
+def test_a_replacement_receives_what_hooks_add_to_checkpoints(
     strategy: Any, rank: int, moment: Any, tmp_path: Path
 ) -> None:
     def trained(*faults: Fault) -> tuple[list[Any], bool]:
         fx.seed_everything(3)
         module, options = Anneals(), {**QUIET, "default_root_dir": tmp_path}
         recovery = FaultRecovery(snapshots=False)
-        trainer = fx.Trainer(devices=2, strategy=strategy(), max_epochs=2, callbacks=[*faults, recovery], **options)
+        callbacks = [Varies(), *faults, recovery]
+        trainer = fx.Trainer(devices=2, strategy=strategy(), max_epochs=2, callbacks=callbacks, **options)
         trainer.fit(module, tiny_loader(24, 2))
         return [p.tolist() for p in module.parameters()], bool(trainer.failures)
 

@@ -51,6 +51,22 @@ class Mortal(fx.Callback):
         self.machine.point("at the end of an epoch")
 
 
+class Updates(fx.Callback):
+    """Counts weight updates, and keeps their number by the hooks of checkpoints only."""
+
+    every_batch = True
+    count = 0
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.count += trainer.global_step > self.count
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["updates"] = self.count
+
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        self.count = checkpoint["updates"]
+
+
 class Logged(Ledger):
     """Logs the mean over an epoch, in which each sample has to count once, whoever has trained it."""
 
@@ -63,7 +79,7 @@ class Logged(Ledger):
 def parts(machine: Machine, samples: int, accumulate: int) -> tuple[fx.Trainer, fx.Module, Any]:
     module = Logged(samples, BATCH)
     trainer = fx.Trainer(
-        strategy=Summed(), max_epochs=EPOCHS, default_root_dir=machine.folder, callbacks=[Mortal(machine)],
+        strategy=Summed(), max_epochs=EPOCHS, default_root_dir=machine.folder, callbacks=[Mortal(machine), Updates()],
         accumulate_grad_batches=accumulate, num_sanity_val_steps=0, **QUIET,
     )  # fmt: skip
     trainer.run_dir = machine.folder
@@ -98,6 +114,8 @@ def test_under_any_schedule_of_deaths_each_sample_is_trained_once_an_epoch(
         deaths += len(machine.log)
         for trainer, module in results:
             assert trainer.global_step == reference.global_step
+            counted = next(callback.count for callback in trainer.callbacks if isinstance(callback, Updates))
+            assert counted == trainer.global_step, (seed, machine.log)
             for weight, wanted in zip(module.parameters(), quiet.parameters(), strict=True):
                 assert torch.allclose(weight, wanted, atol=1e-5), (seed, machine.log)
             # A step's loss is that of a rank's last piece of it, and fewer ranks cut it into other pieces.
