@@ -55,6 +55,8 @@ class WorkerFailed(FabricxError):
         stopping: a stop of all workers had been requested before.
         saving: path and step of a checkpoint that was being written and is not repeated, or None.
         reached: newest step of ranks with in-memory checkpoints that outlive their processes; -1 without.
+        not_in_place: error of a surviving rank, in a line, because of which recovery in place has failed; "" if that
+            was not tried.
 
     Args:
         message: the message.
@@ -71,6 +73,7 @@ class WorkerFailed(FabricxError):
         self.stopping = False
         self.saving: tuple[str, int] | None = None
         self.reached = -1
+        self.not_in_place = ""
 
     def add_remedy(self, text: str) -> None:
         """Append a line to the message.

@@ -53,6 +53,7 @@ def confirm(store: Any, rank: int, size: int, listening: set[int], limit: timede
         RuntimeError: not all ranks have answered within `limit`.
     """
     connected = [(ours, theirs) for ours, theirs in _internet_sockets() if theirs is not None]
+    stay()  # connections of a group that is over are shut down, and others would take their ends for foreign
     begun = [(ours, theirs) for ours, theirs in connected if ours[1] not in listening]
     deadline = time.monotonic() + limit.total_seconds()
 

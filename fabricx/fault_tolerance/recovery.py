@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 from fabricx.core.state import Phase
 from fabricx.distributed.generations import Generation, membership
-from fabricx.distributed.lost_peers import may_be_cut
+from fabricx.distributed.lost_peers import is_peer_lost, may_be_cut
 from fabricx.distributed.world import World
 from fabricx.fault_tolerance.member_states import MemberStates
 from fabricx.fault_tolerance.rollback import Rollback
@@ -80,11 +80,11 @@ def _is_membership_change(generation: int, error: Exception, silent: bool) -> bo
 
     Args:
         generation: number of the generation at the time of the error.
-        error: any kind of error, if `silent`.
+        error: any kind of error, if `silent`; the code of a user may have wrapped the error of a collective.
         silent: aborted collectives return arbitrary values without an error.
     """
     group_member = membership()
-    if not isinstance(error, (RuntimeError, OSError)) and not silent:
+    if not isinstance(error, (RuntimeError, OSError)) and not is_peer_lost(error) and not silent:
         return False
     if group_member.becomes_outdated(generation, NOTICE_S):
         return True

@@ -417,15 +417,24 @@ class _Workers:
 
     def _first_failure(self) -> WorkerFailed:
         """Return the error to raise: the earliest failure that is not a consequence of another failure."""
+        reported, survived = list(self._failures), []
         if self._controller is not None:  # the reported failures may be consequences of a death
-            self._failures += [self._deaths[rank] for rank in self._controller.missing if rank in self._deaths]
+            survived = [self._deaths[rank] for rank in self._controller.missing if rank in self._deaths]
+            self._failures += survived
             self._controller.explain_cuts()
-        first = min(self._failures, key=lambda failure: (failure.secondary, failure.at))
+        first = min(self._failures, key=_order)
         name = self._name(first.rank)
         others = sorted({self._name(failure.rank) for failure in self._failures} - {name})
         also = f"\n({', '.join(others)} failed after that)" if others else ""
+        not_in_place = ""
+        if first in survived and reported:
+            second = min(reported, key=_order)
+            where = f"recovery in place failed on {self._name(second.rank)}"
+            also += f"\n\n{where}:\n\n{second.traceback.rstrip()}"
+            not_in_place = f"{where}: {second.traceback.rstrip().splitlines()[-1]}"
         message = f"{name} failed:\n\n{first.traceback.rstrip()}{also}"
         failed = WorkerFailed(message, rank=self._rank(first.rank), traceback=first.traceback)
+        failed.not_in_place = not_in_place
         failed.stopping = self._stopping
         failed.saving = json.loads(self._store.get(SAVING) or b"null")
         failed.__cause__ = None if first.error is None else pickle.loads(first.error)
@@ -476,3 +485,8 @@ class _Workers:
             self._store.set(STOP_KEY, b"interrupted" if number == signal.SIGINT else b"terminated")
 
         return handled(stop)
+
+
+def _order(failure: Failure) -> tuple[bool, float]:
+    """Return the key by which failures are sorted: those that only report another lost process are last."""
+    return failure.secondary, failure.at

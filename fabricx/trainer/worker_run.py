@@ -280,7 +280,10 @@ def _restarts(
     lines = [line for line in str(error).splitlines() if line]
     last = [line for line in error.traceback.splitlines() if line][-1]
     what = f"{lines[0]} {last}"[:300]
-    log.errors.append(what)
+    if error.not_in_place and log.errors:  # the death has been counted
+        what = log.errors[-1] = f"{log.errors[-1]}; {error.not_in_place}"[:600]
+    else:
+        log.errors.append(what)
     log.newest_at = time.time()
     copied = error.reached >= 0  # then a rank reports the steps to train again, when it has restored a copy
     if aggregator is not None:

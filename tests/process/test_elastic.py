@@ -392,6 +392,34 @@ class Manual(Ledger):
         return loss
 
 
+class Wraps(Manual):
+    """Raises an error of its own for every error in its step.
+
+    Args:
+        chained: with the error as its cause.
+    """
+
+    def __init__(self, *, chained: bool) -> None:
+        super().__init__()
+        self.chained = chained
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        try:
+            return super().training_step(batch, batch_idx)
+        except Exception as error:
+            raise ValueError("the step has failed") from (error if self.chained else None)
+
+
+@pytest.mark.parametrize("chained", [True, False])
+def test_a_lost_rank_is_found_behind_an_error_of_the_module(chained: bool, tmp_path: Path) -> None:
+    fault = kill(rank=1).during("backward", step=3)
+    module, trainer = train(DDP(), [fault], tmp_path, module=Wraps(chained=chained))
+    assert len(trainer.failures) == 1
+    assert exact(module)
+    why = "recovery in place failed on rank 0: ValueError: the step has failed"
+    assert (why in trainer.failures[0]) is not chained
+
+
 def test_a_module_that_steps_by_itself_loses_nothing(tmp_path: Path) -> None:
     wanted, _ = train(DDP(), [], tmp_path / "a", module=Manual())
     faults = [kill(rank=1).during("optimizer", step=3), kill(rank=0).during("backward", step=7, attempt=1)]
@@ -438,6 +466,7 @@ def test_who_dies_while_groups_are_built_is_not_waited_for_long(tmp_path: Path) 
     vars(strategy)["_mesh"] = functools.partial(_dies_once, strategy)
     module, trainer = train(strategy, [kill(rank=1).during("backward", step=3)], tmp_path, devices=4)
     assert len(trainer.failures) == 2  # torch's own limit is half an hour, this test's two minutes
+    assert not any("in place failed" in failure for failure in trainer.failures)
     assert exact(module)
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from fabricx.distributed import peers
 from fabricx.distributed.authentication import AuthenticationError
 from fabricx.distributed.world import World
+from fabricx.errors import PeerLost
 from fabricx.launch.supervisor import run_workers
 from fabricx.parameter_server.wire.connecting import meet_over_gloo
 from fabricx.parameter_server.wire.link import Handshake
@@ -107,6 +108,18 @@ def test_what_no_rank_has_begun_is_an_error_of_all_ranks_also_from_an_address_th
 def test_a_rank_that_does_not_answer_ends_the_wait() -> None:
     with pytest.raises(RuntimeError, match="not all ranks have connected"):
         peers.confirm(dist.HashStore(), 0, 2, set(), timedelta(seconds=0), lambda: None)
+
+
+def test_a_rank_whose_group_is_over_publishes_no_connections() -> None:
+    """Connections of that group are shut down: other ranks would take what remains of them for foreign."""
+    store = dist.HashStore()
+
+    def stay() -> None:
+        raise PeerLost("over")
+
+    with pytest.raises(PeerLost, match="over"):
+        peers.confirm(store, 0, 2, set(), LIMIT, stay)
+    assert not store.check(["begun/0"])
 
 
 @pytest.mark.parametrize("attacked", [False, True])
