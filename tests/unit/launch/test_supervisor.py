@@ -28,6 +28,27 @@ def test_links_that_a_failed_rank_has_cut_are_no_failure_of_their_own() -> None:
     assert failures == []  # the Trainer records the error of rank 1
 
 
+def test_the_error_that_prevents_recovery_in_place_is_named_besides_the_death() -> None:
+    failures: list[str] = []
+    workers: Any = object.__new__(_Workers)
+    workers._controller = ElasticController(ElasticPolicy(), 2, failures)
+    for worker in range(2):
+        workers._controller.receive(worker, "inside", None)
+    assert workers._controller.died(1, "killed")
+    workers._deaths = {1: Failure(1, 0.0, "killed", "killed", None)}
+    workers._stopping, workers._store = False, {SAVING: b""}
+    workers._specs = [SimpleNamespace(serve=None, newcomer=False) for _ in range(2)]
+    workers._failures = [
+        Failure(0, 1.0, "PeerLost", "PeerLost: rank 1", None, secondary=True),
+        Failure(0, 2.0, "ValueError", "Traceback\nValueError: of a hook", None),
+    ]
+    failed = workers._first_failure()
+    assert str(failed).startswith("rank 1 failed:\n\nkilled")
+    assert failed.not_in_place == "recovery in place failed on rank 0: ValueError: of a hook"
+    assert "Traceback\nValueError: of a hook" in str(failed)
+    assert failures == ["rank 1 failed: killed"]
+
+
 @pytest.mark.parametrize(("running", "secondary", "waits"), [(2, False, False), (2, True, True), (1, False, True)])
 def test_servers_are_not_waited_for_when_the_error_of_a_worker_is_its_own(
     running: int, secondary: bool, waits: bool

@@ -1,0 +1,30 @@
+"""Restarts of all workers after failures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fabricx.errors import WorkerFailed
+from fabricx.session.status import FailureLog
+from fabricx.trainer import worker_run
+
+
+@pytest.mark.parametrize("recovering", [True, False])
+def test_a_death_that_was_not_recovered_in_place_counts_once(
+    recovering: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = WorkerFailed("rank 1 failed:\n\nkilled", rank=1, traceback="killed")
+    log = FailureLog(errors=["rank 2 failed: killed"])
+    if recovering:
+        log.errors.append("rank 1 failed: killed")
+        error.not_in_place = "recovery in place failed on rank 0: ValueError: of a hook"
+    job: Any = SimpleNamespace(ckpt_path=None)
+    callback: Any = SimpleNamespace(restarts_after=lambda error, step: True)
+    assert worker_run._restarts(job, tmp_path, [callback], log, None, error)
+    wanted = "rank 1 failed: killed" + f"; {error.not_in_place}" * recovering
+    assert log.errors == ["rank 2 failed: killed", wanted]
+    assert capsys.readouterr().err == f"{wanted}\nall workers restart from step 0\n"
