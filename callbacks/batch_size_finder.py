@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from fabricx.callbacks.trials import check_tried, resumes
 from fabricx.core.callback import Callback
+from fabricx.core.former_names import each
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
@@ -34,6 +35,8 @@ class BatchSizeFinder(Callback):
     Raises:
         ValueError: an argument is invalid (when a search begins), or the module created the callback.
     """
+
+    former_methods: ClassVar = each("scale_batch_size", "on_fit_start, which calls its super()")
 
     def __init__(
         self,

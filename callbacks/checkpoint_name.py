@@ -154,7 +154,8 @@ class NameParts:
             ver: number of a version, for a name that exists.
             prefix: text before the name.
         """
-        known = {"epoch": 0, "step": 0, **{name: float(value) for name, value in metrics.items()}}
+        numbers = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
+        known = {"epoch": 0, "step": 0, **numbers}
         name = replace(self._names, template=filename or self.filename).ranked(known)
         name = f"{prefix}{self.CHECKPOINT_JOIN_CHAR}{name}" if prefix else name
         name += ("" if ver is None else f"{self._suffixes.version}{ver}") + self.FILE_EXTENSION

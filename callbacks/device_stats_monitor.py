@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 import torch
 
 from fabricx.core.callback import Callback
+from fabricx.core.former_names import each
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
@@ -27,6 +28,10 @@ class DeviceStatsMonitor(Callback):
     Raises:
         ValueError: the statistics of the CPU need psutil, or (when training starts) the run has no logger.
     """
+
+    former_methods: ClassVar = each(
+        "_get_and_log_device_stats", "on_train_batch_end of a Callback, which logs them by trainer.logger.log_metrics"
+    )
 
     def __init__(self, cpu_stats: bool | None = None) -> None:
         self.cpu_stats = cpu_stats

@@ -11,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from fabricx.core.callback import Callback
+from fabricx.core.former_names import each
 from fabricx.core.optimizer_state import let_groups_grow
 from fabricx.core.strategy_parts import HasServers
 
@@ -33,6 +34,9 @@ class BaseFinetuning(Callback):
     """
 
     needs_all_ranks: ClassVar[bool] = True
+    former_methods: ClassVar = each(
+        "_apply_mapping_to_param_groups _store", "finetune_function(self, module, epoch, optimizer)"
+    )
 
     def __init__(self) -> None:
         self._newest_epoch = -1  # whose `finetune_function` was called

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from fabricx.core.callback import Callback
+from fabricx.core.former_names import each
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
@@ -30,6 +31,9 @@ class GradientAccumulation(Callback):
     """
 
     needs_all_ranks: ClassVar[bool] = True
+    former_methods: ClassVar = each(
+        "get_accumulate_grad_batches going_to_accumulate_grad_batches", "the argument scheduling"
+    )
 
     def __init__(self, scheduling: Mapping[int, int]) -> None:
         if not scheduling:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, final
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 import torch
 from torch.optim import Optimizer
 
 from fabricx.core.callback import Callback
+from fabricx.core.former_names import each
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
@@ -94,6 +95,13 @@ class LearningRateMonitor(Callback):
         ValueError: `logging_interval` is invalid, or (when training starts) the run has no logger, or two parameter
             groups of an optimizer have the same name.
     """
+
+    former_methods: ClassVar = each(
+        "_add_prefix _add_suffix _check_duplicates_and_update_name _duplicate_param_group_names _extract_lr "
+        "_extract_momentum _extract_stats _extract_weight_decay _find_names_from_optimizers "
+        "_find_names_from_schedulers _get_optimizer_stats _remap_keys",
+        "on_train_batch_start of a Callback, which logs the rates by trainer.logger.log_metrics",
+    )
 
     def __init__(
         self,

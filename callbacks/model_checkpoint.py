@@ -6,11 +6,12 @@ import functools
 import math
 import os
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import NoneType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
 import torch
 from torch import Tensor
@@ -25,11 +26,20 @@ from fabricx.checkpoint import sweep
 from fabricx.checkpoint.storage import as_path, is_local
 from fabricx.core.callback import Callback
 from fabricx.core.duration import parse_duration
+from fabricx.core.former_names import each
 from fabricx.errors import did_you_mean
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
     from fabricx.core.trainer import TrainerProtocol
+
+
+_AFTER_SAVE: Final = (
+    "on_train_epoch_end and on_validation_end, which compare self.best_model_path before and after their super(); "
+    "on_save_checkpoint(self, trainer, module, checkpoint) changes the content of a checkpoint"
+)
+_KEPT: Final = "on_train_epoch_end and on_validation_end, which compare self.best_k_models before and after super()"
+_WHEN: Final = "the arguments every_n_epochs, save_on_train_epoch_end and save_on_exception"
 
 
 def _record(name: str) -> Any:
@@ -98,6 +108,16 @@ class ModelCheckpoint(Callback, NameParts):
         "every_n_val_epochs": "set every_n_epochs=...",
         "prefix": "put it at the start of filename=...",
         "save_best_only": "set save_top_k=1",
+    }
+    former_methods: ClassVar = {
+        **each("_save_checkpoint _save_topk_checkpoint _save_last_checkpoint _update_best_and_save", _AFTER_SAVE),
+        **each("_save_monitor_checkpoint _save_none_monitor_checkpoint _link_checkpoint", _AFTER_SAVE),
+        **each("_remove_checkpoint _should_remove_checkpoint", _KEPT),
+        **each("_should_skip_saving_checkpoint _should_save_on_train_epoch_end _should_save_on_exception", _WHEN),
+        **each("_monitor_candidates check_monitor_top_k", "self.log of the monitored metric, in the module"),
+        **each("_format_checkpoint_name _get_metric_interpolated_filepath_name", "format_checkpoint_name"),
+        **each("_find_last_checkpoints", "save_last=True, and fit(ckpt_path='last')"),
+        **each("file_exists", "the argument enable_version_counter"),
     }
     watches_metrics: ClassVar[bool] = True
     needs_all_ranks: ClassVar[bool] = True
@@ -330,7 +350,7 @@ class ModelCheckpoint(Callback, NameParts):
             return
         self.current_score = torch.tensor(score) if self.monitor is not None else None
         self._names.warn_of_absent(metrics)
-        path = self._free_path(trainer, self._names.ranked(metrics), displaced)
+        path = self._free_path(trainer, self._ranked_name(metrics), displaced)
         before = self._records.copy()
         # The checkpoint contains this callback's state, which must already list the new checkpoint.
         others = {other: value for other, value in self._records.models.items() if other != displaced}
@@ -345,7 +365,7 @@ class ModelCheckpoint(Callback, NameParts):
         if is_local(self._folder) and self._writes_files(trainer):
             path = self._link_path(trainer)
         else:
-            path = self._free_path(trainer, self._names.ranked(self._metrics(trainer)))
+            path = self._free_path(trainer, self._ranked_name(self._metrics(trainer)))
         self._write(trainer, path, self._records.copy())
 
     def _writes_files(self, trainer: TrainerProtocol) -> bool:
@@ -461,6 +481,14 @@ class ModelCheckpoint(Callback, NameParts):
     def _metrics(self, trainer: TrainerProtocol) -> dict[str, float]:
         logged = {name: float(value) for name, value in trainer.callback_metrics.items()}
         return {**logged, "epoch": trainer.state.epoch, "step": trainer.global_step}
+
+    def _ranked_name(self, metrics: Mapping[str, float]) -> str:
+        """Return the name of a checkpoint without the extension, also of a subclass with names of its own."""
+        if type(self).format_checkpoint_name is NameParts.format_checkpoint_name:
+            return self._names.ranked(metrics)
+        path = as_path(self.format_checkpoint_name({name: torch.tensor(value) for name, value in metrics.items()}))
+        inside = path.relative_to(self._folder) if path.is_relative_to(self._folder) else path
+        return str(inside).removesuffix(self.FILE_EXTENSION)
 
     def _free_path(self, trainer: TrainerProtocol, name: str, displaced: str | None = None) -> str:
         """Return a path that does not exist, or that holds a checkpoint to be replaced.

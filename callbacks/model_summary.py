@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fabricx.callbacks.forward_sizes import UNKNOWN, forward_sizes
 from fabricx.core.callback import Callback
+from fabricx.core.former_names import each
 from fabricx.core.transfer import to_device
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class Summary:
         unknown: number of lazy parameters, which have no shape before the first batch.
         sized: rows have the shapes of inputs and outputs.
         modes: numbers of submodules in training mode and in evaluation mode.
+        named_modules: the submodules of the rows, by name.
     """
 
     rows: tuple[Row, ...]
@@ -71,6 +73,7 @@ class Summary:
     unknown: int = 0
     sized: bool = False
     modes: tuple[int, int] = (0, 0)
+    named_modules: list[tuple[str, nn.Module]] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def total(self) -> int:
@@ -188,11 +191,12 @@ def summarize(
         example = to_device(example, shaped[0].device) if shaped and example is not None else example
     sized = example is not None and len(shaped) == len(parameters)
     sizes = forward_sizes(module, example, forward) if sized else {}
-    rows = tuple(
-        _row(name, part, *sizes.get(name, (UNKNOWN, UNKNOWN)))
+    parts = [
+        (name, part)
         for name, part in module.named_modules()
         if name and (max_depth == -1 or name.count(".") < max_depth)
-    )
+    ]
+    rows = tuple(_row(name, part, *sizes.get(name, (UNKNOWN, UNKNOWN))) for name, part in parts)
     modes = [part.training for part in module.modules()][1:]
     buffers = [buffer for buffer in module.buffers() if not is_lazy(buffer)]
     return Summary(
@@ -203,6 +207,7 @@ def summarize(
         unknown=len(parameters) - len(shaped),
         sized=sized,
         modes=(sum(modes), len(modes) - sum(modes)),
+        named_modules=parts,
     )
 
 
@@ -257,6 +262,7 @@ class ModelSummary(Callback):
     """
 
     sees_whole_weights = True
+    former_methods: ClassVar = each("summarize _summary", "on_fit_start(self, trainer, module), which prints it")
 
     def __init__(self, max_depth: int = 1) -> None:
         summarize(nn.Module(), max_depth)  # report an invalid depth now, not when training begins

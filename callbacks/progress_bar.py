@@ -8,10 +8,11 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from fabricx.callbacks.progress_screen import Lines, Screen, Speed, Terminal, View, open_screen
 from fabricx.core.callback import Callback
+from fabricx.core.former_names import each
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 _TERMINAL_S = 0.1  # seconds between two updates of a bar
 _LINES_S = 5.0  # seconds between two lines
+_HOOKS: Final = "a hook of a ProgressBar of your own, which draws the whole bar"
 
 
 @dataclass
@@ -53,6 +55,7 @@ class ProgressBar(Callback):
     """
 
     trainer_role: ClassVar = "progress_bar"
+    former_methods: ClassVar = each("has_dataloader_changed reset_dataloader_idx_tracker", _HOOKS)
 
     def __init__(self, refresh_rate: float | None = None) -> None:
         if refresh_rate is not None and refresh_rate < 0:
@@ -335,6 +338,13 @@ class TQDMProgressBar(ProgressBar):
         ValueError: the rate is negative.
     """
 
+    former_methods: ClassVar = {
+        **ProgressBar.former_methods,
+        **each("init_train_tqdm init_validation_tqdm init_test_tqdm init_predict_tqdm init_sanity_tqdm", _HOOKS),
+        **each("train_progress_bar val_progress_bar test_progress_bar predict_progress_bar", _HOOKS),
+        **each("process_position _resolve_refresh_rate _should_update", _HOOKS),
+    }
+
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
         super().__init__(0 if refresh_rate == 0 else None if refresh_rate > 0 else refresh_rate)
 
@@ -361,6 +371,13 @@ class RichProgressBar(ProgressBar):
     Raises:
         ValueError: the rate is negative.
     """
+
+    former_methods: ClassVar = {
+        **ProgressBar.former_methods,
+        **each("configure_columns refresh _add_task _get_train_description _init_progress _stop_progress", _HOOKS),
+        **each("train_progress_bar val_progress_bar test_progress_bar val_sanity_check_bar _update", _HOOKS),
+        **each("_initialize_train_progress_bar_id _reset_progress_bar_ids _update_metrics", _HOOKS),
+    }
 
     def __init__(
         self, refresh_rate: int = 1, leave: bool = False, theme: Any = None,

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fabricx.core.callback import Callback
+from fabricx.core.former_names import each
 from fabricx.core.strategy_parts import HasServers
 
 if TYPE_CHECKING:
@@ -56,6 +57,11 @@ class StochasticWeightAveraging(Callback):
     """
 
     needs_all_ranks: ClassVar[bool] = True
+    former_methods: ClassVar = each(
+        "avg_fn update_parameters transfer_weights swa_end reset_momenta reset_batch_norm_and_save_state "
+        "pl_module_contains_batch_norm _clear_schedulers _load_average_model_state",
+        "the argument avg_fn, or a subclass of WeightAveraging",
+    )
 
     def __init__(
         self,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from fabricx.callbacks.averages import Averages, local
+from fabricx.core.former_names import each
 from fabricx.core.strategy_parts import HasServers
 
 if TYPE_CHECKING:
@@ -31,6 +32,10 @@ class WeightAveraging(Averages):
     Raises:
         ValueError: both functions are given; or (at set-up) ranks do not hold the weights of each update.
     """
+
+    former_methods: ClassVar = each(
+        "_swap_models _copy_average_to_current", "on_validation_start and on_validation_end, which call their super()"
+    )
 
     def __init__(
         self,

@@ -94,6 +94,8 @@ class Callback(NamesChecked):
     sees_whole_weights: ClassVar[bool] = False  # a callback of fabricx that sees weights as hooks of users do
     trainer_role: ClassVar[Literal["checkpoint", "early_stopping", "progress_bar"] | None] = None  # use by the Trainer
     traces: bool = False  # whether each process records all spans in a trace
+    # Methods of Lightning's callback of the same name that fabricx does not call, with their successors.
+    former_methods: ClassVar[Mapping[str, str]] = {}
 
     @property
     def recovery_policy(self) -> RecoveryPolicy | None:

@@ -86,6 +86,16 @@ _WRONG_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
 _CLOSE: Final = 0.9  # similarity of a name with a slip of a letter or two
 
 
+def each(names: str, successor: str) -> dict[str, str]:
+    """Return a table with the same successor for several names.
+
+    Args:
+        names: separated by blanks.
+        successor: the text of each.
+    """
+    return dict.fromkeys(names.split(), successor)
+
+
 def meant_name(name: str, contract: Iterable[str]) -> str | None:
     """Return the method that a user probably meant by a name; None if the name is probably the user's own.
 

@@ -8,7 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import TYPE_CHECKING, Any, Final
 
 from fabricx.core.callback import Callback
@@ -157,7 +157,7 @@ def check_hooks(obj: object) -> None:
 
     A value in the place of a hook is a warning, and so is a method with a name similar to a called method that the
     object lacks. A method that is called by a different method of the object may have any name; a hook of Lightning 1
-    must be called by its successor.
+    must be called by its successor. A method of Lightning's callback that the callback of fabricx lacks is refused.
 
     Args:
         obj: module, data module or callback.
@@ -166,6 +166,8 @@ def check_hooks(obj: object) -> None:
         ValueError: names the method, and the nearest hook or the successor of a hook of Lightning 1.
     """
     contract, known, former = _contract_of(obj)
+    if isinstance(obj, Callback):
+        _check_former_methods(obj)
     for name in sorted(known & vars(obj).keys()):
         if not callable(vars(obj)[name]):
             warnings.warn(
@@ -191,6 +193,28 @@ def check_hooks(obj: object) -> None:
                 check_signature(obj, name)
             elif contract is not Callback:
                 _warn_of_near_name(obj, cls, name, contract)
+
+
+def _check_former_methods(callback: Callback) -> None:
+    """Refuse a subclass that overrides a method of Lightning's callback which the callback of fabricx does not have.
+
+    Such a method of a progress bar is a warning, because only the looks of the bar differ.
+
+    Raises:
+        ValueError: names the method and its successor.
+    """
+    kinds, cls = (FunctionType, staticmethod, classmethod, property), type(callback)
+    packages = {owner: owner.__module__.partition(".")[0] for owner in cls.__mro__}
+    if any(package in _LIGHTNING for package in packages.values()):  # the adapter has checked it
+        return
+    for owner in (owner for owner, package in packages.items() if package not in _FRAMEWORK):
+        for name, successor in callback.former_methods.items():
+            if not isinstance(vars(owner).get(name), kinds) or _is_called(cls, name):
+                continue
+            text = f"{owner.__name__}.{name} would never be called. Its successor is {successor}"
+            if callback.trainer_role != "progress_bar":
+                raise ValueError(text)
+            warnings.warn(text, stacklevel=5)
 
 
 def _is_called(cls: type, name: str, callers: Collection[str] | None = None) -> bool:

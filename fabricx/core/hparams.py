@@ -241,8 +241,12 @@ class Form:
 
 def _omegaconf(value: Any) -> Any:
     from omegaconf import OmegaConf
+    from omegaconf.errors import UnsupportedValueType
 
-    return OmegaConf.create(value)
+    try:
+        return OmegaConf.create(value)
+    except UnsupportedValueType:  # objects that hydra.utils.instantiate has made
+        return OmegaConf.create(value, flags={"allow_objects": True})
 
 
 def plain_containers(value: Any) -> Any:

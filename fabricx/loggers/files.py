@@ -17,7 +17,7 @@ from typing import Any, Generic, ParamSpec, Protocol, TypeVar, final
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from fabricx.core.hparams import plain
+from fabricx.core.hparams import plain, plain_containers
 from fabricx.core.logger import STATUS, Ending, Logger, Silent
 from fabricx.core.rank_zero import launched_rank
 
@@ -130,7 +130,8 @@ class FolderLogger(Logger, Generic[W]):
             self.close()
         if self._writer is None:
             self._writer = self._start(self._location.make(run_dir))
-            self.log_hyperparams(self._waiting)
+            # A script may have replaced the method of the object, after it has logged its own hyperparameters.
+            type(self).log_hyperparams(self, self._waiting)
 
     def flush(self) -> None:
         if self._writer is not None:
@@ -301,12 +302,13 @@ def prefixed(metrics: Mapping[str, float], prefix: str, join: str = "-") -> dict
 
 
 def by_name(params: Any) -> dict[str, Any]:
-    """Return hyperparameters by name.
+    """Return hyperparameters by name; interpolations of OmegaConf are resolved, as a worker may lack their resolvers.
 
     Args:
         params: a mapping, a namespace, or None.
     """
-    return dict(params if isinstance(params, Mapping) else vars(params) if params is not None else {})
+    named = dict(params if isinstance(params, Mapping) else vars(params) if params is not None else {})
+    return dict(plain_containers(named))
 
 
 def replace_text(path: Path, text: str) -> None:

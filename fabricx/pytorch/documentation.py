@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Mapping
 from typing import Final
@@ -46,6 +47,7 @@ _DIFFERS: Final[Mapping[str, str]] = {
     "ModelCheckpoint(filename='{a/b}')": "`a_b=...`; in Lightning a file in a folder `a`",
     "lr_find": "equal steps of rates, unbiased mean losses; in Lightning within one epoch",
     "CombinedLoader": "has a length before `iter`; `limits` end the iteration in each mode; a run refuses them",
+    "num_val_batches of a CombinedLoader": "of combined batches; in Lightning of each loader, in every mode",
     "a list of lists or tensors as data": "one loader, whose items are the batches; in Lightning each item is a loader",
     "self.log with a batch of several loaders": "means are weighted by all samples; in Lightning by the first loader's",
     "trainer.model": "the module; no strategy wraps it",
@@ -58,6 +60,10 @@ _DIFFERS: Final[Mapping[str, str]] = {
     "trainer.lr_schedulers, lr_scheduler_configs": "the same list of schedules",
     "trainer.logger.log_dir": "a folder of the run, by default in `runs/`",
     "TensorBoardLogger(save_dir), CSVLogger(save_dir)": "without `name`, no subfolder `lightning_logs`",
+    "on_fit_start of a resumed run": (
+        "precedes the checkpoint, so that the run equals one without the interruption; in Lightning it follows weights "
+        "and states of callbacks"
+    ),
     "on_save_checkpoint with save_last=True": "called once: last.ckpt is a copy of the other file",
     "trainer.log_dir, without a logger": "the run's folder; in Lightning `default_root_dir`, which runs share",
     "v_num in get_metrics of a progress bar": "absent for a logger without a version, as that of `logger=True`",
@@ -112,6 +118,8 @@ def page() -> str:
     lines += ["", "## Absent: an error names the successor", "", "| name | successor |", "|---|---|"]
     for owner, members in ABSENT_MEMBERS.items():
         lines += [f"| `{owner}.{name}` | {successor} |" for name, successor in members.items()]
+    for name, methods in _former_methods().items():
+        lines += [f"| `{name}`: {', '.join(f'`{m}`' for m in each)} | {text} |" for text, each in methods.items()]
     for path, names in TREE.items():
         absent = {name: text for name, text in names.absent.items() if name not in available(path)}
         lines += [f"| `{path}{'.' if path else ''}{name}` | {text} |" for name, text in absent.items()]
@@ -120,6 +128,16 @@ def page() -> str:
     lines += [f"| `DataModule.{name}` | {successor} |" for name, successor in FORMER_DATA_HOOKS.items()]
     lines += [f"| `Trainer({name}=)` | {successor} |" for name, successor in FORMER_ARGUMENTS.items()]
     return "\n".join(lines) + "\n"
+
+
+def _former_methods() -> dict[str, dict[str, list[str]]]:
+    """Return methods of Lightning's callbacks that fabricx doesn't call, by the callback and the successor."""
+    table: dict[str, dict[str, list[str]]] = {}
+    callbacks = importlib.import_module(TREE["callbacks"].source)
+    for name in callbacks.__all__:
+        for method, successor in getattr(getattr(callbacks, name), "former_methods", {}).items():
+            table.setdefault(name, {}).setdefault(successor, []).append(method)
+    return table
 
 
 if __name__ == "__main__":

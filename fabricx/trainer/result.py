@@ -176,11 +176,15 @@ class Outcome:
         state = module.state_dict(keep_vars=True)
         lazy = {name for name, value in state.items() if isinstance(value, Tensor) and nn.parameter.is_lazy(value)}
         for name, tensor in self.weights.items():
-            known = isinstance(tensor, Tensor) and name in state and name not in lazy
-            if known and state[name].shape == tensor.shape:
-                with torch.no_grad():
-                    state[name].data = state[name].data.to(tensor.dtype)  # differs with precision="64-true"
-                    state[name].copy_(tensor)
+            if not isinstance(tensor, Tensor) or name not in state or name in lazy:
+                continue
+            with torch.no_grad():
+                # `setup` may have set a tensor of another shape; the dtype differs with precision="64-true".
+                same = state[name].shape == tensor.shape
+                state[name].data = (
+                    state[name].data if same else torch.empty_like(tensor, device=state[name].device)
+                ).to(tensor.dtype)
+                state[name].copy_(tensor)
         if lazy or set(state) != set(self.weights):  # layers that configure_model or setup has built in the workers
             module.configure_model()
             self._add_layers(module)

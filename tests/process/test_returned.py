@@ -85,6 +85,35 @@ def test_buffers_and_parameters_that_the_run_has_registered_are_in_the_script() 
     assert module.layer.get_parameter("scale").tolist() == [1.0, 1.0, 1.0]
 
 
+class Resized(TinyModule):
+    """Sets a buffer and a parameter of other shapes in `setup`, such as the mean and the number of classes of data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(1))
+        self.biases = nn.ParameterList([nn.Parameter(torch.zeros(1))])
+
+    def setup(self, stage: str) -> None:
+        if stage == "fit":
+            self.mean, self.biases[0] = torch.tensor(3.0), nn.Parameter(torch.zeros(2, 2))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + (self.biases[0] - self.mean).square().sum()
+
+
+def test_tensors_to_which_setup_has_given_other_shapes_are_in_the_script_and_the_next_run() -> None:
+    module = Resized()
+    trainer = fx.Trainer(max_epochs=1, devices=2, strategy=DDP(), **QUIET)
+    trainer.fit(module, tiny_loader())
+    assert module.mean.shape == ()
+    assert float(module.mean) == 3.0
+    assert module.biases[0].shape == (2, 2)
+    assert (module.biases[0] > 0).all()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    trainer.validate(module, tiny_loader(), verbose=False)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
 class Built(fx.Module):
     """Builds layers in `setup`, as a module whose sizes depend on the data does.
 

@@ -56,6 +56,26 @@ def test_the_best_two_are_kept(trainer: Any, tmp_path: Path) -> None:
     )
 
 
+class NamesItself(ModelCheckpoint):
+    def format_checkpoint_name(self, metrics: Any, *args: Any, **options: Any) -> str:
+        name = f"{metrics['val_loss'].item():.1f}-after-{metrics['step'].item()}.ckpt"
+        return str(Path(self.dirpath or "") / "mine" / name)
+
+
+def test_a_subclass_may_choose_the_names(trainer: Any, tmp_path: Path) -> None:
+    callback = NamesItself(monitor="val_loss", save_top_k=1)
+    run = trainer(callback).start()
+    for loss in (0.5, 0.25, 0.75):
+        run.epoch(validation={"val_loss": loss})
+    assert names(tmp_path / "checkpoints" / "mine") == ["0.2-after-8.ckpt"]
+    assert callback.best_model_path == str(tmp_path / "checkpoints" / "mine" / "0.2-after-8.ckpt")
+
+
+def test_large_whole_numbers_are_not_rounded_in_names() -> None:
+    metrics = {"epoch": torch.tensor(3), "step": torch.tensor(12345678)}
+    assert ModelCheckpoint().format_checkpoint_name(metrics) == "epoch=3-step=12345678.ckpt"
+
+
 def test_without_a_monitor_nothing_is_ranked(trainer: Any) -> None:
     callback = ModelCheckpoint(save_top_k=-1)
     trainer(callback).start().epoch(validation={"val_loss": 1.0})

@@ -56,6 +56,7 @@ def test_the_table_reads_well() -> None:
 def test_a_summary_has_lightnings_names() -> None:
     summary = summarize(nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1)))
     assert (summary.total_parameters, summary.trainable_parameters, summary.layer_names) == (13, 13, ["0", "1"])
+    assert [name for name, _ in reversed(summary.named_modules)] == ["1", "0"]
     assert (len(summary.layer_types), sum(summary.param_nums)) == (2, 13)
     assert summary.model_size == pytest.approx(13 * 4 / 1e6)
 

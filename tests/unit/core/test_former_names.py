@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import fabricx as fx
+from fabricx.callbacks import ModelCheckpoint, TQDMProgressBar
 from fabricx.core.callback import Callback
 from fabricx.core.former_names import FORMER_DATA_HOOKS, FORMER_HOOKS
 from fabricx.core.hooks import CALLBACK_HOOKS, MODULE_HOOKS, check_hooks
@@ -30,6 +31,33 @@ def test_no_former_hook_is_a_hook_and_successors_are() -> None:
     for successor in FORMER_HOOKS.values():
         for word in successor.replace("(", " ").replace(",", " ").replace(":", " ").split():
             assert not word.startswith("on_") or word in CALLBACK_HOOKS | MODULE_HOOKS, word
+
+
+class ExportsBest(ModelCheckpoint):
+    def _update_best_and_save(self, current: Any, trainer: Any, monitor_candidates: Any) -> None:
+        super()._update_best_and_save(current, trainer, monitor_candidates)  # type: ignore[misc]
+
+
+class HasItsOwn(ModelCheckpoint):
+    """Calls a method whose name Lightning's callback has, too."""
+
+    def _save_checkpoint(self, path: str) -> None: ...
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self._save_checkpoint("weights.pt")
+        super().on_train_end(trainer, module)
+
+
+def test_a_method_of_lightnings_callback_that_is_never_called_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"ExportsBest._update_best_and_save would never be called.*best_model_path"):
+        fx.Trainer(callbacks=[ExportsBest()], logger=False)
+    check_hooks(HasItsOwn())
+    check_hooks(ModelCheckpoint())
+
+
+def test_a_progress_bar_with_methods_of_lightnings_is_a_warning() -> None:
+    with pytest.warns(UserWarning, match=r"Mine.init_train_tqdm would never be called"):
+        check_hooks(_with(TQDMProgressBar, "init_train_tqdm"))
 
 
 @pytest.mark.parametrize("name", FORMER_DATA_HOOKS)

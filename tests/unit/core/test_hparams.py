@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
+from omegaconf import ListConfig, OmegaConf
 from torch import nn
 
 import fabricx as fx
@@ -167,6 +167,7 @@ class Nested(TinyModule):
         self.second = nn.Linear(self.hparams.net.width, 1)
 
 
+OBJECTS = {"allow_objects": True}  # as hydra.utils.instantiate sets it
 CONFIG = {"net": {"width": 3, "height": "${net.width}"}, "rate": 0.1}
 
 
@@ -211,6 +212,16 @@ def test_a_checkpoint_restores_arguments_of_omegaconf(quiet: dict[str, Any], tmp
     assert loaded.hparams.depth == 2
     assert is_omegaconf(loaded.hparams.net)
     assert loaded.hparams.parts["all"][0].net.width == 3
+
+
+def test_a_checkpoint_restores_lists_of_omegaconf_that_hold_objects(quiet: dict[str, Any], tmp_path: Path) -> None:
+    trainer = fx.Trainer(max_steps=1, **quiet)
+    net, losses = OmegaConf.create(CONFIG).net, ListConfig([nn.L1Loss(), {"of": nn.MSELoss()}], flags=OBJECTS)
+    trainer.fit(Nested(net, parts=losses), tiny_loader())
+    path = trainer.save_checkpoint(tmp_path / "a.ckpt")
+    parts = Nested.load_from_checkpoint(path, weights_only=False).hparams.parts
+    assert is_omegaconf(parts)
+    assert [type(parts[0]), type(parts[1].of)] == [nn.L1Loss, nn.MSELoss]
 
 
 class Configured(HyperParameters):

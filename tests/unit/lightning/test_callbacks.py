@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pickle
 from datetime import timedelta
+from types import FunctionType
 from typing import Any
 
 import lightning.pytorch.callbacks as theirs
@@ -193,3 +194,18 @@ def test_a_lambda_callback_runs_as_it_is():
 def test_what_has_no_counterpart_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         fx.Trainer(callbacks=[make()], **QUIET)
+
+
+def methods(cls: type, package: str) -> set[str]:
+    """Return the methods of classes of a package, except those of the contract and of one class only (`__name`)."""
+    kinds = (FunctionType, staticmethod, classmethod, property)
+    owners = [owner for owner in cls.__mro__ if owner.__module__.startswith(package)]
+    names = {name for owner in owners for name, value in vars(owner).items() if isinstance(value, kinds)}
+    return {name for name in names if "__" not in name and not hasattr(theirs.Callback, name)}
+
+
+@pytest.mark.parametrize("name", sorted(set(ours.__all__) & set(theirs.__all__) - {"Callback", "Checkpoint"}))
+def test_each_method_of_lightnings_callback_exists_or_is_refused(name):
+    counterpart, provided = getattr(ours, name), getattr(theirs, name)
+    absent = {method for method in methods(provided, "lightning") if not hasattr(counterpart, method)}
+    assert absent - {"every_n_epochs"} == set(counterpart.former_methods), name  # an attribute of instances

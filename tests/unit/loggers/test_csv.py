@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from omegaconf import OmegaConf
 
 from fabricx.loggers import CSVLogger
 
@@ -57,6 +58,26 @@ def test_hyperparameters_add_up(tmp_path: Path) -> None:
     logger.close()
     saved = yaml.safe_load((tmp_path / "hparams.yaml").read_text())
     assert saved == {"lr": 0.1, "sizes": [1, 2], "data": str(tmp_path)}
+
+
+def test_hyperparameters_of_the_script_are_written_if_it_then_replaces_the_method(tmp_path: Path) -> None:
+    logger = CSVLogger()
+    logger.log_hyperparams({"lr": 0.1})
+    logger.log_hyperparams = lambda *args: None  # type: ignore[method-assign]
+    logger.open(tmp_path)
+    logger.log_hyperparams({"of": "the run"})
+    logger.close()
+    assert yaml.safe_load((tmp_path / "hparams.yaml").read_text()) == {"lr": 0.1}
+
+
+def test_hyperparameters_of_the_script_are_resolved_when_it_logs_them(tmp_path: Path) -> None:
+    OmegaConf.register_new_resolver("of_the_script", lambda: 7)
+    logger = CSVLogger()
+    logger.log_hyperparams(OmegaConf.create({"seed": "${of_the_script:}", "net": {"seed": "${seed}"}}))
+    OmegaConf.clear_resolver("of_the_script")  # a worker process doesn't have it
+    logger.open(tmp_path)
+    logger.close()
+    assert yaml.safe_load((tmp_path / "hparams.yaml").read_text()) == {"seed": 7, "net": {"seed": 7}}
 
 
 def test_a_folder_of_its_own_is_numbered(tmp_path: Path) -> None:
