@@ -10,7 +10,8 @@ import sqlite3
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -258,6 +259,14 @@ def test_a_callback_that_forgets_is_named() -> None:
         match=r"of the resumed run: 16; without an interruption: 12.*state_dict",
     ):
         check_callback(Forgets, num_sanity_val_steps=0)
+
+
+def test_runs_that_differ_by_a_step_name_the_stop_of_a_single_rank() -> None:
+    one_more, two_more, whole = (cast("Any", SimpleNamespace(step=step)) for step in (8, 9, 7))
+    with pytest.raises(BrokenContract, match=r"resumed run: 8; .*: 7. Why. If a single rank requests a stop"):
+        callback_contract._compare("resumed", one_more, whole, "Why.")
+    with pytest.raises(BrokenContract, match=r"resumed run: 9; .*: 7. Why.$"):
+        callback_contract._compare("resumed", two_more, whole, "Why.")
 
 
 def test_a_callback_that_counts_a_batch_twice_is_named() -> None:
