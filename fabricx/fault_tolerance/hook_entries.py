@@ -13,6 +13,7 @@ from fabricx.core.hooks import fitted, overrides
 from fabricx.core.module_hooks import ModuleHooks
 from fabricx.distributed.lost_peers import may_be_cut
 from fabricx.session.callback_states import by_key
+from fabricx.session.same_parameters import same_parameters
 from fabricx.session.saving import weights_as_state_dict
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def load_hook_entries(session: Session, state: dict[str, Any], entries: Entries)
     content = {**state, **weights, "hparams": dict(session.module.hparams), **values}
     hooks = _hooks(session, "on_load_checkpoint")
     called = [hook for name, hook in hooks.items() if name not in failed]
-    with torch.inference_mode(False), weights_as_state_dict(content):
+    with torch.inference_mode(False), same_parameters(session.module, keep_layers=True), weights_as_state_dict(content):
         for hook in called:
             hook(content)
     return MODULE in hooks and MODULE not in failed

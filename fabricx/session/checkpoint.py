@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -19,6 +20,7 @@ from fabricx.data.own_state import set_generators
 from fabricx.errors import CheckpointError
 from fabricx.session.callback_states import as_saved, check_same_number
 from fabricx.session.rank_state import restore_rank_states
+from fabricx.session.same_parameters import same_parameters
 from fabricx.session.saving import global_batch, weights_as_state_dict
 from fabricx.session.schedule import validation_due_of_end
 from fabricx.session.trained_parameters import report_changes, restore_changes
@@ -118,7 +120,8 @@ def restore(session: Session, path: Path, *, weights_only: bool) -> None:
     )  # fmt: skip
     weights_of(state, path)  # an error if there are none
     state = as_part(session.strategy, ModelParallel).own_state(state)
-    with weights_as_state_dict(state):
+    kept = contextlib.nullcontext() if weights_only else same_parameters(session.module, keep_layers=False)
+    with kept, weights_as_state_dict(state):
         for hook in session.hooks.on_load_checkpoint:
             hook(state)
     if weights_only:
