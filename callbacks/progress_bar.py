@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import math
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -70,17 +69,6 @@ class ProgressBar(Callback):
         self._enabled = True
         self._trainer: TrainerProtocol | None = None
         self._loader = 0
-
-    def __init_subclass__(cls) -> None:
-        for name, value in vars(cls).items():
-            of_lightning = (name.startswith("init_") and name.endswith("_tqdm")) or name == "configure_columns"
-            if of_lightning and callable(value):
-                warnings.warn(
-                    f"{cls.__name__}.{name} is never called, since the bars of fabricx are made otherwise: override "
-                    "get_metrics to show other values, or derive from fabricx.Callback and set "
-                    'trainer_role = "progress_bar"',
-                    stacklevel=2,
-                )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_screen": None, "_stages": [], "_next": math.inf, "_trainer": None}

@@ -56,7 +56,7 @@ def test_a_method_of_lightnings_callback_that_is_never_called_is_refused() -> No
 
 
 def test_a_progress_bar_with_methods_of_lightnings_is_a_warning() -> None:
-    with pytest.warns(UserWarning, match=r"Mine.init_train_tqdm is never called, since the bars of fabricx are made otherwise"):
+    with pytest.warns(UserWarning, match=r"Mine.init_train_tqdm would never be called"):
         check_hooks(_with(TQDMProgressBar, "init_train_tqdm"))
 
 
