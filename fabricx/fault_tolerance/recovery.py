@@ -199,7 +199,7 @@ def _wait_for_all(world: World, generation: Generation) -> None:
 def _connect(session: Session, ft: RankRecords, generation: Generation) -> None:
     """Connect all parts that communicate to the new process group."""
     world = session.world
-    session.metrics.world_changed(world)
+    session.metrics.world_changed(world, session.callbacks)
     session.renew_agreements()
     session.failures.errors = list(generation.failures)
     ft.resume_point = ft.epoch_end = None

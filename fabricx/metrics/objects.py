@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, final
 
 import torch
@@ -79,8 +79,21 @@ def syncs_by_itself(metric: Any) -> bool:
     return metric.process_group is not None or not isinstance(metric.dist_sync_fn, (_GatherAlong, type(None)))
 
 
+def reduced_metrics(module: nn.Module, callbacks: Iterable[Any], *, divided: bool) -> list[Any]:
+    """Return the metric objects that `reduce_along` prepares; others reduce over all ranks, or as their user has set.
+
+    Args:
+        module: of the run.
+        callbacks: of the run. Their objects reduce over all ranks, several of which may have the same samples.
+        divided: several ranks compute a share of the data together.
+    """
+    if not divided:
+        return [metric for metric in metric_objects(module).values() if not syncs_by_itself(metric)]
+    return list(held_metrics({"module": module, **{str(n): each for n, each in enumerate(callbacks)}}).values())
+
+
 def updating_ranks(world: World, *, fits: bool) -> World:
-    """Return the ranks that update metric objects with different samples.
+    """Return the ranks that update metric objects with different samples, and further stages of their pipelines.
 
     Args:
         world: all ranks.
@@ -89,19 +102,45 @@ def updating_ranks(world: World, *, fits: bool) -> World:
     return world.axis("metrics" if fits else "data")
 
 
-def reduce_along(metric: Any, world: World) -> Callable[[], None]:
+def counted_ranks(world: World, *, fits: bool) -> Sequence[int]:
+    """Return the positions among `updating_ranks` whose states count.
+
+    All stages of a pipeline call hooks, and run the step until the end of their blocks: updates before the blocks, and
+    in hooks, count on the last stage only.
+
+    Args:
+        world: all ranks.
+        fits: as for `updating_ranks`.
+    """
+    stages = world.axis("pipeline").size if fits else 1
+    return range(stages - 1, updating_ranks(world, fits=fits).size, stages)
+
+
+def has_first_state(world: World, *, fits: bool) -> bool:
+    """Return whether this rank keeps states of metric objects that belong to no rank, such as those before a run.
+
+    Args:
+        world: all ranks.
+        fits: as for `updating_ranks`.
+    """
+    return updating_ranks(world, fits=fits).rank == counted_ranks(world, fits=fits)[0]
+
+
+def reduce_along(metric: Any, world: World, *, fits: bool) -> Callable[[], None]:
     """Make a metric object reduce its state over the ranks that update it with different samples.
 
     Args:
         metric: a torchmetrics object.
-        world: these ranks.
+        world: all ranks.
+        fits: as for `updating_ranks`.
 
     Returns:
         a function that undoes it.
     """
     before = metric.dist_sync_fn, metric.distributed_available_fn
-    metric.dist_sync_fn = _GatherAlong(world.group)
-    if world.size == 1:
+    along = updating_ranks(world, fits=fits)
+    metric.dist_sync_fn = _GatherAlong(along.group, counted_ranks(world, fits=fits))
+    if along.size == 1:
         metric.distributed_available_fn = _alone
 
     def undo() -> None:
@@ -153,14 +192,14 @@ def computed_alone(metric: Any) -> Any:
 class _GatherAlong:
     """Gathers states over a process group; unlike with `Metric.process_group`, the metric can be copied and pickled."""
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
+    def __init__(self, group: Any, counted: Sequence[int]) -> None:
+        self._group, self._counted = group, counted
 
     def __call__(self, state: Tensor, group: Any = None) -> list[Tensor]:
         from torchmetrics.utilities.distributed import gather_all_tensors
 
         gathered: list[Tensor] = gather_all_tensors(self._alike(state), self._group)
-        return gathered
+        return [gathered[rank] for rank in self._counted]
 
     def _alike(self, state: Tensor) -> Tensor:
         """Return a state that may be gathered with those of other ranks.
@@ -296,20 +335,23 @@ def _merged(reduction: Any, values: list[Any], rows: list[Any]) -> tuple[Any, bo
     return (stacked, False) if reduction is None else (reduction(stacked), True)
 
 
-def gather_states(metrics: Mapping[str, Any], world: World) -> list[str]:
+def gather_states(metrics: Mapping[str, Any], world: World, *, fits: bool) -> list[str]:
     """Merge the states of all ranks into the metric objects of the main rank; all ranks call it.
 
     Args:
         metrics: the same objects on all ranks, by path.
-        world: the ranks that see different samples.
+        world: all ranks.
+        fits: as for `updating_ranks`.
 
     Returns:
         paths of the metric objects whose state permits no more updates; see `merge_states`.
     """
     local_states = {path: states_on_cpu(states_of(metric)) for path, metric in metrics.items()}
-    ranks = world.gather_objects(local_states)
-    if world.size == 1 or not world.main_rank:
+    along = updating_ranks(world, fits=fits)
+    gathered = along.gather_objects(local_states)
+    if along.size == 1 or not along.main_rank:
         return []
+    ranks = [gathered[rank] for rank in counted_ranks(world, fits=fits)]
     return [
         path for path, metric in metrics.items()
         if not merge_states(metric, [states[path] for states in ranks if path in states])

@@ -12,11 +12,12 @@ from fabricx.core.state import Phase
 from fabricx.core.strategy_parts import HasServers, HidesGradients, as_part
 from fabricx.metrics.collector import Logbook
 from fabricx.metrics.logger_dispatcher import LoggerDispatcher
-from fabricx.metrics.objects import metric_objects, reduce_along, syncs_by_itself
+from fabricx.metrics.objects import reduce_along, reduced_metrics
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+    from fabricx.core.callback import Callback
     from fabricx.core.module import Module
     from fabricx.core.options import TrainerOptions
     from fabricx.core.state import RunState
@@ -137,16 +138,16 @@ class RunMetrics:
         self.logbook.end_batch()
         self.collect(self.logbook)
 
-    def world_changed(self, world: World) -> None:
+    def world_changed(self, world: World, callbacks: Sequence[Callback]) -> None:
         """Reduce values over other ranks; the main rank has the sums of departed ranks.
 
         Args:
             world: the ranks.
+            callbacks: of the run, which may have metric objects.
         """
         self.training.world_changed(world)
-        for metric in metric_objects(self._module).values():
-            if world.axis("model").size > 1 or not syncs_by_itself(metric):
-                reduce_along(metric, world.axis("metrics"))
+        for metric in reduced_metrics(self._module, callbacks, divided=world.divided):
+            reduce_along(metric, world, fits=True)
 
     def log_step(self, recorder: NoopRecorder, optimizers: Sequence[Optimizer], norm: Tensor | None) -> None:
         """Write the values of this weight update to the loggers, every `log_every_n_steps`; ranks are in lockstep.

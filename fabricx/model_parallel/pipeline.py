@@ -265,8 +265,10 @@ class Pipeline:
         """Run the user's step until the end of a chunk."""
         seed()
         self._pass = now
+        # The last stage counts what the step logs and updates before the blocks in the pass of its last chunk only.
+        log_to = vars(self.module).get("_log_to") if self.last and not self._is_last(now) else None
         try:
-            with self._deferred or _NOTHING:
+            with self._deferred or _NOTHING, _NOTHING if log_to is None else log_to.muted():
                 now.output = step(*args)
         except StageEnd:
             return

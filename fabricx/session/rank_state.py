@@ -12,7 +12,14 @@ from fabricx.core.buffers import BufferMark
 from fabricx.core.rng import RandomState
 from fabricx.data.own_state import states_of_generators
 from fabricx.distributed.metric_sums import merge_sums, plain
-from fabricx.metrics.objects import merge_states, metric_objects, set_states, states_of, states_on_cpu
+from fabricx.metrics.objects import (
+    has_first_state,
+    merge_states,
+    metric_objects,
+    set_states,
+    states_of,
+    states_on_cpu,
+)
 from fabricx.metrics.series import Series, join_latest
 
 if TYPE_CHECKING:
@@ -186,8 +193,9 @@ def restore_rank_states(
     # The hooks at the end of an epoch run again: they may compute these objects, which are reset then.
     published = {name for saved in ranks for name in saved.get("computed", ())}
     sums.computed.extend(metric for name, metric in objects.items() if name in published)
+    of_objects = states if rank is not None else ranks if has_first_state(world, fits=True) else []
     for name, metric in objects.items():
-        saved_states = [saved["objects"][name] for saved in states if name in saved["objects"]]
+        saved_states = [saved["objects"][name] for saved in of_objects if name in saved["objects"]]
         if saved_states and not merge_states(metric, saved_states):
             raise ValueError(
                 f"the states of self.{name} on several ranks can't be joined into a state that further batches update: "

@@ -16,7 +16,7 @@ from fabricx.core.module_hooks import ModuleHooks
 from fabricx.core.precision import make_precision
 from fabricx.core.transfer import to_device
 from fabricx.distributed.sync_batchnorm import synchronise
-from fabricx.metrics.objects import metric_objects, reduce_along, syncs_by_itself, updating_ranks
+from fabricx.metrics.objects import reduce_along, reduced_metrics
 from fabricx.session.status import Overridden
 
 if TYPE_CHECKING:
@@ -53,9 +53,8 @@ def set_up_module(session: Session, ckpt_path: str | Path | None, *, trusted: bo
     session.transfer = _batch_transfer(session)
     session.data.load(session.world)
     if session.world.size > 1:
-        axis = updating_ranks(session.world, fits=fits)
-        metrics = [m for m in metric_objects(module).values() if session.divided or not syncs_by_itself(m)]
-        session.overridden.undo += [reduce_along(metric, axis) for metric in metrics]
+        metrics = reduced_metrics(module, session.callbacks, divided=session.divided)
+        session.overridden.undo += [reduce_along(metric, session.world, fits=fits) for metric in metrics]
 
 
 def check_not_lazy(module: nn.Module) -> None:

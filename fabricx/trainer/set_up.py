@@ -32,7 +32,7 @@ from fabricx.loop import evaluation
 from fabricx.loop import fit_asynchronous as asynchronous
 from fabricx.loop.fit import fit, train_batches
 from fabricx.metrics.logger_dispatcher import LoggerDispatcher
-from fabricx.metrics.objects import held_metrics, updating_ranks
+from fabricx.metrics.objects import has_first_state, held_metrics
 from fabricx.redaction import masked
 from fabricx.scratch import set_multiprocessing_folder
 from fabricx.session.checkpoint import restore_requested
@@ -232,7 +232,7 @@ def _set_up(session: Session, job: Job) -> Outcome:
     set_up_module(session, job.ckpt_path, trusted=job.trusted, fits=fits)
     _seed_training(session.state, session.world)
     session.checkpoints.key = job.key
-    if job.copied and not updating_ranks(session.world, fits=fits).main_rank:  # the ranks' states are summed
+    if job.copied and not has_first_state(session.world, fits=fits):  # the ranks' states are summed
         for metric in held_metrics(holders(session.module, session.callbacks)).values():
             metric.reset()
     if fits:

@@ -23,7 +23,7 @@ from fabricx.errors import PeerLost, WorkerFailed
 from fabricx.fault_tolerance.controller import ElasticPolicy
 from fabricx.launch.launcher import Launcher
 from fabricx.launch.signals import TERMINATED, EarlySignals, termination_signals
-from fabricx.metrics.objects import gather_states, held_metrics, updating_ranks
+from fabricx.metrics.objects import gather_states, held_metrics
 from fabricx.telemetry.logs import LogSettings
 from fabricx.trainer import process, provenance
 from fabricx.trainer.attributes import AttributesBefore, Changed
@@ -202,7 +202,7 @@ def _join_metric_objects(trainer: TrainerInterface, job: Job) -> None:
     world = trainer.world
     lost = ""
     try:
-        ended = gather_states(metrics, updating_ranks(world, fits=job.stage == "fit"))
+        ended = gather_states(metrics, world, fits=job.stage == "fit")
     except PeerLost:  # after the training, which is complete
         ended, lost = [], "they lack the batches of other ranks, because a rank was lost at the end of the run"
     if world.generation and not trainer.strategy.traits.lockstep:

@@ -27,7 +27,9 @@ from .meshes import (
     GPT,
     LENGTH,
     RUNS,
+    Block,
     ChangesOnce,
+    Counts,
     recovered,
     sentences,
     train,
@@ -304,6 +306,73 @@ def test_metric_objects_predictions_and_batch_statistics_are_those_of_one_proces
         assert found["metrics"] == pytest.approx(alone["metrics"], rel=1e-4)  # float32
         assert torch.allclose(found["predicted"], alone["predicted"], atol=1e-4)
         assert all(torch.allclose(found["weights"][name], w, atol=1e-4) for name, w in alone["weights"].items())
+
+
+class CountsBatches(fx.Callback):
+    """Has a metric object of its own."""
+
+    def __init__(self) -> None:
+        self.counted = Counts()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.counted.update(len(batch))
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        module.log("of callback", float(self.counted.compute()))
+
+
+class CountsEarly(GPT):
+    """Counts samples before its blocks, which all stages of a pipeline compute, and in hooks.
+
+    Args:
+        validates: counts before the blocks in validations, too.
+    """
+
+    def __init__(self, validates: bool) -> None:
+        super().__init__(sgd=True)
+        self.blocks.append(Block(0.0))
+        self.validates = validates
+        self.trained, self.validated, self.in_hook = Counts(), Counts(), Counts()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.trained.update(len(batch))
+        self.log("early", float(len(batch)), on_step=False, on_epoch=True, reduce_fx="sum")
+        loss = super().training_step(batch, batch_idx)
+        self.log("trained", self.trained, on_step=False, on_epoch=True)
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
+        self.in_hook.update(len(batch))
+        self.log("in hook", self.in_hook, on_step=False, on_epoch=True)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        if self.validates:
+            self.validated.update(len(batch))
+            self.log("validated", self.validated)
+        super().validation_step(batch, batch_idx)
+
+
+def counted(strategy: Any, devices: int, validates: bool) -> tuple[dict[str, float], list[float]]:
+    fx.seed_everything(3)
+    module, callback = CountsEarly(validates), CountsBatches()
+    module.in_hook.update(100)  # the first epoch begins with this number
+    options: Any = {**QUIET, "max_epochs": 1, "num_sanity_val_steps": 0}
+    trainer = fx.Trainer(devices=devices, strategy=strategy, callbacks=[callback], **options)
+    trainer.fit(module, DataLoader(sentences(10), 4), DataLoader(sentences(5), 2))  # type: ignore[arg-type]
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if "loss" not in name}
+    return metrics, [float(metric.total) for metric in (module.validated, module.in_hook, callback.counted)]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "validates"),
+    params([(Mesh(pipeline=2), True)], [(Mesh(pipeline=2, virtual=2, microbatches=4), False), (Mesh(tensor=2), True)]),
+)
+def test_metric_objects_count_samples_once_where_all_stages_update_them(strategy: Mesh, validates: bool) -> None:
+    alone, objects = counted("single", 1, validates)
+    found, objects_found = counted(strategy, 2, validates)
+    assert found == pytest.approx(alone, rel=1e-4)  # float32
+    assert alone["trained"] == alone["early"] == alone["of callback"] == 10.0
+    assert objects_found == objects
 
 
 PARAMETRIZED: dict[str, Callable[[nn.Module], Any]] = {

@@ -65,7 +65,7 @@ def test_a_state_is_not_changed_by_later_updates_and_can_be_sent() -> None:
 def test_a_metric_reduces_over_some_ranks_until_it_is_undone() -> None:
     metric = SimpleNamespace(dist_sync_fn=None, distributed_available_fn=lambda: True)
     before = metric.dist_sync_fn, metric.distributed_available_fn
-    undo = reduce_along(metric, World())
+    undo = reduce_along(metric, World(), fits=True)
     assert not metric.distributed_available_fn()
     assert copy.deepcopy(metric).dist_sync_fn is metric.dist_sync_fn
     assert pickle.loads(pickle.dumps(metric.dist_sync_fn)) is None
