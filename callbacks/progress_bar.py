@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 _TERMINAL_S = 0.1  # seconds between two updates of a bar
 _LINES_S = 5.0  # seconds between two lines
-_HOOKS: Final = "a hook of a ProgressBar of your own, which draws the whole bar"
+_HOOKS: Final = (
+    'get_metrics for other values, or a fabricx.Callback with trainer_role = "progress_bar" that draws the whole bar'
+)
 
 
 @dataclass
