@@ -232,7 +232,7 @@ def restore_run(session: Session, state: dict[str, Any], *, rank: int | None, ho
     recount_batches(session)
     _end_shortened_epoch(session, trained, state.get("batches", 0))
     if rank is None or before != session.world.axis("data").size:
-        _report_lost_position(session, before)
+        _report_lost_position(session, before, state["ranks"])
     elif session.data.train_feed.reads_again:
         _report_reading(session)
     known = as_saved(session.callbacks, state.get("callback_arguments", {}))
@@ -347,16 +347,23 @@ def _end_shortened_epoch(session: Session, trained: int, before: int | float) ->
     state.validating = state.validating or validation_due_of_end(session, trained, before)
 
 
-def _report_lost_position(session: Session, before: int) -> None:
+def _report_lost_position(session: Session, before: int, ranks: Sequence[Mapping[str, Any]]) -> None:
     """Report that positions in streams are lost, because a different number of ranks has begun the epoch."""
-    if (
-        session.data.train_feed.batches_before(session.state.samples, session.options.accumulate_grad_batches) is None
-        and session.state.batch
-    ):
-        session.state.uncounted = True
+    feed, state, now = session.data.train_feed, session.state, session.world.axis("data").size
+    if feed.batches_before(state.samples, session.options.accumulate_grad_batches) is not None:
+        return
+    if state.batch:
+        state.uncounted = True
         session.print(
-            f"the checkpoint was written by {before} ranks, and {session.world.axis('data').size} continue: each rank "
-            "reads from its own loader, so some samples of this epoch may be trained twice or not at all"
+            f"the checkpoint was written by {before} ranks, and {now} continue: each rank reads from its own loader, "
+            "so some samples of this epoch may be trained twice or not at all"
+        )
+    elif any("source" in (saved["position"] or ()) for saved in ranks):
+        state.uncounted = True
+        session.print(
+            f"the checkpoint has the states of the loaders of {len(ranks)} ranks, and the run has {now} now: each "
+            "loader begins without a state. A loader that continues its data from epoch to epoch trains some samples "
+            "twice, and others not at all: resume on as many ranks as before"
         )
 
 

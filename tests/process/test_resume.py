@@ -18,7 +18,7 @@ import fabricx as fx
 from fabricx import checkpoint
 from fabricx.callbacks import EMA, GradientAccumulation, ModelCheckpoint
 from fabricx.loggers import JSONLogger
-from fabricx.testing import QUIET, LayeredModule, SavesAtEnd, TinyModule, layered_data, tiny_loader
+from fabricx.testing import QUIET, LayeredModule, Ledger, SavesAtEnd, TinyModule, layered_data, tiny_loader
 from fabricx.testing.modules import SavesAtStep
 from tests.soak import params
 
@@ -390,6 +390,49 @@ def test_a_stream_without_a_state_is_read_again_and_a_list_needs_no_word(
         assert resumed[0] == [row for row in rows if row["step"] > 3]
         assert_same(resumed[1], end, "resumed")
         assert ("its first 3 batches of this epoch are read" in capsys.readouterr().out) is said
+
+
+class Continues:
+    """A stream of samples that goes on from epoch to epoch, and has a state."""
+
+    at = 0
+
+    def __iter__(self) -> Any:
+        while True:
+            numbers = torch.arange(self.at, self.at + 3)
+            self.at += 3
+            yield torch.randn(3, 6), torch.zeros(3, 1), numbers
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+class SavesAtTheBegin(fx.Callback):
+    """Saves a checkpoint before the first batch of the second epoch."""
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 1:
+            trainer.save_checkpoint(Path(trainer.default_root_dir) / "between.ckpt")
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_stream_whose_state_another_number_of_ranks_lacks_is_reported(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], devices: int
+) -> None:
+    def fit(folder: Path, devices: int, ckpt: Path | None = None) -> list[int]:
+        module = Ledger(24, 3)
+        options: dict[str, Any] = {**QUIET, "default_root_dir": folder, "max_epochs": 2, "limit_train_batches": 4}
+        fx.Trainer(devices=devices, callbacks=[SavesAtTheBegin()], **options).fit(module, Continues(), ckpt_path=ckpt)
+        return [round(-entry) for entry in module.entries.tolist()]
+
+    assert fit(tmp_path, 2) == [1] * 24
+    capfd.readouterr()
+    counts = fit(tmp_path / "again", devices, tmp_path / "between.ckpt")
+    said = "the states of the loaders of 2 ranks, and the run has 1 now" in capfd.readouterr().out
+    assert (counts == [1] * 24, said) == ((True, False) if devices == 2 else (False, True))
 
 
 class Stream:
