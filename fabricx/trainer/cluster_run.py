@@ -14,6 +14,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+import torch
+
+from fabricx.core.rng import RandomState
 from fabricx.core.strategy_parts import HasServers, as_part
 from fabricx.distributed import world as worlds
 from fabricx.distributed.generations import Membership
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from fabricx.core.strategy import Strategy
 
 _FITS: Final = itertools.count()  # calls of `fit` in this process
+_RANDOM: Final = "random-"  # before the name of a marker: file with the random state of its first attempt
 
 
 def is_launched() -> bool:
@@ -180,6 +184,9 @@ def continue_launch(here: World, root: Path, run_dir: Path | None) -> Continuati
     the newest attempt, of which at least one started this attempt, too: users may give the same name to two launches.
     The file also counts attempts, because no machine counts all of them.
 
+    The random state of the main rank becomes that of the first attempt, from which all ranks draw in the set-up: a
+    script without a seed would draw another split of its data after a restart.
+
     Args:
         here: all ranks, which call this together.
         root: folder of all runs.
@@ -201,10 +208,12 @@ def continue_launch(here: World, root: Path, run_dir: Path | None) -> Continuati
         if marker is None:
             folder = run_dir or new_run_dir(root)
             (folder / "recovery").mkdir(parents=True, exist_ok=True)
+            torch.save(RandomState().state_dict(), folder / "recovery" / f"{_RANDOM}{mark}")
             _write_attempt(folder / "recovery" / mark, replace(attempt, restarts=0))
             return str(folder), None, 0
         restarts = max(attempt.restarts, markers[marker].restarts + 1)
         _write_attempt(marker, replace(attempt, restarts=restarts))
+        RandomState.of(torch.load(marker.with_name(f"{_RANDOM}{mark}"), weights_only=True)).restore()
         checkpoints = checkpoints_of(marker.parent.parent)
         newest = str(newest_whole(checkpoints)) if checkpoints else None
         return str(marker.parent.parent), newest, restarts

@@ -125,6 +125,44 @@ def test_what_ranks_have_copied_outlives_what_torchrun_ends(strategy: str, own_f
     assert all(0 <= int(reached) - wanted <= ahead for (_, reached), wanted in zip(begun, (0, 5, 9, 11), strict=True))
 
 
+UNSEEDED = """
+import numpy as np
+import fabricx as fx
+from torch.utils.data import DataLoader, Subset
+from fabricx.callbacks import FaultRecovery
+from fabricx.testing import QUIET, Ledger, kill
+from tests.process.ledgers import BATCH, EPOCHS, SAMPLES, Numbered
+
+class Halves(fx.DataModule):
+    def setup(self, stage):
+        self.chosen = np.random.permutation(SAMPLES)[: SAMPLES // 2].tolist()
+
+    def train_dataloader(self):
+        return DataLoader(Subset(Numbered(), self.chosen), BATCH // 2, shuffle=True)
+
+if __name__ == "__main__":
+    np.random.seed()  # as in a new interpreter
+    module = Ledger(SAMPLES, BATCH)
+    trainer = fx.Trainer(strategy="ddp", max_epochs=EPOCHS, **QUIET, callbacks=[
+        kill(rank=1).during("backward", step=3), FaultRecovery(every_n_train_steps=1)])
+    trainer.fit(module, datamodule=Halves())
+    if trainer.is_global_zero:
+        print("fit", len(trainer.failures), sorted({round(-entry, 3) for entry in module.entries.tolist()}), flush=True)
+"""
+
+
+def test_a_script_without_a_seed_has_the_same_data_after_a_restart(own_folder: Path) -> None:
+    """numpy and python seed themselves in each process: other samples were trained after a restart."""
+    (own_folder / "script.py").write_text(UNSEEDED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+               "--max-restarts", "3", "script.py"]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = warm.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
+    assert "fit 1 [0.0, 3.0]" in [line.replace("-0.0", "0.0") for line in done.stdout.splitlines()], (
+        done.stdout + done.stderr[-3000:]
+    )
+
+
 DIVERGES = """
 class Diverges(fx.Callback):
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 from fabricx.distributed.world import World
 from fabricx.launch import cluster, launch_store
@@ -33,6 +36,19 @@ def test_a_run_continues_where_an_agent_of_the_last_attempt_has_started_this_one
         assert (again.run_dir, again.restarts) == (first.run_dir, number)
     counted = begun(tmp_path, monkeypatch, Attempt(5, ["other", "a"]))
     assert (counted.run_dir, counted.restarts) == (first.run_dir, 5)
+
+
+def test_each_attempt_sets_up_with_the_random_numbers_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drawn(restarts: int) -> tuple[float, list[int], float]:
+        random.seed(restarts)
+        np.random.seed(restarts)
+        torch.manual_seed(restarts)
+        begun(tmp_path, monkeypatch, Attempt(restarts, ["a"]))
+        return random.random(), np.random.permutation(8).tolist(), float(torch.rand(()))
+
+    assert drawn(0) == drawn(1) == drawn(2)
 
 
 def test_a_later_launch_of_the_same_name_does_not_continue_the_run(
