@@ -300,6 +300,8 @@ class FSDP(Strategy, Elastic, HidesGradients, MeasuresWaiting, ShardsWeights, Wr
 
     def teardown(self) -> None:
         self._forget_step()
+        for parameter in self._parameters.values():  # torch cannot move a sharded module with gradients
+            parameter.grad = None
         self._optimizers, self._parameters = [], {}
         self._built = self._gathered = self._division = None
         super().teardown()

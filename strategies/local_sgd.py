@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, final
 
@@ -19,7 +19,7 @@ from fabricx.core.placeholder import is_placeholder
 from fabricx.core.strategy import Strategy, Traits
 from fabricx.core.strategy_parts import Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, WrapsStep
 from fabricx.distributed.joint_statistics import JointStatistics
-from fabricx.distributed.optimizer_moments import average_moments
+from fabricx.distributed.optimizer_moments import average_moments, is_moment
 from fabricx.distributed.world import World
 from fabricx.errors import check_choice
 
@@ -358,7 +358,8 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
         for fragment in self._fragments:
             fragment.local = None
         if not own:  # the number of ranks has changed: end the round of the former ranks
-            moments = _mean([state["optimizers"] for state in states])
+            scalars = {tree.escape(name) for name, parameter in module.named_parameters() if not parameter.dim()}
+            moments = _mean([state["optimizers"] for state in states], scalars)
             super().load_state_dict({**states[0], "optimizers": moments}, module, optimizers)
             for fragment, parts in zip(self._fragments, zip(*moved, strict=True), strict=True):
                 fragment.moved = torch.stack(parts).mean(0)
@@ -425,14 +426,20 @@ def _equal_on_ranks(fragment: _Fragment) -> dict[str, Tensor]:
     return {"base": fragment.base, "velocity": fragment.velocity, **moved}
 
 
-def _mean(states: Sequence[Any]) -> Any:
-    """Average nested states of the same structure; integers and scalars are those of the first state."""
+def _mean(states: Sequence[Any], scalars: Collection[str]) -> Any:
+    """Average the moments in states of optimizers of the same structure; other values are those of the first state.
+
+    Args:
+        states: nested state of each rank, with names of parameters as keys.
+        scalars: names of parameters without dimensions.
+    """
     (rest, first), *others = (tree.split(state) for state in states)
-    several = {name: [tensor, *(tensors[name] for _, tensors in others)] for name, tensor in first.items()}
-    return tree.join(rest, {
-        name: torch.stack(tensors).mean(0) if tensors[0].is_floating_point() and tensors[0].dim() else tensors[0]
-        for name, tensors in several.items()
-    })  # fmt: skip
+    mean = dict(first)
+    for path, tensor in first.items():
+        owner, name = path.split("/")[-2:]
+        if is_moment(name, tensor, 0 if owner in scalars else 1):
+            mean[path] = torch.stack([tensor, *(tensors[path] for _, tensors in others)]).mean(0)
+    return tree.join(rest, mean)
 
 
 def _flat(parameters: list[Tensor]) -> Tensor:

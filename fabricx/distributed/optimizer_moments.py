@@ -9,11 +9,25 @@ from torch.optim import Optimizer
 from fabricx.distributed.world import World
 
 
+def is_moment(name: str, value: object, parameter_dims: int) -> bool:
+    """Return whether an entry of an optimizer's state is averaged over ranks: a moment, and no count of steps.
+
+    Args:
+        name: key of the entry.
+        value: value of the entry.
+        parameter_dims: number of dimensions of the parameter; the moments of a scalar parameter are scalars, too.
+    """
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return False
+    return value.dim() > 0 or (parameter_dims == 0 and name != "step")
+
+
 def average_moments(world: World, optimizer: Optimizer) -> None:
     """Average the moments of an optimizer that has stepped independently on each rank.
 
     A rank whose optimizer has not stepped yet has no state, and receives the average of the ranks with a state. Step
-    counts and other scalars are not averaged; a rank without them copies the values of the first rank with a state.
+    counts and other scalars of a parameter with dimensions are not averaged; a rank without them copies the values of
+    the first rank with a state.
 
     Args:
         world: ranks that have stepped; all call this together.
@@ -24,7 +38,7 @@ def average_moments(world: World, optimizer: Optimizer) -> None:
         (number, name): value
         for number, parameter in enumerate(parameters)
         for name, value in optimizer.state.get(parameter, {}).items()
-        if isinstance(value, Tensor) and value.is_floating_point() and value.dim()
+        if is_moment(name, value, parameter.dim())
     }
     rest = {
         (number, name): value

@@ -128,6 +128,8 @@ def test_what_is_not_supported_is_refused_before_the_first_step(tmp_path: Path) 
 
 
 AGAIN = (  # that were wrong once
+    "local_sgd ranks=2 optimizer=momentum model=scalar",
+    "fsdp ranks=2 update=manual loop=evaluate",
     "ps2-tensor ranks=2 callback=ema save=on_train_epoch_end",
     "fsdp ranks=2 callback=ema save=on_train_epoch_end",
     "ps0-server ranks=2 callback=ema save=to-single",

@@ -45,6 +45,18 @@ def test_moments_are_averaged() -> None:
     assert optimizer.state[parameter]["momentum_buffer"].tolist() == [3.0] * 3
 
 
+def test_the_moments_of_a_scalar_parameter_are_averaged_and_its_step_is_not() -> None:
+    parameter = nn.Parameter(torch.tensor(0.0))
+    optimizer = torch.optim.Adam([parameter], lr=0.1, betas=(0.5, 0.5))
+    parameter.grad = torch.tensor(2.0)
+    optimizer.step()
+    moments = {(0, name): (torch.Size([]), torch.float32) for name in ("exp_avg", "exp_avg_sq")}
+    world = _Pair(described=(moments, {(0, "step"): torch.tensor(9.0)}), sums={(): torch.tensor(5.0)})
+    average_moments(world, optimizer)
+    state = {name: float(value) for name, value in optimizer.state[parameter].items()}
+    assert state == {"step": 1.0, "exp_avg": 3.0, "exp_avg_sq": 3.5}
+
+
 def test_a_rank_that_has_not_stepped_receives_the_state_of_the_others() -> None:
     parameter = nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)

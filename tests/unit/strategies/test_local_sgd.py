@@ -172,3 +172,14 @@ def test_an_in_memory_checkpoint_has_a_share_of_what_is_equal_on_all_ranks() -> 
     assert torch.allclose(
         module.weight.flatten(), base - 0.7 * 1.9 * (base - start.flatten()) + 0.567 * base, atol=1e-5
     )
+
+
+def test_moments_of_other_ranks_are_averaged_also_of_scalar_parameters() -> None:
+    def state(value: float) -> Any:
+        moments = {"exp_avg": torch.tensor(value), "step": torch.tensor(value)}
+        return [{"state": {"a/b": moments, "wide": {**moments, "exp_avg": torch.full((2,), value)}}, "lr": value}]
+
+    found = local_sgd._mean([state(1.0), state(4.0)], {"a%2Fb"})[0]
+    assert {name: value.tolist() for name, value in found["state"]["a/b"].items()} == {"exp_avg": 2.5, "step": 1.0}
+    assert {name: value.tolist() for name, value in found["state"]["wide"].items()} == {"exp_avg": [2.5] * 2, "step": 1}
+    assert found["lr"] == 1.0
