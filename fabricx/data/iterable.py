@@ -27,7 +27,8 @@ class ListFeed(Feed):
     random states of its own.
 
     If the source has `state_dict` and `load_state_dict`, these save and restore its position. Otherwise the trained
-    batches of the epoch are read again, with the random state of the epoch's begin.
+    batches of the epoch are read again, with the random state of the epoch's begin. If a limit has ended an epoch, its
+    last batch is read again: the next `iter(source)` begins anew or continues, as in a run without the interruption.
 
     Args:
         source: iterable of batches, such as a DataLoader.
@@ -55,6 +56,7 @@ class ListFeed(Feed):
         self._began: Any = None  # random state when the epoch's first batch was requested
         self._drawn: Drawn | None = None  # random states of the present iterator, if it draws random numbers
         self._ahead: Any = _NOTHING  # the source's state before the batch that was prefetched
+        self._last: Any = None  # the source's state before the last batch that the limit permits, when it is drawn
         self._over = False  # the source has ended its epoch, so that its state belongs to the next epoch
         self._restored: Any = None
         self._own = (-1, 0)  # epoch, and batches of it that this rank has trained at its own pace
@@ -65,7 +67,8 @@ class ListFeed(Feed):
             return None if self._began is None else {"began": self._began, **trained}
         state, draws = self._present() if self._ahead is _NOTHING else self._ahead
         drawn = {} if draws is None else {"draws": draws.state_dict()}
-        return {"over": self._over, "source": state, **drawn, **trained}
+        last = {} if self._last is None or self._ahead is not _NOTHING else {"last": self._last}
+        return {"over": self._over, "source": state, **last, **drawn, **trained}
 
     def _present(self) -> tuple[Any, RandomState | None]:
         """Return the state of the source, and its random states."""
@@ -188,12 +191,12 @@ class ListFeed(Feed):
             resumes: the epoch has begun before, even if no batch of it was trained.
         """
         remaining = None if self._limit == float("inf") else _stop(self._length() - first)
-        self._ahead, self._over = _NOTHING, False
+        self._ahead, self._last, self._over = _NOTHING, None, False
         if self._restored is None:
             if self._began is None or not (first or resumes):
                 self._began, resumes = self._random(), False
             if not first and not resumes:
-                return itertools.islice(self._iterator(), remaining)
+                return self._limited(self._iterator(), remaining)
             with random_kept():  # reading again must not change the restored random state of this run
                 RandomState.of(self._began).restore()
                 set_generators(self.generators(), self._began.get("own", {}))
@@ -203,12 +206,28 @@ class ListFeed(Feed):
             return itertools.islice(data, remaining)
         source: Any = self._source
         saved, self._restored = self._restored, None
-        source.load_state_dict(saved["source"])
+        source.load_state_dict(saved.get("last", saved["source"]))
+        if "last" in saved:
+            with random_kept():
+                next(self._iterator(), None)
+            self._last = saved["last"] if first else None
         self._over = bool(saved["over"] and first)  # at first=0 an epoch begins
         if self._over:
             return iter(())
         draws = saved.get("draws") if first else None
-        return itertools.islice(self._iterator(None if draws is None else RandomState.of(draws)), remaining)
+        return self._limited(self._iterator(None if draws is None else RandomState.of(draws)), remaining)
+
+    def _limited(self, data: Iterator[Any], limit: int | None) -> Iterator[Any]:
+        """Yield batches up to a limit; before the last one, keep the state of the source."""
+        if limit is None or not self._stateful:
+            yield from itertools.islice(data, limit)
+            return
+        for number in range(limit):
+            before = self._present()[0] if number == limit - 1 else None
+            if (batch := next(data, _NOTHING)) is _NOTHING:
+                return
+            self._last = before
+            yield batch
 
     def _iterator(self, draws: RandomState | None = None) -> Iterator[Any]:
         """Return an iterator of the source.
@@ -262,7 +281,7 @@ class ListFeed(Feed):
                 index == window, index == stop - 1, index == total - 1, stop - window, empty=empty,
                 idle=self._world.ranks_of_run(rank for rank, length in enumerate(lengths) if index >= length),
             )  # fmt: skip
-        if self._stateful and local == total:
+        if self._stateful:
             next(data, None)  # as in a plain loop: only then does the source end its epoch
         self._over = True
 

@@ -214,6 +214,73 @@ def test_a_dropped_gradient_ends_the_section_with_an_error_since_its_batch_is_in
         list(leased)
 
 
+class Numbers:
+    """Numbers up to 5 with a position; `iter` begins anew, or after the newest one."""
+
+    def __init__(self, *, restarts: bool, count: int = 5) -> None:
+        self.at, self.restarts, self.count, self.loaded = 0, restarts, count, False
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        if self.restarts and not self.loaded:
+            self.at = 0
+        self.loaded = False
+        while self.at < self.count:
+            self.at += 1
+            yield self.at
+        self.at = 0
+
+    def state_dict(self) -> int:
+        return self.at
+
+    def load_state_dict(self, state: int) -> None:
+        self.at, self.loaded = state, True
+
+
+def data_of(feed: ListFeed, epoch: int, first: int = 0) -> list[Any]:
+    return [micro.data for micro in feed.epoch(epoch, first=first)]
+
+
+def position_of(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name != "draws"}
+
+
+@pytest.mark.parametrize("limit", [3, 0.6, 5, float("inf")])
+@pytest.mark.parametrize("restarts", [True, False])
+def test_after_an_epoch_that_a_limit_has_ended_a_resumed_run_reads_what_the_whole_one_reads(
+    restarts: bool, limit: float
+) -> None:
+    feed = ListFeed(Numbers(restarts=restarts), World(), limit)
+    first = data_of(feed, 0)
+    state = feed.state_dict()
+    whole = data_of(feed, 1) + data_of(feed, 2)
+    for position in (0, len(first)):  # the checkpoint is of the begin of the next epoch, or of the end of this one
+        resumed = ListFeed(Numbers(restarts=restarts), World(), limit)
+        resumed.load_state_dict(state)
+        if position:
+            assert data_of(resumed, 0, position) == []
+            assert position_of(resumed.state_dict()) == position_of(state)
+        assert data_of(resumed, 1) + data_of(resumed, 2) == whole
+
+
+@pytest.mark.parametrize("restarts", [True, False])
+def test_a_rank_whose_stream_is_shorter_reads_it_again_in_the_next_epoch_also_after_a_resume(restarts: bool) -> None:
+    class Shorter(Rank):
+        def gather_objects(self, obj: Any) -> list[Any]:
+            return [2, 4]
+
+    def made() -> ListFeed:
+        return ListFeed(Numbers(restarts=restarts, count=2), Shorter(0, 2, Together(2)), float("inf"))
+
+    feed = made()
+    assert data_of(feed, 0) == [1, 2, None, None]
+    resumed = made()
+    resumed.load_state_dict(feed.state_dict())
+    assert data_of(feed, 1) == data_of(resumed, 1) == [1, 2, None, None]
+
+
 class Noise:
     """Batches with numbers of the global generators; those with `state` have a position."""
 
