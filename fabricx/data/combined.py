@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, final
 
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, Sampler
 
+from fabricx.core.rng import random_kept
 from fabricx.data.map_style import is_ordered, order_of
 from fabricx.errors import did_you_mean
 
@@ -205,7 +206,6 @@ def _length(loader: Any) -> int | float:
         return math.inf
 
 
-@final
 class Batches:
     """The batches of a `CombinedLoader`, without their numbers.
 
@@ -233,6 +233,92 @@ class Batches:
             for part in (loader, getattr(loader, "sampler", None), getattr(loader, "dataset", None)):
                 if hasattr(part, "set_epoch"):
                     part.set_epoch(epoch)
+
+
+@final
+class StatefulBatches(Batches):
+    """The batches of a `CombinedLoader` whose loaders have `state_dict`: a resumed run continues at their positions.
+
+    When a state is loaded, the newest batch of each loader is read again: at the end of an epoch, some loaders are in
+    the middle of their data, and the next epoch begins them as a run without the interruption does.
+
+    Args:
+        combined: `CombinedLoader` of loaders with `state_dict` and `load_state_dict`.
+    """
+
+    def __init__(self, combined: CombinedLoader) -> None:
+        super().__init__(combined)
+        self._restored = False
+        self._begun: dict[int, Iterator[Any]] = {}  # iterators of loaders with which a resumed epoch continues
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        loaders = len(self.combined.flattened)
+        self._ended = [False] * loaders
+        self._before: list[Any] = [None] * loaders  # each loader's state before its newest batch; None at its end
+        self._number = 0  # of the present loader in mode "sequential"
+        self._over = False
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self._restored:
+            self._begun = {}
+            self._begin_anew()
+        self._restored = False
+        return self._read()
+
+    def _read(self) -> Iterator[Any]:
+        loaders, mode = self.combined.flattened, self.combined.mode
+        if mode == "sequential":
+            for number in range(self._number, len(loaders)):
+                self._number = number
+                yield from self._read_one(number)
+        else:
+            begin = [functools.partial(self._read_one, number) for number in range(len(loaders))]
+            absent = [ended and mode == "max_size" for ended in self._ended]
+            sources = [iter(()) if out else start() for out, start in zip(absent, begin, strict=True)]
+            for row in _side_by_side(sources, begin, mode, self._ended):
+                yield self.combined.structured(row)
+        self._over = True
+
+    def _read_one(self, number: int) -> Iterator[Any]:
+        loader = self.combined.flattened[number]
+        batches = self._begun.pop(number, None) or iter(loader)
+        while True:
+            before = loader.state_dict()
+            batch = next(batches, _NOTHING)
+            self._before[number] = None if batch is _NOTHING else before
+            if batch is _NOTHING:
+                return
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the positions of the loaders."""
+        return {
+            "loaders": [loader.state_dict() for loader in self.combined.flattened],
+            "before": list(self._before),
+            "ended": list(self._ended),
+            "number": self._number,
+            "over": self._over,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the positions of the loaders.
+
+        Args:
+            state: result of `state_dict`.
+        """
+        self._begin_anew()
+        self._begun = {}
+        for number, (saved, before) in enumerate(zip(state["loaders"], state["before"], strict=True)):
+            loader = self.combined.flattened[number]
+            loader.load_state_dict(saved if before is None else before)
+            if before is not None:
+                with random_kept():
+                    self._begun[number] = iter(loader)
+                    next(self._begun[number], None)
+        if not state["over"]:
+            self._before, self._ended, self._number = list(state["before"]), list(state["ended"]), state["number"]
+            self._restored = True
 
 
 def combined_length(lengths: Sequence[int | float], mode: CombineMode) -> int | float:
@@ -263,13 +349,12 @@ def side_by_side(begin: Sequence[Callable[[], Iterator[Any]]], mode: CombineMode
     >>> [list(side_by_side([[1, 2].__iter__, [3].__iter__], mode)) for mode in MODES[:3]]
     [[[1, 3]], [[1, 3], [2, 3]], [[1, 3], [2, None]]]
     """
-    return _side_by_side([start() for start in begin], begin, mode)
+    return _side_by_side([start() for start in begin], begin, mode, [False] * len(begin))
 
 
 def _side_by_side(
-    sources: list[Iterator[Any]], begin: Sequence[Callable[[], Iterator[Any]]], mode: CombineMode
+    sources: list[Iterator[Any]], begin: Sequence[Callable[[], Iterator[Any]]], mode: CombineMode, ended: list[bool]
 ) -> Iterator[list[Any]]:
-    ended = [False] * len(sources)
     while True:
         items = []
         for number, source in enumerate(sources):
@@ -314,7 +399,8 @@ def joined(loader: CombinedLoader, ranks: int) -> Any:
             f"{other}, which each rank reads whole. Use map-style DataLoaders only, without samplers that depend on "
             "the rank; or set use_distributed_sampler=False and divide all data in the loaders"
         )
-    return Batches(loader)
+    stateful = all(hasattr(part, "state_dict") and hasattr(part, "load_state_dict") for part in loaders)
+    return StatefulBatches(loader) if stateful and loaders else Batches(loader)
 
 
 def _map_style(loader: CombinedLoader, loaders: Sequence[DataLoader[Any]]) -> DataLoader[Any]:

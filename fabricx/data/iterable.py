@@ -211,7 +211,7 @@ class ListFeed(Feed):
             with random_kept():
                 next(self._iterator(), None)
             self._last = saved["last"] if first else None
-        self._over = bool(saved["over"] and first)  # at first=0 an epoch begins
+        self._over = bool(first and (saved["over"] or "last" in saved))  # at first=0 an epoch begins
         if self._over:
             return iter(())
         draws = saved.get("draws") if first else None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import fabricx as fx
 from fabricx.data import CombinedLoader
 from fabricx.data.combined import MODES, joined
+from fabricx.data.iterable import ListFeed
 from fabricx.data.map_style import is_ordered
+from fabricx.distributed.world import World
 from fabricx.testing import QUIET, TinyModule, tiny_loader
 
 
@@ -275,3 +279,60 @@ def test_evaluations_take_loaders_one_after_the_other_or_side_by_side(quiet: dic
     trainer.validate(module, CombinedLoader([tiny_loader(4, 2), tiny_loader(2, 2)], "sequential"), verbose=False)
     trainer.validate(module, CombinedLoader({"a": tiny_loader(4, 2), "b": tiny_loader(2, 2)}), verbose=False)
     assert module.calls == [("list", 0, 0), ("list", 1, 0), ("list", 0, 1), ("dict", 0, 0)]
+
+
+class Positioned:
+    """Numbers with a position; `iter` begins anew, or after the newest one."""
+
+    def __init__(self, begin: int, count: int, *, restarts: bool) -> None:
+        self.begin, self.count, self.restarts, self.at, self.loaded = begin, count, restarts, 0, False
+
+    def __iter__(self) -> Iterator[int]:
+        if self.restarts and not self.loaded:
+            self.at = 0
+        self.loaded = False
+        while self.at < self.count:
+            self.at += 1
+            yield self.begin + self.at
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at, self.loaded = state["at"], True
+
+
+class Sized(Positioned):
+    def __len__(self) -> int:
+        return self.count
+
+
+@pytest.mark.parametrize(("kind", "limit"), [(Positioned, float("inf")), (Sized, float("inf")), (Sized, 2)])
+@pytest.mark.parametrize("restarts", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_loaders_with_a_state_continue_at_their_positions(mode: Any, restarts: bool, kind: Any, limit: float) -> None:
+    def made() -> ListFeed:
+        loaders = {"a": kind(0, 2, restarts=restarts), "b": kind(10, 5, restarts=restarts)}
+        return ListFeed(joined(CombinedLoader(loaders, mode), ranks=1), World(), limit)
+
+    def read(feed: ListFeed, epoch: int, first: int = 0) -> Iterator[Any]:
+        return (micro.data for micro in feed.epoch(epoch, first=first))
+
+    for position in range(8):
+        feed = made()
+        batches = read(feed, 0)
+        begun = list(itertools.islice(batches, position))
+        state = pickle.loads(pickle.dumps(feed.state_dict()))
+        rest = list(batches)
+        ended = pickle.loads(pickle.dumps(feed.state_dict()))
+        following = list(read(feed, 1)) + list(read(feed, 2))
+        resumed = made()
+        resumed.load_state_dict(state)
+        assert [*read(resumed, 0, len(begun)), *read(resumed, 1), *read(resumed, 2)] == rest + following
+        resumed = made()
+        resumed.load_state_dict(ended)
+        assert [*read(resumed, 1), *read(resumed, 2)] == following
+        if not rest:
+            break
+    assert not rest

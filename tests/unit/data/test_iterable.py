@@ -253,15 +253,16 @@ def test_after_an_epoch_that_a_limit_has_ended_a_resumed_run_reads_what_the_whol
     restarts: bool, limit: float
 ) -> None:
     feed = ListFeed(Numbers(restarts=restarts), World(), limit)
-    first = data_of(feed, 0)
-    state = feed.state_dict()
+    states = [feed.state_dict() for _ in feed.epoch(0)]
+    ended, batches = feed.state_dict(), len(states)
     whole = data_of(feed, 1) + data_of(feed, 2)
-    for position in (0, len(first)):  # the checkpoint is of the begin of the next epoch, or of the end of this one
+    # The checkpoint is of the last batch, of the end of its epoch, or of the begin of the next epoch.
+    for state, position in ((states[-1], batches), (ended, batches), (ended, 0)):
         resumed = ListFeed(Numbers(restarts=restarts), World(), limit)
         resumed.load_state_dict(state)
         if position:
             assert data_of(resumed, 0, position) == []
-            assert position_of(resumed.state_dict()) == position_of(state)
+            assert position_of(resumed.state_dict()) == position_of(ended)
         assert data_of(resumed, 1) + data_of(resumed, 2) == whole
 
 
