@@ -14,7 +14,7 @@ from typing import Any, final
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset
 from torch.utils.data.distributed import DistributedSampler
 
 from fabricx.core.dealer import Dealer
@@ -132,7 +132,7 @@ class OrderedFeed(Feed):
         if self._world.size == 1:  # not divided: the order may differ between ranks
             return length
         seed = f", seed {self._seed}" if _shuffles(self._sampler) else ""
-        return f"{length}, {type(self._sampler).__name__}{seed}"
+        return f"{length}, {type(self._sampler).__name__}{seed}{_chosen(self._dataset)}"
 
     def leaves_out(self, accumulate: int) -> bool:
         return self._cut(self._items(), accumulate).leaves_out
@@ -398,6 +398,21 @@ def _picks(shares: Iterable[Any], order: Any, alone: bool, *, company: bool) -> 
             yield from ((begin + offset, item) for offset, item in enumerate(picked))
         else:
             yield begin, picked
+
+
+def _chosen(dataset: Any) -> str:
+    """Describe which items a Subset has, which a script without a seed may draw anew on each rank."""
+    digest, chosen = hashlib.blake2b(digest_size=8), ""
+    while isinstance(dataset, Subset):
+        indices: Any = dataset.indices
+        if isinstance(indices, (list, tuple, range, np.ndarray, torch.Tensor)):
+            numbers = np.asarray(indices.cpu() if isinstance(indices, torch.Tensor) else indices)
+            if numbers.dtype.kind not in "iu":  # bytes of other objects differ between processes
+                return ""
+            digest.update(numbers.tobytes())
+            chosen = f", items {digest.hexdigest()} of a Subset (draw them after fx.seed_everything)"
+        dataset = dataset.dataset
+    return chosen
 
 
 def _shuffles(sampler: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 import fabricx as fx
 from fabricx.callbacks import EMA, FaultRecovery
@@ -79,6 +79,8 @@ class Built(fx.Module):
         samples = 6 if self.is_other("length") else 8
         shuffled = {"shuffle": True, "generator": torch.Generator().manual_seed(3 + self.is_other("order"))}
         batch = 1 if self.is_other("batch") else 2
+        if self.what == "items":
+            return DataLoader(Subset(data(), [5, 3] if self.is_other("items") else [3, 4]), batch)
         return DataLoader(data(samples), batch, **(shuffled if self.what == "order" else {}))  # type: ignore[arg-type]
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -109,6 +111,7 @@ DIFFERENCES = {
     "schedule": "schedule 0, step_size: 5 on rank 0, 7 on rank 1",
     "length": "training data: DataLoader of 8 samples, 2 in a batch, SequentialSampler on rank 0, DataLoader of 6",
     "batch": "2 in a batch, SequentialSampler on rank 0, DataLoader of 8 samples, 1 in a batch",
+    "items": "of a Subset (draw them after fx.seed_everything) on rank 0, DataLoader of 2 samples, 2 in a batch, Seq",
     "order": "RandomSampler, seed 3 on rank 0, DataLoader of 8 samples, 2 in a batch, RandomSampler, seed 4 on rank 1",
 }
 
