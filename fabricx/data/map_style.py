@@ -406,6 +406,8 @@ def _chosen(dataset: Any) -> str:
     while isinstance(dataset, Subset):
         indices: Any = dataset.indices
         if isinstance(indices, (list, tuple, range, np.ndarray, torch.Tensor)):
+            if isinstance(indices, range):  # much faster than a conversion
+                indices = np.arange(indices.start, indices.stop, indices.step)
             numbers = np.asarray(indices.cpu() if isinstance(indices, torch.Tensor) else indices)
             if numbers.dtype.kind not in "iu":  # bytes of other objects differ between processes
                 return ""
