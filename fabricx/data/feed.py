@@ -74,6 +74,7 @@ class Feed(ABC):
         of_rank: what a rank reads may depend on its rank and on the number of ranks, so that these can't change.
         order: identifies the order of the epoch; "" if there is no known order.
         order_before: `order` as recorded in the checkpoint of this epoch.
+        chosen: digest of the items that a `Subset` has; "" for other data sets.
         drawn: values of the sampler that drawing the newest order has changed, before and after.
         at_first: original values of everything that drawing orders has changed in the sampler.
         reads_again: to start within an epoch, the data before the position are read again.
@@ -86,6 +87,7 @@ class Feed(ABC):
     of_rank = False
     order = ""
     order_before = ""
+    chosen = ""
     drawn: dict[str, Any] | None = None
     at_first: dict[str, Any] | None = None
     reads_again = False

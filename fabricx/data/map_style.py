@@ -98,6 +98,7 @@ class OrderedFeed(Feed):
                 f"{self._began_with} ranks"
             )
         self._loader = _copy_loader(loader, self._picked, max(1, world.local_size), seeded=parts > 0)
+        self.chosen = _chosen(self._dataset)
 
     def _items(self) -> int:
         """Return the number of items of the order that an epoch uses."""
@@ -132,7 +133,8 @@ class OrderedFeed(Feed):
         if self._world.size == 1:  # not divided: the order may differ between ranks
             return length
         seed = f", seed {self._seed}" if _shuffles(self._sampler) else ""
-        return f"{length}, {type(self._sampler).__name__}{seed}{_chosen(self._dataset)}"
+        items = f", items {self.chosen} of a Subset (draw them after fx.seed_everything)" if self.chosen else ""
+        return f"{length}, {type(self._sampler).__name__}{seed}{items}"
 
     def leaves_out(self, accumulate: int) -> bool:
         return self._cut(self._items(), accumulate).leaves_out
@@ -401,8 +403,8 @@ def _picks(shares: Iterable[Any], order: Any, alone: bool, *, company: bool) -> 
 
 
 def _chosen(dataset: Any) -> str:
-    """Describe which items a Subset has, which a script without a seed may draw anew on each rank."""
-    digest, chosen = hashlib.blake2b(digest_size=8), ""
+    """Return a digest of the items that a Subset has, which a script without a seed may draw anew; "" without."""
+    digest, found = hashlib.blake2b(digest_size=8), False
     while isinstance(dataset, Subset):
         indices: Any = dataset.indices
         if isinstance(indices, (list, tuple, range, np.ndarray, torch.Tensor)):
@@ -412,9 +414,9 @@ def _chosen(dataset: Any) -> str:
             if numbers.dtype.kind not in "iu":  # bytes of other objects differ between processes
                 return ""
             digest.update(numbers.tobytes())
-            chosen = f", items {digest.hexdigest()} of a Subset (draw them after fx.seed_everything)"
+            found = True
         dataset = dataset.dataset
-    return chosen
+    return digest.hexdigest() if found else ""
 
 
 def _shuffles(sampler: Any) -> bool:

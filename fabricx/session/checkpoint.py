@@ -213,6 +213,7 @@ def restore_run(session: Session, state: dict[str, Any], *, rank: int | None, ho
             f"{type(session.data.train_dataloader).__name__}: some of its samples are trained twice, and others not at "
             "all"
         )
+    _report_other_items(session, state.get("items", ""))
     own_accumulation = session.options.accumulate_grad_batches
     session.checkpoints.loaded = (
         state.get("global_batch", 0),
@@ -245,6 +246,20 @@ def restore_run(session: Session, state: dict[str, Any], *, rank: int | None, ho
     if index < len(state["ranks"]):
         RandomState.of(state["ranks"][index]["random"]).restore()
         set_generators(session.data.own_generators, state["ranks"][index].get("own", {}))
+
+
+def _report_other_items(session: Session, before: str) -> None:
+    """Report a Subset whose items are not those of the checkpoint's run, such as a split that was drawn anew.
+
+    Args:
+        session: this rank's session.
+        before: digest of the items in the checkpoint; "" without.
+    """
+    if session.state.step and before and session.data.train_feed.chosen not in ("", before):
+        session.print(
+            "the Subset of the training data has other items than that of the checkpoint's run, which may have kept "
+            "some of them for its validation: draw a split after fx.seed_everything, or save it"
+        )
 
 
 def _report_unused(session: Session, states: Mapping[str, Any]) -> None:

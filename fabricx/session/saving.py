@@ -237,6 +237,7 @@ def run_state(session: Session) -> dict[str, Any]:
         "order": ""
         if session.data.train_feed is None
         else session.data.train_feed.order or session.data.train_feed.order_before,
+        "items": "" if session.data.train_feed is None else session.data.train_feed.chosen,
         "drawn": [feed.drawn for feed in session.data.feeds],
         "schedules": [schedule.scheduler.state_dict() for schedule in session.lr_schedulers],
         "scheduled": [schedule.described for schedule in session.lr_schedulers],

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler, Subset
 
 from fabricx.core.dealer import Dealer
 from fabricx.data import make_feed
-from fabricx.data.map_style import OrderedFeed
+from fabricx.data.map_style import OrderedFeed, _chosen
 from fabricx.distributed.world import World
 from fabricx.errors import RanksDisagree
 from fabricx.parameter_server.wire.messages import LeaseReply
@@ -111,3 +112,11 @@ def test_ranks_that_meet_without_a_lease_are_in_the_middle_of_a_batch() -> None:
     assert meetings == [(0, True, False), (2, False, False), (2, True, False), (3, False, True)]
     assert [(micro.begin, micro.end) for micro in micros if not micro.meets] == [(0, 4), (4, 8), (8, 12)]
     assert opened == [(0, position, 12) for position in (0, 0, 8, 8)]
+
+
+def test_items_are_the_same_in_each_form() -> None:
+    forms: list[Any] = [[3, 5, 7], (3, 5, 7), range(3, 9, 2), np.array([3, 5, 7]), torch.tensor([3, 5, 7])]
+    digests = {_chosen(Subset(DATA, form)) for form in forms}
+    assert len(digests) == 1
+    assert digests.isdisjoint({_chosen(Subset(DATA, [3, 7, 5])), _chosen(Subset(Subset(DATA, range(20)), [3, 5, 7]))})
+    assert _chosen(DATA) == _chosen(Subset(DATA, ["a"])) == ""  # type: ignore[arg-type, list-item]

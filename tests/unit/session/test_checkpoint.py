@@ -9,10 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset
 
 import fabricx as fx
 from fabricx.callbacks import EMA, EarlyStopping, FaultRecovery, ModelCheckpoint, StochasticWeightAveraging
@@ -20,6 +21,7 @@ from fabricx.core.strategy_parts import HasServers, as_part
 from fabricx.session.checkpoint import _print_global_batch, _report_reading
 from fabricx.strategies import DDP, AsyncSGD, ParameterServer
 from fabricx.testing import QUIET, TinyModule, tiny_data, tiny_loader
+from fabricx.testing.modules import SavesAtStep
 
 SGD, Adam, AdamW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
 
@@ -386,3 +388,20 @@ def test_what_persistent_loader_processes_have_kept_is_said_to_be_lost_after_the
     )  # fmt: skip
     _report_reading(session)
     assert sum("Set persistent_workers=False" in line for line in lines) == said
+
+
+def split(seed: int) -> DataLoader[Any]:
+    return DataLoader(Subset(tiny_data(24), np.random.default_rng(seed).permutation(24)[:16].tolist()), 4, shuffle=True)
+
+
+@pytest.mark.parametrize("step", [2, 4])  # within an epoch, and at its end
+def test_another_split_is_reported(
+    step: int, tmp_path: Path, quiet: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "saved.ckpt"
+    fx.Trainer(max_steps=step, callbacks=SavesAtStep(path, step), **quiet).fit(TinyModule(), split(0))
+    reported = []
+    for seed in (0, 1):
+        fx.Trainer(max_steps=6, **quiet).fit(TinyModule(), split(seed), ckpt_path=path)
+        reported.append("the Subset of the training data has other items" in capsys.readouterr().out)
+    assert reported == [False, True]
