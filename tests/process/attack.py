@@ -125,6 +125,15 @@ def write_to(store: Any, exploit: bytes) -> None:
         store.add(key, 1 << 40)
 
 
+def _wait_for(port: int) -> None:
+    """Wait until a program listens at a port, at most `START_S`."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), TIMEOUT_S):
+            return
+        time.sleep(0.002)
+
+
 def overwrite(port: int, exploit: bytes, kind: str) -> list[str]:
     """Overwrite or delete a run's values in its launcher's store, from before they are there until the store has gone.
 
@@ -132,6 +141,7 @@ def overwrite(port: int, exploit: bytes, kind: str) -> list[str]:
     """
     written: set[str] = set()
     with contextlib.suppress(RuntimeError):
+        _wait_for(port)  # torch's client may wait for a minute after connections that were refused
         limit = timedelta(seconds=START_S)  # on a busy machine the launcher takes its time
         store: Any = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=limit)
         deadline = time.monotonic() + START_S
