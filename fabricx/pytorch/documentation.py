@@ -12,7 +12,7 @@ from fabricx.core.former_names import FORMER_DATA_HOOKS, FORMER_HOOKS
 from fabricx.pytorch.modules import available
 from fabricx.pytorch.names import TREE, names_of
 
-# Members of Lightning's classes that fabricx does not have, and what replaces them.
+# Members of Lightning's classes that fabricx does not have, and their replacements.
 ABSENT_MEMBERS: Final[Mapping[str, Mapping[str, str]]] = {
     "Trainer": {
         "validate_loop": "trainer.num_val_batches, val_dataloaders",
@@ -32,7 +32,7 @@ ABSENT_MEMBERS: Final[Mapping[str, Mapping[str, str]]] = {
     },
     "Callback": {},
 }
-# Names that are the same, with another meaning.
+# Equal names with different meanings.
 _DIFFERS: Final[Mapping[str, str]] = {
     "trainer.global_step, max_steps": "weight updates, for any number of optimizers",
     "step of the rows of loggers": "the number of weight updates: 1 for the first batch, in Lightning 0",

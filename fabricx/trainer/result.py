@@ -179,11 +179,9 @@ class Outcome:
             if not isinstance(tensor, Tensor) or name not in state or name in lazy:
                 continue
             with torch.no_grad():
-                # `setup` may have set a tensor of another shape; the dtype differs with precision="64-true".
-                same = state[name].shape == tensor.shape
-                state[name].data = (
-                    state[name].data if same else torch.empty_like(tensor, device=state[name].device)
-                ).to(tensor.dtype)
+                if state[name].shape != tensor.shape:  # `setup` has set a tensor of a different shape
+                    state[name].data = torch.empty_like(tensor, device=state[name].device)
+                state[name].data = state[name].data.to(tensor.dtype)  # differs with precision="64-true"
                 state[name].copy_(tensor)
         if lazy or set(state) != set(self.weights):  # layers that configure_model or setup has built in the workers
             module.configure_model()

@@ -21,6 +21,7 @@ from fabricx.data.iterable import ListFeed
 from fabricx.data.map_style import is_ordered
 from fabricx.distributed.world import World
 from fabricx.testing import QUIET, TinyModule, tiny_loader
+from tests.unit.data.positioned import Positioned, Sized
 
 
 class Numbers(Dataset[int]):
@@ -279,33 +280,6 @@ def test_evaluations_take_loaders_one_after_the_other_or_side_by_side(quiet: dic
     trainer.validate(module, CombinedLoader([tiny_loader(4, 2), tiny_loader(2, 2)], "sequential"), verbose=False)
     trainer.validate(module, CombinedLoader({"a": tiny_loader(4, 2), "b": tiny_loader(2, 2)}), verbose=False)
     assert module.calls == [("list", 0, 0), ("list", 1, 0), ("list", 0, 1), ("dict", 0, 0)]
-
-
-class Positioned:
-    """Numbers with a position; `iter` begins anew, or after the newest one."""
-
-    def __init__(self, begin: int, count: int, *, restarts: bool) -> None:
-        self.begin, self.count, self.restarts, self.at, self.loaded = begin, count, restarts, 0, False
-
-    def __iter__(self) -> Iterator[int]:
-        if self.restarts and not self.loaded:
-            self.at = 0
-        self.loaded = False
-        while self.at < self.count:
-            self.at += 1
-            yield self.begin + self.at
-        self.at = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at, self.loaded = state["at"], True
-
-
-class Sized(Positioned):
-    def __len__(self) -> int:
-        return self.count
 
 
 @pytest.mark.parametrize(("kind", "limit"), [(Positioned, float("inf")), (Sized, float("inf")), (Sized, 2)])

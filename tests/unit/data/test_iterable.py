@@ -16,6 +16,7 @@ from fabricx.core.rng import RandomState
 from fabricx.data.iterable import ListFeed
 from fabricx.distributed.world import World
 from fabricx.errors import PeerLost
+from tests.unit.data.positioned import Sized
 
 
 class Together:
@@ -214,31 +215,6 @@ def test_a_dropped_gradient_ends_the_section_with_an_error_since_its_batch_is_in
         list(leased)
 
 
-class Numbers:
-    """Numbers up to 5 with a position; `iter` begins anew, or after the newest one."""
-
-    def __init__(self, *, restarts: bool, count: int = 5) -> None:
-        self.at, self.restarts, self.count, self.loaded = 0, restarts, count, False
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Iterator[int]:
-        if self.restarts and not self.loaded:
-            self.at = 0
-        self.loaded = False
-        while self.at < self.count:
-            self.at += 1
-            yield self.at
-        self.at = 0
-
-    def state_dict(self) -> int:
-        return self.at
-
-    def load_state_dict(self, state: int) -> None:
-        self.at, self.loaded = state, True
-
-
 def data_of(feed: ListFeed, epoch: int, first: int = 0) -> list[Any]:
     return [micro.data for micro in feed.epoch(epoch, first=first)]
 
@@ -252,13 +228,13 @@ def position_of(state: dict[str, Any]) -> dict[str, Any]:
 def test_after_an_epoch_that_a_limit_has_ended_a_resumed_run_reads_what_the_whole_one_reads(
     restarts: bool, limit: float
 ) -> None:
-    feed = ListFeed(Numbers(restarts=restarts), World(), limit)
+    feed = ListFeed(Sized(0, 5, restarts=restarts), World(), limit)
     states = [feed.state_dict() for _ in feed.epoch(0)]
     ended, batches = feed.state_dict(), len(states)
     whole = data_of(feed, 1) + data_of(feed, 2)
     # The checkpoint is of the last batch, of the end of its epoch, or of the begin of the next epoch.
     for state, position in ((states[-1], batches), (ended, batches), (ended, 0)):
-        resumed = ListFeed(Numbers(restarts=restarts), World(), limit)
+        resumed = ListFeed(Sized(0, 5, restarts=restarts), World(), limit)
         resumed.load_state_dict(state)
         if position:
             assert data_of(resumed, 0, position) == []
@@ -273,7 +249,7 @@ def test_a_rank_whose_stream_is_shorter_reads_it_again_in_the_next_epoch_also_af
             return [2, 4]
 
     def made() -> ListFeed:
-        return ListFeed(Numbers(restarts=restarts, count=2), Shorter(0, 2, Together(2)), float("inf"))
+        return ListFeed(Sized(0, 2, restarts=restarts), Shorter(0, 2, Together(2)), float("inf"))
 
     feed = made()
     assert data_of(feed, 0) == [1, 2, None, None]

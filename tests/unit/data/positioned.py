@@ -1,0 +1,40 @@
+"""Sources with a state, which a resumed run restores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+
+class Positioned:
+    """Numbers after `begin` with a position; `iter` begins anew, or after the newest number.
+
+    Args:
+        begin: the first number is larger by 1.
+        count: how many numbers there are.
+        restarts: `iter` begins anew, unless a state was loaded since the last call.
+    """
+
+    def __init__(self, begin: int, count: int, *, restarts: bool) -> None:
+        self.begin, self.count, self.restarts, self.at, self.loaded = begin, count, restarts, 0, False
+
+    def __iter__(self) -> Iterator[int]:
+        if self.restarts and not self.loaded:
+            self.at = 0
+        self.loaded = False
+        while self.at < self.count:
+            self.at += 1
+            yield self.begin + self.at
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at, self.loaded = state["at"], True
+
+
+class Sized(Positioned):
+    """The same with a length."""
+
+    def __len__(self) -> int:
+        return self.count
