@@ -187,10 +187,7 @@ class Metrics:
         logged_series = {name: self.series[name] for name in names}
         logged_series.update({name: series for name, (_, series) in self.objects.items()})
         kinds = {name: series.logged_as() for name, series in logged_series.items()}
-        text = "\n".join([f"{name} {kind[:3]} {kind[-1]}" for name, kind in kinds.items()])
-        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
-        highest, lowest = self._reduce(torch.tensor([digest, -digest], device=self._device), "max").tolist()
-        if highest == -lowest:
+        if self._equal("\n".join([f"{name} {kind[:3]} {kind[-1]}" for name, kind in kinds.items()])):
             return names
         first = {name: series.epoch_batch if epoch else series.step_batch for name, series in logged_series.items()}
         by_rank = self._gather((batches, kinds, first, self._attributes(), self.loaders))
@@ -218,6 +215,34 @@ class Metrics:
             elif name not in names:
                 self.series.setdefault(name, Series.of_kind(kind[:-1])).contribute_nothing(epoch=epoch)
         return sorted(known.keys() - attributes.keys())
+
+    def _equal(self, text: str) -> bool:
+        """Return whether a text is the same on all ranks."""
+        digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "big")
+        highest, lowest = self._reduce(torch.tensor([digest, -digest], device=self._device), "max").tolist()
+        return bool(highest == -lowest)
+
+    def filled(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Add values of a step that only other ranks have to those of this rank; every rank calls it.
+
+        Of ranks that work at their own pace, some may have trained no batch, the main rank among them.
+
+        Args:
+            values: this rank's values of its latest step, by name.
+        """
+        if self._size == 1:
+            return values
+        series = {name: self.series.get(name) or self.objects[name][1] for name in values}
+        shared = sorted(name for name in values if not series[name].local and values[name].numel() == 1)
+        if self._equal("\n".join(shared)):
+            return values
+        filled = dict(values)
+        for known in self._gather({name: (series[name].kind(), plain(values[name])) for name in shared}):
+            for name, (kind, value) in known.items():
+                if name not in filled:
+                    self.series.setdefault(name, Series.of_kind(kind))
+                    filled[name] = torch.tensor(value, device=self._device)
+        return filled
 
     def _attributes(self) -> dict[str, tuple[str, bool]]:
         """Return (path in the module or "", has a value of the step) for each metric object."""

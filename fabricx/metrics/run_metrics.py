@@ -194,7 +194,10 @@ class RunMetrics:
 
     def publish_step(self) -> None:
         """Publish the values of the latest weight update to callbacks; every rank calls it in the same step."""
-        self.published.take(self.logbook.step_values(self._step_of_values()), self.logbook, epoch=False)
+        values = self.logbook.step_values(self._step_of_values())
+        if not self._strategy.traits.lockstep:
+            values = self.logbook.metrics.filled(values)
+        self.published.take(values, self.logbook, epoch=False)
 
     def publish_epoch(self, *, ended: bool) -> None:
         """Publish the values of the training epoch to callbacks and loggers; every rank calls it.

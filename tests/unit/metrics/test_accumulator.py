@@ -194,3 +194,25 @@ def test_a_value_of_the_main_rank_alone_needs_no_other_rank_to_log_it() -> None:
     other.joined(["y"], epoch=True)
     values = two_ranks(mine, votes, []).joined(["x", "y"], epoch=True)
     assert (values["x"].item(), values["y"].item()) == (3.0, 3.0)
+
+
+def test_values_that_only_other_ranks_have_are_added_to_those_of_a_rank() -> None:
+    metrics = alone()
+    for name, local in (("a", False), ("mine", True)):
+        metrics.series[name] = series(local=local)
+    others = [{"a": (series().kind(), 5.0), "b": (series("max").kind(), 3.0)}]
+    asked: list[Any] = []
+
+    def gather(obj: Any) -> list[Any]:
+        asked.append(obj)
+        return [obj, *others]
+
+    metrics._size, metrics._gather = 2, gather
+    metrics._reduce = lambda values, op: torch.maximum(values, torch.zeros_like(values))  # the other has other names
+    values = {"a": torch.tensor(1.0), "mine": torch.tensor(2.0)}
+    assert {name: float(value) for name, value in metrics.filled(values).items()} == {"a": 1.0, "mine": 2.0, "b": 3.0}
+    assert asked == [{"a": (series().kind(), 1.0)}]
+    assert metrics.series["b"].kind() == series("max").kind()
+    metrics._reduce = lambda values, op: values  # the same names on both
+    assert metrics.filled(values) is values
+    assert len(asked) == 1
