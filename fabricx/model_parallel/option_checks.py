@@ -78,7 +78,7 @@ def check_axes(
     """
     for name, size in {**axes, "expert": expert}.items():
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-            raise ValueError(f"{name}={size!r}: set the number of ranks along this axis, or null for all ranks")
+            raise ValueError(f"{name}={size!r}: set the number of ranks along this axis, 1 or more, or null for all ranks")
     if len(rest := [f"{axis}=None" for axis, size in axes.items() if size is None]) > 1:
         raise ValueError(
             f"{' and '.join(rest)}: only one axis can have all the ranks that remain; set numbers for the others"
@@ -112,7 +112,7 @@ def check_replicas(replicas: int, data: str | Strategy) -> None:
         ValueError: names the options and the remedy.
     """
     if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
-        raise ValueError(f"replicas={replicas!r}: set the number of data ranks of an island")
+        raise ValueError(f"replicas={replicas!r}: set the number of data ranks of an island, 1 or more")
     if replicas > 1 and (name := data_name(data)) != "local_sgd":
         raise ValueError(
             f"replicas={replicas} with data={name}: replicas are the data ranks of an island, which makes local steps; "
