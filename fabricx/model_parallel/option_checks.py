@@ -78,7 +78,9 @@ def check_axes(
     """
     for name, size in {**axes, "expert": expert}.items():
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
-            raise ValueError(f"{name}={size!r}: set the number of ranks along this axis, 1 or more, or null for all ranks")
+            raise ValueError(
+                f"{name}={size!r}: set the number of ranks along this axis, 1 or more, or null for all ranks"
+            )
     if len(rest := [f"{axis}=None" for axis, size in axes.items() if size is None]) > 1:
         raise ValueError(
             f"{' and '.join(rest)}: only one axis can have all the ranks that remain; set numbers for the others"
