@@ -252,6 +252,8 @@ def load_module(
     strict = _strictness(module, strict)
     module.configure_model()
     state |= {"state_dict": weights, "hyper_parameters": kept or {}}  # by which hooks of Lightning read them
+    if isinstance(position := state.get("state"), dict):
+        state |= {"epoch": position["epoch"], "global_step": position["step"]}
     module.on_load_checkpoint(state)
     load_weights(module, state["state_dict"], path, strict=strict)
     if map_location is not None:

@@ -40,6 +40,7 @@ class Logbook:
         idle: this rank had no sample of the newest manual batch.
         updated: step and samples of the newest update, for metric objects that log values of steps.
         logs_batches: a name is logged with `on_step`.
+        ending: values of the epoch's steps are published, and the hooks at its end may log more.
         published: values of the evaluation's steps.
     """
 
@@ -62,7 +63,7 @@ class Logbook:
         self.updated: dict[str, tuple[int, int]] = {}
         self._batch = 0  # number of this rank's batch in the epoch, from 1; 0 between two batches
         self.idle = False
-        self.logs_batches = False
+        self.logs_batches = self.ending = False
         self.published: dict[str, Tensor] = {}
         self._silent, self._warned = mute, not world.main_rank
         self._staged = strategy.world.axis("pipeline").size > 1  # then the main rank has no outputs of the step
@@ -90,7 +91,7 @@ class Logbook:
             step: number of the weight update.
         """
         self.batch, self.size, self.step, self.in_step, self.idle = batch, size, step, True, False
-        self._weight = None
+        self._weight, self.ending = None, False
         self._of_parts.clear()
         self.batches += 1
         self._batch = self.batches
@@ -355,6 +356,17 @@ class Logbook:
                 metric.reset()
             metrics.computed.clear()
         return values
+
+    def names_of_hooks(self) -> list[str]:
+        """Return the names that hooks at the end of the epoch have logged so far, and that are not published yet."""
+        return [*self.metrics.due(epoch=True), *self.metrics.objects] if self.ending else []
+
+    def values_of_hooks(self) -> dict[str, Tensor]:
+        """Return the values of `names_of_hooks`; of a single rank, without communication."""
+        names, objects = self.names_of_hooks(), self.metrics.objects
+        values = self.metrics.joined([name for name in names if name not in objects], epoch=True, alone=True)
+        computed = {name: objects[name][0].compute() for name in names if name in objects}
+        return values | {name: as_single(name, value) for name, value in computed.items() if value is not None}
 
     def local_values(self, step: int) -> dict[str, Any]:
         """Return this rank's newest values for the progress bar, without communication.

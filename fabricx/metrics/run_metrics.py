@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +61,18 @@ class Published:
                 self.bar[shown] = value
             if series.to_logger:
                 self.logged[shown] = value
+
+    def drop(self, names: Iterable[str], logbook: Logbook) -> None:
+        """Remove values of names whose next value is not reduced over ranks yet.
+
+        Args:
+            names: logged names.
+            logbook: collector of the values.
+        """
+        for name in names:
+            for values in (self.metrics, self.logged, self.bar):
+                values.pop(name, None)
+                values.pop(logbook.names(name, epoch=True), None)
 
     def clear(self) -> None:
         """Begin with no values; dicts that users hold stay as they are."""
@@ -211,6 +223,7 @@ class RunMetrics:
         values = self.logbook.epoch_values(ended=ended)
         self.published.take(values, self.logbook, epoch=True)
         self._to_loggers(values, epoch=True)
+        self.logbook.ending = not ended
 
     def log_measured(self) -> None:
         """Write the strategy's measurements to the loggers; every rank calls it in the same step."""
@@ -234,6 +247,7 @@ class RunMetrics:
         """Publish the values of an evaluation's steps to the hooks at its end; every rank calls it."""
         self.logbook.published = self.logbook.epoch_values(ended=False)
         self.published.take(self.logbook.published, self.logbook, epoch=True)
+        self.logbook.ending = True
 
     def publish_evaluation(self, loaders: int) -> list[dict[str, float]]:
         """Publish the values of an evaluation after its hooks, which may have logged more; every rank calls it.
@@ -260,14 +274,22 @@ class RunMetrics:
         return results
 
     def newest(self) -> Published:
-        """Return the newest values; with a single rank, they include the present batch."""
-        if self.published.open and self._strategy.world.size == 1 and self._state.phase is Phase.TRAIN:
-            self.published.take(self.logbook.step_values(self.logbook.step), self.logbook, epoch=False)
-        return self.published
+        """Return the newest values; of a single rank, also those of the present batch, and of hooks at an epoch's end.
+
+        With several ranks, a name that such a hook has logged has no value until these hooks have ended on all ranks.
+        """
+        logbook, published = self.logbook, self.published
+        if self._strategy.world.size > 1:
+            published.drop(logbook.names_of_hooks(), logbook)
+            return published
+        if published.open and self._state.phase is Phase.TRAIN:
+            published.take(logbook.step_values(logbook.step), logbook, epoch=False)
+        published.take(logbook.values_of_hooks(), logbook, epoch=True)
+        return published
 
     def shown_in_bar(self) -> dict[str, float]:
         """Return this rank's newest values for the progress bar; synchronises the device."""
-        shown: dict[str, Any] = {**self.published.bar, **self.logbook.local_values(self._state.step)}
+        shown: dict[str, Any] = {**self.newest().bar, **self.logbook.local_values(self._state.step)}
         return {name: float(value) for name, value in shown.items()}
 
     def _step_of_values(self) -> int:

@@ -68,6 +68,14 @@ _DIFFERS: Final[Mapping[str, str]] = {
     "trainer.log_dir, without a logger": "the run's folder; in Lightning `default_root_dir`, which runs share",
     "v_num in get_metrics of a progress bar": "absent for a logger without a version, as that of `logger=True`",
     "callback_metrics of several loaders": "at the end of an evaluation; in Lightning when each loader is read",
+    "callback_metrics in hooks at the end of an epoch": (
+        "has what these hooks have logged, on several ranks only after they have ended, as reading does not communicate"
+    ),
+    "on_load_checkpoint": "an error if it sets `optimizer_states`, `lr_schedulers` or `loops` and the training resumes",
+    "configure_optimizers of a resumed run": "precedes `on_load_checkpoint`; in Lightning it follows",
+    "rows of loggers, a name that a batch doesn't log": "is absent from the row; in Lightning its last value remains",
+    "on_step of an evaluation, step": "counts the batches of all loaders; in Lightning those of each loader",
+    "after_save_checkpoint of a logger": "called when the file is complete: writing continues during the training",
     'ckpt_path="last"': "the newest checkpoint, also without `save_last=True`",
     "validate, test and predict without a model": "without a checkpoint the weights of the fit; in Lightning an error",
     "ModelCheckpoint(save_last=True)": "saves at each time, in Lightning 2.6 only if one of the best is saved",

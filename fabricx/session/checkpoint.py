@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 _OF_SEVERAL_RANKS: Final = {"FaultRecovery"}  # callbacks that the Trainer adds itself, unless a single rank trains
 _NEEDED: Final = ("state", "schedules", "metrics", "precision", "callbacks", "datamodule", "ranks")
+# Entries of Lightning's checkpoints that fabricx does not read.
+_NOT_RESTORED: Final = ("optimizer_states", "lr_schedulers", "loops")
 
 
 def finish_checkpoint(session: Session) -> bool:
@@ -109,7 +111,8 @@ def restore(session: Session, path: Path, *, weights_only: bool) -> None:
         weights_only: load the weights only.
 
     Raises:
-        CheckpointError: the checkpoint lacks state that training needs.
+        CheckpointError: the checkpoint lacks state that training needs, or `on_load_checkpoint` sets state that is not
+            restored.
     """
     # It was verified when it was chosen, before any process started.
     from fabricx.checkpoint.reader import load_weights, weights_of
@@ -120,6 +123,7 @@ def restore(session: Session, path: Path, *, weights_only: bool) -> None:
     )  # fmt: skip
     weights_of(state, path)  # an error if there are none
     state = as_part(session.strategy, ModelParallel).own_state(state)
+    before = {name: state.get(name) for name in _NOT_RESTORED}
     kept = contextlib.nullcontext() if weights_only else same_parameters(session.module, keep_layers=False)
     with kept, weights_as_state_dict(state):
         for hook in session.hooks.on_load_checkpoint:
@@ -136,6 +140,13 @@ def restore(session: Session, path: Path, *, weights_only: bool) -> None:
         raise CheckpointError(
             f"{path} lacks {', '.join(missing)}, so training can't continue from it. To begin a new run with its "
             "weights: Module.load_from_checkpoint(path)"
+        )
+    if replaced := [name for name, value in before.items() if state.get(name) is not value]:
+        raise CheckpointError(
+            f"on_load_checkpoint has set {', '.join(map(repr, replaced))} of the checkpoint, and a resumed run "
+            "restores its own states of optimizers, schedules and loops. Remove the assignment; to begin with new "
+            "optimizers, do not resume: trainer.fit(Module.load_from_checkpoint(path)); or change optimizer.state and "
+            "optimizer.param_groups in on_train_start"
         )
     configured = _hyperparameters(session.optimizers)
     try:

@@ -93,3 +93,23 @@ def test_modes_stops_and_values_of_evaluation_batches(tmp_path: Path, strategy: 
     assert [int(line.split()[0]) for line in single] == list(range(1, len(single) + 1))
     assert float(trainer.callback_metrics["batch"]) == float(trainer.callback_metrics["batch_epoch"])
     assert "batch_step" not in trainer.callback_metrics
+
+
+class Ends(TinyModule):
+    """Logs a value that differs between ranks in the hook at the end of an epoch, and reads it there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[bool] = []
+
+    def on_train_epoch_end(self) -> None:
+        self.log("end", float(self.current_epoch + self.global_rank))
+        self.seen.append("end" in self.trainer.callback_metrics or "end" in self.trainer.logged_metrics)
+
+
+def test_what_a_hook_at_the_end_of_an_epoch_logs_has_no_older_value_before_it_is_reduced(tmp_path: Path) -> None:
+    """It had that of the former epoch."""
+    module = Ends()
+    trainer = fx.Trainer(max_epochs=2, devices=2, strategy="ddp", default_root_dir=tmp_path, **QUIET)
+    trainer.fit(module, tiny_loader(8, 4))
+    assert (module.seen, float(trainer.callback_metrics["end"])) == ([False, False], 1.5)

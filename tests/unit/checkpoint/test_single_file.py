@@ -192,6 +192,7 @@ def test_on_save_checkpoint_reads_and_changes_hyperparameters(tmp_path: Path) ->
 
         def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
             self.loaded = checkpoint["hyper_parameters"]
+            self.position = checkpoint["epoch"], checkpoint["global_step"]
 
     trainer = fx.Trainer(**{**QUIET, "max_steps": 1})
     trainer.fit(Net(), tiny_loader())
@@ -199,8 +200,9 @@ def test_on_save_checkpoint_reads_and_changes_hyperparameters(tmp_path: Path) ->
     content = torch.load(tmp_path / "net.ckpt", weights_only=False)["hyper_parameters"]
     assert type(content.pop("loss")) is torch.nn.MSELoss
     assert content == {"lr": 0.1, "width": 3}
-    loaded = Net.load_from_checkpoint(tmp_path / "net.ckpt").loaded
-    assert loaded["width"] == 3
+    net = Net.load_from_checkpoint(tmp_path / "net.ckpt")
+    loaded = net.loaded
+    assert (loaded["width"], net.position) == (3, (0, 1))
     with pytest.raises(CheckpointError, match="MSELoss, which was not read"):
         loaded["loss"](torch.ones(1), torch.ones(1))
     loaded = Net.load_from_checkpoint(tmp_path / "net.ckpt", weights_only=False).loaded

@@ -194,6 +194,48 @@ def test_hooks_at_the_end_of_an_epoch_read_its_values_and_its_metric_objects(qui
     assert (results, module.seen[4:]) == ({"mean": 21.0, "same": 21.0, "test_end": 21.0}, [("test", 21.0, 21.0)])
 
 
+class _ReadsWhatItLogs(TinyModule):
+    """Reads in the hooks at the end of epochs what they have logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torchmetrics.MeanMetric()
+        self.seen: list[tuple[float | None, ...]] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.mean.update(float(self.current_epoch))
+
+    def _read(self, name: str) -> None:
+        trainer = self.trainer
+        found = [trainer.callback_metrics.get(name), trainer.logged_metrics.get(name)]
+        shown = [value if value is None else float(value) for value in (*found, trainer.progress_bar_metrics.get(name))]
+        self.seen.append(tuple(shown))
+
+    def on_validation_epoch_start(self) -> None:
+        self.log("start", 5.0)
+        assert self.trainer.world_size > 1 or "start" not in self.trainer.callback_metrics or self.current_epoch
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val", 2.0 + self.current_epoch, prog_bar=True)
+        self._read("val")
+        self.log("object", self.mean, prog_bar=True)
+        self._read("object")
+
+    def on_train_epoch_end(self) -> None:
+        self.log("train", 4.0 + self.current_epoch, prog_bar=True)
+        self._read("train")
+
+
+def test_hooks_at_the_end_of_an_epoch_read_what_they_have_logged(quiet: dict[str, Any]) -> None:
+    module = _ReadsWhatItLogs()
+    trainer = fx.Trainer(max_epochs=2, **{**quiet, "num_sanity_val_steps": 0})
+    trainer.fit(module, tiny_loader(8, 4), tiny_loader(8, 4))
+    assert module.seen == [(value,) * 3 for value in (2.0, 0.0, 4.0, 3.0, 1.0, 5.0)]
+    assert {name: float(trainer.callback_metrics[name]) for name in ("val", "object", "train")} == {
+        "val": 3.0, "object": 1.0, "train": 5.0,
+    }  # fmt: skip
+
+
 def test_a_hook_at_the_end_of_an_epoch_that_runs_again_after_a_resume_reads_the_same_metric_objects(
     quiet: dict[str, Any], tmp_path: Any
 ) -> None:

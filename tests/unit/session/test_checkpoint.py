@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset
 import fabricx as fx
 from fabricx.callbacks import EMA, EarlyStopping, FaultRecovery, ModelCheckpoint, StochasticWeightAveraging
 from fabricx.core.strategy_parts import HasServers, as_part
+from fabricx.errors import CheckpointError
 from fabricx.session.checkpoint import _print_global_batch, _report_reading
 from fabricx.strategies import DDP, AsyncSGD, ParameterServer
 from fabricx.testing import QUIET, TinyModule, tiny_data, tiny_loader
@@ -405,3 +406,21 @@ def test_another_split_is_reported(
         fx.Trainer(max_steps=6, **quiet).fit(TinyModule(), split(seed), ckpt_path=path)
         reported.append("the Subset of the training data has other items" in capsys.readouterr().out)
     assert reported == [False, True]
+
+
+class _Resets(Optimized):
+    """Sets entries of a checkpoint by which Lightning begins with new optimizers."""
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["optimizer_states"] = []
+        checkpoint["lr_schedulers"] = []
+
+
+def test_states_that_a_hook_sets_and_a_resumed_run_does_not_restore_are_refused(own_folder: Path) -> None:
+    remedy = r"has set 'optimizer_states', 'lr_schedulers' of.*fit\(Module.load_from_checkpoint\(path\)\)"
+    with pytest.raises(CheckpointError, match=remedy):
+        resumed(own_folder, Optimized(), _Resets())
+    fx.Trainer(**QUIET).validate(_Resets(), tiny_loader(), ckpt_path=own_folder / "two.ckpt", verbose=False)
+    begun = fx.Trainer(max_steps=1, **QUIET)
+    begun.fit(_Resets.load_from_checkpoint(own_folder / "two.ckpt", make=SGD), tiny_loader())
+    assert begun.global_step == 1
