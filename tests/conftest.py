@@ -22,6 +22,9 @@ from fabricx import testing
 from fabricx.launch import supervisor
 from tests import pool, warm
 
+if sys.platform == "linux":
+    # A process that wakes interrupts no other, such as a thread of gloo with the lock that the waking one polls for.
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 gc.disable()  # until all modules of tests are imported
 if warm.CLONE is not None:
     warm.use_clone_as_fork_server()
