@@ -55,7 +55,7 @@ def test_the_page_has_the_files_that_it_lists() -> None:
 
 
 def test_the_tests_on_the_page_pass(project: Path) -> None:
-    said = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests")
+    said = run("-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={project}/own", "tests")
     assert "5 passed" in said
 
 

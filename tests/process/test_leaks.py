@@ -29,9 +29,10 @@ def test_each_leak_fails_the_test_that_it_is_from_and_no_other(tmp_path):
     (tmp_path / "conftest.py").write_text(short)
     (tmp_path / "test_leaky.py").write_text(LEAKY)
     ended = warm.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:warnings", "-rE", "."], cwd=tmp_path,
-        env={**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(CONFTEST.parents[1])}, capture_output=True,
-        text=True, timeout=100,
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:warnings", "-rE",
+         f"--basetemp={tmp_path}/own", "."],  # else it removes the many files of earlier runs, which may take minutes
+        cwd=tmp_path, env={**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(CONFTEST.parents[1])},
+        capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     said = ended.stdout
     for name, leak in {
