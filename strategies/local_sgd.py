@@ -19,7 +19,7 @@ from fabricx.core.placeholder import is_placeholder
 from fabricx.core.strategy import Strategy, Traits
 from fabricx.core.strategy_parts import Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, WrapsStep
 from fabricx.distributed.joint_statistics import JointStatistics
-from fabricx.distributed.optimizer_moments import average_moments, is_moment
+from fabricx.distributed.optimizer_moments import average_moments, furthest, is_moment
 from fabricx.distributed.world import World
 from fabricx.errors import check_choice
 
@@ -427,18 +427,26 @@ def _equal_on_ranks(fragment: _Fragment) -> dict[str, Tensor]:
 
 
 def _mean(states: Sequence[Any], scalars: Collection[str]) -> Any:
-    """Average the moments in states of optimizers of the same structure; other values are those of the first state.
+    """Average the moments in states of optimizers, over the ranks that have them.
+
+    Other values of a parameter are those of the rank that has made the most steps, as in `average_moments`; values
+    without a parameter are those of the first rank.
 
     Args:
-        states: nested state of each rank, with names of parameters as keys.
+        states: states of the optimizers on each rank, with names of parameters as keys.
         scalars: names of parameters without dimensions.
     """
-    (rest, first), *others = (tree.split(state) for state in states)
-    mean = dict(first)
-    for path, tensor in first.items():
+    merged = []
+    for ranks in zip(*states, strict=True):
+        names = dict.fromkeys(name for rank in ranks for name in rank["state"])
+        values = {name: [rank["state"][name] for rank in ranks if name in rank["state"]] for name in names}
+        merged.append({**ranks[0], "state": {name: every[furthest(every)] for name, every in values.items()}})
+    rest, mean = tree.split(merged)
+    by_rank = [tree.split(state)[1] for state in states]
+    for path, tensor in mean.items():
         owner, name = path.split("/")[-2:]
         if is_moment(name, tensor, 0 if owner in scalars else 1):
-            mean[path] = torch.stack([tensor, *(tensors[path] for _, tensors in others)]).mean(0)
+            mean[path] = torch.stack([tensors[path] for tensors in by_rank if path in tensors]).mean(0)
     return tree.join(rest, mean)
 
 

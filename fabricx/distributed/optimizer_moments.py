@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -22,34 +25,44 @@ def is_moment(name: str, value: object, parameter_dims: int) -> bool:
     return value.dim() > 0 or (parameter_dims == 0 and name != "step")
 
 
+def furthest(states: Sequence[Mapping[str, Any]]) -> int:
+    """Return the number of the state of a parameter that has made the most steps; the first of several.
+
+    Args:
+        states: state of the parameter on each rank, in which "step" may be missing.
+    """
+    steps = [float(state.get("step", 0)) for state in states]
+    return steps.index(max(steps))
+
+
 def average_moments(world: World, optimizer: Optimizer) -> None:
     """Average the moments of an optimizer that has stepped independently on each rank.
 
     A rank whose optimizer has not stepped yet has no state, and receives the average of the ranks with a state. Step
-    counts and other scalars of a parameter with dimensions are not averaged; a rank without them copies the values of
-    the first rank with a state.
+    counts and other scalars of a parameter with dimensions are not averaged: all ranks continue with those of the rank
+    that has made the most steps of the parameter, since a checkpoint has a single value.
 
     Args:
         world: ranks that have stepped; all call this together.
         optimizer: optimizer with the same parameters on all ranks; its state is changed in place.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    joined = {
-        (number, name): value
-        for number, parameter in enumerate(parameters)
-        for name, value in optimizer.state.get(parameter, {}).items()
-        if is_moment(name, value, parameter.dim())
-    }
-    rest = {
-        (number, name): value
-        for number, parameter in enumerate(parameters)
-        for name, value in optimizer.state.get(parameter, {}).items()
-        if (number, name) not in joined
-    }
-    states = world.gather_objects(({key: (v.shape, v.dtype) for key, v in joined.items()}, rest))
-    for number, name in sorted(set().union(*(rests for _, rests in states)) - rest.keys()):
-        value = next(rests[number, name] for _, rests in states if (number, name) in rests)
-        optimizer.state[parameters[number]][name] = value
+    fused = [group.get("capturable") or group.get("fused") for group in optimizer.param_groups for _ in group["params"]]
+    on_device = {number: parameter.device for number, parameter in enumerate(parameters) if fused[number]}
+    joined: dict[tuple[int, str], Tensor] = {}
+    rest: dict[int, dict[str, Any]] = {}
+    for number, parameter in enumerate(parameters):
+        for name, value in optimizer.state.get(parameter, {}).items():
+            if is_moment(name, value, parameter.dim()):
+                joined[number, name] = value
+            else:
+                rest.setdefault(number, {})[name] = value
+    sent = {number: {name: _on_cpu(value) for name, value in values.items()} for number, values in rest.items()}
+    states = world.gather_objects(({key: (v.shape, v.dtype) for key, v in joined.items()}, sent))
+    for number in sorted(set().union(*(rests for _, rests in states))):
+        by_rank = [rests.get(number, {}) for _, rests in states]
+        if (holder := furthest(by_rank)) != world.rank:
+            _update(optimizer.state[parameters[number]], by_rank[holder], on_device.get(number))
     kinds = {key: kind for moments, _ in states for key, kind in moments.items()}
     for key in sorted(kinds):
         shape, dtype = kinds[key]
@@ -58,3 +71,16 @@ def average_moments(world: World, optimizer: Optimizer) -> None:
             moment = torch.zeros(shape, dtype=dtype, device=parameters[key[0]].device)
             optimizer.state[parameters[key[0]]][key[1]] = moment
         world.all_reduce(moment).div_(sum(key in moments for moments, _ in states))
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value  # another rank may not see this device
+
+
+def _update(state: dict[str, Any], values: Mapping[str, Any], device: torch.device | None) -> None:
+    """Set entries of a parameter's state; new tensors are placed on a device, or on the CPU without one."""
+    for name, value in values.items():
+        if isinstance(own := state.get(name), Tensor) and isinstance(value, Tensor):
+            own.copy_(value)
+        else:
+            state[name] = value.to(device) if device is not None and isinstance(value, Tensor) else value

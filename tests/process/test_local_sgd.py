@@ -237,6 +237,21 @@ def test_a_rank_may_skip_a_batch_alone() -> None:
     assert trainer.global_step == 8
 
 
+class SkipsWithAdam(Skips):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.1)
+
+
+def test_a_run_whose_ranks_have_made_different_numbers_of_steps_resumes_exactly(tmp_path: Path) -> None:
+    """The saved counts of steps were those of several ranks, by parameter."""
+    whole, _ = train(LocalSGD(every=2), module=SkipsWithAdam(), callbacks=[Saves(tmp_path / "five.ckpt")])
+    again, trainer = train(LocalSGD(every=2), module=SkipsWithAdam(), ckpt=tmp_path / "five.ckpt")
+    assert trainer.global_step == 8
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), whole.parameters(), strict=True))
+    [optimizer] = checkpoint.load(tmp_path / "five.ckpt")["strategy"]["optimizers"]
+    assert {float(state["step"]) for state in optimizer["state"].values()} == {5.0}
+
+
 class Stream:
     """Three batches on the first rank and two on the second, of which only their end tells how many there are."""
 

@@ -180,6 +180,19 @@ def test_moments_of_other_ranks_are_averaged_also_of_scalar_parameters() -> None
         return [{"state": {"a/b": moments, "wide": {**moments, "exp_avg": torch.full((2,), value)}}, "lr": value}]
 
     found = local_sgd._mean([state(1.0), state(4.0)], {"a%2Fb"})[0]
-    assert {name: value.tolist() for name, value in found["state"]["a/b"].items()} == {"exp_avg": 2.5, "step": 1.0}
-    assert {name: value.tolist() for name, value in found["state"]["wide"].items()} == {"exp_avg": [2.5] * 2, "step": 1}
+    assert {name: value.tolist() for name, value in found["state"]["a/b"].items()} == {"exp_avg": 2.5, "step": 4.0}
+    assert {name: value.tolist() for name, value in found["state"]["wide"].items()} == {"exp_avg": [2.5] * 2, "step": 4}
     assert found["lr"] == 1.0
+
+
+def test_a_parameter_that_only_some_ranks_have_stepped_has_the_mean_of_these() -> None:
+    def state(value: float, steps: int) -> Any:
+        return {"exp_avg": torch.full((2,), value), "step": steps}
+
+    ranks = [{"a": state(1.0, 2), "c": {}}, {"a": state(3.0, 5), "b": state(4.0, 3)}, {"b": state(6.0, 1), "a": {}}]
+    [found] = local_sgd._mean([[{"state": parameters}] for parameters in ranks], set())
+    values = {
+        name: {key: torch.as_tensor(value).tolist() for key, value in entry.items()}
+        for name, entry in found["state"].items()
+    }
+    assert values == {"a": {"exp_avg": [2.0, 2.0], "step": 5}, "c": {}, "b": {"exp_avg": [5.0, 5.0], "step": 3}}
