@@ -314,6 +314,11 @@ class Metrics:
             if series.step == step:
                 series.step = -1
 
+    def forget_steps(self) -> None:
+        """Forget the latest values of all series."""
+        for series in self.series.values():
+            series.step, series.value, series.weight = -1, None, 0.0
+
     def latest(self) -> dict[str, Any]:
         """Return the latest value of each series of this rank."""
         return {
@@ -328,8 +333,7 @@ class Metrics:
         Args:
             latest: result of `latest` or `join_latest`.
         """
-        for series in self.series.values():
-            series.step, series.value, series.weight = -1, None, 0.0
+        self.forget_steps()
         for name, (kind, step, value, weight) in latest.items():
             series = self.series.setdefault(name, Series.of_kind(tuple(kind)))
             series.step, series.value, series.weight = step, value, weight

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from torchmetrics.utilities import dim_zero_cat
 
 import fabricx as fx
-from fabricx.parameter_server.worker.dealer import LeaseDealer
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, Mesh, ParameterServer, Single
 from fabricx.testing import QUIET, TinyModule
 from tests.soak import params
@@ -234,56 +232,3 @@ def test_an_evaluation_before_training_counts_each_sample_once_on_the_stages_of_
         [found] = trainer.test(net, DataLoader(data, 2), verbose=False)
         assert found == {"logged": 84.0, "computed": 84.0}
         assert float(net.kept.compute()) == 84.0
-
-
-class WaitsForTheOther(fx.Module):
-    """Rank 0 requests its first batch when rank 1 has the last."""
-
-    def __init__(self, folder: Path, last: int) -> None:
-        super().__init__()
-        self.layer, self.mean = nn.Linear(2, 1), torchmetrics.MeanMetric()
-        self.granted, self.last = folder / "granted", last
-
-    def on_train_start(self) -> None:
-        self.ask = LeaseDealer.ask
-        LeaseDealer.ask = self._ask  # type: ignore[method-assign]
-
-    def _ask(self, *, wait: bool) -> Any:
-        while self.global_rank == 0 and not self.granted.exists():
-            time.sleep(0.01)
-        granted = self.ask(self.trainer._sessions.newest.dealer, wait=wait)
-        if granted.lease == self.last:
-            self.granted.touch()
-        return granted
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        assert self.global_rank == 1
-        loss = self.layer(batch[0]).square().mean()
-        self.log("loss", loss)
-        self.log("twice", 2 * loss.detach(), on_epoch=True)
-        self.mean(loss.detach())
-        self.log("mean", self.mean, on_step=True)
-        self.log("alone", loss, sync_dist=False)
-        return loss
-
-    def on_train_end(self) -> None:
-        LeaseDealer.ask = self.ask  # type: ignore[method-assign]
-        del self.ask
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.01)
-
-
-@pytest.mark.parametrize(
-    ("strategy", "leases"), [(AsyncSGD(), 8), (ParameterServer(mode="bounded", max_staleness=1), 16)]
-)
-def test_values_of_a_step_are_there_if_the_main_rank_has_trained_no_batch(
-    strategy: Any, leases: int, tmp_path: Path
-) -> None:
-    """The metrics of callbacks had no such names, if the main rank began late enough."""
-    trainer = fx.Trainer(devices=2, max_steps=8, strategy=strategy, **QUIET)
-    data = DataLoader(TensorDataset(torch.ones(32, 2)), batch_size=1)
-    trainer.fit(WaitsForTheOther(tmp_path, leases - 1), data)
-    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    assert metrics.keys() == {"loss", "twice", "twice_step", "twice_epoch", "mean"}
-    assert metrics["twice_step"] == pytest.approx(2 * metrics["loss"])  # of the same batches

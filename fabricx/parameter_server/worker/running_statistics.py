@@ -69,6 +69,7 @@ class RunningStatistics:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        self._module = module
         self.layers = [part for part in module.modules() if _statistics(part) is not None]
         self._computed = self._marked = 0
         self.remember()
@@ -94,15 +95,27 @@ class RunningStatistics:
     def pool(self, world: World) -> None:
         """Set the statistics to the values of a single process with all workers' batches; every worker calls it.
 
+        Other buffers become those of the worker with the most batches since all workers last met: a slow worker may
+        have had none.
+
         Args:
             world: the workers.
         """
-        if world.size > 1 and self.layers:
+        others = self._other_buffers()
+        if world.size > 1 and (self.layers or others):
             local = [self._seen(layer, before) for layer, before in zip(self.layers, self._tracked, strict=True)]
-            seen = world.gather_objects(local)
+            batches, seen = zip(*world.gather_objects((self._computed, local)), strict=True)
             for number, (layer, start) in enumerate(zip(self.layers, self._start, strict=True)):
                 _pool(layer, start, [counts[number] for counts in seen], world)
+            for buffer in others:
+                world.broadcast(buffer, batches.index(max(batches)))
         self.remember()
+
+    def _other_buffers(self) -> list[Tensor]:
+        """Return the buffers of the module that are no running statistics."""
+        pooled = [(*(_statistics(layer) or ()), getattr(layer, "num_batches_tracked", None)) for layer in self.layers]
+        statistics = {id(buffer) for buffers in pooled for buffer in buffers}
+        return [buffer for buffer in self._module.buffers() if id(buffer) not in statistics]
 
     def _seen(self, layer: nn.Module, before: int) -> Seen:
         counts = getattr(layer, "num_batches_tracked", None) is not None

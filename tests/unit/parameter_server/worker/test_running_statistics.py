@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from fabricx.parameter_server.worker.running_statistics import Seen, shares
+from fabricx.distributed.world import World
+from fabricx.parameter_server.worker.running_statistics import RunningStatistics, Seen, shares
 
 
 @pytest.mark.parametrize("momentum", [0.1, 0.5, None])
@@ -39,3 +42,36 @@ def test_uneven_workers_give_what_one_process_gives(momentum: float | None, batc
 def test_a_newcomer_takes_the_others_statistics() -> None:
     holder, of_start, factors = shares([Seen(0, 0), Seen(90, 0)], 0.1)
     assert (holder, of_start, factors) == (1, 1.0, [0.0, 0.0])
+
+
+@dataclass(frozen=True)
+class _Pair(World):
+    """Rank 0 of two, whose other rank has trained a number of batches."""
+
+    size: int = 2
+    batches: int = 0  # of the other rank
+    sources: list[tuple[Tensor, int]] = field(default_factory=list)
+
+    def gather_objects(self, obj: Any) -> list[Any]:
+        return [obj, (self.batches, obj[1])]
+
+    def broadcast(self, tensor: Tensor, src: int = 0) -> Tensor:
+        self.sources.append((tensor, src))
+        return tensor
+
+    def all_reduce(self, tensor: Tensor, op: Any = "sum") -> Tensor:
+        return tensor
+
+
+@pytest.mark.parametrize(("batches", "source"), [(1, 0), (2, 0), (3, 1)])
+def test_buffers_that_are_no_statistics_come_from_the_worker_with_the_most_batches(batches: int, source: int) -> None:
+    module = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
+    module[0].register_buffer("codes", torch.zeros(3))
+    module.register_buffer("count", torch.zeros(()))
+    statistics, world = RunningStatistics(module), _Pair(batches=batches)
+    for _ in range(2):
+        statistics.computed()
+    statistics.pool(world)
+    assert {id(buffer): rank for buffer, rank in world.sources} == dict.fromkeys(
+        (id(module.count), id(module[0].codes)), source
+    )

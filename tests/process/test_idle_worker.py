@@ -1,0 +1,138 @@
+"""Workers at their own pace, when a worker is so slow that the other trains all batches of an epoch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fabricx as fx
+from fabricx import checkpoint
+from fabricx.core.strategy import Strategy
+from fabricx.parameter_server.worker.dealer import LeaseDealer
+from fabricx.strategies import AsyncSGD, ParameterServer, Single
+from fabricx.testing import QUIET
+
+EPOCHS = 3
+
+
+class Idle(fx.Callback):
+    """Lets a rank of two request batches when the other rank has the last of an epoch.
+
+    Args:
+        folder: empty; common to the ranks.
+        ranks: rank that waits, for each epoch.
+    """
+
+    def __init__(self, folder: Path, ranks: list[int]) -> None:
+        self.folder, self.ranks = folder, ranks
+        self.leases = 0
+
+    def on_train_start(self, trainer: fx.Trainer, module: fx.Module) -> None:
+        self.trainer, self.open, self.ask = trainer, LeaseDealer.open, LeaseDealer.ask
+        LeaseDealer.open = self._open  # type: ignore[method-assign]
+        LeaseDealer.ask = self._ask  # type: ignore[method-assign]
+
+    def _open(self, leases: int, *args: Any) -> None:
+        self.leases = leases
+        self.open(self.trainer._sessions.newest.dealer, leases, *args)
+
+    def _ask(self, *, wait: bool) -> Any:
+        epoch = self.trainer.current_epoch
+        granted, waits = self.folder / f"{epoch}", self.trainer.global_rank == self.ranks[epoch]
+        while waits and not granted.exists():
+            time.sleep(0.01)
+        lease = self.ask(self.trainer._sessions.newest.dealer, wait=wait)
+        if lease.lease == self.leases - 1:
+            granted.touch()
+        return lease
+
+    def on_train_end(self, trainer: fx.Trainer, module: fx.Module) -> None:
+        LeaseDealer.open, LeaseDealer.ask = self.open, self.ask  # type: ignore[method-assign]
+        del self.open, self.ask, self.trainer
+
+
+class Net(fx.Module):
+    """Logs values of all kinds; has buffers that training changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1))
+        self.mean = torchmetrics.MeanMetric()
+        self.register_buffer("batches", torch.zeros((), dtype=torch.long))
+        self.register_buffer("center", torch.zeros(3))
+        self.double()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        self.batches += 1
+        self.center.lerp_(inputs.mean(0), 0.25)
+        loss = (self.net(inputs) - targets).square().mean()
+        self.log("loss", loss)
+        self.log("twice", 2 * loss.detach(), on_epoch=True)
+        self.log("most", loss, on_step=False, on_epoch=True, reduce_fx="max")
+        self.mean(loss.detach())
+        self.log("mean", self.mean, on_step=True, on_epoch=True)
+        self.log("alone", loss, sync_dist=False)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("weight", self.net[0].weight.detach().sum())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.05)
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "loss"}}
+
+
+def train(strategy: Strategy, folder: Path, idle: list[int], devices: int = 2) -> tuple[Net, dict[str, float], Any]:
+    """Return the module, its metrics, and a checkpoint of the last epoch."""
+    fx.seed_everything(1)
+    folder.mkdir()
+    inputs = torch.randn(24, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    data = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True).sin()), batch_size=2, shuffle=True)
+    saves = fx.callbacks.ModelCheckpoint(folder / "saved")  # each epoch; "rounds" then averages moments
+    callbacks = [saves, Idle(folder, idle)] if devices > 1 else [saves]
+    options = QUIET | {"max_epochs": EPOCHS, "enable_checkpointing": True}
+    trainer = fx.Trainer(devices=devices, strategy=strategy, callbacks=callbacks, **options)
+    module = Net()
+    trainer.fit(module, data)
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    return module, metrics, checkpoint.load(saves.best_model_path)
+
+
+@pytest.mark.parametrize(
+    ("create", "like_single"),
+    [
+        (AsyncSGD, True),
+        (lambda: ParameterServer(mode="bounded", max_staleness=1), False),  # an update has batches of both workers
+        (lambda: AsyncSGD(outer="average", every=4), False),
+    ],
+    ids=["async", "bounded", "rounds"],
+)
+def test_a_run_does_not_depend_on_which_worker_is_idle(
+    create: Callable[[], Strategy], like_single: bool, tmp_path: Path
+) -> None:
+    """Values of steps were missing or of an earlier epoch, buffers those of the idle rank, step counts mixed."""
+    module, metrics, saved = train(create(), tmp_path / "second", [1] * EPOCHS)
+    names = {"loss", "twice", "twice_step", "twice_epoch", "most", "mean", "mean_step", "mean_epoch", "weight"}
+    assert metrics.keys() - {"alone"} == names
+    assert metrics["twice_step"] == pytest.approx(2 * metrics["loss"])
+    assert int(module.batches) == EPOCHS * 12
+    others = [("first", create(), [0] * EPOCHS, 2), ("both", create(), [number % 2 for number in range(EPOCHS)], 2)]
+    if like_single:
+        others.append(("single", Single(), [], 1))
+    for name, strategy, idle, devices in others:
+        other, found, kept = train(strategy, tmp_path / name, idle, devices)
+        assert {key: found[key] for key in names} == pytest.approx({key: metrics[key] for key in names}), name
+        torch.testing.assert_close(other.state_dict(), module.state_dict())
+        states, wanted = (run["strategy"]["optimizers"][0]["state"] for run in (kept, saved))
+        torch.testing.assert_close(states, wanted)
+        assert kept["schedules"] == saved["schedules"], name
