@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import time
@@ -55,7 +56,8 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
             rank).
         powersgd_rank: rank of the approximation; a larger rank is more accurate and slower. The error of a gradient is
             added to the next gradient, and is saved in checkpoints.
-        broadcast_buffers: broadcast the buffers of rank 0 at each forward, as batch normalisation requires.
+        broadcast_buffers: broadcast the buffers of rank 0 at each forward, as batch normalisation requires; if the
+            data of rank 0 have ended, those of the first rank with a sample of the batch before.
         shared_memory: sum gradients in shared memory if all ranks are on one machine, with Linux and without GPUs, and
             gradients are dense and not compressed; gloo sums them otherwise, and with False.
 
@@ -160,7 +162,7 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
             return  # all parameters are frozen
         more: dict[str, Any] = {_BUFFERS_ARGUMENT: self.broadcast_buffers}
         with requiring_grad(known):
-            self._ddp = nn.parallel.DistributedDataParallel(
+            self._ddp = _DistributedDataParallel(
                 self._step,
                 process_group=self.data_ranks.group,
                 bucket_cap_mb=self.bucket_mib,
@@ -171,6 +173,7 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
                 init_sync=init_sync,
                 **more,
             )
+        self._ddp.source = functools.partial(getattr, self, "buffer_source")
         self._unused = UnusedParameters(self.data_ranks, known, with_sparse_gradients(self.module), self._unused)
         if self.compression == POWERSGD:
             kept = {} if self._thin is None else self._thin.state()
@@ -474,6 +477,18 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
             inner.step = step
             ddp.require_backward_grad_sync = syncs
             ddp.require_forward_param_sync = True
+
+
+class _DistributedDataParallel(nn.parallel.DistributedDataParallel):
+    """Copies the buffers of a rank that may change from step to step, by a private method of torch.
+
+    torch's copies those of rank 0. `tests/process/test_idle_worker.py` fails if torch renames the method.
+    """
+
+    source: Callable[[], int] = staticmethod(int)
+
+    def _sync_module_buffers(self, authoritative_rank: int) -> None:
+        super()._sync_module_buffers(self.source())  # type: ignore[no-untyped-call]
 
 
 class _Step(nn.Module):

@@ -453,6 +453,14 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
 
     # -- between the ranks, and state ----------------------------------------------------------------------------
 
+    @property
+    def buffer_source(self) -> int:  # type: ignore[override]
+        return self.data_strategy.buffer_source
+
+    @buffer_source.setter
+    def buffer_source(self, rank: int) -> None:
+        self.data_strategy.buffer_source = rank
+
     def synchronize(self, copies: Mapping[str, Tensor] | None = None, *, ends: bool = False) -> None:
         self.data_strategy.synchronize(copies, ends=ends)
 

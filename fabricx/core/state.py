@@ -112,6 +112,7 @@ class RunState:
             counted.
         validating: a validation of the present weights is due or has begun, and is not complete.
         evaluated: validation batches of the run, for the values of single batches in the loggers.
+        buffer_source: first data rank with a sample of the newest batch; see `Strategy`.
         plateau_step: newest update after which schedules with interval "step" that read a metric have advanced.
         validated: a validation follows or has followed the newest batch.
         judging: the validation is complete, but callbacks that watch metrics have not processed it.
@@ -142,6 +143,7 @@ class RunState:
     judging: bool = False
     evaluated: int = 0
     plateau_step: int = 0
+    buffer_source: int = 0
     passed: int = 0
     trained: int = 0
     left_out: int = 0

@@ -97,12 +97,15 @@ class Strategy(StrategyNames, NamesChecked, ABC):
         world: the ranks; set before all methods below.
         module: the user's module, on its device; None outside of a run.
         ends_window: whether the next backward is the last of an accumulation window, before an update.
+        buffer_source: data rank whose buffers are copied to the others: the first with a sample of the newest batch,
+            because the stream of rank 0 may have ended.
     """
 
     traits: Traits = Traits()
     batch_weight_refused = ""
     accumulation_refused = ""
     ends_window = True
+    buffer_source = 0
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -287,6 +290,8 @@ class Strategy(StrategyNames, NamesChecked, ABC):
         """
         if self.module is not None:
             for buffer in (*self.module.buffers(), *(copies or {}).values()):
+                if self.buffer_source:
+                    self.data_ranks.broadcast(buffer, self.buffer_source)
                 self.world.broadcast(buffer)
 
     def state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:

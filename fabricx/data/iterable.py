@@ -163,7 +163,7 @@ class ListFeed(Feed):
             if upcoming is _NOTHING:
                 dealer.leave_section()
             dealer.within_section = False
-            states = self._world.gather_objects((upcoming is not _NOTHING, index // accumulate, dealer.not_used()))
+            states = self._world.gather_objects((upcoming is not _NOTHING, -(-index // accumulate), dealer.not_used()))
             if any(now > dropped for _, _, now in states):  # the lease of a lost link is granted to another worker
                 raise PeerLost(
                     "a server was restarted or a link was lost, and the servers have dropped a gradient whose batch no "
@@ -172,8 +172,8 @@ class ListFeed(Feed):
             more, before = any(continues for continues, _, _ in states), done
             done = sum(trained for _, trained, _ in states)
             yield Microbatch(
-                None, index - 1, 0, 0.0, True, True, not more, 1, empty=True, position=index, meets=True, done=done,
-                part=more and done == before,
+                None, max(index - 1, 0 if done else -1), 0, 0.0, True, True, not more, 1, empty=True, position=index,
+                meets=True, done=done, part=more and done == before,
             )  # fmt: skip
 
     def _prefetch(self, data: Iterator[Any]) -> Any:

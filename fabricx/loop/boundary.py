@@ -67,6 +67,11 @@ def advance(session: Session, micro: Microbatch) -> None:
     state = session.state
     state.advance(micro.index + 1, micro.start, micro.position)
     state.last = micro.last
+    if micro.idle or state.buffer_source:
+        idle, data = set(micro.idle), session.world.axis("data")
+        ranks = (rank for rank in range(data.size) if not idle.issuperset(data.ranks_of_run([rank])))
+        state.buffer_source = next(ranks, 0)
+        session.follow_buffers()
     state.validating = state.validated = validation_due(session, micro)
     session.batch.in_step = False
     session.fault_tolerance.after_batch()

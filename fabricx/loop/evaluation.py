@@ -102,7 +102,7 @@ def validate_in_fit(session: Session) -> None:
     session.fault_tolerance.keep_point()
     with session.recorder.within(Span.VALIDATION):
         point = session.fault_tolerance.resume_point
-        session.strategy.synchronize(None if point is None else point.buffers)
+        session.synchronize(None if point is None else point.buffers)
         if session.serving.weight_pulls is None:
             evaluate(session, Phase.VALIDATE, session.data.val_feeds)
             return

@@ -84,7 +84,7 @@ def fit(session: Session, train_batches: Callable[[Session], bool]) -> None:
                 state.cut_short = True
             if first_step == state.step > 0 and not session.stop.interrupted:
                 session.print(finished(session))
-            session.strategy.synchronize(ends=True)  # hooks and users now see the weights of all ranks
+            session.synchronize(ends=True)  # hooks and users now see the weights of all ranks
             session.metrics.collect(None)
             call(session.hooks.on_train_end)
             finish_checkpoint(session)
@@ -164,6 +164,7 @@ def train_batches(session: Session) -> bool:
         whether the epoch is complete.
     """
     state, accumulate = session.state, session.options.accumulate_grad_batches
+    session.follow_buffers()
     for micro in session.data.train_feed.epoch(
         state.epoch, accumulate=accumulate, position=state.samples, first=state.batch
     ):

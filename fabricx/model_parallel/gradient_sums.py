@@ -63,6 +63,8 @@ class GradientSums(Strategy, Elastic, HoldsPart):
         if self.module is not None:
             for buffer in (*self.module.buffers(), *(copies or {}).values()):
                 if not is_placeholder(buffer):
+                    if self.buffer_source:
+                        self.data_ranks.broadcast(buffer, self.buffer_source)
                     self.world.broadcast(buffer)
 
     def end_backward(self) -> None:

@@ -105,7 +105,7 @@ def _content(session: Session, path: Path, *, weights_only: bool) -> tuple[dict[
             "it repeats the window from the averages, so its weights differ from those of this run. For exact "
             "resumption, save after the last batch of a window"
         )
-    session.strategy.synchronize(buffers)
+    session.synchronize(buffers)
     hparams, omitted = storable(session.module.hparams, is_storable)
     state: dict[str, Any] = {
         "strategy": session.strategy.state_dict(session.module, [] if weights_only else session.optimizers),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -176,6 +176,20 @@ class Session:
         if self.strategy.traits.averages:  # over data and context ranks
             return float(self.world.axis("data").size)
         return 1.0 / self.world.axis("context").size
+
+    def synchronize(self, copies: Mapping[str, Tensor] | None = None, *, ends: bool = False) -> None:
+        """Make weights and buffers equal on all ranks; collective.
+
+        Args:
+            copies, ends: see `Strategy.synchronize`.
+        """
+        self.follow_buffers()
+        self.strategy.synchronize(copies, ends=ends)
+
+    def follow_buffers(self) -> None:
+        """Give the strategy the rank with the newest buffers; without synchronous steps, each rank has its own."""
+        source, together = self.state.buffer_source, self.strategy.traits.synchronous
+        self.strategy.buffer_source = source if together and source < self.world.axis("data").size else 0
 
     def renew_agreements(self) -> None:
         """Agree on stops and settings with the ranks of the present generation; a request to stop is kept."""

@@ -1,9 +1,9 @@
-"""Workers at their own pace, when a worker is so slow that the other trains all batches of an epoch."""
+"""Ranks without data: a slow worker, of whom the other takes all batches of an epoch; and a stream that ends early."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,16 @@ import pytest
 import torch
 import torchmetrics
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import fabricx as fx
 from fabricx import checkpoint
+from fabricx.callbacks import FaultRecovery
 from fabricx.core.strategy import Strategy
+from fabricx.distributed import world
 from fabricx.parameter_server.worker.dealer import LeaseDealer
-from fabricx.strategies import AsyncSGD, ParameterServer, Single
-from fabricx.testing import QUIET
+from fabricx.strategies import DDP, AsyncSGD, Mesh, ParameterServer, Single
+from fabricx.testing import QUIET, kill
 
 EPOCHS = 3
 
@@ -136,3 +138,47 @@ def test_a_run_does_not_depend_on_which_worker_is_idle(
         states, wanted = (run["strategy"]["optimizers"][0]["state"] for run in (kept, saved))
         torch.testing.assert_close(states, wanted)
         assert kept["schedules"] == saved["schedules"], name
+
+
+class Uneven(IterableDataset[Any]):
+    """Samples of which each rank reads a share of its own."""
+
+    def __init__(self, shares: list[tuple[int, int]]) -> None:
+        self.shares = shares
+
+    def __iter__(self) -> Iterator[Any]:
+        inputs = torch.randn(24, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        joined = world.current()
+        first, last = self.shares[0 if joined is None else joined.rank]
+        yield from zip(inputs[first:last], inputs.sum(1, keepdim=True).sin()[first:last], strict=True)
+
+
+class OnStreams(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.5)
+
+
+def train_on_streams(strategy: Strategy, shares: list[tuple[int, int]], **options: Any) -> Net:
+    fx.seed_everything(1)
+    module = OnStreams()
+    trainer = fx.Trainer(devices=len(shares), strategy=strategy, **QUIET | {"max_epochs": 2} | options)
+    trainer.fit(module, DataLoader(Uneven(shares), batch_size=2))
+    return module
+
+
+@pytest.mark.parametrize("create", [DDP, ParameterServer, AsyncSGD, Mesh])
+def test_a_run_whose_main_rank_has_no_data_is_that_of_one_process(create: Callable[[], Strategy]) -> None:
+    """Batch normalisation kept the statistics of the main rank, and `async_sgd` found no batch on any rank."""
+    wanted = train_on_streams(Single(), [(0, 24)])
+    found = train_on_streams(create(), [(0, 0), (0, 24)])
+    torch.testing.assert_close(found.state_dict(), wanted.state_dict())
+
+
+@pytest.mark.parametrize("create", [DDP, ParameterServer])
+def test_a_death_after_the_end_of_a_stream_leaves_the_buffers_as_they_were(create: Callable[[], Strategy]) -> None:
+    shares = [(0, 6), (6, 24)]
+    wanted = train_on_streams(create(), shares)
+    for rank in range(2):
+        recovers = [FaultRecovery(), kill(rank).during("batch end", step=7)]
+        found = train_on_streams(create(), shares, callbacks=recovers)
+        torch.testing.assert_close(found.state_dict(), wanted.state_dict(), rtol=0.0, atol=0.0)
