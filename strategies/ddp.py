@@ -371,6 +371,11 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
 
     def state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
         state = super().state_dict(module, optimizers)
+        if not self.broadcast_buffers:  # each rank has its own
+            kept = {name: buffer.clone() for name, buffer in module.named_buffers() if name in state["module"]}
+            for buffer in kept.values():
+                self.data_ranks.broadcast(buffer)
+            state["module"].update(kept)
         if self.compression != "powersgd" or not optimizers:
             return state
         return {**state, "thin": self.data_ranks.gather_objects({} if self._thin is None else self._thin.state())}

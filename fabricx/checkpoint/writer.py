@@ -20,6 +20,7 @@ import torch
 from fabricx.checkpoint import files, objects, sharded_tensors, single_file, tree
 from fabricx.checkpoint.storage import Place, as_path, discard
 from fabricx.distributed.authentication import tag
+from fabricx.distributed.dtensors import is_dtensor
 from fabricx.distributed.generations import SAVING, membership
 from fabricx.distributed.store import PrivateStore
 from fabricx.distributed.world import World
@@ -86,24 +87,29 @@ class Writer:
     def begin(
         self, path: Path, state: Mapping[str, Any], manifest: Mapping[str, Any],
         after: Callable[[], None] | None = None, failed: Callable[[], None] | None = None, *, repeated: bool = False,
-        shown: Sequence[str] | None = None,
+        shown: Sequence[str] | None = None, common: Sequence[str] | None = None,
     ) -> None:  # fmt: skip
         """Take a snapshot and start to write it; every rank calls this in the same step.
 
         Args:
             path: path of the checkpoint.
-            state: tensors (also DTensors) and plain data; everything except DTensors is equal on all ranks.
+            state: tensors (also DTensors) and plain data. Plain data are those of the main rank.
             manifest: information for users.
             after: called in the main rank's thread when the checkpoint is committed.
             failed: called on every rank, in `finish`, if the disk was full.
             repeated: if this checkpoint is lost with a rank, a callback will write it again.
             shown: write a single file, with these entries of the state beside those of Lightning; None writes a folder.
+            common: paths in the state below which tensors are equal on all ranks, which share the writing; None for all
+                tensors. Other tensors are those of the main rank; each rank writes its shards of DTensors.
 
         Raises:
             CheckpointError: the state contains more than tensors and plain data, or the previous write has failed.
         """
         self.finish()
         rest, tensors = tree.split(dict(state))
+        if common is not None and not self._world.main_rank:
+            below = tuple(f"{path}/" for path in common)
+            tensors = {path: tensor for path, tensor in tensors.items() if is_dtensor(tensor) or path.startswith(below)}
         rest, others = objects.taken(rest)
         refused = ""
         data = pickled = b""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fabricx import checkpoint
+from fabricx.checkpoint import tree
 from fabricx.checkpoint.objects import is_storable
 from fabricx.consistency.comparison import of_added
 from fabricx.core.hparams import Form, plain, storable
@@ -92,7 +93,10 @@ def _begin_checkpoint(
         session.world, session.checkpoints.key
     )
     shown = added if single_file else None
-    writer.begin(path, state, manifest, done, full, repeated=after is not None, shown=shown)
+    # Tensors of hooks and of other callbacks may differ between ranks.
+    averaging = [key for key, callback in by_key(session.callbacks).items() if callback.keeps_weights]
+    common = ["strategy", *(f"callbacks/{tree.escape(key)}" for key in averaging)]
+    writer.begin(path, state, manifest, done, full, repeated=after is not None, shown=shown, common=common)
 
 
 def _content(session: Session, path: Path, *, weights_only: bool) -> tuple[dict[str, Any], list[str]]:

@@ -14,7 +14,7 @@ from fabricx import checkpoint
 from fabricx.checkpoint.files import read_manifest
 from fabricx.errors import WorkerFailed
 from fabricx.session import save_points
-from fabricx.strategies import AsyncSGD, ParameterServer
+from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer
 from fabricx.testing import QUIET, SavesAtEnd, TinyModule, run_ranks, tiny_loader
 from tests.soak import params
 
@@ -182,6 +182,58 @@ def test_what_ranks_add_otherwise_than_rank_0_is_said(tmp_path: Path) -> None:
     assert told.startswith("on_save_checkpoint adds values that differ between ranks (of 1, of_rank), and a checkpoint")
     assert not none  # rank 0 says it
     assert checkpoint.load(tmp_path / "a.ckpt")["of_all"].tolist() == [0.0, 1.0]
+
+
+class Counts(fx.Callback):
+    """Has tensors that differ between ranks in its state and as entries of checkpoints."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, torch.Tensor] = {}
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        rank = float(trainer.global_rank)
+        self.found = {name: torch.full((2,), rank) for name in "abcd"} | {"each": torch.full((2 + int(rank),), rank)}
+        if rank:
+            self.found["alone"] = torch.ones(1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.found
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, state: dict[str, Any]) -> None:
+        state.update({f"entry {name}": value for name, value in self.found.items()})
+
+
+class Buffered(TinyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        for number in range(4):
+            self.register_buffer(f"batch{number}", torch.zeros(4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        for number in range(4):
+            self.get_buffer(f"batch{number}").copy_(batch[0][0])
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize(
+    "strategy", [DDP(), DDP(broadcast_buffers=False), FSDP(), LocalSGD(every=2), AsyncSGD()],
+    ids=["ddp", "buffers", "fsdp", "local_sgd", "async_sgd"],
+)  # fmt: skip
+def test_tensors_that_differ_between_ranks_are_those_of_rank_0(strategy: Any, tmp_path: Path) -> None:
+    """Some tensors were those of another rank, which had written them."""
+    module, path = Buffered(), tmp_path / "end.ckpt"
+    trainer = fx.Trainer(devices=2, strategy=strategy, callbacks=[Counts(), SavesAtEnd(path)], **QUIET, max_epochs=1)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*differ between ranks")
+        trainer.fit(module, tiny_loader())
+    saved = checkpoint.load(path)
+    [states] = [state for key, state in saved["callbacks"].items() if "Counts" in key]
+    entries = {name.removeprefix("entry "): value for name, value in saved.items() if name.startswith("entry ")}
+    for found in (states, entries):
+        assert found.keys() == {*"abcd", "each"}
+        assert all(value.tolist() == [0.0, 0.0] for value in found.values())
+    buffers = {tuple(saved["strategy"]["module"][f"batch{number}"].tolist()) for number in range(4)}
+    assert buffers == {tuple(module.batch0.tolist())}
 
 
 def test_the_caller_of_workers_saves_their_weights_and_warns_that_it_has_no_more(tmp_path: Path) -> None:
