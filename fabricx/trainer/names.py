@@ -306,7 +306,9 @@ class TrainerNames:
     def val_check_batch(self) -> int | float | None:
         """Return the number of batches between two validations of the newest fit in this process; None without it."""
         data = None if self._sessions.newest is None else self._sessions.newest.data
-        return data.val_every if data is not None and data.stage == "fit" else None
+        if data is None or data.stage != "fit":
+            return None
+        return data.val_every if data.val_every == float("inf") else int(data.val_every)
 
     @property
     def num_test_batches(self) -> list[int | float]:
