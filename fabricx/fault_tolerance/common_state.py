@@ -65,10 +65,9 @@ def load_common_state(
         part.training = training
     session.stop.boundary, ft.stage, ft.meeting = state["boundary"], state["stage"], state["meeting"]
     session.metrics.published.step, session.metrics.published.open = state["published"]
-    if session.strategy.traits.lockstep:  # a rank whose metric sums are on the main rank now counts no batches
-        session.metrics.logbook.batches = (
-            state["logged_batches"] if source is not None or session.world.main_rank else 0
-        )
+    if session.strategy.traits.lockstep:
+        if source is None:  # a rank whose metric sums are on the main rank now counts no batches
+            session.metrics.logbook.batches = state["logged_batches"] if session.world.main_rank else 0
         return
     if newcomer:
         session.serving.on_train_start(session.state.step, session.state.ranks)

@@ -60,6 +60,7 @@ class RankState:
         self._logged = _logged_objects(metrics, objects) if objects else {}
         self._position = data.train_feed.state_dict()
         self._latest = sums.latest()
+        self._batches = metrics.training.batches
 
     def restore_buffers(self, module: nn.Module) -> None:
         """Restore the module's buffers from the begin of the window.
@@ -87,6 +88,7 @@ class RankState:
                 for name, (attribute, kind, step) in self._logged.items()
             },
             "position": self._position,
+            "batches": self._batches,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -100,6 +102,7 @@ class RankState:
             "logged": self._logged,
             "position": self._position,
             "latest": self._latest,
+            "batches": self._batches,
         }
 
 
@@ -204,6 +207,7 @@ def restore_rank_states(
             )
     _restore_steps(metrics, ranks, states)
     if rank is not None:
+        metrics.training.batches = ranks[rank].get("batches", 0)
         load_buffers(module, ranks[rank].get("buffers"))
         if ranks[rank]["position"] is not None:
             data.train_feed.load_state_dict(ranks[rank]["position"])
@@ -223,7 +227,8 @@ def _restore_steps(metrics: RunMetrics, ranks: list[dict[str, Any]], states: lis
     called = {name for saved in ranks for name, (_, _, *step) in saved["logged"].items() if step and step[0]}
     for name in called & logbook.metrics.objects.keys():
         metric: Any = logbook.metrics.objects[name][0]
-        steps = [step[0] for saved in states for _, _, *step in [saved["logged"].get(name, ())] if step and step[0]]
+        ways = [saved["logged"][name] for saved in states if name in saved["logged"]]
+        steps = [step[0] for _, _, *step in ways if step and step[0]]
         newest = max((step for _, step, _ in steps), default=-1)
         weighted = [(torch.as_tensor(value), weight) for value, step, weight in steps if step == newest]
         weights = sum(weight for _, weight in weighted)

@@ -19,7 +19,7 @@ from fabricx.callbacks import FaultRecovery
 from fabricx.core.strategy import Strategy
 from fabricx.distributed import world
 from fabricx.parameter_server.worker.dealer import LeaseDealer
-from fabricx.strategies import DDP, AsyncSGD, Mesh, ParameterServer, Single
+from fabricx.strategies import DDP, AsyncSGD, LocalSGD, Mesh, ParameterServer, Single
 from fabricx.testing import QUIET, kill
 
 EPOCHS = 3
@@ -154,6 +154,9 @@ class Uneven(IterableDataset[Any]):
 
 
 class OnStreams(Net):
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("validated", self.net(batch[0]).mean())
+
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.5)
 
@@ -162,7 +165,8 @@ def train_on_streams(strategy: Strategy, shares: list[tuple[int, int]], **option
     fx.seed_everything(1)
     module = OnStreams()
     trainer = fx.Trainer(devices=len(shares), strategy=strategy, **QUIET | {"max_epochs": 2} | options)
-    trainer.fit(module, DataLoader(Uneven(shares), batch_size=2))
+    validation = DataLoader(TensorDataset(torch.ones(4, 3, dtype=torch.float64)))
+    trainer.fit(module, DataLoader(Uneven(shares), batch_size=2), validation)
     return module
 
 
@@ -174,6 +178,25 @@ def test_a_run_whose_main_rank_has_no_data_is_that_of_one_process(create: Callab
     torch.testing.assert_close(found.state_dict(), wanted.state_dict())
 
 
+@pytest.mark.parametrize("create", [DDP, ParameterServer, AsyncSGD, lambda: LocalSGD(every=3)])
+def test_a_run_resumes_while_a_rank_has_no_data(create: Callable[[], Strategy], tmp_path: Path) -> None:
+    """A metric that only some ranks had logged ended the resumed run with "not enough values to unpack"."""
+
+    def run(ckpt_path: Path | None = None) -> Net:
+        fx.seed_everything(1)
+        module = OnStreams()
+        saves = fx.callbacks.ModelCheckpoint(tmp_path, "{step}", save_top_k=-1, every_n_train_steps=5)
+        options = QUIET | {"max_epochs": 2, "enable_checkpointing": True, "callbacks": [saves]}
+        trainer = fx.Trainer(devices=2, strategy=create(), **options)
+        trainer.fit(module, DataLoader(Uneven([(0, 0), (0, 24)]), batch_size=2), ckpt_path=ckpt_path)
+        return module
+
+    whole = run().state_dict()
+    for step in (5, 15):  # within the first and the second epoch
+        resumed = run(tmp_path / f"step={step}.ckpt")
+        torch.testing.assert_close(resumed.state_dict(), whole, rtol=0.0, atol=0.0)
+
+
 @pytest.mark.parametrize("create", [DDP, ParameterServer])
 def test_a_death_after_the_end_of_a_stream_leaves_the_buffers_as_they_were(create: Callable[[], Strategy]) -> None:
     shares = [(0, 6), (6, 24)]
@@ -182,3 +205,12 @@ def test_a_death_after_the_end_of_a_stream_leaves_the_buffers_as_they_were(creat
         recovers = [FaultRecovery(), kill(rank).during("batch end", step=7)]
         found = train_on_streams(create(), shares, callbacks=recovers)
         torch.testing.assert_close(found.state_dict(), wanted.state_dict(), rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("create", [DDP, ParameterServer])
+def test_the_death_of_a_rank_without_data_is_survived(create: Callable[[], Strategy]) -> None:
+    """Its replacement counted the batches of the other rank, and was refused, as it had not logged their names."""
+    shares = [(0, 24), (0, 0)]
+    wanted = train_on_streams(create(), shares)
+    found = train_on_streams(create(), shares, callbacks=[FaultRecovery(), kill(1).during("validation")])
+    torch.testing.assert_close(found.state_dict(), wanted.state_dict(), rtol=0.0, atol=0.0)
