@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from fabricx.core.gradient_checks import SPARSE_CLIPPED
 from fabricx.core.held_gradients import take_from_state
 from fabricx.core.optimizer_state import OTHER_STATE, by_name, by_number
-from fabricx.core.placeholder import load_present
+from fabricx.core.placeholder import is_placeholder, load_present
 from fabricx.core.strategy_names import StrategyNames
 from fabricx.core.strategy_parts import HoldsPart, as_part, check_parts
 from fabricx.distributed.lost_peers import raise_peer_lost
@@ -290,6 +290,8 @@ class Strategy(StrategyNames, NamesChecked, ABC):
         """
         if self.module is not None:
             for buffer in (*self.module.buffers(), *(copies or {}).values()):
+                if is_placeholder(buffer):
+                    continue
                 if self.buffer_source:
                     self.data_ranks.broadcast(buffer, self.buffer_source)
                 self.world.broadcast(buffer)

@@ -39,8 +39,8 @@ def average_moments(world: World, optimizer: Optimizer) -> None:
     """Average the moments of an optimizer that has stepped independently on each rank.
 
     A rank whose optimizer has not stepped yet has no state, and receives the average of the ranks with a state. Step
-    counts and other scalars of a parameter with dimensions are not averaged: all ranks continue with those of the rank
-    that has made the most steps of the parameter, since a checkpoint has a single value.
+    counts and other scalars of a parameter with dimensions are not averaged: all ranks continue with the values of the
+    rank that has made the most steps of the parameter, since a checkpoint has a single value.
 
     Args:
         world: ranks that have stepped; all call this together.
@@ -74,13 +74,14 @@ def average_moments(world: World, optimizer: Optimizer) -> None:
 
 
 def _on_cpu(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value  # another rank may not see this device
+    return value.cpu() if isinstance(value, Tensor) else value  # this device may be invisible to other ranks
 
 
 def _update(state: dict[str, Any], values: Mapping[str, Any], device: torch.device | None) -> None:
-    """Set entries of a parameter's state; new tensors are placed on a device, or on the CPU without one."""
+    """Set entries of a parameter's state; new tensors are placed on the device, or on the CPU without a device."""
     for name, value in values.items():
-        if isinstance(own := state.get(name), Tensor) and isinstance(value, Tensor):
+        own = state.get(name)
+        if isinstance(own, Tensor) and isinstance(value, Tensor) and own.shape == value.shape:
             own.copy_(value)
         else:
             state[name] = value.to(device) if device is not None and isinstance(value, Tensor) else value

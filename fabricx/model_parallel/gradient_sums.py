@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Final
 
 import torch
@@ -58,14 +58,6 @@ class GradientSums(Strategy, Elastic, HoldsPart):
             self.gather()
             self.end_backward()
         return True
-
-    def synchronize(self, copies: Mapping[str, Tensor] | None = None, *, ends: bool = False) -> None:
-        if self.module is not None:
-            for buffer in (*self.module.buffers(), *(copies or {}).values()):
-                if not is_placeholder(buffer):
-                    if self.buffer_source:
-                        self.data_ranks.broadcast(buffer, self.buffer_source)
-                    self.world.broadcast(buffer)
 
     def end_backward(self) -> None:
         """Sum the gradients of a window over the data ranks, after its last backward; all data ranks call it."""

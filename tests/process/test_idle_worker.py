@@ -1,4 +1,4 @@
-"""Ranks without data: a slow worker, of whom the other takes all batches of an epoch; and a stream that ends early."""
+"""Ranks without data: a worker so slow that another trains all batches of an epoch, and a stream that ends early."""
 
 from __future__ import annotations
 

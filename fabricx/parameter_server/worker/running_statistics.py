@@ -95,8 +95,8 @@ class RunningStatistics:
     def pool(self, world: World) -> None:
         """Set the statistics to the values of a single process with all workers' batches; every worker calls it.
 
-        Other buffers become those of the worker with the most batches since all workers last met: a slow worker may
-        have had none.
+        Other buffers are copied from the worker with the most batches since all workers last met: a slow worker may
+        have trained no batch.
 
         Args:
             world: the workers.
