@@ -455,11 +455,12 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
 
     @property
     def buffer_source(self) -> int:  # type: ignore[override]
-        return self.data_strategy.buffer_source
+        return self.data_strategy.buffer_source // self.world.axis("context").size
 
     @buffer_source.setter
     def buffer_source(self, rank: int) -> None:
-        self.data_strategy.buffer_source = rank
+        # Ranks that compute shards of the sequence are ranks of the data strategy, too.
+        self.data_strategy.buffer_source = rank * self.world.axis("context").size
 
     def synchronize(self, copies: Mapping[str, Tensor] | None = None, *, ends: bool = False) -> None:
         self.data_strategy.synchronize(copies, ends=ends)
