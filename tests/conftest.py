@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -29,7 +30,7 @@ gc.disable()  # until all modules of tests are imported
 if warm.CLONE is not None:
     warm.use_clone_as_fork_server()
 GRACE_S = 20.0  # how long something that is ending already may take
-CHILDREN_IN_PROC = Path(f"/proc/self/task/{os.getpid()}/children").exists()
+OWN_FILES = Path("/proc/self/fd")
 # Set once in a process by a library, at its import or first use; they belong to nobody.
 LIBRARIES_SET = {
     "PYTEST_CURRENT_TEST",
@@ -145,18 +146,11 @@ def _processes() -> list[str]:
 
 
 def _descendants(pid: int) -> Iterator[int]:
-    """Yield a process's children, and theirs; psutil reads about all processes of the machine for that."""
-    tasks = Path(f"/proc/{pid}/task")
-    if not CHILDREN_IN_PROC:
-        yield from (process.pid for process in psutil.Process(pid).children(recursive=True))
-        return
-    try:
-        lists = [(tasks / task / "children").read_text().split() for task in os.listdir(tasks)]
-    except (FileNotFoundError, ProcessLookupError):
-        return  # it has ended meanwhile
-    for child in (int(number) for numbers in lists for number in numbers):
+    """Yield a process's children, and theirs, except those of warm ranks, which look after their own."""
+    for child in pool.children(pid):
         yield child
-        yield from _descendants(child)
+        if child not in pool.processes():
+            yield from _descendants(child)
 
 
 def _that_exist(found: Callable[[], list[psutil.Process]]) -> list[psutil.Process]:
@@ -172,7 +166,15 @@ def _threads(before: dict[str, Any]) -> list[str]:
 
 
 def _open_files(folder: Path) -> list[str]:
-    return [f"an open file, {file.path}" for file in psutil.Process().open_files() if folder in Path(file.path).parents]
+    if not OWN_FILES.exists():
+        return [f"an open file, {it.path}" for it in psutil.Process().open_files() if folder in Path(it.path).parents]
+    found = []
+    for file in os.listdir(OWN_FILES):
+        with contextlib.suppress(FileNotFoundError):  # of the listing itself
+            path = os.readlink(OWN_FILES / file)
+            if path.startswith(f"{folder}/"):
+                found.append(f"an open file, {path}")
+    return found
 
 
 def _wait_for(look: Callable[[], list[Any]]) -> list[Any]:

@@ -22,12 +22,13 @@ import threading
 import time
 import warnings
 from dataclasses import replace
-from multiprocessing import active_children
+from multiprocessing import active_children, resource_tracker
 from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import psutil
 import torch
 
 from fabricx import by_value
@@ -44,6 +45,7 @@ from fabricx.trainer.trainer import Trainer
 
 MOST: Final = 6  # pools that are kept
 GRACE_S: Final = 20.0  # in which a thread that is ending may end
+CHILDREN_IN_PROC: Final = Path(f"/proc/self/task/{os.getpid()}/children").exists()
 LIMITS: Final = ("frozen_after", "stuck_after")  # of silence, after which FaultRecovery ends a rank
 _START_RANKS: Final = supervisor.run_workers
 
@@ -143,6 +145,18 @@ def processes() -> set[int]:
     return {pid for pool in _POOLS.values() for pid in pool.pids}
 
 
+def children(pid: int) -> list[int]:
+    """Return a process's children; psutil reads about all processes of the machine for that."""
+    tasks = Path(f"/proc/{pid}/task")
+    if not CHILDREN_IN_PROC:
+        return [process.pid for process in psutil.Process(pid).children()]
+    try:
+        lists = [(tasks / task / "children").read_text().split() for task in os.listdir(tasks)]
+    except (FileNotFoundError, ProcessLookupError):
+        return []  # it has ended meanwhile
+    return [int(number) for numbers in lists for number in numbers]
+
+
 def threads() -> set[threading.Thread]:
     """Return the threads of this process that look after them."""
     return {thread for pool in _POOLS.values() for thread in pool.threads}
@@ -229,7 +243,9 @@ class _Fresh:
             gc.collect()
             time.sleep(0.01)
         found = [f"thread {thread.name}" for thread in threads]
-        found += [f"process {child.pid}" for child in active_children()]
+        active_children()  # waits for those that have ended
+        kept = {resource_tracker._resource_tracker._pid}
+        found += [f"process {child}" for child in children(os.getpid()) if child not in kept]
         found += ["a process group"] if torch.distributed.is_initialized() else []
         allowed = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}  # of each job
         allowed |= {"GLOO_SOCKET_IFNAME", "CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_CACHE_DIR", "PL_GLOBAL_SEED"}

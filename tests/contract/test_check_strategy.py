@@ -16,6 +16,7 @@ import fabricx as fx
 from examples.plain_ddp import PlainDDP
 from examples.quantized_ddp import QuantizedDDP
 from fabricx.callbacks import FaultRecovery
+from fabricx.core.strategy import Strategy
 from fabricx.core.strategy_parts import Elastic
 from fabricx.distributed.world import World
 from fabricx.errors import WorkerFailed
@@ -28,9 +29,9 @@ pytestmark = pytest.mark.usefixtures("warm_ranks")
 ROUNDING = 0.05  # of gradients of 8 bits, over 12 steps
 
 
-def test_ddp_and_fsdp_keep_the_contract() -> None:
-    check_strategy(DDP)
-    check_strategy(FSDP)
+@pytest.mark.parametrize("strategy", params([FSDP], [DDP]))
+def test_strategies_keep_the_contract(strategy: type[Strategy]) -> None:
+    check_strategy(strategy)
 
 
 def test_the_examples_of_the_guide_keep_the_contract() -> None:

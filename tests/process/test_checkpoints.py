@@ -297,12 +297,16 @@ SIGNALLED = """
     ("devices", "whom", "sent", "code"),
     params(
         [
-            (2, "main", signal.SIGTERM, 143),
             (2, "rank-0", signal.SIGUSR1, 143),
             (2, "main", signal.SIGINT, 0),
             (2, "all", signal.SIGTERM, 143),  # as schedulers do: servers, loader processes and the fork server, too
         ],
-        [(1, "main", signal.SIGTERM, 143), (2, "rank-1", signal.SIGTERM, 143), (1, "all", signal.SIGTERM, 143)],
+        [
+            (1, "main", signal.SIGTERM, 143),
+            (2, "main", signal.SIGTERM, 143),
+            (2, "rank-1", signal.SIGTERM, 143),
+            (1, "all", signal.SIGTERM, 143),
+        ],
     ),
     ids=str,
 )

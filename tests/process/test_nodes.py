@@ -105,7 +105,7 @@ def test_two_nodes_go_on_with_their_run_after_kills(own_folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("nodes")
-@pytest.mark.parametrize("strategy", params(["fsdp", "hsdp"], ["ddp"]))
+@pytest.mark.parametrize("strategy", params(["fsdp"], ["hsdp", "ddp"]))
 def test_what_a_lost_node_held_comes_from_its_buddy_or_a_replica(strategy: str, own_folder: Path) -> None:
     (own_folder / "script.py").write_text(MEMORY)
     # Otherwise torchrun admits no new node to a later attempt; messages between nodes are signed with the key.

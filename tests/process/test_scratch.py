@@ -8,6 +8,9 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
+
+from tests import warm
 
 SCRIPT = """
 import sys, time
@@ -26,14 +29,12 @@ if __name__ == "__main__":
 """
 
 
-def start(folder: Path, seconds: float) -> subprocess.Popen[str]:
+def start(folder: Path, seconds: float, popen: type[subprocess.Popen[Any]]) -> subprocess.Popen[Any]:
     folder.mkdir()
     (folder.parent / "script.py").write_text(SCRIPT)
     variables = {**os.environ, "TMPDIR": str(folder), "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "script.py", str(seconds)]
-    return subprocess.Popen(
-        command, cwd=folder.parent, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    return popen(command, cwd=folder.parent, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def left_in(folder: Path) -> list[str]:
@@ -42,7 +43,7 @@ def left_in(folder: Path) -> list[str]:
 
 def test_a_long_path_is_no_obstacle_and_loaders_leave_nothing(own_folder: Path) -> None:
     folder = own_folder / ("x" * 120)
-    run = start(folder, 0.0)
+    run = start(folder, 0.0, warm.Popen)
     said, _ = run.communicate(timeout=100)
     assert run.returncode == 0, said
     assert left_in(folder) == []
@@ -50,7 +51,7 @@ def test_a_long_path_is_no_obstacle_and_loaders_leave_nothing(own_folder: Path) 
 
 def test_a_supervisor_that_is_killed_leaves_nothing(own_folder: Path) -> None:
     folder = own_folder / "temporary"
-    run = start(folder, 60.0)
+    run = start(folder, 60.0, subprocess.Popen)  # a clone has a template, which outlives it
     assert run.stdout is not None
     for line in run.stdout:
         if line == "step\n":

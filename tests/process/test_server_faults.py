@@ -70,8 +70,9 @@ class Replaced(Dies):
 @pytest.mark.parametrize(
     "strategy",
     params(
-        [AsyncSGD(servers=2), ParameterServer(backup_workers=1)],
+        [AsyncSGD(servers=2)],
         [
+            ParameterServer(backup_workers=1),
             ParameterServer(mode="bounded", max_staleness=1),
             AsyncSGD(max_staleness=1, bound="clock"),
             AsyncSGD(every=2, outer="average"),
