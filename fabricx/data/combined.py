@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, Sampler
 
 from fabricx.core.rng import random_kept
+from fabricx.data.epochs import set_epoch, set_epoch_of_loader
 from fabricx.data.map_style import is_ordered, order_of
 from fabricx.errors import did_you_mean
 
@@ -229,10 +230,7 @@ class Batches:
             epoch: epoch that begins.
         """
         for loader in self.combined.flattened:
-            part: Any
-            for part in (loader, getattr(loader, "sampler", None), getattr(loader, "dataset", None)):
-                if hasattr(part, "set_epoch"):
-                    part.set_epoch(epoch)
+            set_epoch_of_loader(epoch, loader)
 
 
 @final
@@ -481,6 +479,14 @@ class JoinedSampler(Sampler[list[tuple[int, Any]]]):
 
     def __len__(self) -> int:
         return int(combined_length(self._lengths, self._mode))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Pass the number of the epoch to the samplers of the loaders that have `set_epoch`.
+
+        Args:
+            epoch: epoch that begins.
+        """
+        set_epoch(epoch, *self._samplers)
 
     def __iter__(self) -> Iterator[list[tuple[int, Any]]]:
         numbers = range(len(self._samplers))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from fabricx.data.combined import CombinedLoader, joined
 from fabricx.data.feed import Feed
 from fabricx.data.iterable import ListFeed
 from fabricx.data.loader_ranks import give_rank
-from fabricx.data.map_style import OrderedFeed, distributed_sampler, is_ordered
+from fabricx.data.map_style import OrderedFeed, distributed_sampler, is_ordered, order_of, reads_otherwise
 from fabricx.data.order import Balance
 from fabricx.distributed.world import World
 
@@ -49,12 +50,15 @@ def make_feed(
         fixed: use the same order in every epoch, without shuffling by the DataLoader.
 
     Raises:
-        ValueError: `parts` for a source other than a map-style DataLoader, or a DistributedSampler of another rank.
+        ValueError: `parts` for a source other than a map-style DataLoader, a DistributedSampler of another rank, or a
+            map-style DataLoader whose samples can't be divided over the ranks.
     """
     for part in source.flattened if isinstance(source, CombinedLoader) else [source]:
         if (divided := distributed_sampler(part)) is not None and not world.newcomer:
             _check_division(divided, world)
         if not is_ordered(part):
+            if shard and world.size > 1:
+                _check_divided(part, world)
             give_rank(part)
     if isinstance(source, CombinedLoader):
         source = joined(source, world.size if shard else 1)
@@ -86,3 +90,26 @@ def _check_division(sampler: DistributedSampler[Any], world: World) -> None:
             f"{world.rank} of {world.size}: remove the sampler (fabricx divides the data), or create it in "
             "train_dataloader() with self.trainer.world_size and self.global_rank"
         )
+
+
+def _check_divided(source: Any, world: World) -> None:
+    """Refuse a map-style DataLoader that isn't read in the global order, so that each rank would read all its samples.
+
+    Raises:
+        ValueError: the samples can't be divided.
+    """
+    if not isinstance(source, DataLoader) or isinstance(source.dataset, IterableDataset):
+        return
+    if distributed_sampler(source) is not None or hasattr(source, "state_dict"):  # divided by the user
+        return
+    if reads_otherwise(source):
+        reason = f"{type(source).__name__} changes how a DataLoader is read"
+        remedy = "use torch's DataLoader, and change batches in its collate_fn or in on_after_batch_transfer"
+    else:
+        reason = f"{type(order_of(source)[0]).__name__} has no length"
+        remedy = "define __len__ of the sampler"
+    raise ValueError(
+        f"{reason}, so the samples of the DataLoader can't be divided over the {world.size} ranks, and each rank would "
+        f"read all of them: {remedy}; or set use_distributed_sampler=False, and yield those of a rank only "
+        "(self.trainer.distributed_sampler_kwargs)"
+    )

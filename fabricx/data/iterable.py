@@ -10,6 +10,7 @@ import torch
 
 from fabricx.core.dealer import Dealer
 from fabricx.core.rng import RandomState, random_kept
+from fabricx.data.epochs import set_epoch_of_loader
 from fabricx.data.feed import Feed, Microbatch
 from fabricx.data.leasing import Section
 from fabricx.data.own_draws import Drawn, OwnDraws
@@ -115,10 +116,7 @@ class ListFeed(Feed):
     def epoch(
         self, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0, together: bool = True
     ) -> Iterator[Microbatch]:
-        part: Any
-        for part in (self._source, getattr(self._source, "sampler", None), getattr(self._source, "dataset", None)):
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(0 if self._fixed else epoch)
+        set_epoch_of_loader(0 if self._fixed else epoch, self._source)
         data = self._data(first)
         lengths = self._world.gather_objects(self._length()) if self._world.size > 1 else [self._length()]
         if max(lengths) == float("inf"):

@@ -20,6 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 from fabricx.core.dealer import Dealer
 from fabricx.core.rng import random_kept, seed_generators, seed_torch
 from fabricx.data.batch_seeding import BatchSeededDataset
+from fabricx.data.epochs import set_epoch
 from fabricx.data.feed import Feed, Microbatch
 from fabricx.data.leasing import LeasedSection, Section
 from fabricx.data.loader_signals import TerminatedByTrainer, block_sigterm_in_forks
@@ -178,8 +179,7 @@ class OrderedFeed(Feed):
         if _shuffles(sampler):
             # A numpy array: slicing it is ten times cheaper than slicing a tensor.
             return epoch_order(len(sampler), self._seed, epoch).numpy()
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(epoch)
+        set_epoch(epoch, sampler)
         seed = epoch_seed(self._seed, epoch)
         self._put_back(epoch, placed=self._placed)
         self._placed = False
@@ -424,6 +424,16 @@ def _shuffles(sampler: Any) -> bool:
     return type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
 
 
+def reads_otherwise(loader: DataLoader[Any]) -> bool:
+    """Return whether a class of the user changes what a DataLoader yields.
+
+    Args:
+        loader: data of the user.
+    """
+    kind = type(loader)
+    return kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator
+
+
 def is_ordered(source: Any) -> bool:
     """Return whether a loader's samples can be read in an order that is divided over ranks.
 
@@ -433,7 +443,7 @@ def is_ordered(source: Any) -> bool:
     return (
         isinstance(source, DataLoader)
         and not isinstance(source.dataset, IterableDataset)
-        and type(source).__iter__ is DataLoader.__iter__
+        and not reads_otherwise(source)
         and distributed_sampler(source) is None
         and not hasattr(source, "state_dict")
         and hasattr(order_of(source)[0], "__len__")

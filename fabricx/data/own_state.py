@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import Sampler
 
 from fabricx.core.nested_items import items_of
+from fabricx.data.plain_values import is_plain, packed, same, unpacked
 
 Values = dict[str, Any]
 
@@ -32,7 +33,7 @@ def sampler_values(sampler: Any) -> Values:
     Args:
         sampler: any sampler.
     """
-    return {path: packed for path, _, _, value in _attributes(sampler) if (packed := _packed(value)) is not None}
+    return {path: copy_ for path, _, _, value in _attributes(sampler) if (copy_ := _packed(value)) is not None}
 
 
 def put_back_sampler(sampler: Any, values: Values) -> None:
@@ -49,7 +50,10 @@ def put_back_sampler(sampler: Any, values: Values) -> None:
         if isinstance(value, _GENERATORS):
             set_generator(value, saved)
         elif isinstance(value, list):
-            value[:] = saved
+            value[:] = unpacked(saved)
+        elif isinstance(value, dict):
+            value.clear()
+            value.update(unpacked(saved))
         elif isinstance(value, (np.ndarray, Tensor)) and tuple(value.shape) == tuple(saved.shape):
             value[...] = saved.numpy() if isinstance(value, np.ndarray) else saved
         else:
@@ -98,7 +102,7 @@ def changes(before: Values, after: Values) -> tuple[Values, Values]:
     Args:
         before, after: results of `sampler_values`.
     """
-    paths = [path for path in after if path in before and not _equal(before[path], after[path])]
+    paths = [path for path in after if path in before and not same(list(before[path]), list(after[path]))]
     return {path: before[path] for path in paths}, {path: after[path] for path in paths}
 
 
@@ -224,7 +228,9 @@ def _kind(value: Any) -> str | None:
         return "array"
     if isinstance(value, Tensor) and not value.requires_grad:
         return "tensor"
-    return "list" if isinstance(value, list) and set(map(type, value)) <= {int, float, bool} else None
+    if not is_plain(value):
+        return None
+    return "list" if isinstance(value, list) else "dict"
 
 
 def _packed(value: Any) -> tuple[str, Any] | None:
@@ -235,13 +241,7 @@ def _packed(value: Any) -> tuple[str, Any] | None:
         return kind, generator_state(value)
     if isinstance(value, np.ndarray):
         return kind, torch.from_numpy(value.copy())
-    return kind, value.clone() if isinstance(value, Tensor) else list(value) if isinstance(value, list) else value
-
-
-def _equal(first: tuple[str, Any], second: tuple[str, Any]) -> bool:
-    if isinstance(first[1], Tensor) and isinstance(second[1], Tensor):
-        return torch.equal(first[1], second[1])
-    return bool(first == second)
+    return kind, packed(value)
 
 
 def _mapped(state: Mapping[str, Any], kind: type, change: Callable[[Any], Any]) -> dict[str, Any]:

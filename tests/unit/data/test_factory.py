@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, Sampler
 
-from fabricx.data import make_feed
+from fabricx.data import CombinedLoader, make_feed
 from fabricx.data.iterable import ListFeed
 from fabricx.data.map_style import OrderedFeed
 from fabricx.distributed.world import World
@@ -35,6 +35,45 @@ class Own(DataLoader):
 
     def state_dict(self) -> dict[str, Any]:
         return {}
+
+
+class Filtered(DataLoader):
+    """Changes what is read."""
+
+    def __iter__(self) -> Any:
+        return map(str, super().__iter__())
+
+
+class Prepared(DataLoader):
+    """Changes what is read in another way, as loaders of torch_geometric do."""
+
+    def _get_iterator(self) -> Any:
+        return super()._get_iterator()
+
+
+class Endless(Sampler[int]):
+    """Has no length."""
+
+    def __iter__(self) -> Any:
+        return iter(range(20))
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        (Filtered(DATA, 4), "Filtered changes how a DataLoader is read"),
+        (Prepared(DATA, 4), "Prepared changes how a DataLoader is read"),
+        (DataLoader(DATA, 4, sampler=Endless()), "Endless has no length"),
+        (DataLoader(DATA, batch_sampler=map(list, [[1], [2]])), "map has no length"),  # type: ignore[arg-type]
+    ],
+)
+@pytest.mark.parametrize("joined", [False, True])
+def test_samples_that_each_rank_would_read_whole_are_refused(source: Any, reason: str, joined: bool) -> None:
+    loader = CombinedLoader({"a": source}) if joined else source
+    with pytest.raises(ValueError, match=f"{reason}.* over the 2 ranks.*use_distributed_sampler=False"):
+        make_feed(loader, World(rank=1, size=2), seed=5)
+    assert isinstance(make_feed(loader, World(), seed=5), ListFeed)
+    assert isinstance(make_feed(loader, World(rank=1, size=2), seed=5, shard=False), ListFeed)
 
 
 class Stream(IterableDataset):

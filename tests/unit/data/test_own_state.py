@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,37 @@ class Batches:
         return (order[begin : begin + 3] for begin in range(0, SAMPLES, 3))
 
 
+class OwnBatches:
+    """Shuffles its batches, in place."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches = batches
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        random.shuffle(self.batches)
+        return (list(batch) for batch in self.batches)
+
+
+class OfClasses(Sampler[int]):
+    """Shuffles the places of each class, and the names of the classes."""
+
+    def __init__(self, places: Any) -> None:
+        self.places = defaultdict(list, {name: places(number) for number, name in enumerate("abc")})
+        self.names = list(self.places)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        random.shuffle(self.names)
+        for name in self.names:
+            np.random.shuffle(self.places[name])  # type: ignore[arg-type]
+        return iter([int(place) for name in self.names for place in self.places[name]])
+
+
 class Seen(fx.Module):
     """Keeps what it is trained with.
 
@@ -201,6 +233,17 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
     "batches": lambda: DataLoader(Numbers(), batch_sampler=Batches(RandomSampler(range(SAMPLES), generator=seeded()))),
     "weights": lambda: numbers(
         shuffle=False, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES, generator=seeded())
+    ),
+    "own batches": lambda: DataLoader(Numbers(), batch_sampler=OwnBatches([[0, 1, 2], [3, 4], [5, 6, 7, 8], [9]])),  # type: ignore[arg-type]
+    "batches in tuples": lambda: DataLoader(
+        Numbers(),
+        batch_sampler=OwnBatches([(*map(np.int64, range(begin, begin + 3)),) for begin in range(0, 12, 3)]),  # type: ignore[arg-type]
+    ),
+    "lists of classes": lambda: numbers(
+        shuffle=False, sampler=OfClasses(lambda number: list(range(4 * number, 4 * number + 4)))
+    ),
+    "arrays of classes": lambda: numbers(
+        shuffle=False, sampler=OfClasses(lambda number: np.arange(4 * number, 4 * number + 4))
     ),
     "shuffle": lambda: numbers(generator=seeded()),
     "data": lambda: numbers([Noise(generator) for generator in generators().values()]),
