@@ -349,7 +349,7 @@ class HasServers:
     norm_clipping_refused = ""
 
     def on_train_start(self, step: int, ranks: int) -> None:
-        """Start to train, after a checkpoint has been loaded.
+        """Start to train, after a checkpoint has been loaded; `load_local_states` starts to train by itself.
 
         Args:
             step: weight updates so far.

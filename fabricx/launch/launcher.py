@@ -20,6 +20,7 @@ class Program:
         gpus: each rank needs a GPU.
         gpus_unused: the ranks compute on CPUs, and the caller has not requested it.
         stops_at_step: the first signal is passed to the ranks, which stop at their next step; else it ends them.
+        servers: number of parameter servers: processes on the last machine, in addition to its ranks.
     """
 
     job: bytes = field(repr=False)
@@ -28,6 +29,15 @@ class Program:
     gpus: bool
     gpus_unused: bool
     stops_at_step: bool
+    servers: int = 0
+
+    def processes_on(self, node: int) -> int:
+        """Return the number of ranks and servers on a machine.
+
+        Args:
+            node: number of the machine.
+        """
+        return self.processes + (self.servers if node == self.nodes - 1 else 0)
 
 
 @dataclass(frozen=True)
@@ -54,7 +64,12 @@ class Launcher(ABC):
     failure all other ranks have to end. The Trainer then starts all ranks again, from the newest checkpoint.
     A launcher whose process on a machine outlives its ranks, and runs those of the next start, passes `copies` to
     `Ranks`: the ranks then continue from in-memory checkpoints.
+
+    Attributes:
+        starts_servers: the launcher starts a process for each item of `torchrun_variables`, also for servers.
     """
+
+    starts_servers: bool = False
 
     def starts(self) -> AbstractContextManager[object]:
         """Return a context of all starts of a run, in which `run` may use the same machines again."""
@@ -77,7 +92,7 @@ class Launcher(ABC):
 
 
 def torchrun_variables(program: Program, node: int, host: str, port: int) -> list[dict[str, str]]:
-    """Return the environment variables of each rank of a machine, with the names that torchrun uses.
+    """Return the environment variables of each rank of a machine, and of its servers, with the names of torchrun.
 
     Args:
         program: the program.
@@ -85,10 +100,8 @@ def torchrun_variables(program: Program, node: int, host: str, port: int) -> lis
         host: address of the machine with number 0.
         port: a free port on it.
     """
-    world = {"WORLD_SIZE": program.nodes * program.processes, "LOCAL_WORLD_SIZE": program.processes,
+    processes = program.processes_on(node)
+    world = {"WORLD_SIZE": program.nodes * program.processes + program.servers, "LOCAL_WORLD_SIZE": processes,
              "GROUP_RANK": node, "MASTER_ADDR": host, "MASTER_PORT": port}  # fmt: skip
-    ranks = [
-        {**world, "RANK": node * program.processes + number, "LOCAL_RANK": number}
-        for number in range(program.processes)
-    ]
+    ranks = [{**world, "RANK": node * program.processes + number, "LOCAL_RANK": number} for number in range(processes)]
     return [{name: str(value) for name, value in rank.items()} for rank in ranks]

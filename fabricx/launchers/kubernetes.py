@@ -74,6 +74,8 @@ class Kubernetes(Launcher):
         lost_after_s: seconds without a sign of life, after which a pod counts as lost.
     """
 
+    starts_servers = True
+
     def __init__(
         self, image: str | None = None, volumes: Mapping[str, str] | None = None, runtime: str = "torch-distributed",
         namespace: str | None = None, context: str | None = None, cpus_per_rank: int = 1,
@@ -149,7 +151,8 @@ class Kubernetes(Launcher):
             folder: the job's folder.
             name: name of the TrainJob.
         """
-        requests = {"cpu": self.cpus_per_rank * program.processes, **self.resources}
+        cores = self.cpus_per_rank * (program.processes + program.servers)  # all pods are alike
+        requests = {"cpu": cores, **self.resources}
         requests |= {self.gpu: program.processes} if program.gpus else {}
         # Kubernetes wants limits of what pods can't share.
         limits = {name: amount for name, amount in requests.items() if name not in _SHARED}

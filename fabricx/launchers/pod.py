@@ -101,7 +101,8 @@ def write_program(folder: Path, program: Program, environment: dict[str, str]) -
         environment: environment variables of the ranks.
     """
     authentication.write_private(folder / "job", program.job)
-    numbers = {"nodes": program.nodes, "processes": program.processes, "stops_at_step": program.stops_at_step}
+    numbers = {"nodes": program.nodes, "processes": program.processes, "stops_at_step": program.stops_at_step,
+               "servers": program.servers}  # fmt: skip
     (folder / "program.json").write_text(json.dumps({**numbers, "environment": environment}))
 
 

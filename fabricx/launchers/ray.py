@@ -37,6 +37,8 @@ class Ray(Launcher):
         timeout_s: seconds to wait until the cluster has the machines.
     """
 
+    starts_servers = True
+
     def __init__(
         self, address: str | None = None, cpus_per_rank: int = 1, runtime_env: Mapping[str, Any] | None = None,
         timeout_s: float = 300.0,
@@ -99,7 +101,9 @@ class Ray(Launcher):
             ValueError: the cluster does not have them within the time.
         """
         ray = _ray()
-        group = ray.util.placement_group([self._bundle(program)] * program.nodes, strategy="STRICT_SPREAD")
+        group = ray.util.placement_group(
+            [self._bundle(program, number) for number in range(program.nodes)], strategy="STRICT_SPREAD"
+        )
         try:
             ray.get(group.ready(), timeout=self.timeout_s)
         except ray.exceptions.GetTimeoutError:
@@ -108,7 +112,7 @@ class Ray(Launcher):
         return group
 
     def _too_few(self, program: Program) -> ValueError:
-        wanted = " and ".join(f"{count} {kind}" for kind, count in self._bundle(program).items())
+        wanted = " and ".join(f"{count} {kind}" for kind, count in self._bundle(program, program.nodes - 1).items())
         machines = [
             ", ".join(f"{int(count)} {kind}" for kind, count in node["Resources"].items() if kind in ("CPU", "GPU"))
             for node in _ray().nodes() if node["Alive"]
@@ -119,9 +123,9 @@ class Ray(Launcher):
             "cpus_per_rank, or add machines"
         )
 
-    def _bundle(self, program: Program) -> dict[str, int]:
-        """Return the resources of a machine."""
-        cores = {"CPU": self.cpus_per_rank * program.processes}
+    def _bundle(self, program: Program, number: int) -> dict[str, int]:
+        """Return the resources of a machine; the last machine has those of the servers, too."""
+        cores = {"CPU": self.cpus_per_rank * program.processes_on(number)}
         return {**cores, "GPU": program.processes} if program.gpus else cores
 
     def _fill(self, program: Program) -> None:
@@ -144,7 +148,7 @@ class Ray(Launcher):
     def _actor(self, program: Program, number: int) -> Any:
         placed = importlib.import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
         return _ray().remote(Machine).options(
-            num_cpus=self.cpus_per_rank * program.processes, num_gpus=program.processes if program.gpus else 0,
+            num_cpus=self.cpus_per_rank * program.processes_on(number), num_gpus=program.processes if program.gpus else 0,
             scheduling_strategy=placed(self._group, number), max_concurrency=3,
         ).remote()  # fmt: skip
 

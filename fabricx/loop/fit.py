@@ -48,9 +48,8 @@ def fit(session: Session, train_batches: Callable[[Session], bool]) -> None:
     state, ft, newcomer = session.state, session.fault_tolerance, session.world.newcomer
     call(session.hooks.on_fit_start)
     note_set_up(session)
-    if not newcomer:
-        if not ft.restore():
-            restore_requested(session)
+    if not newcomer and not ft.restore():  # in-memory checkpoints have the state of servers, too
+        restore_requested(session)
         session.serving.on_train_start(state.step, state.ranks)
     resumed = bool(state.step or state.batch or state.drained)  # a batch may have made no step
     if not resumed and not newcomer:

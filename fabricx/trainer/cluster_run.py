@@ -64,10 +64,7 @@ def join_launch(options: TrainerOptions, strategy: Strategy) -> World | None:
                 "with `torchrun --nnodes ... --nproc-per-node ... script.py`, with srun, or with mpirun"
             )
         return None
-    workers = launched.size - as_part(strategy, HasServers).servers
-    launched = replace(
-        launched, size=workers, local_size=min(launched.local_size, workers - (launched.rank - launched.local_rank))
-    )
+    launched = workers_of(launched, as_part(strategy, HasServers).servers)
     if options.devices_given and launched.local_size and len(options.device_ids) != launched.local_size:
         raise ValueError(
             f"devices={len(options.device_ids)}, but {launched.local_size} processes were started on this machine; "
@@ -80,6 +77,17 @@ def join_launch(options: TrainerOptions, strategy: Strategy) -> World | None:
         )
     atexit.register(worlds.leave)  # a process that exits while its group's threads run may abort
     return process.enter(options, connected(launched, strategy))
+
+
+def workers_of(launched: World, servers: int) -> World:
+    """Return the world of the workers of a launch.
+
+    Args:
+        launched: all processes, with this worker's rank; the last processes are servers.
+        servers: number of servers.
+    """
+    workers, first = launched.size - servers, launched.rank - launched.local_rank
+    return replace(launched, size=workers, local_size=min(launched.local_size, workers - first))
 
 
 def connected(launched: World, strategy: Strategy) -> World:

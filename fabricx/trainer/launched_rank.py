@@ -14,7 +14,7 @@ from typing import Any
 
 from fabricx import by_value
 from fabricx.core.rank_zero import set_launched_rank
-from fabricx.core.strategy_parts import HasServers
+from fabricx.core.strategy_parts import HasServers, as_part
 from fabricx.distributed import authentication
 from fabricx.distributed import world as worlds
 from fabricx.launch import cluster
@@ -22,6 +22,7 @@ from fabricx.launch.ranks import COPIES
 from fabricx.launch.signals import EarlySignals, termination_signals
 from fabricx.launch.worker import failure_of
 from fabricx.trainer import cluster_run
+from fabricx.trainer.set_up import next_job
 from fabricx.trainer.worker_run import work
 
 
@@ -82,8 +83,11 @@ def _run(
 ) -> Any:  # fmt: skip
     launched = cluster.detect()
     assert launched is not None
-    world = cluster_run.connected(launched, trainer.strategy)
-    assert not isinstance(trainer.strategy, HasServers) or not trainer.strategy.servers
+    servers = as_part(trainer.strategy, HasServers).servers if job.stage == "fit" else 0  # else there are none
+    if (server := cluster_run.launched_server(servers)) is not None:
+        cluster_run.serve_launch(trainer.strategy, server, next_job(), fits=True)
+        return None
+    world = cluster_run.connected(cluster_run.workers_of(launched, servers), trainer.strategy)
     copies, signals = os.environ.get(COPIES), (signal.SIGINT, *termination_signals())
     with cluster_run.watched(world, report):
         return work(world, trainer, job, logs, signals, early, None if copies is None else Path(copies))

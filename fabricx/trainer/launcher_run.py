@@ -33,7 +33,7 @@ def check_launcher_use(launcher: Launcher, strategy: Strategy) -> None:
         strategy: the run's strategy.
 
     Raises:
-        ValueError: another launcher has started this process, or the strategy has servers.
+        ValueError: another launcher has started this process, or the launcher cannot start the strategy's servers.
     """
     name = type(launcher).__name__
     if (launched := cluster.detect()) is not None and launched.size > 1:
@@ -41,10 +41,11 @@ def check_launcher_use(launcher: Launcher, strategy: Strategy) -> None:
             f"launcher={name}, but another launcher has started this process, as rank {launched.rank} of "
             f"{launched.size}: remove the launcher, or start the script once"
         )
-    if servers := as_part(strategy, HasServers).servers:
+    if (servers := as_part(strategy, HasServers).servers) and not launcher.starts_servers:
         raise ValueError(
             f"launcher={name} starts ranks but no server processes, and {type(strategy).__name__} needs {servers}: "
-            "start the script with torchrun and an additional process for each server, or choose another strategy"
+            "choose launcher=ray or launcher=kubernetes, start the script with torchrun and an additional process for "
+            "each server, or choose another strategy"
         )
 
 
@@ -71,7 +72,9 @@ def run_ranks(
     whole = pickle.dumps((Caller.of_this_process(secrets.token_hex(32)), content))
     gpus = trainer.accelerator == "cuda"
     unused = not gpus and not trainer.accelerator_given
-    program = Program(whole, trainer.num_nodes, len(trainer.device_ids), gpus, unused, job.stage == "fit")
+    fits = job.stage == "fit"
+    servers = as_part(trainer.strategy, HasServers).servers if fits else 0
+    program = Program(whole, trainer.num_nodes, len(trainer.device_ids), gpus, unused, fits, servers)
     ended = launcher.run(program)
     if ended.failures:
         raise _first_failure(ended)

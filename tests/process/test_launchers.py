@@ -28,7 +28,7 @@ from fabricx.launch.machine import Machine
 from fabricx.launch.ranks import Ranks
 from fabricx.launch.worker import Failure
 from fabricx.launchers import Slurm
-from fabricx.strategies import ParameterServer
+from fabricx.strategies import AsyncSGD, ParameterServer
 from fabricx.testing import QUIET, Ledger, TinyModule, kill, tiny_loader
 from tests import warm
 from tests.ports import reserved_port
@@ -40,7 +40,9 @@ NEW_PROCESS = subprocess.Popen  # with the signal mask of the process that start
 
 
 class Here(Launcher):
-    """Starts the ranks of a single machine: this one."""
+    """Starts the ranks and servers of a single machine: this one."""
+
+    starts_servers = True
 
     def run(self, program: Program) -> Ended:
         assert program.nodes == 1
@@ -54,6 +56,8 @@ class Kept(Launcher):
     Args:
         during: called with the machine, in a thread, while the ranks of the first start run.
     """
+
+    starts_servers = True
 
     def __init__(self, during: Callable[[Machine], None] = lambda machine: None) -> None:
         self._during = during
@@ -101,6 +105,22 @@ def test_ranks_of_a_launcher_return_what_workers_return(own_folder: Path) -> Non
     )
 
 
+@pytest.mark.parametrize("strategy", [ParameterServer(servers=2), AsyncSGD(every=4, outer="average")])
+def test_servers_of_a_launcher_serve_what_other_servers_serve(strategy: Any, own_folder: Path) -> None:
+    modules = []
+    for launcher in (Here(), "auto"):
+        torch.manual_seed(3)
+        module = Ledger(SAMPLES, BATCH)
+        trainer = fx.Trainer(launcher=launcher, devices=2, strategy=strategy, max_epochs=EPOCHS, **QUIET)
+        loader = DataLoader(Numbered(), BATCH // 2, shuffle=True)
+        trainer.validate(module, loader)  # in which servers have no part
+        trainer.fit(module, loader)
+        assert exact(module)
+        modules.append(module)
+    if strategy.traits.lockstep:
+        torch.testing.assert_close(modules[0].state_dict(), modules[1].state_dict(), rtol=0.0, atol=0.0)
+
+
 def test_a_killed_rank_costs_no_sample(own_folder: Path) -> None:
     torch.manual_seed(3)
     module = Ledger(SAMPLES, BATCH)
@@ -123,19 +143,30 @@ class Begins(fx.Callback):
             trainer.world.barrier()
 
 
-@pytest.mark.parametrize("strategy", params(["fsdp"], ["ddp", "local_sgd"]))
+@pytest.mark.parametrize(
+    "strategy",
+    params(
+        ["fsdp", ParameterServer(servers=2, optimizer="server"), ParameterServer(servers=0, optimizer="server")],
+        ["ddp", "local_sgd", ParameterServer(compression="topk", pull_compression="topk")],
+    ),
+    ids=lambda strategy: strategy if isinstance(strategy, str) else f"parameter_server-{strategy.servers}",
+)
 def test_ranks_continue_from_memory_where_a_process_of_the_machine_outlives_them(
-    strategy: str, own_folder: Path
+    strategy: Any, own_folder: Path
 ) -> None:
-    torch.manual_seed(3)
-    module = Ledger(SAMPLES, BATCH)
-    callbacks = [
-        Begins(), kill(rank=1).during("backward", step=5), kill(rank=0).during("forward", step=9, attempt=1),
-        FaultRecovery(snapshots=False, copy_every_n_steps=1, max_restarts=1),
-    ]  # fmt: skip
-    trainer = fx.Trainer(launcher=Kept(), devices=2, strategy=strategy, max_epochs=EPOCHS, **QUIET, callbacks=callbacks)
-    trainer.fit(module, DataLoader(Numbered(), BATCH // 2, shuffle=True))
-    assert (trainer.global_step, exact(module), len(trainer.failures)) == (STEPS, True, 2)
+    """Servers that step lost the momentum of all updates before, and codecs the servers' error feedback."""
+    runs = []
+    faults = [kill(rank=1).during("backward", step=5), kill(rank=0).during("forward", step=9, attempt=1)]
+    for callbacks in ([], [Begins(), *faults, FaultRecovery(snapshots=False, copy_every_n_steps=1, max_restarts=1)]):
+        torch.manual_seed(3)
+        module = Ledger(SAMPLES, BATCH)
+        trainer = fx.Trainer(
+            launcher=Kept(), devices=2, strategy=strategy, max_epochs=EPOCHS, **QUIET, callbacks=callbacks
+        )
+        trainer.fit(module, DataLoader(Numbered(), BATCH // 2, shuffle=True))
+        runs.append(module.state_dict())
+    assert (trainer.global_step, len(trainer.failures)) == (STEPS, 2)
+    torch.testing.assert_close(runs[1], runs[0], rtol=0.0, atol=0.0)
     assert (own_folder / "begun").read_text() == "0 5 9 "
     deadline = time.monotonic() + 60
     while memory_holder.folder_of(0, os.getpid()).exists():  # the process that holds them ends a little later
@@ -150,9 +181,10 @@ class Waits(fx.Callback):
             time.sleep(0.2 if trainer.interrupted else 60)
 
 
-def test_a_signal_reaches_ranks_that_start(own_folder: Path) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "parameter_server"])
+def test_a_signal_reaches_ranks_that_start(strategy: str, own_folder: Path) -> None:
     launcher = Kept(during=lambda machine: machine.signal(0, signal.SIGTERM))
-    trainer = fx.Trainer(launcher=launcher, devices=2, strategy="ddp", max_epochs=2, **QUIET)
+    trainer = fx.Trainer(launcher=launcher, devices=2, strategy=strategy, max_epochs=2, **QUIET)
     with pytest.raises(SystemExit):
         trainer.fit(TinyModule(), tiny_loader(24, 6))
     assert (trainer.interrupted, trainer.global_step < 4) == (True, True)
@@ -224,7 +256,8 @@ def test_an_error_of_a_rank_is_raised_here_and_ends_the_other_rank(own_folder: P
 
 
 def test_what_a_launcher_cannot_start_is_refused(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = fx.Trainer(launcher=Here(), devices=2, strategy=ParameterServer(servers=1), max_epochs=1, **QUIET)
+    slurm = Slurm(cluster="local")
+    trainer = fx.Trainer(launcher=slurm, devices=2, strategy=ParameterServer(servers=1), max_epochs=1, **QUIET)
     with pytest.raises(ValueError, match="starts ranks but no server processes, and ParameterServer needs 1"):
         trainer.fit(TinyModule(), tiny_loader(24, 6))
     for devices in ("auto", [0, 1], -1):
@@ -244,6 +277,14 @@ def test_ranks_are_numbered_by_machine() -> None:
     job = torchrun_variables(Program(b"", 3, 2, False, False, True), 2, "node0", 5)
     assert [(rank["RANK"], rank["LOCAL_RANK"]) for rank in job] == [("4", "0"), ("5", "1")]
     assert {(rank["WORLD_SIZE"], rank["LOCAL_WORLD_SIZE"], rank["GROUP_RANK"]) for rank in job} == {("6", "2", "2")}
+
+
+def test_servers_are_the_last_processes_of_the_last_machine() -> None:
+    program = Program(b"", 2, 2, False, False, True, servers=3)
+    jobs = [torchrun_variables(program, node, "node0", 5) for node in (0, 1)]
+    assert [[rank["RANK"] for rank in job] for job in jobs] == [["0", "1"], ["2", "3", "4", "5", "6"]]
+    assert [job[0]["LOCAL_WORLD_SIZE"] for job in jobs] == ["2", "5"]
+    assert {rank["WORLD_SIZE"] for job in jobs for rank in job} == {"7"}
 
 
 CLUSTER = """

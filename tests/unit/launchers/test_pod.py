@@ -17,10 +17,11 @@ def test_a_pod_that_kubernetes_starts_again_trains_nothing(tmp_path: Path, monke
     monkeypatch.setenv("PET_NODE_RANK", "1")
     monkeypatch.setattr(pod, "LOOK_S", 0.01)
     monkeypatch.setattr(pod, "GONE_S", 0.5)
-    program = Program(b"the job", nodes=2, processes=3, gpus=True, gpus_unused=False, stops_at_step=True)
+    program = Program(b"the job", nodes=2, processes=3, gpus=True, gpus_unused=False, stops_at_step=True, servers=1)
     pod.write_program(tmp_path, program, {"NAME": "value"})
     read, environment = pod.read_program(tmp_path)
-    assert (read.nodes, read.processes, read.stops_at_step, environment) == (2, 3, True, {"NAME": "value"})
+    assert (read.nodes, read.processes, read.servers, read.stops_at_step) == (2, 3, 1, True)
+    assert environment == {"NAME": "value"}
     (tmp_path / "started-1").touch()
     pod.main(tmp_path)
     ended = pickle.loads((tmp_path / "ended-1").read_bytes())
