@@ -148,7 +148,8 @@ class Ray(Launcher):
     def _actor(self, program: Program, number: int) -> Any:
         placed = importlib.import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
         return _ray().remote(Machine).options(
-            num_cpus=self.cpus_per_rank * program.processes_on(number), num_gpus=program.processes if program.gpus else 0,
+            num_cpus=self.cpus_per_rank * program.processes_on(number),
+            num_gpus=program.processes if program.gpus else 0,
             scheduling_strategy=placed(self._group, number), max_concurrency=3,
         ).remote()  # fmt: skip
 
