@@ -23,8 +23,8 @@ from fabricx.distributed.fsdp_internals import CollectiveTimer, DeviceWaits, Uns
 from fabricx.distributed.fsdp_units import (
     Policy,
     blocks,
-    check_dtypes,
     check_owned,
+    check_shardable,
     fill_shards,
     outermost_owners,
     tied_parameters,
@@ -125,7 +125,7 @@ class FSDP(Strategy, Elastic, HidesGradients, MeasuresWaiting, ShardsWeights, Wr
         if several_backwards:
             check_owned(module)
         if not isinstance(module, FSDPModule):  # else: sharded by an earlier run in this process
-            check_dtypes(module)
+            check_shardable(module)
             check_before_sharding(module)
             if self.activation_checkpointing is not None:
                 for block in blocks(module, self.activation_checkpointing):

@@ -163,7 +163,7 @@ class RunData:
         self.val_feeds = [self._evaluation_feed(world, loader, limit) for loader in loaders]
         self.batches.evaluation[word] = [feed.batches() for feed in self.val_feeds]
         for loader, batches in zip(loaders, self.batches.evaluation[word], strict=True):
-            _check_part(f"limit_{word}_batches", limit, loader, batches)
+            _check_part(f"limit_{word}_batches", limit, loader, batches, self._shares(world))
 
     def reload_validation(self, world: World) -> None:
         """Create the validation loaders again before a validation, if `reload_dataloaders_every_n_epochs` is due.
@@ -388,13 +388,17 @@ class RunData:
         batches = self.batches.training
         _check_part(
             "overfit_batches" if options.overfit_batches else "limit_train_batches",
-            limit, self.train_dataloader, batches,
+            limit, self.train_dataloader, batches, self._shares(world),
         )  # fmt: skip
         if not batches and limit:
             raise ValueError(
                 f"there is no batch to train on: {type(self.train_dataloader).__name__} is empty, or drop_last=True "
                 "drops all of it (then use a smaller batch_size, or fewer ranks)"
             )
+
+    def _shares(self, world: World) -> int:
+        """Return the number of ranks over which the samples of a loader are divided."""
+        return world.axis("data").size if self._options.use_distributed_sampler else 1
 
     def _evaluation_feed(self, world: World, source: Any, limit: int | float) -> Feed:
         """Build the feed of an evaluation loader."""
@@ -425,14 +429,18 @@ class RunData:
         )  # fmt: skip
 
 
-def _check_part(name: str, limit: int | float, loader: Any, batches: int | float) -> None:
+def _check_part(name: str, limit: int | float, loader: Any, batches: int | float, ranks: int) -> None:
     """Refuse a fraction of the batches that is less than one batch.
 
     Raises:
         ValueError: the fraction is too small.
     """
     if isinstance(limit, float) and 0 < limit < 1 and not batches and len(loader):
-        raise ValueError(f"{name}={limit} of {len(loader)} batches is less than one: set a number of batches (1)")
+        part = f"{limit} of {len(loader)} batches"
+        less = (
+            f"{part} is less than one" if ranks == 1 else f"{part}, divided over {ranks} ranks, is less than one each"
+        )
+        raise ValueError(f"{name}={less}: set a number of batches (1)")
 
 
 def _has_length(loader: Any) -> bool:

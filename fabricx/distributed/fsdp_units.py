@@ -123,23 +123,33 @@ def _owns(module: nn.Module) -> bool:
     return bool(module._parameters) or any(isinstance(child, lists) for child in module.children())
 
 
-def check_dtypes(module: nn.Module) -> None:
-    """Refuse parameters of different dtypes, which fully_shard can't put into the same buffer.
+def check_shardable(module: nn.Module) -> None:
+    """Refuse parameters that fully_shard can't put into a buffer with the others, or can't divide.
 
     Args:
         module: not sharded yet.
 
     Raises:
-        ValueError: names parameters of different dtypes.
+        ValueError: names the parameter, or parameters of different dtypes.
     """
     by_dtype: dict[torch.dtype, str] = {}
     for name, parameter in module.named_parameters():
         by_dtype.setdefault(parameter.dtype, name)
+        if not parameter.ndim or not parameter.numel() or not parameter.is_contiguous():
+            raise ValueError(f"strategy=fsdp can't divide {name} over the ranks: {_why_undivided(parameter)}")
     if len(by_dtype) > 1:
         dtypes = ", ".join(f"{name} is {dtype}" for dtype, name in by_dtype.items())
         raise ValueError(
             f"strategy=fsdp needs parameters of the same dtype, and {dtypes}; convert the module, or use strategy=ddp"
         )
+
+
+def _why_undivided(parameter: nn.Parameter) -> str:
+    if not parameter.ndim:
+        return "it has no dimensions; give it the shape [1], or use strategy=ddp"
+    if not parameter.numel():
+        return f"it has no elements (shape {list(parameter.shape)}); remove it, or use strategy=ddp"
+    return "it is not contiguous in memory; create it from tensor.contiguous(), or use strategy=ddp"
 
 
 def fill_shards(module: nn.Module, device: torch.device) -> None:

@@ -191,7 +191,7 @@ REFUSALS = (
     ),
     Refusal(
         lambda c: c.model == "scalar" and c.way in FSDP and c.ranks > 1,
-        "doesn't support scalar parameters",
+        "has no dimensions; give it the shape",
         "A parameter without dimensions cannot be sharded. Use a parameter of shape [1], or `ddp`.",
     ),
     Refusal(

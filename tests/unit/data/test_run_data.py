@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import fabricx as fx
 from fabricx.callbacks import ModelCheckpoint
+from fabricx.data.run_data import _check_part
 from fabricx.testing import QUIET, TinyModule, tiny_data, tiny_loader
 from tests.soak import params
 from tests.unit.trainer.counting import Counts, fitted
@@ -283,6 +284,14 @@ def test_no_batch_at_all_is_an_error(options: dict[str, Any], data: dict[str, An
     with pytest.raises(ValueError, match=said):
         trainer.fit(Counts(), torch.utils.data.DataLoader(kept, batch_size=4, **data), tiny_loader())
     fx.Trainer(max_epochs=1, limit_train_batches=0, **QUIET).fit(Counts(), tiny_loader())  # nothing was asked for
+
+
+def test_a_part_of_the_batches_is_that_of_a_rank() -> None:
+    loader = tiny_loader(8)
+    _check_part("limit_val_batches", 0.5, loader, 1, 2)
+    said = r"limit_val_batches=0\.4 of 2 batches, divided over 2 ranks, is less than one each: set a number of batches"
+    with pytest.raises(ValueError, match=said):
+        _check_part("limit_val_batches", 0.4, loader, 0, 2)
 
 
 def test_a_loader_method_that_is_set_to_none_is_no_loader(quiet: dict[str, Any]) -> None:

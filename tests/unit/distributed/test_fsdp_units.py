@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fabricx.distributed.fsdp_units import blocks, check_owned, outermost_owners, tied_parameters
+from fabricx.distributed.fsdp_units import blocks, check_owned, check_shardable, outermost_owners, tied_parameters
 
 
 class Layer(nn.Module):
@@ -72,3 +72,19 @@ def test_parameters_of_the_root_are_refused_for_manual_steps(parameter: nn.Param
     model.scale = parameter
     with pytest.raises(ValueError, match="belongs to the manually optimised module itself; move it to a submodule"):
         check_owned(model)
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        (torch.zeros(()), "it has no dimensions; give it the shape"),
+        (torch.zeros(0, 3), r"it has no elements \(shape \[0, 3\]\); remove it"),
+        (torch.zeros(2, 3).T, "it is not contiguous in memory; create it"),
+    ],
+)
+def test_parameters_that_cannot_be_divided_are_refused_by_name(values: torch.Tensor, reason: str) -> None:
+    model = Model()
+    check_shardable(model)
+    model.layers[1].extra = nn.Parameter(values)
+    with pytest.raises(ValueError, match=rf"can't divide layers\.1\.extra over the ranks: {reason}"):
+        check_shardable(model)
