@@ -135,9 +135,9 @@ class EMA(Averages):
         if world.size == 1:
             return
         if not self._kept and not trainer.strategy.traits.synchronous:  # each rank averaged the weights that it trains
-            groups = world.axis("data")
-            for average in self.averages.values():
-                groups.all_reduce(average).div_(groups.size)
+            islands = world.axis("islands")
+            for average in local(self.averages.values()):
+                islands.all_reduce(average).div_(islands.size)
         elif self.use_buffers:
             self._broadcast_buffers(trainer)
 

@@ -400,7 +400,7 @@ class FSDP(Strategy, Elastic, HidesGradients, MeasuresWaiting, ShardsWeights, Wr
         if self.data_ranks.size == 1:
             return True
         if self._outputs:  # the step has computed, as on the other ranks, but returned no loss
-            self.backward(self._zero())
+            self._backward_of_zero(self._zero())
             return True
         batches = [args for args in (example, self._newest) if args]
         if not batches and self._called:
@@ -415,9 +415,13 @@ class FSDP(Strategy, Elastic, HidesGradients, MeasuresWaiting, ShardsWeights, Wr
             with torch.random.fork_rng(devices=devices):
                 loss = _loss(self._step(*args))
             if loss is not None or self._outputs:
-                self.backward(self._zero() if loss is None else loss * 0.0)
+                self._backward_of_zero(self._zero() if loss is None else loss * 0.0)
                 return True
         return False
+
+    def _backward_of_zero(self, loss: Tensor) -> None:
+        with self._unused.without_data() if self._unused is not None else nullcontext():
+            self.backward(loss)
 
     def _zero(self) -> Tensor:
         """Return a loss of zero that depends on the outputs of the newest step, and on all gathered parameters."""
@@ -439,8 +443,7 @@ class FSDP(Strategy, Elastic, HidesGradients, MeasuresWaiting, ShardsWeights, Wr
         return paused()
 
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        if self._gathered is not None:  # otherwise the next forward would use the weights before this step
-            self._gathered.shard()
+        self.reshard()  # otherwise the next forward would use the weights before this step
         try:
             return super().optimizer_step(optimizer, closure)
         except RuntimeError as error:
@@ -453,6 +456,9 @@ class FSDP(Strategy, Elastic, HidesGradients, MeasuresWaiting, ShardsWeights, Wr
 
     def synchronize(self, copies: Mapping[str, Tensor] | None = None, *, ends: bool = False) -> None:
         super().synchronize(copies, ends=ends)
+        self.reshard()
+
+    def reshard(self) -> None:
         if self._gathered is not None:
             self._gathered.shard()
 

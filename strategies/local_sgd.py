@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, Literal, final
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, final
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,9 @@ from fabricx.core.held_gradients import keep_in_state, take_from_state
 from fabricx.core.placeholder import is_placeholder
 from fabricx.core.strategy import Strategy, Traits
 from fabricx.core.strategy_parts import Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, WrapsStep
+from fabricx.distributed.dtensors import is_dtensor, own_part, with_part
+from fabricx.distributed.fragments import Fragment, in_fragments
+from fabricx.distributed.fsdp_internals import shard_like
 from fabricx.distributed.joint_statistics import JointStatistics
 from fabricx.distributed.optimizer_moments import average_moments, furthest, is_moment
 from fabricx.distributed.world import World
@@ -25,51 +27,6 @@ from fabricx.errors import check_choice
 
 Outer = Literal["average", "nesterov"]
 _OUTERS = ("average", "nesterov")
-_BLOCK: Final = 16 << 20  # elements of a fragment that are combined at once, to bound temporary memory
-
-
-@dataclass
-class _Fragment:
-    """Parameters that are synchronised at the same steps: a block of a fragment, all of a small fragment.
-
-    Attributes:
-        number: index of the fragment; several blocks have the same.
-        parameters: this rank's parameters.
-        base: weights of all ranks after the latest synchronisation, shape [elements].
-        velocity: outer momentum, shape [elements]; empty without momentum.
-        apart: whether the ranks have stepped since their weights were equal.
-        begun: step at which the pending synchronisation began; None without a pending synchronisation.
-        moved: this rank's weight difference to `base` at that step; the all-reduce replaces it by the sum over ranks.
-        work: the pending all-reduce; None without.
-        local: this rank's weights and their mean over ranks, while the parameters hold the mean; None otherwise.
-    """
-
-    number: int
-    parameters: list[Tensor]
-    base: Tensor
-    velocity: Tensor
-    apart: bool = False
-    begun: int | None = None
-    moved: Tensor = field(default_factory=lambda: torch.empty(0))
-    work: Any = None
-    local: tuple[Tensor, Tensor] | None = None
-
-    def wait(self) -> None:
-        """Wait for the pending all-reduce, if any."""
-        if self.work is not None:
-            self.work.wait()
-            self.work = None
-
-    def flat(self) -> Tensor:
-        """Return this rank's weights as a vector with the dtype of `base`, shape [elements]."""
-        return torch.cat([parameter.detach().reshape(-1).to(self.base.dtype) for parameter in self.parameters])
-
-    def set(self, values: Tensor) -> None:
-        """Copy a vector of weights, shape [elements], to the parameters."""
-        parts = values.split([parameter.numel() for parameter in self.parameters])
-        with torch.no_grad():
-            for parameter, part in zip(self.parameters, parts, strict=True):
-                parameter.copy_(part.view_as(parameter))
 
 
 @final
@@ -150,36 +107,53 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
         self.fragments = fragments
         self.overlap_steps = overlap_steps
         self.keep_local = keep_local
-        self._fragments: list[_Fragment] = []
+        self._fragments: list[Fragment] = []
         self._frozen: list[Tensor] = []  # parameters outside of all fragments
-        self._used: list[Tensor] = []  # parameters that had a gradient in this rank's newest batch
-        self._used_at_end: dict[str, None] = {}  # names of `_used`, for a checkpoint after the fit
+        self._used: dict[str, None] = {}  # names of the parameters that had a gradient in this rank's newest batch
+        self._trained: Collection[str] = ()  # names of the parameters in fragments
         self._statistics = JointStatistics(nn.Identity())
+
+    @property
+    def _peers(self) -> World:
+        """Return the ranks that combine their weights: all data ranks, or those with the same shards in each island."""
+        return self.world.axis("islands")
 
     def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
         super().setup(module)
         for tensor in (*module.parameters(), *module.buffers()):
             if not is_placeholder(tensor):
-                self.data_ranks.broadcast(tensor.data)
-        self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
+                self._peers.broadcast(own_part(tensor))
         trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         if any(parameter.is_complex() for parameter in trained.values()):
             raise ValueError(
                 "local_sgd averages real numbers, and a parameter is complex; train torch.view_as_real of it, or use "
                 "strategy=ddp"
             )
-        self._fragments = []
-        elements = {name: self.elements.get(name, parameter.numel()) for name, parameter in trained.items()}
-        for number, names in enumerate(_in_parts(elements, self.fragments)):
-            for block in _in_blocks([trained[name] for name in names if not is_placeholder(trained[name])]):
-                base = _flat(block)
-                velocity = base.new_zeros(base.numel() if self.outer == "nesterov" else 0)
-                self._fragments.append(_Fragment(number, block, base, velocity))
+        self._used = {}
+        self._combine(module, trained)
         self._statistics = JointStatistics(module)
 
+    def _combine(self, module: nn.Module, trained: Collection[str]) -> None:
+        """Begin rounds with the present weights.
+
+        Args:
+            module: the user's module.
+            trained: names of the parameters that ranks combine.
+        """
+        parameters = dict(module.named_parameters())
+        self._trained = frozenset(trained)
+        self._frozen = [parameter for name, parameter in parameters.items() if name not in trained]
+        combined = {name: parameter for name, parameter in parameters.items() if name in trained}
+        self._fragments = in_fragments(
+            combined, self.elements, self.fragments, momentum=self.outer == "nesterov", excluded=is_placeholder
+        )  # fmt: skip
+
+    def _combined(self) -> Iterator[tuple[str, Tensor]]:
+        for fragment in self._fragments:
+            yield from fragment.parameters.items()
+
     def teardown(self) -> None:
-        self._used_at_end = self._names_used()
-        self._fragments, self._frozen, self._used = [], [], []
+        self._fragments, self._frozen = [], []
         self._statistics.close()
         self._statistics = JointStatistics(nn.Identity())
         super().teardown()
@@ -196,14 +170,13 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
             check_frozen(self.module, self._frozen, "local_sgd")
         super().backward(loss, compute)
         if self.data_ranks.size > 1:
-            self._used = [
-                parameter for f in self._fragments for parameter in f.parameters if parameter.grad is not None
-            ]
+            used = {name: None for name, parameter in self._combined() if parameter.grad is not None}
+            self._used = used or self._used  # none before the last backward of a window, if islands shard the weights
 
     def backward_without_data(self, example: tuple[Any, ...] = ()) -> bool:
         self._restore_local()
-        for parameter in self._used:  # a gradient of zero, so that momentum and weight decay continue
-            if parameter.grad is None:
+        for name, parameter in self._combined():  # a gradient of zero, so that momentum and weight decay continue
+            if name in self._used and parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         return False  # backward is local
 
@@ -226,7 +199,7 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
                 if fragment.begun is not None:
                     self._end(fragment, self.keep_local)
                 local = fragment.flat()
-                fragment.set(self.data_ranks.all_reduce(local.clone()).div_(self.data_ranks.size))
+                fragment.set(self._peers.all_reduce(local.clone()).div_(self._peers.size))
                 fragment.local = local, fragment.flat()
         if self.data_ranks.size > 1:
             self._statistics.join(self.data_ranks, copies)
@@ -258,7 +231,7 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
         self._restore_local(ends_round=True)
         for optimizer in optimizers:
             keep_in_state(optimizer)
-            average_moments(self.data_ranks, optimizer)
+            average_moments(self._peers, optimizer)
             take_from_state(optimizer, loaded=False)
         state = super().state_dict(module, optimizers)
         if not optimizers:
@@ -268,18 +241,10 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
                 "a checkpoint after the fit lacks the outer momentum of local_sgd, which has ended with it: save it in "
                 "on_train_end or by ModelCheckpoint, or save the weights only (weights_only=True)"
             )
-        state["used"] = self.data_ranks.gather_objects(self._names_used())
+        state["used"] = self.data_ranks.gather_objects(
+            self._used
+        )  # keys, so that a mesh joins the states of its stages
         return {**state, "outer": self._velocities()} if self.outer == "nesterov" else state
-
-    def _names_used(self) -> dict[str, None]:
-        """Return the names of the parameters that had a gradient in this rank's newest batch.
-
-        As keys, so that a mesh joins the states of its stages.
-        """
-        if self.module is None:
-            return self._used_at_end
-        used = set(map(id, self._used))
-        return {name: None for name, parameter in self.module.named_parameters() if id(parameter) in used}
 
     def _use(self, by_rank: Sequence[Iterable[str]], *, same_ranks: bool) -> None:
         """Restore the parameters that had a gradient: the next batch may be without a sample of this rank.
@@ -288,20 +253,16 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
             by_rank: names on each rank of the earlier run.
             same_ranks: there are as many ranks as before; otherwise, a rank has the names of all.
         """
-        assert self.module is not None
-        used = set(by_rank[self.data_ranks.rank]) if same_ranks else {name for names in by_rank for name in names}
-        self._used = [parameter for name, parameter in self.module.named_parameters() if name in used]
+        chosen = [by_rank[self.data_ranks.rank]] if same_ranks else by_rank
+        self._used = {name: None for names in chosen for name in names}
 
     def _velocities(self) -> dict[str, Tensor]:
-        """Return the outer momentum by name of the parameter, as views with its shape."""
-        assert self.module is not None
-        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
-        velocities = {}
-        for fragment in self._fragments:
-            parts = fragment.velocity.split([parameter.numel() for parameter in fragment.parameters])
-            for parameter, part in zip(fragment.parameters, parts, strict=True):
-                velocities[names[id(parameter)]] = part.view_as(parameter)
-        return velocities
+        """Return the outer momentum by name of the parameter, as views with its shape; that of a shard is a DTensor."""
+        return {
+            name: with_part(parameter, part) if is_dtensor(parameter := fragment.parameters[name]) else part
+            for fragment in self._fragments
+            for name, part in fragment.by_name(fragment.velocity).items()
+        }
 
     def load_state_dict(self, state: dict[str, Any], module: nn.Module, optimizers: list[Optimizer]) -> None:
         super().load_state_dict(state, module, optimizers)
@@ -315,15 +276,16 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
 
     def _load_velocities(self, saved: Mapping[str, Tensor]) -> None:
         """Load the outer momentum by name; checkpoints of earlier versions have it by number of the fragment."""
-        for name, velocity in self._velocities().items():
+        own = self._velocities()
+        for number in {str(fragment.number) for fragment in self._fragments} & saved.keys():
+            names = [name for f in self._fragments if str(f.number) == number for name in f.parameters]
+            sizes = [own[name].numel() for name in names]
+            if saved[number].numel() == sum(sizes):
+                parts = zip(names, saved[number].split(sizes), strict=True)
+                saved = {**saved, **{name: part.view(own[name].shape) for name, part in parts}}
+        for name, velocity in own.items():
             if name in saved and saved[name].shape == velocity.shape:
-                velocity.copy_(saved[name])
-        for number in {fragment.number for fragment in self._fragments}:
-            blocks = [fragment.velocity for fragment in self._fragments if fragment.number == number]
-            sizes = [block.numel() for block in blocks]
-            if str(number) in saved and saved[str(number)].numel() == sum(sizes):
-                for block, part in zip(blocks, saved[str(number)].split(sizes), strict=True):
-                    block.copy_(part)
+                velocity.copy_(_divided_like(velocity, saved[name]))
 
     def local_state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
         self._restore_local()
@@ -331,14 +293,14 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
             fragment.wait()
         rounds = [
             {
-                "shares": {name: self._share(values) for name, values in _equal_on_ranks(f).items()},
+                "shares": {name: self._share(values) for name, values in f.equal_on_ranks.items()},
                 "apart": f.apart, "begun": f.begun,
             }
             for f in self._fragments
         ]  # fmt: skip
         return {
             **super().state_dict(module, optimizers), "rounds": rounds, "statistics": self._statistics.state_dict(),
-            "used": self._names_used(),
+            "used": self._used,
         }  # fmt: skip
 
     def load_local_states(
@@ -348,7 +310,7 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
             fragment.begun, fragment.apart = saved[0]["begun"], saved[0]["apart"]
             if fragment.begun is not None:
                 fragment.moved = torch.empty_like(fragment.base)
-            for name, values in _equal_on_ranks(fragment).items():
+            for name, values in fragment.equal_on_ranks.items():
                 self._join([shares["shares"][name] for shares in saved], values, own=own)
         moved = []
         for state in states:
@@ -369,35 +331,35 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
 
     def _share(self, values: Tensor) -> Tensor:
         """Return the part of a vector, equal on all ranks, that this rank stores in an in-memory checkpoint."""
-        return values.tensor_split(self.data_ranks.size)[self.data_ranks.rank]
+        return values.tensor_split(self._peers.size)[self._peers.rank]
 
     def _join(self, shares: Sequence[Tensor], values: Tensor, *, own: bool) -> None:
         """Write the shares of all ranks to a vector; with this rank's share only (`own`), collective."""
         if own:
             self._share(values).copy_(shares[0])
-            for rank, share in enumerate(values.tensor_split(self.data_ranks.size)):
-                self.data_ranks.broadcast(share, rank)
+            for rank, share in enumerate(values.tensor_split(self._peers.size)):
+                self._peers.broadcast(share, rank)
         else:
             values.copy_(torch.cat(list(shares)))
 
     def world_changed(self, world: World) -> None:
         self.world = world
-        for fragment in self._fragments:
-            fragment.work = None
+        if self.module is not None:
+            self._combine(self.module, self._trained)  # fsdp may have sharded the weights into other parameters
 
-    def _meets(self, fragment: _Fragment, step: int) -> bool:
+    def _meets(self, fragment: Fragment, step: int) -> bool:
         if step <= self.synchronous_steps:
             return True
         return (step + fragment.number * self.every // self.fragments) % self.every == 0
 
-    def _begin(self, fragment: _Fragment, step: int) -> None:
+    def _begin(self, fragment: Fragment, step: int) -> None:
         fragment.begun = step
         moved = fragment.flat()
         fragment.moved = torch.sub(fragment.base, moved, out=moved)  # reuses the memory of the copy
-        if self.data_ranks.size > 1:
-            fragment.work = dist.all_reduce(fragment.moved, group=self.data_ranks.group, async_op=True)
+        if self._peers.size > 1:
+            fragment.work = dist.all_reduce(fragment.moved, group=self._peers.group, async_op=True)
 
-    def _end(self, fragment: _Fragment, keep: float) -> None:
+    def _end(self, fragment: Fragment, keep: float) -> None:
         """Wait for the weight differences, and step from the base along their mean (equation 1 of DiLoCo).
 
         `keep` is the weight of local steps since the all-reduce began, as in `keep_local`.
@@ -405,10 +367,10 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
         began = time.perf_counter()
         fragment.wait()
         self.waited_s += time.perf_counter() - began
-        fragment.moved.div_(self.data_ranks.size)
+        fragment.moved.div_(self._peers.size)
         self._step_from_base(fragment, keep)
 
-    def _step_from_base(self, fragment: _Fragment, keep: float) -> None:
+    def _step_from_base(self, fragment: Fragment, keep: float) -> None:
         gradient, velocity = fragment.moved, fragment.velocity
         if self.outer == "average":
             fragment.base.sub_(gradient)
@@ -418,12 +380,6 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
         fragment.set(fragment.base.lerp(fragment.flat(), keep) if keep else fragment.base)
         fragment.begun, fragment.apart = None, keep > 0.0
         fragment.moved = torch.empty(0)  # frees a copy of the weights until the next round ends
-
-
-def _equal_on_ranks(fragment: _Fragment) -> dict[str, Tensor]:
-    """Return the vectors of a fragment, without a pending all-reduce, that are equal on all ranks."""
-    moved = {} if fragment.begun is None else {"moved": fragment.moved}
-    return {"base": fragment.base, "velocity": fragment.velocity, **moved}
 
 
 def _mean(states: Sequence[Any], scalars: Collection[str]) -> Any:
@@ -450,37 +406,5 @@ def _mean(states: Sequence[Any], scalars: Collection[str]) -> Any:
     return tree.join(rest, mean)
 
 
-def _flat(parameters: list[Tensor]) -> Tensor:
-    widest = torch.float64 if any(parameter.dtype == torch.float64 for parameter in parameters) else torch.float32
-    return torch.cat([parameter.detach().reshape(-1).to(widest) for parameter in parameters])
-
-
-def _in_blocks(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Split parameters in their order into blocks of up to `_BLOCK` elements, or of a single larger parameter."""
-    blocks: list[list[Tensor]] = []
-    room = 0
-    for parameter in parameters:
-        if not blocks or parameter.numel() > room:
-            blocks.append([])
-            room = _BLOCK
-        blocks[-1].append(parameter)
-        room -= parameter.numel()
-    return blocks
-
-
-def _in_parts(elements: Mapping[str, int], count: int) -> list[list[str]]:
-    """Split parameters in their order into parts with similar numbers of elements; at most a part per parameter.
-
-    Args:
-        elements: number of elements, by name.
-        count: parts.
-
-    >>> _in_parts({"a": 3, "b": 1, "c": 1, "d": 1, "e": 3}, 3)
-    [['a'], ['b', 'c', 'd'], ['e']]
-    """
-    total, done = sum(elements.values()), 0
-    parts: list[list[str]] = [[] for _ in range(count)]
-    for name, size in elements.items():
-        parts[min(count - 1, (done + size // 2) * count // max(1, total))].append(name)
-        done += size
-    return [part for part in parts if part]
+def _divided_like(tensor: Tensor, value: Tensor) -> Tensor:
+    return shard_like(value, tensor) if is_dtensor(tensor) and not is_dtensor(value) else value

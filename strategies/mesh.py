@@ -45,8 +45,8 @@ from fabricx.model_parallel.island_steps import IslandSteps
 from fabricx.model_parallel.mesh_report import axes_line, parameter_bytes, weights_line
 from fabricx.model_parallel.option_checks import (
     check_axes,
+    check_island,
     check_options,
-    check_replicas,
     data_name,
     data_parallelism,
     refuse_manual_optimization,
@@ -54,6 +54,7 @@ from fabricx.model_parallel.option_checks import (
 from fabricx.model_parallel.pipeline_checks import CLOSURE
 from fabricx.model_parallel.pipeline_schedule import SCHEDULES
 from fabricx.model_parallel.same_batches import SameBatches
+from fabricx.model_parallel.sharded_islands import ShardedIslands
 from fabricx.model_parallel.sharded_sums import ShardedSums
 
 if TYPE_CHECKING:
@@ -69,9 +70,9 @@ _LAYOUT: Final = "layout"  # key of the run's layout in the store, for replaceme
 class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, ShardsWeights, WrapsStep):
     """Train a module on a mesh of ranks: ranks along the model's axes compute a share of the data together.
 
-    The axes from outer to inner are data (islands x replicas), pipeline, context, tensor. `batch_size` is that of a
-    data rank, so the global batch depends on the number of data ranks only. Checkpoints have whole tensors under the
-    names of the module, and load under any strategy and any mesh.
+    The axes from outer to inner are data (islands x replicas x shard), pipeline, context, tensor. `batch_size` is that
+    of a data rank, so the global batch depends on the number of data ranks only. Checkpoints have whole tensors under
+    the names of the module, and load under any strategy and any mesh.
 
     Args:
         data: data parallelism over the remaining ranks: "ddp", "fsdp", "local_sgd", or one of these strategies with
@@ -79,6 +80,8 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
             ranks along the other axes (islands) make local steps, and average their weights periodically.
         replicas: data ranks of an island, with local_sgd: they train different data, and average their gradients at
             each step.
+        shard: data ranks of an island that shard weights, gradients and optimizer states, with local_sgd: `fsdp` within
+            islands.
         tensor: ranks over which the matrices of a layer are divided; None for all remaining ranks.
         plan: how layers are divided, by glob of module names, where it should differ from the plan that a trial run
             finds: "colwise", "rowwise", "vocab", "head" or "replicate".
@@ -104,16 +107,16 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
     """
 
     def __init__(
-        self, *, data: Data | Strategy | Mapping[str, Any] = "ddp", replicas: int = 1, tensor: int | None = 1,
-        plan: Mapping[str, str] | None = None, sequence: bool = False, context: int | None = 1, sequence_dim: int = 1,
-        context_method: str = "all_gather", pipeline: int | None = 1, blocks: str | Sequence[str] = "auto",
-        microbatches: int | None = None, schedule: str = "1f1b", virtual: int = 1, expert: int | None = 1,
-        experts: str | Sequence[str] = "auto",
+        self, *, data: Data | Strategy | Mapping[str, Any] = "ddp", replicas: int = 1, shard: int = 1,
+        tensor: int | None = 1, plan: Mapping[str, str] | None = None, sequence: bool = False,
+        context: int | None = 1, sequence_dim: int = 1, context_method: str = "all_gather", pipeline: int | None = 1,
+        blocks: str | Sequence[str] = "auto", microbatches: int | None = None, schedule: str = "1f1b",
+        virtual: int = 1, expert: int | None = 1, experts: str | Sequence[str] = "auto",
     ) -> None:  # fmt: skip
         super().__init__()
         self.data = data_parallelism(type(self).__name__, data)
-        check_replicas(replicas, self.data)
-        self.replicas = replicas
+        check_island(replicas, shard, pipeline, self.data)
+        self.replicas, self.shard = replicas, shard
         self.tensor, self.plan, self.sequence = tensor, dict(plan or {}), sequence
         self.context, self.sequence_dim, self.context_method = context, sequence_dim, context_method
         self.pipeline, self.blocks, self.microbatches = pipeline, blocks, microbatches
@@ -121,7 +124,7 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         self.expert, self.experts = expert, experts
         axes = {"pipeline": pipeline, "context": context, "tensor": tensor}
         check_axes(axes, expert, self.data)
-        self._axes: dict[str, int | None] = {"replicas": replicas, **axes}
+        self._axes: dict[str, int | None] = {"replicas": replicas, "shard": shard, **axes}
         check_choice(type(self).__name__, "schedule", schedule, SCHEDULES)
         check_choice(type(self).__name__, "context_method", context_method, ("all_gather", "ring"))
         self.data_strategy: Strategy = (
@@ -129,7 +132,9 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         )
         self.accumulation_refused = self.data_strategy.accumulation_refused
         self.batch_weight_refused = self.data_strategy.batch_weight_refused
-        if not self.data_strategy.traits.synchronous:
+        if shard > 1:
+            self.data_strategy = ShardedIslands(self.data_strategy, plugins.build("strategies", "fsdp"))
+        elif not self.data_strategy.traits.synchronous:
             self.data_strategy = IslandSteps(self.data_strategy)
         elif pipeline != 1:
             self.data_strategy = self._sums_for_pipeline()
@@ -215,7 +220,7 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
 
     def _data_world(self, world: World) -> World:
         """Return the ranks of the data strategy."""
-        return world if isinstance(self.data_strategy, IslandSteps) else world.axis("gradients")
+        return world.axis("gradients") if self.data_strategy.traits.synchronous else world
 
     def world_changed(self, world: World) -> None:
         """Continue in the same mesh: a replacement has the position of a dead worker.
@@ -251,14 +256,14 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         self._half = "16" in precision
         if self._divided:
             check_options(self._called, precision, compiles=compiles, synchronises_batchnorm=synchronises_batchnorm)
-        if not automatic_optimization and (self._divided or self.replicas > 1):
+        if not automatic_optimization and (self._divided or self.replicas * self.shard > 1):
             pipelined = self.world.axis("pipeline").size > 1
             refuse_manual_optimization(self._called, pipelined=pipelined, divided=self._divided)
 
     def parallelize(self, module: nn.Module, trial: Callable[[], Trial], layout: Mapping[str, Any]) -> None:
         if self.world.newcomer and self.divides:
             self._late = (trial, False)
-        if self._divided or self.replicas > 1:
+        if self._divided or self.replicas * self.shard > 1:
             self._print(axes_line(self.world, data_name(self.data)))
         if not self._divided:
             return
@@ -268,8 +273,9 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
             self.world.broadcast(tensor)
         whole = parameter_bytes(module)
         self._divide(module, trial(), layout)
-        data = self.world.axis("gradients").size if self.data_strategy.traits.sharded else 1
-        self._print(weights_line(self.world.gather_objects(parameter_bytes(module) / data), whole))
+        sharded, together = self.data_strategy.traits.sharded, self.data_strategy.traits.synchronous
+        shards = self.world.axis("gradients" if together else "island_gradients").size if sharded else 1
+        self._print(weights_line(self.world.gather_objects(parameter_bytes(module) / shards), whole))
         if self.world.main_rank and self.world.store is not None:
             self.world.store.set(self.world.key(_LAYOUT), json.dumps(self.layout))
 
@@ -308,7 +314,9 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         self._optimizers = optimizers
         if self._pipeline is not None and any(needs_closure(optimizer) for optimizer in optimizers):
             raise ValueError(CLOSURE)
-        divided = [f"{axis}={size}" for axis in ("tensor", "expert") if (size := self.world.axis(axis).size) > 1]
+        divided = [
+            f"{axis}={size}" for axis in ("tensor", "expert", "shard") if (size := self.world.axis(axis).size) > 1
+        ]
         for optimizer in optimizers if divided else ():
             check_elementwise(optimizer, divided[0])
         self.data_strategy.attach_optimizers(optimizers)

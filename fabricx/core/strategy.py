@@ -132,7 +132,7 @@ class Strategy(StrategyNames, NamesChecked, ABC):
     @property
     def step_ranks(self) -> World:
         """Return the data ranks that make each step together: all if synchronous, else this rank or its island."""
-        return self.data_ranks if self.traits.synchronous else self.world.axis("replicas")
+        return self.data_ranks if self.traits.synchronous else self.world.axis("island_data")
 
     # -- set up -------------------------------------------------------------------------------------------------
 

@@ -317,6 +317,9 @@ class ShardsWeights:
         state: Mapping[str, Any] = module.state_dict()  # extra state, and lists of metric objects, are no tensors
         return {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in state.items()}
 
+    def reshard(self) -> None:
+        """Free weights that a forward without a backward has gathered; without communication."""
+
     def unshard(self) -> None:
         """Reverse the sharding, at the end of a fit; the values of weights and optimizer states may be lost."""
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from fabricx.distributed.dtensors import own_part
 from fabricx.distributed.world import World
 
 
@@ -68,9 +69,15 @@ def average_moments(world: World, optimizer: Optimizer) -> None:
         shape, dtype = kinds[key]
         moment = joined.get(key)
         if moment is None:
-            moment = torch.zeros(shape, dtype=dtype, device=parameters[key[0]].device)
+            moment = _zeros(parameters[key[0]], shape, dtype)
             optimizer.state[parameters[key[0]]][key[1]] = moment
-        world.all_reduce(moment).div_(sum(key in moments for moments, _ in states))
+        world.all_reduce(own_part(moment)).div_(sum(key in moments for moments, _ in states))
+
+
+def _zeros(parameter: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    if parameter.shape == shape:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)  # a shard, if the parameter is one
+    return torch.zeros(shape, dtype=dtype, device=parameter.device)
 
 
 def _on_cpu(value: Any) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any, final
 
 import torch
@@ -19,7 +21,8 @@ class UnusedShards:
 
     FSDP reduces only the gradients that a rank has, so ranks with gradients for different parameters of a unit would
     mix them. This class replaces missing gradients by zeros. A parameter without a gradient on any rank has `grad =
-    None` afterwards, as in one process, so weight decay and momentum skip it.
+    None` afterwards, as in one process, so weight decay and momentum skip it. Gradients of a rank without data, which
+    computes along with a loss of zero (`without_data`), count as missing.
 
     A rank with missing gradients writes them to the store before it reduces a unit. After the backward, all ranks have
     reduced all units; a rank that has written nothing has all gradients. Therefore no further collective is needed, and
@@ -37,6 +40,7 @@ class UnusedShards:
         self._skipped = {"POST_BACKWARD"} if unreached else {"POST_BACKWARD", "IDLE"}  # FSDP calls POST_BACKWARD twice
         self._units = units_of(module)
         self._missing: dict[int, set[int]] = {}  # unit -> indices of parameters without a gradient in this backward
+        self._of_data: set[tuple[int, int]] | None = None  # parameters with a gradient of data; None: all of them
         self._reductions = 0  # number of backwards with a reduction, the same on all ranks
         self._reduced = False
         self._written: list[str] = []  # keys of this backward
@@ -68,8 +72,10 @@ class UnusedShards:
             whole = getattr(param, "_unsharded_param", None)
             if whole is None or not whole.requires_grad:
                 continue
-            if whole.grad is None and getattr(param, "unsharded_accumulated_grad", None) is None:
+            has_gradient = _has_gradient(param)
+            if not has_gradient:
                 whole.grad = torch.zeros_like(whole)
+            if not has_gradient or (self._of_data is not None and (number, index) not in self._of_data):
                 missing.add(index)
                 if param.sharded_param.grad is not None:  # gradient of an earlier backward
                     kept.add(index)
@@ -98,13 +104,27 @@ class UnusedShards:
         self._missing, self._reduced = {}, False
         self._reductions += 1
 
+    @contextlib.contextmanager
+    def without_data(self) -> Iterator[None]:
+        """Context of a backward with a loss of zero: a parameter that only this backward reaches has no gradient."""
+        self._of_data = {place for place, param in self._parameters() if _has_gradient(param)}
+        try:
+            yield
+            for place, param in self._parameters():
+                if place not in self._of_data:  # not reduced, before the last backward of a window
+                    _forget_gradient(param)
+        finally:
+            self._of_data = None
+
+    def _parameters(self) -> Iterator[tuple[tuple[int, int], Any]]:
+        for number, unit in enumerate(self._units):
+            for index, param in enumerate(unit.fsdp_params):
+                yield (number, index), param
+
     def forget(self) -> None:
         """Discard gradients of an incomplete accumulation window, which FSDP keeps where zero_grad does not reach."""
-        for param in (param for unit in self._units for param in unit.fsdp_params):
-            if "unsharded_accumulated_grad" in vars(param):  # from torch 2.15 on, it is `whole.grad`
-                param.unsharded_accumulated_grad = None
-            if (whole := getattr(param, "_unsharded_param", None)) is not None:
-                whole.grad = None
+        for _, param in self._parameters():
+            _forget_gradient(param)
 
     def _missing_everywhere(self, number: int, missing: set[int]) -> set[int]:
         store = self._world.store
@@ -117,3 +137,17 @@ class UnusedShards:
     def _key(self, number: int, rank: int) -> str:
         world = self._world
         return world.key(f"unused/{world.generation}/{self._reductions}/{number}/{rank}")
+
+
+def _has_gradient(param: Any) -> bool:
+    """Return whether an FSDP parameter has a gradient that is not reduced yet."""
+    whole = getattr(param, "_unsharded_param", None)
+    accumulated = getattr(param, "unsharded_accumulated_grad", None)
+    return accumulated is not None or (whole is not None and whole.grad is not None)
+
+
+def _forget_gradient(param: Any) -> None:
+    if "unsharded_accumulated_grad" in vars(param):  # from torch 2.15 on, it is `whole.grad`
+        param.unsharded_accumulated_grad = None
+    if (whole := getattr(param, "_unsharded_param", None)) is not None:
+        whole.grad = None

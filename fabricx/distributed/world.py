@@ -30,7 +30,10 @@ CONFIRM: Final = timedelta(seconds=20)  # minimum time for ranks to compare thei
 OPERATION: Final = timedelta(minutes=30)  # timeout of a collective
 _ALL: Final = ("data", "metrics", "gradients", "copies")  # axes with all ranks, unless a strategy has others
 # See `World.axis`.
-AXES: Final = (*_ALL, "replicas", "island_gradients", "pipeline", "context", "tensor", "model", "expert")
+AXES: Final = (
+    *_ALL, "islands", "replicas", "shard", "island", "island_data", "island_gradients", "pipeline", "context", "tensor",
+    "model", "expert",
+)  # fmt: skip
 
 
 def _counted(method: Callable[Concatenate[World, P], R]) -> Callable[Concatenate[World, P], R]:
@@ -112,10 +115,11 @@ class World:
                 model-parallel. "pipeline", "context" and "tensor": ranks that compute a share together, along one axis
                 of the model's parallelism, and "model": along all of these; this rank alone by default. "metrics":
                 ranks that log different values, which are those along "data" and "pipeline". "gradients": ranks whose
-                gradients are averaged, which are those along "data" and "context". "replicas": data ranks of an island,
-                which make local steps together, and "island_gradients": those along "replicas" and "context"; this rank
-                alone by default. "expert": data ranks that divide experts; this rank alone by default. "copies": data
-                ranks that have the same experts.
+                gradients are averaged, which are those along "data" and "context". "island": ranks that make local
+                steps together; "island_data": data ranks among them, along "replicas" (with equal weights) or "shard"
+                (with parts of them); "island_gradients": those along "island_data" and "context"; this rank alone by
+                default. "islands": ranks at the same place of all islands; data ranks by default. "expert": data ranks
+                that divide experts; this rank alone by default. "copies": data ranks that have the same experts.
 
         Raises:
             ValueError: there is no such axis.
@@ -123,6 +127,8 @@ class World:
         check_choice("World", "axis", name, AXES)
         if (along := self.axes.get(name)) is not None:
             return along
+        if name == "islands":
+            return self.axis("data")
         return self if name in _ALL else replace(self, rank=0, size=1, group=None, axes={})
 
     @property

@@ -11,11 +11,12 @@ import torch
 from fabricx.distributed.world import World
 
 # From outer to inner: a tensor group is on one machine.
-ORDER: Final = ("islands", "replicas", "pipeline", "context", "tensor")
+ORDER: Final = ("islands", "replicas", "shard", "pipeline", "context", "tensor")
 JOINT: Final = {
-    "data": ("islands", "replicas"), "model": ("pipeline", "context", "tensor"),
-    "metrics": ("islands", "replicas", "pipeline"), "gradients": ("islands", "replicas", "context"),
-    "island_gradients": ("replicas", "context"),
+    "data": ("islands", "replicas", "shard"), "model": ("pipeline", "context", "tensor"),
+    "metrics": ("islands", "replicas", "shard", "pipeline"), "gradients": ("islands", "replicas", "shard", "context"),
+    "island": ("replicas", "shard", "pipeline", "context", "tensor"), "island_data": ("replicas", "shard"),
+    "island_gradients": ("replicas", "shard", "context"),
 }  # fmt: skip
 
 
@@ -24,14 +25,14 @@ def sizes_of(ranks: int, axes: Mapping[str, int], name: str) -> dict[str, int]:
 
     Args:
         ranks: number of all ranks.
-        axes: sizes of "replicas", "pipeline", "context" and "tensor"; 1 without.
+        axes: sizes of "replicas", "shard", "pipeline", "context" and "tensor"; 1 without.
         name: the strategy's name, for the message.
 
     Raises:
         ValueError: the axes do not divide the number of ranks; the message has the nearest numbers that fit.
 
     >>> sizes_of(8, {"pipeline": 2, "context": 1, "tensor": 2}, "mesh")
-    {'data': 2, 'islands': 2, 'replicas': 1, 'pipeline': 2, 'context': 1, 'tensor': 2}
+    {'data': 2, 'islands': 2, 'replicas': 1, 'shard': 1, 'pipeline': 2, 'context': 1, 'tensor': 2}
     """
     model = 1
     for size in axes.values():
@@ -45,7 +46,7 @@ def sizes_of(ranks: int, axes: Mapping[str, int], name: str) -> dict[str, int]:
             + ", or change the sizes of the axes"
         )
     islands, inner = ranks // model, {axis: axes.get(axis, 1) for axis in ORDER[1:]}
-    return {"data": islands * inner["replicas"], "islands": islands, **inner}
+    return {"data": islands * inner["replicas"] * inner["shard"], "islands": islands, **inner}
 
 
 def with_axes(world: World, sizes: Mapping[str, int], expert: int = 1) -> World:
@@ -63,7 +64,7 @@ def with_axes(world: World, sizes: Mapping[str, int], expert: int = 1) -> World:
     if world.size == sizes["islands"]:
         return world
     mesh = torch.arange(world.size).view([sizes[axis] for axis in ORDER])
-    joint = {**{axis: (axis,) for axis in ORDER[1:]}, **JOINT}
+    joint = {**{axis: (axis,) for axis in ORDER}, **JOINT}
     axes = {}
     for name, members in joint.items():
         along = [ORDER.index(axis) for axis in members]

@@ -72,7 +72,7 @@ class Divided:
     @functools.cached_property
     def division(self) -> Division:
         """Return the parts of the module's tensors on this rank."""
-        readers = self.world if self.settings.sharded else None
+        readers = self._gradient_world if self.settings.sharded else None
         return Division(self.module, self.world, self.tensor or self.experts, self.pipeline, readers)
 
     @property
@@ -136,15 +136,17 @@ class Divided:
 
         The function returns the number of these ranks that have the same elements of the parameter's gradient.
         """
-        return self._of_data_rank() if self.settings.apart else (self.world, self.division.copies)
+        world, copies = self._gradient_world, self.division.copies
+        islands = self.world.size / world.size
+        return world, lambda parameter: copies(parameter) / islands
 
-    def _of_data_rank(self) -> tuple[World, Callable[[Tensor], float]]:
-        """Return the ranks that compute with the same data, as `gradient_ranks` does."""
-        copies, shares = self.division.copies, self.world.axis("data").size
-        return self.world.axis("model"), lambda parameter: copies(parameter) / shares
+    @property
+    def _gradient_world(self) -> World:
+        """Return the ranks that step together: all, or an island if the islands make local steps."""
+        return self.world.axis("island") if self.settings.apart else self.world
 
     def norm(self, parameters: Iterable[Tensor]) -> Tensor:
-        """Return the norm of the gradient of all ranks, or of this data rank's gradient if that is its own.
+        """Return the norm of the gradient of all ranks, or of this island's gradient if that is its own.
 
         Args:
             parameters: this rank's parameters, with gradients.
@@ -157,7 +159,8 @@ class Divided:
         Args:
             parameters: this rank's parameters, with gradients.
         """
-        return total_norm(parameters, *self._of_data_rank())
+        copies, shares = self.division.copies, self.world.axis("data").size
+        return total_norm(parameters, self.world.axis("model"), lambda parameter: copies(parameter) / shares)
 
 
 def stage_channels(world: World) -> dict[str, Any]:

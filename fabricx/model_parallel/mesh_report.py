@@ -21,9 +21,10 @@ def axes_line(world: World, data: str) -> str:
         data: name of the strategy along the data axis.
     """
     sizes = {axis: world.axis(axis).size for axis in ("data", "pipeline", "context", "tensor")}
-    if (replicas := world.axis("replicas").size) > 1:
-        sizes = {"islands": sizes.pop("data") // replicas, "replicas": replicas, **sizes}
-        data = f"{data} between islands, gradients averaged over replicas"
+    for axis, within in (("replicas", "gradients averaged over replicas"), ("shard", "weights sharded within them")):
+        if (ranks := world.axis(axis).size) > 1:
+            sizes = {"islands": sizes.pop("data") // ranks, axis: ranks, **sizes}
+            data = f"{data} between islands, {within}"
     outer, *inner = sizes.items()
     axes = " x ".join(f"{axis} {size}" for axis, size in [outer, *((a, s) for a, s in inner if s > 1)])
     if (expert := world.axis("expert").size) > 1:

@@ -37,7 +37,7 @@ def check_options(name: str, precision: str, *, compiles: bool, synchronises_bat
 
 
 def refuse_manual_optimization(name: str, *, pipelined: bool, divided: bool = True) -> NoReturn:
-    """Refuse manual optimization of a divided module, and of replicas.
+    """Refuse manual optimization of a divided module, and of islands with several data ranks.
 
     Args:
         name: the strategy's name.
@@ -54,8 +54,9 @@ def refuse_manual_optimization(name: str, *, pipelined: bool, divided: bool = Tr
         )
     if not divided:
         raise ValueError(
-            f"strategy={name} with replicas and manual optimization: gradients of an island are averaged once per "
-            "update, and a manual step may call backward several times; use automatic optimization, or replicas=1"
+            f"strategy={name} with several data ranks in an island and manual optimization: gradients of an island are "
+            "averaged once per update, and a manual step may call backward several times; use automatic optimization, "
+            "or replicas=1 and shard=1"
         )
     raise ValueError(
         f"strategy={name} with manual optimization: the training step is tried before there are optimizers; use "
@@ -103,22 +104,40 @@ def _check_expert(axes: Mapping[str, int | None], data: str | Strategy) -> None:
         )
 
 
-def check_replicas(replicas: int, data: str | Strategy) -> None:
-    """Refuse a number of replicas that is none, and replicas without islands.
+def check_island(replicas: int, shard: int, pipeline: int | None, data: str | Strategy) -> None:
+    """Refuse numbers of data ranks of an island that are none, that exclude each other, or without islands.
 
     Args:
-        replicas: data ranks of an island.
+        replicas: data ranks of an island with equal weights.
+        shard: data ranks of an island that shard the weights.
+        pipeline: ranks along the pipeline axis; None for all ranks that remain.
         data: data parallelism, as a name or a strategy with options.
 
     Raises:
         ValueError: names the options and the remedy.
     """
-    if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < 1:
-        raise ValueError(f"replicas={replicas!r}: set the number of data ranks of an island, 1 or more")
-    if replicas > 1 and (name := data_name(data)) != "local_sgd":
+    for option, ranks in {"replicas": replicas, "shard": shard}.items():
+        if not isinstance(ranks, int) or isinstance(ranks, bool) or ranks < 1:
+            raise ValueError(f"{option}={ranks!r}: set the number of data ranks of an island, 1 or more")
+    name = data_name(data)
+    if replicas > 1 and name != "local_sgd":
         raise ValueError(
             f"replicas={replicas} with data={name}: replicas are the data ranks of an island, which makes local steps; "
             "set data='local_sgd', or replicas=1 (then all data ranks step together)"
+        )
+    if shard > 1 and name != "local_sgd":
+        raise ValueError(
+            f"shard={shard} with data={name}: the weights are sharded within an island, which makes local steps; set "
+            "data='local_sgd', or data='fsdp' and shard=1 to shard them over all data ranks"
+        )
+    if shard > 1 and replicas > 1:
+        raise ValueError(
+            f"replicas={replicas} with shard={shard}: the data ranks of an island have equal weights (replicas) or "
+            "parts of them (shard); set replicas=1 or shard=1"
+        )
+    if shard > 1 and pipeline != 1:
+        raise ValueError(
+            f"shard={shard} with pipeline={pipeline} isn't supported: set pipeline=1, or replicas in place of shard"
         )
 
 

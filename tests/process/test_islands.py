@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import fabricx as fx
+from fabricx.distributed.dtensors import own_part
 from fabricx.model_parallel.island_steps import IslandSteps
 from fabricx.strategies import LocalSGD, Mesh
 from fabricx.testing import QUIET, kill, run_ranks
@@ -40,6 +41,7 @@ NESTEROV = {"every": 2, "outer": "nesterov"}
             (NESTEROV, "AdamW", {"tensor": 2}),
             (OVERLAPPED, "AdamW", {"pipeline": 2}),
             (NESTEROV, "SGD, accumulation", {"replicas": 2}),
+            (NESTEROV, "SGD, accumulation", {"shard": 2}),
         ],
         [
             ({"every": 3}, "SGD, accumulation", {"context": 2}),
@@ -53,6 +55,9 @@ NESTEROV = {"every": 2, "outer": "nesterov"}
             (NESTEROV, "SGD, accumulation", {"replicas": 2, "tensor": 2}),
             (OVERLAPPED, "AdamW", {"replicas": 2, "pipeline": 2}),
             ({"every": 3}, "SGD, accumulation", {"replicas": 2, "context": 2}),
+            (OVERLAPPED, "AdamW", {"shard": 2}),
+            (NESTEROV, "AdamW", {"shard": 2, "tensor": 2}),
+            ({"every": 3}, "SGD, accumulation", {"shard": 2, "context": 2}),
         ],
     ),
 )
@@ -61,11 +66,11 @@ def test_islands_train_what_single_ranks_train(
 ) -> None:  # fmt: skip
     """With validations within a round, clipping, averages, and a checkpoint from which both go on."""
     given, module = RUNS[run]
-    replicas = axes.get("replicas", 1)
-    ranks = 2 * replicas * math.prod(axes.get(axis, 1) for axis in ("pipeline", "context", "tensor"))
+    within = axes.get("replicas", 1) * axes.get("shard", 1)
+    ranks = 2 * within * math.prod(axes.get(axis, 1) for axis in ("pipeline", "context", "tensor"))
     ways = {
         "single": (2, 2, lambda: LocalSGD(**options)),
-        "groups": (ranks, 2 // replicas, lambda: Mesh(data=LocalSGD(**options), **axes)),
+        "groups": (ranks, 2 // within, lambda: Mesh(data=LocalSGD(**options), **axes)),
     }
     saved = {}
     for name, (ranks, batch, strategy) in ways.items():
@@ -89,7 +94,7 @@ def test_islands_train_what_single_ranks_train(
     assert max(far(ends[0], end) for end in ends[1:]) < 1e-9
 
 
-@pytest.mark.parametrize("axis", params(["tensor", "replicas"], ["pipeline", "context"]))
+@pytest.mark.parametrize("axis", params(["tensor", "replicas", "shard"], ["pipeline", "context"]))
 def test_all_islands_return_to_their_copies_if_a_rank_dies(axis: str) -> None:
     def strategy() -> Mesh:
         return Mesh(data=LocalSGD(every=3, outer="nesterov"), **{axis: 2})  # type: ignore[arg-type]
@@ -116,7 +121,7 @@ class NoLoss(GPT):
 @pytest.mark.parametrize(
     ("axes", "accumulate"),
     params(
-        [({"context": 2}, 2), ({"replicas": 2}, 1)],  # replicas divide the samples of a window otherwise
+        [({"context": 2}, 2), ({"replicas": 2}, 1), ({"shard": 2}, 1)],  # data ranks divide a window otherwise
         [({"pipeline": 2}, 2), ({"pipeline": 2, "context": 2}, 2), ({"pipeline": 2, "replicas": 2}, 1)],
     ),
 )
@@ -125,9 +130,10 @@ def test_gradients_of_a_window_are_reduced_if_its_last_batch_has_no_loss_or_no_s
 ) -> None:  # fmt: skip
     """The 8th batch has a single sample, which the second island has not."""
     ranks, mesh = 2 * math.prod(axes.values()), Mesh(data=LocalSGD(every=2), **axes)  # type: ignore[arg-type]
+    batch = 2 // (axes.get("replicas", 1) * axes.get("shard", 1))
     arguments = {"accumulate_grad_batches": accumulate}, {"sgd": True}, "", None, False, 29, NoLoss
     alone, *_ = run_ranks(train, 2, LocalSGD(every=2), 2, *arguments)
-    islands = run_ranks(train, ranks, mesh, 2 // axes.get("replicas", 1), *arguments)
+    islands = run_ranks(train, ranks, mesh, batch, *arguments)
     assert all(far(alone, island) < 1e-9 for island in islands)
 
 
@@ -172,15 +178,21 @@ def rows(count: int) -> Tensor:
     return torch.randn(count, 4, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 
 
-def trained_in_islands(count: int, accumulate: int) -> list[Tensor]:
+def whole(value: Any) -> Tensor:
+    tensor: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return tensor.detach()
+
+
+def trained_in_islands(axis: str, count: int, accumulate: int) -> list[Tensor]:
     fx.seed_everything(1)
     module = Plain().double()
+    mesh = Mesh(data=LocalSGD(every=EVERY, outer="nesterov"), **{axis: 2})  # type: ignore[arg-type]
     trainer = fx.Trainer(
-        devices=4, strategy=Mesh(data=LocalSGD(every=EVERY, outer="nesterov"), replicas=2), gradient_clip_val=CLIP,
-        accumulate_grad_batches=accumulate, **{**QUIET, "max_epochs": 3},
+        devices=4, strategy=mesh, gradient_clip_val=CLIP, accumulate_grad_batches=accumulate,
+        **{**QUIET, "max_epochs": 3},
     )  # fmt: skip
     trainer.fit(module, DataLoader(list(rows(count)), 2 // accumulate))  # type: ignore[arg-type]
-    return [parameter.detach() for parameter in module.parameters()]
+    return [whole(parameter) for parameter in module.parameters()]
 
 
 def trained_by_torch(count: int, accumulate: int) -> list[Tensor]:
@@ -225,13 +237,21 @@ def trained_by_torch(count: int, accumulate: int) -> list[Tensor]:
     return [parameter.detach() for parameter in base.parameters()]
 
 
-@pytest.mark.parametrize(("count", "accumulate"), params([(30, 1), (26, 2)], [(26, 1), (30, 2), (25, 2)]))
-def test_replicas_train_what_torch_trains_in_one_process(count: int, accumulate: int) -> None:
-    """The last window has 6 rows (2, 2, 1 and 1 on the ranks), or 2 rows, of which the second island has none."""
-    for expected, found in zip(
-        trained_by_torch(count, accumulate), run_ranks(trained_in_islands, 4, count, accumulate)[0], strict=True
-    ):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+@pytest.mark.parametrize(
+    ("axis", "count", "accumulate"),
+    params(
+        [("replicas", 30, 1), ("replicas", 26, 2), ("shard", 26, 1), ("shard", 30, 2)],
+        [*(("replicas", *case) for case in ((26, 1), (30, 2), (25, 2))), ("shard", 26, 2), ("shard", 25, 2)],
+    ),
+)
+def test_islands_train_what_torch_trains_in_one_process(axis: str, count: int, accumulate: int) -> None:
+    """The last window has 6 rows (2, 2, 1 and 1 on the ranks), or 2 rows, of which the second island has none.
+
+    Shards are uneven: a weight of one row is on a single rank of its island.
+    """
+    expected = trained_by_torch(count, accumulate)
+    for weights in run_ranks(trained_in_islands, 4, axis, count, accumulate):
+        torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-12)
 
 
 class Normed(fx.Module):
@@ -256,13 +276,16 @@ def trained_with_statistics(strategy: Any, **options: Any) -> dict[str, Tensor]:
     module = Normed().double()
     trainer = fx.Trainer(devices=4, strategy=strategy, **{**QUIET, "max_epochs": 2, **options})
     trainer.fit(module, DataLoader(list(rows(34)), 3), DataLoader(list(rows(30)), 5))  # type: ignore[arg-type]
-    return {**module.state_dict(), "val": trainer.callback_metrics["val"]}
+    state = {name: whole(value) for name, value in module.state_dict().items()}
+    return {**state, "val": trainer.callback_metrics["val"]}
 
 
-def test_statistics_of_all_data_ranks_are_joined() -> None:
-    """With rounds of a plain step, a mean of replicas and islands is that of as many single ranks."""
+@pytest.mark.parametrize("axis", params(["replicas"], ["shard"]))
+def test_statistics_of_all_data_ranks_are_joined(axis: str) -> None:
+    """With rounds of a plain step, a mean over the ranks of islands is that of as many single ranks."""
     expected = run_ranks(trained_with_statistics, 4, LocalSGD(every=1))[0]
-    for found in run_ranks(trained_with_statistics, 4, Mesh(data=LocalSGD(every=1), replicas=2)):
+    mesh = Mesh(data=LocalSGD(every=1), **{axis: 2})  # type: ignore[arg-type]
+    for found in run_ranks(trained_with_statistics, 4, mesh):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
@@ -281,8 +304,38 @@ class Manual(Plain):
         self.automatic_optimization = False
 
 
-def fitted(module: fx.Module, **options: Any) -> None:
-    mesh = Mesh(data="local_sgd", replicas=2)
+class Clamped(GPT):
+    """Changes its weights in the validations, of which some are within a round."""
+
+    def on_validation_epoch_end(self) -> None:
+        with torch.no_grad():
+            self.embed.weight.clamp_(-0.3, 0.3)
+            self.norm.weight[0] = self.norm.weight.norm()
+
+
+class CountsBytes(Clamped):
+    """Checks that no rank has more than its shards of weights, moments and the weights of the last round."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        islands = self.trainer.strategy.data_strategy
+        fragments = islands.rounds._fragments
+        moments = [v for state in self.optimizers().state.values() for v in state.values() if v.dim()]
+        with self.trainer.strategy.weights_as_stored():
+            kept = [*map(own_part, [*self.parameters(), *moments])]
+        kept += [values for f in fragments for values in (f.base, f.velocity)]
+        elements = sum(p.numel() for p in self.parameters())
+        assert sum(part.numel() for part in kept) == pytest.approx(5 * elements / 2, rel=0.02)  # 19 rows are 10 and 9
+
+
+def test_no_rank_has_more_than_its_shards_and_hooks_of_validations_change_them() -> None:
+    arguments = {"val_check_interval": 2}, {}, "", None, True
+    alone, *_ = run_ranks(train, 2, LocalSGD(every=3, outer="nesterov"), 2, *arguments, 27, Clamped)
+    mesh = Mesh(data=LocalSGD(every=3, outer="nesterov"), shard=2)
+    assert all(far(alone, rank) < 1e-9 for rank in run_ranks(train, 4, mesh, 1, *arguments, 27, CountsBytes))
+
+
+def fitted(module: fx.Module, axis: str = "replicas", **options: Any) -> None:
+    mesh = Mesh(data="local_sgd", **{axis: 2})  # type: ignore[arg-type]
     fx.Trainer(devices=4, strategy=mesh, **{**QUIET, "max_epochs": 1, **options}).fit(module, DataLoader(rows(30), 2))  # type: ignore[arg-type]
 
 
@@ -304,10 +357,26 @@ def test_what_replicas_do_not_support_is_refused() -> None:
         Mesh(data="local_sgd", replicas=2, tensor=2).check_ranks(6)
     with pytest.raises(fx.errors.WorkerFailed, match="training_step returned None on rank 3 and a loss"):
         run_ranks(fitted, 4, HalfWithoutLoss().double())
-    with pytest.raises(fx.errors.WorkerFailed, match="replicas and manual optimization"):
+    with pytest.raises(fx.errors.WorkerFailed, match="in an island and manual optimization"):
         run_ranks(fitted, 4, Manual().double())
     with pytest.raises(fx.errors.WorkerFailed, match="SyncBatchNorm with replicas"):
         run_ranks(functools.partial(fitted, sync_batchnorm=True), 4, Normed().double())
+
+
+class WholeMatrices(Plain):
+    """Its optimizer orthogonalises the gradient of a whole matrix."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Muon([self.all.weight], lr=0.1)
+
+
+def test_what_shards_do_not_support_is_refused() -> None:
+    with pytest.raises(fx.errors.WorkerFailed, match="in an island and manual optimization"):
+        run_ranks(fitted, 4, Manual().double(), "shard")
+    with pytest.raises(fx.errors.WorkerFailed, match="SyncBatchNorm with shard"):
+        run_ranks(functools.partial(fitted, sync_batchnorm=True), 4, Normed().double(), "shard")
+    with pytest.raises(fx.errors.WorkerFailed, match="Muon computes an update from a whole matrix, and shard=2"):
+        run_ranks(fitted, 4, WholeMatrices().double(), "shard")
 
 
 def test_experts_are_refused() -> None:

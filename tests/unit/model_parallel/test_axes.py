@@ -10,7 +10,7 @@ from fabricx.model_parallel.axes import sizes_of, with_axes
 
 def test_the_data_axis_has_the_remaining_ranks() -> None:
     assert sizes_of(8, {"pipeline": 2, "tensor": 2}, "mesh") == {
-        "data": 2, "islands": 2, "replicas": 1, "pipeline": 2, "context": 1, "tensor": 2,
+        "data": 2, "islands": 2, "replicas": 1, "shard": 1, "pipeline": 2, "context": 1, "tensor": 2,
     }  # fmt: skip
 
 
@@ -59,6 +59,18 @@ def test_islands_have_replicas_whose_gradients_are_averaged(monkeypatch: pytest.
     assert alone.axis("replicas").group == [[0, 1], [2, 3]]
     assert not alone.divided
     assert World(size=4).axis("replicas").size == 1
+
+
+def test_the_ranks_at_the_same_place_of_all_islands_have_the_same_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(World, "new_subgroup", lambda self, parts: parts)
+    sizes = sizes_of(8, {"shard": 2, "tensor": 2}, "mesh")
+    assert (sizes["data"], sizes["islands"]) == (4, 2)
+    world = with_axes(World(rank=6, size=8), sizes)  # island 1, shard 1, tensor 0
+    assert world.axis("islands").group == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert world.axis("island").group == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert world.axis("island_data").group == world.axis("shard").group == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert world.axis("data").group == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert (World(size=4).axis("islands").size, World(size=4).axis("island").size) == (4, 1)
 
 
 def test_experts_are_divided_over_neighbouring_data_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

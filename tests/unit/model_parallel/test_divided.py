@@ -23,8 +23,8 @@ def test_a_module_computes_in_its_own_data_types_and_in_16_bits_if_the_run_does(
     assert replace(whole, settings=replace(SETTINGS, half=True)).dtypes() == {torch.float64, torch.bfloat16}
 
 
-def test_the_gradient_is_of_all_ranks_or_of_the_data_rank_if_these_differ() -> None:
-    axes = {"data": replace(World(), size=3), "model": replace(World(), size=2)}
+def test_the_gradient_is_of_all_ranks_or_of_the_island_if_islands_differ() -> None:
+    axes = {"data": replace(World(), size=3), "island": replace(World(), size=2)}
     whole = Divided(SETTINGS, nn.Linear(2, 2), World(size=6, axes=axes))
     parameter = next(whole.module.parameters())
     ranks, copies = whole.gradient_ranks()

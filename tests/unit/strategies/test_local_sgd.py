@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from fabricx.distributed import fragments
 from fabricx.distributed.world import World
 from fabricx.fault_tolerance.memory_checkpoint import bytes_of
 from fabricx.strategies import LocalSGD, local_sgd
@@ -81,7 +82,7 @@ def test_what_hooks_change_of_the_mean_of_all_ranks_is_kept_and_the_rest_is_each
 
 
 def test_copies_for_a_validation_are_freed_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_sgd, "_BLOCK", 12)
+    monkeypatch.setattr(fragments, "_BLOCK", 12)
     held: list[int] = []
 
     def flat(fragment: Any) -> torch.Tensor:
@@ -92,13 +93,13 @@ def test_copies_for_a_validation_are_freed_block_by_block(monkeypatch: pytest.Mo
     strategy = LocalSGD(every=4, outer="nesterov")
     strategy.setup(module)
     velocities = strategy._velocities()
-    real = local_sgd._Fragment.flat
+    real = fragments.Fragment.flat
     for restored in (strategy.wrap_step(lambda: None), lambda: strategy.synchronize(ends=True)):
         strategy.after_update(1)
         strategy.synchronize()
         assert all(fragment.local is not None for fragment in strategy._fragments)
         with monkeypatch.context() as patch:
-            patch.setattr(local_sgd._Fragment, "flat", flat)
+            patch.setattr(fragments.Fragment, "flat", flat)
             restored()
     assert [count for number, count in enumerate(held) if count != held[number - 1]] == 2 * [4, 3, 2, 1, 0]
     saved = strategy.state_dict(module, [torch.optim.SGD(module.parameters())])["outer"]
@@ -110,7 +111,7 @@ def test_copies_for_a_validation_are_freed_block_by_block(monkeypatch: pytest.Mo
 def test_a_large_fragment_is_combined_in_blocks_that_a_checkpoint_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
     states, weights = [], []
     for block in (1 << 20, 12):
-        monkeypatch.setattr(local_sgd, "_BLOCK", block)
+        monkeypatch.setattr(fragments, "_BLOCK", block)
         torch.manual_seed(1)
         module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 5), nn.Linear(5, 2))
         strategy = LocalSGD(every=2, outer="nesterov", fragments=2)
@@ -145,8 +146,8 @@ def test_outer_momentum_loads_with_other_fragments_and_from_earlier_checkpoints(
         str(number): torch.cat([f.velocity for f in strategy._fragments if f.number == number]).clone()
         for number in (0, 1)
     }
-    for fragments, outer in ((1, saved["outer"]), (3, saved["outer"]), (2, by_number)):
-        other = LocalSGD(every=4, outer="nesterov", fragments=fragments)
+    for count, outer in ((1, saved["outer"]), (3, saved["outer"]), (2, by_number)):
+        other = LocalSGD(every=4, outer="nesterov", fragments=count)
         other.setup(module)
         other.load_state_dict({**saved, "outer": outer}, module, optimizers)
         assert all(torch.equal(value, saved["outer"][name]) for name, value in other._velocities().items())
