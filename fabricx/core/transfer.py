@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -82,6 +82,27 @@ def batch_size_of(batch: Any) -> int:
     """
     size = _first_size(batch)
     return 1 if size is None else size
+
+
+def common_size(batch: Any) -> int | None:
+    """Return the first dimension of the tensors of a batch, if it is the same for all of them; otherwise None.
+
+    Args:
+        batch: any nesting of lists, tuples and dicts.
+
+    >>> common_size([torch.zeros(3, 2), {"y": torch.zeros(3)}]), common_size([torch.zeros(3), torch.zeros(2)])
+    (3, None)
+    """
+    sizes = {tensor.shape[0] if tensor.dim() else None for tensor in _tensors(batch)}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(item)
 
 
 def _first_size(value: Any) -> int | None:

@@ -513,6 +513,8 @@ class JoinedSampler(Sampler[list[tuple[int, Any]]]):
 class _JoinedCollate:
     """Collates the samples of each loader to its batch."""
 
+    joins_loaders: Final = True  # tensors have the samples of one of the loaders
+
     def __init__(self, combined: CombinedLoader, loaders: Sequence[DataLoader[Any]]) -> None:
         # The structure without the loaders, which loader processes need not have.
         self._structure = combined.structured(range(len(loaders)))

@@ -30,6 +30,7 @@ def make_feed(
     balance: Balance | None = None,
     undivided: bool = False,
     fixed: bool = False,
+    weighted: bool = False,
 ) -> Feed:
     """Build the feed for a user's data: a map-style DataLoader is read in the global order, any other source as it is.
 
@@ -48,6 +49,7 @@ def make_feed(
         balance: shares of the ranks; None for equal shares.
         undivided: a rank's whole share of a global batch is one batch.
         fixed: use the same order in every epoch, without shuffling by the DataLoader.
+        weighted: the module defines the weight of a batch.
 
     Raises:
         ValueError: `parts` for a source other than a map-style DataLoader, a DistributedSampler of another rank, or a
@@ -66,7 +68,7 @@ def make_feed(
     if ordered and (shard or world.size == 1):
         return OrderedFeed(
             source, world, seed, limit, began_with, company=company, parts=parts, dealt=dealt, balance=balance,
-            undivided=undivided, fixed=fixed,
+            undivided=undivided, fixed=fixed, weighted=weighted,
         )  # fmt: skip
     if parts:
         raise ValueError(
@@ -74,7 +76,10 @@ def make_feed(
             f"DistributedSampler and with use_distributed_sampler=True, not {type(source).__name__}"
         )
     if ordered:
-        return OrderedFeed(source, World(device=world.device), seed + world.rank, limit, fixed=fixed, beside=world.size)
+        alone = World(device=world.device)
+        return OrderedFeed(
+            source, alone, seed + world.rank, limit, fixed=fixed, beside=world.size, weighted=weighted,
+        )  # fmt: skip
     return ListFeed(source, world, limit, fixed=fixed, company=company)
 
 

@@ -14,11 +14,20 @@ from typing import Any, final
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler, Subset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    default_collate,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from fabricx.core.dealer import Dealer
 from fabricx.core.rng import random_kept, seed_generators, seed_torch
+from fabricx.core.transfer import common_size
 from fabricx.data.batch_seeding import BatchSeededDataset
 from fabricx.data.epochs import set_epoch
 from fabricx.data.feed import Feed, Microbatch
@@ -65,6 +74,7 @@ class OrderedFeed(Feed):
         undivided: a rank's share of a global batch is one batch, also if fewer ranks than `began_with` divide it.
         fixed: every epoch has the order of the first epoch, and a plain `shuffle=True` is ignored.
         beside: number of ranks that each read an order of their own, not divided.
+        weighted: the module defines the weight of a batch, also if its samples are not all that were read.
 
     Raises:
         ValueError: `undivided` with fewer ranks than `began_with`, and batches that can't be joined.
@@ -73,7 +83,7 @@ class OrderedFeed(Feed):
     def __init__(
         self, loader: DataLoader[Any], world: World, seed: int, limit: int | float, began_with: int = 0,
         *, company: bool = False, parts: int = 0, dealt: bool = False, balance: Balance | None = None,
-        undivided: bool = False, fixed: bool = False, beside: int = 1,
+        undivided: bool = False, fixed: bool = False, beside: int = 1, weighted: bool = False,
     ) -> None:  # fmt: skip
         self._fixed = fixed
         self._beside, self.of_rank = beside, beside > 1
@@ -100,6 +110,8 @@ class OrderedFeed(Feed):
             )
         self._loader = _copy_loader(loader, self._picked, max(1, world.local_size), seeded=parts > 0)
         self.chosen = _chosen(self._dataset)
+        own = loader.collate_fn is not default_collate and not getattr(loader.collate_fn, "joins_loaders", False)
+        self._may_drop = own and loader.batch_sampler is not None and not weighted
 
     def _items(self) -> int:
         """Return the number of items of the order that an epoch uses."""
@@ -243,10 +255,12 @@ class OrderedFeed(Feed):
         else:
             self.order = f"{len(order)} by {type(self._sampler).__name__} {_digest(order)}"
         if position and self.order_before not in ("", self.order) and self._world.main_rank:
+            own = self._whole_batches
+            batches = "; batches of a batch sampler, or of several loaders, must be those of before" if own else ""
             warnings.warn(
                 f"the epoch continues in an order of the data ({self.order}) that differs from the checkpoint's "
                 f"({self.order_before}): some of its samples are trained twice, and others not at all. A sampler must "
-                "draw from torch's, numpy's or python's global generator, or from its attribute generator",
+                "draw from torch's, numpy's or python's global generator, or from its attribute generator" + batches,
                 stacklevel=2,
             )
         self.order_before = ""
@@ -285,8 +299,11 @@ class OrderedFeed(Feed):
             number = 0 if share.opens else number
             size = sizes(share.end, share.begin)
             whole = sizes(share.window_end, share.window_begin)
+            batch = next(data) if size or self._company else None
+            if self._may_drop and size:
+                self._check_dropped(batch, size)
             yield Microbatch(
-                next(data) if size or self._company else None, index, size, size / (whole * self._beside),
+                batch, index, size, size / (whole * self._beside),
                 share.opens, share.closes, share.last, share.planned, empty=size == 0, position=share.window_end,
                 begin=share.begin, part=share.part, start=share.window_begin,
                 # With an order per rank, no rank waits for this one.
@@ -295,6 +312,18 @@ class OrderedFeed(Feed):
                 completes=None if same else cut.completes(planned, share, number),
             )  # fmt: skip
             index, number = index + (not share.part), number + (not share.part)
+
+    def _check_dropped(self, batch: Any, size: int) -> None:
+        """Warn once if a user's collate_fn drops samples, so that the weight of a batch is not that of its samples."""
+        kept = common_size(batch)
+        if kept is not None and kept < size:
+            self._may_drop = False
+            warnings.warn(
+                f"the collate_fn of a DataLoader has made a batch of {kept} from {size} samples. Gradients of ranks "
+                f"and logged means have the weight {size} for it: if samples are dropped, define batch_weight in the "
+                "module, which returns the number of samples of a batch; results are then means over these samples",
+                stacklevel=2,
+            )
 
     def indices(self, micro: Microbatch) -> list[int] | None:
         if not micro.size:
@@ -324,6 +353,8 @@ class OrderedFeed(Feed):
                 fetches = functools.partial(self._fetches, deal, order)
                 for share, data in deal.taken(self._data(epoch, fetches)):
                     size, whole = sizes(share.end, share.begin), sizes(share.window_end, share.window_begin)
+                    if self._may_drop:
+                        self._check_dropped(data, size)
                     yield Microbatch(
                         data, share.begin // (batch * dealer.planned), size, size / whole,
                         share.opens, share.closes, False, share.planned, apart=True, begin=share.begin, end=share.end,

@@ -426,6 +426,7 @@ class RunData:
             began_with=began_with, company=strategy.traits.joint_steps or manual, parts=parts,
             dealt=not strategy.traits.lockstep, balance=balance, undivided=manual,
             fixed=fixed or (bool(options.overfit_batches) and self.stage == "fit"),
+            weighted=overrides(self._module, "batch_weight", ModuleHooks),
         )  # fmt: skip
 
 

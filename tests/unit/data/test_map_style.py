@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler, Subset
 
 from fabricx.core.dealer import Dealer
-from fabricx.data import make_feed
+from fabricx.data import CombinedLoader, make_feed
 from fabricx.data.map_style import OrderedFeed, _chosen
 from fabricx.distributed.world import World
 from fabricx.errors import RanksDisagree
@@ -53,6 +53,39 @@ def test_a_fixed_order_is_that_of_the_data_with_any_batches(options: dict[str, A
     loader = DataLoader(DATA, **options)
     for epoch in (0, 3):
         assert read(loader, epoch=epoch, limit=2, fixed=True) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_a_run_that_continues_with_other_batches_of_a_batch_sampler_is_a_warning() -> None:
+    feeds = [make_feed(DataLoader(DATA, batch_sampler=Batches(DATA, size, False)), World(), seed=5) for size in (4, 2)]
+    next(feeds[0].epoch(0))
+    feeds[1].order_before = feeds[0].order
+    with pytest.warns(UserWarning, match="trained twice.* or of several loaders, must be those of before"):
+        next(feeds[1].epoch(0, position=2))
+
+
+def no_odd_numbers(rows: list[int]) -> torch.Tensor:
+    return torch.tensor([row for row in rows if row % 2 == 0])
+
+
+def test_a_collate_function_that_drops_samples_is_a_warning_once() -> None:
+    feed = make_feed(DataLoader(DATA, 4, collate_fn=no_odd_numbers), World(), seed=5)
+    with pytest.warns(UserWarning, match=r"a batch of 2 from 4 samples.* define batch_weight in the module") as warned:
+        assert len([micro.data for micro in feed.epoch(0)]) == 5
+    assert len(warned) == 1
+    weighted = make_feed(DataLoader(DATA, 4, collate_fn=no_odd_numbers), World(), seed=5, weighted=True)
+    assert len([micro.data for micro in weighted.epoch(0)]) == 5
+
+
+@pytest.mark.parametrize(
+    "collate",
+    [torch.tensor, lambda rows: [torch.tensor(rows), torch.zeros(3)], lambda rows: torch.zeros(9, len(rows)), str],
+    ids=["all", "of the batch and of others", "time first", "no tensors"],
+)
+def test_other_collate_functions_are_no_warning(collate: Any) -> None:
+    feed = make_feed(DataLoader(DATA, 4, collate_fn=collate), World(), seed=5)
+    assert len([micro.data for micro in feed.epoch(0)]) == 5
+    both = CombinedLoader({"a": DataLoader(DATA, 4, collate_fn=collate), "b": DataLoader(DATA, 4)})
+    assert len([micro.data for micro in make_feed(both, World(), seed=5).epoch(0)]) == 5
 
 
 class Draws(Sampler[int]):
