@@ -29,7 +29,7 @@ from fabricx.launch import preloaded, worker_process
 from fabricx.launch.fork_server import fork_for_children, starting_without_script, without_script
 from fabricx.launch.launcher import Ended
 from fabricx.launch.signals import block, blocked
-from fabricx.launch.worker import PRELOAD, Failure, failure_of
+from fabricx.launch.worker import PRELOAD, Failure, exit_now, failure_of
 from fabricx.launch.worker_process import failure_of_end
 from fabricx.scratch import private_folder
 
@@ -148,8 +148,8 @@ def run_rank(job: bytes, rank: int) -> Ended:
 
 
 class _RankProcess(Protocol):
-    """A process of a rank, as the leader of a session: its child processes can be killed together with it, and no
-    terminal sends it Ctrl-C. It ends when this process closes the pipe to it."""
+    """A process of a rank, as the leader of a process group: its child processes can be killed together with it, and
+    no terminal sends it Ctrl-C. It ends when this process closes the pipe to it."""
 
     @property
     def pid(self) -> int: ...
@@ -210,7 +210,7 @@ def _fork(folder: Path, environment: Mapping[str, str]) -> _RankProcess:
 
 def _run_fork(folder: Path, environment: Mapping[str, str], alive: Connection) -> None:
     """Run a rank in a fork of the fork server, with the environment of a new process."""
-    os.setsid()
+    os.setpgrp()  # in the session of the fork server, so that a fork server for loader processes can join the group
     block()
     alive.send_bytes(b"started")
     set_forkserver_preload(PRELOAD)
@@ -221,3 +221,4 @@ def _run_fork(folder: Path, environment: Mapping[str, str], alive: Connection) -
     # Also if the number does not change: torch replaces its thread pool at the first such call after a fork.
     torch.set_num_threads(int(environment.get("OMP_NUM_THREADS", torch.get_num_threads())))
     importlib.import_module(MODULE).main(folder, alive.fileno())
+    exit_now(0)  # also ends the fork server of loader processes, for which multiprocessing would wait

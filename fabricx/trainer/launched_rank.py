@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
@@ -102,8 +103,9 @@ def _report(file: Path, rank: int, error: BaseException) -> None:
 
 def _end_with_parent(alive: int) -> None:
     """Kill this process and its child processes when the parent's end of the pipe closes."""
-    while os.read(alive, 1):
-        pass
+    with contextlib.suppress(ConnectionResetError):  # the parent had not read all that this process has sent
+        while os.read(alive, 1):
+            pass
     os.killpg(0, signal.SIGKILL)
 
 

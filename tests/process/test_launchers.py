@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -128,6 +129,51 @@ def test_a_killed_rank_costs_no_sample(own_folder: Path) -> None:
     trainer = fx.Trainer(launcher=Here(), devices=2, strategy="ddp", max_epochs=EPOCHS, **QUIET, callbacks=faults)
     trainer.fit(module, DataLoader(Numbered(), BATCH // 2, shuffle=True))
     assert (trainer.global_step, exact(module), len(trainer.failures)) == (STEPS, True, 1)
+
+
+@pytest.mark.parametrize("launcher", [Here, Kept])
+def test_ranks_of_a_launcher_load_data_in_processes(launcher: Callable[[], Launcher], own_folder: Path) -> None:
+    """Forked ranks were in a session of their own, whose group a fork server of the outer session cannot join."""
+    found = []
+    for num_workers in (0, 1):
+        torch.manual_seed(3)
+        module = Ledger(SAMPLES, BATCH)
+        trainer = fx.Trainer(launcher=launcher(), devices=2, strategy="ddp", max_epochs=1, **QUIET)
+        trainer.fit(module, DataLoader(Numbered(), BATCH // 2, shuffle=True, num_workers=num_workers))
+        found.append(module.state_dict())
+    torch.testing.assert_close(found[1], found[0], rtol=0.0, atol=0.0)
+
+
+KILLED = """
+import os, time
+from pathlib import Path
+import fabricx as fx
+from fabricx.testing import QUIET, TinyModule, tiny_loader
+from tests.process.test_launchers import Kept
+
+class Pids(fx.Callback):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        Path(f"rank-{os.getpid()}").touch()
+        time.sleep(60)
+
+if __name__ == "__main__":
+    trainer = fx.Trainer(launcher=Kept(), devices=2, strategy="ddp", max_epochs=1, **QUIET, callbacks=[Pids()])
+    trainer.fit(TinyModule(), tiny_loader(24, 6, num_workers=1))
+"""
+
+
+def test_ranks_end_with_the_process_of_their_machine(own_folder: Path) -> None:
+    """Forked ranks trained on, for the connection to it was reset, which ended only the thread that watched it."""
+    (own_folder / "script.py").write_text(KILLED)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    run = warm.Popen([sys.executable, "script.py"], env=environment)
+    while len(pids := [int(path.name.split("-")[1]) for path in own_folder.glob("rank-*")]) < 2:
+        assert run.poll() is None
+        time.sleep(0.02)
+    processes = [part for pid in pids for part in (psutil.Process(pid), *psutil.Process(pid).children(recursive=True))]
+    run.kill()
+    run.wait()
+    assert psutil.wait_procs(processes, timeout=30)[1] == []
 
 
 class Begins(fx.Callback):
@@ -321,7 +367,7 @@ module = Ledger(SAMPLES, BATCH)
 trainer = fx.Trainer(launcher="ray", num_nodes=2, devices=1, strategy="ddp", max_epochs=EPOCHS, **QUIET, callbacks=[
     Begins(), LosesMachine(), kill(rank=1).during("backward", step=5),
     FaultRecovery(snapshots=False, copy_every_n_steps=1)])
-trainer.fit(module, DataLoader(Numbered(), BATCH // 2, shuffle=True))
+trainer.fit(module, DataLoader(Numbered(), BATCH // 2, shuffle=True, num_workers=1))
 for line in trainer.failures:
     print(line)
 print("fit", trainer.global_step == STEPS, exact(module))
