@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from fabricx.core.callback import Callback, RecoveryPolicy
+    from fabricx.core.logger import Logger
     from fabricx.core.strategy import Strategy
     from fabricx.session.status import FailureLog
     from fabricx.telemetry.aggregator import Aggregator
@@ -72,6 +73,8 @@ def run_in_workers(
     if not trainer.fast_dev_run and fits:
         assert trainer.run_dir is not None
         provenance.write(trainer.run_dir, None)  # this process has the user's command line
+    if trainer.writes and fits:
+        _choose_folders(trainer.loggers)
     named = {"module": job.module, "trainer": trainer, "train_dataloaders": job.train, "dataloaders": job.evaluate,
              "datamodule": job.datamodule}  # fmt: skip
     log.errors, job.random = [], RandomState().packed()
@@ -116,6 +119,11 @@ def run_in_workers(
             trainer.records.adopt(outcome.records)
             trainer.attach(job.module, job.datamodule)
             return outcome.results
+
+
+def _choose_folders(loggers: Sequence[Logger]) -> list[str | Path | None]:
+    """Return the folders of loggers, which are chosen now: ranks that start again continue in them."""
+    return [logger.log_dir for logger in loggers]
 
 
 def work(

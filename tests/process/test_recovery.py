@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import random
@@ -26,7 +27,7 @@ from fabricx.callbacks import EMA, EarlyStopping, FaultRecovery, ModelCheckpoint
 from fabricx.distributed.stop_consensus import STOP_KEY
 from fabricx.errors import WorkerFailed
 from fabricx.fault_tolerance import memory_checkpoint
-from fabricx.loggers import JSONLogger, TensorBoardLogger
+from fabricx.loggers import CSVLogger, JSONLogger, TensorBoardLogger
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, Mesh, ParameterServer
 from fabricx.testing import (
     QUIET,
@@ -372,6 +373,17 @@ def test_rows_and_checkpoints_are_those_of_one_run(tmp_path: Path) -> None:
     assert b"recovered 1 time, 0 samples lost" in last.tensor_proto.string_val[0]
     assert re.search(rb"rank 1 failed: .*; 2 workers continue from step 7", event.tensor_proto.string_val[0])
     assert trainer.failures
+
+
+def test_a_replacement_of_the_main_rank_logs_to_the_same_folder(tmp_path: Path) -> None:
+    """It chose the next version, so that the rows of a run were in two folders."""
+    loggers = [CSVLogger(tmp_path / "csv"), TensorBoardLogger(tmp_path / "board")]
+    _, trainer = train("ddp", [kill(0).during("forward", step=5)], tmp_path, logger=loggers, log_every_n_steps=1)
+    assert len(trainer.failures) == 1
+    assert sorted(path.name for path in tmp_path.glob("*/version_*")) == ["version_0", "version_0"]
+    with (tmp_path / "csv" / "version_0" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows if row["loss"]] == list(range(1, STEPS + 1))
 
 
 def test_an_error_that_comes_again_ends_the_run_with_its_traceback(tmp_path: Path) -> None:
