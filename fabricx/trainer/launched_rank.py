@@ -1,4 +1,4 @@
-"""Main module of a rank that a launcher has started: `python -m fabricx.trainer.launched_rank FOLDER`."""
+"""Main module of a rank or server that a launcher has started: `python -m fabricx.trainer.launched_rank FOLDER`."""
 
 from __future__ import annotations
 

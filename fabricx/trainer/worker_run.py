@@ -121,9 +121,10 @@ def run_in_workers(
             return outcome.results
 
 
-def _choose_folders(loggers: Sequence[Logger]) -> list[str | Path | None]:
-    """Return the folders of loggers, which are chosen now: ranks that start again continue in them."""
-    return [logger.log_dir for logger in loggers]
+def _choose_folders(loggers: Sequence[Logger]) -> None:
+    """Choose the folders of loggers before the ranks start, so that ranks that start again continue in them."""
+    for logger in loggers:
+        _ = logger.log_dir  # chosen when it is read first
 
 
 def work(
