@@ -165,7 +165,7 @@ def test_what_another_user_does_to_torchruns_store_has_no_effect(own_folder: Pat
 
 def test_without_a_key_machines_train_and_nothing_that_a_rank_sends_runs_code(own_folder: Path) -> None:
     environ = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.1.1"}
-    with reserved_port("127.0.1.1") as port:
+    with reserved_port() as port:
         ranks = [
             warm.Popen(
                 [sys.executable, "-m", "tests.process.keyless", str(own_folder)],
