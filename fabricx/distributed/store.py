@@ -18,7 +18,8 @@ import torch.distributed as dist
 
 from fabricx.distributed import authentication
 from fabricx.distributed.authentication import AuthenticationError
-from fabricx.distributed.store_connections import Channel, pack, shut, unpack
+from fabricx.distributed.store_connections import Channel, shut
+from fabricx.distributed.store_state import pack, unpack
 
 _KEPT: Final[list[dist.Store]] = []  # torch calls Python methods of a store only while a Python reference exists
 

@@ -1,4 +1,4 @@
-"""Connections of processes to the server of a run's store: their messages, and requests that wait for keys."""
+"""Connections of processes to the server of a run's store, and their messages."""
 
 from __future__ import annotations
 
@@ -6,78 +6,16 @@ import contextlib
 import os
 import socket
 import struct
-from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Final, final
 
 from fabricx.distributed import authentication
 from fabricx.distributed.authentication import SignedConnection
+from fabricx.distributed.store_state import Wait
 
 Channel = Connection | SignedConnection
 _READ: Final = 1 << 16  # bytes that are read at a time
 _LARGE: Final = -1  # length of a message in `multiprocessing.connection` that stands before a length of 8 bytes
-
-
-def pack(*parts: bytes) -> bytes:
-    """Join byte strings to a message.
-
-    Args:
-        parts: contents, each of less than 4 GiB.
-    """
-    return b"".join(len(part).to_bytes(4, "little") + part for part in parts)
-
-
-def unpack(data: bytes) -> list[bytes]:
-    """Split a message of `pack` into its parts.
-
-    Args:
-        data: concatenation of (4 bytes of length, little-endian; content).
-    """
-    parts, at = [], 0
-    while at < len(data):
-        end = at + 4 + int.from_bytes(data[at : at + 4], "little")
-        parts.append(data[at + 4 : end])
-        at = end
-    return parts
-
-
-@final
-class Wait:
-    """A request that is answered when keys exist.
-
-    Args:
-        peer: the connection that waits.
-        keys: names of the keys, with the least number as which a key exists; None for any value.
-        every: all of the keys have to exist; otherwise any of them is enough.
-    """
-
-    def __init__(self, peer: Peer, keys: Mapping[str, int | None], *, every: bool) -> None:
-        self.peer, self.keys, self.every = peer, keys, every
-        self.missing = set(keys)
-
-    @property
-    def pending(self) -> bool:
-        """Return whether the request is not answered yet."""
-        return self.peer.wait is self
-
-    def found(self, values: Mapping[str, bytes]) -> list[str]:
-        """Return the keys that exist if their existence meets the condition, else [].
-
-        Args:
-            values: the store's.
-        """
-        existing = [key for key, least in self.keys.items() if reached(values.get(key), least)]
-        self.missing.difference_update(existing)
-        return existing if not self.every or len(existing) == len(self.keys) else []
-
-    def may_be_met(self, key: str) -> bool:
-        """Return whether the condition may be met after a key was set.
-
-        Args:
-            key: one of the keys.
-        """
-        self.missing.discard(key)
-        return not self.every or not self.missing
 
 
 @final
@@ -166,20 +104,6 @@ class Peer:
         """
         with contextlib.suppress(BlockingIOError):
             del self._unsent[: os.write(self.number, self._unsent)]
-
-
-def reached(value: bytes | None, least: int | None) -> bool:
-    """Return whether a value exists and, with `least`, is a number of at least `least`.
-
-    Args:
-        value: a value of the store; None if the key does not exist.
-        least: the least number; None for any value.
-    """
-    if value is None or least is None:
-        return value is not None
-    with contextlib.suppress(ValueError):
-        return int(value) >= least
-    return False
 
 
 def end(channel: Channel) -> None:

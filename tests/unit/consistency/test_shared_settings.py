@@ -91,7 +91,7 @@ def train(
         for thread in threads:
             thread.join()
         if keys is not None:
-            keys.append(len(server._values))
+            keys.append(len(server._state._values))
     return [*errors, str(len(asked))]
 
 

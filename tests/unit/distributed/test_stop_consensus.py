@@ -86,7 +86,7 @@ def test_a_rank_that_waits_for_requests_sends_none_itself(server: StoreServer) -
     ranks = agreements(server, 2)
     topics = [Agreement(agreement._world, "settings/0", beside=agreement) for agreement in ranks]
     probe = PrivateStore(server.path, KEY)
-    while [len(waits[None]) for waits in server._waits.values()] != [2, 2, 2]:  # both ranks wait for three keys
+    while [len(waits[None]) for waits in server._state._waits.values()] != [2, 2, 2]:  # both ranks wait for three keys
         time.sleep(0.01)
     before = server.requests
     for index in range(1000):

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from fabricx.distributed.authentication import new_key
 from fabricx.distributed.store import PrivateStore
-from fabricx.distributed.store_connections import pack, unpack
 from fabricx.distributed.store_server import StoreServer
+from fabricx.distributed.store_state import pack, unpack
 
 KEY = b"k" * 32
 ROOT = Path(__file__).parents[3]
@@ -88,7 +88,7 @@ def test_a_malformed_request_and_a_process_that_ends_while_it_waits_disturb_no_o
         store.set(f"key {number % 2}", "")
         store.delete_key("key 1")
     assert store.check(["key 0"])
-    while server._waits:  # until the server has read the end of the last connection
+    while server._state._waits:  # until the server has read the end of the last connection
         time.sleep(0.001)
 
 
@@ -101,7 +101,7 @@ def test_a_long_wait_and_a_number_that_is_none_end_no_other_wait(server: StoreSe
     ]
     for thread in threads:
         thread.start()
-    while len(server._waits) < 2:
+    while len(server._state._waits) < 2:
         time.sleep(0.001)
     other.set("count", "none")
     other.set("count", "1")
@@ -117,7 +117,7 @@ def test_a_watch_ends_when_a_key_is_set_or_when_it_is_interrupted(server: StoreS
     def wait() -> None:
         while not found or found[-1]:
             found.append(watch.wait_any(["a", "b"], 60.0))
-            server._values.clear()
+            server._state._values.clear()
 
     thread = threading.Thread(target=wait)
     thread.start()

@@ -109,7 +109,7 @@ def test_a_change_on_the_way_ends_the_connection_and_changes_no_value(kind: str)
                 add_thrice(store)
     finally:
         server.close()
-    assert server._values == {"a": b"2" if kind == "a byte of an answer" else b"1"}
+    assert server._state._values == {"a": b"2" if kind == "a byte of an answer" else b"1"}
 
 
 def test_what_was_recorded_of_one_connection_is_refused_in_another() -> None:
@@ -130,7 +130,7 @@ def test_what_was_recorded_of_one_connection_is_refused_in_another() -> None:
             PrivateStore(("127.0.0.1", port), KEY).add("b", 1)
     finally:
         server.close()
-    assert server._values == {"a": b"1"}
+    assert server._state._values == {"a": b"1"}
 
 
 SECRET, SERVER = b"s" * 32, "run/server/0"
