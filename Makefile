@@ -70,6 +70,7 @@ bench: $(INSTALLED)  ## measure against plain torch, side by side
 	$(BIN)/python tests/bench/orderings.py
 	$(BIN)/python tests/bench/rounds.py
 	$(BIN)/python tests/bench/control_plane.py
+	$(BIN)/python -m tests.bench.simulation
 
 # In an environment of its own: the tests do not need the frameworks that fabricx is compared with.
 PEERS := .venv-peers

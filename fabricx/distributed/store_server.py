@@ -16,8 +16,9 @@ from fabricx.distributed.store_connections import Channel, Peer, end, shut
 from fabricx.distributed.store_state import StoreState
 
 SOCKET: Final = "store"  # name of the Unix socket in the run's folder
-UNPROVEN: Final = 512  # maximum connections before authentication; a further connection closes the oldest
-BACKLOG: Final = 1024  # connections that wait to be accepted, as when all ranks of a launch start together
+UNPROVEN: Final = 512  # maximum connections before authentication; further connections wait to be accepted
+PROOF_S: Final = 2.0  # age after which such a connection is closed in favour of one that waits
+BACKLOG: Final = 1 << 14  # connections that wait to be accepted, as when all ranks of a launch start together
 LONGEST_S: Final = 3600.0  # longest sleep of the thread; the selector has a limit
 _AGAIN_S: Final = 0.1  # pause after a connection that could not be accepted
 _WAKES: Final = 1 << 16  # bytes of the pipe that are read at a time
@@ -53,8 +54,9 @@ class StoreServer:
         self._lock = threading.RLock()  # reentrant: a signal handler may set a value
         self._closed = False
         self._admitted: deque[Channel] = deque()
-        self._unproven: deque[socket.socket] = deque()
+        self._unproven: deque[tuple[socket.socket, float]] = deque()  # with the times at which they were accepted
         self._pause_ends: float | None = None  # when connections are accepted again
+        self._crowded = False  # they are accepted again before if a connection is authenticated
         self._peers: dict[int, Peer] = {}  # by file descriptor
         self._woken, self._wakes = os.pipe()
         for number in (self._woken, self._wakes):
@@ -115,7 +117,7 @@ class StoreServer:
         """End all connections and threads."""
         with self._lock:
             self._closed = True
-            for peer in self._unproven:
+            for peer, _ in self._unproven:
                 with contextlib.suppress(OSError):  # it has ended
                     peer.shutdown(socket.SHUT_RDWR)
         self._wake()
@@ -144,7 +146,7 @@ class StoreServer:
                         self._accept()
                     elif (peer := self._peers.get(key.fd)) is not None:
                         self._attend(peer, events)
-                if self._pause_ends is not None and time.monotonic() >= self._pause_ends:
+                if self._pause_ends is not None and (time.monotonic() >= self._pause_ends or self._has_place):
                     self._pause_ends = None
                     self._selector.register(self._listener, selectors.EVENT_READ)
                 while self._admitted:
@@ -166,34 +168,66 @@ class StoreServer:
         deadlines = [at for at in (self._state.next_deadline(), self._pause_ends) if at is not None]
         return min(LONGEST_S, max(0.0, min(deadlines) - time.monotonic())) if deadlines else None
 
+    @property
+    def _has_place(self) -> bool:
+        """Return whether a connection can be accepted that had to wait for the proof of others."""
+        return self._crowded and len(self._unproven) < UNPROVEN
+
     def _accept(self) -> None:
+        self._crowded = not self._make_place()
+        if self._crowded:
+            return
         try:
             peer, _ = self._listener.accept()
-            peer.setblocking(True)
-            with self._lock:
-                self._unproven.append(peer)
-                if len(self._unproven) > UNPROVEN:
-                    with contextlib.suppress(OSError):  # it has ended
-                        self._unproven.popleft().shutdown(socket.SHUT_RDWR)
-            threading.Thread(target=self._admit, args=(peer,), name="fabricx-store", daemon=True).start()
         except (BlockingIOError, ConnectionAbortedError):
-            pass
-        except (OSError, RuntimeError):  # out of file descriptors or threads: serve the open connections meanwhile
-            self._selector.unregister(self._listener)
-            self._pause_ends = time.monotonic() + _AGAIN_S
+            return
+        except OSError:  # out of file descriptors: serve the open connections meanwhile
+            self._pause(time.monotonic() + _AGAIN_S)
+            return
+        peer.setblocking(True)
+        unproven = peer, time.monotonic()
+        with self._lock:
+            self._unproven.append(unproven)
+        try:
+            threading.Thread(target=self._admit, args=(unproven,), name="fabricx-store", daemon=True).start()
+        except RuntimeError:  # out of threads
+            with self._lock:
+                self._unproven.remove(unproven)
+            peer.close()
+            self._pause(time.monotonic() + _AGAIN_S)
 
-    def _admit(self, peer: socket.socket) -> None:
+    def _make_place(self) -> bool:
+        """Return whether a further connection can be accepted; otherwise accept none until a place is free.
+
+        Ranks of a large launch connect at the same time, and prove the key soon: none of them may be closed. Programs
+        without the key keep their connections for at most `PROOF_S` if others wait.
+        """
+        with self._lock:
+            if len(self._unproven) < UNPROVEN:
+                return True
+            oldest, accepted = self._unproven[0]
+            if time.monotonic() < accepted + PROOF_S:
+                self._pause(accepted + PROOF_S)
+                return False
+            self._unproven.popleft()
+        with contextlib.suppress(OSError):  # it has ended
+            oldest.shutdown(socket.SHUT_RDWR)
+        return True
+
+    def _pause(self, until: float) -> None:
+        self._selector.unregister(self._listener)
+        self._pause_ends = until
+
+    def _admit(self, unproven: tuple[socket.socket, float]) -> None:
         """Authenticate a connection, in a separate thread: the process may answer late."""
-        channel = authentication.admit(peer, self._key)
+        channel = authentication.admit(unproven[0], self._key)
         with self._lock:
             with contextlib.suppress(ValueError):
-                self._unproven.remove(peer)
-            if channel is None:
-                return
-            if self._closed:
+                self._unproven.remove(unproven)
+            if channel is not None and self._closed:
                 end(channel)
-                return
-            self._admitted.append(channel)
+            elif channel is not None:
+                self._admitted.append(channel)
             self._wake()
 
     def _add(self, channel: Channel) -> None:

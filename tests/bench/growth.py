@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,12 +26,14 @@ from fabricx.distributed.departure import await_departure
 from fabricx.distributed.store import PrivateStore
 from fabricx.distributed.store_server import StoreServer
 from fabricx.distributed.world import World
+from fabricx.fault_tolerance.controller import ElasticController, ElasticPolicy
 from fabricx.telemetry.events import FOLDER, interval_s
 from fabricx.telemetry.reader import Files
 from fabricx.telemetry.run import Run
 
 KEY: Final = b"k" * 32
 RANKS: Final = (10, 100, 1_000, 10_000)
+WORKERS: Final = (8, 64, 512)  # of a supervisor, which serves a machine
 TENSORS: Final = 1_000  # weights and moments of a model
 
 
@@ -120,8 +123,35 @@ def departed(ranks: int, server: StoreServer) -> tuple[int, float]:
     return server.requests - before, taken[0] * ranks
 
 
+def recovered(workers: int) -> tuple[float, float]:
+    """Return the seconds in which a supervisor recovers from a death in place, and the KiB that it sends."""
+    sent = 0
+
+    def send() -> None:
+        nonlocal sent
+        for receivers, kind, content in controller.messages():
+            for _ in receivers:
+                sent += len(ForkingPickler.dumps((kind, content)))
+
+    controller = ElasticController(ElasticPolicy(waits=60.0), workers, [])
+    for worker in range(workers):
+        controller.receive(worker, "inside", None)
+        controller.receive(worker, "step", (0, 1))
+    with seconds_of() as taken:
+        assert controller.died(1, "killed")
+        assert controller.wanted() == 1
+        controller.started(workers)
+        send()
+        controller.receive(workers, "ready", None)
+        send()
+        for worker in controller.workers:
+            controller.receive(worker, "step", (1, 2))
+    assert controller.settled
+    return taken[0], sent / 2**10
+
+
 def main() -> None:
-    """Print a row for each number of ranks."""
+    """Print a row for each number of ranks, and for each number of workers of a machine."""
     own = len(pickle.dumps(RandomState().packed()))
     print("ranks   plan s  later s | reports s    MiB | states MiB | records, core  KiB/s | leaving requests  s in all")
     for ranks in RANKS:
@@ -139,6 +169,11 @@ def main() -> None:
             f"{ranks:5} {first:8.2f} {later:8.3f} | {report_s:9.3f} {report_mib:6.2f} | {own * ranks / 2**20:10.2f} | "
             f"{core:13.3f} {kib:6.0f} | {requests:16} {leaving_s:9.1f}", flush=True,
         )  # fmt: skip
+
+    print("workers | a recovery in place ms    KiB")
+    for workers in WORKERS:
+        recovery_s, kib = recovered(workers)
+        print(f"{workers:7} | {1e3 * recovery_s:22.1f} {kib:6.0f}")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 import threading
@@ -13,9 +15,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from fabricx.distributed import authentication, store_server
 from fabricx.distributed.authentication import new_key
 from fabricx.distributed.store import PrivateStore
-from fabricx.distributed.store_server import StoreServer
+from fabricx.distributed.store_server import SOCKET, UNPROVEN, StoreServer
 from fabricx.distributed.store_state import pack, unpack
 
 KEY = b"k" * 32
@@ -177,6 +180,35 @@ def test_a_closed_private_store_ends_what_waits_in_it(private: Path) -> None:
     server.close()
     thread.join(10)
     assert len(errors) == 1
+
+
+def opened(server: StoreServer, count: int) -> list[socket.socket]:
+    """Return connections that have not proved the key."""
+    if not server.path:
+        return [socket.create_connection(address(server)) for _ in range(count)]
+    peers = [socket.socket(socket.AF_UNIX) for _ in range(count)]
+    folder = os.open(os.path.dirname(server.path), os.O_RDONLY)
+    for peer in peers:
+        peer.connect(f"/proc/self/fd/{folder}/{SOCKET}")  # the path is too long
+    os.close(folder)
+    return peers
+
+
+def test_many_processes_that_connect_at_the_same_time_are_all_served(server: StoreServer) -> None:
+    peers = opened(server, UNPROVEN + 100)
+    time.sleep(0.1)  # the server accepts as many as it wants
+    for peer in peers:
+        authentication._prove(peer, KEY, "the server")
+        peer.close()
+
+
+def test_programs_without_the_key_do_not_keep_others_out(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_server, "PROOF_S", 0.2)
+    peers = opened(server, UNPROVEN + 10)
+    PrivateStore(address(server), KEY).set("a", "")
+    assert server.get("a") == b""
+    for peer in peers:
+        peer.close()
 
 
 ENDS = """

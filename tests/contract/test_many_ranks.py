@@ -1,0 +1,38 @@
+"""Launches of many ranks in virtual time: what a rank sends does not grow with the number of ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from fabricx.distributed.store_server import UNPROVEN
+from tests.bench.simulation import Costs, Launched, simulated
+
+
+@pytest.fixture(scope="module")
+def small() -> Launched:
+    return simulated(16, Costs())
+
+
+def test_a_rank_sends_as_many_requests_for_any_number_of_ranks_and_none_while_it_trains(small: Launched):
+    large = simulated(256, Costs())
+    assert large.train.requests == small.train.requests == 0
+    assert large.join.requests / 256 <= small.join.requests / 16
+    assert large.leave.requests / 256 == small.leave.requests / 16 == 3
+    assert large.stop.requests / 256 < 7
+    assert large.join.sent / 256 < 1.5 * small.join.sent / 16  # the main rank reads the names of all
+    assert max(large.stop.sent, large.leave.sent) / 256 < 1.1 * max(small.stop.sent, small.leave.sent) / 16
+    assert large.boundary <= 1
+
+
+def test_ranks_that_connect_at_the_same_time_wait_for_each_other(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tests.bench.simulation.SPREAD_S", 0.0)
+    found = simulated(UNPROVEN + 88, Costs(latency=0.05))  # as between continents
+    assert found.waiting >= 88
+    assert found.join.seconds < 5.0
+
+
+def test_the_times_are_those_of_the_costs(small: Launched):
+    slow = simulated(16, Costs(latency=0.1))
+    assert small.leave.seconds < 0.005
+    assert 0.6 <= slow.leave.seconds < 0.61  # three requests, one after the other
+    assert small.leave.busy == pytest.approx(16 * 3 * Costs.request, rel=0.5)
