@@ -40,7 +40,14 @@ from fabricx.model_parallel.expert_sums import ExpertSums
 from fabricx.model_parallel.gradient_norm import clip_norm
 from fabricx.model_parallel.gradient_sums import GradientSums
 from fabricx.model_parallel.hidden_gradients import HiddenGradients
-from fabricx.model_parallel.hook_weights import FAILED_APART, STAGES_APART, HookWeights, paused
+from fabricx.model_parallel.hook_weights import (
+    FAILED_APART,
+    STAGES_APART,
+    HookWeights,
+    is_paused,
+    paused,
+    resumed,
+)  # fmt: skip
 from fabricx.model_parallel.island_steps import IslandSteps
 from fabricx.model_parallel.mesh_report import axes_line, parameter_bytes, weights_line
 from fabricx.model_parallel.option_checks import (
@@ -56,6 +63,7 @@ from fabricx.model_parallel.pipeline_schedule import SCHEDULES
 from fabricx.model_parallel.same_batches import SameBatches
 from fabricx.model_parallel.sharded_islands import ShardedIslands
 from fabricx.model_parallel.sharded_sums import ShardedSums
+from fabricx.model_parallel.step_hooks import step_beside_hooks
 
 if TYPE_CHECKING:
     from fabricx.core.trial import Trial
@@ -444,7 +452,21 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         with self._shown():
             return as_part(self.data_strategy, HidesGradients).nonfinite_gradients(parameters)
 
+    @contextmanager
+    def _step_hooks_see(self) -> Iterator[None]:
+        """Context of hooks of an optimizer's step: that of other hooks, also within the module's optimizer_step."""
+        if is_paused():
+            with resumed():
+                yield
+        else:
+            with self.hooks_see_gradients(), self.hooks_see_weights("optimizer_step"):
+                yield
+
     def optimizer_step(self, optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        step = functools.partial(self._step, optimizer, closure)
+        return step() if self._parts is None else step_beside_hooks(optimizer, self._step_hooks_see, step)
+
+    def _step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
         with self._shown():
             try:
                 return self.data_strategy.optimizer_step(optimizer, closure)

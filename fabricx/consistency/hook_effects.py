@@ -11,13 +11,14 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 from torch import Tensor, nn
 
 from fabricx.consistency.comparison import CHANGE_ALIKE, LIMITS, compare, of_hooks, of_optimizers
+from fabricx.consistency.optimizer_changes import KnownParameters, cleared_gradients, watched_states
 from fabricx.consistency.weight_changes import SavedValues, WeightChanges, digest
 from fabricx.core.placeholder import is_placeholder
 from fabricx.core.strategy_parts import HasServers, as_part
@@ -79,8 +80,14 @@ class HookChecks:
         self._serving = as_part(strategy, HasServers)
         self._data, self._optimizers, self._forget_copies = data, optimizers, forget_copies
         self.at_first_part: SavedValues | None = None
+        self._trained_at_first_part: dict[str, bool] = {}
+        self._known: KnownParameters | None = None
 
     # -- the same on all ranks ----------------------------------------------------------------------------------
+
+    def note_parameters(self) -> None:
+        """Note the parameters at the end of set-up."""
+        self._known = KnownParameters(self._module, self._optimizers)
 
     def local_hyperparameters(self) -> dict[str, str]:
         """Return the hyperparameters of a rank at its own pace, which are those of its newest update; else {}."""
@@ -101,6 +108,8 @@ class HookChecks:
         world = self._strategy.world
         if world.size == 1:
             return
+        if self._known is not None and world.axis("data").size > 1:
+            self._known.check(self._module, self._optimizers, type(self._strategy).__name__)
         changed: set[str] = set()
         if before is not None and not self._strategy.traits.lockstep:
             now = self.local_hyperparameters()
@@ -169,20 +178,57 @@ class HookChecks:
 
     @contextmanager
     def unchanged(self, name: str) -> Iterator[None]:
-        """Raise an error if the code inside changes weights that the servers own.
+        """Raise an error if the code inside changes weights that the servers own, or uses their optimizer states.
 
         Args:
             name: name of the code, for the message.
 
         Raises:
-            ValueError: weights have changed.
+            ValueError: weights have changed, or the state of an optimizer was used.
         """
         brought = self._serving.weight_pulls
         before = fingerprint(self._module)
-        yield
-        # A checkpoint that is saved in a hook fetches the newest weights.
-        if self._serving.weight_pulls == brought and not torch.equal(before, fingerprint(self._module)):
+        with watched_states(self._optimizers) as used:
+            yield
+            uses_states = used()
+        if self._serving.weight_pulls != brought:  # a checkpoint that is saved in a hook fetches the newest weights
+            return
+        if not torch.equal(before, fingerprint(self._module)):
             raise ValueError(_lost_change(name))
+        if uses_states:
+            raise ValueError(
+                f"{name} uses the state of an optimizer, such as its momentum, which only the servers have: use "
+                "parameter_server with optimizer='worker' and mode='sync', or strategy=ddp"
+            )
+
+    @contextmanager
+    def guarded(self, name: str) -> Iterator[None]:
+        """Context of a method of the module in the loop: `unchanged`, if servers own the weights.
+
+        Args:
+            name: name of the method.
+        """
+        with nullcontext() if self._serving.weight_pulls is None else self.unchanged(name):
+            yield
+
+    @contextmanager
+    def zeroes(self, optimizer: Optimizer) -> Iterator[None]:
+        """Context of the module's `optimizer_zero_grad`.
+
+        Args:
+            optimizer: optimizer of the module.
+
+        Raises:
+            ValueError: it keeps gradients, and the strategy can't.
+        """
+        if not isinstance(self._strategy, HasServers) and not self._strategy.traits.batch_parts:
+            yield
+            return
+        with (
+            self.guarded("optimizer_zero_grad"),
+            cleared_gradients(optimizer, servers_step=self._serving.weight_pulls is not None),
+        ):
+            yield
 
     @contextmanager
     def unchanged_in_step(self) -> Iterator[None]:
@@ -206,6 +252,7 @@ class HookChecks:
     def begin_parts(self) -> None:
         """Save the values with which the first of the fixed parts of a global batch is computed."""
         self.at_first_part = SavedValues(self._module)
+        self._trained_at_first_part = {name: p.requires_grad for name, p in self._module.named_parameters()}
 
     def check_parts(self) -> None:
         """Refuse changes of weights and buffers by the parts of a global batch, before the update.
@@ -214,9 +261,18 @@ class HookChecks:
             ValueError: a value has changed; the message names it.
         """
         saved, self.at_first_part = self.at_first_part, None
-        if saved is not None and (name := saved.changed()) is not None:
+        if saved is None:
+            return
+        for name, parameter in self._module.named_parameters():
+            if self._trained_at_first_part.get(name, parameter.requires_grad) != parameter.requires_grad:
+                raise ValueError(
+                    f"requires_grad of {name} was changed between the parts of a global batch, whose number on a rank "
+                    "depends on the number of ranks with deterministic='elastic': change it in on_train_epoch_start or "
+                    "on_before_optimizer_step, or use strategy=ddp"
+                )
+        if (changed := saved.changed()) is not None:
             raise ValueError(
-                f"{name} was changed between the parts of a global batch, by training_step or a hook of each batch. "
+                f"{changed} was changed between the parts of a global batch, by training_step or a hook of each batch. "
                 "With deterministic='elastic', the number of parts that a rank computes depends on the number of "
                 "ranks, and so would the weights: change it in on_before_optimizer_step, once for each update; keep "
                 "sums for metrics in self.log or in a metric object; or use strategy=ddp"

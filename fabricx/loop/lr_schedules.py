@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from fabricx.core.optimizers import Schedule
@@ -77,7 +78,8 @@ def step_schedules(session: Session, interval: str, count: int, *, metrics: bool
                     raise ValueError(text)
                 session.warn_once(f"metric {schedule.monitor}", f"{text}\n  strict=False: the scheduler makes no step")
                 continue
-        with session.gradients.hooks_see_weights("lr_scheduler_step"):
+        guard = session.checks.guarded("lr_scheduler_step") if session.overridden.lr_scheduler_step else nullcontext()
+        with session.gradients.hooks_see_weights("lr_scheduler_step"), guard:
             session.module.lr_scheduler_step(schedule.scheduler, metric)
 
 

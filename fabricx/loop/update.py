@@ -32,7 +32,7 @@ def zero_grad(session: Session, micro: Microbatch) -> None:
         for hook in session.hooks.on_before_zero_grad:
             hook(optimizer)
         if session.overridden.optimizer_zero_grad:
-            with session.gradients.hooks_see_weights("optimizer_zero_grad"):
+            with session.gradients.hooks_see_weights("optimizer_zero_grad"), session.checks.zeroes(optimizer):
                 session.module.optimizer_zero_grad(session.state.epoch, micro.index, optimizer)
         else:
             optimizer.zero_grad()
@@ -209,6 +209,12 @@ def _step_with_closure(session: Session, micro: Microbatch, batch: Any, optimize
         if fresh:
             fresh = False
             return _global_loss(session, micro, session.window.loss)
+        if session.strategy.traits.batch_parts:
+            raise ValueError(
+                f"optimizer_step computes the loss again for a step of {type(optimizer).__name__}, but "
+                "deterministic='elastic' sums the gradients of the parts of a global batch once per update: call the "
+                "closure once, or use strategy=ddp"
+            )
         optimizer.zero_grad()
         if batch is None:  # other ranks compute
             session.strategy.backward_without_data(example_batch(micro, session.to_device))

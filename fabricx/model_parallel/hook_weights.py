@@ -389,6 +389,11 @@ class HookWeights(TorchFunctionMode):
 _PAUSES: Final[list[None]] = []
 
 
+def is_paused() -> bool:
+    """Return whether fabricx's code runs that a hook calls."""
+    return bool(_PAUSES)
+
+
 @contextmanager
 def paused() -> Iterator[None]:
     """Context of fabricx's code that a hook calls, which works with the parts."""
@@ -397,6 +402,17 @@ def paused() -> Iterator[None]:
         yield
     finally:
         _PAUSES.pop()
+
+
+@contextmanager
+def resumed() -> Iterator[None]:
+    """Context of user code that fabricx's code calls within a hook: it sees whole weights again."""
+    pauses = list(_PAUSES)
+    _PAUSES.clear()
+    try:
+        yield
+    finally:
+        _PAUSES[:] = pauses
 
 
 def _local(value: Any) -> Tensor:

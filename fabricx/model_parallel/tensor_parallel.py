@@ -127,13 +127,19 @@ class TensorParallel:
 
     def _entering(self, name: str, weights: Mapping[str, Weight]) -> Callable[..., None]:
         def hook(part: nn.Module, args: Any) -> None:
+            # fsdp replaces parameters in the forward; copies have their own, of which those made in hooks are whole
+            parameters = {key: part.get_parameter(key) for key in weights}
+            if all(map(self._is_whole, parameters.values(), weights.values())):
+                return
             if not self._depth:
                 raise RuntimeError(_OUTSIDE.format(name=name or type(part).__name__))
-            for key, weight in weights.items():  # fsdp replaces parameters in the forward; copies have their own
-                parameter = part.get_parameter(key)
-                self._weights.setdefault(id(parameter), (parameter, weight))
+            for key, weight in weights.items():
+                self._weights.setdefault(id(parameters[key]), (parameters[key], weight))
 
         return hook
+
+    def _is_whole(self, parameter: nn.Parameter, weight: Weight) -> bool:
+        return id(parameter) not in self._weights and tuple(parameter.shape) == weight.placement.shape
 
     def whole(self, name: str, local: Tensor) -> Tensor:
         """Return the whole tensor of a parameter, or of an optimizer's moment; collective.

@@ -85,7 +85,8 @@ def _check_can_step(optimizer: Optimizer) -> None:
     hooks = any(getattr(optimizer, kind, None) for kind in _HOOKS)
     module = importlib.import_module("torch.optim.optimizer")
     hooks = hooks or any(getattr(module, f"_global{kind}".replace("_step", ""), None) for kind in _HOOKS)
-    if hooks or (step is not None and not hasattr(step, "_wrapped_by_lr_sched")):
+    wrapped = getattr(step, "__wrapped__", None) is type(optimizer).step  # by a scheduler
+    if hooks or (step is not None and not wrapped):
         raise ValueError(
             f"{name} has step hooks, or a replaced step, which do not run on servers: use the "
             "module's hooks (on_before_optimizer_step), optimizer='worker', or strategy=ddp"

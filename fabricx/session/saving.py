@@ -15,6 +15,7 @@ from fabricx import checkpoint
 from fabricx.checkpoint import tree
 from fabricx.checkpoint.objects import is_storable
 from fabricx.consistency.comparison import of_added
+from fabricx.consistency.optimizer_changes import not_watched
 from fabricx.core.hparams import Form, plain, storable
 from fabricx.core.state import Phase
 from fabricx.core.strategy_parts import ModelParallel, as_part
@@ -59,7 +60,10 @@ def save_checkpoint(
     ):  # otherwise a callback of fabricx saves, on all ranks in the same step
         meet_to_save(session, path, weights_only=weights_only, wait=wait, single_file=single_file)
     # inference_mode off, also within a validation: the next snapshot could not overwrite inference tensors.
-    with session.recorder.within(Span.CHECKPOINT), torch.inference_mode(False), session.gradients.weights_as_stored():
+    with (
+        session.recorder.within(Span.CHECKPOINT), torch.inference_mode(False), session.gradients.weights_as_stored(),
+        not_watched(),
+    ):  # fmt: skip
         if single_file is None:
             single_file = bool(getattr(session.module, "single_file_checkpoints", False))
         _begin_checkpoint(session, path, weights_only, after, failed, single_file)

@@ -134,8 +134,8 @@ class Overridden:
     """Overridden methods of the module and other properties of a run that change how batches are trained.
 
     Attributes:
-        backward, batch_weight, optimizer_step, optimizer_zero_grad, configure_gradient_clipping: whether the module
-            overrides the method.
+        backward, batch_weight, optimizer_step, optimizer_zero_grad, configure_gradient_clipping, lr_scheduler_step:
+            whether the module overrides the method.
         closures: ids of the optimizers that need a closure.
         metrics_each_step: whether a schedule reads a metric after each weight update.
         ckpt_path: checkpoint that the run loads; None without a checkpoint.
@@ -153,6 +153,7 @@ class Overridden:
     optimizer_step: bool = False
     optimizer_zero_grad: bool = False
     configure_gradient_clipping: bool = False
+    lr_scheduler_step: bool = False
     closures: frozenset[int] = frozenset()
     metrics_each_step: bool = False
     ckpt_path: Path | None = None

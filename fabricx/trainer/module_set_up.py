@@ -42,10 +42,11 @@ def set_up_module(session: Session, ckpt_path: str | Path | None, *, trusted: bo
     _place(module, session.world.device)
     if session.options.compile:
         _compile(module, session.options.compile)
-    overridden: dict[str, Any] = {
-        name: overrides(module, name, ModuleHooks)
-        for name in ("backward", "batch_weight", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")
-    }
+    methods = (
+        "backward", "batch_weight", "optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping",
+        "lr_scheduler_step",
+    )  # fmt: skip
+    overridden: dict[str, Any] = {name: overrides(module, name, ModuleHooks) for name in methods}
     path = as_path(ckpt_path) if ckpt_path else None
     session.overridden = Overridden(**overridden, ckpt_path=path, trusted=trusted)
     session.overridden.lazy = any(map(nn.parameter.is_lazy, module.parameters()))

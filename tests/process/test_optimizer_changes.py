@@ -1,0 +1,242 @@
+"""Hooks and methods that change optimizers, or make and copy parameters, in training: right, or an error."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fabricx as fx
+from fabricx.errors import WorkerFailed
+from fabricx.strategies import DDP, FSDP, LocalSGD, ParameterServer, PipelineMesh, Reproducible, TensorMesh
+from fabricx.testing import QUIET
+
+pytestmark = pytest.mark.usefixtures("warm_ranks")
+
+GLOBAL_BATCH = 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        output: Tensor = inputs + self.down(torch.tanh(self.up(inputs)))
+        return output
+
+
+class Net(fx.Module):
+    """Two blocks and a head in float64; the subclasses change something while training goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.body = nn.Sequential(Block(), Block())
+        self.head = nn.Linear(4, 2)
+        self.double()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return (self.head(self.body(batch[0])) - batch[1]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.8, weight_decay=0.01)
+
+    @torch.no_grad()
+    def normalise(self) -> None:
+        """Scale the rows of matrices, of which ranks may have a part."""
+        for block in self.body:
+            for weight in (block.up.weight, block.down.weight):
+                weight.div_(weight.norm(dim=1, keepdim=True))
+
+
+def train(kind: type[Net], strategy: Any = "auto", devices: int = 1) -> dict[str, Tensor]:
+    """Return the weights after two epochs of three global batches and a smaller one."""
+    generator = torch.Generator().manual_seed(1)
+    data = [torch.randn(14, columns, generator=generator, dtype=torch.float64) for columns in (4, 2)]
+    shares = 1 if isinstance(strategy, (PipelineMesh, TensorMesh)) else devices
+    module = kind()
+    trainer = fx.Trainer(devices=devices, strategy=strategy, max_epochs=2, **QUIET)
+    trainer.fit(module, DataLoader(TensorDataset(*data), GLOBAL_BATCH // shares))
+    return module.state_dict()
+
+
+# -- what the optimizer does ----------------------------------------------------------------------------------------
+
+
+class StepHook(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_post_hook(lambda *_: self.normalise())
+        return optimizer
+
+
+class StepHookInOwnStep(StepHook):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+        optimizer.step(closure=closure)
+        with torch.no_grad():
+            self.body[0].down.weight.mul_(0.9)
+
+
+class GradientHook(Net):
+    def configure_optimizers(self) -> Any:
+        def scale(optimizer: Any, *_: Any) -> None:
+            for parameter in optimizer.param_groups[0]["params"]:
+                parameter.grad.div_(1.0 + parameter.grad.norm())
+
+        optimizer = super().configure_optimizers()
+        optimizer.register_step_pre_hook(scale)
+        return optimizer
+
+
+class ReplacedStep(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        step = optimizer.step
+        optimizer.step = lambda closure=None: (step(closure), self.normalise())[0]
+        return optimizer
+
+
+class OfRows(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        super().step(closure)
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.div_(parameter.norm(dim=-1, keepdim=True))
+
+
+class StepOfRows(Net):
+    def configure_optimizers(self) -> Any:
+        return OfRows(self.parameters(), lr=0.05)
+
+
+class CopiesTeacher(Net):
+    """Each epoch learns from a copy of the blocks of the last epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher: list[Any] = [None]
+
+    def on_train_epoch_start(self) -> None:
+        self.teacher[0] = copy.deepcopy(self.body).requires_grad_(False)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.teacher[0] is None:  # before training
+            return loss
+        return loss + (self.body(batch[0]) - self.teacher[0](0.9 * batch[0])).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "strategies"),
+    [
+        (StepHook, [DDP(), FSDP(), TensorMesh(), PipelineMesh()]),
+        (StepHookInOwnStep, [TensorMesh()]),
+        (GradientHook, [DDP(), FSDP()]),
+        (StepOfRows, [DDP(), FSDP()]),
+        (CopiesTeacher, [DDP(), TensorMesh()]),
+    ],
+)
+def test_ranks_do_what_one_process_does(kind: type[Net], strategies: list[Any]) -> None:
+    wanted = train(kind)
+    for strategy in strategies:
+        for name, weight in train(kind, strategy, 2).items():
+            assert torch.allclose(weight, wanted[name], rtol=0, atol=1e-9), (strategy, name)  # float64
+
+
+# -- what would have no effect, or another one ------------------------------------------------------------------------
+
+
+class ClearsState(Net):
+    def on_train_epoch_start(self) -> None:
+        self.trainer.optimizers[0].state.clear()
+
+
+class LoadsState(Net):
+    def on_train_epoch_start(self) -> None:
+        optimizer = self.trainer.optimizers[0]
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
+class KeepsGradients(Net):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if not batch_idx % 2:
+            optimizer.zero_grad()
+
+
+class ZeroGradients(Net):
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+
+class SchedulerStep(Net):
+    def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+        scheduler.step()
+        self.normalise()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class NewParameter(Net):
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch:
+            self.head.weight = nn.Parameter(0.5 * self.head.weight.detach())
+            self.trainer.optimizers[0].param_groups[0]["params"] = list(self.parameters())
+
+
+class NewLayer(Net):
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch:
+            self.body.append(Block().double())
+            self.trainer.optimizers[0].add_param_group({"params": list(self.body[-1].parameters())})
+
+
+class Freezes(Net):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.body[0].requires_grad_(not batch_idx % 2)
+
+
+class ComputesAgain(Net):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+        closure()
+        optimizer.step(closure=closure)
+        closure()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kinds", "message"),
+    [
+        (ParameterServer(optimizer="server"), [ClearsState, LoadsState], "uses the state of an optimizer, such as its"),
+        (ParameterServer(servers=0, optimizer="server"), [ClearsState], "uses the state of an optimizer, such as its"),
+        (ParameterServer(), [KeepsGradients], "optimizer_zero_grad keeps gradients, which are sums over the ranks"),
+        (ParameterServer(optimizer="server"), [KeepsGradients], "optimizer_zero_grad keeps gradients"),
+        (ParameterServer(optimizer="server"), [ZeroGradients], "call optimizer.zero_grad.. without set_to_none=False"),
+        (ParameterServer(optimizer="server"), [SchedulerStep], "lr_scheduler_step changes weights, but servers hold"),
+        (LocalSGD(every=1), [NewParameter, NewLayer], "was created or replaced after set-up, and LocalSGD exchanges"),
+        (FSDP(), [NewLayer], "was created or replaced after set-up, and FSDP exchanges gradients of the parameters at"),
+        (DDP(), [NewParameter], r"head\.weight was created or replaced after set-up, and DDP exchanges gradients of"),
+        (Reproducible(), [Freezes], r"requires_grad of body\.0\.up\.weight was changed between the parts of a global"),
+        (Reproducible(), [ComputesAgain], "computes the loss again for a step of SGD, but deterministic='elastic'"),
+        (TensorMesh(), [GradientHook], "this gradient is divided over ranks, and a rank has only its part"),
+        (TensorMesh(), [ReplacedStep], "the step of SGD is replaced by another function, and tensor=2 divides param"),
+        (TensorMesh(), [StepOfRows], "OfRows computes an update from a whole matrix, and tensor=2 divides matrices"),
+    ],
+)  # fmt: skip
+def test_what_ranks_would_do_otherwise_is_refused(strategy: Any, kinds: list[type[Net]], message: str) -> None:
+    for kind in kinds:
+        with pytest.raises(WorkerFailed, match=message):
+            train(kind, copy.copy(strategy), 2)
+
+
+@pytest.mark.parametrize("strategy", [ParameterServer(), LocalSGD(every=1), DDP(), FSDP()])
+def test_gradients_that_are_zero_continue_momentum_where_ranks_step(strategy: Any) -> None:
+    wanted = train(ZeroGradients)
+    for name, weight in train(ZeroGradients, strategy, 2).items():
+        assert torch.allclose(weight, wanted[name], rtol=0, atol=1e-9), name  # float64
