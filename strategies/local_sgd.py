@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabricx.checkpoint import tree
+from fabricx.consistency.frozen_means import FrozenMeans
 from fabricx.core.gradient_checks import check_frozen
 from fabricx.core.held_gradients import keep_in_state, take_from_state
 from fabricx.core.placeholder import is_placeholder
@@ -40,7 +41,7 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
 
     A validation and a checkpoint join the running statistics of batch normalisation: means are weighted by samples, and
     variances include the differences between ranks, as with one process on the global batch. Other buffers are those of
-    rank 0.
+    rank 0. Frozen parameters that a module changes itself (a teacher's moving average) are averaged as the others are.
 
     A rank whose batch has no loss makes no local step, and the step counts on all ranks, so that rounds and schedules
     stay aligned: ranks do not communicate within a round. If only some batches of an accumulation window have no loss,
@@ -109,6 +110,7 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
         self.keep_local = keep_local
         self._fragments: list[Fragment] = []
         self._frozen: list[Tensor] = []  # parameters outside of all fragments
+        self._frozen_means = FrozenMeans(())
         self._used: dict[str, None] = {}  # names of the parameters that had a gradient in this rank's newest batch
         self._trained: Collection[str] = ()  # names of the parameters in fragments
         self._statistics = JointStatistics(nn.Identity())
@@ -143,6 +145,7 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
         parameters = dict(module.named_parameters())
         self._trained = frozenset(trained)
         self._frozen = [parameter for name, parameter in parameters.items() if name not in trained]
+        self._frozen_means = FrozenMeans(self._frozen, self._frozen_means)
         combined = {name: parameter for name, parameter in parameters.items() if name in trained}
         self._fragments = in_fragments(
             combined, self.elements, self.fragments, momentum=self.outer == "nesterov", excluded=is_placeholder
@@ -153,7 +156,7 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
             yield from fragment.parameters.items()
 
     def teardown(self) -> None:
-        self._fragments, self._frozen = [], []
+        self._fragments, self._frozen, self._frozen_means = [], [], FrozenMeans(())
         self._statistics.close()
         self._statistics = JointStatistics(nn.Identity())
         super().teardown()
@@ -181,6 +184,7 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
         return False  # backward is local
 
     def after_update(self, step: int) -> int:
+        rounds = [fragment for fragment in self._fragments if self._meets(fragment, step)]
         for fragment in self._fragments:
             fragment.apart = True
             if fragment.begun is not None and step >= fragment.begun + self.overlap_steps:
@@ -189,6 +193,8 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
                 self._begin(fragment, step)
                 if not self.overlap_steps or step <= self.synchronous_steps:
                     self._end(fragment, 0.0)
+        if rounds:
+            self._frozen_means.join(self._peers)
         return step
 
     def synchronize(self, copies: Mapping[str, Tensor] | None = None, *, ends: bool = False) -> None:
@@ -201,6 +207,7 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
                 local = fragment.flat()
                 fragment.set(self._peers.all_reduce(local.clone()).div_(self._peers.size))
                 fragment.local = local, fragment.flat()
+        self._frozen_means.join(self._peers, read=True, shown=not ends)
         if self.data_ranks.size > 1:
             self._statistics.join(self.data_ranks, copies)
         super().synchronize(copies, ends=ends)
@@ -213,6 +220,7 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
         Args:
             ends_round: combine the weight differences of all ranks since the last synchronisation; collective.
         """
+        self._frozen_means.restore()
         for fragment in self._fragments:
             changes = None
             if fragment.local is not None:
@@ -229,6 +237,7 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
 
     def state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
         self._restore_local(ends_round=True)
+        self._frozen_means.join(self._peers, read=True)
         for optimizer in optimizers:
             keep_in_state(optimizer)
             average_moments(self._peers, optimizer)
@@ -269,6 +278,7 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
         for fragment in self._fragments:
             fragment.base.copy_(fragment.flat())
         self._statistics.remember()
+        self._frozen_means = FrozenMeans(self._frozen, self._frozen_means)
         if by_rank := state.get("used"):
             self._use(by_rank, same_ranks=len(by_rank) == self.data_ranks.size)
         if saved := state.get("outer") if self.outer == "nesterov" else None:
@@ -319,6 +329,7 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
                 moved.append([fragment.base - fragment.flat() for fragment in self._fragments])
         for fragment in self._fragments:
             fragment.local = None
+        self._frozen_means = FrozenMeans(self._frozen, self._frozen_means)
         if not own:  # the number of ranks has changed: end the round of the former ranks
             scalars = {tree.escape(name) for name, parameter in module.named_parameters() if not parameter.dim()}
             moments = _mean([state["optimizers"] for state in states], scalars)

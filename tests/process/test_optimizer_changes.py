@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import fabricx as fx
 from fabricx.errors import WorkerFailed
 from fabricx.strategies import DDP, FSDP, LocalSGD, ParameterServer, PipelineMesh, Reproducible, TensorMesh
 from fabricx.testing import QUIET
+from fabricx.testing.modules import SavesAtStep
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
@@ -54,14 +56,17 @@ class Net(fx.Module):
                 weight.div_(weight.norm(dim=1, keepdim=True))
 
 
-def train(kind: type[Net], strategy: Any = "auto", devices: int = 1) -> dict[str, Tensor]:
+def train(
+    kind: type[Net], strategy: Any = "auto", devices: int = 1, save: Path | None = None, resume: Path | None = None
+) -> dict[str, Tensor]:  # fmt: skip
     """Return the weights after two epochs of three global batches and a smaller one."""
     generator = torch.Generator().manual_seed(1)
     data = [torch.randn(14, columns, generator=generator, dtype=torch.float64) for columns in (4, 2)]
     shares = 1 if isinstance(strategy, (PipelineMesh, TensorMesh)) else devices
     module = kind()
-    trainer = fx.Trainer(devices=devices, strategy=strategy, max_epochs=2, **QUIET)
-    trainer.fit(module, DataLoader(TensorDataset(*data), GLOBAL_BATCH // shares))
+    callbacks = [] if save is None else [SavesAtStep(save, 5)]
+    trainer = fx.Trainer(devices=devices, strategy=strategy, max_epochs=2, callbacks=callbacks, **QUIET)
+    trainer.fit(module, DataLoader(TensorDataset(*data), GLOBAL_BATCH // shares), ckpt_path=resume)
     return module.state_dict()
 
 
@@ -131,9 +136,27 @@ class CopiesTeacher(Net):
         return loss + (self.body(batch[0]) - self.teacher[0](0.9 * batch[0])).square().mean()
 
 
+class MovingAverage(Net):
+    """A frozen teacher, which is a moving average of the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.body).requires_grad_(False)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + (self.body(batch[0]) - self.teacher(0.9 * batch[0])).square().mean()
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+        optimizer.step(closure=closure)
+        for average, weight in zip(self.teacher.parameters(), self.body.parameters(), strict=True):
+            average.data.mul_(0.9).add_(weight.data, alpha=0.1)  # as DINO does
+
+
 @pytest.mark.parametrize(
     ("kind", "strategies"),
     [
+        (MovingAverage, [DDP(), FSDP(), LocalSGD(every=1)]),
         (StepHook, [DDP(), FSDP(), TensorMesh(), PipelineMesh()]),
         (StepHookInOwnStep, [TensorMesh()]),
         (GradientHook, [DDP(), FSDP()]),
@@ -146,6 +169,13 @@ def test_ranks_do_what_one_process_does(kind: type[Net], strategies: list[Any]) 
     for strategy in strategies:
         for name, weight in train(kind, strategy, 2).items():
             assert torch.allclose(weight, wanted[name], rtol=0, atol=1e-9), (strategy, name)  # float64
+
+
+def test_a_run_of_local_steps_resumes_with_the_mean_of_the_teachers(tmp_path: Path) -> None:
+    saved = train(MovingAverage, LocalSGD(every=3), 2, save=tmp_path / "middle.ckpt")
+    resumed = train(MovingAverage, LocalSGD(every=3), 2, resume=tmp_path / "middle.ckpt")
+    for name, weight in resumed.items():
+        assert torch.equal(weight, saved[name]), name
 
 
 # -- what would have no effect, or another one ------------------------------------------------------------------------
