@@ -152,7 +152,7 @@ def overrides(obj: object, name: str, contract: type) -> bool:
     return getattr(type(obj), name, None) is not getattr(contract, name, None)
 
 
-def check_hooks(obj: object) -> None:
+def check_hooks(obj: object, uncalled: Collection[str] = ()) -> None:
     """Refuse an object with a method that looks like a hook and would never be called, or not with its parameters.
 
     A value in the place of a hook is a warning, and so is a method with a name similar to a called method that the
@@ -161,6 +161,7 @@ def check_hooks(obj: object) -> None:
 
     Args:
         obj: module, data module or callback.
+        uncalled: methods that this run does not call, so that other parameters are a warning.
 
     Raises:
         ValueError: names the method, and the nearest hook or the successor of a hook of Lightning 1.
@@ -190,7 +191,7 @@ def check_hooks(obj: object) -> None:
             if cls.__module__.partition(".")[0] in _FRAMEWORK:
                 continue
             if hasattr(contract, name) or name in _STEPS:
-                check_signature(obj, name)
+                _check_parameters(obj, name, uncalled)
             elif contract is not Callback:
                 _warn_of_near_name(obj, cls, name, contract)
 
@@ -247,6 +248,20 @@ def _contract_of(obj: object) -> tuple[type, frozenset[str], Mapping[str, str]]:
     if isinstance(obj, DataModule):
         return DataModule, DATA_HOOKS, FORMER_DATA_HOOKS
     return ModuleHooks, MODULE_HOOKS, FORMER_HOOKS
+
+
+def _check_parameters(obj: object, name: str, uncalled: Collection[str]) -> None:
+    """Refuse wrong parameters of a method, or warn of them if the run does not call it.
+
+    Raises:
+        ValueError: names the parameter.
+    """
+    try:
+        check_signature(obj, name)
+    except ValueError as error:
+        if name not in uncalled:
+            raise
+        warnings.warn(f"{error} (this run does not call it)", stacklevel=7)
 
 
 def check_signature(obj: object, name: str) -> None:

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from fabricx.core.rng import random_kept
 from fabricx.data.epochs import set_epoch, set_epoch_of_loader
+from fabricx.data.loader_classes import fetches_lists
 from fabricx.data.map_style import is_ordered, order_of
 from fabricx.errors import did_you_mean
 
@@ -412,7 +413,7 @@ def _map_style(loader: CombinedLoader, loaders: Sequence[DataLoader[Any]]) -> Da
             "multiprocessing_context": with_processes[0].multiprocessing_context,
             "worker_init_fn": _InitAll([part.worker_init_fn for part in with_processes if part.worker_init_fn]),
         }
-    dataset: Any = JoinedDataset([part.dataset for part in loaders])
+    dataset: Any = JoinedDataset([part.dataset for part in loaders], list(map(fetches_lists, loaders)))
     return DataLoader(
         dataset,
         batch_sampler=JoinedSampler(loaders, loader.mode),
@@ -431,10 +432,12 @@ class JoinedDataset:
 
     Args:
         datasets: map-style.
+        lists: for each data set, whether it returns a batch for the list of its indices.
     """
 
-    def __init__(self, datasets: Sequence[Any]) -> None:
+    def __init__(self, datasets: Sequence[Any], lists: Sequence[bool] = ()) -> None:
         self.datasets = list(datasets)
+        self.lists = list(lists) or [False] * len(datasets)
 
     def __len__(self) -> int:
         return sum(len(dataset) for dataset in self.datasets)
@@ -444,7 +447,7 @@ class JoinedDataset:
         return number, self.datasets[number][index]
 
     def __getitems__(self, places: Sequence[tuple[int, Any]]) -> list[tuple[int, Any]]:
-        """Return several samples with the numbers of their data sets.
+        """Return several samples, or a batch of a data set that returns batches, with the numbers of their data sets.
 
         Args:
             places: indices.
@@ -452,6 +455,9 @@ class JoinedDataset:
         samples: list[tuple[int, Any]] = []
         for number, group in itertools.groupby(places, key=lambda pair: pair[0]):
             indices, dataset = [index for _, index in group], self.datasets[number]
+            if self.lists[number]:
+                samples.append((number, dataset[indices]))
+                continue
             several: Any = getattr(dataset, "__getitems__", None)
             items: Any = several(indices) if callable(several) else [dataset[index] for index in indices]
             samples += [(number, sample) for sample in items]
@@ -520,7 +526,7 @@ class _JoinedCollate:
         self._structure = combined.structured(range(len(loaders)))
         self._sequential = combined.mode == "sequential"
         self._collates = [part.collate_fn for part in loaders]
-        self._alone = [part.batch_sampler is None for part in loaders]  # samples that are not batched
+        self._alone = [part.batch_sampler is None or fetches_lists(part) for part in loaders]  # not to be batched
 
     def __call__(self, samples: Iterable[tuple[int, Any]]) -> Any:
         batches: list[Any] = [None] * len(self._collates)

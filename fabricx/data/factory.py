@@ -10,8 +10,9 @@ from torch.utils.data.distributed import DistributedSampler
 from fabricx.data.combined import CombinedLoader, joined
 from fabricx.data.feed import Feed
 from fabricx.data.iterable import ListFeed
+from fabricx.data.loader_classes import reads_otherwise
 from fabricx.data.loader_ranks import give_rank
-from fabricx.data.map_style import OrderedFeed, distributed_sampler, is_ordered, order_of, reads_otherwise
+from fabricx.data.map_style import OrderedFeed, distributed_sampler, is_ordered, order_of
 from fabricx.data.order import Balance
 from fabricx.distributed.world import World
 

@@ -32,6 +32,7 @@ from fabricx.data.batch_seeding import BatchSeededDataset
 from fabricx.data.epochs import set_epoch
 from fabricx.data.feed import Feed, Microbatch
 from fabricx.data.leasing import LeasedSection, Section
+from fabricx.data.loader_classes import fetches_lists, reads_otherwise
 from fabricx.data.loader_signals import TerminatedByTrainer, block_sigterm_in_forks
 from fabricx.data.order import Balance, Cut, epoch_order, epoch_seed
 from fabricx.data.own_state import changes, find_generators, put_back_sampler, sampler_values
@@ -102,6 +103,7 @@ class OrderedFeed(Feed):
         # With a user's own batch sampler, the items of the order are whole batches.
         self._whole_batches = own_batches = self._sampler is loader.batch_sampler
         self._picked = _Picked()
+        self._singly = loader.batch_sampler is None  # an item of the dataset is a batch that the user made
         if undivided and self._began_with > world.size and (own_batches or loader.batch_sampler is None):
             raise ValueError(
                 "a manually optimised module steps once per batch, but each global batch of this run consists of "
@@ -308,7 +310,7 @@ class OrderedFeed(Feed):
                 begin=share.begin, part=share.part, start=share.window_begin,
                 # With an order per rank, no rank waits for this one.
                 idle=self._world.ranks_of_run(share.idle) if self._world.size > 1 else (),
-                user_batch=self._loader.batch_sampler is None,
+                user_batch=self._singly,
                 completes=None if same else cut.completes(planned, share, number),
             )  # fmt: skip
             index, number = index + (not share.part), number + (not share.part)
@@ -358,7 +360,7 @@ class OrderedFeed(Feed):
                     yield Microbatch(
                         data, share.begin // (batch * dealer.planned), size, size / whole,
                         share.opens, share.closes, False, share.planned, apart=True, begin=share.begin, end=share.end,
-                        user_batch=self._loader.batch_sampler is None,
+                        user_batch=self._singly,
                     )  # fmt: skip
             start, position = position, deal.end
             index = -(-position // (batch * dealer.planned)) - 1
@@ -374,7 +376,7 @@ class OrderedFeed(Feed):
     @property
     def _alone(self) -> bool:
         """Return whether the loader fetches a single item of the order at a time."""
-        return self._loader.batch_sampler is None or self._whole_batches
+        return self._singly or self._whole_batches
 
     def _sizes(self, order: Any) -> Callable[[int, int], int]:
         """Return a function that counts the samples between two positions of the order: (end, begin) -> samples."""
@@ -455,16 +457,6 @@ def _shuffles(sampler: Any) -> bool:
     return type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
 
 
-def reads_otherwise(loader: DataLoader[Any]) -> bool:
-    """Return whether a class of the user changes what a DataLoader yields.
-
-    Args:
-        loader: data of the user.
-    """
-    kind = type(loader)
-    return kind.__iter__ is not DataLoader.__iter__ or kind._get_iterator is not DataLoader._get_iterator
-
-
 def is_ordered(source: Any) -> bool:
     """Return whether a loader's samples can be read in an order that is divided over ranks.
 
@@ -535,7 +527,7 @@ def _copy_loader(loader: DataLoader[Any], picked: _Picked, ranks: int, *, seeded
     several: dict[str, Any] = (
         {"prefetch_factor": ahead, "persistent_workers": loader.persistent_workers} if workers > 0 else {}
     )
-    alone = loader.batch_sampler is None
+    alone = loader.batch_sampler is None or fetches_lists(loader)
     dataset: Any = BatchSeededDataset(loader.dataset, keeps=not several) if several or seeded else loader.dataset
     return DataLoader(
         dataset,

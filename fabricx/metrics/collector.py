@@ -355,7 +355,7 @@ class Logbook:
             for metric in metrics.computed:
                 metric.reset()
             metrics.computed.clear()
-        return values
+        return {name: values[name] for name in metrics.series if name in values} | values  # in the order of the calls
 
     def names_of_hooks(self) -> list[str]:
         """Return the names that hooks at the end of the epoch have logged so far, and that are not published yet."""

@@ -100,7 +100,7 @@ def check_job(job: Job) -> None:
         )
     for owner in (module, data):
         if owner is not None:
-            check_hooks(owner)
+            check_hooks(owner, _uncalled(job, owner))
     source = "train_dataloader" if stage == "fit" else f"{'val' if stage == 'validate' else stage}_dataloader"
     loaders = job.train if stage == "fit" else job.evaluate
     if loaders is None and not any(_has(owner, source) for owner in (data, module)):
@@ -117,6 +117,19 @@ def check_job(job: Job) -> None:
         import warnings
 
         warnings.warn(f"{type(module).__name__} has no configure_optimizers: no weights will be trained", stacklevel=4)
+
+
+def _uncalled(job: Job, owner: object) -> set[str]:
+    """Return steps and methods for loaders that a job does not call: of other stages, or replaced by its loaders."""
+    fits = job.stage == "fit"
+    stages = {"fit": ("train", "val"), "validate": ("val",)}.get(job.stage, (job.stage,))
+    steps = {"train": "training_step", "val": "validation_step", "test": "test_step", "predict": "predict_step"}
+    passed = {"train": job.train} if fits else {}
+    passed |= {stage: job.evaluate for stage in stages if stage != "train"}
+    named = {stage for stage in steps if stage not in stages or passed[stage] is not None}
+    if owner is job.module and job.datamodule is not None:
+        named |= {stage for stage in stages if _has(job.datamodule, f"{stage}_dataloader")}
+    return {f"{stage}_dataloader" for stage in named} | {steps[stage] for stage in steps if stage not in stages}
 
 
 def _check_instances(job: Job) -> None:

@@ -19,6 +19,7 @@ from fabricx.core.rng import generators_of, random_kept
 from fabricx.core.steps import wrap_steps
 from fabricx.core.trial import Trial, Validation
 from fabricx.data.combined import CombinedLoader
+from fabricx.data.loader_classes import fetches_lists
 
 if TYPE_CHECKING:
     from fabricx.session.session import Session
@@ -130,6 +131,8 @@ def other_batches(loader: Any) -> list[Any]:
         return list(itertools.islice(iter(_copied(loader)), 1, BATCHES))
     dataset: Any = loader.dataset
     batched = loader.batch_size is not None or loader.batch_sampler is not None
+    if fetches_lists(loader):
+        return [loader.collate_fn(dataset[_spread(len(dataset), 3)[1:]])]
     count = CANDIDATES if batched else BATCHES
     if isinstance(dataset, IterableDataset):
         items = list(itertools.islice(iter(_copied(dataset)), count))
@@ -216,6 +219,8 @@ def _of_dataset(loader: DataLoader[Any]) -> Any:
                 "samples before training: provide at least one sample per rank"
             )
     else:
+        if fetches_lists(loader):
+            return loader.collate_fn(dataset[_first_keys(loader)])
         items = [dataset[index] for index in _first_keys(loader)]
     return loader.collate_fn(items) if loader.batch_size is not None or loader.batch_sampler else items[0]
 

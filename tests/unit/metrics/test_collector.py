@@ -210,3 +210,22 @@ def test_a_metric_object_without_a_value_is_left_out(quiet: dict[str, Any]) -> N
 
     [found] = fx.Trainer(**quiet).validate(Mine(), tiny_loader(8, 4), verbose=False)
     assert found == {"some": 4.0}
+
+
+def test_results_are_in_the_order_of_the_calls(quiet: dict[str, Any]) -> None:
+    class Mine(TinyModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.of_values = torchmetrics.MeanMetric()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.of_values.update(1.0)
+            self.log("z", 1.0)
+            self.log("metric", self.of_values)
+            self.log("a", 1.0)
+
+        def on_validation_epoch_end(self) -> None:
+            self.log_dict({"y": 2.0, "b": 3.0})
+
+    [result] = fx.Trainer(**quiet).validate(Mine(), tiny_loader(8, 4), verbose=False)
+    assert list(result) == ["z", "metric", "a", "y", "b"]

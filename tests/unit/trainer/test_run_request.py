@@ -113,3 +113,41 @@ def test_a_prediction_without_a_step_and_a_forward_is_refused() -> None:
 
     with pytest.raises(ValueError, match="Empty has neither predict_step nor forward"):
         fx.Trainer(**QUIET).predict(Empty(), tiny_loader())
+
+
+class OwnLoader(TinyModule):
+    def train_dataloader(self, paths: Any) -> Any: ...
+
+
+class OwnMethods(OwnLoader):
+    """Has methods for a purpose of its own, with names that the Trainer calls in other runs."""
+
+    def predict_step(self, text: str, tokenizer: Any, length: int, device: str) -> None: ...
+
+    def predict_dataloader(self, dataset: Any, batch_size: int | None = None) -> Any: ...
+
+
+def test_parameters_of_a_method_that_the_run_does_not_call_are_a_warning() -> None:
+    def warned(stage: str, **data: Any) -> list[str]:
+        with pytest.warns(UserWarning, match=r"this run does not call it") as found:
+            check(stage, OwnMethods(), **data)
+        return [str(warning.message).split()[0].partition(".")[2] for warning in found]
+
+    assert warned("fit", train=tiny_loader()) == ["predict_step", "predict_dataloader", "train_dataloader"]
+    assert warned("validate", evaluate=tiny_loader()) == ["predict_step", "predict_dataloader", "train_dataloader"]
+    with pytest.raises(ValueError, match="predict_step has the required parameter 'device'"):
+        check("predict", OwnMethods(), evaluate=tiny_loader())
+
+
+def test_parameters_of_a_method_for_loaders_are_an_error_if_the_run_calls_it() -> None:
+    with pytest.raises(ValueError, match="train_dataloader has the required parameter 'paths'"):
+        check("fit", OwnLoader())
+
+
+def test_loaders_of_a_data_module_replace_those_of_the_module() -> None:
+    class Loaders(fx.DataModule):
+        def train_dataloader(self) -> Any:
+            return tiny_loader()
+
+    with pytest.warns(UserWarning, match=r"train_dataloader.*this run does not call it"):
+        check("fit", OwnLoader(), data=Loaders())
