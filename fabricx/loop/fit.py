@@ -48,6 +48,7 @@ def fit(session: Session, train_batches: Callable[[Session], bool]) -> None:
     state, ft, newcomer = session.state, session.fault_tolerance, session.world.newcomer
     call(session.hooks.on_fit_start)
     note_set_up(session)
+    session.checks.note_parameters()
     if not newcomer and not ft.restore():  # in-memory checkpoints have the state of servers, too
         restore_requested(session)
         session.serving.on_train_start(state.step, state.ranks)

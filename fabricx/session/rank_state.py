@@ -297,7 +297,7 @@ class BufferCopies:
         live = {
             name: kept.get(name, buffer)
             for name, buffers, key, counts in self._where
-            if (buffer := buffers[key]) is not None and (counts or buffer._version != self._versions[name])
+            if (buffer := buffers.get(key)) is not None and (counts or buffer._version != self._versions[name])
         }
         if not live:
             return None
@@ -306,7 +306,9 @@ class BufferCopies:
 
     def take(self) -> dict[str, Tensor]:
         """Copy the present values of all buffers; overwrites the copies of the last call."""
-        live = {name: buffer.detach() for name, buffers, key, _ in self._where if (buffer := buffers[key]) is not None}
+        live = {
+            name: buffer.detach() for name, buffers, key, _ in self._where if (buffer := buffers.get(key)) is not None
+        }
         if {n: b.shape for n, b in live.items()} != {n: copy.shape for n, copy in self._copies.items()}:
             self._copies = {name: buffer.clone() for name, buffer in live.items()}
         elif live:

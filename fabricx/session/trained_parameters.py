@@ -16,7 +16,6 @@ def note_set_up(session: Session) -> None:
         session: session of a fit.
     """
     session.checkpoints.trained = {name: p.requires_grad for name, p in session.module.named_parameters()}
-    session.checks.note_parameters()
 
 
 def changed_since_set_up(session: Session) -> dict[str, bool]:

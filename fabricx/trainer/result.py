@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from fabricx import by_value
 from fabricx.core.state import RunState
@@ -186,8 +187,9 @@ class Outcome:
         if lazy or set(state) != set(self.weights):  # layers that configure_model or setup has built in the workers
             module.configure_model()
             self._add_layers(module)
+            _follow_pruning(module, self.weights)
             _add_missing(module, self.weights, self.buffers)
-            module.load_state_dict(self.weights)
+            _load(module, self.weights)
         else:  # extra state of submodules
             others = {name: value for name, value in self.weights.items() if not isinstance(value, Tensor)}
             module.load_state_dict(others, strict=False) if others else None
@@ -260,6 +262,41 @@ def _add_missing(module: Module, weights: Mapping[str, Any], buffers: Collection
                 parts[owner].register_buffer(key, value.clone())
             else:
                 parts[owner].register_parameter(key, nn.Parameter(value.clone(), value.is_floating_point()))
+
+
+def _follow_pruning(module: Module, weights: Mapping[str, Any]) -> None:
+    """Prune the tensors that hooks have pruned in the workers, and end the pruning that hooks have ended.
+
+    Args:
+        module: of the caller.
+        weights: the complete state dict of the workers' module.
+    """
+    parts, known = dict(module.named_modules()), module.state_dict()
+    for name in {*weights, *known} - (weights.keys() & known.keys()):
+        owner, _, key = name.rpartition(".")
+        pruned = {f"{name}_orig", f"{name}_mask"}
+        if owner in parts and name in known and pruned <= weights.keys():
+            prune.custom_from_mask(parts[owner], key, weights[f"{name}_mask"])  # type: ignore[no-untyped-call]
+        elif owner in parts and name in weights and pruned <= known.keys():
+            prune.remove(parts[owner], key)  # type: ignore[no-untyped-call]
+
+
+def _load(module: Module, weights: Mapping[str, Any]) -> None:
+    """Load the weights of the run.
+
+    Raises:
+        ValueError: the workers' module has other layers than the caller's.
+    """
+    known = module.state_dict().keys()
+    lacking, further = (sorted(names) for names in (known - weights.keys(), weights.keys() - known))
+    if lacking or further:
+        changes = [f"{what} {', '.join(names)}" for what, names in (("added", further), ("removed", lacking)) if names]
+        raise ValueError(
+            f"the run has ended, but its weights don't fit into the module of this process, since hooks or steps have "
+            f"{' and '.join(changes)} in the workers. Create and replace layers in __init__, setup or "
+            "configure_model; or end the script with the run, and read its last checkpoint"
+        )
+    module.load_state_dict(weights)
 
 
 def added_layers(module: Module, known: Collection[str]) -> Outcome:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, TensorDataset
 
 import fabricx as fx
@@ -153,9 +154,23 @@ class MovingAverage(Net):
             average.data.mul_(0.9).add_(weight.data, alpha=0.1)  # as DINO does
 
 
+class Prunes(Net):
+    """Prunes a layer further in each epoch, and ends the pruning of another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        prune.l1_unstructured(self.body[0].down, "weight", 0.2)
+
+    def on_train_epoch_start(self) -> None:
+        prune.l1_unstructured(self.head, "weight", 0.3)
+        if self.current_epoch:
+            prune.remove(self.body[0].down, "weight")
+
+
 @pytest.mark.parametrize(
     ("kind", "strategies"),
     [
+        (Prunes, [DDP(), ParameterServer(), Reproducible()]),
         (MovingAverage, [DDP(), FSDP(), LocalSGD(every=1)]),
         (StepHook, [DDP(), FSDP(), TensorMesh(), PipelineMesh()]),
         (StepHookInOwnStep, [TensorMesh()]),
@@ -226,6 +241,27 @@ class NewLayer(Net):
         if self.current_epoch:
             self.body.append(Block().double())
             self.trainer.optimizers[0].add_param_group({"params": list(self.body[-1].parameters())})
+
+
+class MakesLayer(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if not hasattr(self, "extra"):
+            self.extra = nn.Linear(4, 4)
+            nn.init.eye_(self.extra.weight)
+            nn.init.zeros_(self.extra.bias)
+        return super().training_step(batch, batch_idx)
+
+
+class DropsLayer(Net):
+    def on_train_epoch_start(self) -> None:
+        self.body[1] = nn.Identity()
+
+
+def test_layers_that_change_in_the_workers_are_named_at_the_end() -> None:
+    with pytest.raises(ValueError, match=r"hooks or steps have added extra\.bias, extra\.weight in the workers"):
+        train(MakesLayer, DDP(), 2)
+    with pytest.raises(ValueError, match=r"have removed body\.1\.down\.bias, .* in the workers\. Create and replace"):
+        train(DropsLayer, DDP(), 2)
 
 
 class Freezes(Net):
