@@ -116,6 +116,9 @@ class Logger(NamesChecked, ABC):
     def flush(self) -> None:
         """Write buffered data to disk."""
 
+    def after_row(self) -> None:
+        """Do what follows each row; loggers with Lightning's methods save."""
+
     def close(self, status: Ending = "success") -> None:
         """Finish; the logger can be opened again for another run.
 

@@ -32,6 +32,7 @@ def common_state(session: Session) -> dict[str, Any]:
         "shared": session.metrics.training.metrics.shared,
         "modes": [part.training for part in session.module.modules()],
         "published": (session.metrics.published.step, session.metrics.published.open),
+        "evaluated": sorted(session.metrics.training.evaluated),
         "dealt": session.dealer.position(),
     }
 
@@ -65,6 +66,7 @@ def load_common_state(
         part.training = training
     session.stop.boundary, ft.stage, ft.meeting = state["boundary"], state["stage"], state["meeting"]
     session.metrics.published.step, session.metrics.published.open = state["published"]
+    session.metrics.training.evaluated = set(state["evaluated"])
     if session.strategy.traits.lockstep:
         if source is None:  # a rank whose metric sums are on the main rank now counts no batches
             session.metrics.logbook.batches = state["logged_batches"] if session.world.main_rank else 0

@@ -64,6 +64,9 @@ class _Contract(Logger):
         if vars(self).get("_opened"):
             self.save()
 
+    def after_row(self) -> None:
+        self.flush()
+
     def close(self, status: Ending = "success") -> None:
         if vars(self).get("_opened"):
             self.finalize(STATUS[status])  # reads the writer
@@ -84,6 +87,9 @@ class LightningLogger(Logger):
         vars(self)["_run_dir"] = run_dir
 
     def flush(self) -> None:
+        self.save()
+
+    def after_row(self) -> None:
         self.save()
 
     def close(self, status: Ending = "success") -> None:

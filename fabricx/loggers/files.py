@@ -222,6 +222,10 @@ class FolderLogger(Logger, Generic[W]):
             self.close(self._status)
         self.flush()
 
+    def after_row(self) -> None:
+        if type(self).save is not FolderLogger.save:  # of the user
+            self.save()
+
     def finalize(self, status: str = "success") -> None:
         """Close the logger, as Lightning's loggers do; called at the end of a run.
 

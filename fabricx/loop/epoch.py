@@ -29,6 +29,7 @@ def begin_epoch(session: Session) -> bool | None:
         None if its batches are to be trained; else whether the epoch is complete.
     """
     session.fault_tolerance.begin_epoch()
+    session.check_callbacks()
     _reset_logs_and_loaders(session)
     rates = session.checks.local_hyperparameters()
     with repeated_hooks(session.state.batch):
@@ -69,6 +70,7 @@ def end_epoch(session: Session) -> None:
     Args:
         session: of this rank.
     """
+    session.check_callbacks()
     if session.state.validating or session.state.judging:
         validate_in_fit(session)
         if not session.state.drained:  # the end of a run changes the sums of an incomplete epoch

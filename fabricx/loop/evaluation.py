@@ -35,6 +35,7 @@ def evaluate(session: Session, phase: Phase, feeds: Sequence[Feed]) -> list[dict
     Returns:
         the metrics of each loader, reduced over ranks.
     """
+    session.check_callbacks()
     word = _WORDS[phase]
     before, session.state.phase = session.state.phase, phase
     is_last = session.batch.is_last  # of the training batch, which hooks read after a validation
@@ -194,6 +195,7 @@ def predict(session: Session, feeds: Sequence[Feed], *, keep: bool) -> list[Any]
     Returns:
         for each loader, pairs (batch index, outputs) of this rank; none on ranks that compute the outputs of others.
     """
+    session.check_callbacks()
     before, session.state.phase = session.state.phase, Phase.PREDICT
     session.metrics.collect(None)
     modes = _to_eval(session, "predict")

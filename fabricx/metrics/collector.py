@@ -42,6 +42,7 @@ class Logbook:
         logs_batches: a name is logged with `on_step`.
         ending: values of the epoch's steps are published, and the hooks at its end may log more.
         published: values of the evaluation's steps.
+        evaluated: names to which an evaluation after the newest batch has given a value.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Logbook:
         self.idle = False
         self.logs_batches = self.ending = False
         self.published: dict[str, Tensor] = {}
+        self.evaluated: set[str] = set()
         self._silent, self._warned = mute, not world.main_rank
         self._staged = strategy.world.axis("pipeline").size > 1  # then the main rank has no outputs of the step
         self._reports = strategy.world.reports  # else another stage of a pipeline has the outputs of the step
@@ -93,6 +95,7 @@ class Logbook:
         self.batch, self.size, self.step, self.in_step, self.idle = batch, size, step, True, False
         self._weight, self.ending = None, False
         self._of_parts.clear()
+        self.evaluated.clear()
         self.batches += 1
         self._batch = self.batches
 

@@ -63,7 +63,7 @@ class LoggerDispatcher:
             axis: step of the rows of loggers, if the module has logged a value named "step".
         """
         position = step if axis is None or not math.isfinite(axis) else int(axis)
-        self.each(lambda logger: logger.log_metrics(values, position))
+        self._write(values, position)
         self._recorder.metrics(values, step)
 
     def measured(self, values: Mapping[str, float], step: int) -> None:
@@ -73,8 +73,15 @@ class LoggerDispatcher:
             values: values by name.
             step: number of the weight update.
         """
-        self.each(lambda logger: logger.log_metrics(values, step))
+        self._write(values, step)
         self._recorder.gauges(values, step)
+
+    def _write(self, values: Mapping[str, float], step: int) -> None:
+        def write(logger: Logger) -> None:
+            logger.log_metrics(values, step)
+            logger.after_row()
+
+        self.each(write)
 
     def rewind(self, step: int) -> None:
         """Discard rows of later steps, because the run resumes from an earlier step.

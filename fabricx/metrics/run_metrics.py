@@ -170,6 +170,7 @@ class RunMetrics:
             norm: gradient norm, shape [], if the gradient was clipped by its norm.
         """
         step, every, published = self._state.step, self._options.log_every_n_steps, self.published
+        self.training.evaluated.clear()  # also on a rank without a sample of this batch
         if not every or step % every or step == published.step:
             return
         world = self._strategy.world
@@ -209,6 +210,12 @@ class RunMetrics:
         values = self.logbook.step_values(self._step_of_values())
         if not self._strategy.traits.lockstep:
             values = self.logbook.metrics.filled(values)
+        self._take_step(values)
+
+    def _take_step(self, values: dict[str, Tensor]) -> None:
+        """Publish values of a training step, but for names that a later evaluation has logged, too."""
+        later = self.logbook.evaluated
+        values = {name: value for name, value in values.items() if name not in later} if later else values
         self.published.take(values, self.logbook, epoch=False)
 
     def publish_epoch(self, *, ended: bool) -> None:
@@ -247,6 +254,7 @@ class RunMetrics:
         """Publish the values of an evaluation's steps to the hooks at its end; every rank calls it."""
         self.logbook.published = self.logbook.epoch_values(ended=False)
         self.published.take(self.logbook.published, self.logbook, epoch=True)
+        self.training.evaluated |= self.logbook.published.keys()
         self.logbook.ending = True
 
     def publish_evaluation(self, loaders: int) -> list[dict[str, float]]:
@@ -261,6 +269,7 @@ class RunMetrics:
         logbook = self.logbook
         added = logbook.epoch_values(ended=True)
         self.published.take(added, logbook, epoch=True)
+        self.training.evaluated |= added.keys()
         values = {**logbook.published, **added}
         if self._state.phase is not Phase.SANITY:
             self._to_loggers(values, epoch=True)
@@ -283,7 +292,7 @@ class RunMetrics:
             published.drop(logbook.names_of_hooks(), logbook)
             return published
         if published.open and self._state.phase is Phase.TRAIN:
-            published.take(logbook.step_values(logbook.step), logbook, epoch=False)
+            self._take_step(logbook.step_values(logbook.step))
         published.take(logbook.values_of_hooks(), logbook, epoch=True)
         return published
 

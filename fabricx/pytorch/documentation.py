@@ -74,6 +74,9 @@ _DIFFERS: Final[Mapping[str, str]] = {
     "on_load_checkpoint": "an error if it sets `optimizer_states`, `lr_schedulers` or `loops` and the training resumes",
     "configure_optimizers of a resumed run": "precedes `on_load_checkpoint`; in Lightning it follows",
     "rows of loggers, a name that a batch doesn't log": "is absent from the row; in Lightning its last value remains",
+    "callback_metrics, a name that the newest batch doesn't log": "may be absent, in Lightning its last value remains: "
+    "log it with `on_epoch=True` to monitor it",
+    "trainer.callbacks, changed by a hook": "an error, as the run does not call other callbacks",
     "on_step of an evaluation, step": "counts the batches of all loaders; in Lightning those of each loader",
     "after_save_checkpoint of a logger": "called when the file is complete: writing continues during the training",
     'ckpt_path="last"': "the newest checkpoint, also without `save_last=True`",

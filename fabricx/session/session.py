@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -131,6 +132,7 @@ class Session:
         self.recorder = NoopRecorder()
         self.running = True
         self._reported: set[str] = set()
+        self._given = list(callbacks)
         self.checks = HookChecks(options, module, strategy, state, data, self.optimizers, self._forget_copies)
 
     def rank_state(
@@ -143,6 +145,25 @@ class Session:
             objects: result of `metric_objects`, if available.
         """
         return RankState(self.module, self.data, self.metrics, buffers, objects)
+
+    def check_callbacks(self) -> None:
+        """Refuse callbacks that hooks have added to `trainer.callbacks`, or removed from it, during the run.
+
+        Raises:
+            ValueError: names the callbacks.
+        """
+        now, given = list(self.trainer.callbacks), self._given
+        if len(now) == len(given) and all(map(operator.is_, now, given)):
+            return
+        known = set(map(id, given)), set(map(id, now))
+        added = [type(callback).__name__ for callback in now if id(callback) not in known[0]]
+        removed = [type(callback).__name__ for callback in given if id(callback) not in known[1]]
+        what = [f"added {', '.join(added)}"] * bool(added) + [f"removed {', '.join(removed)}"] * bool(removed)
+        raise ValueError(
+            f"a hook has {' and '.join(what) or 'changed the order of the callbacks'} in trainer.callbacks, which has "
+            "no effect during a run: pass callbacks to Trainer(callbacks=...), or return them from "
+            "configure_callbacks() of the module; a callback that should do nothing can test a flag of its own"
+        )
 
     def wrap_steps(self, *, fits: bool) -> None:
         """Set the functions of the module's steps; called again after a change of the ranks.

@@ -129,3 +129,28 @@ def test_a_logger_is_told_of_each_complete_checkpoint(base, tmp_path):
     options = {**QUIET, "logger": logger, "enable_checkpointing": True, "callbacks": [saver]}
     fx.Trainer(max_epochs=2, **options).fit(Net(), tiny_loader(8, 4))
     assert [path.removeprefix(f"{tmp_path}/") for path in saved] == ["epoch=0-step=2.ckpt", "epoch=1-step=4.ckpt"]
+
+
+@pytest.mark.parametrize("base", [Logger, lookup("loggers", "Logger")], ids=["lightning", "fabricx"])
+def test_a_logger_saves_after_each_row(base: Any) -> None:
+    class Saves(Mine if base is Logger else base):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.rows, self.saved = 0, []
+            super().__init__()
+
+        name, version = "saves", 0
+
+        def log_hyperparams(self, params: Any, *args: Any, **options: Any) -> None: ...
+
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            self.rows += 1
+
+        def save(self) -> None:
+            self.saved.append(self.rows)
+
+        def finalize(self, status: str) -> None: ...
+
+    logger = Saves()
+    fit(logger)
+    assert logger.rows > 1
+    assert logger.saved[: logger.rows] == list(range(1, logger.rows + 1))

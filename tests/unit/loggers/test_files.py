@@ -15,8 +15,10 @@ import pytest
 import yaml
 from lightning_utilities.core.rank_zero import rank_zero_only
 
+import fabricx as fx
 from fabricx.core.logger import Logger, Silent
 from fabricx.loggers import CSVLogger, JSONLogger, TensorBoardLogger
+from fabricx.testing import TinyModule, tiny_loader
 from tests import warm
 
 
@@ -244,3 +246,16 @@ def test_the_end_of_a_run_calls_finalize_of_a_subclass(kind: Any, calls_super: b
         logger.close(ending)
         assert (logger._writer, logger._status) == (None, ending)
     assert statuses == ["success", "failed", "aborted"]
+
+
+def test_a_subclass_that_overrides_save_saves_after_each_row(quiet: dict[str, Any], tmp_path: Path) -> None:
+    saved: list[int] = []
+
+    class Mine(CSVLogger):  # type: ignore[misc]
+        def save(self) -> None:
+            saved.append(len(saved))
+            super().save()
+
+    trainer = fx.Trainer(max_epochs=1, log_every_n_steps=1, **{**quiet, "logger": Mine(tmp_path)})
+    trainer.fit(TinyModule(), tiny_loader(8, 4))
+    assert len(saved) >= trainer.global_step == 2

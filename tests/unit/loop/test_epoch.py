@@ -174,3 +174,38 @@ def test_a_validation_loader_that_is_created_again_may_have_another_length(quiet
     second = [(2, loader, batch) for loader in (0, 1) for batch in range(3)]
     assert Grows.indices == [(0, 0, 0), (1, 0, 0), (1, 0, 1), *second]
     assert trainer.num_val_batches == [3, 3]
+
+
+class _Other(fx.Callback): ...
+
+
+class _Changes(fx.Callback):
+    def __init__(self, hook: str, change: Any) -> None:
+        setattr(self, hook, lambda trainer, *args: change(trainer))
+
+
+@pytest.mark.parametrize(
+    "hook", ["setup", "on_fit_start", "on_train_start", "on_train_epoch_start", "on_validation_start", "on_train_end"]
+)
+def test_a_hook_that_adds_a_callback_is_refused_since_it_would_not_be_called(hook: str, quiet: dict[str, Any]) -> None:
+    changes = _Changes(hook, lambda trainer: trainer.callbacks.append(_Other()))
+    trainer = fx.Trainer(max_epochs=1, callbacks=[changes], **quiet)
+    if hook == "on_train_end":  # for the next run
+        trainer.fit(TinyModule(), tiny_loader(8, 4))
+        assert type(trainer.callbacks[-1]) is _Other
+        return
+    with pytest.raises(ValueError, match=r"a hook has added _Other in trainer\.callbacks, which has no effect"):
+        trainer.fit(TinyModule(), tiny_loader(8, 4), tiny_loader(4, 4))
+
+
+def test_a_hook_that_removes_a_callback_or_changes_their_order_is_refused(quiet: dict[str, Any]) -> None:
+    def fit(change: Any) -> None:
+        callbacks = [_Changes("on_fit_start", change), _Other()]
+        fx.Trainer(max_epochs=1, callbacks=callbacks, **quiet).fit(TinyModule(), tiny_loader(8, 4))
+
+    with pytest.raises(ValueError, match=r"a hook has removed _Other in trainer\.callbacks"):
+        fit(lambda trainer: trainer.callbacks.pop())
+    with pytest.raises(ValueError, match=r"a hook has changed the order of the callbacks in trainer\.callbacks"):
+        fit(lambda trainer: trainer.callbacks.reverse())
+    with pytest.raises(ValueError, match=r"a hook has added _Other in trainer\.callbacks"):
+        fit(lambda trainer: setattr(trainer, "callbacks", [*trainer.callbacks, _Other()]))

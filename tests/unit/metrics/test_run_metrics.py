@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -275,3 +276,44 @@ def test_a_logged_value_named_step_is_the_step_of_its_row(quiet: dict[str, Any])
     assert found == [(0, update), (4, update), (0, epoch), (8, update), (12, update), (1, epoch)]
     assert [step for step, row in keeps.rows if "val" in row] == [2, 4]  # without: the number of updates
     assert "step" in trainer.callback_metrics
+
+
+class _SharesName(TinyModule):
+    """Logs a name in the training and in the validation."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("shared", 1.0 + batch_idx)
+        self.log("own", 1.0 + batch_idx)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("shared", -1.0 - self.current_epoch)
+
+
+class _Reads(fx.Callback):
+    def __init__(self) -> None:
+        self.read: list[tuple[str, float]] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.read.append(("batch", float(trainer.callback_metrics["shared"])))
+
+    def on_validation_end(self, trainer: Any, *args: Any) -> None:
+        self.read.append(("validation", float(trainer.callback_metrics["shared"])))
+
+    def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
+        self.read.append(("epoch", float(trainer.callback_metrics["shared"])))
+        assert trainer.callback_metrics["own"] == 2.0
+
+
+def test_a_name_of_steps_and_of_the_validation_has_the_value_of_the_validation_until_the_next_batch(
+    quiet: dict[str, Any], tmp_path: Path
+) -> None:
+    reads = _Reads()
+    name = "{epoch}-{shared:.0f}"
+    checkpoint = fx.callbacks.ModelCheckpoint(tmp_path, monitor="shared", filename=name, save_top_k=-1)
+    trainer = fx.Trainer(max_epochs=2, num_sanity_val_steps=0, callbacks=[reads, checkpoint], **quiet)
+    trainer.fit(_SharesName(), tiny_loader(8, 4), tiny_loader(4, 4))
+    ends = [[("batch", 1.0), ("batch", 2.0), ("validation", value), ("epoch", value)] for value in (-1.0, -2.0)]
+    assert reads.read == ends[0] + ends[1]
+    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == ["epoch=0-shared=-1.ckpt", "epoch=1-shared=-2.ckpt"]
+    assert trainer.callback_metrics["shared"] == -2.0
