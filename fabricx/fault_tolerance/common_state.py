@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fabricx.consistency.comparison import LIMITS
 from fabricx.core.rng import seed_generators
 from fabricx.distributed import heartbeat
 from fabricx.distributed.generations import membership
@@ -30,6 +31,7 @@ def common_state(session: Session) -> dict[str, Any]:
         "meeting": session.fault_tolerance.meeting,
         "logged_batches": session.metrics.logbook.batches,
         "shared": session.metrics.training.metrics.shared,
+        "limits": {name: getattr(session.options, name) for name in LIMITS},
         "modes": [part.training for part in session.module.modules()],
         "published": (session.metrics.published.step, session.metrics.published.open),
         "evaluated": sorted(session.metrics.training.evaluated),
@@ -58,6 +60,9 @@ def load_common_state(
     if goes_back:  # callbacks decide by these values, and a replacement lacks later values
         session.metrics.published.metrics = {}
     report_failed_hooks(session, state["hook_entries"])
+    if newcomer or goes_back:  # hooks may have changed them since set-up
+        for name, value in state["limits"].items():
+            setattr(session.options, name, value)
     hooked = (behind or goes_back) and load_hook_entries(session, state, state["hook_entries"])
     restore_run(session, state, rank=source, hooked=hooked and newcomer)
     heartbeat.set_reached(state["reached"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
+from fabricx.consistency.optimizer_changes import RepeatedHook
 from fabricx.core.hooks import call
 from fabricx.core.rng import random_kept
 from fabricx.core.state import Stage
@@ -32,8 +33,15 @@ def begin_epoch(session: Session) -> bool | None:
     session.check_callbacks()
     _reset_logs_and_loaders(session)
     rates = session.checks.local_hyperparameters()
+    repeated = RepeatedHook(session.module, session.optimizers) if session.state.batch else None
     with repeated_hooks(session.state.batch):
         call(session.hooks.on_train_epoch_start)
+    if repeated is not None and (changes := repeated.changes()):
+        session.print(
+            f"on_train_epoch_start was called again in epoch {session.state.epoch}, after {session.state.batch} "
+            f"batches, and has changed {changes} again: this run differs from one without the interruption. Make such "
+            "changes in on_train_epoch_end"
+        )
     if not session.module.automatic_optimization:
         check_options(session)  # a callback may have changed the accumulation
     recount_batches(session)

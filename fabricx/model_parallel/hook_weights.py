@@ -69,6 +69,12 @@ _COPIED: Final = (
     "AveragedModel in __init__ or configure_model and update_parameters in the hook, use the callback EMA or "
     "WeightAveraging, or copy the weights: {name: value.detach().clone() for name, value in self.state_dict().items()}"
 )
+_MIXED: Final = ("mixed torch.Tensor and DTensor", "require placement changes")  # in messages of torch
+_GRADIENT: Final = (
+    "a hook computes with a gradient that fsdp has sharded in a way that torch does not support for shards. Numbers "
+    "and functions out of place work (gradient * mask for masks of gradient); for another tensor, shard it: "
+    "torch.distributed.tensor.distribute_tensor(tensor, gradient.device_mesh, gradient.placements); or use strategy=ddp"
+)
 _SETS: Final = "aten.set_."  # in a message of torch
 _SET: Final = "a hook changes the memory of a weight that fsdp has sharded, by set_: use weight.copy_(values)"
 _TIED = "another tensor can't share the memory of {name}, which is divided over ranks: use copy_"
@@ -202,6 +208,8 @@ class HookWeights(TorchFunctionMode):
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         if isinstance(error, AssertionError) and _NO_COPY in str(error):
             raise DividedWeight(_COPIED) from error
+        if isinstance(error, RuntimeError) and any(text in str(error) for text in _MIXED):
+            raise DividedWeight(_GRADIENT) from error
         if isinstance(error, RuntimeError) and _SETS in str(error):  # torch passes set_ to no mode
             raise DividedWeight(_SET) from error
 

@@ -302,6 +302,14 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         """
         return self._sessions.optimizers
 
+    @optimizers.setter
+    def optimizers(self, optimizers: Any) -> None:
+        raise AttributeError(
+            "trainer.optimizers can't be replaced, since the strategy, schedules and checkpoints refer to those of "
+            "configure_optimizers: change optimizer.param_groups (rates, momentum) or clear optimizer.state in a hook, "
+            "return several optimizers from configure_optimizers, or train in two fits"
+        )
+
     @property
     def optimizer_handles(self) -> list[OptimizerHandle]:
         """Return the handles of the optimizers, whose steps run through the strategy; none outside of a fit."""

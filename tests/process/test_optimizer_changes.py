@@ -193,6 +193,22 @@ def test_a_run_of_local_steps_resumes_with_the_mean_of_the_teachers(tmp_path: Pa
         assert torch.equal(weight, saved[name]), name
 
 
+class ResetsMomentum(Net):
+    def on_train_epoch_start(self) -> None:
+        self.trainer.optimizers[0].state.clear()
+
+
+@pytest.mark.parametrize("kind", [ResetsMomentum, Net])
+def test_a_repeated_start_of_an_epoch_that_changes_the_optimizer_again_says_so(
+    kind: type[Net], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train(kind, save=tmp_path / "middle.ckpt")
+    assert "called again" not in "".join(capfd.readouterr())
+    train(kind, resume=tmp_path / "middle.ckpt")
+    said = "on_train_epoch_start was called again in epoch 1, after 1 batches, and has changed the state of SGD again"
+    assert (said in "".join(capfd.readouterr())) is (kind is ResetsMomentum)
+
+
 # -- what would have no effect, or another one ------------------------------------------------------------------------
 
 
@@ -264,6 +280,17 @@ def test_layers_that_change_in_the_workers_are_named_at_the_end() -> None:
         train(DropsLayer, DDP(), 2)
 
 
+class ReplacesOptimizers(Net):
+    def on_train_epoch_start(self) -> None:
+        self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.1)]
+
+
+class AddsNoise(Net):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            parameter.grad.add_(torch.ones(parameter.shape, dtype=torch.float64))  # type: ignore[union-attr]
+
+
 class Freezes(Net):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.body[0].requires_grad_(not batch_idx % 2)
@@ -287,6 +314,8 @@ class ComputesAgain(Net):
         (ParameterServer(optimizer="server"), [SchedulerStep], "lr_scheduler_step changes weights, but servers hold"),
         (LocalSGD(every=1), [NewParameter, NewLayer], "was created or replaced after set-up, and LocalSGD exchanges"),
         (FSDP(), [NewLayer], "was created or replaced after set-up, and FSDP exchanges gradients of the parameters at"),
+        (DDP(), [ReplacesOptimizers], "trainer.optimizers can't be replaced, since the strategy, schedules and check"),
+        (FSDP(), [AddsNoise], "a hook computes with a gradient that fsdp has sharded in a way .*distribute_tensor"),
         (DDP(), [NewParameter], r"head\.weight was created or replaced after set-up, and DDP exchanges gradients of"),
         (Reproducible(), [Freezes], r"requires_grad of body\.0\.up\.weight was changed between the parts of a global"),
         (Reproducible(), [ComputesAgain], "computes the loss again for a step of SGD, but deterministic='elastic'"),

@@ -61,6 +61,22 @@ def test_options_of_other_callbacks_are_none_of_the_recovery_s(
     assert "all workers restart" not in capfd.readouterr().err
 
 
+class LimitsOnce(fx.Callback):
+    """Changes a limit of the trainer when training starts; a replacement begins later."""
+
+    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
+        if not trainer.global_step:
+            trainer.log_every_n_steps = 7
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_a_replacement_has_the_limits_that_hooks_have_set(way: str, tmp_path: Path) -> None:
+    fault = kill(rank=1).during("backward", step=5)
+    module, trainer = train(WAYS[way](), [LimitsOnce(), fault], tmp_path, recovery=FaultRecovery(snapshots=False))
+    assert exact(module)
+    assert len(trainer.failures) == 1
+
+
 STORM = [
     kill(rank=1).during("backward", step=3),
     kill(rank=0).during("optimizer", step=5, attempt=1),
