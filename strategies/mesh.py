@@ -149,7 +149,7 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         if expert != 1:
             self.data_strategy = ExpertSums()
         self.divides = expert != 1 or any(size != 1 for size in self._axes.values())
-        self.traits = self._traits_of(1)
+        self.traits = self._traits_of()
         self._forget()
 
     def _sums_for_pipeline(self) -> GradientSums:
@@ -170,17 +170,22 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         self._hidden = HiddenGradients()
         self._optimizers: list[Optimizer] = []
 
-    def _traits_of(self, copies: int) -> Traits:
+    def _traits_of(self, sizes: Mapping[str, int] | None = None, expert: int = 1) -> Traits:
         """Return the properties of the data strategy; ranks along the model's axes have different weights.
 
         Args:
-            copies: ranks with equal weights under ddp.
+            sizes: ranks along each axis; None before they are known.
+            expert: data ranks that divide experts.
         """
         traits = self.data_strategy.traits
         if not self.divides:
             return traits
-        replicas = copies if traits.synchronous and not traits.sharded else traits.replicas
-        return replace(traits, unreplicated=True, replicas=replicas)
+        traits = replace(traits, unreplicated=True)
+        if sizes is None:
+            return traits
+        replicas = sizes["data"] // expert if expert > 1 else traits.replicas
+        axes = sizes["pipeline"], sizes["context"], sizes["tensor"], expert
+        return replace(traits, replicas=replicas, model_axes=axes)
 
     @property
     def _division(self) -> Division | None:
@@ -219,7 +224,7 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
             return world
         sizes = self._sizes(world.size)
         expert = self.expert or sizes["data"]
-        self.traits = self._traits_of(sizes["data"] * sizes["context"] // expert)
+        self.traits = self._traits_of(sizes, expert)
         return with_axes(world, sizes, expert)
 
     def enter(self, world: World, module: nn.Module) -> None:

@@ -6,6 +6,7 @@ These methods are for every strategy. Parts that few strategies implement are in
 
 from __future__ import annotations
 
+import math
 from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -44,6 +45,7 @@ class Traits:
         checkpoint_averages: a checkpoint averages the ranks' states, which changes the training that follows.
         max_ranks: largest number of ranks; None for any number.
         replicas: number of groups of ranks with the same state, if `sharded`.
+        model_axes: ranks along the axes "pipeline", "context", "tensor" and "expert" of a divided model.
         batch_parts: fixed number of parts of each global batch; 0 for the number of ranks.
     """
 
@@ -57,6 +59,7 @@ class Traits:
     checkpoint_averages: bool = False
     max_ranks: int | None = None
     replicas: int = 1
+    model_axes: tuple[int, int, int, int] = (1, 1, 1, 1)
     batch_parts: int = 0
 
     @property
@@ -69,6 +72,30 @@ class Traits:
         """Return whether each rank stores the whole state, equal on all ranks."""
         return self.synchronous and not self.sharded and not self.unreplicated
 
+    @property
+    def resizable(self) -> bool:
+        """Return whether the state of several ranks can be loaded by another number of ranks, with equal model axes."""
+        *_, expert = self.model_axes
+        return expert == 1 and (self.synchronous or math.prod(self.model_axes) == 1)
+
+    def model_part(self, rank: int) -> tuple[int, int]:
+        """Return the stage of the pipeline and the tensor rank of a rank: its part of a divided model.
+
+        Args:
+            rank: any rank.
+        """
+        pipeline, context, tensor, _ = self.model_axes
+        return rank // (context * tensor) % pipeline, rank % tensor
+
+    def represents(self, rank: int) -> bool:
+        """Return whether checkpoints have the metrics and random numbers of a rank; see `World.represents`.
+
+        Args:
+            rank: any rank.
+        """
+        pipeline, context, tensor, _ = self.model_axes
+        return rank % (pipeline * context * tensor) == (pipeline - 1) * context * tensor
+
     def replicas_of(self, rank: int, size: int) -> list[int]:
         """Return the ranks that store the same state as a rank, which comes first.
 
@@ -79,7 +106,10 @@ class Traits:
         group = size // self.replicas if size % self.replicas == 0 else size  # ranks that hold the whole state together
         if self.replicated:
             group = 1
-        return [rank, *(peer for peer in range(rank % group, size, group) if peer != rank)]
+        peers = list(range(rank % group, size, group))
+        if math.prod(self.model_axes[:3]) > 1 and self.synchronous and not self.sharded:
+            peers = [peer for peer in range(size) if self.model_part(peer) == self.model_part(rank)]
+        return [rank, *(peer for peer in peers if peer != rank)]
 
 
 class Strategy(StrategyNames, NamesChecked, ABC):

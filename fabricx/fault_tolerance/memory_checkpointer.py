@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 import torch
 
 from fabricx import by_value
-from fabricx.core.strategy_parts import KeepsLocalState
+from fabricx.core.strategy_parts import KeepsLocalState, ModelParallel, as_part
 from fabricx.distributed.authentication import TAG_BYTES, sign, tag, verify
 from fabricx.distributed.generations import membership
 from fabricx.distributed.world import World
@@ -25,6 +25,7 @@ from fabricx.fault_tolerance.progress import progress
 from fabricx.session.rank_state import RankState
 
 if TYPE_CHECKING:
+    from fabricx.core.strategy import Strategy
     from fabricx.session.session import Session
 
 Replicas = Callable[[int, int], list[int]]
@@ -32,7 +33,8 @@ COST: Final = 0.01  # largest fraction of the time that is spent on copies
 CHUNK: Final = 1 << 26  # bytes of a transfer between machines
 LOOK: Final = 20  # fewest steps between two adaptations of the interval
 _REACHED: Final = struct.Struct("<qd")  # step of a rank, and its time in seconds since 1970
-_OWN: Final = ("record", "state")  # keys of a copy's per-rank state, which no replica has, and of its position
+# Keys of a copy's per-rank state, which no replica has, of its position, and of the division of the model.
+_OWN: Final = ("record", "state", "layout")
 
 
 @final
@@ -145,6 +147,7 @@ class MemoryCheckpointer:
         point = point or session.rank_state()
         state = {**_tensors(session), "record": by_value.dumps_for_peer(point.record()), **common_state(session)}
         state["hook_entries"] = hook_entries(session)
+        state["layout"] = layout_of(session.strategy)
         if "strategy" in state:
             state["strategy"]["module"].update(point.buffers)
         self.copies.make((progress(session), session.world.generation), self._members, state)
@@ -221,6 +224,15 @@ def newest_step(folder: Path) -> int:
     """
     records = [path.read_bytes() for path in folder.glob("reached-*")]
     return max((int(_REACHED.unpack(record)[0]) for record in records if len(record) == _REACHED.size), default=-1)
+
+
+def layout_of(strategy: Strategy) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Return how a strategy divides the model, as plain data that is equal on all ranks.
+
+    Args:
+        strategy: set up.
+    """
+    return strategy.traits.model_axes, as_part(strategy, ModelParallel).layout
 
 
 def _tensors(session: Session) -> dict[str, Any]:

@@ -25,10 +25,11 @@ from fabricx.distributed.world import World
 from fabricx.errors import CopiesLost
 from fabricx.fault_tolerance import memory_checkpoint
 from fabricx.fault_tolerance.common_state import load_common_state
-from fabricx.fault_tolerance.memory_checkpointer import CHUNK, Replicas
+from fabricx.fault_tolerance.memory_checkpointer import CHUNK, layout_of
 from fabricx.session.rank_state import from_record
 
 if TYPE_CHECKING:
+    from fabricx.core.strategy import Strategy, Traits
     from fabricx.fault_tolerance.records import RankRecords
     from fabricx.session.session import Session
 
@@ -64,15 +65,24 @@ class _Source:
         """
         return any(self.nodes[holder] == self.nodes[rank] for holder in self.holders[part])
 
-    def parts(self, world: World) -> Iterator[memory_checkpoint.Copy]:
+    def parts(self, world: World, traits: Traits) -> Iterator[memory_checkpoint.Copy]:
         """Yield the parts that this rank needs, in order; collective, and every rank must exhaust it.
 
-        These are its part or a replica's on its machine; after a change of the number of ranks, all different parts.
+        These are its part or a replica's on its machine; after a change of the number of ranks, all different parts
+        of the same part of the model.
+
+        Args:
+            world: all ranks.
+            traits: of the strategy.
         """
         if len(self.holders) == world.size:
             wanted = [{max(same, key=lambda part: self.has(rank, part))} for rank, same in enumerate(self.same)]
         else:
-            wanted = [{min(same) for same in self.same}] * world.size
+            model = [traits.model_part(rank) for rank in range(max(world.size, len(self.same)))]
+            wanted = [
+                {min(same) for part, same in enumerate(self.same) if model[part] == model[rank]}
+                for rank in range(world.size)
+            ]
         for part, holders in enumerate(self.holders):
             copy = self.here.get(part)
             if any(part in wants and not self.has(rank, part) for rank, wants in enumerate(wanted)):
@@ -137,7 +147,7 @@ class Rollback:
         Raises:
             CopiesLost: there is no complete in-memory checkpoint.
         """
-        source = _newest(self._session.world, self._session.strategy.traits.replicas_of)
+        source = _newest(self._session.world, self._session.strategy)
         if source is None:
             raise CopiesLost("no in-memory checkpoint has valid parts of all ranks; resume from a checkpoint on disk")
         return _take(self._session, self._ft, source, newcomer=not self._survivor)
@@ -161,7 +171,7 @@ def restore_newest(session: Session, ft: RankRecords) -> bool:
     session.failures.step_reached, session.failures.newest_at = max(
         session.world.gather_objects(ft.memory.reached.newest())
     )
-    source, path = _newest(session.world, session.strategy.traits.replicas_of), session.overridden.ckpt_path
+    source, path = _newest(session.world, session.strategy), session.overridden.ckpt_path
     if source is None:
         return False
     saved = session.world.broadcast_object(
@@ -176,14 +186,31 @@ def restore_newest(session: Session, ft: RankRecords) -> bool:
     return True
 
 
+def former_layout(world: World) -> dict[str, Any]:
+    """Return how earlier processes of the run divided the model; {} without in-memory checkpoints of them. Collective.
+
+    Args:
+        world: all ranks.
+    """
+    folder = membership().folder
+    copies = (
+        [copy for by_part in memory_checkpoint.read(folder).values() for copy in by_part.values()] if folder else []
+    )
+    newest = max(copies, key=lambda copy: copy.key, default=None)
+    found = [entry for entry in world.gather_objects(newest and (newest.key, newest.rest["layout"][1])) if entry]
+    return max(found, key=lambda entry: entry[0])[1] if found else {}
+
+
 def _take(session: Session, ft: RankRecords, source: _Source, *, newcomer: bool) -> int:
     assert ft.memory is not None
-    world, sharded, size = session.world, session.strategy.traits.sharded, len(source.holders)
+    world, traits, size = session.world, session.strategy.traits, len(source.holders)
     part_index = world.rank if size == world.size else None
     room = tree.like(session.sharding.sharded_parameters(), world.device)
-    parts = source.parts(world)
+    parts = source.parts(world, traits)
     states = (
-        [memory_checkpoint.join(parts, room)] if sharded else [memory_checkpoint.join([copy], room) for copy in parts]
+        [memory_checkpoint.join(parts, room)]
+        if traits.sharded
+        else [memory_checkpoint.join([copy], room) for copy in parts]
     )
     on_rank = {part: copy.rest["record"] for part, copy in source.here.items() if world.rank in source.records[part]}
     records = {part: record for by_part in world.gather_objects(on_rank) for part, record in by_part.items()}
@@ -193,7 +220,8 @@ def _take(session: Session, ft: RankRecords, source: _Source, *, newcomer: bool)
     else:
         strategy.load_state_dict(local_states[0], session.module, session.optimizers)
     state = states[0]
-    state["ranks"] = [from_record(pickle.loads(records[part])) for part in range(size)]
+    saved = [record for part, record in sorted(records.items()) if part_index is not None or traits.represents(part)]
+    state["ranks"] = [from_record(pickle.loads(record)) for record in saved]
     ft.torn = False
     load_common_state(session, state, part_index, newcomer=newcomer, behind=newcomer, goes_back=True)
     ft.memory.keep(source.key)
@@ -201,14 +229,18 @@ def _take(session: Session, ft: RankRecords, source: _Source, *, newcomer: bool)
     return known
 
 
-def _newest(world: World, replicas: Replicas) -> _Source | None:
-    """Return the newest complete state, the same on all ranks; the ranks of a machine share the verification."""
-    states = memory_checkpoint.read(membership().folder)
+def _newest(world: World, strategy: Strategy) -> _Source | None:
+    """Return the newest complete state that the ranks can load, the same on all ranks.
+
+    The ranks of a machine share the verification.
+    """
+    states, traits, layout = memory_checkpoint.read(membership().folder), strategy.traits, layout_of(strategy)
     verified = {
         (key, members, int(copy.rest["state"]["step"]), part, "strategy" in copy.rest)
         for (key, members), copies in states.items()
         for part, copy in copies.items()
-        if part % world.local_size == world.local_rank and copy.whole()
+        if part % world.local_size == world.local_rank and copy.rest["layout"] == layout
+        if (len(members) == world.size or traits.resizable) and copy.whole()
     }
     by_rank = world.gather_objects((world.node_rank, verified))
     nodes = [node for node, _ in by_rank]
@@ -217,7 +249,7 @@ def _newest(world: World, replicas: Replicas) -> _Source | None:
         wanted = [[(key, members, step, part, tensors) for tensors in (True, False)] for part in range(size)]
         holders = [[rank for rank, (_, entries) in enumerate(by_rank) if full in entries] for full, _ in wanted]
         records = [[rank for rank, (_, entries) in enumerate(by_rank) if entries.intersection(both)] for both in wanted]
-        same = [[peer for peer in replicas(part, size) if holders[peer]] for part in range(size)]
+        same = [[peer for peer in traits.replicas_of(part, size) if holders[peer]] for part in range(size)]
         if all(records) and all(same):
             return _Source(key, step, states.get((key, members), {}), holders, records, same, nodes)
     return None

@@ -52,7 +52,7 @@ class Launch:
         size: number of processes, including servers.
         alone: all processes are on this machine.
         user_key: the user's key; b"" without a key.
-        names: values that identify this launch; included in every signature.
+        names: values that identify this launch in all its attempts; included in every signature.
         host: name of the first rank's machine.
         restarts: restarts of this process as counted by torchrun.
     """
@@ -89,10 +89,10 @@ def connect(world: World, environ: Mapping[str, str] | None = None) -> World:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # other machines do not need to reach this process
     agent_hosts_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     host, port = address(env)
-    names = (host, str(port), str(detected.size), launch(env) or "", job(env))
+    names = (host, str(port), launch(env) or "", job(env))
     key, restarts = user_key(env), int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
     info = Launch(detected.rank, detected.size, alone, key or b"", names, host, restarts)
-    identity = (*names, str(detected.rank), str(restarts))
+    identity = (*names, str(detected.size), str(detected.rank), str(restarts))
     if identity not in _CONNECTED:
         if not (info.user_key or alone) and detected.rank == 0:
             print(

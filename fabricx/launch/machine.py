@@ -31,19 +31,28 @@ class Machine:
         self._ranks: Ranks | None = None  # None between two starts
         self._start = -1  # number of the newest start
         self._changed = threading.Condition()  # the methods are called in threads
+        self._reserved: socket.socket | None = None  # has the port of `address`
 
     def begun(self) -> None:
         """Return when this process has started."""
 
     def address(self, host: Callable[[], str]) -> tuple[str, int]:
-        """Return the address of this machine, and a free port.
+        """Return the address of this machine, and a port, which no other program receives until the end of `run`.
 
         Args:
             host: returns the address.
         """
-        with socket.socket() as free:
-            free.bind(("", 0))
-            return host(), int(free.getsockname()[1])
+        self._release()
+        self._reserved = socket.socket()
+        # A server with this option can listen at a port that is bound by a socket that does not listen.
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reserved.bind(("", 0))
+        return host(), int(self._reserved.getsockname()[1])
+
+    def _release(self) -> None:
+        if self._reserved is not None:
+            self._reserved.close()
+            self._reserved = None
 
     def run(self, start: int, job: bytes, variables: Sequence[Mapping[str, str]]) -> Ended:
         """Run the ranks, and wait for their end.
@@ -62,6 +71,7 @@ class Machine:
             return ranks.run()
         finally:
             self._set(start, None)
+            self._release()
 
     def signal(self, start: int, number: int) -> None:
         """Pass a signal on to the ranks; does nothing if they have ended.

@@ -16,6 +16,7 @@ from fabricx.core.strategy_parts import ModelParallel, as_part
 from fabricx.data.advice import advise_on_length, advise_on_logging
 from fabricx.distributed.sync_batchnorm import synchronised
 from fabricx.fault_tolerance import fault_tolerance
+from fabricx.fault_tolerance.rollback import former_layout
 from fabricx.loop import manual_optimization
 from fabricx.loop.update import step_optimizer
 from fabricx.metrics.objects import metric_objects
@@ -86,11 +87,12 @@ def _set_up_strategy(session: Session) -> None:
 
 
 def _former_layout(session: Session) -> dict[str, Any]:
-    """Return how the run of the checkpoint divided the module; {} without a checkpoint or a division."""
+    """Return how the run that continues divided the module; {} without a checkpoint, also in memory, or a division."""
     path = session.overridden.ckpt_path
-    # When a newcomer joins, the checkpoint may be deleted already.
-    if session.world.newcomer or path is None or is_foreign(path):
+    if session.world.newcomer:  # the checkpoint may be deleted already
         return {}
+    if path is None or is_foreign(path):
+        return former_layout(session.world) if session.world.divided else {}
     return dict(read_manifest(path).get("layout") or {})
 
 

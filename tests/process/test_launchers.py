@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,13 @@ from fabricx.launch.machine import Machine
 from fabricx.launch.ranks import Ranks
 from fabricx.launch.worker import Failure
 from fabricx.launchers import Slurm
-from fabricx.strategies import AsyncSGD, ParameterServer
+from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, Mesh, ParameterServer
 from fabricx.testing import QUIET, Ledger, TinyModule, kill, tiny_loader
 from tests import warm
 from tests.ports import reserved_port
 from tests.soak import params
 
+from . import meshes
 from .ledgers import BATCH, EPOCHS, SAMPLES, STEPS, Numbered, exact
 
 NEW_PROCESS = subprocess.Popen  # with the signal mask of the process that starts it, which a clone doesn't have
@@ -71,9 +73,12 @@ class Kept(Launcher):
         self._during = lambda machine: None
         with ThreadPoolExecutor(1) as threads:
             during_run = threads.submit(during, machine)
-            ended = machine.run(0, program.job, torchrun_variables(program, 0, *machine.address(lambda: "127.0.0.1")))
+            ended = machine.run(0, program.job, self.variables(program, machine))
             during_run.result()
         return ended
+
+    def variables(self, program: Program, machine: Machine) -> list[dict[str, str]]:
+        return torchrun_variables(program, 0, *machine.address(lambda: "127.0.0.1"))
 
 
 @pytest.fixture(autouse=True)
@@ -179,13 +184,16 @@ def test_ranks_end_with_the_process_of_their_machine(own_folder: Path) -> None:
 class Begins(fx.Callback):
     """Writes the step at which the main rank begins to train, and lets all ranks copy before they die."""
 
+    def __init__(self, *deaths: int) -> None:
+        self.deaths = deaths
+
     def on_train_start(self, trainer: Any, module: Any) -> None:
         if trainer.is_global_zero:
             with Path("begun").open("a") as file:
                 file.write(f"{trainer.global_step} ")
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step in (5, 9):
+        if trainer.global_step in self.deaths:
             trainer.world.barrier()
 
 
@@ -203,7 +211,10 @@ def test_ranks_continue_from_memory_where_a_process_of_the_machine_outlives_them
     """Servers that step lost the momentum of all updates before, and codecs the servers' error feedback."""
     runs = []
     faults = [kill(rank=1).during("backward", step=5), kill(rank=0).during("forward", step=9, attempt=1)]
-    for callbacks in ([], [Begins(), *faults, FaultRecovery(snapshots=False, copy_every_n_steps=1, max_restarts=1)]):
+    for callbacks in (
+        [],
+        [Begins(5, 9), *faults, FaultRecovery(snapshots=False, copy_every_n_steps=1, max_restarts=1)],
+    ):
         torch.manual_seed(3)
         module = Ledger(SAMPLES, BATCH)
         trainer = fx.Trainer(
@@ -218,6 +229,68 @@ def test_ranks_continue_from_memory_where_a_process_of_the_machine_outlives_them
     while memory_holder.folder_of(0, os.getpid()).exists():  # the process that holds them ends a little later
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+class Resizes(Kept):
+    """Starts another number of ranks each time, as torchrun does with `--nnodes 1:2`."""
+
+    def __init__(self, *counts: int) -> None:
+        super().__init__()
+        self.counts = list(counts)
+
+    def variables(self, program: Program, machine: Machine) -> list[dict[str, str]]:
+        ranks = super().variables(replace(program, processes=self.counts.pop(0)), machine)
+        return [{**rank, "OMP_NUM_THREADS": "1"} for rank in ranks]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    params(
+        [
+            (lambda: Mesh(data="fsdp", tensor=2), 4), (lambda: Mesh(pipeline=2), 4),
+            (lambda: Mesh(data=LocalSGD(every=1), tensor=2), 4),
+        ],
+        [
+            (lambda: Mesh(tensor=2), 4), (lambda: Mesh(context=2), 4), (lambda: Mesh(data="fsdp", pipeline=2), 4),
+            (lambda: Mesh(data="fsdp", context=2), 4), (DDP, 4), (FSDP, 4), (lambda: Mesh(pipeline=2, tensor=2), 8),
+            (lambda: Mesh(data="fsdp", pipeline=2, tensor=2), 8), (lambda: Mesh(pipeline=2, context=2), 8),
+        ],
+    ),
+)  # fmt: skip
+def test_a_launcher_may_start_half_of_the_ranks_again(strategy: Any, ranks: int, own_folder: Path) -> None:
+    """The weights of `fsdp` with `tensor` were wrong: shards of other tensor ranks were taken for its own."""
+    expected = meshes.train("single", 4, {"max_epochs": 2}, {})
+    fx.seed_everything(3)
+    made = strategy()
+    shares = made.data_ranks_of(ranks) if isinstance(made, Mesh) else ranks
+    torch.set_default_dtype(torch.float64)
+    try:
+        module = meshes.GPT()
+        trainer = fx.Trainer(
+            launcher=Resizes(ranks, ranks // 2), devices=ranks, strategy=made,
+            **{**QUIET, "max_epochs": 2, "gradient_clip_val": 0.5},
+            callbacks=[
+                Begins(5), kill(rank=1).during("backward", step=5),
+                FaultRecovery(snapshots=False, copy_every_n_steps=1),
+            ],
+        )  # fmt: skip
+        trainer.fit(
+            module,
+            DataLoader(meshes.sentences(meshes.SAMPLES), 4 // shares, shuffle=True),
+            DataLoader(meshes.sentences(5), 2),
+        )
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert len(trainer.failures) == 1
+    if not made.traits.synchronous:  # islands with parts of a model continue from checkpoints on disk only
+        assert (own_folder / "begun").read_text() == "0 0 "
+        return
+    assert (own_folder / "begun").read_text() == "0 5 "
+    for name, weights in module.named_parameters():
+        torch.testing.assert_close(weights.detach(), expected["weights"][name], rtol=0.0, atol=1e-9)
+    assert {name: float(value) for name, value in trainer.callback_metrics.items()} == pytest.approx(
+        expected["metrics"]
+    )
 
 
 class Waits(fx.Callback):

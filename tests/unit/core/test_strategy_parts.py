@@ -88,3 +88,23 @@ def test_the_norm_of_the_gradient_counts_sparse_gradients() -> None:
 )
 def test_replicas_follow_from_traits(traits: Traits, replicas: list[int]) -> None:
     assert traits.replicas_of(2, 6) == replicas
+
+
+@pytest.mark.parametrize(
+    ("axes", "replicas", "parts", "represents"),
+    [
+        ((2, 2, 1, 1), [2, 3, 6, 7], [0, 0, 1, 1, 0, 0, 1, 1], [2, 6]),  # rank 0 has another stage
+        ((1, 2, 2, 1), [2, 0, 4, 6], [0, 1, 0, 1, 0, 1, 0, 1], [0, 4]),
+        ((2, 1, 2, 1), [2, 6], [0, 1, 2, 3, 0, 1, 2, 3], [2, 6]),
+    ],
+)
+def test_ranks_with_the_same_part_of_a_model_are_replicas(
+    axes: tuple[int, int, int, int], replicas: list[int], parts: list[int], represents: list[int]
+) -> None:
+    traits = Traits(unreplicated=True, model_axes=axes)
+    assert traits.replicas_of(2, 8) == replicas
+    found = [traits.model_part(rank) for rank in range(8)]
+    assert [sorted(set(found)).index(part) for part in found] == parts
+    assert [rank for rank in range(8) if traits.represents(rank)] == represents
+    assert traits.resizable
+    assert not Traits(synchronous=False, model_axes=axes).resizable

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fabricx.distributed.world import World
 from fabricx.fault_tolerance import memory_checkpoint, memory_checkpointer, rollback
-from fabricx.fault_tolerance.memory_checkpointer import MemoryCheckpointer
+from fabricx.fault_tolerance.memory_checkpointer import MemoryCheckpointer, layout_of
 from fabricx.strategies import FSDP
 
 
@@ -71,24 +71,28 @@ def together(root: Path, nodes: list[str], work: Callable[[Threads], Any], monke
         return list(pool.map(run, range(len(nodes))))
 
 
-def in_groups(groups: int) -> Callable[[int, int], list[int]]:
-    return FSDP(replicas=groups).traits.replicas_of
+LAYOUT = layout_of(FSDP())
+
+
+def in_groups(groups: int) -> FSDP:
+    return FSDP(replicas=groups)
 
 
 def state_of(step: int, shard: int) -> dict[str, Any]:
     weights = torch.full((1000,), 10.0 * step + shard)
-    return {"strategy": weights, "record": f"{step} of {shard}", "state": {"step": step}}
+    return {"strategy": weights, "record": f"{step} of {shard}", "state": {"step": step}, "layout": LAYOUT}
 
 
 def copy_steps(*steps: int, groups: int = 1) -> Callable[[Threads], None]:
     def work(world: Threads) -> None:
-        memory_checkpointer = MemoryCheckpointer(world, in_groups(groups))
+        memory_checkpointer = MemoryCheckpointer(world, in_groups(groups).traits.replicas_of)
         for step in steps:
             state = state_of(step, world.rank % (world.size // groups))
             memory_checkpointer.copies.make((step,), range(world.size), state)
             assert memory_checkpointer._buddy is not None
             memory_checkpointer._buddy.exchange(
-                memory_checkpointer.copies, {"record": f"{step} of rank {world.rank}", "state": state["state"]}
+                memory_checkpointer.copies,
+                {"record": f"{step} of rank {world.rank}", "state": state["state"], "layout": LAYOUT},
             )
 
     return work
@@ -100,7 +104,9 @@ def found(world: Threads, groups: int = 1) -> tuple[int, list[float]] | None:
     if source is None:
         return None
     assert all(source.records)
-    return source.step, [float(copy.tensor("strategy").unique()) for copy in source.parts(world)]
+    return source.step, [
+        float(copy.tensor("strategy").unique()) for copy in source.parts(world, in_groups(groups).traits)
+    ]
 
 
 @pytest.mark.parametrize("chunk", [1 << 26, 999])
@@ -139,7 +145,7 @@ def test_a_copy_that_its_buddy_hasn_t_yet_doesn_t_count_once_the_machine_is_lost
     together(tmp_path, ["a", "b"], copy_steps(1, 2), monkeypatch)
 
     def die_while_copying(world: Threads) -> None:
-        memory_checkpointer = MemoryCheckpointer(world, in_groups(1))
+        memory_checkpointer = MemoryCheckpointer(world, in_groups(1).traits.replicas_of)
         memory_checkpointer.keep((2,))
         memory_checkpointer.copies.make((3,), range(2), state_of(3, 0))
 
@@ -162,3 +168,11 @@ def test_a_replica_has_the_tensors_and_the_buddy_what_is_a_rank_s_own(
     assert together(tmp_path, ["a", "a", "c", "c"], look, monkeypatch) == same  # b is lost, whose tensors a has
     assert together(tmp_path, ["b", "b"], look, monkeypatch) == [(2, [20.0, 21.0])] * 2  # without c
     assert together(tmp_path, ["c", "c", "d", "d"], look, monkeypatch) == [None] * 4
+
+
+def test_copies_of_another_division_of_the_model_are_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    together(tmp_path, ["a", "b"], copy_steps(1, 2), monkeypatch)
+    monkeypatch.setattr(rollback, "layout_of", lambda strategy: (LAYOUT[0], {"cuts": [[0, 1], [1, 3]]}))
+    assert together(tmp_path, ["a", "b"], found, monkeypatch) == [None, None]

@@ -22,4 +22,7 @@ def test_ranks_that_divide_experts_are_data_ranks() -> None:
     assert strategy.data_ranks_of(3) == 3
     assert strategy.traits.joint_steps
     assert not strategy.traits.replicated
-    assert Mesh(expert=2)._traits_of(2).replicas_of(1, 4) == [1, 3]
+    mesh = Mesh(expert=2)
+    traits = mesh._traits_of(mesh._sizes(4), 2)
+    assert traits.replicas_of(1, 4) == [1, 3]
+    assert not traits.resizable
