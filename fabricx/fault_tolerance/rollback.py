@@ -197,8 +197,8 @@ def former_layout(world: World) -> dict[str, Any]:
         [copy for by_part in memory_checkpoint.read(folder).values() for copy in by_part.values()] if folder else []
     )
     newest = max(copies, key=lambda copy: copy.key, default=None)
-    found = [entry for entry in world.gather_objects(newest and (newest.key, newest.rest["layout"][1])) if entry]
-    return max(found, key=lambda entry: entry[0])[1] if found else {}
+    layouts = [entry for entry in world.gather_objects(newest and (newest.key, newest.rest["layout"][1])) if entry]
+    return max(layouts, key=lambda entry: entry[0])[1] if layouts else {}
 
 
 def _take(session: Session, ft: RankRecords, source: _Source, *, newcomer: bool) -> int:

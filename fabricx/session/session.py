@@ -152,12 +152,12 @@ class Session:
         Raises:
             ValueError: names the callbacks.
         """
-        now, given = list(self.trainer.callbacks), self._given
-        if len(now) == len(given) and all(map(operator.is_, now, given)):
+        now, before = list(self.trainer.callbacks), self._given
+        if len(now) == len(before) and all(map(operator.is_, now, before)):
             return
-        known = set(map(id, given)), set(map(id, now))
+        known = set(map(id, before)), set(map(id, now))
         added = [type(callback).__name__ for callback in now if id(callback) not in known[0]]
-        removed = [type(callback).__name__ for callback in given if id(callback) not in known[1]]
+        removed = [type(callback).__name__ for callback in before if id(callback) not in known[1]]
         what = [f"added {', '.join(added)}"] * bool(added) + [f"removed {', '.join(removed)}"] * bool(removed)
         raise ValueError(
             f"a hook has {' and '.join(what) or 'changed the order of the callbacks'} in trainer.callbacks, which has "
