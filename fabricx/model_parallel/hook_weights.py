@@ -208,10 +208,10 @@ class HookWeights(TorchFunctionMode):
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         if isinstance(error, AssertionError) and _NO_COPY in str(error):
             raise DividedWeight(_COPIED) from error
-        if isinstance(error, RuntimeError) and any(text in str(error) for text in _MIXED):
-            raise DividedWeight(_GRADIENT) from error
         if isinstance(error, RuntimeError) and _SETS in str(error):  # torch passes set_ to no mode
             raise DividedWeight(_SET) from error
+        if isinstance(error, RuntimeError) and any(text in str(error) for text in _MIXED):
+            raise DividedWeight(_GRADIENT) from error
 
     def call(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
         """Apply a function of torch to arguments that include divided weights.
