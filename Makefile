@@ -65,6 +65,7 @@ bench: $(INSTALLED)  ## measure against plain torch, side by side
 	$(BIN)/python tests/bench/sharding.py
 	$(BIN)/python tests/bench/growth.py
 	$(BIN)/python tests/bench/mesh.py
+	$(BIN)/python -m tests.bench.predicted
 	$(BIN)/python tests/bench/balance.py
 	$(BIN)/python tests/bench/servers.py
 	$(BIN)/python tests/bench/orderings.py

@@ -33,6 +33,8 @@ Keys, with their values for the H100s; GB are 10^9 bytes, and speeds are per sec
   node=8                       devices of a machine
   inside_gb_s=360 inside_us=3  speed and latency of messages within a machine
   between_gb_s=40 between_us=10  the same between machines
+  precision=bf16-mixed         of products and activations; with 32-true, set
+                               tflops to the peak of 32-bit products
 
 Keys that fix a part of the mesh; others are searched for the fastest
   mesh.pipeline mesh.context mesh.tensor   ranks of an axis
@@ -55,7 +57,16 @@ CHOICES: Final[Mapping[str, Mapping[str, object]]] = {
     "sequence": FLAGS, "recompute": FLAGS, "data": {"ddp": False, "fsdp": True},
     "schedule": {name: name for name in SCHEDULES if name != "gpipe"},
 }  # fmt: skip
-KEYS: Final = ("devices", "batch", *MODEL, "node", *UNITS, *(f"mesh.{name}" for name in (*NUMBERS, *CHOICES)))
+PRECISIONS: Final = {"bf16-mixed": 2, "16-mixed": 2, "32-true": 4}  # bytes of an element of activations
+KEYS: Final = (
+    "devices",
+    "batch",
+    "precision",
+    *MODEL,
+    "node",
+    *UNITS,
+    *(f"mesh.{name}" for name in (*NUMBERS, *CHOICES)),
+)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -100,8 +111,13 @@ def simulated(arguments: Sequence[str]) -> list[str]:
         cluster = replace(cluster, node=_whole("node", settings["node"]))
     batch = _whole("batch", settings.get("batch", str(max(1, TOKENS // model.sequence))))
     devices = [_whole("devices", text) for text in settings.get("devices", ",".join(map(str, DEVICES))).split(",")]
-    fixed = _mesh(settings)
-    predictions = {number: fastest(model, cluster, layouts(model, cluster, number, batch, fixed)) for number in devices}
+    fixed, precision = _mesh(settings), settings.get("precision", "bf16-mixed")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision={precision}: must be {' or '.join(PRECISIONS)}")
+    predictions = {
+        number: fastest(model, cluster, layouts(model, cluster, number, batch, fixed, PRECISIONS[precision]))
+        for number in devices
+    }
     return [
         f"{model.parameters / 1e9:.1f} billion parameters; a step of {batch} x {model.sequence} tokens",
         f"a device: {cluster.flops / 1e12:.0f} TFLOP/s, {cluster.efficiency:.0%} of it in products, "

@@ -30,7 +30,6 @@ from fabricx.model_parallel.traffic import (
 
 Axes = Mapping[str, Passes]
 FULL: Final = 4  # bytes of an element of weights, gradients and moments
-HALF: Final = 2  # of products, activations and their messages
 UPDATE: Final = 7  # tensors that an update reads and writes: weight, gradient, two moments; weight and moments again
 NORMS: Final = 2  # of a block
 
@@ -103,7 +102,7 @@ def predicted_parts(model: Transformer, cluster: Cluster, layout: Layout) -> Pre
 def _seconds(cluster: Cluster, layout: Layout, axis: str, exchange: Exchange) -> float:
     """Return the time of an exchange of activations along an axis of a model group."""
     ranks, stride = {"tensor": (layout.tensor, 1), "context": (layout.context, layout.tensor)}[axis]
-    return cluster.seconds(exchange.in_bytes(HALF, HALF), ranks, stride)
+    return cluster.seconds(exchange.in_bytes(layout.element, layout.element), ranks, stride)
 
 
 def exchanges(model: Transformer, layout: Layout) -> tuple[Axes, Axes, Axes]:
@@ -129,18 +128,20 @@ def exchanges(model: Transformer, layout: Layout) -> tuple[Axes, Axes, Axes]:
 
 def _saved(model: Transformer, layout: Layout, weights: float) -> tuple[float, ...]:
     """Return the bytes that a sample stores in each part."""
-    positions = model.sequence / layout.context
+    positions, element = model.sequence / layout.context, layout.element
     # Mixed precision converts weights in each microbatch; fsdp without stages has gathered them in 16 bits.
-    copied = 0.0 if layout.sharded and layout.pipeline == 1 else HALF / layout.samples
+    converts = element < FULL and not (layout.sharded and layout.pipeline == 1)
+    copied = element / layout.samples if converts else 0.0
     if layout.recompute:
-        block = HALF * model.sequence * model.hidden / layout.stream_ranks
+        block = element * model.sequence * model.hidden / layout.stream_ranks
     else:
         elements = model.block_activations(layout.tensor, layout.sequence) + model.keys * 2 * (layout.context - 1)
-        block = HALF * positions * elements + copied * weights
+        block = element * positions * elements + copied * weights
     table = model.vocabulary * model.hidden / layout.tensor
-    logits = (HALF + 2 * FULL) * model.vocabulary / layout.tensor  # 16-bit logits, 32-bit logits and probabilities
-    head = model.sequence * (logits + 2 * HALF * model.hidden) + copied * table
-    return (HALF * model.sequence * model.hidden, *[block] * model.layers, head)
+    # Logits as the head returns them, in 32 bits if these are others, and their probabilities.
+    logits = ((element if element < FULL else 0) + 2 * FULL) * model.vocabulary / layout.tensor
+    head = model.sequence * (logits + 2 * element * model.hidden) + copied * table
+    return (element * model.sequence * model.hidden, *[block] * model.layers, head)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -171,11 +172,12 @@ def working_memory(model: Transformer, layout: Layout) -> float:
         layout: mesh.
     """
     positions = layout.samples * model.sequence / layout.context
-    activations = HALF * positions * model.block_activations(layout.tensor, layout.sequence)
-    weights = (model.matrices / layout.tensor + model.norms) * HALF
+    activations = layout.element * positions * model.block_activations(layout.tensor, layout.sequence)
+    weights = model.matrices / layout.tensor + model.norms
     if layout.sharded and layout.pipeline == 1:  # this block and the next; embedding and head stay gathered
-        return activations + 2 * weights + weights / HALF * FULL + model.ends(layout.tensor) * (HALF + FULL)
-    return activations + (weights if layout.recompute else 0.0)
+        gathered = 2 * weights + model.ends(layout.tensor)
+        return activations + layout.element * gathered + FULL * (weights + model.ends(layout.tensor))
+    return activations + (layout.element * weights if layout.recompute and layout.element < FULL else 0.0)
 
 
 def fullest(model: Transformer, layout: Layout, stages: Sequence[Stage]) -> float:
@@ -243,7 +245,7 @@ def predict(model: Transformer, cluster: Cluster, layout: Layout) -> Prediction:
         for name in ("forward", "backward")
     )
     speed, latency = cluster.link(p, layout.tensor * layout.context)
-    transfer = layout.samples * model.sequence * model.hidden / layout.stream_ranks * HALF / speed + latency
+    transfer = layout.samples * model.sequence * model.hidden / layout.stream_ranks * layout.element / speed + latency
     times = (products + sum(forward.values()), products + again + sum(backward.values()), products)
     simulated = simulate(
         layout.schedule, p, layout.virtual, m, forward=times[0], input_gradient=times[1], weight_gradient=times[2],
@@ -297,7 +299,7 @@ def _data_seconds(
         Exchange(gathered=passes.forward.gathered, collectives=model.layers),
         Exchange(scattered=passes.backward.scattered, collectives=model.layers),
     )
-    gather, scatter = (cluster.seconds(part.in_bytes(FULL, HALF), ranks, stride) for part in parts)
+    gather, scatter = (cluster.seconds(part.in_bytes(FULL, layout.element), ranks, stride) for part in parts)
     earlier = (layout.microbatches - 1) * max(0.0, gather - backward)
     return layout.microbatches * max(0.0, gather - forward) + earlier + max(0.0, gather + scatter - backward)
 
@@ -314,13 +316,14 @@ def sent_bytes(model: Transformer, layout: Layout, stages: Sequence[Stage]) -> d
     sent = {}
     for axis, ranks in (("tensor", layout.tensor), ("context", layout.context)):
         per_block, before, after = (
-            part[axis].total.in_bytes(HALF, HALF).sent(ranks) if axis in part else 0.0 for part in (block, first, last)
+            part[axis].total.in_bytes(layout.element, layout.element).sent(ranks) if axis in part else 0.0
+            for part in (block, first, last)
         )
         counts = [sum(end + 1 - begin for begin, end in stage.blocks) * per_block for stage in stages]
         counts[0] += before
         counts[-1] += after
         sent[axis] = layout.microbatches * max(counts)
-    stream = layout.rows * model.sequence * model.hidden * HALF / layout.stream_ranks
+    stream = layout.rows * model.sequence * model.hidden * layout.element / layout.stream_ranks
     pipelined = layout.pipeline > 1
     weights = max(stage.parameters for stage in stages) / FULL
     exchange = data_exchange(
@@ -333,5 +336,5 @@ def sent_bytes(model: Transformer, layout: Layout, stages: Sequence[Stage]) -> d
     return {
         **sent,
         "pipeline": boundary_elements(layout.pipeline * layout.virtual, stream) / layout.pipeline,  # mean of the stages
-        "data": exchange.in_bytes(FULL, FULL if pipelined else HALF).sent(layout.data * layout.context),
+        "data": exchange.in_bytes(FULL, FULL if pipelined else layout.element).sent(layout.data * layout.context),
     }

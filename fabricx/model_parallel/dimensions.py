@@ -163,6 +163,7 @@ class Layout:
         schedule, virtual: schedule of the pipeline, and chunks of each rank.
         rows: samples of a data rank in a step.
         microbatches: parts of these; without a pipeline, batches whose gradients are accumulated.
+        element: bytes of an element of products, activations and their messages: 2 in mixed precision, 4 without.
     """
 
     data: int = 1
@@ -176,6 +177,7 @@ class Layout:
     virtual: int = 1
     rows: int = 1
     microbatches: int = 1
+    element: int = 2
 
     @property
     def devices(self) -> int:

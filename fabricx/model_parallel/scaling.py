@@ -29,7 +29,12 @@ WIDTH: Final = 60  # characters of the longest bar
 
 
 def layouts(
-    model: Transformer, cluster: Cluster, devices: int, batch: int, fixed: Mapping[str, object] | None = None
+    model: Transformer,
+    cluster: Cluster,
+    devices: int,
+    batch: int,
+    fixed: Mapping[str, object] | None = None,
+    element: int = 2,
 ) -> Iterator[Layout]:
     """Yield the meshes that a search compares: those that divide the model evenly, and stay within its limits.
 
@@ -39,6 +44,7 @@ def layouts(
         devices: number of ranks.
         batch: samples of a step, over all data ranks.
         fixed: values that fields of the layout have to have.
+        element: bytes of an element of activations.
     """
     for tensor in _divisors(devices, min(cluster.node, model.kv_heads)):
         if model.kv_heads % tensor or model.ffn % tensor:
@@ -48,7 +54,7 @@ def layouts(
                 data = devices // tensor // pipeline // context
                 if batch % data or model.sequence % (2 * context):
                     continue
-                sizes = Layout(data, pipeline, context, tensor, rows=batch // data)
+                sizes = Layout(data, pipeline, context, tensor, rows=batch // data, element=element)
                 yield from (candidate for candidate in _options(model, sizes) if _agrees(candidate, fixed or {}))
 
 

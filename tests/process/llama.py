@@ -16,9 +16,10 @@ MODEL = Transformer(layers=3, hidden=32, heads=4, kv_heads=2, ffn=64, vocabulary
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, model: Transformer) -> None:
         super().__init__()
-        width, keys, ffn = MODEL.hidden, MODEL.keys, MODEL.ffn
+        width, keys, ffn = model.hidden, model.keys, model.ffn
+        self.features = width // model.heads  # of a head
         self.norms = nn.ModuleList([nn.RMSNorm(width), nn.RMSNorm(width)])
         self.q, self.o = nn.Linear(width, width, bias=False), nn.Linear(width, width, bias=False)
         self.k, self.v = nn.Linear(width, keys, bias=False), nn.Linear(width, keys, bias=False)
@@ -27,7 +28,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.norms[0](x)
-        q, k, v = (layer(y).unflatten(-1, (-1, 8)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        q, k, v = (layer(y).unflatten(-1, (-1, self.features)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.o(y.transpose(1, 2).flatten(-2))
         y = self.norms[1](x)
@@ -35,11 +36,12 @@ class Block(nn.Module):
 
 
 class Llama(fx.Module):
-    def __init__(self, recompute: bool = False) -> None:
+    def __init__(self, recompute: bool = False, model: Transformer = MODEL) -> None:
         super().__init__()
         self.recompute = recompute
-        self.embed, self.blocks = nn.Embedding(MODEL.vocabulary, MODEL.hidden), nn.ModuleList(Block() for _ in range(3))
-        self.norm, self.head = nn.RMSNorm(MODEL.hidden), nn.Linear(MODEL.hidden, MODEL.vocabulary, bias=False)
+        self.embed = nn.Embedding(model.vocabulary, model.hidden)
+        self.blocks = nn.ModuleList(Block(model) for _ in range(model.layers))
+        self.norm, self.head = nn.RMSNorm(model.hidden), nn.Linear(model.hidden, model.vocabulary, bias=False)
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         x = self.embed(batch)

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 import fabricx as fx
-from fabricx.model_parallel.cost import HALF, predicted_parts, sent_bytes
+from fabricx.model_parallel.cost import predicted_parts, sent_bytes
 from fabricx.model_parallel.dimensions import Cluster, Layout
 from fabricx.model_parallel.pipeline_cuts import STATE, stages_of
 from fabricx.model_parallel.pipeline_schedule import replay
@@ -138,7 +138,7 @@ OF_TWO_AXES = ("pipeline x context", "fsdp x pipeline")  # "pipeline x sequence"
 @pytest.mark.parametrize("name", params([name for name in CASES if name not in OF_TWO_AXES], OF_TWO_AXES))
 def test_a_step_sends_stores_and_waits_for_what_the_cost_model_predicts(name: str) -> None:
     strategy, sizes = CASES[name]
-    layout = replace(sizes, rows=ROWS)
+    layout = replace(sizes, rows=ROWS, element=BYTES)
     ranks = run_ranks(step, layout.devices, strategy, layout.recompute)
     p, m = layout.pipeline, layout.microbatches
     # Stages are cut by measured times, so that the cuts of a run differ.
@@ -146,7 +146,7 @@ def test_a_step_sends_stores_and_waits_for_what_the_cost_model_predicts(name: st
     stages = stages_of(predicted_parts(MODEL, Cluster(), layout), cuts, p, layout.schedule, 1, m, ROWS)
     sent = sent_bytes(MODEL, layout, stages)
     exchanged = [Exchange(**rank["exchanged"]).sent(2) for rank in ranks]  # each axis here has two ranks
-    activations = (sent["tensor"] + sent["context"]) * BYTES / HALF
+    activations = sent["tensor"] + sent["context"]
     weights = max(stage.parameters for stage in stages) / BYTES
     data = data_exchange(weights, sharded=layout.sharded, pipelined=p > 1, kept=MODEL.ends(1)).total
     theory = activations + data.in_bytes(BYTES, BYTES).sent(layout.data * layout.context)
@@ -157,6 +157,6 @@ def test_a_step_sends_stores_and_waits_for_what_the_cost_model_predicts(name: st
         assert near(rank["stored"], memory), (rank["stored"], memory)
     if p > 1:
         of_stages = ranks[: p * inner : inner]
-        assert sum(rank["sent"] for rank in of_stages) == sent["pipeline"] * p * BYTES / HALF
+        assert sum(rank["sent"] for rank in of_stages) == sent["pipeline"] * p
         idle = replay([rank["actions"] for rank in of_stages], 1).idle
         assert idle == pytest.approx((p - 1) / (m + p - 1))  # in slots

@@ -27,6 +27,13 @@ def test_settings_change_the_cluster_the_mesh_and_the_units():
     assert any("data 1 x pipeline 2 x tensor 2" in line for line in lines)
 
 
+def test_activations_of_32_bits_send_twice_as_much_along_the_tensor_axis():
+    fixed = ["layers=4", "vocabulary=64", "devices=2", "mesh.tensor=2", "mesh.recompute=true"]
+    sent = [float(simulated([*fixed, f"precision={name}"])[-1].split()[1]) for name in ("bf16-mixed", "32-true")]
+    assert sent[1] == pytest.approx(2 * sent[0], abs=0.2)
+    assert sent[0] > 100
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
@@ -35,6 +42,7 @@ def test_settings_change_the_cluster_the_mesh_and_the_units():
         ("devices=8,x", "devices=x: must be a whole number"),
         ("tflops=fast", "tflops=fast: must be a positive number"),
         ("mesh.data=all", "mesh.data=all: must be ddp or fsdp"),
+        ("precision=64", "precision=64: must be bf16-mixed or 16-mixed or 32-true"),
         ("heads=5", "heads have to divide hidden"),
         ("batch=16", "batch is set twice"),
     ],
