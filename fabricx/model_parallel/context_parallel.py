@@ -20,7 +20,8 @@ from fabricx.model_parallel.nested import leaves, mapped, named
 from fabricx.model_parallel.pipeline_chain import Blocks, find_blocks
 from fabricx.model_parallel.recomputation import recomputing
 from fabricx.model_parallel.sequence_shard import SequenceShard, joined
-from fabricx.model_parallel.trial import Record, StepChanged, check_unchanged, recorded_step
+from fabricx.model_parallel.shard_outputs import ShardOutputs
+from fabricx.model_parallel.trial import Record, StepChanged, check_unchanged, fingerprint, recorded_step
 
 REMEDY: Final = (
     "Under context parallelism blocks compute each position by itself, except in F.scaled_dot_product_attention and "
@@ -228,18 +229,17 @@ class ContextParallel:
             StepChanged: the results differ; the message names the first module that differs.
             ValueError: the sequence can't be divided.
         """
-        shapes: list[torch.Size] = []
         run = self.wrap_step(step)
-        before = self._learn_from(run, lambda output: self._note(shapes, output))
+        outputs = ShardOutputs(self._world, lambda: self._mode.shard, self._ordinary)
+        before = self._learn_from(run, outputs.of_whole)
         self._mode.in_trial = True
         try:
-            later = iter(shapes)
             after = recorded_step(
-                self._module, run, whole=lambda output: self._whole(output, next(later, None)),
-                complete=self.average_gradients, remedy=REMEDY,
+                self._module, run, mark=outputs.of_shard, complete=self.average_gradients, remedy=REMEDY
             )  # fmt: skip
         finally:
             self._mode.in_trial = False
+        outputs.combine(before, after)
         try:
             check_unchanged(before, after, [], self._world.size, remedy=REMEDY)
             difference = ""
@@ -248,10 +248,10 @@ class ContextParallel:
         if differences := [text for text in self._world.gather_objects(difference) if text]:
             raise StepChanged(differences[0])
 
-    def _learn_from(self, run: Callable[[], Any], whole: Callable[[Any], Any]) -> Record:
+    def _learn_from(self, run: Callable[[], Any], mark: Callable[[str, Any], list[float]]) -> Record:
         self._mode.in_trial = self._learns = True
         try:
-            return recorded_step(self._module, run, whole=whole)
+            return recorded_step(self._module, run, mark=mark)
         finally:
             self._mode.in_trial = self._learns = False
 
@@ -267,7 +267,7 @@ class ContextParallel:
             step: computes the training step for two samples.
             lengths: result of `lengths` on a different rank.
         """
-        self._learn_from(self.wrap_step(step), self._ordinary)
+        self._learn_from(self.wrap_step(step), lambda name, output: fingerprint(self._ordinary(output)))
         self._mode.lengths = [list(numbers) for numbers in lengths]
 
     def world_changed(self, world: World) -> None:
@@ -279,24 +279,15 @@ class ContextParallel:
         self._world = self._mode.world = world
         self._shards.clear()
 
-    def _note(self, shapes: list[torch.Size], output: Any) -> Tensor:
-        ordinary: Tensor = self._ordinary(output)
-        shapes.append(ordinary.shape)
-        return ordinary
-
-    def _whole(self, output: Any, shape: torch.Size | None) -> Tensor:
-        """Return the output of a submodule with the shape that it has in the whole sequence."""
-        ordinary: Tensor = self._ordinary(output)
-        shard = self._mode.shard
-        if shard is None or shape is None or ordinary.dim() != len(shape):
-            return ordinary
-        differs = [dim for dim in range(len(shape)) if ordinary.shape[dim] != shape[dim]]
-        if len(differs) != 1 or ordinary.shape[differs[0]] != shard.local:
-            return ordinary
-        return shard.ordered(self._world.all_gather(ordinary.contiguous()), differs[0])
-
     def average_gradients(self) -> None:
-        """Average the gradients over the context ranks; training averages over context and data ranks together."""
-        for parameter in self._module.parameters():
-            if parameter.grad is not None:
+        """Average the gradients over the context ranks; training averages over context and data ranks together.
+
+        A rank whose positions do not use a parameter, such as an expert, takes part with zeros.
+        """
+        parameters = list(self._module.parameters())
+        used = self._world.gather_objects([parameter.grad is not None for parameter in parameters])
+        for parameter, of_ranks in zip(parameters, zip(*used, strict=True), strict=True):
+            if any(of_ranks):
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
                 self._world.all_reduce(parameter.grad).div_(self._world.size)

@@ -103,7 +103,7 @@ def _divide_matrices(divided: Divided, trial: Trial, layout: Mapping[str, Any], 
     from fabricx.model_parallel.pipeline_chain import find_blocks
     from fabricx.model_parallel.tensor_parallel import TensorParallel
     from fabricx.model_parallel.tensor_plan import TensorPlan, find_tensor_plan
-    from fabricx.model_parallel.trial import check_unchanged, recorded_step
+    from fabricx.model_parallel.trial import check_unchanged, fingerprint, recorded_step
 
     settings, module, world = divided.settings, divided.module, divided.world.axis("tensor")
     with unchanged_weights(module):
@@ -120,7 +120,8 @@ def _divide_matrices(divided: Divided, trial: Trial, layout: Mapping[str, Any], 
     if before is None:
         return divided
     divided.print(plan.describe())
-    after = recorded_step(module, replace(trial, step=divided.sharded(trial.step)).run, world, tensor.ordinary)
+    run = replace(trial, step=divided.sharded(trial.step)).run
+    after = recorded_step(module, run, world, lambda name, output: fingerprint(tensor.ordinary(output)))
     check_unchanged(before, after, list(tensor.placements), world.size)
     return divided
 

@@ -47,7 +47,8 @@ class Record:
 
 
 def recorded_step(
-    module: nn.Module, run: Callable[[], Any], world: World | None = None, whole: Callable[[Any], Any] = lambda x: x,
+    module: nn.Module, run: Callable[[], Any], world: World | None = None,
+    mark: Callable[[str, Tensor], list[float]] = lambda name, output: fingerprint(output),
     complete: Callable[[], None] = lambda: None, remedy: str = _REMEDY,
 ) -> Record:  # fmt: skip
     """Run the step once, and record its loss, the outputs of all submodules, and the norms of gradients.
@@ -58,7 +59,7 @@ def recorded_step(
         module: root module.
         run: computes the training step for a few samples; returns its outputs.
         world: ranks with gradients to record; None for this rank only.
-        whole: returns an output of a submodule as a tensor that is equal on all ranks.
+        mark: returns the fingerprint of an output of a submodule with a name.
         complete: called after the backward, to complete gradients.
         remedy: sentences for the message of an error in the step.
     """
@@ -66,7 +67,7 @@ def recorded_step(
     entered: list[str] = []
     with ExitStack() as stack:
         stack.enter_context(_unchanged(module))
-        for hook in _hooks(module, record, entered, whole):
+        for hook in _hooks(module, record, entered, mark):
             stack.callback(hook.remove)
         try:
             outputs = run()
@@ -179,38 +180,46 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
 
 
 def _hooks(
-    module: nn.Module, record: Record, entered: list[str], whole: Callable[[Any], Any]
+    module: nn.Module, record: Record, entered: list[str], mark: Callable[[str, Tensor], list[float]]
 ) -> Iterator[Any]:  # fmt: skip
     for name, part in module.named_modules():
         if part is not module:
             yield part.register_forward_pre_hook(_entering(name, entered), prepend=True)
-            yield part.register_forward_hook(_leaving(name, record, entered, whole))
+            yield part.register_forward_hook(_leaving(name, record, entered, mark))
 
 
 def _entering(name: str, entered: list[str]) -> Callable[..., None]:
     return lambda part, args: entered.append(name)
 
 
-def _leaving(name: str, record: Record, entered: list[str], whole: Callable[[Any], Any]) -> Callable[..., None]:
+def _leaving(
+    name: str, record: Record, entered: list[str], mark: Callable[[str, Tensor], list[float]]
+) -> Callable[..., None]:  # fmt: skip
     def hook(part: nn.Module, args: Any, output: Any) -> None:
         entered.pop()
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         for tensor in tensors:
             record.precision = max(record.precision, torch.finfo(tensor.dtype).eps)
             with torch.no_grad():
-                record.outputs.append((name, fingerprint(whole(tensor.detach()))))
+                record.outputs.append((name, mark(name, tensor.detach())))
 
     return hook
 
 
-def fingerprint(tensor: Tensor) -> list[float]:
+def fingerprint(tensor: Tensor, index: Tensor | None = None) -> list[float]:
     """Return the norm of a tensor, and projections that depend on the order of the elements.
 
     Args:
         tensor: of any shape.
+        index: number of each element in a larger tensor of which this is a part, int64 of the same shape.
     """
-    flat = as_real(tensor.detach()).reshape(-1).double()
-    index = torch.arange(len(flat), dtype=torch.float64, device=flat.device)
+    real = as_real(tensor.detach())
+    flat = real.reshape(-1).double()
+    if index is None:
+        index = torch.arange(len(flat), device=flat.device)
+    elif real.dim() > index.dim():  # a complex number has two elements
+        index = torch.stack((2 * index, 2 * index + 1), -1)
+    index = index.reshape(-1).double()
     projections = [(flat * (index * frequency).cos()).sum() for frequency in (0.0, 1.0, 0.37)]
     return [float(value) for value in (flat.norm(), *projections)]
 

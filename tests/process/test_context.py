@@ -78,12 +78,32 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
+class Experts(nn.Module):
+    """A mixture of experts; which of them a shard of the sequence uses depends on its words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.act = nn.Linear(WIDTH, 8), nn.GELU()
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, WIDTH)
+        weights, chosen = self.router(rows).softmax(-1).max(-1)
+        output = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            [mine] = torch.where(chosen == number)
+            if len(mine):
+                output = output.index_add(0, mine, self.act(expert(rows[mine])) * weights[mine, None])
+        return output.view_as(x)
+
+
 class Block(nn.Module):
     def __init__(self, kind: str, dropout: float) -> None:
         super().__init__()
         self.norms = nn.ModuleList([nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)])
         self.attention, self.drop = Attention(kind, dropout), nn.Dropout(dropout)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.experts = Experts() if kind == "experts" else None
         self.mixes: Any = nn.Conv1d(WIDTH, WIDTH, 3, padding=1) if kind == "convolution" else None
 
     def forward(self, x: Tensor, rotary: Any = None, mask: Any = None, padding: Any = None) -> Tensor:
@@ -91,6 +111,8 @@ class Block(nn.Module):
         if self.mixes is not None:
             y = self.mixes(y.transpose(1, 2)).transpose(1, 2)
         x = x + self.attention(y, rotary, mask, padding)
+        if self.experts is not None:
+            return x + self.experts(self.norms[1](x))  # type: ignore[no-any-return]
         return x + self.drop(self.down(F.gelu(self.up(self.norms[1](x)))))
 
 
@@ -215,7 +237,7 @@ def far(first: Any, second: Any) -> float:
     return max(weights + metrics + [abs(a - b) for a, b in zip(first["norms"], second["norms"], strict=True)])
 
 
-KINDS = ["", "grouped", "table", "torch", "checkpointed"]
+KINDS = ["", "grouped", "table", "torch", "checkpointed", "experts"]
 
 
 def test_context_parallelism_trains_what_one_process_trains() -> None:

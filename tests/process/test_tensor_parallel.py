@@ -21,7 +21,7 @@ from fabricx.model_parallel.gradient_norm import clip_norm
 from fabricx.model_parallel.tensor_parallel import TensorParallel
 from fabricx.model_parallel.tensor_plan import find_tensor_plan
 from fabricx.model_parallel.traffic import Passes, embedding_exchange, head_exchange, sequence_ends, tensor_exchange
-from fabricx.model_parallel.trial import StepChanged, check_unchanged, recorded_step
+from fabricx.model_parallel.trial import StepChanged, check_unchanged, fingerprint, recorded_step
 from fabricx.testing import run_ranks
 from tests.process.parallel_models import (
     LAYERS,
@@ -187,7 +187,8 @@ def tried(broken: str) -> tuple[str, Any]:
         module.norm.bias.register_hook(lambda gradient: gradient * (1 + world.rank))
     random = torch.get_rng_state()
     try:
-        after = recorded_step(module, parallel.wrap_step(run), world, parallel.ordinary)
+        mark = lambda name, output: fingerprint(parallel.ordinary(output))  # noqa: E731
+        after = recorded_step(module, parallel.wrap_step(run), world, mark)
         check_unchanged(before, after, list(parallel.placements), world.size)
         error = ""
     except StepChanged as raised:
@@ -341,7 +342,8 @@ def few_rows() -> tuple[float, list[int]]:
     before = recorded_step(module, module.step)
     plan = find_tensor_plan(module, module.step, world.size, VOCABULARY)
     parallel = TensorParallel(module, plan, world)
-    after = recorded_step(module, parallel.wrap_step(module.step), world, parallel.ordinary)
+    mark = lambda name, output: fingerprint(parallel.ordinary(output))  # noqa: E731
+    after = recorded_step(module, parallel.wrap_step(module.step), world, mark)
     check_unchanged(before, after, list(parallel.placements), world.size)
     rows = [len(parameter) for parameter in module.parameters()]
     parallel.undo()
