@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, final
 
@@ -40,6 +40,21 @@ class Contribution:
     now: dict[str, Any] | None = None
     vacant: list[tuple[int, Records]] = field(default_factory=list)
 
+    def leave_out(self, buffers: Mapping[tuple[Any, ...], set[str]]) -> None:
+        """Remove buffers from records, in whose place the buffers of the most advanced member are used.
+
+        Args:
+            buffers: names by the progress of a record.
+        """
+        self.records = [(key, _without(record, buffers.get(key, set()))) for key, record in self.records]
+        if self.now is not None:
+            self.now = _without(self.now, buffers.get(self.progress, set()))
+
+
+def _without(record: dict[str, Any], names: set[str]) -> dict[str, Any]:
+    buffers: dict[str, bytes] = record["buffers"] or {}
+    return {**record, "buffers": {name: value for name, value in buffers.items() if name not in names}}
+
 
 def record_at(
     records: Records, progress: tuple[Any, ...], now: dict[str, Any] | None = None
@@ -76,6 +91,22 @@ def records_of_all(
     absent = [record_at(records, furthest) for records in vacant]
     each_rank = not vacant and all(record is not None for record in present)
     return [record for record in (*present, *absent) if record is not None], each_rank
+
+
+def changed_buffers(records: Records) -> dict[tuple[Any, ...], set[str]]:
+    """Return the buffers that differ in the first record, by the progress of each other record.
+
+    A rank that dies in a hook after an update has a record from before this hook, which does not run again.
+
+    Args:
+        records: per-rank state by progress, of the most advanced member.
+    """
+    newest: dict[str, bytes] = records[0][1]["buffers"] or {}
+    return {
+        key: {name for name, value in newest.items() if (record["buffers"] or {}).get(name) != value}
+        for key, record in records
+        if key != records[0][0]
+    }
 
 
 @final
@@ -135,7 +166,7 @@ class MemberStates:
         entries = hook_entries(session)
         common = self._common
         if world.rank == holder:
-            common = common or {**common_state(session), "hook_entries": entries}
+            common = common or {**common_state(session), "hook_entries": entries, "buffers": self._later_buffers()}
         common = world.broadcast_object(common if world.rank == holder else None, holder)
         record = record_at(members[world.rank].records, furthest, members[world.rank].now)
         if session.strategy.traits.lockstep:
@@ -143,6 +174,9 @@ class MemberStates:
                 weights = self._broadcast_weights(holder)
                 if contribution.progress != furthest:
                     session.strategy.load_state_dict(weights, session.module, session.optimizers)
+            for member in members:
+                member.leave_out(common["buffers"])
+            record = record_at(members[world.rank].records, furthest, members[world.rank].now)
             records, each_rank = records_of_all(members, furthest)
             source = world.rank if each_rank else None
             if contribution.progress == furthest and self._batch_start is not None and self._batch_start.of_window:
@@ -186,6 +220,12 @@ class MemberStates:
         if world.main_rank:
             vacant = [(since, _read_slots(folder, workers)) for since, workers in generation.departed]
         return world.gather_objects(replace(self._contribution, records=records, vacant=vacant))
+
+    def _later_buffers(self) -> dict[tuple[Any, ...], set[str]]:
+        """Return `changed_buffers` of this rank, which is the most advanced member."""
+        if self._ft.slot is None:
+            return {}
+        return changed_buffers([*self._contribution.records, *_read_slots(membership().folder, [membership().worker])])
 
     def _broadcast_weights(self, holder: int) -> Any:
         """Return the weights and the optimizer states of rank `holder`, on all ranks."""

@@ -140,21 +140,17 @@ def from_record(record: dict[str, Any]) -> dict[str, Any]:
     return {**record, "random": RandomState.unpacked(record["random"]).state_dict()}
 
 
-def load_buffers(module: nn.Module, packed: tuple[tuple[str, ...], bytes] | None) -> None:
+def load_buffers(module: nn.Module, packed: dict[str, bytes] | None) -> None:
     """Write packed buffers to a module.
 
     Args:
         module: changed in place.
         packed: result of `BufferCopies.packed`.
     """
-    if packed is None:
-        return
-    names, data = packed
-    live = dict(module.named_buffers())
-    values = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    for name, part in zip(names, values.split([live[name].nbytes for name in names]), strict=True):
-        buffer = live[name]
-        buffer.copy_(part.clone().view(buffer.dtype).view(buffer.shape))  # clone: a view of another dtype is aligned
+    live = dict(module.named_buffers()) if packed else {}
+    for name, data in (packed or {}).items():
+        if data:
+            live[name].copy_(torch.frombuffer(bytearray(data), dtype=live[name].dtype).view(live[name].shape))
 
 
 def restore_rank_states(
@@ -284,14 +280,11 @@ class BufferCopies:
         }
         self._copies: dict[str, Tensor] = {}
 
-    def packed(self, point: RankState | None = None) -> tuple[tuple[str, ...], bytes] | None:
-        """Return the buffers that batches have changed on this rank, in a form that is pickled fast.
+    def packed(self, point: RankState | None = None) -> dict[str, bytes] | None:
+        """Return the bytes of the buffers that batches have changed on this rank, by name; None if no buffer has changed.
 
         Args:
             point: use its copies, from the begin of a window; None for the present values.
-
-        Returns:
-            Names, and the bytes of the values; None if no buffer has changed.
         """
         kept = point.buffers if point is not None and point.of_window else {}
         live = {
@@ -302,7 +295,7 @@ class BufferCopies:
         if not live:
             return None
         values = (buffer.detach().cpu().reshape(-1).contiguous().view(torch.uint8) for buffer in live.values())
-        return tuple(live), b"".join(part.numpy().tobytes() for part in values)
+        return {name: value.numpy().tobytes() for name, value in zip(live, values, strict=True)}
 
     def take(self) -> dict[str, Tensor]:
         """Copy the present values of all buffers; overwrites the copies of the last call."""

@@ -716,17 +716,19 @@ def test_all_ranks_and_a_replacement_have_the_data_that_one_process_draws(strate
 
 
 class Anneals(TinyModule):
-    """Scales the loss by a number that is neither a parameter nor a buffer; its checkpoints have it."""
+    """Scales the loss by a buffer, and by a number that is no buffer; its checkpoints have both."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scale = self.factor = 1.0
+        self.register_buffer("ends", torch.zeros(()))
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.factor * self.scale * super().training_step(batch, batch_idx)
+        return (self.factor * self.scale + self.ends) * super().training_step(batch, batch_idx)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.scale *= 0.8
+        self.ends += 0.0625
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         assert {"state_dict", "hyper_parameters", "epoch", "global_step"} <= checkpoint.keys()
@@ -759,9 +761,9 @@ class Varies(fx.Callback):
 @pytest.mark.parametrize(
     ("strategy", "rank", "moment"),
     params(
-        [(DDP, 1, "backward"), (FSDP, 0, "forward"), (ParameterServer, 1, "backward")],
+        [(DDP, 1, "backward"), (FSDP, 0, "forward"), (ParameterServer, 1, "batch end")],
         [
-            (DDP, 0, "forward"), (lambda: LocalSGD(every=2), 1, "forward"), (FSDP, 1, "optimizer"),
+            (DDP, 0, "forward"), (DDP, 0, "batch end"), (ParameterServer, 1, "backward"), (lambda: LocalSGD(every=2), 1, "forward"), (FSDP, 1, "optimizer"),
             (lambda: ParameterServer(servers=0), 0, "backward"),
         ],
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fabricx.fault_tolerance.member_states import Contribution, record_at, records_of_all
+from fabricx.fault_tolerance.member_states import Contribution, changed_buffers, record_at, records_of_all
 
 BATCH_1, BATCH_2, NEXT_GENERATION = (1, 0), (2, 0), (2, 1)  # (batch, generation)
 
@@ -43,3 +43,21 @@ def test_the_main_rank_receives_the_sums_of_ranks_that_have_no_worker() -> None:
 def test_a_replacement_without_a_record_begins_with_empty_sums() -> None:
     survivor = Contribution(BATCH_2, [(BATCH_2, record("0"))], record("now"))
     assert records_of_all([survivor, Contribution()], BATCH_2) == ([record("0")], False)
+
+
+def test_a_rank_that_died_in_a_hook_has_the_buffers_that_this_hook_changes_from_another_rank() -> None:
+    before_hook, after_hook = (2, 0, 0), (2, 1, 0)  # (batch, stage, generation)
+    changed = changed_buffers(
+        [
+            (after_hook, {"buffers": {"mean": b"0", "count": b"3"}}),
+            (after_hook, {"buffers": {"mean": b"0", "count": b"1"}}),
+            (before_hook, {"buffers": {"mean": b"0", "count": b"2"}}),
+        ]
+    )
+    assert changed == {before_hook: {"count"}}
+    replacement = Contribution(records=[(before_hook, {"buffers": {"mean": b"1", "count": b"2"}})])
+    replacement.leave_out(changed)
+    assert replacement.records == [(before_hook, {"buffers": {"mean": b"1"}})]
+    exact = Contribution(records=[(after_hook, {"buffers": {"count": b"9"}})])
+    exact.leave_out(changed)
+    assert exact.records == [(after_hook, {"buffers": {"count": b"9"}})]
