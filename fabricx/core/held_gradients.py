@@ -1,10 +1,11 @@
-"""Gradients that manual steps hold for later batches, as a part of the state of their optimizer."""
+"""Gradients that a module's own steps hold for later batches, as a part of the state of their optimizer."""
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final, final
 
 from torch import Tensor
@@ -125,11 +126,76 @@ class HeldGradients:
             del self._earlier[id(parameter)]
 
 
-_HELD: weakref.WeakKeyDictionary[Optimizer, HeldGradients] = weakref.WeakKeyDictionary()
+@final
+class KeptGradients:
+    """Gradients that a module's `optimizer_zero_grad` may keep for the next update, with automatic optimization.
+
+    They are kept until several calls in a row have cleared all gradients.
+
+    Args:
+        optimizers: optimizers of the module.
+    """
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        self._optimizers = list(optimizers)
+        self._kept = self._changes = False  # gradients were kept, and some of them were not zero
+        self._calls = self._cleared = (
+            0  # calls, and those of them that found gradients, none of which is left or not zero
+        )
+        for optimizer in self._optimizers:
+            _HELD[optimizer] = self
+
+    def close(self) -> None:
+        """Watch the optimizers no longer."""
+        for optimizer in self._optimizers:
+            _HELD.pop(optimizer, None)
+
+    def of(self, optimizer: Optimizer) -> dict[Tensor, Tensor]:
+        """Return the gradients of an optimizer that the next update may use, by parameter.
+
+        Args:
+            optimizer: an optimizer of `optimizers`.
+        """
+        if not self._kept and self._calls > ENOUGH:  # the same on ranks that have different parameters
+            return {}
+        return {parameter: parameter.grad for parameter in _parameters(optimizer) if parameter.grad is not None}
+
+    @contextmanager
+    def zeroes(self, optimizer: Optimizer) -> Iterator[None]:
+        """Context of the module's `optimizer_zero_grad`, whose effect is noted.
+
+        Args:
+            optimizer: an optimizer of `optimizers`.
+        """
+        had = any(parameter.grad is not None for parameter in _parameters(optimizer))
+        yield
+        left = [parameter.grad for parameter in _parameters(optimizer) if parameter.grad is not None]
+        self._calls += 1
+        self._kept = self._kept or bool(left)
+        if left and not self._changes and self._cleared < ENOUGH:
+            self._changes = any(bool(getattr(gradient, "_local_tensor", gradient).any()) for gradient in left)
+        self._cleared += had and not self._changes
+
+    def begin_again(self) -> None:
+        """Keep all gradients again for the next calls, as ranks do that have joined."""
+        self._calls, self._kept = 0, False
+
+    @property
+    def accumulates(self) -> bool:
+        """Return whether a call has kept gradients, to which the next backward adds."""
+        return self._changes
+
+    @property
+    def may_be_needed(self) -> bool:
+        """Return whether the next backward may add to gradients that are there now, so that it can't be repeated."""
+        return self._changes or (not self._cleared and any(map(self.of, self._optimizers)))
+
+
+_HELD: weakref.WeakKeyDictionary[Optimizer, HeldGradients | KeptGradients] = weakref.WeakKeyDictionary()
 
 
 def held_gradients(optimizer: Optimizer) -> dict[Tensor, Tensor]:
-    """Return the gradients that an optimizer holds for later batches, by parameter; none with automatic optimization.
+    """Return the gradients that an optimizer holds for later batches, by parameter.
 
     Args:
         optimizer: optimizer of a module.

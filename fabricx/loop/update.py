@@ -32,7 +32,12 @@ def zero_grad(session: Session, micro: Microbatch) -> None:
         for hook in session.hooks.on_before_zero_grad:
             hook(optimizer)
         if session.overridden.optimizer_zero_grad:
-            with session.gradients.hooks_see_weights("optimizer_zero_grad"), session.checks.zeroes(optimizer):
+            kept = (
+                contextlib.nullcontext()
+                if session.overridden.kept is None
+                else session.overridden.kept.zeroes(optimizer)
+            )
+            with kept, session.gradients.hooks_see_weights("optimizer_zero_grad"), session.checks.zeroes(optimizer):
                 session.module.optimizer_zero_grad(session.state.epoch, micro.index, optimizer)
         else:
             optimizer.zero_grad()

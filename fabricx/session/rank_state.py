@@ -281,7 +281,7 @@ class BufferCopies:
         self._copies: dict[str, Tensor] = {}
 
     def packed(self, point: RankState | None = None) -> dict[str, bytes] | None:
-        """Return the bytes of the buffers that batches have changed on this rank, by name; None if no buffer has changed.
+        """Return the bytes of the buffers that batches have changed on this rank, by name; None without a change.
 
         Args:
             point: use its copies, from the begin of a window; None for the present values.

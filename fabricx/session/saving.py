@@ -113,6 +113,13 @@ def _content(session: Session, path: Path, *, weights_only: bool) -> tuple[dict[
             "it repeats the window from the averages, so its weights differ from those of this run. For exact "
             "resumption, save after the last batch of a window"
         )
+    kept = session.overridden.kept
+    if buffers and not weights_only and session.window.unfinished and kept is not None and kept.accumulates:
+        session.print(
+            f"{path} is saved within an accumulation window, whose gradients are added to those that "
+            "optimizer_zero_grad has kept: a run that resumes from it adds the window's gradients again. For exact "
+            "resumption, save after the last batch of a window"
+        )
     session.synchronize(buffers)
     hparams, omitted = storable(session.module.hparams, is_storable)
     state: dict[str, Any] = {

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fabricx.checkpoint import Writer
-    from fabricx.core.held_gradients import HeldGradients
+    from fabricx.core.held_gradients import HeldGradients, KeptGradients
 
 
 @dataclass
@@ -143,6 +143,7 @@ class Overridden:
         lazy: the module has parameters whose first forward determines their shape.
         manual_steps: steps of each optimizer (by id) that `training_step` has made itself in the current batch.
         held: gradients that the module's own steps leave for later batches; None with automatic optimization.
+        kept: gradients that the module's `optimizer_zero_grad` keeps; None if it can keep none.
         in_optimizer_step: the module's `optimizer_step` is running.
         own_steps: steps of the optimizer in the present call of the module's `optimizer_step`.
         undo: functions that remove the hooks on the optimizers when the run ends.
@@ -161,6 +162,7 @@ class Overridden:
     lazy: bool = False
     manual_steps: dict[int, int] = field(default_factory=dict)
     held: HeldGradients | None = None
+    kept: KeptGradients | None = None
     in_optimizer_step: bool = False
     own_steps: int = 0
     undo: list[Callable[[], None]] = field(default_factory=list)

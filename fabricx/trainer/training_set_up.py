@@ -11,6 +11,7 @@ from torch import nn
 from fabricx.checkpoint import is_foreign, read_manifest
 from fabricx.consistency import comparison
 from fabricx.core.gradient_checks import SPARSE_CLIPPED, sparse_tables
+from fabricx.core.held_gradients import KeptGradients
 from fabricx.core.optimizers import OptimizerHandle, need_metrics_each_step, needs_closure, parse_optimizers
 from fabricx.core.strategy_parts import ModelParallel, as_part
 from fabricx.data.advice import advise_on_length, advise_on_logging
@@ -130,6 +131,9 @@ def _set_up_optimizers(session: Session) -> None:
     ]
     if not module.automatic_optimization:
         manual_optimization.watch_gradients(session)
+    elif session.overridden.optimizer_zero_grad and session.serving.weight_pulls is None:
+        session.overridden.kept = KeptGradients(session.optimizers)
+        session.overridden.undo.append(session.overridden.kept.close)
 
 
 def _check_options(session: Session) -> None:

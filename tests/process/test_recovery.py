@@ -763,7 +763,8 @@ class Varies(fx.Callback):
     params(
         [(DDP, 1, "backward"), (FSDP, 0, "forward"), (ParameterServer, 1, "batch end")],
         [
-            (DDP, 0, "forward"), (DDP, 0, "batch end"), (ParameterServer, 1, "backward"), (lambda: LocalSGD(every=2), 1, "forward"), (FSDP, 1, "optimizer"),
+            (DDP, 0, "forward"), (DDP, 0, "batch end"), (ParameterServer, 1, "backward"),
+            (lambda: LocalSGD(every=2), 1, "forward"), (FSDP, 1, "optimizer"),
             (lambda: ParameterServer(servers=0), 0, "backward"),
         ],
     ),

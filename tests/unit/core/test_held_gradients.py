@@ -12,7 +12,15 @@ from torch import Tensor, nn
 
 import fabricx as fx
 from fabricx.callbacks import ModelCheckpoint
-from fabricx.core.held_gradients import HELD, HeldGradients, held_gradients, keep_in_state, take_from_state
+from fabricx.core.held_gradients import (
+    ENOUGH,
+    HELD,
+    HeldGradients,
+    KeptGradients,
+    held_gradients,
+    keep_in_state,
+    take_from_state,
+)
 from fabricx.testing import TinyModule, tiny_loader
 
 
@@ -129,6 +137,37 @@ def test_held_gradients_pass_through_the_state() -> None:
     assert model.names() == []
 
 
+def zeroed(model: Model, kept: KeptGradients, *, to_none: bool | None) -> None:
+    """Compute gradients after they were set to None (True) or zero (False), or were kept (None)."""
+    with kept.zeroes(model.optimizers[0]):
+        if to_none is not None:
+            model.zero(to_none=to_none)
+    model.backward(model.first)
+
+
+@pytest.mark.parametrize(
+    ("to_none", "carried", "needed"), [(True, False, False), (False, True, False), (None, True, True)]
+)
+def test_gradients_are_kept_until_a_module_has_cleared_them_often(
+    to_none: bool | None, carried: bool, needed: bool
+) -> None:
+    model = Model()
+    model.held.close()
+    kept = KeptGradients(model.optimizers)
+    assert not kept.may_be_needed
+    zeroed(model, kept, to_none=to_none)
+    assert kept.may_be_needed  # unknown yet
+    for _ in range(ENOUGH):
+        assert model.names() == ["first"]
+        zeroed(model, kept, to_none=to_none)
+    assert (model.names() == ["first"]) is carried
+    assert kept.may_be_needed is kept.accumulates is needed
+    kept.begin_again()  # with a rank that has joined
+    assert model.names() == ["first"]
+    kept.close()
+    assert model.names() == []
+
+
 class Accumulates(TinyModule):
     """Steps after each second batch."""
 
@@ -144,13 +183,42 @@ class Accumulates(TinyModule):
         return torch.optim.Adam(self.parameters(), lr=0.1)
 
 
-def test_a_run_resumes_between_the_batches_of_a_step(quiet: dict[str, Any], tmp_path: Path) -> None:
+class Keeps(TinyModule):
+    """Clears gradients before each third batch only."""
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        if batch_idx % 3 == 0:
+            optimizer.zero_grad()
+
+
+class ZeroGradients(TinyModule):
+    """Has a layer that each second batch uses; momentum goes on for a gradient of zero, but not without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss + self.other(batch[0]).square().mean() if batch_idx % 2 == 0 else loss
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        optimizer.zero_grad(set_to_none=False)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("kind", [Accumulates, Keeps, ZeroGradients])
+def test_a_run_resumes_between_batches_that_share_gradients(
+    kind: type[TinyModule], quiet: dict[str, Any], tmp_path: Path
+) -> None:
     class Saves(fx.Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             trainer.save_checkpoint(tmp_path / f"{trainer.current_epoch}-{batch_idx}")
 
     def weights(*callbacks: fx.Callback, ckpt: Path | None = None) -> list[float]:
-        module, options = Accumulates(), {**quiet, "enable_checkpointing": True}
+        module, options = kind(), {**quiet, "enable_checkpointing": True}
         trainer = fx.Trainer(max_epochs=2, callbacks=[*callbacks, ModelCheckpoint(tmp_path / "last")], **options)
         trainer.fit(module, tiny_loader(16, 4, shuffle=True), ckpt_path=ckpt)
         return [weight for parameter in module.parameters() for weight in parameter.flatten().tolist()]
