@@ -232,15 +232,26 @@ class HookChecks:
 
     @contextmanager
     def unchanged_in_step(self) -> Iterator[None]:
-        """Raise an error if the module's `optimizer_step` changes weights that servers replace; they step later.
+        """Raise an error if the module's `optimizer_step` changes weights that servers replace or don't hold.
 
         Raises:
             ValueError: weights have changed.
         """
-        if not self._serving.overwrites:
+        brought = self._serving.weight_pulls
+        if brought is None:
             yield
             return
-        brought = self._serving.weight_pulls
+        if not self._serving.overwrites:  # workers step by themselves between two rounds
+            stepped = {id(p) for each in self._optimizers for group in each.param_groups for p in group["params"]}
+            frozen = [p for p in self._module.parameters() if id(p) not in stepped]
+            own_changes = WeightChanges(frozen, values=True)
+            yield
+            if own_changes.first(frozen) is not None:
+                raise ValueError(
+                    "optimizer_step changes a frozen parameter that servers don't hold, so each worker would have its "
+                    "own values: register it as a buffer, or use strategy=local_sgd, which averages frozen parameters"
+                )
+            return
         # torch's counters have the changes of this process only, and no writes to `.data`.
         changes = WeightChanges(self._module.parameters(), values=not self._serving.shares_update)
         yield

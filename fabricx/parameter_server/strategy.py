@@ -219,24 +219,33 @@ class ServedStrategy(
     def forward_backward(
         self, step: Callable[..., Any], backward: Callable[[Any], Any], batch: Any, index: int
     ) -> Any:  # fmt: skip
-        """Compute gradients; weights that the step changes are an error if servers hold them.
+        """Compute gradients; weights that the step changes are an error if servers step.
 
         Args:
             step, backward, batch, index: see `Strategy.forward_backward`.
 
         Raises:
-            ValueError: the step has changed weights, and the next weights of the servers would overwrite them.
+            ValueError: the step has changed weights that the next weights of the servers would overwrite, or frozen
+                parameters, which each worker would have for itself.
         """
-        checked = functools.partial(self._without_changes, step) if self.overwrites else step
+        checked = step if self._design.workers_step else functools.partial(self._without_changes, step)
         return super().forward_backward(checked, backward, batch, index)
 
     def _without_changes(self, step: Callable[..., Any], batch: Any, index: int) -> Any:
         pulls = self.weight_pulls
         reads = self._steps < _READ_FIRST or self._steps % _READ_EVERY == 0
         self._steps += 1
-        changes = WeightChanges(self._parameters, values=reads)
+        changes, frozen = WeightChanges(self._parameters, values=reads), self._frozen_parameters()
+        frozen_changes = WeightChanges(frozen.values(), values=reads)
         outputs = step(batch, index)
-        changed = changes.first(self._parameters)
+        changed_frozen = frozen_changes.first(frozen.values())
+        if changed_frozen is not None:
+            raise ValueError(
+                f"training_step changes {list(frozen)[changed_frozen]}, a frozen parameter that servers don't hold, so "
+                "each worker would have its own values: register it as a buffer, or use strategy=local_sgd, which "
+                "averages frozen parameters, or strategy=ddp"
+            )
+        changed = changes.first(self._parameters) if self.overwrites else None
         if changed is not None and self.weight_pulls == pulls:  # a pull within the forward writes weights, too
             raise ValueError(
                 f"training_step changes {self._names(self.module)[changed]}, but servers hold the weights, so a "  # type: ignore[arg-type]
@@ -244,6 +253,12 @@ class ServedStrategy(
                 "use strategy=ddp, where all ranks have to change them alike"
             )
         return outputs
+
+    def _frozen_parameters(self) -> dict[str, Tensor]:
+        """Return the parameters of the module that no optimizer has, by name."""
+        assert self.module is not None
+        known = set(map(id, self._parameters))
+        return {name: parameter for name, parameter in self.module.named_parameters() if id(parameter) not in known}
 
     # -- properties for the loop --------------------------------------------------------------------------------
 

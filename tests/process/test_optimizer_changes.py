@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fabricx as fx
 from fabricx.errors import WorkerFailed
-from fabricx.strategies import DDP, FSDP, LocalSGD, ParameterServer, PipelineMesh, Reproducible, TensorMesh
+from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer, PipelineMesh, Reproducible, TensorMesh
 from fabricx.testing import QUIET
 from fabricx.testing.modules import SavesAtStep
 
@@ -152,6 +152,23 @@ class MovingAverage(Net):
         optimizer.step(closure=closure)
         for average, weight in zip(self.teacher.parameters(), self.body.parameters(), strict=True):
             average.data.mul_(0.9).add_(weight.data, alpha=0.1)  # as DINO does
+
+
+class MovingAverageOutside(MovingAverage):
+    """The optimizer does not have the teacher."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.body.parameters(), *self.head.parameters()], lr=0.05)
+
+
+class MovingAverageInStep(MovingAverageOutside):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        next(self.teacher.parameters()).data.mul_(0.9)
+        return loss
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
+        optimizer.step(closure=closure)
 
 
 class Prunes(Net):
@@ -312,6 +329,10 @@ class ComputesAgain(Net):
         (ParameterServer(optimizer="server"), [KeepsGradients], "optimizer_zero_grad keeps gradients"),
         (ParameterServer(optimizer="server"), [ZeroGradients], "call optimizer.zero_grad.. without set_to_none=False"),
         (ParameterServer(optimizer="server"), [SchedulerStep], "lr_scheduler_step changes weights, but servers hold"),
+        (
+            AsyncSGD(every=2, outer="average"), [MovingAverageOutside, MovingAverageInStep],
+            "changes .*a frozen parameter.* that servers don't hold",
+        ),
         (LocalSGD(every=1), [NewParameter, NewLayer], "was created or replaced after set-up, and LocalSGD exchanges"),
         (FSDP(), [NewLayer], "was created or replaced after set-up, and FSDP exchanges gradients of the parameters at"),
         (DDP(), [ReplacesOptimizers], "trainer.optimizers can't be replaced, since the strategy, schedules and check"),
