@@ -7,7 +7,7 @@ import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from fabricx.core.state import RunState
     from fabricx.core.strategy import Strategy
 
+READ_BY_LOADERS: Final = ("limit_train_batches", "limit_val_batches", "val_check_interval", "use_distributed_sampler")
+READ_AT_SET_UP: Final = ("overfit_batches", "max_time", "precision", "sync_batchnorm", "deterministic")
 _SOURCES = {"fit": "val", "validate": "val", "test": "test", "predict": "predict"}  # of evaluation loaders, by stage
 
 
@@ -103,6 +105,7 @@ class RunData:
         self.own_generators: dict[str, Any] = {}
         self.created_in = [state.epoch, state.epoch]
         self.created_from: list[Any] = [None, None]
+        self._read: dict[str, Any] = {}  # options that were read at set-up
         self._random: list[RandomState | None] = [None, None]  # at set-up, before the creation of these loaders
 
     @property
@@ -137,8 +140,27 @@ class RunData:
         self._load_evaluation(world)
         if fits:
             self.set_validation_interval()
+        self._read = {name: getattr(self._options, name) for name in (*READ_BY_LOADERS, *READ_AT_SET_UP)}
         if world.main_rank and not world.newcomer:
             self._advise()
+
+    def check_options(self) -> None:
+        """Refuse options that a hook has changed after they were read.
+
+        Raises:
+            ValueError: an option has changed, and would have no effect.
+        """
+        reloads = self._options.reload_dataloaders_every_n_epochs
+        for name, read in self._read.items():
+            now = getattr(self._options, name)
+            created = self._passed[name == "limit_val_batches"] is None and name in READ_BY_LOADERS
+            if (type(now), now) != (type(read), read) and not (reloads and created):  # 1 is not 1.0
+                raise ValueError(
+                    f"a hook has set trainer.{name}={now!r}, but the run has begun with {read!r}, and continues with "
+                    f"it: pass {name} to the Trainer. With reload_dataloaders_every_n_epochs=1, loaders that "
+                    "train_dataloader and val_dataloader return have the new limits in the next epoch. "
+                    "on_train_batch_start returns -1 to skip the rest of an epoch; trainer.should_stop ends the run"
+                )
 
     def _advise(self) -> None:
         """Warn about loaders that the run ignores or shuffles."""

@@ -44,6 +44,7 @@ def begin_epoch(session: Session) -> bool | None:
         )
     if not session.module.automatic_optimization:
         check_options(session)  # a callback may have changed the accumulation
+    session.data.check_options()
     recount_batches(session)
     report_global_batch(session)
     session.checks.compare_ranks(f"at the start of epoch {session.state.epoch}", rates)
@@ -79,6 +80,7 @@ def end_epoch(session: Session) -> None:
         session: of this rank.
     """
     session.check_callbacks()
+    session.data.check_options()
     if session.state.validating or session.state.judging:
         validate_in_fit(session)
         if not session.state.drained:  # the end of a run changes the sums of an incomplete epoch

@@ -209,3 +209,30 @@ def test_a_hook_that_removes_a_callback_or_changes_their_order_is_refused(quiet:
         fit(lambda trainer: trainer.callbacks.reverse())
     with pytest.raises(ValueError, match=r"a hook has added _Other in trainer\.callbacks"):
         fit(lambda trainer: setattr(trainer, "callbacks", [*trainer.callbacks, _Other()]))
+
+
+@pytest.mark.parametrize(
+    ("hook", "name", "value"),
+    [
+        ("on_fit_start", "limit_train_batches", 1), ("on_train_epoch_start", "limit_val_batches", 1),
+        ("on_train_batch_end", "val_check_interval", 1), ("on_validation_end", "max_time", "00:00:01:00"),
+    ],
+)  # fmt: skip
+def test_options_that_a_hook_sets_after_they_were_read_are_refused(
+    hook: str, name: str, value: Any, quiet: dict[str, Any]
+) -> None:
+    changes = _Changes(hook, lambda trainer: setattr(trainer, name, value))
+    trainer = fx.Trainer(max_epochs=2, callbacks=[changes], reload_dataloaders_every_n_epochs=1, **quiet)
+    with pytest.raises(ValueError, match=rf"a hook has set trainer\.{name}='?{value}'?, but the run has begun with "):
+        trainer.fit(TinyModule(), tiny_loader(8, 4), tiny_loader(4, 4))
+
+
+def test_a_limit_that_a_hook_sets_is_that_of_loaders_that_are_created_again(quiet: dict[str, Any]) -> None:
+    class Creates(TinyModule):
+        def train_dataloader(self) -> Any:
+            return tiny_loader(8, 4)
+
+    changes = _Changes("on_train_start", lambda trainer: setattr(trainer, "limit_train_batches", 1))
+    trainer = fx.Trainer(max_epochs=2, callbacks=[changes], reload_dataloaders_every_n_epochs=1, **quiet)
+    trainer.fit(Creates())
+    assert trainer.global_step == 2 + 1
