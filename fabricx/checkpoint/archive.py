@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from fabricx.checkpoint.storage import open_seekable
 from fabricx.errors import CheckpointError
 
 RECORD: Final = "fabricx.json"
@@ -24,7 +25,7 @@ def is_single_file(path: Path) -> bool:
     if not path.is_file() or path.name.endswith(".partial"):
         return False
     try:
-        with path.open("rb") as file:
+        with open_seekable(path) as file:
             if file.read(2) != b"PK":
                 return False
             with zipfile.ZipFile(file) as archive:
@@ -48,7 +49,7 @@ def read_record(path: Path) -> dict[str, Any]:
         CheckpointError: the manifest is damaged.
     """
     try:
-        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+        with open_seekable(path) as file, zipfile.ZipFile(file) as archive:
             record = _record(archive)
             if record is None or max(record.file_size, record.compress_size) > _LARGEST:
                 raise ValueError(RECORD)
@@ -69,7 +70,7 @@ def check_records(path: Path) -> None:
         CheckpointError: the file is damaged.
     """
     try:
-        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+        with open_seekable(path) as file, zipfile.ZipFile(file) as archive:
             damaged = archive.testzip()
     except (OSError, ValueError, RuntimeError, NotImplementedError, zipfile.BadZipFile) as error:
         damaged = str(error)
@@ -83,7 +84,7 @@ def read_objects(path: Path) -> bytes:
     Args:
         path: path of the file.
     """
-    with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+    with open_seekable(path) as file, zipfile.ZipFile(file) as archive:
         named = [entry for entry in archive.infolist() if entry.filename.partition("/")[2] == OBJECTS]
         if not named or named[0].file_size > path.stat().st_size:  # compressed, which fabricx never does
             return b""

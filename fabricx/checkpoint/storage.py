@@ -6,6 +6,7 @@ import contextlib
 import functools
 import os
 import shutil
+import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -93,6 +94,29 @@ def local_copy(file: Path) -> Iterator[Path]:
         fetched = Path(folder) / file.name
         cast(Any, file).fs.get_file(cast(Any, file).path, str(fetched))
         yield fetched
+
+
+def open_seekable(file: Path) -> IO[bytes]:
+    """Open a file for reading bytes at any position; one of a web server without ranges is downloaded.
+
+    Args:
+        file: local or remote.
+    """
+    opened = cast(IO[bytes], file.open("rb"))
+    if is_local(file):
+        return opened
+    try:
+        opened.seek(1)
+        opened.read(1)
+        opened.seek(0)
+    except (OSError, ValueError):  # of fsspec
+        opened.close()
+        copy = cast(IO[bytes], tempfile.TemporaryFile())  # noqa: SIM115
+        with file.open("rb") as stream:
+            shutil.copyfileobj(stream, copy)
+        copy.seek(0)
+        return copy
+    return opened
 
 
 @contextlib.contextmanager

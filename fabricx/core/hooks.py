@@ -72,7 +72,10 @@ class Hooks:
             before = _bound(name, first, trainer, module, around)
             overridden = name in MODULE_HOOKS and overrides(module, name, ModuleHooks)
             of_module = (_within(around, module, name, ModuleHooks),) if overridden else ()
-            setattr(self, name, (*before, *of_module, *_bound(name, watching, trainer, module, around)))
+            after = _bound(name, watching, trainer, module, around)
+            # In Lightning, callbacks see the entries that the module has changed.
+            ordered = (*of_module, *before, *after) if name == "on_load_checkpoint" else (*before, *of_module, *after)
+            setattr(self, name, ordered)
             if name == "on_train_batch_start":
                 self._skips = len(before) if of_module else -1
         self.train_batch_end_watching: Hook = _bound("on_train_batch_end", watching, trainer, module, around)

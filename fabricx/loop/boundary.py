@@ -34,6 +34,7 @@ def begin_batch(session: Session, micro: Microbatch) -> Any:
     batch = with_own_move(micro.data) if session.transfer is None else session.transfer(micro.data, 0)
     session.batch.in_step = False
     session.batch.is_last, session.batch.index = micro.last, micro.index
+    session.batch.total = session.state.before + micro.index
     step = session.state.step + 1
     if micro.opens and not micro.closes:
         session.metrics.logbook.metrics.forget_step(step)

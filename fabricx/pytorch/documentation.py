@@ -36,7 +36,7 @@ ABSENT_MEMBERS: Final[Mapping[str, Mapping[str, str]]] = {
 _DIFFERS: Final[Mapping[str, str]] = {
     "trainer.global_step, max_steps": "weight updates, for any number of optimizers",
     "step of the rows of loggers": "the number of weight updates: 1 for the first batch, in Lightning 0",
-    "trainer.fit_loop": "`max_epochs`, ..., `epoch_progress`, `epoch_loop.global_step`, `batch_idx`; for reading",
+    "trainer.fit_loop": "`max_epochs`, `batch_idx`, `max_batches`, `total_batch_idx`, progress of loops; for reading",
     "scheduler with interval epoch": "steps after the validation and `on_train_epoch_end`; in Lightning before",
     "scheduler with interval step, frequency": "counts updates of the run; in Lightning batches of each epoch",
     "optimizer_step": "runs after training_step and backward: `optimizer_closure()` returns the loss",

@@ -70,6 +70,7 @@ class BatchStatus:
         idle_ranks: number of ranks without a sample of this microbatch, which do not run its hooks.
         indices: in a prediction, positions of the batch's samples in the data set; None if the data has no positions.
         index: number of the newest training batch in its epoch; -1 before the first.
+        total: number of this batch in the run.
     """
 
     is_last: bool = False
@@ -79,6 +80,7 @@ class BatchStatus:
     idle_ranks: int = 0
     indices: list[int] | None = None
     index: int = -1
+    total: int = -1
 
     def abandon_step(self) -> None:
         """Record that the step has failed before its update: the weights are those of the step before."""

@@ -98,17 +98,34 @@ class EpochProgress:
     total: Progress
 
 
+@dataclass(frozen=True)
+class BatchProgress:
+    """The training batches of a run under Lightning's names; a program can read them only.
+
+    Attributes:
+        current: batches of the epoch.
+        total: batches of the run.
+        is_last_batch: the newest batch is the last of its epoch.
+    """
+
+    current: Progress
+    total: Progress
+    is_last_batch: bool
+
+
 class EpochLoopSteps:
     """The part of `trainer.fit_loop.epoch_loop` that programs read: number of weight updates, and of the batch.
 
     Args:
         global_step: number of weight updates.
-        batch_idx: number of the newest batch in its epoch; -1 before the first.
+        batch_progress: training batches of the run.
     """
 
-    def __init__(self, global_step: int, batch_idx: int) -> None:
+    def __init__(self, global_step: int, batch_progress: BatchProgress) -> None:
         self.global_step = self._batches_that_stepped = global_step
-        self.batch_idx = batch_idx
+        self.batch_progress = batch_progress
+        self.batch_idx = batch_progress.current.ready - 1
+        self.total_batch_idx = batch_progress.total.ready - 1
 
     def __getattr__(self, name: str) -> Any:
         meant = "; trainer.enable_validation and trainer.num_val_batches describe the validation" * (name == "val_loop")
@@ -131,9 +148,35 @@ class FitLimits:
     @property
     def epoch_loop(self) -> EpochLoopSteps:
         """Return the number of weight updates under the names of Lightning's inner loop."""
+        return EpochLoopSteps(self.__dict__["_trainer"].global_step, self._batches())
+
+    def _batches(self) -> BatchProgress:
+        """Return the numbers of training batches; within a batch, it is started and not completed."""
         trainer = self.__dict__["_trainer"]
-        session = trainer._sessions.fit
-        return EpochLoopSteps(trainer.global_step, -1 if session is None else session.batch.index)
+        session, state = trainer._sessions.fit, trainer.state
+        if session is None or session.batch.index < 0:
+            done = state.before + state.batch
+            return BatchProgress(Progress(*[state.batch] * 4), Progress(*[done] * 4), False)
+        begun, total = session.batch.index + 1, session.batch.total + 1
+        within = total > state.before + state.batch  # the position advances at the end of the batch
+        current = Progress(begun, begun, begun - within, begun - within)
+        return BatchProgress(current, Progress(total, total, total - within, total - within), session.batch.is_last)
+
+    @property
+    def batch_idx(self) -> int:
+        """Return the number of the newest training batch in its epoch; -1 before the first."""
+        return self.epoch_loop.batch_idx
+
+    @property
+    def total_batch_idx(self) -> int:
+        """Return the number of the newest training batch in the run; -1 before the first."""
+        return self.epoch_loop.total_batch_idx
+
+    @property
+    def max_batches(self) -> int | float:
+        """Return the number of batches per epoch."""
+        batches: int | float = self.__dict__["_trainer"].num_training_batches
+        return batches
 
     @property
     def epoch_progress(self) -> EpochProgress:

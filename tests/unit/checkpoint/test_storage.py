@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import uuid
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from fabricx import checkpoint
-from fabricx.checkpoint.storage import as_path, discard, is_local, local_copy
+from fabricx.checkpoint.storage import as_path, discard, is_local, local_copy, open_seekable
 
 
 @pytest.fixture
@@ -31,6 +32,20 @@ def test_a_path_is_local_and_a_url_is_not_except_that_of_a_file(tmp_path: Path) 
 def test_a_scheme_that_nobody_implements_is_an_error_with_the_url(url: str) -> None:
     with pytest.raises(ValueError, match=url):
         as_path(url)
+
+
+def test_a_file_of_a_web_server_without_ranges_can_be_read_at_any_position() -> None:
+    class Stream(io.BytesIO):
+        def seek(self, position: int, whence: int = 0) -> int:
+            raise ValueError("Cannot seek streaming HTTP file")
+
+    class Remote:
+        def open(self, mode: str) -> Stream:
+            return Stream(b"0123")
+
+    with open_seekable(Remote()) as file:  # type: ignore[arg-type]
+        file.seek(2)
+        assert file.read() == b"23"
 
 
 def test_a_remote_file_is_local_while_it_is_used(remote: Any) -> None:

@@ -34,6 +34,22 @@ def test_callbacks_run_before_the_module_and_those_that_watch_metrics_after_it(q
     assert order == ["callback", "module", "watching 3.0"]
 
 
+def test_on_load_checkpoint_of_the_module_runs_before_callbacks_as_in_lightning() -> None:
+    order: list[str] = []
+
+    class Reads(Callback):
+        def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: Any) -> None:
+            order.append("callback")
+
+    class Changes(TinyModule):
+        def on_load_checkpoint(self, checkpoint: Any) -> None:
+            order.append("module")
+
+    for hook in Hooks(None, Changes(), [Reads()]).on_load_checkpoint:  # type: ignore[arg-type]
+        hook({})
+    assert order == ["module", "callback"]
+
+
 def test_a_misspelt_hook_is_refused_with_the_nearest_name(quiet: dict[str, Any]) -> None:
     class Wrong(Callback):
         def on_train_epoch_edn(self) -> None: ...

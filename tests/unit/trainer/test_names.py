@@ -163,8 +163,18 @@ class Counts(TinyModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         progress = self.trainer.fit_loop.epoch_progress.current
-        place = self.trainer.fit_loop.epoch_loop.batch_idx
-        self.seen.append((batch_idx, place, progress.ready, progress.processed, progress.completed))
+        loop = self.trainer.fit_loop
+        places = (loop.epoch_loop.batch_idx, loop.batch_idx, loop.total_batch_idx, loop.epoch_loop.total_batch_idx)
+        self.seen.append((batch_idx, *places, progress.ready, progress.processed, progress.completed))
+        batches = loop.epoch_loop.batch_progress
+        self.seen.append((batches.current.ready, batches.total.ready, batches.is_last_batch, int(loop.max_batches)))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        batches = self.trainer.fit_loop.epoch_loop.batch_progress
+        self.seen.extend((p.ready, p.started, p.processed, p.completed) for p in (batches.current, batches.total))
+
+    def on_train_epoch_end(self) -> None:
+        self.on_before_optimizer_step(None)
 
 
 def test_counters_of_loops_are_those_of_lightning(quiet: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,6 +183,8 @@ def test_counters_of_loops_are_those_of_lightning(quiet: dict[str, Any], monkeyp
 
     class Theirs(lightning.LightningModule):  # type: ignore[name-defined, misc]
         on_train_batch_end = Counts.on_train_batch_end
+        on_before_optimizer_step = Counts.on_before_optimizer_step
+        on_train_epoch_end = Counts.on_train_epoch_end
 
         def __init__(self, seen: list[tuple[int, ...]]) -> None:
             super().__init__()
