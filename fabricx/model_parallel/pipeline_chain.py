@@ -169,9 +169,10 @@ def _detect(module: nn.Module, run: Callable[[], Any]) -> Blocks:
             break
         refused = refused or next(iter(trace.joined.values()))
     if best is None:
+        passed = "pass such tensors on from block to block, use strategy=tensor or fsdp, or " if candidates else ""
         raise ValueError(
             "blocks='auto' finds no chain of blocks, each of which is called once and takes the output of the one "
-            "before" + (f" ({refused})" if refused else "") + "; name the blocks: blocks=CLASS, or a list of names"
+            f"before{f' ({refused})' * bool(refused)}; {passed}name the blocks: blocks=CLASS, or a list of names"
         )
     return best[1]
 
