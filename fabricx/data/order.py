@@ -293,29 +293,45 @@ class Cut:
         [(), (2,)]
         """
         global_batch = self.global_batch
+        whole = self._equal(min(global_batch, self.items))
         for start in range(position, self.items, global_batch):
             stop = min(start + global_batch, self.items)
             if (shares := self.balance.at(self.epoch, start, self.ranks)) is not None:
                 yield from self._unequal(shares, start, stop)
                 continue
-            places = stop - start
-            pieces = min(self.parts or places, places)  # none without an item: the first microbatch has one
-            size, extra = divmod(pieces, self.ranks)
-            begin = self.rank * size + min(self.rank, extra)
-            end = begin + size + (self.rank < extra)
-            stride, count = 1 if self.parts else self.batch, self._microbatches(places)
-            if self.undivided:
-                stride = -(-places // self.ranks)
-            for number in range(count):
-                low = min(begin + number * stride, end)
-                high = min(low + stride, end)
-                done = number * stride
-                idle = () if done < size else tuple(range(extra if done == size else 0, self.ranks))
-                if self.parts:
-                    low, high = low * places // pieces, high * places // pieces
+            microbatches = whole if stop - start == global_batch else self._equal(stop - start)
+            count = len(microbatches)
+            for number, (low, high, idle) in enumerate(microbatches):
                 closes = number == count - 1
                 last = closes and stop == self.items
                 yield Share(start + low, start + high, start, stop, number == 0, closes, last, count, idle=idle)
+
+    def _equal(self, places: int) -> list[tuple[int, int, tuple[int, ...]]]:
+        """Return this rank's microbatches of a global batch in equal shares.
+
+        Args:
+            places: items of the global batch.
+
+        Returns:
+            Begin and end, counted from the start of the global batch, and the ranks without an item; by microbatch.
+        """
+        if not places:
+            return []
+        pieces = min(self.parts or places, places)  # none without an item: the first microbatch has one
+        size, extra = divmod(pieces, self.ranks)
+        begin = self.rank * size + min(self.rank, extra)
+        end = begin + size + (self.rank < extra)
+        stride = 1 if self.parts else -(-places // self.ranks) if self.undivided else self.batch
+        microbatches = []
+        for number in range(self._microbatches(places)):
+            done = number * stride
+            low = min(begin + done, end)
+            high = min(low + stride, end)
+            idle = () if done < size else tuple(range(extra if done == size else 0, self.ranks))
+            if self.parts:
+                low, high = low * places // pieces, high * places // pieces
+            microbatches.append((low, high, idle))
+        return microbatches
 
     def _unequal(self, shares: Shares, start: int, stop: int) -> Iterator[Share]:
         planned = self._microbatches(stop - start)
