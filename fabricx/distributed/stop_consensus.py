@@ -20,7 +20,8 @@ LONG_S: Final = 10.0  # longest wait without a supervisor, after which the wait 
 RETRY_S: Final = 0.2  # pause after a failed connection to the store
 RETRIES: Final = 10  # failed connections in a row after which the store has ended
 WATCH_S: Final = 3600.0  # longest wait for a request, after which the wait is repeated
-STOP_KEY: Final = "stop/requested"  # set by the supervisor; applies to all runs
+STOP_KEY: Final = "stop/requested"  # set by the supervisor, which has received a signal; applies to all runs
+SIGNALS: Final = ("interrupted", "terminated")  # reasons of requests that no minimum of steps delays
 
 
 @final
@@ -36,14 +37,14 @@ class Agreement:
 
     Args:
         world: all ranks.
-        name: name of the action; for "stop" the supervisor's request counts, too.
+        name: name of the action; for "signal" the supervisor's request counts, too.
         beside: agreement on another action of the same world, whose thread also serves this agreement.
 
     Attributes:
         reason: reason of the request; None without a request.
     """
 
-    def __init__(self, world: World, name: str = "stop", beside: Agreement | None = None) -> None:
+    def __init__(self, world: World, name: str, beside: Agreement | None = None) -> None:
         self.reason: str | None = None
         self._world, self._name = world, name
         self._passed = self._published = -1
@@ -148,11 +149,11 @@ class Agreement:
 
     def _request_keys(self) -> list[str]:
         """Return the store keys that are set by requests of this action."""
-        return [self._key("requested"), *([STOP_KEY] if self._name == "stop" else [])]
+        return [self._key("requested"), *([STOP_KEY] if self._name == "signal" else [])]
 
     def _answer(self) -> None:
         """Receive a request, and publish the position of this rank; called by the watching thread."""
-        if self._name == "stop":
+        if self._name in ("signal", "stop"):
             self._read_request(self._store, self._request_keys())
         elif self.reason is None:
             self.reason = self._name
@@ -172,6 +173,69 @@ class Agreement:
         reason = _requested(store, keys)
         if reason is not None:  # do not overwrite a request that this rank has made during the store access
             self.reason = reason
+
+
+@final
+class StopRequests:
+    """Requests to stop: those of callbacks, which a minimum of steps may delay, and signals, which nothing delays.
+
+    Two agreements, so that a signal counts after a delayed request, and all ranks stop for the same reason.
+
+    Args:
+        world: all ranks.
+
+    Attributes:
+        signals: requests with a reason of `SIGNALS`.
+        callbacks: other requests.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.signals = Agreement(world, "signal")
+        self.callbacks = Agreement(world, "stop", beside=self.signals)
+
+    @property
+    def reason(self) -> str | None:
+        """Return the reason of a request that this rank has made or received; None without a request."""
+        return self.signals.reason or self.callbacks.reason
+
+    def request(self, reason: str) -> None:
+        """Request that all ranks stop; may be called from any thread or signal handler.
+
+        Args:
+            reason: "interrupted" or "terminated" for a signal; otherwise any text.
+        """
+        (self.signals if reason in SIGNALS else self.callbacks).request(reason)
+
+    def at_boundary(self, index: int, *, delayed: bool) -> str | None:
+        """Return the reason for which all ranks stop at this boundary; None if they continue.
+
+        Args:
+            index: number of the boundary; increases by 1 from boundary to boundary.
+            delayed: only a signal stops the ranks here; equal on all ranks.
+        """
+        if self.signals.at_boundary(index):
+            return self.signals.reason
+        if delayed:
+            self.callbacks.pass_by(index)
+            return None
+        return self.callbacks.reason if self.callbacks.at_boundary(index) else None
+
+    def renewed(self, world: World) -> StopRequests:
+        """Return the same requests for the ranks of another generation, and close these.
+
+        Args:
+            world: all ranks of the generation.
+        """
+        self.close()
+        requests = StopRequests(world)
+        for reason in (self.signals.reason, self.callbacks.reason):
+            if reason is not None:
+                requests.request(reason)
+        return requests
+
+    def close(self) -> None:
+        """Stop the thread that waits for requests."""
+        self.signals.close()
 
 
 @final

@@ -158,7 +158,7 @@ def _abandon_batch(session: Session) -> Writer | None:
     """Abandon the interrupted batch; returns the writer of an abandoned checkpoint."""
     membership().shut()
     membership().send("left", session.world.generation)
-    session.agreement.close()
+    session.stop_requests.close()
     writer, session.checkpoints.writer = session.checkpoints.writer, None
     if writer is not None:
         writer.abandon()

@@ -132,7 +132,7 @@ def _end_lease(session: Session, micro: Microbatch) -> None:
     if micro.closes:
         session.metrics.log_step_alone(session.recorder, session.optimizers)
         session.recorder.end_step(session.state.step)
-        asked = session.agreement.reason is not None
+        asked = session.stop_requests.reason is not None
         if asked or session.fault_tolerance.outdated:
             session.dealer.close_section()
     session.checkpoints.poll()

@@ -99,20 +99,21 @@ def agree_at_boundary(session: Session) -> bool:
     Args:
         session: between two batches.
     """
-    agreement = session.agreement
+    requests, options = session.stop_requests, session.options
     session.stop.boundary += 1
-    interrupted = agreement.reason in ("interrupted", "terminated")
-    early = session.state.epoch < session.options.min_epochs or session.state.step < session.options.min_steps
-    if early and not interrupted:
-        if agreement.reason is not None:
-            session.print_once(
-                "delayed",
-                f"a stop was requested after {session.state.step} steps, and training continues until "
-                f"min_epochs={session.options.min_epochs} and min_steps={session.options.min_steps} are reached",
-            )
-        return False
-    if (session.world.size > 1 or agreement.reason is not None) and agreement.at_boundary(session.stop.boundary):
-        session.stop.agree(agreement.reason)
+    if session.world.size == 1 and requests.reason is None:
+        return session.stop.agreed
+    delayed = session.state.epoch < options.min_epochs or session.state.step < options.min_steps
+    reason = requests.at_boundary(session.stop.boundary, delayed=delayed)
+    if reason is not None:
+        session.stop.agree(reason)
+    elif delayed and requests.callbacks.reason is not None:
+        limits = [f"{name}={getattr(options, name)}" for name in ("min_epochs", "min_steps") if getattr(options, name)]
+        session.print_once(
+            "delayed",
+            f"a stop was requested after {session.state.step} steps, and training continues until "
+            f"{' and '.join(limits)} {'are' if limits[1:] else 'is'} reached",
+        )
     return session.stop.agreed
 
 

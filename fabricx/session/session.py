@@ -31,7 +31,7 @@ from fabricx.core.strategy_parts import (
 )
 from fabricx.core.transfer import with_own_move
 from fabricx.distributed import heartbeat
-from fabricx.distributed.stop_consensus import Agreement
+from fabricx.distributed.stop_consensus import StopRequests
 from fabricx.session.accumulation import AccumulationWindow
 from fabricx.session.fault_tolerance import FaultTolerance
 from fabricx.session.rank_state import RankState
@@ -81,7 +81,7 @@ class Session:
         divided: several ranks compute a share of the data together.
         staged: these are stages of a pipeline, which compute a batch in parts.
         hooks: functions to call for each hook.
-        agreement: determines the boundary at which all ranks stop.
+        stop_requests: determine the boundary at which all ranks stop.
         precision: precision of weights and computations.
         optimizers, optimizer_handles, lr_schedulers: of the module; empty in an evaluation.
         overridden: overridden methods of the module.
@@ -115,7 +115,7 @@ class Session:
         self.hooks = Hooks(
             trainer, module, callbacks, self.gradients.hooks_see_weights if self.gradients.divides_weights else None
         )
-        self.agreement = Agreement(world)
+        self.stop_requests = StopRequests(world)
         self.precision = Precision()
         self.optimizers: list[Optimizer] = []
         self.optimizer_handles: list[OptimizerHandle] = []
@@ -214,11 +214,7 @@ class Session:
 
     def renew_agreements(self) -> None:
         """Agree on stops and settings with the ranks of the present generation; a request to stop is kept."""
-        reason = self.agreement.reason
-        self.agreement.close()
-        self.agreement = Agreement(self.world)
-        if reason is not None:
-            self.agreement.request(reason)
+        self.stop_requests = self.stop_requests.renewed(self.world)
         self.share_settings()
 
     def _forget_copies(self) -> None:
@@ -228,7 +224,7 @@ class Session:
         """Start to compare settings that hooks change, with the ranks of the present generation."""
         compares = self.world.axis("data").size > 1 and self.strategy.traits.lockstep
         self.settings = (
-            SharedSettings(self.options, self.module, self.strategy, self.state, self.agreement)
+            SharedSettings(self.options, self.module, self.strategy, self.state, self.stop_requests.signals)
             if compares
             else OwnSettings()
         )

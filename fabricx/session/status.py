@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fabricx.distributed.stop_consensus import SIGNALS
+
 if TYPE_CHECKING:
     from fabricx.checkpoint import Writer
     from fabricx.core.held_gradients import HeldGradients, KeptGradients
@@ -32,15 +34,24 @@ class StopStatus:
     terminated: bool = False
     boundary: int = 0
 
-    def agree(self, reason: str | None) -> None:
+    def request(self, reason: str) -> None:
+        """Record a request of this rank; a signal replaces other reasons.
+
+        Args:
+            reason: reason of the request.
+        """
+        if not self.requested or self.reason not in SIGNALS:
+            self.reason = reason
+        self.requested = True
+
+    def agree(self, reason: str) -> None:
         """Record that all ranks stop at this boundary.
 
         Args:
-            reason: reason of this rank's request; None if another rank requested it.
+            reason: reason of the request.
         """
         self.agreed = self.requested = True
-        self.terminated = reason == "terminated"
-        self.interrupted = self.terminated or reason == "interrupted"
+        self.terminated, self.interrupted = reason == "terminated", reason in SIGNALS
 
 
 @dataclass

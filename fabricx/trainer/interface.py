@@ -230,9 +230,9 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         Args:
             reason: the reason of the request, for all ranks.
         """
-        self.stop.requested, self.stop.reason = True, reason
+        self.stop.request(reason)
         if self._sessions.newest is not None and self._sessions.newest.running:
-            self._sessions.newest.agreement.request(reason)
+            self._sessions.newest.stop_requests.request(reason)
 
     @property
     def interrupted(self) -> bool:

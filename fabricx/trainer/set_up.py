@@ -210,7 +210,7 @@ def _build(trainer: TrainerInterface, job: Job, world: World) -> Session:
     )  # fmt: skip
     trainer.begin_session(session, fits=job.stage == "fit")
     if trainer.stop.requested and job.stage == "fit":  # by a signal, since the run was started
-        session.agreement.request(trainer.stop.reason)
+        session.stop_requests.request(trainer.stop.reason)
     return session
 
 
@@ -318,7 +318,7 @@ def _close(session: Session, ending: Ending) -> None:
     """Release all resources of the run, also after an error."""
     try:
         with _attempt_all() as attempt:
-            attempt(session.agreement.close)
+            attempt(session.stop_requests.close)
             attempt(session.checkpoints.close)
             for undo in session.overridden.undo:
                 attempt(undo)

@@ -104,7 +104,7 @@ def measured(ranks: int, folder: str) -> dict[str, tuple[float, float, float]]:
             store.wait([f"here/{other}" for other in range(ranks)], timedelta(minutes=5))
             store.set("complete", "")
         store.wait(["complete"], timedelta(minutes=5))
-        agreements[rank] = Agreement(World(rank=rank, size=ranks, store=store))
+        agreements[rank] = Agreement(World(rank=rank, size=ranks, store=store), "signal")
 
     def train(rank: int) -> None:
         for index in range(STEPS):

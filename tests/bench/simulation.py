@@ -333,7 +333,7 @@ class _Run:
         shared, _ = meet(PrivateStore(("launcher", 0), KEY), launch)
         self.reach("join")
         world = World(rank=number, size=self.ranks, store=shared)
-        agreement = Agreement(world)
+        agreement = Agreement(world, "signal")
         index = 0
         while not self.boundary(agreement, number, index):
             index += 1

@@ -49,7 +49,7 @@ def test_each_rank_answers_and_all_hear_each_other() -> None:
 def stop(asking: list[int], at: int) -> int:
     world = current()
     assert world is not None
-    agreement = Agreement(world)
+    agreement = Agreement(world, "stop")
     try:
         for boundary in range(1, 10_000):
             world.all_reduce(torch.zeros(1))  # ranks go in step, as training does

@@ -35,7 +35,7 @@ def trainers(path: str, size: int) -> Iterator[list[Any]]:
     for rank in range(size):
         world = World(rank=rank, size=size, store=PrivateStore(path, KEY))
         t: Any = SimpleNamespace(
-            world=world, agreement=Agreement(world), module=nn.Linear(2, 1), state=SimpleNamespace(step=7),
+            world=world, agreement=Agreement(world, "stop"), module=nn.Linear(2, 1), state=SimpleNamespace(step=7),
             strategy=SimpleNamespace(world=world, traits=Traits()),
             **dict.fromkeys(LIMITS, 1),
         )  # fmt: skip

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fabricx.distributed.deaths import DEATHS
-from fabricx.distributed.stop_consensus import Agreement
+from fabricx.distributed.stop_consensus import Agreement, StopRequests
 from fabricx.distributed.store import PrivateStore
 from fabricx.distributed.store_server import StoreServer
 from fabricx.distributed.world import World
@@ -29,7 +29,7 @@ class AnswersLate:
 
 
 def test_a_request_of_this_rank_outlives_a_look_at_the_store_that_began_before() -> None:
-    agreement = Agreement(World())
+    agreement = Agreement(World(), "stop")
     store: Any = AnswersLate(agreement)
     agreement._read_request(store, ["requested"])
     assert agreement.reason == "should_stop"
@@ -38,7 +38,7 @@ def test_a_request_of_this_rank_outlives_a_look_at_the_store_that_began_before()
 
 def agreements(server: StoreServer, ranks: int, **options: Any) -> list[Agreement]:
     return [
-        Agreement(World(rank=rank, size=ranks, store=PrivateStore(server.path, KEY)), **options)
+        Agreement(World(rank=rank, size=ranks, store=PrivateStore(server.path, KEY)), "signal", **options)
         for rank in range(ranks)
     ]
 
@@ -80,6 +80,59 @@ def test_ranks_that_learn_of_a_request_at_different_boundaries_stop_at_the_same(
     assert stopped[0] >= 9
     for agreement in ranks:
         agreement.close()
+
+
+def stops(server: StoreServer, requests: list[dict[int, str]], minimum: int) -> list[tuple[int, str | None]]:
+    """Return the boundary and the reason at which each rank stops.
+
+    Args:
+        server: the run's store.
+        requests: by rank: reasons, by the boundary before which the rank requests the stop.
+        minimum: boundary before which only signals stop the ranks.
+    """
+    found: list[tuple[int, str | None]] = []
+
+    def train(rank: int) -> None:
+        requested = StopRequests(World(rank=rank, size=len(requests), store=PrivateStore(server.path, KEY)))
+        ready.wait(30)
+        index, reason = 0, None
+        while reason is None and index < 5000:
+            index += 1
+            if index in requests[rank]:
+                requested.request(requests[rank][index])
+            reason = requested.at_boundary(index, delayed=index < minimum)
+            time.sleep(0.002)
+        found.append((index, reason))
+        requested.close()
+
+    ready = threading.Barrier(len(requests))
+    threads = [threading.Thread(target=train, args=(rank,)) for rank in range(len(requests))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return found
+
+
+@pytest.mark.parametrize("requests", [
+    [{3: "terminated"}, {}],  # a signal is not delayed
+    [{1: "should_stop", 3: "terminated"}, {}],  # also after a request that is
+    [{3: "terminated"}, {1: "should_stop"}],
+    [{3: "terminated"}, {3: "should_stop", 9: "should_stop"}],  # both at once: the reason is the same on all ranks
+], ids=["alone", "after its own", "after another's", "at once"])  # fmt: skip
+def test_a_signal_stops_all_ranks_before_a_delayed_request(
+    server: StoreServer, requests: list[dict[int, str]]
+) -> None:  # fmt: skip
+    first, second = stops(server, requests, minimum=5000)
+    assert first == second
+    assert first[1] == "terminated"
+
+
+def test_a_delayed_request_stops_all_ranks_when_the_minimum_is_reached(server: StoreServer) -> None:
+    first, second = stops(server, [{2: "should_stop"}, {}], minimum=20)
+    assert first == second
+    assert first[0] >= 20
+    assert first[1] == "should_stop"
 
 
 def test_a_rank_that_waits_for_requests_sends_none_itself(server: StoreServer) -> None:
