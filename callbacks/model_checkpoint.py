@@ -339,6 +339,8 @@ class ModelCheckpoint(Callback, NameParts):
     def _save_if_good(self, trainer: TrainerProtocol) -> None:
         metrics = self._metrics(trainer)
         score = metrics.get(self.monitor, math.nan) if self.monitor is not None else math.nan
+        if self.monitor is not None:  # ranks may have other values: with sync_dist=False, and of a rank without data
+            score = trainer.world.broadcast_object(score)
         kept = self._records.scores
         if self.monitor is None and self.save_top_k >= 1:  # the newest replaces the oldest
             admitted, displaced = True, next(iter(kept), None) if len(kept) >= self.save_top_k else None

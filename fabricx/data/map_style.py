@@ -267,21 +267,36 @@ class OrderedFeed(Feed):
             )
         self.order_before = ""
 
-    def _check_order(self, order: Any) -> None:
+    def _check_order(self, order: Any, published_at: int | None = None) -> None:
         """Refuse a sampler whose order differs between ranks: samples would be trained twice or never.
+
+        Args:
+            order: of an epoch.
+            published_at: the epoch, where ranks work at their own pace and do not wait for each other here.
 
         Raises:
             RanksDisagree: the orders differ.
         """
         if self._world.size == 1 or isinstance(order, (range, np.ndarray)):
             return
-        if len(set(self._world.gather_objects(_digest(order)))) > 1:
+        digest = _digest(order)
+        digests = self._world.gather_objects(digest) if published_at is None else self._published(published_at, digest)
+        if len(set(digests)) > 1:
             raise RanksDisagree(
                 f"{type(self._sampler).__name__} returns a different order of the data on each rank, but the order is "
                 "divided over the ranks: return the same order on all ranks (drawn from torch's, numpy's or python's "
                 "global generator, which have the same seed on all ranks), or set use_distributed_sampler=False, so "
                 "that each rank reads all samples of its own sampler"
             )
+
+    def _published(self, epoch: int, digest: str) -> list[str]:
+        """Publish the digest of an order, and return those that exist: of the main rank and another, one reads both."""
+        world = self._world
+        assert world.store is not None
+        keys = [world.key(f"order/{epoch}/{rank}") for rank in range(world.size)]
+        world.store.set(keys[world.rank], digest)
+        read = keys if world.main_rank else keys[:1]
+        return [digest, *(world.store.get(key).decode() for key in read if world.store.check([key]))]
 
     def epoch(
         self, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0, together: bool = True
@@ -345,6 +360,7 @@ class OrderedFeed(Feed):
             )
         order = self._order(epoch)
         self._compare_order(order, position)
+        self._check_order(order, published_at=epoch)
         items = min(self._items(), len(order))
         sizes, batch = self._sizes(order), self._batch
         self._picked.count = len(self._cut(items, accumulate))

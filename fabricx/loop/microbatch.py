@@ -111,7 +111,7 @@ def _backward(
 
 def _effect_of_skipping(session: Session) -> str:
     if session.strategy.traits.synchronous or session.world.axis("data").size == 1:
-        return "makes no weight update, and global_step doesn't count it"
+        return "has no part in a weight update; without any loss no update is made, and global_step counts none"
     return "adds nothing to the weights, and global_step counts it if another rank may have had a loss"
 
 

@@ -26,11 +26,13 @@ def train_without_samples(session: Session, micro: Microbatch) -> int | None:
     Returns:
         -1 if the rest of the epoch is skipped, else None.
     """
+    session.batch.is_last, session.batch.index = micro.last, micro.index
     session.batch.idle_ranks = len(micro.idle)
     if micro.idle and follow_hooks(session):
         session.settings.check(skips=True)
         session.batch.idle_ranks = 0
         session.sharding.discard_window()
+        session.batch.is_last = True
         return -1
     session.batch.in_step = True
     _compute(session, micro)

@@ -220,6 +220,13 @@ def _step_with_closure(session: Session, micro: Microbatch, batch: Any, optimize
                 "deterministic='elastic' sums the gradients of the parts of a global batch once per update: call the "
                 "closure once, or use strategy=ddp"
             )
+        if session.window.planned > 1:
+            raise ValueError(
+                f"optimizer_step computes the loss again for a step of {type(optimizer).__name__}, but the gradient is "
+                f"accumulated over {session.window.planned} microbatches, of which only the last is known: call the "
+                f"closure once, or remove what divides a batch (accumulate_grad_batches={session.window.accumulate}; "
+                f"the run began with {session.state.ranks} ranks)"
+            )
         optimizer.zero_grad()
         if batch is None:  # other ranks compute
             session.strategy.backward_without_data(example_batch(micro, session.to_device))
@@ -249,15 +256,19 @@ def _step_with_closure(session: Session, micro: Microbatch, batch: Any, optimize
 
 
 def _global_loss(session: Session, micro: Microbatch, loss: Tensor | None) -> Tensor | None:
-    """Return the loss of the ranks that step together: an optimizer that reads it has to decide the same on them."""
+    """Return the mean loss of a microbatch over the ranks that step together; None if no rank has a loss.
+
+    An optimizer that reads it has to decide the same on all of them.
+    """
     world = session.strategy.step_ranks
     if world.size == 1:
         return loss
-    share = torch.zeros((), dtype=torch.float64, device=world.device)
+    sums = torch.zeros(2, dtype=torch.float64, device=world.device)
     if loss is not None:
-        share += loss * (session.window.again or micro.factor)
-    islands = session.world.axis("data").size / world.size  # as the gradient of an island
-    return world.all_reduce(share).mul_(islands)
+        factor = session.window.again or micro.factor
+        sums += torch.stack((loss.detach().to(sums) * factor, torch.full_like(sums[0], factor)))
+    world.all_reduce(sums)
+    return sums[0] / sums[1] if sums[1] else None
 
 
 def example_batch(micro: Microbatch, to_device: Callable[[Any, int], Any]) -> tuple[Any, ...]:

@@ -67,6 +67,7 @@ class AccumulationWindow:
         self.accumulate = 1  # microbatches of a rank in a window, in this epoch
         self.planned = 1
         self.taken = 0.0  # microbatches with a gradient, over all ranks
+        self._skipped = 0.0  # microbatches that all ranks skip, as none has a loss
         self.loss: Tensor | None = None
         self.norm: Tensor | None = None  # gradient norm, if the gradient was clipped by its norm
         self.outputs: Any = None  # of the newest batch, for callbacks that watch metrics
@@ -76,6 +77,7 @@ class AccumulationWindow:
         self.loss_factor = 1.0  # of each loss of a manually optimised batch
         self.computing = False  # whether a backward of the newest microbatch has begun
         self.mark: LoggedMark | None = None  # before a batch whose gradient may be dropped
+        self._factors = [0.0, 0.0]  # loss factors of this rank's microbatches: with a gradient, and of all
         self._weight = self._share = 0.0  # weight of this rank's batches, and their share of the global batch
         self._number = 0  # of the newest microbatch, counted from 1
         self._closed = True  # whether that is the last of its window
@@ -103,10 +105,11 @@ class AccumulationWindow:
                 "within an epoch, whose windows are already determined; change it in on_train_epoch_start, or with the "
                 "callback GradientAccumulation"
             )
-        self.computing = False
+        self.computing, self.loss, self.factor, self.again = False, None, None, None
         if micro.opens:
             self.planned, self.taken, self.norm = micro.planned, 0.0, None
-            self._weight = self._share = 0.0
+            self._skipped = self._weight = self._share = 0.0
+            self._factors = [0.0, 0.0]
             self._number = 0
             self._absences.clear()
 
@@ -141,6 +144,7 @@ class AccumulationWindow:
         if first:
             self._number, self._closed = self._number + 1, micro.closes
             self.taken += micro.portion
+            self._factors = [total + micro.factor for total in self._factors]
         self.loss = None if loss is None else loss.detach()
 
     def sit_out(self, micro: Microbatch, why: str, settings: OwnSettings, example: tuple[Any, ...] = ()) -> None:
@@ -163,6 +167,10 @@ class AccumulationWindow:
                 f"rank {world.rank} {why}, and SyncBatchNorm needs all ranks in each batch; provide a sample for each "
                 "rank, or use another normalisation"
             )
+        if why == NO_LOSS:
+            self._factors[1] += micro.factor
+            if world.size == 1 or micro.apart:
+                self._skipped += micro.portion
         if micro.apart:  # a leased microbatch: the update without a gradient returns the lease
             return
         if why == NO_BATCH:
@@ -179,6 +187,8 @@ class AccumulationWindow:
             if why == NO_BATCH:
                 self.taken += micro.portion
                 self._strategy.backward_without_data(example)
+            else:
+                self._skipped += micro.portion
             return
         assert world.store is not None
         position = (world.generation, self._state.epoch, self._state.step, micro.index, self._number)
@@ -197,8 +207,18 @@ class AccumulationWindow:
 
     @property
     def share(self) -> float:
-        """Return the fraction of the window's microbatches that have a gradient."""
-        return self.taken / self.planned
+        """Return the part of the window's samples that have a gradient; collective if some do not."""
+        return (self.taken + self._skipped) / self.planned * self._share_with_loss()
+
+    def _share_with_loss(self) -> float:
+        """Return the part of the loss factors that belongs to microbatches with a loss, over the ranks of the step."""
+        if not self._skipped:
+            return 1.0
+        world = self._strategy.step_ranks
+        factors = torch.tensor(self._factors, dtype=torch.float64, device=world.device)
+        if world.size > 1:
+            world.all_reduce(factors)
+        return float(factors[0] / factors[1])
 
     def ready(self, *, joined: bool = False) -> bool:
         """Close the window, and return whether there is a gradient for a weight update.
@@ -218,13 +238,13 @@ class AccumulationWindow:
             return False
         if self.by_weight:
             return self._divide_by_weight(joined=joined)
-        if self.taken != self.planned and not joined:  # fewer microbatches than the divisor of the loss
+        if self.taken != self.planned and not joined:  # fewer samples than the divisor of the loss
             if self._strategy.traits.batch_parts:
                 raise ValueError(
                     "training_step returned None for a part of a global batch, and under deterministic='elastic' a "
                     "batch can only be skipped as a whole; return a loss of zero"
                 )
-            self._scale_gradients(self.planned / self.taken)
+            self._scale_gradients(1.0 / self.share)
         return True
 
     def _divide_by_weight(self, *, joined: bool) -> bool:
@@ -252,7 +272,10 @@ class AccumulationWindow:
                 membership().check(world.generation)  # `store.wait` would not detect the death of a rank
                 time.sleep(0.002)
         if store.check(keys):  # all ranks skip it, or it is an empty part of the global batch on all ranks
-            self.taken += portion * all(store.get(reason_key).decode() == NO_BATCH for reason_key in keys)
+            if all(store.get(reason_key).decode() == NO_BATCH for reason_key in keys):
+                self.taken += portion
+            else:
+                self._skipped += portion
             return
         if why != NO_BATCH:
             absent = [member for rank, member in enumerate(world.members) if store.check([keys[rank]])]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 import fabricx as fx
-from fabricx.callbacks import EMA, FaultRecovery
+from fabricx.callbacks import EMA, FaultRecovery, ModelCheckpoint
 from fabricx.distributed import world as worlds
 from fabricx.errors import NotPicklable, WorkerFailed
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer, Reproducible
@@ -149,6 +151,22 @@ def test_workers_with_servers_that_build_different_things_are_an_error() -> None
         with pytest.raises(WorkerFailed, match="ranks differ at set-up") as error:
             trainer.fit(Built(what), DataLoader(data(), 2))
         assert DIFFERENCES[what] in str(error.value)
+
+
+class OrderOfARank:
+    """A sampler whose order differs between processes."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(random.Random(os.getpid()).sample(range(40), 40))
+
+    def __len__(self) -> int:
+        return 40
+
+
+def test_workers_with_servers_that_draw_different_orders_are_an_error() -> None:
+    trainer = fx.Trainer(devices=2, strategy=AsyncSGD(), max_epochs=1, **QUIET)
+    with pytest.raises(WorkerFailed, match="OrderOfARank returns a different order of the data on each rank"):
+        trainer.fit(Built(""), DataLoader(data(40), 2, sampler=OrderOfARank()))  # type: ignore[arg-type]
 
 
 class Joins(Built):
@@ -391,3 +409,56 @@ def test_a_batch_of_no_weight_on_one_rank_is_computed_once(strategy: Any) -> Non
     for one, other in zip(found.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(one, other)
     assert (int(found.forwards), int(alone.forwards)) == (4, 4)
+
+
+class Watches(fx.Module):
+    """Notes what hooks of a step see, in windows of two batches whose last leaves a rank without samples.
+
+    Args:
+        own_score: the monitored value differs between ranks.
+    """
+
+    def __init__(self, *, own_score: bool = False) -> None:
+        super().__init__()
+        self.weight, self.own_score = nn.Parameter(torch.ones(())), own_score
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
+        return None if self.own_score and batch_idx == 0 else (self.weight * batch).mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        if self.own_score:  # better and better on rank 0, worse and worse on rank 1
+            self.log("score", float(self.current_epoch if self.global_rank else -self.current_epoch), sync_dist=False)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen.append((self.trainer.is_last_batch, float(self.weight.grad)))  # type: ignore[arg-type]
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        self.seen.append(float(optimizer_closure()))
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def watched(folder: str) -> tuple[list[Any], list[Any], list[str]]:
+    options: dict[str, Any] = {**QUIET, "max_epochs": 3, "accumulate_grad_batches": 2, "devices": 2, "strategy": DDP()}
+    module, skips = Watches(), Watches(own_score=True)
+    fx.Trainer(**options).fit(module, DataLoader(torch.ones(25), 4))  # type: ignore[arg-type]
+    saver = ModelCheckpoint(folder, monitor="score", filename="{epoch}")
+    batches = [[0, 1, 2, 3, 4, 5, 6], [7, 8, 9], [10], [11], [12], [13]]
+    data = DataLoader(torch.ones(14), batch_sampler=batches)  # type: ignore[arg-type]
+    trainer = fx.Trainer(**{**options, "callbacks": [saver], "enable_checkpointing": True})
+    trainer.fit(skips, data, DataLoader(torch.ones(2)))  # type: ignore[arg-type]
+    return module.seen, skips.seen, list(map(os.path.basename, saver.best_k_models))
+
+
+@pytest.mark.filterwarnings("ignore:training_step returned no loss")
+def test_hooks_see_the_same_on_all_ranks_and_the_mean_of_the_samples(tmp_path: Path) -> None:
+    """The last batch, the gradient and the loss of a window; the main rank's score ranks checkpoints."""
+    first, second = run_ranks(watched, 2, str(tmp_path))
+    assert first == second
+    seen, skipping, kept = first
+    assert seen == [(False, 1.0), 1.0, (True, 1.0), 1.0] * 3
+    assert skipping == [(False, pytest.approx(1.0)), 1.0, (True, 1.0), 1.0] * 3
+    assert kept == ["epoch=2.ckpt"]

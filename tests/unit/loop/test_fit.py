@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 import fabricx as fx
 from fabricx.callbacks import LambdaCallback, ModelCheckpoint
@@ -284,6 +285,51 @@ def test_batches_without_a_loss_are_reported_once_and_skipped(quiet: dict[str, A
         trainer.fit(Some(), tiny_loader(8, 4))
     said = [warning for warning in caught if warning.category is UserWarning]
     assert (len(said), trainer.global_step) == (1, 60)
+
+
+class MeanOfOnes(fx.Module):
+    """The gradient of the mean over any samples is 1; the batches in `skipped` have no loss."""
+
+    def __init__(self, skipped: tuple[int, ...] = ()) -> None:
+        super().__init__()
+        self.weight, self.skipped = nn.Parameter(torch.zeros(())), skipped
+        self.gradients: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return None if batch_idx in self.skipped else (self.weight * batch).mean()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.gradients.append(float(self.weight.grad))  # type: ignore[arg-type]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+@pytest.mark.filterwarnings("ignore:training_step returned no loss")
+@pytest.mark.parametrize("skipped", [0, 1, 2])
+@pytest.mark.parametrize("sizes", [(4, 4, 2), (7, 2, 1)])
+def test_a_window_with_a_skipped_batch_has_the_mean_over_the_samples_of_the_others(
+    sizes: tuple[int, ...], skipped: int, quiet: dict[str, Any]
+) -> None:
+    places = iter(range(sum(sizes)))
+    batches = [[next(places) for _ in range(size)] for size in sizes]
+    module = MeanOfOnes((skipped,))
+    data = DataLoader(torch.ones(sum(sizes)), batch_sampler=batches)  # type: ignore[arg-type]
+    fx.Trainer(max_epochs=1, accumulate_grad_batches=3, **quiet).fit(module, data)
+    assert module.gradients == pytest.approx([1.0])
+
+
+def test_a_closure_can_not_compute_an_accumulated_gradient_again(quiet: dict[str, Any]) -> None:
+    class Twice(MeanOfOnes):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+            optimizer_closure()
+            optimizer_closure()
+            optimizer.step()
+
+    data = DataLoader(torch.ones(8), 4)  # type: ignore[arg-type]
+    fx.Trainer(max_epochs=1, **quiet).fit(Twice(), data)
+    with pytest.raises(ValueError, match="accumulated over 2 microbatches, of which only the last is known"):
+        fx.Trainer(max_epochs=1, accumulate_grad_batches=2, **quiet).fit(Twice(), data)
 
 
 def test_a_module_without_an_optimizer_is_reported(quiet: dict[str, Any]) -> None:
