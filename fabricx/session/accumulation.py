@@ -77,7 +77,7 @@ class AccumulationWindow:
         self.loss_factor = 1.0  # of each loss of a manually optimised batch
         self.computing = False  # whether a backward of the newest microbatch has begun
         self.mark: LoggedMark | None = None  # before a batch whose gradient may be dropped
-        self._factors = [0.0, 0.0]  # loss factors of this rank's microbatches: with a gradient, and of all
+        self._factors = self._factors_with_loss = 0.0  # sums of loss factors: all of this rank, and those with a loss
         self._weight = self._share = 0.0  # weight of this rank's batches, and their share of the global batch
         self._number = 0  # of the newest microbatch, counted from 1
         self._closed = True  # whether that is the last of its window
@@ -108,8 +108,7 @@ class AccumulationWindow:
         self.computing, self.loss, self.factor, self.again = False, None, None, None
         if micro.opens:
             self.planned, self.taken, self.norm = micro.planned, 0.0, None
-            self._skipped = self._weight = self._share = 0.0
-            self._factors = [0.0, 0.0]
+            self._skipped = self._weight = self._share = self._factors = self._factors_with_loss = 0.0
             self._number = 0
             self._absences.clear()
 
@@ -144,7 +143,8 @@ class AccumulationWindow:
         if first:
             self._number, self._closed = self._number + 1, micro.closes
             self.taken += micro.portion
-            self._factors = [total + micro.factor for total in self._factors]
+            self._factors_with_loss += micro.factor
+            self._factors += micro.factor
         self.loss = None if loss is None else loss.detach()
 
     def sit_out(self, micro: Microbatch, why: str, settings: OwnSettings, example: tuple[Any, ...] = ()) -> None:
@@ -168,7 +168,7 @@ class AccumulationWindow:
                 "rank, or use another normalisation"
             )
         if why == NO_LOSS:
-            self._factors[1] += micro.factor
+            self._factors += micro.factor
             if world.size == 1 or micro.apart:
                 self._skipped += micro.portion
         if micro.apart:  # a leased microbatch: the update without a gradient returns the lease
@@ -215,10 +215,10 @@ class AccumulationWindow:
         if not self._skipped:
             return 1.0
         world = self._strategy.step_ranks
-        factors = torch.tensor(self._factors, dtype=torch.float64, device=world.device)
+        sums = torch.tensor([self._factors_with_loss, self._factors], dtype=torch.float64, device=world.device)
         if world.size > 1:
-            world.all_reduce(factors)
-        return float(factors[0] / factors[1])
+            world.all_reduce(sums)
+        return float(sums[0] / sums[1])
 
     def ready(self, *, joined: bool = False) -> bool:
         """Close the window, and return whether there is a gradient for a weight update.

@@ -101,7 +101,7 @@ def agree_at_boundary(session: Session) -> bool:
     """
     requests, options = session.stop_requests, session.options
     session.stop.boundary += 1
-    if session.world.size == 1 and requests.reason is None:
+    if session.world.size == 1 and requests.signals.reason is requests.callbacks.reason is None:
         return session.stop.agreed
     delayed = session.state.epoch < options.min_epochs or session.state.step < options.min_steps
     reason = requests.at_boundary(session.stop.boundary, delayed=delayed)
