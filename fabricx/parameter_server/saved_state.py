@@ -1,4 +1,4 @@
-"""Parts of a checkpoint that only strategies with servers have: error feedback, and the outer optimizer's velocity."""
+"""Parts of a checkpoint that only strategies with servers have: error feedback, and state of the update rule."""
 
 from __future__ import annotations
 
@@ -38,30 +38,57 @@ def restore_feedback(
     protocol.server_feedback = kept["servers"]
 
 
-def velocity_by_name(
-    module: nn.Module, parameters: Sequence[Tensor], velocity: Sequence[Tensor]
-) -> dict[str, Tensor]:  # fmt: skip
-    """Return a velocity by name of the parameter, which is the format of `local_sgd`.
+def saved_rule(
+    module: nn.Module, parameters: Sequence[Tensor], tensors: Mapping[str, Sequence[Tensor]], rounds: int
+) -> dict[str, Any]:  # fmt: skip
+    """Return the state of the servers' update rule, for a checkpoint.
 
     Args:
         module: the user's module.
         parameters: parameters of all optimizers.
-        velocity: velocity by parameter, in its shape.
+        tensors: tensors of the rule, by name and parameter.
+        rounds: rounds of an outer optimizer.
+
+    Returns:
+        The velocity of an outer optimizer by name of the parameter as "outer", which is the format of `local_sgd`; all
+        else as "rule".
     """
-    by_id = {id(p): moving for p, moving in zip(parameters, velocity, strict=True)}
+    named = {name: _by_name(module, parameters, values) for name, values in tensors.items()}
+    outer = {"outer": named.pop("velocity")} if "velocity" in named else {}
+    return {**outer, "rule": {"rounds": rounds, "tensors": named}}
+
+
+def loaded_rule(
+    module: nn.Module, parameters: Sequence[Tensor], state: Mapping[str, Any]
+) -> tuple[dict[str, list[Tensor]], int] | None:
+    """Return the state of the servers' update rule in a checkpoint: tensors by name and parameter, and rounds.
+
+    Args:
+        module: the user's module.
+        parameters: parameters of all optimizers.
+        state: state of the strategy; earlier versions saved the velocity only, before that as a vector of all
+            parameters named "0".
+
+    Returns:
+        None without such a state, and if it belongs to other parameters.
+    """
+    rule = state.get("rule", {"rounds": 0, "tensors": {}})
+    loaded = {
+        name: values
+        for name, saved in {"velocity": state.get("outer", {}), **rule["tensors"]}.items()
+        if (values := _by_parameter(module, parameters, saved)) is not None
+    }
+    return (loaded, rule["rounds"]) if loaded else None
+
+
+def _by_name(module: nn.Module, parameters: Sequence[Tensor], values: Sequence[Tensor]) -> dict[str, Tensor]:
+    by_id = {id(parameter): value for parameter, value in zip(parameters, values, strict=True)}
     return {name: by_id[id(p)].view(p.shape) for name, p in module.named_parameters() if id(p) in by_id}
 
 
-def velocity_by_parameter(
+def _by_parameter(
     module: nn.Module, parameters: Sequence[Tensor], saved: Mapping[str, Tensor]
 ) -> list[Tensor] | None:  # fmt: skip
-    """Return a saved velocity by parameter, in its shape; None if it belongs to other parameters.
-
-    Args:
-        module: the user's module.
-        parameters: parameters of all optimizers.
-        saved: result of `velocity_by_name`; earlier versions saved a vector of all parameters as "0".
-    """
     numbers = {id(parameter) for parameter in parameters}
     named = {name: parameter for name, parameter in module.named_parameters() if id(parameter) in numbers}
     sizes = [parameter.numel() for parameter in named.values()]

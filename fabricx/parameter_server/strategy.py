@@ -31,7 +31,7 @@ from fabricx.distributed.world import World
 from fabricx.parameter_server.connection import Connection, Trained, connect, parameters_of
 from fabricx.parameter_server.design import Design
 from fabricx.parameter_server.options import LinkKind, ServerOptions
-from fabricx.parameter_server.saved_state import restore_feedback, velocity_by_name, velocity_by_parameter
+from fabricx.parameter_server.saved_state import loaded_rule, restore_feedback, saved_rule
 from fabricx.parameter_server.sparse_embeddings import sparse_embeddings
 from fabricx.parameter_server.totals import Totals
 from fabricx.parameter_server.wire.messages import Counts, Settings
@@ -382,14 +382,14 @@ class ServedStrategy(
                 "workers": self.data_ranks.gather_objects(self._protocol.error_feedback()),
                 "servers": remote.error_feedback(),
             }
-        if self._settings.outer == "nesterov":
-            state["outer"] = velocity_by_name(module, self._parameters, remote.velocity())
+        if self._settings.outer == "nesterov" or self._settings.compensation == "dc-adaptive":
+            state |= saved_rule(module, self._parameters, *remote.rule())
         return state
 
     def load_state_dict(self, state: dict[str, Any], module: nn.Module, optimizers: list[Optimizer]) -> None:
         super().load_state_dict(state, module, optimizers)
         self._saved_feedback = state.get("kept")
-        self._protocol.load_velocity(velocity_by_parameter(module, self._parameters, state.get("outer", {})))
+        self._protocol.server_rule = loaded_rule(module, self._parameters, state)
 
     def local_state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
         local = self._protocol.local_state()  # also waits for a background pull of weights

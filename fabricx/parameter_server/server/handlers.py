@@ -221,7 +221,7 @@ def read_state(state: ServerState, sender: Sender, message: ReadState) -> Reply:
 
 READABLE: Final[Mapping[str, Callable[[ServerState, ReadState], Any]]] = {
     "optimizers": lambda state, message: state.shard.optimizers(),
-    "velocity": lambda state, message: state.shard.velocity,
+    "rule": lambda state, message: state.shard.rule_state,
     "weights": lambda state, message: state.shard.values,
     "average": lambda state, message: state.shard.average,
     "error_feedback": lambda state, message: state.shard.error_feedback,

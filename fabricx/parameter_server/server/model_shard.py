@@ -15,7 +15,7 @@ from fabricx.parameter_server.optimizer_parts import ServerOptimizers
 from fabricx.parameter_server.sample_ledger import SampleLedger, Span
 from fabricx.parameter_server.server.replies import Replies
 from fabricx.parameter_server.server.update_rule import Correction, make_rule
-from fabricx.parameter_server.wire.messages import Counts, Groups, Pull, Push, Reply, ServerInit
+from fabricx.parameter_server.wire.messages import Counts, Groups, Pull, Push, Reply, RuleState, ServerInit
 
 
 @final
@@ -45,7 +45,7 @@ class ModelShard:
         self._counts = counts
         self._rule = make_rule(init)
         self._replies = Replies(init)
-        self._correction = Correction(init.settings)
+        self._correction = Correction(init)
         self._average: FlatAverage | None = None  # of the weights, if a callback requests it
         kind = init.settings.compression
         self._codec = None if kind is None else make_codec(kind, keep=init.settings.keep, feedback=False)
@@ -190,9 +190,13 @@ class ModelShard:
         return self._rule.optimizers()
 
     @property
-    def velocity(self) -> Tensor | None:
-        """Return the velocity of an outer optimizer, flat; None without."""
-        return self._rule.velocity
+    def rule_state(self) -> RuleState:
+        """Return the state of the update rule."""
+        state, mean_square = self._rule.state(), self._correction.mean_square
+        if mean_square is not None:
+            state.tensors["mean_square"] = mean_square.new_zeros(len(self.values))
+            state.tensors["mean_square"][: len(mean_square)] = mean_square
+        return state
 
     @property
     def average(self) -> tuple[Tensor, int] | None:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from fabricx.parameter_server.gradients import Gradient
 from fabricx.parameter_server.optimizer_parts import Hyperparameters, PackedOptimizers, ServerOptimizers, nested, pack
 from fabricx.parameter_server.server.replies import Replies
-from fabricx.parameter_server.wire.messages import Groups, Pull, Reply, ServerInit, Settings
+from fabricx.parameter_server.wire.messages import Groups, Pull, Reply, RuleState, ServerInit
 
 
 class Rule(ABC):
@@ -21,12 +21,10 @@ class Rule(ABC):
     Attributes:
         values: weights or sums that workers pull, flat.
         sums: the values are the newest sum of gradients; otherwise they are weights.
-        velocity: velocity of an outer optimizer, flat; None without.
     """
 
     values: Tensor
     sums = False
-    velocity: Tensor | None = None
 
     @abstractmethod
     def update(self, gradient: Gradient, groups: Groups | None, factor: float = 1.0) -> None:
@@ -64,6 +62,10 @@ class Rule(ABC):
     def optimizers(self) -> ServerOptimizers | None:
         """Return the present optimizers; None if workers step."""
         return None
+
+    def state(self) -> RuleState:
+        """Return further state."""
+        return RuleState({})
 
 
 @final
@@ -193,9 +195,11 @@ class Outer(_Weights):
     def __init__(self, init: ServerInit) -> None:
         super().__init__(init)
         self._settings = init.settings
-        self.velocity: Tensor = torch.zeros_like(self.values) if init.velocity is None else init.velocity.clone()
-        self._gathered = torch.zeros_like(self.values)
-        self._rounds = 0
+        saved = RuleState({}) if init.rule is None else init.rule
+        zero = torch.zeros_like(self.values)
+        self._velocity: Tensor = saved.tensors.get("velocity", zero).clone()
+        self._gathered: Tensor = saved.tensors.get("gathered", zero).clone()
+        self._rounds = saved.rounds
 
     def update(self, gradient: Gradient, groups: Groups | None, factor: float = 1.0) -> None:
         settings, moved = self._settings, gradient.dense
@@ -212,9 +216,12 @@ class Outer(_Weights):
         self._rounds += 1
         self.values.sub_(moved, alpha=settings.outer_lr / settings.workers)
         if self._rounds % settings.workers == 0:
-            self.velocity.mul_(settings.outer_momentum).add_(self._gathered, alpha=1.0 / settings.workers)
-            self.values.sub_(self.velocity, alpha=settings.outer_lr * settings.outer_momentum)
+            self._velocity.mul_(settings.outer_momentum).add_(self._gathered, alpha=1.0 / settings.workers)
+            self.values.sub_(self._velocity, alpha=settings.outer_lr * settings.outer_momentum)
             self._gathered.zero_()
+
+    def state(self) -> RuleState:
+        return RuleState({"velocity": self._velocity, "gathered": self._gathered}, self._rounds)
 
 
 @final
@@ -224,12 +231,16 @@ class Correction:
     Source: DC-ASGD, Zheng et al., ICML 2017, equations 10 and 14.
 
     Args:
-        settings: the server's settings.
+        init: initialisation of the server.
+
+    Attributes:
+        mean_square: moving mean of the squared gradients, flat; None before the first, and if it is not used.
     """
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._mean_square: Tensor | None = None
+    def __init__(self, init: ServerInit) -> None:
+        self._settings = init.settings
+        saved = None if init.rule is None else init.rule.tensors.get("mean_square")
+        self.mean_square: Tensor | None = None if saved is None else saved[: init.shard.dense].clone()
 
     def __call__(self, gradient: Gradient, base: Tensor, now: Tensor, staleness: int) -> Gradient:
         """Return the gradient to step with.
@@ -246,10 +257,10 @@ class Correction:
             square = dense * dense
             strength: Tensor | float = settings.dc_lambda
             if settings.compensation == "dc-adaptive":
-                if self._mean_square is None:
-                    self._mean_square = torch.zeros_like(square)
-                self._mean_square.lerp_(square, 1.0 - settings.dc_momentum)
-                strength = settings.dc_lambda / (self._mean_square + 1e-7).sqrt()
+                if self.mean_square is None:
+                    self.mean_square = torch.zeros_like(square)
+                self.mean_square.lerp_(square, 1.0 - settings.dc_momentum)
+                strength = settings.dc_lambda / (self.mean_square + 1e-7).sqrt()
             if staleness:
                 dense = dense + strength * square * (now[: len(dense)] - base[: len(dense)])
                 gradient = Gradient(dense, gradient.missing, gradient.rows)

@@ -102,6 +102,20 @@ class Settings:
 
 
 @dataclass(slots=True)
+class RuleState:
+    """State of a server's update rule, beside its weights and the user's optimizers.
+
+    Attributes:
+        tensors: by name, flat: "velocity" and "gathered" (weight changes since the velocity's newest update) of an
+            outer optimizer, and the "mean_square" of gradients for delay compensation.
+        rounds: rounds of the outer optimizer.
+    """
+
+    tensors: dict[str, Tensor]
+    rounds: int = 0
+
+
+@dataclass(slots=True)
 class ServerInit:
     """Initialise the server with weights and optimizers.
 
@@ -112,7 +126,7 @@ class ServerInit:
         shard: definition of the pieces, and their positions in vectors.
         dtype: data type of the vectors.
         version: number of updates made before.
-        velocity: velocity of the outer optimizer, flat; None for zero.
+        rule: state of the update rule; None for a new one.
         error_feedback: error feedback of compressed sums; None for zero.
     """
 
@@ -122,7 +136,7 @@ class ServerInit:
     shard: Shard
     dtype: torch.dtype
     version: int
-    velocity: Tensor | None = None
+    rule: RuleState | None = None
     error_feedback: Tensor | None = None
 
 
@@ -317,13 +331,13 @@ class ReadState:
     """Request other state of the server.
 
     Attributes:
-        name: "optimizers" (`ServerOptimizers`), "velocity" of the outer optimizer, the server's "weights", their moving
+        name: "optimizers" (`ServerOptimizers`), the "rule" (`RuleState`), the server's "weights", their moving
             "average" (values, steps since its begin; or None), the "error_feedback" of compressed sums, "counts",
             the "samples" in the weights (`SampleLedger`), or metric sums "logged" in a section.
         section: the newest section or its predecessor, for "logged".
     """
 
-    name: Literal["optimizers", "velocity", "weights", "average", "error_feedback", "counts", "samples", "logged"]
+    name: Literal["optimizers", "rule", "weights", "average", "error_feedback", "counts", "samples", "logged"]
     section: int = -1
 
 

@@ -13,7 +13,16 @@ from torch.optim import Optimizer
 
 from fabricx.parameter_server.optimizer_parts import flat_part, sliced
 from fabricx.parameter_server.wire.connecting import Store
-from fabricx.parameter_server.wire.messages import ApplyUpdate, Groups, Push, PushReply, ReadNorm, ServerInit, Settings
+from fabricx.parameter_server.wire.messages import (
+    ApplyUpdate,
+    Groups,
+    Push,
+    PushReply,
+    ReadNorm,
+    RuleState,
+    ServerInit,
+    Settings,
+)
 from fabricx.parameter_server.wire.request_channel import Channel
 from fabricx.parameter_server.worker.buffers import ExchangeBuffers, Filled
 from fabricx.parameter_server.worker.exchange import WHOLE, Clip, Exchange, ExchangeStatistics
@@ -69,7 +78,7 @@ class Client(Exchange):
 
     def begin(
         self, settings: Settings, optimizers: Sequence[Optimizer] | None, version: int,
-        *, velocity: Sequence[Tensor] | None = None, error_feedback: Sequence[Tensor | None] = (),
+        *, rule: tuple[dict[str, list[Tensor]], int] | None = None, error_feedback: Sequence[Tensor | None] = (),
     ) -> None:  # fmt: skip
         servers = self.servers
         self._locator.restarts = bool(settings.snapshot_every)
@@ -80,10 +89,12 @@ class Client(Exchange):
         for number, shard in enumerate(servers.shards):
             copies, pieces = sliced(optimizers or [], servers.parameters, shard)
             stepped = None if optimizers is None else copies
-            moving = None if velocity is None else flat_part(velocity, shard)
+            state = None
+            if rule is not None:
+                state = RuleState({name: flat_part(tensors, shard) for name, tensors in rule[0].items()}, rule[1])
             feedback = error_feedback[number] if error_feedback else None
             servers.request(
-                number, ServerInit(settings, stepped, pieces, shard, servers.dtype, version, moving, feedback)
+                number, ServerInit(settings, stepped, pieces, shard, servers.dtype, version, state, feedback)
             )
 
     # -- gradients ------------------------------------------------------------------------------------------------

@@ -57,7 +57,7 @@ class Exchange(ABC):
 
     def begin(
         self, settings: Settings, optimizers: Sequence[Optimizer] | None, version: int,
-        *, velocity: Sequence[Tensor] | None = None, error_feedback: Sequence[Tensor | None] = (),
+        *, rule: tuple[dict[str, list[Tensor]], int] | None = None, error_feedback: Sequence[Tensor | None] = (),
     ) -> None:  # fmt: skip
         """Initialise the servers, if any: the first worker sends `ServerInit`, which servers process first.
 
@@ -65,7 +65,7 @@ class Exchange(ABC):
             settings: behaviour of the servers.
             optimizers: the user's optimizers, over the parameters; None if servers only sum.
             version: number of updates made before.
-            velocity: velocity of the outer optimizer, by parameter, in its shape; None for zero.
+            rule: tensors of the update rule, by name and parameter, and its rounds; None for a new rule.
             error_feedback: error feedback of the servers' compressed sums, by server, flat.
         """
 

@@ -42,7 +42,6 @@ class LocalRounds(Asynchronous):
         self._local: list[Tensor] = []  # this worker's weights, while the parameters hold the servers' weights
         self._leases: list[int] = []  # leases of this round
         self._trained = 0  # leases trained by all workers, by the newest reply
-        self._velocity: list[Tensor] | None = None  # initial velocity of the outer optimizer, by parameter
 
     @property
     def _elastic(self) -> bool:
@@ -55,13 +54,10 @@ class LocalRounds(Asynchronous):
         super().connect(world, exchange, parameters, optimizers, timing)
         self._base = [torch.empty_like(parameter).detach() for parameter in parameters]
 
-    def load_velocity(self, velocity: list[Tensor] | None) -> None:
-        self._velocity = velocity
-
     def start_training(self, step: int, ranks: int, module: nn.Module | None) -> None:
         self.leases.planned = ranks
         self.settings.workers = self.world.size
-        self.exchange.begin(self.settings, None, step, velocity=self._velocity)
+        self.exchange.begin(self.settings, None, step, rule=self.server_rule)
         self._restart(step, module)
         self._trained = step
         self._local, self._leases = [], []

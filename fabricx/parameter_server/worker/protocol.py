@@ -26,7 +26,7 @@ class WorkerProtocol(ABC, Generic[E]):
 
     A strategy calls, in this order:
 
-    - `connect`; `load_local_state`, `load_error_feedback` and `load_velocity`, if a run resumes; `start_training`.
+    - `connect`; `load_local_state`, `load_error_feedback`, if a run resumes; `start_training`.
     - For each microbatch: `computing_gradient` around the training step, which calls `before_step`; then `backward`.
     - `exchange_gradient` at the end of an accumulation window: by `backward`, or by the strategy on a worker without
       samples. Then `clip_norm` or `clip_value`, `step` for each optimizer, `finish_update`.
@@ -46,6 +46,8 @@ class WorkerProtocol(ABC, Generic[E]):
         gradients: this worker's gradients.
         timing: whether this worker waits for pulled weights before the step or during the forward.
         computing: a gradient is being computed.
+        server_rule: initial state of the servers' update rule: tensors by name and parameter, and rounds; None for a
+            new rule.
         server_feedback: initial error feedback of the servers' compressed sums.
     """
 
@@ -55,6 +57,7 @@ class WorkerProtocol(ABC, Generic[E]):
         self.settings = settings
         self.world = World()
         self.computing = False
+        self.server_rule: tuple[dict[str, list[Tensor]], int] | None = None
         self.server_feedback: Sequence[Tensor | None] = ()
         self._exchange: E | None = None
         self._attach([], [], NoPulls())
@@ -101,7 +104,7 @@ class WorkerProtocol(ABC, Generic[E]):
         """
         self.settings.workers = self.workers_of_update
         optimizers = self.optimizers.optimizers if self.servers_step else None
-        self.exchange.begin(self.settings, optimizers, step, error_feedback=self.server_feedback)
+        self.exchange.begin(self.settings, optimizers, step, rule=self.server_rule, error_feedback=self.server_feedback)
         if self.servers_step:
             self.optimizers.forget_moments()
 
@@ -256,13 +259,6 @@ class WorkerProtocol(ABC, Generic[E]):
 
         Args:
             states: result of `local_state` of this rank, or of all ranks of another run.
-        """
-
-    def load_velocity(self, velocity: list[Tensor] | None) -> None:
-        """Use a velocity of the servers' outer optimizer from `start_training` on, if there is such an optimizer.
-
-        Args:
-            velocity: velocity by parameter, in its shape; None for zero.
         """
 
     def error_feedback(self) -> Any:

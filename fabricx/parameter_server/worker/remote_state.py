@@ -11,7 +11,7 @@ from torch import Tensor
 from fabricx.core.averaging import AverageRule
 from fabricx.parameter_server.optimizer_parts import ServerOptimizers, flat_part, part_of
 from fabricx.parameter_server.sample_ledger import SampleLedger
-from fabricx.parameter_server.wire.messages import Counts, ReadState, StartAverage
+from fabricx.parameter_server.wire.messages import Counts, ReadState, RuleState, StartAverage
 from fabricx.parameter_server.wire.partition import Shard
 
 
@@ -39,9 +39,11 @@ class RemoteState:
         """Return the optimizers of each server."""
         return self._read("optimizers")
 
-    def velocity(self) -> list[Tensor]:
-        """Return the velocity of the servers' outer optimizer, by parameter, in its shape."""
-        return self._by_parameter(self._read("velocity"))
+    def rule(self) -> tuple[dict[str, list[Tensor]], int]:
+        """Return the tensors of the servers' update rule, by name and parameter, and its rounds; see `RuleState`."""
+        states: list[RuleState] = self._read("rule")
+        names = [name for name in states[0].tensors if all(name in state.tensors for state in states)]
+        return {name: self._by_parameter([state.tensors[name] for state in states]) for name in names}, states[0].rounds
 
     def weights(self) -> list[Tensor]:
         """Return the servers' weights, by parameter, in its shape, without effect on compressed differences."""
@@ -76,7 +78,7 @@ class RemoteState:
         return self._read("samples")
 
     def _read(
-        self, name: Literal["optimizers", "velocity", "weights", "average", "error_feedback", "counts", "samples"]
+        self, name: Literal["optimizers", "rule", "weights", "average", "error_feedback", "counts", "samples"]
     ) -> list[Any]:  # fmt: skip
         return [self._request(number, ReadState(name)).content for number in range(len(self._shards))]
 

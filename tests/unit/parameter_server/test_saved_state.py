@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fabricx.distributed.world import World
-from fabricx.parameter_server.saved_state import restore_feedback, velocity_by_name, velocity_by_parameter
+from fabricx.parameter_server.saved_state import loaded_rule, restore_feedback, saved_rule
 from fabricx.parameter_server.worker.protocol import NoProtocol
 
 
@@ -22,25 +22,28 @@ class Kept(NoProtocol):  # type: ignore[misc]
         self.restored = kept
 
 
-def test_a_velocity_is_saved_by_name_and_loaded_in_the_order_of_the_optimizers() -> None:
+def test_a_rule_is_saved_by_name_and_loaded_in_the_order_of_the_optimizers() -> None:
     module = nn.Linear(3, 2)
     parameters = [module.bias, module.weight]
     velocity = [torch.tensor([7.0, 8.0]), torch.arange(6.0).view(2, 3)]
-    saved = velocity_by_name(module, parameters, velocity)
-    assert {name: value.tolist() for name, value in saved.items()} == {
+    saved = saved_rule(module, parameters, {"velocity": velocity, "gathered": velocity}, 5)
+    assert {name: value.tolist() for name, value in saved["outer"].items()} == {
         "weight": [[0, 1, 2], [3, 4, 5]], "bias": [7, 8],
     }  # fmt: skip
-    earlier = {"0": torch.tensor([0.0, 1, 2, 3, 4, 5, 7, 8])}  # in the order of the module
-    for state in (saved, earlier):
-        loaded = velocity_by_parameter(module, parameters, state)
+    earlier = {"outer": {"0": torch.tensor([0.0, 1, 2, 3, 4, 5, 7, 8])}}  # in the order of the module
+    for state, names, number in ((saved, ["velocity", "gathered"], 5), (earlier, ["velocity"], 0)):
+        loaded = loaded_rule(module, parameters, state)
         assert loaded is not None
-        assert all(torch.equal(a, b) for a, b in zip(loaded, velocity, strict=True))
+        tensors, rounds = loaded
+        assert ([*tensors], rounds) == (names, number)
+        for values in tensors.values():
+            assert all(torch.equal(a, b) for a, b in zip(values, velocity, strict=True))
 
 
-def test_a_velocity_of_other_parameters_is_not_loaded() -> None:
+def test_a_rule_of_other_parameters_is_not_loaded() -> None:
     module = nn.Linear(3, 2)
-    assert velocity_by_parameter(module, [module.weight, module.bias], {"0": torch.zeros(7)}) is None
-    assert velocity_by_parameter(module, [module.weight, module.bias], {}) is None
+    assert loaded_rule(module, [module.weight, module.bias], {"outer": {"0": torch.zeros(7)}}) is None
+    assert loaded_rule(module, [module.weight, module.bias], {}) is None
 
 
 def test_error_feedback_is_restored_for_as_many_workers_and_servers() -> None:

@@ -28,7 +28,7 @@ from tests.unit.parameter_server.server.test_server import SIZE, begin
 
 NONE = torch.empty(0)
 REPLIES = {messages.Reply, messages.LeaseReply, messages.PushReply}
-PARTS = {messages.Settings, messages.Counts}  # of messages
+PARTS = {messages.Settings, messages.Counts, messages.RuleState}  # of messages
 
 
 @dataclass
@@ -85,7 +85,8 @@ def test_other_state_is_sent_under_each_name_of_the_message() -> None:
     content = {name: server.handle(0, ReadState(name), NONE, NONE).content for name in names}
     assert torch.equal(content["weights"], server.values)
     assert content["counts"] is server.counts
-    assert content["velocity"] is content["average"] is content["error_feedback"] is None
+    assert content["average"] is content["error_feedback"] is None
+    assert content["rule"] == messages.RuleState({})
     assert content["logged"] == {}
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fabricx.core.averaging import AverageRule
-from fabricx.parameter_server.wire.messages import Counts, ReadState, Reply, StartAverage
+from fabricx.parameter_server.wire.messages import Counts, ReadState, Reply, RuleState, StartAverage
 from fabricx.parameter_server.wire.partition import divide
 from fabricx.parameter_server.worker.remote_state import RemoteState
 
@@ -24,7 +24,12 @@ def served(requests: list[Any]) -> RemoteState:
     def request(number: int, message: Any) -> Reply:
         requests.append((number, message))
         part = FLAT[bounds[number] : bounds[number + 1]]
-        contents = {"weights": part, "velocity": -part, "average": (2 * part, 5), "counts": Counts(updates=number)}
+        contents = {
+            "weights": part,
+            "rule": RuleState({"velocity": -part}, 3),
+            "average": (2 * part, 5),
+            "counts": Counts(updates=number),
+        }
         return Reply(content=contents.get(getattr(message, "name", "")))
 
     return RemoteState(PARAMETERS, SHARDS, request)
@@ -34,7 +39,7 @@ def test_parts_are_joined_in_the_shapes_of_the_parameters() -> None:
     state = served([])
     averages, updates = state.averages()
     assert updates == 5
-    for factor, vectors in ((1, state.weights()), (-1, state.velocity()), (2, averages)):
+    for factor, vectors in ((1, state.weights()), (-1, state.rule()[0]["velocity"]), (2, averages)):
         assert all(torch.equal(v, factor * p) for v, p in zip(vectors, PARAMETERS, strict=True))
     assert [counts.updates for counts in state.counts()] == [0, 1, 2]
 
