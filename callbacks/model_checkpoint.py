@@ -137,7 +137,7 @@ class ModelCheckpoint(Callback, NameParts):
     ) -> None:  # fmt: skip
         for name, value in (("dirpath", dirpath), ("filename", filename), ("monitor", monitor)):
             if not isinstance(value, (str, os.PathLike, NoneType) if name == "dirpath" else (str, NoneType)):
-                raise ValueError(f"ModelCheckpoint({name}={value!r}): must be a text, or None")
+                raise ValueError(f"ModelCheckpoint({name}={value!r}): must be a string or None")
         self._chosen_dirpath = None if dirpath is None else str(as_path(dirpath).expanduser().absolute())
         self.dirpath: str | None = self._chosen_dirpath
         self.filename, self.monitor = filename, monitor

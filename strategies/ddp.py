@@ -376,7 +376,7 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
             for buffer in kept.values():
                 self.data_ranks.broadcast(buffer)
             state["module"].update(kept)
-        if self.compression != "powersgd" or not optimizers:
+        if self.compression != POWERSGD or not optimizers:
             return state
         return {**state, "thin": self.data_ranks.gather_objects({} if self._thin is None else self._thin.state())}
 

@@ -1,4 +1,4 @@
-"""Checks that hooks change these settings on all ranks together: trained parameters, limits, clipping.
+"""Checks that hooks change settings on all ranks at the same point: trained parameters, limits, clipping.
 
 Ranks that train different parameters exchange different gradients: gloo ends the process, or the weights diverge. And
 if a rank stops earlier, the other ranks wait for it.

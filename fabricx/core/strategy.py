@@ -37,7 +37,8 @@ class Traits:
         synchronous: all ranks have the same weights after a step.
         lockstep: all ranks train each global batch together; False: each rank works at its own pace, on data that the
             strategy leases to it (`DealsData`).
-        averages: gradients are averaged over ranks, not summed; losses are multiplied by the number of ranks then.
+        averages: gradients are averaged over ranks, not summed; the loop then multiplies each loss by the number of
+            ranks.
         exchanges: a step computes with data of other ranks, so that all ranks compute each microbatch.
         sharded: a rank stores only a part of the weights or of the optimizer state (`ShardsWeights`).
         unreplicated: some state differs per rank, or is stored by servers, and not on all ranks.

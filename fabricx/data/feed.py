@@ -24,18 +24,18 @@ class Microbatch:
             loader ended before its length.
         factor: weight of this rank's mean in the mean of the global batch.
         opens, closes: first and last microbatch of an accumulation window.
-        last: last of the epoch, as far as that is determined.
+        last: last microbatch of the epoch, if that is known already.
         empty: this rank has no samples, but other ranks have.
         planned: microbatches of the window, as assumed by `factor`.
         position: samples of the epoch's global order that are trained after this microbatch's window.
         start: samples that are trained before the window; None for a source without a global order.
-        apart: ranks are not synchronised; they are again at the next microbatch with `apart=False`.
-        meets: no data: ranks that worked at their own pace synchronise at this point.
+        apart: this rank works at its own pace; all ranks synchronise at the next microbatch with `meets`.
+        meets: has no data; ranks that worked at their own pace synchronise here.
         done: if `meets`, leases of the epoch that are trained.
         begin: position of the first sample in the global order.
         part: more microbatches with the same index follow; if `meets`, no lease was trained since the ranks met before.
         idle: ranks without a sample in this microbatch.
-        portion: samples of all ranks relative to `planned`.
+        portion: weight of this microbatch in the window, in microbatches; a full window has a sum of `planned`.
         end: position after the last sample of a leased microbatch, in an order of the data; None otherwise.
         user_batch: the item of the data set is a batch that the user made (`batch_size=None`): `size` counts 1 for it,
             and the number of its samples is the weight of logged values.

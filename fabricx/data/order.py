@@ -175,7 +175,8 @@ class Cut:
 
     A global batch has `batch * began_with * accumulate` items; the last global batch has the remainder. Rank r receives
     the r-th part (sizes differ by at most 1) and processes it in microbatches of `batch`. All ranks have the same
-    number of microbatches; a rank with a smaller part has empty microbatches at its end. Therefore a weight update
+    number of microbatches; a rank with a smaller part has empty microbatches at its end (with unequal shares at its
+    begin). Therefore a weight update
     consists of the same samples for any number of ranks, while `began_with` stays the same. With `parts`, each global
     batch is divided into that number of equal microbatches, the same for any number of ranks; a smaller one into single
     items.

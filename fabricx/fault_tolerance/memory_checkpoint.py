@@ -300,7 +300,7 @@ def _view(memory: Tensor, piece: Piece) -> Tensor:
 
 
 def _sum(memory: Tensor) -> int:
-    """Return a checksum that any changed bit changes; about as fast as reading."""
+    """Return a checksum, which any single changed bit changes; about as fast as reading."""
     return int(memory.view(torch.int64).sum())
 
 

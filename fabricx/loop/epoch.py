@@ -99,11 +99,11 @@ def end_epoch(session: Session) -> None:
     session.metrics.publish_epoch(ended=True)  # values that the hooks have logged
 
 
-def repeated_hooks(repeated: int) -> AbstractContextManager[None]:
+def repeated_hooks(repeated: object) -> AbstractContextManager[None]:
     """Return a context for hooks that run once more than in a run without interruption: random states are kept.
 
     Args:
-        repeated: not 0 if the hooks have run before.
+        repeated: true if the hooks have run before.
     """
     return random_kept() if repeated else nullcontext()
 

@@ -371,12 +371,8 @@ class Logbook:
         computed = {name: objects[name][0].compute() for name in names if name in objects}
         return values | {name: as_single(name, value) for name, value in computed.items() if value is not None}
 
-    def local_values(self, step: int) -> dict[str, Any]:
-        """Return this rank's newest values for the progress bar, without communication.
-
-        Args:
-            step: number of the weight update.
-        """
+    def local_values(self) -> dict[str, Any]:
+        """Return this rank's newest values for the progress bar, without communication."""
         if not self._reports:  # only reduced values are known here
             return {}
         return {

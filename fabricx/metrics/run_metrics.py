@@ -298,7 +298,7 @@ class RunMetrics:
 
     def shown_in_bar(self) -> dict[str, float]:
         """Return this rank's newest values for the progress bar; synchronises the device."""
-        shown: dict[str, Any] = {**self.newest().bar, **self.logbook.local_values(self._state.step)}
+        shown: dict[str, Any] = {**self.newest().bar, **self.logbook.local_values()}
         return {name: float(value) for name, value in shown.items()}
 
     def _step_of_values(self) -> int:

@@ -79,15 +79,6 @@ class Chain:
             places = frozenset([next(home, -1)])
         return tuple(sorted({chunk_of(spot, cuts) % stages for spot in places}))
 
-    @property
-    def shared_with_blocks(self) -> dict[str, frozenset[int]]:
-        """Return the positions of parameters of a block that are also used elsewhere."""
-        return {
-            name: places
-            for name, places in self.uses.items()
-            if name not in self.buffers and len(places) > 1 and any(0 <= spot < len(self.blocks) for spot in places)
-        }
-
 
 def chunk_of(position: int, cuts: Sequence[tuple[int, int]]) -> int:
     """Return the chunk that computes a position of the step.

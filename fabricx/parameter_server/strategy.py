@@ -150,9 +150,8 @@ class ServedStrategy(
         self._disconnect(done=False)
         self._connect()
         if self.traits.replicated:
-            self._protocol.start_training(
-                0, self.data_ranks.size, self.module
-            )  # any version: only the workers count updates
+            # Any version: only the workers count updates.
+            self._protocol.start_training(0, self.data_ranks.size, self.module)
 
     def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def in_training(*args: Any) -> Any:

@@ -223,7 +223,7 @@ class AccumulationWindow:
     def ready(self, *, joined: bool = False) -> bool:
         """Close the window, and return whether there is a gradient for a weight update.
 
-        All ranks have finished the last backward, so that every rank without a gradient has published its reason.
+        Called after the last backward of all ranks: each rank without a gradient has published its reason by then.
 
         Args:
             joined: the gradient will be added to those of other windows, and their sum divided by the sum of `share`.

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 class FaultTolerance:
     """Keeps the point from which a checkpoint resumes; the loop calls these methods at fixed points of a step.
 
-    `fabricx.fault_tolerance.Recovery` adds records for other ranks, and continues after the loss of a rank. Here its
-    methods do nothing.
+    `fabricx.fault_tolerance.Recovery` adds records for other ranks, and continues after the loss of a rank.
 
     Args:
         module: the user's module.

@@ -78,7 +78,7 @@ class Session:
         gradient_factor: factor of a rank's loss: the number of data ranks if gradients are averaged over data and
             context ranks, 1 / (context ranks) if they are summed. The result is the sum over data ranks of the mean
             over context ranks.
-        divided: several ranks compute a share of the data together.
+        divided: the model is divided, so that several ranks process the same share of the data.
         staged: these are stages of a pipeline, which compute a batch in parts.
         hooks: functions to call for each hook.
         stop_requests: determine the boundary at which all ranks stop.
@@ -208,7 +208,7 @@ class Session:
         self.strategy.synchronize(copies, ends=ends)
 
     def follow_buffers(self) -> None:
-        """Give the strategy the rank with the newest buffers; without synchronous steps, each rank has its own."""
+        """Set the rank whose buffers the strategy broadcasts; without synchronous steps, each rank keeps its own."""
         source, together = self.state.buffer_source, self.strategy.traits.synchronous
         self.strategy.buffer_source = source if together and source < self.world.axis("data").size else 0
 

@@ -76,7 +76,8 @@ class BatchStatus:
     Attributes:
         is_last: the last batch of the epoch, or of an evaluation loader.
         without_update: consecutive batches, or accumulation windows, without a weight update.
-        in_step: weights, random states or statistics are newer than the position in the data.
+        in_step: True within a step: weights, random states or statistics contain a batch that the position in the data
+            does not.
         asynchronous: this rank trains at its own pace at present.
         idle_ranks: number of ranks without a sample of this microbatch, which do not run its hooks.
         indices: in a prediction, positions of the batch's samples in the data set; None if the data has no positions.

@@ -102,7 +102,7 @@ def test_a_rank_without_outputs_shows_reduced_values_only() -> None:
     book = Logbook(cast(Any, SimpleNamespace(world=stage, traits=Traits(), module=None)), training=True)
     book.metrics.series["x"] = Series.of_kind(("mean", True, True, True, True, False))
     book.metrics.series["x"].contribute_nothing(epoch=False)
-    assert book.local_values(1) == {}
+    assert book.local_values() == {}
 
 
 @pytest.mark.parametrize("rank", [0, 1])

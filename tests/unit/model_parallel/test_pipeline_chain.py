@@ -101,9 +101,8 @@ def test_tied_parameters_are_used_at_several_positions():
     model.head.weight = model.embed.weight
     chain = observe(model)
     assert chain.uses["embed.weight"] == {-1, 3}
-    assert chain.shared_with_blocks == {}
     model.blocks[2].inner[0].weight = model.blocks[0].inner[0].weight
-    assert observe(model).shared_with_blocks == {"blocks.0.inner.0.weight": frozenset({0, 2})}
+    assert observe(model).uses["blocks.0.inner.0.weight"] == {0, 2}
 
 
 # -- which blocks -----------------------------------------------------------------------------------------------------
