@@ -106,7 +106,7 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         self._frozen: list[nn.Parameter] = []  # parameters that DDP does not reduce
         self._retired: nn.parallel.DistributedDataParallel | None = None
         self._unused: UnusedParameters | None = None
-        self._thin: LowRankAverager | None = None  # PowerSGD
+        self._powersgd: LowRankAverager | None = None  # PowerSGD
         self._shared: SharedMemoryAverager | None = None  # sums in shared memory
         self._laid_out = False  # whether DDP has its final bucket layout
         self._joins = False  # the ranks are those of a new generation, which may have frozen other parameters
@@ -141,8 +141,8 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         self._build(init_sync=self.world.generation == 0)  # in later generations all ranks have the same weights
         self._lay_out_buckets()
         self._laid_out = True
-        if self._thin is not None:
-            self._thin.active = True
+        if self._powersgd is not None:
+            self._powersgd.active = True
 
     def _can_share_memory(self, module: nn.Module) -> bool:
         """Return whether gradients can be summed in memory that all ranks map."""
@@ -176,13 +176,13 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         self._ddp.source = functools.partial(getattr, self, "buffer_source")
         self._unused = UnusedParameters(self.data_ranks, known, with_sparse_gradients(self.module), self._unused)
         if self.compression == POWERSGD:
-            kept = {} if self._thin is None else self._thin.state()
+            kept = {} if self._powersgd is None else self._powersgd.state()
             names = {id(parameter): name for name, parameter in self.module.named_parameters()}
             named = {names[id(parameter)]: parameter for parameter in known}
-            self._thin = LowRankAverager(named, self.powersgd_rank, self.data_ranks.group)
-            self._thin.load(kept)
-            self._thin.active = self._laid_out
-            self._ddp.register_comm_hook(self._thin, average_as_factors)
+            self._powersgd = LowRankAverager(named, self.powersgd_rank, self.data_ranks.group)
+            self._powersgd.load(kept)
+            self._powersgd.active = self._laid_out
+            self._ddp.register_comm_hook(self._powersgd, average_as_factors)
         elif self.compression:
             self._ddp.register_comm_hook((CODECS[self.compression].sum_dtype, self.data_ranks.group), average_as)
         elif self._shared is not None:
@@ -276,7 +276,7 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
 
     def teardown(self) -> None:
         self._release_buckets()
-        self._thin = None
+        self._powersgd = None
         super().teardown()
 
     def _release_buckets(self) -> None:
@@ -360,8 +360,8 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         if loss is not None and not set(unused.parameters) - reached(loss):
             raise ValueError(_HOOK_LOST)
         unused.complete(loss, warns=not self.find_unused_parameters)
-        if self._thin is not None:
-            self._thin.undo([parameter for parameter in unused.parameters if parameter.grad is None])
+        if self._powersgd is not None:
+            self._powersgd.undo([parameter for parameter in unused.parameters if parameter.grad is None])
         try:
             ddp.reducer._check_reducer_finalized()
         except RuntimeError as error:
@@ -378,30 +378,33 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
             state["module"].update(kept)
         if self.compression != POWERSGD or not optimizers:
             return state
-        return {**state, "thin": self.data_ranks.gather_objects({} if self._thin is None else self._thin.state())}
+        return {
+            **state,
+            "thin": self.data_ranks.gather_objects({} if self._powersgd is None else self._powersgd.state()),
+        }
 
     def local_state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
         state = super().state_dict(module, optimizers)
-        return state if self._thin is None else {**state, "own": self._thin.state()}
+        return state if self._powersgd is None else {**state, "own": self._powersgd.state()}
 
     def load_local_states(
         self, states: Sequence[dict[str, Any]], module: nn.Module, optimizers: list[Optimizer], *, own: bool
     ) -> None:  # fmt: skip
         super().load_state_dict(states[0], module, optimizers)
-        if self._thin is not None:
+        if self._powersgd is not None:
             kept = states[0].get("own", {})
             if not own:
                 kept = {name: {**saved, "lost": torch.zeros_like(saved["lost"])} for name, saved in kept.items()}
                 warn_of_lost_residuals(self.world)
-            self._thin.load(kept)
+            self._powersgd.load(kept)
 
     def load_state_dict(self, state: dict[str, Any], module: nn.Module, optimizers: list[Optimizer]) -> None:
         super().load_state_dict(state, module, optimizers)
         kept = state.get("thin")
-        if self._thin is None or kept is None:
+        if self._powersgd is None or kept is None:
             return
         if len(kept) == self.data_ranks.size:
-            self._thin.load(kept[self.data_ranks.rank])
+            self._powersgd.load(kept[self.data_ranks.rank])
         elif self.world.main_rank:
             warnings.warn(
                 f"the checkpoint is of {len(kept)} ranks, and this run has {self.data_ranks.size}: the compression "

@@ -72,7 +72,7 @@ def advance(session: Session, micro: Microbatch) -> None:
         idle, data = set(micro.idle), session.world.axis("data")
         ranks = (rank for rank in range(data.size) if not idle.issuperset(data.ranks_of_run([rank])))
         state.buffer_source = next(ranks, 0)
-        session.follow_buffers()
+        session.set_buffer_source()
     state.validating = state.validated = validation_due(session, micro)
     session.batch.in_step = False
     session.fault_tolerance.after_batch()
@@ -131,7 +131,7 @@ def skip_rest(session: Session, micro: Microbatch) -> int:
     if micro.idle:
         publish_hooks_done(session, skip=True)
         session.batch.idle_ranks = 0
-    session.settings.check(skips=True)
+    session.settings_check.check(skips=True)
     session.sharding.discard_window()
     session.metrics.logbook.end_batch()
     session.batch.is_last = True

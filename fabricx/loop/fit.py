@@ -164,7 +164,7 @@ def train_batches(session: Session) -> bool:
         whether the epoch is complete.
     """
     state, accumulate = session.state, session.options.accumulate_grad_batches
-    session.follow_buffers()
+    session.set_buffer_source()
     for micro in session.data.train_feed.epoch(
         state.epoch, accumulate=accumulate, position=state.samples, first=state.batch
     ):
@@ -205,7 +205,7 @@ def train_batch(session: Session, micro: Microbatch) -> int | None:
         return skip_rest(session, micro)
     if effects is not None:
         publish_hooks_done(session, effects.changes())
-    session.settings.before_forward(micro)
+    session.settings_check.before_forward(micro)
     if micro.opens and session.strategy.traits.batch_parts:
         session.checks.begin_parts()
     session.batch.in_step = True

@@ -91,7 +91,7 @@ def train_without_data(session: Session, micro: Microbatch, example: tuple[Any, 
     Raises:
         ValueError: this rank has not had a batch.
     """
-    session.settings.before_forward(micro)
+    session.settings_check.before_forward(micro)
     _begin_batch(session)
     session.window.loss_factor = 0.0
     if not example:

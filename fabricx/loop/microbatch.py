@@ -78,7 +78,7 @@ def _backward(
                 "self.automatic_optimization = False in __init__",
             )
         session.fault_tolerance.before_backward(micro)
-        session.window.sit_out(micro, NO_LOSS, session.settings)
+        session.window.sit_out(micro, NO_LOSS, session.settings_check)
         return None
     if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
         loss = checked_loss(loss)
@@ -95,7 +95,7 @@ def _backward(
             hook(loss)
     if first:
         session.fault_tolerance.before_backward(micro)
-        session.settings.before_backward(micro)
+        session.settings_check.before_backward(micro)
     session.backward(scaled)
     session.recorder.lap(Span.BACKWARD)
     if session.hooks.on_after_backward:
@@ -120,7 +120,7 @@ def _left_out(session: Session, micro: Microbatch, batch: Any, outputs: Any, *, 
     session.window.took_part(micro, first=first)
     if first:
         session.fault_tolerance.before_backward(micro)
-        session.settings.before_backward(micro)
+        session.settings_check.before_backward(micro)
     if micro.closes or session.strategy.traits.joint_steps:
         with session.metrics.logbook.muted():
             session.strategy.backward_without_data((batch, micro.index))

@@ -29,7 +29,7 @@ def train_without_samples(session: Session, micro: Microbatch) -> int | None:
     session.batch.is_last, session.batch.index = micro.last, micro.index
     session.batch.idle_ranks = len(micro.idle)
     if micro.idle and follow_hooks(session):
-        session.settings.check(skips=True)
+        session.settings_check.check(skips=True)
         session.batch.idle_ranks = 0
         session.sharding.discard_window()
         session.batch.is_last = True
@@ -63,7 +63,7 @@ def _compute(session: Session, micro: Microbatch) -> None:
         if micro.opens:
             zero_grad(session, micro)
         with nullcontext() if micro.closes else session.strategy.accumulate():
-            session.window.sit_out(micro, NO_BATCH, session.settings, example_batch(micro, session.to_device))
+            session.window.sit_out(micro, NO_BATCH, session.settings_check, example_batch(micro, session.to_device))
         if micro.closes and session.window.ready():
             update(session, micro, None)
         elif micro.closes:

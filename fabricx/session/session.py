@@ -92,7 +92,7 @@ class Session:
         batch: status of the present batch.
         checkpoints: status of the run's checkpoints.
         fault_tolerance: records for other ranks, and recovery.
-        settings: compares settings that hooks may only change equally on all ranks.
+        settings_check: compares settings that hooks may only change equally on all ranks.
         checks: compares what hooks have changed with the other ranks.
         recorder: records where this rank spends its time.
         running: the run has not ended.
@@ -128,7 +128,7 @@ class Session:
         self.batch = BatchStatus()
         self.checkpoints = CheckpointStatus()
         self.fault_tolerance = FaultTolerance(module, strategy, state, self.rank_state)
-        self.settings = OwnSettings()
+        self.settings_check = OwnSettings()
         self.recorder = NoopRecorder()
         self.running = True
         self._reported: set[str] = set()
@@ -204,10 +204,10 @@ class Session:
         Args:
             copies, ends: see `Strategy.synchronize`.
         """
-        self.follow_buffers()
+        self.set_buffer_source()
         self.strategy.synchronize(copies, ends=ends)
 
-    def follow_buffers(self) -> None:
+    def set_buffer_source(self) -> None:
         """Set the rank whose buffers the strategy broadcasts; without synchronous steps, each rank keeps its own."""
         source, together = self.state.buffer_source, self.strategy.traits.synchronous
         self.strategy.buffer_source = source if together and source < self.world.axis("data").size else 0
@@ -223,7 +223,7 @@ class Session:
     def share_settings(self) -> None:
         """Start to compare settings that hooks change, with the ranks of the present generation."""
         compares = self.world.axis("data").size > 1 and self.strategy.traits.lockstep
-        self.settings = (
+        self.settings_check = (
             SharedSettings(self.options, self.module, self.strategy, self.state, self.stop_requests.signals)
             if compares
             else OwnSettings()

@@ -327,7 +327,7 @@ def _close(session: Session, ending: Ending) -> None:
             attempt(session.strategy.teardown)
     finally:
         session.metrics.loggers, session.recorder = LoggerDispatcher(), NoopRecorder()
-        session.settings = OwnSettings()
+        session.settings_check = OwnSettings()
         session.running = False
         session.state.phase = Phase.IDLE
         session.metrics.collect(None)

@@ -16,7 +16,7 @@ SIZE = 8
 
 def test_thin_matrices_are_the_same_on_all_ranks_of_another_number(recwarn: pytest.WarningsRecorder) -> None:
     strategy, module = DDP(compression="powersgd"), nn.Linear(SIZE, SIZE)
-    sums = strategy._thin = LowRankAverager(dict(module.named_parameters()), 1)
+    sums = strategy._powersgd = LowRankAverager(dict(module.named_parameters()), 1)
     kept = {"weight": {"lost": torch.ones(SIZE, SIZE), "basis": torch.ones(SIZE, 1)}}
     state = {**state_of(module), "own": kept}
     strategy.load_local_states([state], module, [], own=True)
