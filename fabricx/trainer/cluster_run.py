@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -75,8 +76,24 @@ def join_launch(options: TrainerOptions, strategy: Strategy) -> World | None:
             f"this machine has {gpus} GPUs, and SageMaker has started a single process on it: start its job with "
             "distribution={'torch_distributed': {'enabled': True}}, or set devices=1 to use one of the GPUs"
         )
+    share_cores(launched.local_size)
     atexit.register(worlds.leave)  # a process that exits while its group's threads run may abort
     return process.enter(options, connected(launched, strategy))
+
+
+def share_cores(ranks: int) -> None:
+    """Use this rank's part of the machine's cores, unless something else has limited its threads.
+
+    torchrun sets OMP_NUM_THREADS, and srun and mpirun may bind a rank to cores of its own. Otherwise each rank would
+    have a thread for each core.
+
+    Args:
+        ranks: number of ranks on this machine; 0 if unknown.
+    """
+    cores = len(os.sched_getaffinity(0))
+    bound = cores < (os.cpu_count() or cores)
+    if ranks > 1 and "OMP_NUM_THREADS" not in os.environ and not bound and torch.get_num_threads() == cores:
+        torch.set_num_threads(max(1, cores // ranks))
 
 
 def workers_of(launched: World, servers: int) -> World:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from pathlib import Path
 
@@ -68,3 +69,31 @@ def test_a_marker_that_cannot_be_read_counts_if_the_launcher_counts_a_restart(
     next((first.run_dir / "recovery").glob("launch-*")).write_text("{")
     again = begun(tmp_path, monkeypatch, Attempt(1, ["a"]))
     assert (again.run_dir, again.restarts) == (first.run_dir, 1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "omp", "bound", "before", "after"),
+    [
+        (2, False, 8, 8, 4),
+        (3, False, 8, 8, 2),
+        (16, False, 8, 8, 1),
+        (1, False, 8, 8, 8),
+        (0, False, 8, 8, 8),  # unknown
+        (2, True, 8, 8, 8),  # of the user
+        (2, False, 4, 4, 4),  # the launcher has bound the rank to cores of its own
+        (2, False, 8, 3, 3),  # the script has set it
+    ],
+)
+def test_ranks_divide_the_cores_unless_something_else_has_limited_their_threads(
+    ranks: int, omp: bool, bound: int, before: int, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = [before]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(bound)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if omp:
+        monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    cluster_run.share_cores(ranks)
+    assert threads[-1] == after
