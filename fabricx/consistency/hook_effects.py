@@ -242,7 +242,9 @@ class HookChecks:
             yield
             return
         if not self._serving.overwrites:  # workers step by themselves between two rounds
-            stepped = {id(p) for each in self._optimizers for group in each.param_groups for p in group["params"]}
+            stepped = {
+                id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]
+            }
             frozen = [p for p in self._module.parameters() if id(p) not in stepped]
             own_changes = WeightChanges(frozen, values=True)
             yield

@@ -1,4 +1,4 @@
-"""Outputs of submodules in shards of the sequence, which a trial compares with those of the whole sequence."""
+"""Outputs of submodules in shards of the sequence, for the comparison with the whole sequence in a trial."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fabricx.model_parallel.trial import Record, fingerprint
 
 @final
 class ShardOutputs:
-    """Fingerprints of outputs of the whole sequence, and of shards, whose sum over the ranks is that of the whole.
+    """Fingerprints of outputs of the whole sequence and of shards; the sum over the ranks is the whole fingerprint.
 
-    No rank waits for others while the step runs: which submodules run, and for how many positions, may depend on the
+    No rank waits for another rank while the step runs: which submodules run, and for how many positions, may depend on the
     data of a shard, as in a mixture of experts. Outputs of such submodules are not compared.
 
     Args:
@@ -63,7 +63,7 @@ class ShardOutputs:
         return fingerprint(ordinary, shard.part(index, dim))
 
     def _divided_dim(self, part: torch.Size, whole: torch.Size) -> int | None:
-        """Return the dim along which an output is the part of a whole output; None if it is another."""
+        """Return the dim along which an output is the part of a whole output; None if it is not such a part."""
         shard = self._shard()
         if shard is None or len(part) != len(whole):
             return None
@@ -71,27 +71,26 @@ class ShardOutputs:
         return sizes[0][0] if [pair for _, *pair in sizes] == [[shard.local, shard.length]] else None
 
     def combine(self, before: Record, after: Record) -> None:
-        """Complete the record of the shards, and omit what can't be compared from both records; all ranks call it.
+        """Complete the record of the shards, and remove outputs that can't be compared from both records; all ranks call it.
 
         Args:
             before: record of the whole sequence.
             after: record of this rank's shards.
         """
         ranks = self._world.gather_objects((self._kinds, after.outputs))
-        kinds = [found for found, _ in ranks]
+        kinds = [kinds_of_rank for kinds_of_rank, _ in ranks]
         comparable = {
             name
             for name, shapes in self._whole.items()
-            if all(found.get(name) == kinds[0].get(name) for found in kinds)
+            if all(of_rank.get(name) == kinds[0].get(name) for of_rank in kinds)
             and len(kinds[0].get(name, ())) == len(shapes)
             and "other" not in kinds[0][name]
         }
         before.outputs = [entry for entry in before.outputs if entry[0] in comparable]
         of_ranks = [[entry for entry in outputs if entry[0] in comparable] for _, outputs in ranks]
-        own = of_ranks[self._world.rank]
         calls = dict.fromkeys(comparable, 0)
         after.outputs = []
-        for number, (name, values) in enumerate(own):
+        for number, (name, values) in enumerate(of_ranks[self._world.rank]):
             divided = kinds[0][name][calls[name]] == "part"
             calls[name] += 1
             whole = _summed([outputs[number][1] for outputs in of_ranks]) if divided else values
@@ -99,6 +98,6 @@ class ShardOutputs:
 
 
 def _summed(parts: list[list[float]]) -> list[float]:
-    """Return the fingerprint of a tensor from those of its parts."""
+    """Return the fingerprint of a tensor from the fingerprints of its parts."""
     norms, *projections = zip(*parts, strict=True)
     return [math.hypot(*norms), *(math.fsum(values) for values in projections)]
