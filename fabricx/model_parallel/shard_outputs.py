@@ -18,8 +18,8 @@ from fabricx.model_parallel.trial import Record, fingerprint
 class ShardOutputs:
     """Fingerprints of outputs of the whole sequence and of shards; the sum over the ranks is the whole fingerprint.
 
-    No rank waits for another rank while the step runs: which submodules run, and for how many positions, may depend on the
-    data of a shard, as in a mixture of experts. Outputs of such submodules are not compared.
+    No rank waits for another rank while the step runs: which submodules run, and for how many positions, may depend on
+    the data of a shard, as in a mixture of experts. Outputs of such submodules are not compared.
 
     Args:
         world: ranks along the context axis.
@@ -71,7 +71,7 @@ class ShardOutputs:
         return sizes[0][0] if [pair for _, *pair in sizes] == [[shard.local, shard.length]] else None
 
     def combine(self, before: Record, after: Record) -> None:
-        """Complete the record of the shards, and remove outputs that can't be compared from both records; all ranks call it.
+        """Complete the record of the shards, and remove outputs that can't be compared from both; all ranks call it.
 
         Args:
             before: record of the whole sequence.
