@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, Final, final
@@ -173,6 +174,30 @@ class ContextFunctions(TorchFunctionMode):
         factor = self.shard.part(F.dropout(ones, p), dim)
         return input.mul_(factor) if inplace else input * factor
 
+    def convolution(self, function: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
+        """Refuse a convolution along the sequence.
+
+        The effect of a single layer on the loss of the trial may be smaller than what rounding explains, as in a model
+        with attention and state-space layers whose states are small at first.
+
+        Args:
+            function: the convolution.
+            args, options: of the function: input, weight of shape [out, in, *kernel], and others.
+
+        Raises:
+            ValueError: the kernel has several positions.
+        """
+        named = dict(zip(("input", "weight"), args, strict=False)) | options
+        input, weight = named["input"], named["weight"]
+        spatial = range(2, weight.dim())
+        local = 0 if self.shard is None else self.shard.local
+        if any(weight.shape[dim] > 1 and input.shape[dim - weight.dim()] == local for dim in spatial):
+            raise ValueError(
+                f"a convolution with the kernel {list(weight.shape[2:])} combines neighbouring positions of the "
+                "sequence, and a shard does not have all of them"
+            )
+        return function(*args, **options)
+
     def _sequence_dim(self, tensor: Tensor) -> int | None:
         local = 0 if self.shard is None else self.shard.local
         for dim in (self.dim, tensor.dim() - 2):
@@ -257,6 +282,10 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
 
 
+def _convolution(convolution: Any, functions: ContextFunctions, *args: Any, **options: Any) -> Tensor:
+    return functions.convolution(convolution, *args, **options)
+
+
 _MULTI_HEAD: Final = (
     "query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v",
     "add_zero_attn", "dropout_p", "out_proj_weight", "out_proj_bias",
@@ -267,4 +296,5 @@ _RULES: Final[dict[Any, Callable[..., Any]]] = {
     F.dropout: ContextFunctions.dropout,
     torch.arange: ContextFunctions.arange,
     Tensor.__getitem__: ContextFunctions.index,
+    **{function: functools.partial(_convolution, function) for function in (torch.conv1d, torch.conv2d, torch.conv3d)},
 }

@@ -374,7 +374,7 @@ def refusal(cases: list[tuple[Any, dict[str, Any], int, dict[str, Any]]]) -> lis
 def test_what_cannot_be_divided_is_an_error_with_the_remedy() -> None:
     whole = LENGTH + 1
     cases: dict[str, tuple[Any, dict[str, Any], int, dict[str, Any]]] = {
-        "first output that differs is that of blocks.0.mixes": (ContextMesh(), {"kind": "convolution"}, whole, {}),
+        "kernel [3] combines neighbouring positions": (ContextMesh(), {"kind": "convolution"}, whole, {}),
         "first output that differs is that of blocks.0.attention.out": (ContextMesh(), {"kind": "products"}, whole, {}),
         "compute the mask before the blocks": (ContextMesh(), {"kind": "own mask"}, whole, {}),
         "pad the samples to a multiple of 4, such as 16": (ContextMesh(), {}, whole - 3, {}),
