@@ -37,6 +37,7 @@ def project(own_folder: Path) -> Path:
 
 def run(*command: str) -> str:
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{Path.cwd()}", "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONUNBUFFERED", None)  # it mixes the lines of ranks, as `print` then writes each argument alone
     ended = warm.run(
         [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=100, check=False
     )
