@@ -191,7 +191,9 @@ class ContextFunctions(TorchFunctionMode):
         input, weight = named["input"], named["weight"]
         spatial = range(2, weight.dim())
         local = 0 if self.shard is None else self.shard.local
-        if any(weight.shape[dim] > 1 and input.shape[dim - weight.dim()] == local for dim in spatial):
+        # The input may be padded already.
+        beyond = [(input.shape[dim - weight.dim()] - local, weight.shape[dim]) for dim in spatial]
+        if local and any(kernel > 1 and 0 <= more <= 2 * (kernel - 1) for more, kernel in beyond):
             raise ValueError(
                 f"a convolution with the kernel {list(weight.shape[2:])} combines neighbouring positions of the "
                 "sequence, and a shard does not have all of them"

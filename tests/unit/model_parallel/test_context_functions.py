@@ -82,15 +82,17 @@ def test_dropout_is_that_of_the_whole_sequence() -> None:
 
 
 def test_convolutions_along_the_sequence_are_refused_and_others_are_not() -> None:
-    along, image = torch.randn(2, 3, 4), torch.randn(2, 3, 4, 6)
+    along, image = torch.randn(2, 3, 4), torch.randn(2, 3, 4, 9)
     with within(), pytest.raises(ValueError, match=r"kernel \[3\] combines neighbouring positions"):
         nn.Conv1d(3, 3, 3, padding=1)(along)
+    with within(), pytest.raises(ValueError, match=r"kernel \[3\] combines neighbouring positions"):
+        nn.Conv1d(3, 3, 3)(F.pad(along, (2, 0)))  # causal
     with within(), pytest.raises(ValueError, match=r"kernel \[2, 1\] combines neighbouring positions"):
         F.conv2d(image, torch.randn(3, 3, 2, 1))
     with within():
         assert nn.Conv1d(3, 3, 1)(along).shape == along.shape  # each position by itself
-        assert F.conv2d(image, torch.randn(3, 3, 1, 2)).shape == (2, 3, 4, 5)
-        assert F.conv1d(weight=torch.randn(3, 3, 2), input=torch.randn(2, 3, 5)).shape == (2, 3, 4)  # features
+        assert F.conv2d(image, torch.randn(3, 3, 1, 2)).shape == (2, 3, 4, 8)
+        assert F.conv1d(weight=torch.randn(3, 3, 2), input=torch.randn(2, 3, 9)).shape == (2, 3, 8)  # features
     mode = within()
     mode.shard = None
     with mode:
