@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Sampler
 from fabricx.core.rng import random_kept
 from fabricx.data.epochs import set_epoch, set_epoch_of_loader
 from fabricx.data.loader_classes import fetches_lists
-from fabricx.data.map_style import is_ordered, order_of
+from fabricx.data.loader_order import is_ordered, order_of
 from fabricx.errors import did_you_mean
 
 CombineMode = Literal["min_size", "max_size_cycle", "max_size", "sequential"]

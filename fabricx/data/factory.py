@@ -11,8 +11,9 @@ from fabricx.data.combined import CombinedLoader, joined
 from fabricx.data.feed import Feed
 from fabricx.data.iterable import ListFeed
 from fabricx.data.loader_classes import reads_otherwise
+from fabricx.data.loader_order import distributed_sampler, is_ordered, order_of
 from fabricx.data.loader_ranks import give_rank
-from fabricx.data.map_style import OrderedFeed, distributed_sampler, is_ordered, order_of
+from fabricx.data.map_style import OrderedFeed
 from fabricx.data.order import Balance
 from fabricx.distributed.world import World
 

@@ -22,20 +22,21 @@ class Microbatch:
         index: number of the batch in the epoch.
         size: samples of this rank; None if only the batch shows it. For an `empty` microbatch, None means that the
             loader ended before its length.
-        factor: weight of this rank's mean in the mean of the global batch.
+        loss_factor: weight of this rank's mean in the mean of the global batch.
         opens, closes: first and last microbatch of an accumulation window.
         last: last microbatch of the epoch, if that is known already.
         empty: this rank has no samples, but other ranks have.
-        planned: microbatches of the window, as assumed by `factor`.
+        planned: microbatches of the window, as assumed by `loss_factor`.
         position: samples of the epoch's global order that are trained after this microbatch's window.
         start: samples that are trained before the window; None for a source without a global order.
-        apart: this rank works at its own pace; all ranks synchronise at the next microbatch with `meets`.
-        meets: has no data; ranks that worked at their own pace synchronise here.
-        done: if `meets`, leases of the epoch that are trained.
+        leased: of a lease: this rank works at its own pace until the next microbatch that `synchronises`.
+        synchronises: has no data; ranks that worked at their own pace synchronise here.
+        done: if it `synchronises`, leases of the epoch that are trained.
         begin: position of the first sample in the global order.
-        part: more microbatches with the same index follow; if `meets`, no lease was trained since the ranks met before.
+        incomplete: completes no batch: more microbatches with the same index follow; or, if it `synchronises`, no lease
+            was trained since the ranks synchronised before.
         idle: ranks without a sample in this microbatch.
-        portion: weight of this microbatch in the window, in microbatches; a full window has a sum of `planned`.
+        window_weight: weight of this microbatch in the window, in microbatches; a full window has a sum of `planned`.
         end: position after the last sample of a leased microbatch, in an order of the data; None otherwise.
         user_batch: the item of the data set is a batch that the user made (`batch_size=None`): `size` counts 1 for it,
             and the number of its samples is the weight of logged values.
@@ -46,21 +47,21 @@ class Microbatch:
     data: Any
     index: int
     size: int | None
-    factor: float
+    loss_factor: float
     opens: bool
     closes: bool
     last: bool
     planned: int
     empty: bool = False
     position: int = 0
-    apart: bool = False
-    meets: bool = False
+    leased: bool = False
+    synchronises: bool = False
     done: int = 0
     begin: int = 0
-    part: bool = False
+    incomplete: bool = False
     start: int | None = None
     idle: tuple[int, ...] = ()
-    portion: float = 1.0
+    window_weight: float = 1.0
     end: int | None = None
     user_batch: bool = False
     completes: range | None = None

@@ -152,7 +152,7 @@ class ListFeed(Feed):
                     batch, upcoming = upcoming, self._prefetch(data)
                     closes = number == accumulate - 1 or upcoming is _NOTHING
                     yield Microbatch(
-                        batch, index, None, 1 / accumulate, number == 0, closes, False, accumulate, apart=True
+                        batch, index, None, 1 / accumulate, number == 0, closes, False, accumulate, leased=True
                     )  # fmt: skip
                     index += 1
                     if closes:
@@ -171,7 +171,7 @@ class ListFeed(Feed):
             done = sum(trained for _, trained, _ in states)
             yield Microbatch(
                 None, max(index - 1, 0 if done else -1), 0, 0.0, True, True, not more, 1, empty=True, position=index,
-                meets=True, done=done, part=more and done == before,
+                synchronises=True, done=done, incomplete=more and done == before,
             )  # fmt: skip
 
     def _prefetch(self, data: Iterator[Any]) -> Any:
@@ -271,7 +271,7 @@ class ListFeed(Feed):
             if batch is _NOTHING:
                 if index > window:  # close the incomplete window
                     yield Microbatch(
-                        None, index, 0, 0.0, False, True, True, stop - window, empty=True, portion=0.0
+                        None, index, 0, 0.0, False, True, True, stop - window, empty=True, window_weight=0.0
                     )  # fmt: skip
                 return
             yield Microbatch(
@@ -305,7 +305,7 @@ class ListFeed(Feed):
                 self._along() if empty else self._keep(batch), index,
                 0 if empty else None, 0.0 if empty else 1 / counted,
                 held == 1, closes, last, accumulate, empty=empty,
-                idle=self._world.ranks_of_run(idle), portion=1.0 if accumulate == 1 else present / ranks,
+                idle=self._world.ranks_of_run(idle), window_weight=1.0 if accumulate == 1 else present / ranks,
             )  # fmt: skip
             if upcoming is _NOTHING:
                 self._ahead, self._over = _NOTHING, True

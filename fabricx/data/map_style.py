@@ -15,15 +15,10 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch.utils.data import (
-    BatchSampler,
     DataLoader,
-    IterableDataset,
-    RandomSampler,
     SequentialSampler,
-    Subset,
     default_collate,
 )
-from torch.utils.data.distributed import DistributedSampler
 
 from fabricx.core.dealer import Dealer
 from fabricx.core.rng import random_kept, seed_generators, seed_torch
@@ -32,7 +27,8 @@ from fabricx.data.batch_seeding import BatchSeededDataset
 from fabricx.data.epochs import set_epoch
 from fabricx.data.feed import Feed, Microbatch
 from fabricx.data.leasing import LeasedSection, Section
-from fabricx.data.loader_classes import fetches_lists, reads_otherwise
+from fabricx.data.loader_classes import fetches_lists
+from fabricx.data.loader_order import chosen_items, is_shuffled, order_of, seed_of
 from fabricx.data.loader_signals import TerminatedByTrainer, block_sigterm_in_forks
 from fabricx.data.order import Balance, Cut, epoch_order, epoch_seed
 from fabricx.data.own_state import changes, find_generators, put_back_sampler, sampler_values
@@ -97,7 +93,7 @@ class OrderedFeed(Feed):
         self._limit = limit
         self._sampler: Any
         self._sampler, self._batch, self._drop_last = order_of(loader)
-        self._seed = _seed_of(loader, self._sampler, seed)
+        self._seed = seed_of(loader, self._sampler, seed)
         self._placed = False  # the sampler was restored since the newest order was drawn
         self._newest: Any = ()  # order of the epoch that `epoch` reads
         # With a user's own batch sampler, the items of the order are whole batches.
@@ -111,7 +107,7 @@ class OrderedFeed(Feed):
                 f"{self._began_with} ranks"
             )
         self._loader = _copy_loader(loader, self._picked, max(1, world.local_size), seeded=parts > 0)
-        self.chosen = _chosen(self._dataset)
+        self.chosen = chosen_items(self._dataset)
         own = loader.collate_fn is not default_collate and not getattr(loader.collate_fn, "joins_loaders", False)
         self._may_drop = own and loader.batch_sampler is not None and not weighted
 
@@ -147,7 +143,7 @@ class OrderedFeed(Feed):
             length += f", {self._batch} in a batch" + (", drop_last" if self._drop_last else "")
         if self._world.size == 1:  # not divided: the order may differ between ranks
             return length
-        seed = f", seed {self._seed}" if _shuffles(self._sampler) else ""
+        seed = f", seed {self._seed}" if is_shuffled(self._sampler) else ""
         items = f", items {self.chosen} of a Subset (draw them after fx.seed_everything)" if self.chosen else ""
         return f"{length}, {type(self._sampler).__name__}{seed}{items}"
 
@@ -187,10 +183,10 @@ class OrderedFeed(Feed):
 
     def _order(self, epoch: int) -> Any:
         sampler = self._sampler
-        if type(sampler) is SequentialSampler or (self._fixed and _shuffles(sampler)):
+        if type(sampler) is SequentialSampler or (self._fixed and is_shuffled(sampler)):
             return range(len(sampler))
         epoch = 0 if self._fixed else epoch
-        if _shuffles(sampler):
+        if is_shuffled(sampler):
             # A numpy array: slicing it is ten times cheaper than slicing a tensor.
             return epoch_order(len(sampler), self._seed, epoch).numpy()
         set_epoch(epoch, sampler)
@@ -322,13 +318,13 @@ class OrderedFeed(Feed):
             yield Microbatch(
                 batch, index, size, size / (whole * self._beside),
                 share.opens, share.closes, share.last, share.planned, empty=size == 0, position=share.window_end,
-                begin=share.begin, part=share.part, start=share.window_begin,
+                begin=share.begin, incomplete=share.incomplete, start=share.window_begin,
                 # With an order per rank, no rank waits for this one.
                 idle=self._world.ranks_of_run(share.idle) if self._world.size > 1 else (),
                 user_batch=self._singly,
                 completes=None if same else cut.completes(planned, share, number),
             )  # fmt: skip
-            index, number = index + (not share.part), number + (not share.part)
+            index, number = index + (not share.incomplete), number + (not share.incomplete)
 
     def _check_dropped(self, batch: Any, size: int) -> None:
         """Warn once if a user's collate_fn drops samples, so that the weight of a batch is not that of its samples."""
@@ -375,15 +371,15 @@ class OrderedFeed(Feed):
                         self._check_dropped(data, size)
                     yield Microbatch(
                         data, share.begin // (batch * dealer.planned), size, size / whole,
-                        share.opens, share.closes, False, share.planned, apart=True, begin=share.begin, end=share.end,
+                        share.opens, share.closes, False, share.planned, leased=True, begin=share.begin, end=share.end,
                         user_batch=self._singly,
                     )  # fmt: skip
             start, position = position, deal.end
             index = -(-position // (batch * dealer.planned)) - 1
             yield Microbatch(
                 None, index, 0, 0.0, True, True, position >= items, 1,
-                empty=True, position=position, meets=True, done=-(-position // (batch * accumulate)), start=start,
-                part=position == start,
+                empty=True, position=position, synchronises=True, done=-(-position // (batch * accumulate)),
+                start=start, incomplete=position == start,
             )  # fmt: skip
 
     def _fetches(self, deal: LeasedSection, order: Any) -> Iterator[tuple[int, Any]]:
@@ -449,83 +445,6 @@ def _picks(shares: Iterable[Any], order: Any, alone: bool, *, company: bool) -> 
             yield from ((begin + offset, item) for offset, item in enumerate(picked))
         else:
             yield begin, picked
-
-
-def _chosen(dataset: Any) -> str:
-    """Return a digest of the items that a Subset has, which a script without a seed may draw anew; "" without."""
-    digest, found = hashlib.blake2b(digest_size=8), False
-    while isinstance(dataset, Subset):
-        indices: Any = dataset.indices
-        if isinstance(indices, (list, tuple, range, np.ndarray, torch.Tensor)):
-            if isinstance(indices, range):  # much faster than a conversion
-                indices = np.arange(indices.start, indices.stop, indices.step)
-            numbers = np.asarray(indices.cpu() if isinstance(indices, torch.Tensor) else indices)
-            if numbers.dtype.kind not in "iu":  # bytes of other objects differ between processes
-                return ""
-            digest.update(numbers.tobytes())
-            found = True
-        dataset = dataset.dataset
-    return digest.hexdigest() if found else ""
-
-
-def _shuffles(sampler: Any) -> bool:
-    """Return whether a sampler is the one that `shuffle=True` creates."""
-    return type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None
-
-
-def is_ordered(source: Any) -> bool:
-    """Return whether a loader's samples can be read in an order that is divided over ranks.
-
-    Args:
-        source: data of the user.
-    """
-    return (
-        isinstance(source, DataLoader)
-        and not isinstance(source.dataset, IterableDataset)
-        and not reads_otherwise(source)
-        and distributed_sampler(source) is None
-        and not hasattr(source, "state_dict")
-        and hasattr(order_of(source)[0], "__len__")
-    )
-
-
-def distributed_sampler(source: Any) -> DistributedSampler[Any] | None:
-    """Return the loader's `DistributedSampler`, if it orders the loader's samples or batches.
-
-    Args:
-        source: data of the user.
-    """
-    if not isinstance(source, DataLoader):
-        return None
-    for sampler in (source.sampler, source.batch_sampler, getattr(source.batch_sampler, "sampler", None)):
-        if isinstance(sampler, DistributedSampler):
-            return sampler
-    return None
-
-
-def order_of(loader: DataLoader[Any]) -> tuple[Any, int, bool]:
-    """Return a loader's sampler, items of the order per batch, and whether an incomplete last batch is dropped.
-
-    A `BatchSampler` that the user made is treated like `DataLoader(batch_size=...)`. With any other batch sampler, the
-    items of the order are whole batches.
-
-    Args:
-        loader: map-style.
-    """
-    batches: Any = loader.batch_sampler
-    if type(batches) is BatchSampler:
-        return batches.sampler, batches.batch_size, batches.drop_last
-    if batches is not None:
-        return batches, 1, False
-    return loader.sampler, 1, False
-
-
-def _seed_of(loader: DataLoader[Any], sampler: Any, seed: int) -> int:
-    """Return the seed of a loader's own generator, if the user has set a generator."""
-    for generator in (loader.generator, getattr(sampler, "generator", None)):
-        if isinstance(generator, torch.Generator):
-            return generator.initial_seed() % 2**62
-    return seed
 
 
 def _copy_loader(loader: DataLoader[Any], picked: _Picked, ranks: int, *, seeded: bool) -> DataLoader[Any]:

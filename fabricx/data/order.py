@@ -49,7 +49,7 @@ class Share(NamedTuple):  # a named tuple: created for each batch, five times fa
         opens, closes: first and last microbatch of the accumulation window.
         last: last microbatch of the epoch.
         planned: microbatches of the window.
-        part: more microbatches that count as the same batch follow.
+        incomplete: more microbatches that count as the same batch follow.
         idle: ranks with an empty share of the microbatch.
     """
 
@@ -61,7 +61,7 @@ class Share(NamedTuple):  # a named tuple: created for each batch, five times fa
     closes: bool
     last: bool
     planned: int
-    part: bool = False
+    incomplete: bool = False
     idle: tuple[int, ...] = ()
 
 
@@ -258,7 +258,7 @@ class Cut:
         Args:
             planned: cut of the same items into the same global batches.
             share: a microbatch of this cut.
-            number: its number within its global batch, without those that are `part` of the next.
+            number: its number within its global batch, without those that are `incomplete`.
 
         >>> one, two = Cut(items=16, batch=4, began_with=2), Cut(items=16, batch=4, ranks=2)
         >>> [list(one.completes(two, share, n % 2)) for n, share in enumerate(one.shares())]
@@ -345,5 +345,5 @@ class Cut:
             idle = tuple(rank for rank, places in enumerate(ranks) if places[number] == places[number + 1])
             yield Share(
                 bounds[number], bounds[number + 1], start, stop, number == 0, closes, closes and stop == self.items,
-                count, part=number < count - planned, idle=idle,
+                count, incomplete=number < count - planned, idle=idle,
             )  # fmt: skip

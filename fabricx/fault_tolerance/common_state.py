@@ -65,8 +65,8 @@ def load_common_state(
             setattr(session.options, name, value)
     hooked = (behind or goes_back) and load_hook_entries(session, state, state["hook_entries"])
     restore_run(session, state, rank=source, hooked=hooked and newcomer)
-    if session.overridden.kept is not None:
-        session.overridden.kept.begin_again()
+    if session.user_steps.kept is not None:
+        session.user_steps.kept.begin_again()
     heartbeat.set_reached(state["reached"])
     session.metrics.training.metrics.shared = state["shared"]
     for part, training in zip(session.module.modules(), state["modes"], strict=True):

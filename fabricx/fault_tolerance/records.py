@@ -150,7 +150,7 @@ class RankRecords(FaultTolerance):
 
     def after_batch(self) -> None:
         super().after_batch()
-        held = self._session.overridden.held or self._session.overridden.kept
+        held = self._session.user_steps.held or self._session.user_steps.kept
         self.torn = self.slot is not None and held is not None and held.may_be_needed  # a replacement lacks these
         if self.slot is not None and not self._recorded_ahead:
             self._write(progress(self._session), None)

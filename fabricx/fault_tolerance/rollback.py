@@ -171,7 +171,7 @@ def restore_newest(session: Session, ft: RankRecords) -> bool:
     session.failures.step_reached, session.failures.newest_at = max(
         session.world.gather_objects(ft.memory.reached.newest())
     )
-    source, path = _newest(session.world, session.strategy), session.overridden.ckpt_path
+    source, path = _newest(session.world, session.strategy), session.checkpoints.ckpt_path
     if source is None:
         return False
     saved = session.world.broadcast_object(

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 from fabricx.core.state import Stage
-from fabricx.core.steps import detached
 from fabricx.core.transfer import with_own_move
 from fabricx.data import Microbatch
 from fabricx.distributed import heartbeat
 from fabricx.loop.evaluation import validate_in_fit
 from fabricx.loop.lr_schedules import step_plateaus
-from fabricx.session.save_points import publish_hooks_done
 from fabricx.session.schedule import agree_at_boundary, limit_reached, validation_due
 from fabricx.telemetry.events import Span
 
 if TYPE_CHECKING:
-    from fabricx.session.accumulation import AccumulationWindow
     from fabricx.session.session import Session
 
 
@@ -42,20 +37,6 @@ def begin_batch(session: Session, micro: Microbatch) -> Any:
     if session.transfer is not None:
         session.recorder.lap(Span.TRANSFER)
     return batch
-
-
-def results_for_hooks(window: AccumulationWindow, outputs: Any, batch: Any) -> Any:
-    """Return the outputs of a step without their graph, for the hooks that end a batch; the window keeps them.
-
-    Args:
-        window: the present accumulation window.
-        outputs: outputs of the training step; a step without any has an empty dict, as in Lightning.
-        batch: batch on the device.
-    """
-    outputs = {} if outputs is None else outputs
-    results = {"loss": outputs.detach()} if isinstance(outputs, Tensor) else detached(outputs)
-    window.keep(results, batch)
-    return results
 
 
 def advance(session: Session, micro: Microbatch) -> None:
@@ -118,21 +99,14 @@ def call_last_hooks(session: Session, index: int, *, closes: bool = True) -> Non
         session.recorder.end_step(session.state.step)
 
 
-def skip_rest(session: Session, micro: Microbatch) -> int:
+def skip_rest(session: Session) -> None:
     """Skip the rest of the epoch, on all ranks, because `on_train_batch_start` returned -1.
 
     Args:
         session: this rank's session.
-        micro: the present microbatch.
-
-    Returns:
-        -1.
     """
-    if micro.idle:
-        publish_hooks_done(session, skip=True)
-        session.batch.idle_ranks = 0
+    session.batch.idle_ranks = 0
     session.settings_check.check(skips=True)
     session.sharding.discard_window()
     session.metrics.logbook.end_batch()
     session.batch.is_last = True
-    return -1

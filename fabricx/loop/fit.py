@@ -10,8 +10,8 @@ from fabricx.core.rng import seed_generators
 from fabricx.core.state import Phase, Stage
 from fabricx.data import Microbatch
 from fabricx.data.order import epoch_seed
-from fabricx.distributed.collective_guard import ALL_JOIN, without_sample
-from fabricx.loop.boundary import advance, begin_batch, end_batch, results_for_hooks, skip_rest
+from fabricx.loop.batch_hooks import call_end_hooks, call_start_hooks
+from fabricx.loop.boundary import advance, begin_batch, end_batch, skip_rest
 from fabricx.loop.epoch import begin_epoch, end_epoch, repeated_hooks
 from fabricx.loop.evaluation import sanity_check
 from fabricx.loop.lr_schedules import step_schedules
@@ -20,7 +20,6 @@ from fabricx.loop.microbatch import step_and_backward
 from fabricx.loop.no_samples import train_without_samples
 from fabricx.loop.update import skip_update, update
 from fabricx.session.checkpoint import finish_checkpoint, restore_requested
-from fabricx.session.save_points import publish_hooks_done
 from fabricx.session.schedule import (
     agree_at_boundary,
     check_any_batch,
@@ -170,8 +169,8 @@ def train_batches(session: Session) -> bool:
     ):
         session.recorder.lap(Span.DATA)
         session.window.begin(micro)
-        if (train_without_samples if micro.empty else train_batch)(session, micro) == -1:
-            return True
+        if (train_without_samples if micro.empty else train_batch)(session, micro):
+            return True  # the rest of the epoch is skipped
         if end_batch(session, micro):
             return micro.last
     check_any_batch(session)
@@ -179,7 +178,7 @@ def train_batches(session: Session) -> bool:
     return True
 
 
-def train_batch(session: Session, micro: Microbatch) -> int | None:
+def train_batch(session: Session, micro: Microbatch) -> bool:
     """Train a microbatch with samples, from its first hook to its last.
 
     Args:
@@ -187,24 +186,15 @@ def train_batch(session: Session, micro: Microbatch) -> int | None:
         micro: the microbatch; the last of a window updates the weights.
 
     Returns:
-        -1 if the rest of the epoch is skipped, else None.
+        whether the rest of the epoch is skipped.
     """
     hooks, index = session.hooks, micro.index
     if session.strategy.traits.batch_parts:  # a part of a global batch draws the same numbers on every rank
         seed_generators(epoch_seed(epoch_seed(session.state.seed, session.state.epoch), micro.begin) % 2**32)
     batch = begin_batch(session, micro)
-    session.batch.idle_ranks = len(micro.idle)
-    effects = session.checks.effects() if micro.idle else None
-    guard = without_sample(micro.idle) if micro.idle else ALL_JOIN
-    skips = False
-    with guard:
-        for number, hook in enumerate(hooks.on_train_batch_start):
-            if skips := hooks.skips_epoch(number, hook(batch, index)):
-                break
-    if skips:
-        return skip_rest(session, micro)
-    if effects is not None:
-        publish_hooks_done(session, effects.changes())
+    if (hooks.on_train_batch_start or micro.idle) and call_start_hooks(session, micro, batch):
+        skip_rest(session)
+        return True
     session.settings_check.before_forward(micro)
     if micro.opens and session.strategy.traits.batch_parts:
         session.checks.begin_parts()
@@ -215,7 +205,7 @@ def train_batch(session: Session, micro: Microbatch) -> int | None:
     elif micro.closes:
         step, backward = step_and_backward(session, micro, batch)
         outputs = session.strategy.forward_backward(step, backward, batch, index)
-        if session.window.ready():
+        if session.window.close():
             update(session, micro, batch)
         else:
             skip_update(session, micro)
@@ -228,16 +218,7 @@ def train_batch(session: Session, micro: Microbatch) -> int | None:
     session.batch.in_step = False
     if micro.closes:
         advance(session, micro)
-    if micro.idle:
-        session.serving.wait_for_weights(session.state.step)  # hooks don't change weights that arrive in them
-    effects = session.checks.effects() if micro.idle else None
-    if hooks.on_train_batch_end:
-        results = results_for_hooks(session.window, outputs, batch)
-        for hook in hooks.train_batch_end_others:
-            with ALL_JOIN if hook in hooks.train_batch_end_empty else guard:
-                hook(results, batch, index)
-    if effects is not None:
-        publish_hooks_done(session, effects.changes())
-        session.batch.idle_ranks = 0
+    if hooks.on_train_batch_end or micro.idle:
+        call_end_hooks(session, micro, batch, outputs)
     session.metrics.logbook.end_batch()
-    return None
+    return False

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from fabricx.data import Microbatch
 from fabricx.distributed.collective_guard import OWN_PACE
-from fabricx.loop.boundary import advance, begin_batch, end_batch, results_for_hooks
+from fabricx.loop.batch_hooks import call_end_hooks, call_start_hooks
+from fabricx.loop.boundary import advance, begin_batch, end_batch
 from fabricx.loop.lr_schedules import follow_schedules
 from fabricx.loop.manual_optimization import train_manually
 from fabricx.loop.microbatch import step_and_backward
@@ -33,7 +34,7 @@ def train_batches(session: Session) -> bool:
     for micro in _batches(session):
         session.recorder.lap(Span.DATA)
         session.window.begin(micro)
-        if not micro.meets:
+        if not micro.synchronises:
             with OWN_PACE:
                 _train_batch(session, micro)
             _end_lease(session, micro)
@@ -66,12 +67,11 @@ def _train_batch(session: Session, micro: Microbatch) -> None:
         session.dealer.trains(session.state.epoch, micro.begin, micro.end)
     session.batch.asynchronous = True
     batch = begin_batch(session, micro)
-    for number, hook in enumerate(hooks.on_train_batch_start):
-        if hooks.skips_epoch(number, hook(batch, index)):
-            raise ValueError(
-                "on_train_batch_start returned -1, which skips the rest of an epoch on all ranks; here each rank works "
-                "at its own pace: set trainer.should_stop, or limit_train_batches"
-            )
+    if hooks.on_train_batch_start and call_start_hooks(session, micro, batch):
+        raise ValueError(
+            "on_train_batch_start returned -1, which skips the rest of an epoch on all ranks; here each rank works "
+            "at its own pace: set trainer.should_stop, or limit_train_batches"
+        )
     session.batch.in_step = True
     if not session.module.automatic_optimization:
         outputs = train_manually(session, micro, batch)
@@ -79,7 +79,7 @@ def _train_batch(session: Session, micro: Microbatch) -> None:
         step, backward = step_and_backward(session, micro, batch)
         outputs = session.strategy.forward_backward(step, backward, batch, index)
         joined = session.dealer.leases_per_update > 1
-        if session.window.ready(joined=joined):
+        if session.window.close(joined=joined):
             if joined:
                 session.dealer.lease.share *= session.window.share
             _take_turn(session)
@@ -94,9 +94,7 @@ def _train_batch(session: Session, micro: Microbatch) -> None:
     session.recorder.samples += session.metrics.logbook.size or session.metrics.logbook.count()
     session.batch.in_step = False
     if hooks.on_train_batch_end:
-        results = results_for_hooks(session.window, outputs, batch)
-        for hook in hooks.train_batch_end_others:
-            hook(results, batch, index)
+        call_end_hooks(session, micro, batch, outputs)
     if micro.closes:
         _take_back(session)
     session.metrics.logbook.end_batch()

@@ -68,7 +68,7 @@ def train_manually(session: Session, micro: Microbatch, batch: Any) -> Any:
     """
     session.window.took_part(micro)
     _begin_batch(session)
-    session.window.loss_factor = micro.factor * session.gradient_factor
+    session.window.loss_factor = micro.loss_factor * session.gradient_factor
     step = session.training_step if batch is not None else no_batch_step(session)
     with along(micro.idle) if micro.idle else ALL_JOIN, _can_be_repeated(session):
         outputs = step(batch, micro.index)
@@ -115,7 +115,7 @@ def count_manual_steps(session: Session) -> None:
     Args:
         session: this rank's session.
     """
-    steps = session.overridden.manual_steps
+    steps = session.user_steps.manual_steps
     if steps:
         count = max(steps.values())
         steps.clear()  # first: a rank that waits for a dead rank in `after_update` repeats the batch
@@ -128,7 +128,7 @@ def count_manual_steps(session: Session) -> None:
 
 def _begin_batch(session: Session) -> None:
     """Begin a batch: one that adds to gradients of earlier batches, or uses these, can't be tried again."""
-    held = session.overridden.held
+    held = session.user_steps.held
     if held is not None and held.begin_batch():
         session.fault_tolerance.begin_unrepeatable()
 
@@ -146,7 +146,7 @@ def _can_be_repeated(session: Session) -> Iterator[None]:
         vars(session.module).pop("_requires_grad", None)  # of `toggle_optimizer`
         for parameter, before in required:
             parameter.requires_grad_(before)
-        session.overridden.manual_steps.clear()
+        session.user_steps.manual_steps.clear()
         raise
 
 
@@ -170,8 +170,8 @@ def backward(session: Session, loss: Tensor, *args: Any, **options: Any) -> None
         args: passed to `Module.backward`.
         options: passed to `Module.backward`.
     """
-    if session.overridden.held is not None:
-        session.overridden.held.before_backward()
+    if session.user_steps.held is not None:
+        session.user_steps.held.before_backward()
     factor = session.window.loss_factor
     scaled = session.precision.scale(loss if factor == 1.0 else loss * factor)
     for hook in session.hooks.on_before_backward:
@@ -217,7 +217,7 @@ def count_step(
     """
     losses: list[Any] = []
 
-    held = session.overridden.held
+    held = session.user_steps.held
 
     def with_gradients() -> None:
         session.precision.unscale(optimizer)
@@ -237,7 +237,7 @@ def count_step(
     session.precision.updated()
     if held is not None:
         held.after_step(optimizer)
-    session.overridden.manual_steps[id(optimizer)] = session.overridden.manual_steps.get(id(optimizer), 0) + 1
+    session.user_steps.manual_steps[id(optimizer)] = session.user_steps.manual_steps.get(id(optimizer), 0) + 1
     return losses[0] if losses else None
 
 
@@ -255,8 +255,8 @@ def watch_gradients(session: Session) -> None:
     Raises:
         RanksDisagree: when an optimizer steps: gradients differ between ranks.
     """
-    held = session.overridden.held = HeldGradients(session.optimizers)
-    session.overridden.undo.append(held.close)
+    held = session.user_steps.held = HeldGradients(session.optimizers)
+    session.undo.append(held.close)
     traits = session.strategy.traits
     if not traits.synchronous or traits.sharded:
         return
@@ -275,7 +275,7 @@ def watch_gradients(session: Session) -> None:
                 "torch.autograd.grad do not"
             )
 
-    session.overridden.undo += [optimizer.register_step_pre_hook(compare).remove for optimizer in session.optimizers]
+    session.undo.extend(optimizer.register_step_pre_hook(compare).remove for optimizer in session.optimizers)
 
 
 def _fingerprint(optimizer: Optimizer) -> Tensor:

@@ -15,7 +15,7 @@ from fabricx.data import Microbatch
 from fabricx.distributed.collective_guard import ALL_JOIN, along, without_sample
 from fabricx.loop.no_batch import no_batch_step
 from fabricx.loop.update import zero_grad
-from fabricx.session.accumulation import NO_LOSS
+from fabricx.session.absences import NO_LOSS
 from fabricx.telemetry.events import Span
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _backward(
     if not isinstance(outputs, Tensor) and isinstance(outputs, Mapping) and "loss" in outputs:
         loss = outputs["loss"]
     if loss is None:
-        if batch is not None and not session.overridden.manual_steps:
+        if batch is not None and not session.user_steps.manual_steps:
             session.warn_once(
                 "no loss",
                 f"training_step returned no loss for a batch (step {session.state.step}), so the batch is skipped: it "
@@ -87,7 +87,7 @@ def _backward(
             session.window.weigh(micro)
         if not session.window.factor:
             return _left_out(session, micro, batch, outputs, first=first)
-    factor = micro.factor if session.window.factor is None else session.window.factor
+    factor = micro.loss_factor if session.window.factor is None else session.window.factor
     factor *= session.gradient_factor
     scaled = session.precision.scale(loss if factor == 1.0 else loss * factor)
     with guard:

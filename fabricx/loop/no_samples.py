@@ -6,17 +6,17 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 from fabricx.data import Microbatch
-from fabricx.loop.boundary import advance
+from fabricx.loop.batch_hooks import follow_end_hooks, follow_start_hooks
+from fabricx.loop.boundary import advance, skip_rest
 from fabricx.loop.manual_optimization import train_without_data
 from fabricx.loop.update import example_batch, skip_update, update, zero_grad
-from fabricx.session.accumulation import NO_BATCH
-from fabricx.session.save_points import follow_hooks
+from fabricx.session.absences import NO_BATCH
 
 if TYPE_CHECKING:
     from fabricx.session.session import Session
 
 
-def train_without_samples(session: Session, micro: Microbatch) -> int | None:
+def train_without_samples(session: Session, micro: Microbatch) -> bool:
     """Run the collectives of a batch without samples.
 
     Args:
@@ -24,26 +24,17 @@ def train_without_samples(session: Session, micro: Microbatch) -> int | None:
         micro: without samples of this rank.
 
     Returns:
-        -1 if the rest of the epoch is skipped, else None.
+        whether the rest of the epoch is skipped.
     """
     session.batch.is_last, session.batch.index = micro.last, micro.index
-    session.batch.idle_ranks = len(micro.idle)
-    if micro.idle and follow_hooks(session):
-        session.settings_check.check(skips=True)
-        session.batch.idle_ranks = 0
-        session.sharding.discard_window()
-        session.batch.is_last = True
-        return -1
+    if follow_start_hooks(session, micro):
+        skip_rest(session)
+        return True
     session.batch.in_step = True
     _compute(session, micro)
     session.batch.in_step = False
-    session.window.keep(None, None)
-    for hook in session.hooks.train_batch_end_empty:
-        hook(None, None, micro.index)
-    if micro.idle:
-        follow_hooks(session)
-        session.batch.idle_ranks = 0
-    return None
+    follow_end_hooks(session, micro)
+    return False
 
 
 def _compute(session: Session, micro: Microbatch) -> None:
@@ -64,7 +55,7 @@ def _compute(session: Session, micro: Microbatch) -> None:
             zero_grad(session, micro)
         with nullcontext() if micro.closes else session.strategy.accumulate():
             session.window.sit_out(micro, NO_BATCH, session.settings_check, example_batch(micro, session.to_device))
-        if micro.closes and session.window.ready():
+        if micro.closes and session.window.close():
             update(session, micro, None)
         elif micro.closes:
             skip_update(session, micro)

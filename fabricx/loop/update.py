@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fabricx.data import Microbatch
-from fabricx.loop import manual_optimization
 from fabricx.loop.lr_schedules import step_schedules
 from fabricx.session.schedule import count_update, count_without_update
 from fabricx.telemetry.events import Span
@@ -34,8 +32,8 @@ def zero_grad(session: Session, micro: Microbatch) -> None:
         if session.overridden.optimizer_zero_grad:
             kept = (
                 contextlib.nullcontext()
-                if session.overridden.kept is None
-                else session.overridden.kept.zeroes(optimizer)
+                if session.user_steps.kept is None
+                else session.user_steps.kept.zeroes(optimizer)
             )
             with kept, session.gradients.hooks_see_weights("optimizer_zero_grad"), session.checks.zeroes(optimizer):
                 session.module.optimizer_zero_grad(session.state.epoch, micro.index, optimizer)
@@ -58,14 +56,14 @@ def update(session: Session, micro: Microbatch, batch: Any) -> None:
         session.precision.unscale(optimizer)
         own_clipping = session.overridden.configure_gradient_clipping
         if session.hooks.on_before_optimizer_step or session.options.gradient_clip_val is not None or own_clipping:
-            _clip(session, optimizer, own_clipping=own_clipping)
+            clip(session, optimizer, own_clipping=own_clipping)
         session.fault_tolerance.before_update(micro)
         if session.overridden.optimizer_step or session.overridden.closures:
             _step_with_closure(session, micro, batch, optimizer)
         else:
             session.precision.step(optimizer, session.strategy.optimizer_step)
     session.precision.updated()
-    if session.overridden.manual_steps:
+    if session.user_steps.manual_steps:
         _count_early_steps(session)
         session.warn_once(
             "early steps",
@@ -74,72 +72,6 @@ def update(session: Session, micro: Microbatch, batch: Any) -> None:
         )
     _count_update(session)
     session.recorder.lap(Span.OPTIMIZER)
-
-
-def step_optimizer(
-    session: Session, optimizer: Optimizer, closure: Callable[[], Any] | None, **options: Any
-) -> Any:  # fmt: skip
-    """Step an optimizer for the module: in manual optimization, or in its `optimizer_step`.
-
-    Args:
-        session: this rank's session.
-        optimizer: optimizer of the module.
-        closure: computes the loss and the gradients; None without.
-        options: further arguments of the optimizer's `step`.
-
-    Returns:
-        the loss of the first call of the closure in manual optimization; otherwise None.
-
-    Raises:
-        ValueError: servers step the optimizer, which have no further arguments.
-    """
-    if options:
-        if session.serving.servers:
-            raise ValueError(
-                f"step({', '.join(f'{name}=...' for name in options)}): servers run the step of "
-                f"{type(optimizer).__name__}, without these arguments; set them in the constructor of the optimizer"
-            )
-        with _step_with(optimizer, options):
-            return step_optimizer(session, optimizer, closure)
-    with session.gradients.weights_as_stored():
-        session.fault_tolerance.begin_update()
-        if session.module.automatic_optimization and session.batch.in_step and not session.overridden.in_optimizer_step:
-            return _step_early(session, optimizer, closure)
-        if session.module.automatic_optimization:
-            session.overridden.own_steps += 1
-            used = closure if id(optimizer) in session.overridden.closures else None
-            session.precision.step(optimizer, session.strategy.optimizer_step, used)
-            return None
-        return manual_optimization.step(session, optimizer, closure)
-
-
-def _step_early(session: Session, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
-    """Step an optimizer for a `training_step` that steps it itself, although the module is optimised automatically."""
-    if session.world.size > 1 or session.serving.servers:
-        raise ValueError(
-            f"training_step calls the step of {type(optimizer).__name__} itself, and with several ranks automatic "
-            "optimization averages only the gradients of a returned loss: set self.automatic_optimization = False in "
-            "__init__, and compute the gradients with self.manual_backward(loss)"
-        )
-
-    def clip() -> None:
-        _clip(session, optimizer, own_clipping=session.overridden.configure_gradient_clipping)
-
-    return manual_optimization.count_step(session, optimizer, closure, clip)
-
-
-@contextlib.contextmanager
-def _step_with(optimizer: Optimizer, options: Mapping[str, Any]) -> Iterator[None]:
-    """Context in which each call of an optimizer's `step` has further arguments."""
-    wrapper, step = vars(optimizer).get("step"), optimizer.step  # a scheduler has its own wrapper in the object
-    vars(optimizer)["step"] = functools.partial(step, **options)
-    try:
-        yield
-    finally:
-        if wrapper is None:
-            del vars(optimizer)["step"]
-        else:
-            vars(optimizer)["step"] = wrapper
 
 
 def skip_update(session: Session, micro: Microbatch) -> None:
@@ -154,7 +86,7 @@ def skip_update(session: Session, micro: Microbatch) -> None:
         session.fault_tolerance.settle()
         session.fault_tolerance.before_update(micro)
         _count_update(session)
-    elif session.overridden.manual_steps:
+    elif session.user_steps.manual_steps:
         _count_early_steps(session, besides=1)
         _count_update(session)
     else:
@@ -164,7 +96,7 @@ def skip_update(session: Session, micro: Microbatch) -> None:
 
 def _count_early_steps(session: Session, *, besides: int = 0) -> None:
     """Count the steps that `training_step` has made itself: those of the optimizer that stepped most often."""
-    steps = session.overridden.manual_steps
+    steps = session.user_steps.manual_steps
     for _ in range(max(steps.values()) - besides):
         count_update(session)
     steps.clear()
@@ -179,8 +111,14 @@ def _count_update(session: Session) -> None:
         step_schedules(session, "step", session.state.step, metrics=False)
 
 
-def _clip(session: Session, optimizer: Optimizer, *, own_clipping: bool) -> None:
-    """Call the hooks that may read the gradient of an update, and clip it."""
+def clip(session: Session, optimizer: Optimizer, *, own_clipping: bool) -> None:
+    """Call the hooks that may read the gradient of an update, and clip it.
+
+    Args:
+        session: this rank's session.
+        optimizer: steps next; its gradients have no loss scale.
+        own_clipping: the module overrides `configure_gradient_clipping`.
+    """
     limit = session.options.gradient_clip_val
     if session.hooks.on_before_optimizer_step or own_clipping:
         with session.gradients.hooks_see_gradients():
@@ -233,21 +171,21 @@ def _step_with_closure(session: Session, micro: Microbatch, batch: Any, optimize
             return _global_loss(session, micro, None)
         outputs = session.training_step(batch, micro.index)
         loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
-        session.backward(loss * ((session.window.again or micro.factor) * session.gradient_factor))
+        session.backward(loss * ((session.window.again or micro.loss_factor) * session.gradient_factor))
         return _global_loss(session, micro, loss.detach())
 
-    gradients, overridden = session.gradients, session.overridden
-    overridden.own_steps, overridden.in_optimizer_step = 0, True
+    gradients, user_steps = session.gradients, session.user_steps
+    user_steps.own_steps, user_steps.in_optimizer_step = 0, True
     with contextlib.ExitStack() as stack:
-        stack.callback(setattr, overridden, "in_optimizer_step", False)
+        stack.callback(setattr, user_steps, "in_optimizer_step", False)
         stack.enter_context(torch.enable_grad())
         stack.enter_context(gradients.hooks_see_gradients())
         stack.enter_context(gradients.hooks_see_weights("optimizer_step"))
         stack.enter_context(session.checks.unchanged_in_step())
         session.module.optimizer_step(session.state.epoch, micro.index, session.handle_of(optimizer), closure)
-    if overridden.own_steps != 1 and session.serving.weight_pulls is not None:
+    if user_steps.own_steps != 1 and session.serving.weight_pulls is not None:
         raise ValueError(
-            f"optimizer_step calls the step of {type(optimizer).__name__} {overridden.own_steps} times for this batch, "
+            f"optimizer_step calls the step of {type(optimizer).__name__} {user_steps.own_steps} times for this batch, "
             "but servers step once for each batch: set accumulate_grad_batches for fewer steps, return None from "
             "training_step to skip a batch, or use parameter_server with optimizer='worker' and mode='sync', or "
             "strategy=ddp"
@@ -265,7 +203,7 @@ def _global_loss(session: Session, micro: Microbatch, loss: Tensor | None) -> Te
         return loss
     sums = torch.zeros(2, dtype=torch.float64, device=world.device)
     if loss is not None:
-        factor = session.window.again or micro.factor
+        factor = session.window.again or micro.loss_factor
         sums += torch.stack((loss.detach().to(sums) * factor, torch.full_like(sums[0], factor)))
     world.all_reduce(sums)
     return sums[0] / sums[1] if sums[1] else None

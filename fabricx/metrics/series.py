@@ -85,11 +85,17 @@ class Series:
                 self.value = join(self.reduction, self.value, self.weight, value, weight)
                 self.weight += weight
         if self.on_epoch:
+            tensors = type(value) is Tensor
+            if tensors and type(self.total) is not Tensor:
+                value = _in_double_precision(value)
             if self.total is None:
                 self.total = value * weight if self.reduction == "mean" else value + 0
                 self.epoch_batch = batch
             elif self.reduction == "mean":
-                self.total = self.total + value * weight
+                if tensors and type(self.total) is Tensor:
+                    self.total = torch.add(self.total, value, alpha=weight)
+                else:
+                    self.total = self.total + value * weight
             else:
                 self.total = join(self.reduction, self.total, 1.0, value, 1.0)
             self.weights += weight
@@ -137,6 +143,11 @@ class Series:
     def forget_epoch(self) -> None:
         """Reset the sum of the epoch."""
         self.total, self.weights, self.epoch_batch = None, 0.0, math.inf
+
+
+def _in_double_precision(value: Tensor) -> Tensor:
+    """Convert a value whose sum over an epoch begins; the sum is then independent of the order of additions, nearly."""
+    return value if value.device.type == "mps" else value.double()  # mps has no double precision
 
 
 def join(reduction: Reduction, old: Any, old_weight: float, new: Any, new_weight: float) -> Any:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fabricx.data import Microbatch
-from fabricx.distributed.generations import membership
 from fabricx.distributed.sync_batchnorm import synchronised
-from fabricx.errors import RanksDisagree
+from fabricx.session.absences import NO_BATCH, NO_LOSS, Absences
 from fabricx.session.rank_state import LoggedMark
 
 if TYPE_CHECKING:
@@ -26,10 +24,6 @@ if TYPE_CHECKING:
     from fabricx.core.strategy import Strategy
     from fabricx.data.run_data import RunData
     from fabricx.metrics.run_metrics import RunMetrics
-
-NO_BATCH: Final = "has no batch"
-NO_LOSS: Final = "returned no loss"
-ALL_SKIP_S: Final = 120.0  # longest wait until all ranks have published that they skip a batch without a collective
 
 
 def accumulation_set(options: TrainerOptions, callbacks: Sequence[Callback]) -> str:
@@ -61,7 +55,7 @@ class AccumulationWindow:
         self, options: TrainerOptions, module: Module, strategy: Strategy, state: RunState, data: RunData,
         metrics: RunMetrics, optimizers: Sequence[Optimizer],
     ) -> None:  # fmt: skip
-        self._options, self._module, self._strategy, self._state = options, module, strategy, state
+        self._options, self._module, self._strategy = options, module, strategy
         self._data, self._metrics, self._optimizers = data, metrics, optimizers
         self.by_weight = False  # the gradient is divided by the sum of `Module.batch_weight` over the global batch
         self.accumulate = 1  # microbatches of a rank in a window, in this epoch
@@ -81,8 +75,7 @@ class AccumulationWindow:
         self._weight = self._share = 0.0  # weight of this rank's batches, and their share of the global batch
         self._number = 0  # of the newest microbatch, counted from 1
         self._closed = True  # whether that is the last of its window
-        self._absences: list[tuple[str, str, float]] = []
-        self._together = True  # whether all ranks have reached the last backward of this rank
+        self._absences = Absences(state)
 
     @property
     def unfinished(self) -> bool:
@@ -110,7 +103,8 @@ class AccumulationWindow:
             self.planned, self.taken, self.norm = micro.planned, 0.0, None
             self._skipped = self._weight = self._share = self._factors = self._factors_with_loss = 0.0
             self._number = 0
-            self._absences.clear()
+            if self._absences.published:
+                self._absences.published.clear()
 
     def keep(self, outputs: Any, batch: Any) -> None:
         """Keep the newest batch for callbacks that watch metrics.
@@ -129,7 +123,7 @@ class AccumulationWindow:
         """
         weight = self._metrics.logbook.weight
         self._weight += weight
-        self._share += micro.factor
+        self._share += micro.loss_factor
         self.factor = weight / self._usual()
 
     def took_part(self, micro: Microbatch, loss: Tensor | None = None, *, first: bool = True) -> None:
@@ -142,9 +136,9 @@ class AccumulationWindow:
         """
         if first:
             self._number, self._closed = self._number + 1, micro.closes
-            self.taken += micro.portion
-            self._factors_with_loss += micro.factor
-            self._factors += micro.factor
+            self.taken += micro.window_weight
+            self._factors_with_loss += micro.loss_factor
+            self._factors += micro.loss_factor
         self.loss = None if loss is None else loss.detach()
 
     def sit_out(self, micro: Microbatch, why: str, settings: OwnSettings, example: tuple[Any, ...] = ()) -> None:
@@ -168,33 +162,29 @@ class AccumulationWindow:
                 "rank, or use another normalisation"
             )
         if why == NO_LOSS:
-            self._factors += micro.factor
-            if world.size == 1 or micro.apart:
-                self._skipped += micro.portion
-        if micro.apart:  # a leased microbatch: the update without a gradient returns the lease
+            self._factors += micro.loss_factor
+            if world.size == 1 or micro.leased:
+                self._skipped += micro.window_weight
+        if micro.leased:  # a leased microbatch: the update without a gradient returns the lease
             return
         if why == NO_BATCH:
             settings.before_forward(micro)
         settings.before_backward(micro)
         if world.size == 1:
             if why == NO_BATCH:  # an empty part of a global batch
-                self.taken += micro.portion
+                self.taken += micro.window_weight
                 if micro.closes:
                     self._strategy.backward_without_data(example)
             return
         world = self._strategy.step_ranks
         if world.size == 1:  # no rank waits for this rank's gradient
             if why == NO_BATCH:
-                self.taken += micro.portion
+                self.taken += micro.window_weight
                 self._strategy.backward_without_data(example)
             else:
-                self._skipped += micro.portion
+                self._skipped += micro.window_weight
             return
-        assert world.store is not None
-        position = (world.generation, self._state.epoch, self._state.step, micro.index, self._number)
-        key = world.key("nothing/" + "/".join(map(str, position)))
-        world.store.set(f"{key}/{world.rank}", why)
-        self._absences.append((key, why, micro.portion))
+        self._absences.publish(world, why, micro.window_weight, (micro.index, self._number))
         with self._metrics.logbook.muted():
             joined: object = self._strategy.backward_without_data(example)
         if not isinstance(joined, bool):
@@ -203,7 +193,7 @@ class AccumulationWindow:
                 "it took part in a reduction that is complete on no rank before all ranks have reached it, else False"
             )
         if micro.closes or self._strategy.traits.joint_steps:  # all ranks compute each microbatch
-            self._together = joined
+            self._absences.together = joined
 
     @property
     def share(self) -> float:
@@ -220,7 +210,7 @@ class AccumulationWindow:
             world.all_reduce(sums)
         return float(sums[0] / sums[1])
 
-    def ready(self, *, joined: bool = False) -> bool:
+    def close(self, *, joined: bool = False) -> bool:
         """Close the window, and return whether there is a gradient for a weight update.
 
         Called after the last backward of all ranks: each rank without a gradient has published its reason by then.
@@ -232,8 +222,10 @@ class AccumulationWindow:
             RanksDisagree: only some ranks have a loss for a batch.
             ValueError: with `deterministic="elastic"`, only a part of a global batch has no loss.
         """
-        for absence in self._absences:
-            self._settle(*absence)
+        if self._absences.published:
+            for skipped, portion in self._absences.compared(self._strategy.step_ranks):
+                self._skipped += portion if skipped else 0.0
+                self.taken += 0.0 if skipped else portion
         if self.taken == 0:
             return False
         if self.by_weight:
@@ -260,30 +252,6 @@ class AccumulationWindow:
             self.again = (self.factor or 0.0) * self._usual() * share / weight
             self._scale_gradients(self._usual() * share / weight)
         return weight > 0.0 or not self._strategy.traits.synchronous
-
-    def _settle(self, key: str, why: str, portion: float) -> None:
-        world = self._strategy.step_ranks
-        store, size = world.store, world.size
-        assert store is not None
-        keys = [f"{key}/{rank}" for rank in range(size)]
-        if not self._together:
-            deadline = time.monotonic() + ALL_SKIP_S  # later, another rank must have trained the batch
-            while not store.check(keys) and time.monotonic() < deadline:
-                membership().check(world.generation)  # `store.wait` would not detect the death of a rank
-                time.sleep(0.002)
-        if store.check(keys):  # all ranks skip it, or it is an empty part of the global batch on all ranks
-            if all(store.get(reason_key).decode() == NO_BATCH for reason_key in keys):
-                self.taken += portion
-            else:
-                self._skipped += portion
-            return
-        if why != NO_BATCH:
-            absent = [member for rank, member in enumerate(world.members) if store.check([keys[rank]])]
-            raise RanksDisagree(
-                f"step {self._state.step}: training_step returned None on rank {', '.join(map(str, absent))} and a "
-                "loss on the other ranks; return None on all ranks to skip a batch"
-            )
-        self.taken += portion  # other ranks had a batch
 
     def _usual(self) -> int:
         """Return the provisional divisor of summed gradients, which avoids overflow until the total weight is known."""

@@ -64,12 +64,12 @@ def restore_requested(session: Session, *, weights_only: bool = False) -> None:
     Raises:
         ValueError: training can't continue from it, or `max_epochs` is reached already.
     """
-    if session.overridden.ckpt_path is not None:
-        restore(session, session.overridden.ckpt_path, weights_only=weights_only)
+    if session.checkpoints.ckpt_path is not None:
+        restore(session, session.checkpoints.ckpt_path, weights_only=weights_only)
         completed, limit = session.state.epoch + session.state.closing, session.options.max_epochs
         if not weights_only and limit not in (None, -1) and completed > limit:
             raise ValueError(
-                f"{session.overridden.ckpt_path} was written after {completed} epochs, and max_epochs={limit}: set "
+                f"{session.checkpoints.ckpt_path} was written after {completed} epochs, and max_epochs={limit}: set "
                 f"max_epochs to more than {completed} to continue"
             )
 
@@ -82,14 +82,14 @@ def begin_from_weights(session: Session) -> None:
     Args:
         session: this rank's session, whose strategy has placed the module.
     """
-    path = session.overridden.ckpt_path
+    path = session.checkpoints.ckpt_path
     if path is None or session.world.newcomer:  # a newcomer receives the weights of the other ranks
         return
     imported = vars(checkpoint.read_foreign(path, "meta")) if checkpoint.is_foreign(path) else _imported(path)
     if imported is None:
         return
     restore(session, path, weights_only=True)
-    session.overridden.ckpt_path = None
+    session.checkpoints.ckpt_path = None
     session.print(
         f"training begins at step 0 with the weights of {path} ({imported['source']}, epoch {imported['epoch']}, step "
         f"{imported['step']}); states of its optimizers, schedules, callbacks and data are not restored"
@@ -119,7 +119,7 @@ def restore(session: Session, path: Path, *, weights_only: bool) -> None:
 
     state = checkpoint.load(
         path, session.world.device, session.sharding.load_targets(), verified=True,
-        trusted=session.overridden.trusted, key=session.checkpoints.key, plugin=session.trainer.checkpoint_io,
+        trusted=session.checkpoints.trusted, key=session.checkpoints.key, plugin=session.trainer.checkpoint_io,
     )  # fmt: skip
     weights_of(state, path)  # an error if there are none
     state = as_part(session.strategy, ModelParallel).own_state(state)

@@ -113,7 +113,7 @@ def _content(session: Session, path: Path, *, weights_only: bool) -> tuple[dict[
             "it repeats the window from the averages, so its weights differ from those of this run. For exact "
             "resumption, save after the last batch of a window"
         )
-    kept = session.overridden.kept
+    kept = session.user_steps.kept
     if buffers and not weights_only and session.window.unfinished and kept is not None and kept.accumulates:
         session.print(
             f"{path} is saved within an accumulation window, whose gradients are added to those that "

@@ -190,7 +190,7 @@ def validation_due(session: Session, micro: Microbatch) -> bool:
         micro: the batch.
     """
     every = session.data.val_every
-    if every == float("inf") or micro.part:
+    if every == float("inf") or micro.incomplete:
         return False
     if isinstance(session.options.val_check_interval, str):
         return micro.closes and session.state.step % every == 0 and _epoch_validates(session)
@@ -198,9 +198,9 @@ def validation_due(session: Session, micro: Microbatch) -> bool:
         before = _batches_before(session) + 1
         return any((before + number) % every == 0 for number in micro.completes) and _epoch_validates(session)
     done: float = micro.index + 1
-    if micro.meets and not micro.last:  # this may be in the middle of a batch of each rank
+    if micro.synchronises and not micro.last:  # this may be in the middle of a batch of each rank
         done = micro.done / _leases_per_batch(session)
-    elif micro.meets and micro.start is None:  # streams: each rank has trained another number of batches
+    elif micro.synchronises and micro.start is None:  # streams: each rank has trained another number of batches
         done = session.data.batches.training
     return (done + _batches_before(session)) % every == 0 and _epoch_validates(session)
 

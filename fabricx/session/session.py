@@ -35,7 +35,7 @@ from fabricx.distributed.stop_consensus import StopRequests
 from fabricx.session.accumulation import AccumulationWindow
 from fabricx.session.fault_tolerance import FaultTolerance
 from fabricx.session.rank_state import RankState
-from fabricx.session.status import BatchStatus, CheckpointStatus, Overridden
+from fabricx.session.status import BatchStatus, CheckpointStatus, Overridden, UserSteps
 from fabricx.telemetry.recorder import NoopRecorder
 
 if TYPE_CHECKING:
@@ -85,6 +85,8 @@ class Session:
         precision: precision of weights and computations.
         optimizers, optimizer_handles, lr_schedulers: of the module; empty in an evaluation.
         overridden: overridden methods of the module.
+        user_steps: steps and gradients of the user's code.
+        undo: functions that remove hooks on the optimizers and metrics when the run ends.
         steps: functions of the module by name: "training", "validation", "test", "predict".
         training_step: `steps["training"]`, wrapped by the strategy.
         transfer: transfers (batch, loader index) to the device; None if no transfer is needed.
@@ -121,6 +123,8 @@ class Session:
         self.optimizer_handles: list[OptimizerHandle] = []
         self.lr_schedulers: list[Schedule] = []
         self.overridden = Overridden()
+        self.user_steps = UserSteps()
+        self.undo: list[Callable[[], None]] = []
         self.steps: dict[str, Callable[..., Any]] = {}
         self.training_step: Callable[..., Any] = _no_step
         self.transfer: Callable[[Any, int], Any] | None = None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -104,6 +103,8 @@ class CheckpointStatus:
     """Checkpoints of a run; changed by `session.saving`, `session.checkpoint` and `session.save_points`.
 
     Attributes:
+        ckpt_path: checkpoint that the run loads; None without a checkpoint.
+        trusted: objects of any class are read from that checkpoint.
         writer: writes checkpoints in the background; None before the first checkpoint.
         collecting: the content of a checkpoint is being collected.
         saves: position of the newest save, and number of earlier saves there.
@@ -114,6 +115,8 @@ class CheckpointStatus:
         trained: `requires_grad` of each parameter at the end of set-up, by name.
     """
 
+    ckpt_path: Path | None = None
+    trusted: bool = False
     key: bytes = field(default=b"", repr=False)
     writer: Writer | None = None
     collecting: bool = False
@@ -152,15 +155,7 @@ class Overridden:
             whether the module overrides the method.
         closures: ids of the optimizers that need a closure.
         metrics_each_step: whether a schedule reads a metric after each weight update.
-        ckpt_path: checkpoint that the run loads; None without a checkpoint.
-        trusted: objects of any class are read from that checkpoint.
         lazy: the module has parameters whose first forward determines their shape.
-        manual_steps: steps of each optimizer (by id) that `training_step` has made itself in the current batch.
-        held: gradients that the module's own steps leave for later batches; None with automatic optimization.
-        kept: gradients that the module's `optimizer_zero_grad` keeps; None if it can keep none.
-        in_optimizer_step: the module's `optimizer_step` is running.
-        own_steps: steps of the optimizer in the present call of the module's `optimizer_step`.
-        undo: functions that remove the hooks on the optimizers when the run ends.
     """
 
     backward: bool = False
@@ -171,12 +166,23 @@ class Overridden:
     lr_scheduler_step: bool = False
     closures: frozenset[int] = frozenset()
     metrics_each_step: bool = False
-    ckpt_path: Path | None = None
-    trusted: bool = False
     lazy: bool = False
+
+
+@dataclass
+class UserSteps:
+    """Steps and gradients of the user's code, in manual optimization, `optimizer_step` or `optimizer_zero_grad`.
+
+    Attributes:
+        manual_steps: steps of each optimizer (by id) that `training_step` has made itself in the current batch.
+        held: gradients that the module's own steps leave for later batches; None with automatic optimization.
+        kept: gradients that the module's `optimizer_zero_grad` keeps; None if it can keep none.
+        in_optimizer_step: the module's `optimizer_step` is running.
+        own_steps: steps of the optimizer in the present call of the module's `optimizer_step`.
+    """
+
     manual_steps: dict[int, int] = field(default_factory=dict)
     held: HeldGradients | None = None
     kept: KeptGradients | None = None
     in_optimizer_step: bool = False
     own_steps: int = 0
-    undo: list[Callable[[], None]] = field(default_factory=list)

@@ -47,15 +47,15 @@ def set_up_module(session: Session, ckpt_path: str | Path | None, *, trusted: bo
         "lr_scheduler_step",
     )  # fmt: skip
     overridden: dict[str, Any] = {name: overrides(module, name, ModuleHooks) for name in methods}
-    path = as_path(ckpt_path) if ckpt_path else None
-    session.overridden = Overridden(**overridden, ckpt_path=path, trusted=trusted)
-    session.overridden.lazy = any(map(nn.parameter.is_lazy, module.parameters()))
+    lazy = any(map(nn.parameter.is_lazy, module.parameters()))
+    session.overridden = Overridden(**overridden, lazy=lazy)
+    session.checkpoints.ckpt_path, session.checkpoints.trusted = as_path(ckpt_path) if ckpt_path else None, trusted
     session.window.by_weight = session.overridden.batch_weight and module.automatic_optimization
     session.transfer = _batch_transfer(session)
     session.data.load(session.world)
     if session.world.size > 1:
         metrics = reduced_metrics(module, session.callbacks, divided=session.divided)
-        session.overridden.undo += [reduce_along(metric, session.world, fits=fits) for metric in metrics]
+        session.undo.extend(reduce_along(metric, session.world, fits=fits) for metric in metrics)
 
 
 def check_not_lazy(module: nn.Module) -> None:

@@ -130,7 +130,7 @@ def _call(hook: tuple[Callable[..., Any], ...], *args: Any) -> None:
 def _load_weights(session: Session) -> None:
     """Load the weights to evaluate from the checkpoint; without a checkpoint, copy rank 0's weights to all ranks."""
     restore_requested(session, weights_only=True)
-    if session.overridden.ckpt_path is None:
+    if session.checkpoints.ckpt_path is None:
         if session.world.size > 1:
             check_not_lazy(session.module)
         comparison.share_weights(session.world, session.module)
@@ -320,7 +320,7 @@ def _close(session: Session, ending: Ending) -> None:
         with _attempt_all() as attempt:
             attempt(session.stop_requests.close)
             attempt(session.checkpoints.close)
-            for undo in session.overridden.undo:
+            for undo in session.undo:
                 attempt(undo)
             attempt(functools.partial(session.metrics.loggers.close, ending))
             attempt(functools.partial(session.recorder.close, ending))

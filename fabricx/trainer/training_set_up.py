@@ -19,7 +19,7 @@ from fabricx.distributed.sync_batchnorm import synchronised
 from fabricx.fault_tolerance import fault_tolerance
 from fabricx.fault_tolerance.rollback import former_layout
 from fabricx.loop import manual_optimization
-from fabricx.loop.update import step_optimizer
+from fabricx.loop.user_steps import step_optimizer
 from fabricx.metrics.objects import metric_objects
 from fabricx.session.accumulation import accumulation_set
 from fabricx.session.checkpoint import begin_from_weights
@@ -61,7 +61,7 @@ def set_up_training(session: Session) -> None:
     )
     _set_up_strategy(session)
     session.wrap_steps(fits=True)
-    if session.state.step and session.overridden.ckpt_path is None:
+    if session.state.step and session.checkpoints.ckpt_path is None:
         session.print(
             f"this run continues after {session.state.step} steps of an earlier fit with its weights, and with new "
             "optimizers and schedules; set ckpt_path='last' to continue with those of the newest checkpoint"
@@ -89,7 +89,7 @@ def _set_up_strategy(session: Session) -> None:
 
 def _former_layout(session: Session) -> dict[str, Any]:
     """Return how the run that continues divided the module; {} without a checkpoint, also in memory, or a division."""
-    path = session.overridden.ckpt_path
+    path = session.checkpoints.ckpt_path
     if session.world.newcomer:  # the checkpoint may be deleted already
         return {}
     if path is None or is_foreign(path):
@@ -132,8 +132,8 @@ def _set_up_optimizers(session: Session) -> None:
     if not module.automatic_optimization:
         manual_optimization.watch_gradients(session)
     elif session.overridden.optimizer_zero_grad and session.serving.weight_pulls is None:
-        session.overridden.kept = KeptGradients(session.optimizers)
-        session.overridden.undo.append(session.overridden.kept.close)
+        session.user_steps.kept = KeptGradients(session.optimizers)
+        session.undo.append(session.user_steps.kept.close)
 
 
 def _check_options(session: Session) -> None:

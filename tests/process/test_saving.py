@@ -103,14 +103,17 @@ class SavesEachBatch(fx.Callback):
 
 
 class SkipsTheRest(TinyModule):
-    """Skips the rest of an epoch at a batch, if there is one."""
+    """Changes the learning rate and skips the rest of an epoch at a batch, if there is one."""
 
     def __init__(self, skip: int | None) -> None:
         super().__init__()
         self.skip = skip
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
-        return -1 if batch_idx == self.skip else None
+        if batch_idx != self.skip:
+            return None
+        self.optimizers().param_groups[0]["lr"] *= 0.5
+        return -1
 
 
 def train_with_idle_ranks(folder: Path, skip: int | None) -> tuple[list[str], int, list[Any]]:

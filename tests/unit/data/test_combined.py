@@ -18,7 +18,7 @@ import fabricx as fx
 from fabricx.data import CombinedLoader
 from fabricx.data.combined import MODES, joined
 from fabricx.data.iterable import ListFeed
-from fabricx.data.map_style import is_ordered
+from fabricx.data.loader_order import is_ordered
 from fabricx.distributed.world import World
 from fabricx.testing import QUIET, TinyModule, tiny_loader
 from tests.unit.data.positioned import Positioned, Sized

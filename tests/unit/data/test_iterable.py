@@ -89,8 +89,9 @@ def test_each_batch_of_an_update_counts_the_same_wherever_streams_end() -> None:
                 }
                 window.append(row)
                 if row[0].closes:
-                    scale = row[0].planned / sum(one[0].portion for one in window)  # as `AccumulationWindow.ready` does
-                    counts = [scale * m.factor for one in window for m in one if not m.empty]
+                    # as in `AccumulationWindow.close`
+                    scale = row[0].planned / sum(one[0].window_weight for one in window)
+                    counts = [scale * m.loss_factor for one in window for m in one if not m.empty]
                     assert all(abs(count - 1 / len(counts)) < 1e-12 for count in counts)
                     window = []
             assert not window
@@ -144,7 +145,7 @@ def test_a_length_that_promises_too_much_costs_no_batch() -> None:
     found = list(ListFeed(Promising(3), World(), float("inf")).epoch(0, accumulate=2))
     assert [(m.data, m.closes) for m in found] == [(0, False), (1, True), (2, False), (None, True)]
     assert {m.planned for m in found} == {2}
-    assert sum(m.portion for m in found[2:]) == 1.0
+    assert sum(m.window_weight for m in found[2:]) == 1.0
 
 
 class Leases:
@@ -179,7 +180,7 @@ def test_a_rank_at_its_own_pace_goes_on_after_its_own_batches_even_if_it_has_tra
     def values(feed: ListFeed, leases: int, epoch: int, first: int = 0) -> list[Any]:
         found = []
         for part in feed.leased(cast(Any, Leases(leases)), cast(Any, section), epoch, first=first):
-            if part.meets:
+            if part.synchronises:
                 break
             found.append(part.data)
         return found
@@ -199,8 +200,8 @@ def test_a_meeting_after_no_lease_is_in_the_middle_of_a_batch() -> None:
     dealer, section = Leases(0), lambda done, limit: None
     meetings = []
     for micro in feed.leased(cast(Any, dealer), cast(Any, section), 0):
-        if micro.meets:
-            meetings.append((micro.done, micro.part))
+        if micro.synchronises:
+            meetings.append((micro.done, micro.incomplete))
             dealer.count = 1
     assert meetings == [(0, True), (1, False), (2, False)]
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler, Subset
+from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler
 
 from fabricx.core.dealer import Dealer
 from fabricx.data import CombinedLoader, make_feed
-from fabricx.data.map_style import OrderedFeed, _chosen
+from fabricx.data.map_style import OrderedFeed
 from fabricx.distributed.world import World
 from fabricx.errors import RanksDisagree
 from fabricx.parameter_server.wire.messages import LeaseReply
@@ -141,15 +141,7 @@ def test_ranks_that_meet_without_a_lease_are_in_the_middle_of_a_batch() -> None:
 
     feed = make_feed(DataLoader(range(12), 4), World(rank=0, size=1), seed=5)
     micros = list(feed.leased(Grants(), lambda done, left: 9, 0))
-    meetings = [(micro.done, micro.part, micro.last) for micro in micros if micro.meets]
+    meetings = [(micro.done, micro.incomplete, micro.last) for micro in micros if micro.synchronises]
     assert meetings == [(0, True, False), (2, False, False), (2, True, False), (3, False, True)]
-    assert [(micro.begin, micro.end) for micro in micros if not micro.meets] == [(0, 4), (4, 8), (8, 12)]
+    assert [(micro.begin, micro.end) for micro in micros if not micro.synchronises] == [(0, 4), (4, 8), (8, 12)]
     assert opened == [(0, position, 12) for position in (0, 0, 8, 8)]
-
-
-def test_items_are_the_same_in_each_form() -> None:
-    forms: list[Any] = [[3, 5, 7], (3, 5, 7), range(3, 9, 2), np.array([3, 5, 7]), torch.tensor([3, 5, 7])]
-    digests = {_chosen(Subset(DATA, form)) for form in forms}
-    assert len(digests) == 1
-    assert digests.isdisjoint({_chosen(Subset(DATA, [3, 7, 5])), _chosen(Subset(Subset(DATA, range(20)), [3, 5, 7]))})
-    assert _chosen(DATA) == _chosen(Subset(DATA, ["a"])) == ""  # type: ignore[arg-type, list-item]

@@ -94,10 +94,10 @@ def test_unequal_shares_are_of_the_same_global_batches(
     assert {(share.window_begin, share.window_end) for shares in ranks for share in shares} == windows
     assert sorted(place for shares in ranks for s in shares for place in range(s.begin, s.end)) == list(range(items))
     for shares in ranks:  # all ranks have the same microbatches, and count them as if shares were equal
-        assert [(s.window_begin, s.opens, s.closes, s.last, s.part) for s in shares] == [
-            (s.window_begin, s.opens, s.closes, s.last, s.part) for s in ranks[0]
+        assert [(s.window_begin, s.opens, s.closes, s.last, s.incomplete) for s in shares] == [
+            (s.window_begin, s.opens, s.closes, s.last, s.incomplete) for s in ranks[0]
         ]
-        assert sum(not share.part for share in shares) == len(equal)
+        assert sum(not share.incomplete for share in shares) == len(equal)
         assert most is None or all(s.end - s.begin <= most[ranks.index(shares)] for s in shares if s.window_begin >= 12)
 
 

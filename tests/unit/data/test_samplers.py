@@ -74,6 +74,6 @@ def test_a_bucket_of_nothing_is_refused() -> None:
 
 def test_batches_of_ranks_that_each_read_all_data_are_parts_of_a_global_batch_and_are_not_dealt() -> None:
     feed = make_feed(DataLoader(range(8), 4), World(size=2), seed=1, shard=False)  # type: ignore[arg-type]
-    assert [micro.factor for micro in feed.epoch(0)] == [0.5, 0.5]
+    assert [micro.loss_factor for micro in feed.epoch(0)] == [0.5, 0.5]
     with pytest.raises(ValueError, match="remove use_distributed_sampler"):
         next(feed.leased(None, None, 0))  # type: ignore[arg-type]

@@ -1,0 +1,82 @@
+"""Steps of an optimizer that the user's code calls: in manual optimization, `optimizer_step` or `training_step`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+
+from fabricx.loop import manual_optimization
+from fabricx.loop.update import clip
+
+if TYPE_CHECKING:
+    from fabricx.session.session import Session
+
+
+def step_optimizer(
+    session: Session, optimizer: Optimizer, closure: Callable[[], Any] | None, **options: Any
+) -> Any:  # fmt: skip
+    """Step an optimizer for the module: in manual optimization, or in its `optimizer_step`.
+
+    Args:
+        session: this rank's session.
+        optimizer: optimizer of the module.
+        closure: computes the loss and the gradients; None without.
+        options: further arguments of the optimizer's `step`.
+
+    Returns:
+        the loss of the first call of the closure in manual optimization; otherwise None.
+
+    Raises:
+        ValueError: servers step the optimizer, which have no further arguments.
+    """
+    if options:
+        if session.serving.servers:
+            raise ValueError(
+                f"step({', '.join(f'{name}=...' for name in options)}): servers run the step of "
+                f"{type(optimizer).__name__}, without these arguments; set them in the constructor of the optimizer"
+            )
+        with _step_with(optimizer, options):
+            return step_optimizer(session, optimizer, closure)
+    with session.gradients.weights_as_stored():
+        session.fault_tolerance.begin_update()
+        if session.module.automatic_optimization and session.batch.in_step and not session.user_steps.in_optimizer_step:
+            return _step_early(session, optimizer, closure)
+        if session.module.automatic_optimization:
+            session.user_steps.own_steps += 1
+            used = closure if id(optimizer) in session.overridden.closures else None
+            session.precision.step(optimizer, session.strategy.optimizer_step, used)
+            return None
+        return manual_optimization.step(session, optimizer, closure)
+
+
+def _step_early(session: Session, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
+    """Step an optimizer for a `training_step` that steps it itself, although the module is optimised automatically."""
+    if session.world.size > 1 or session.serving.servers:
+        raise ValueError(
+            f"training_step calls the step of {type(optimizer).__name__} itself, and with several ranks automatic "
+            "optimization averages only the gradients of a returned loss: set self.automatic_optimization = False in "
+            "__init__, and compute the gradients with self.manual_backward(loss)"
+        )
+
+    def prepare() -> None:
+        clip(session, optimizer, own_clipping=session.overridden.configure_gradient_clipping)
+
+    return manual_optimization.count_step(session, optimizer, closure, prepare)
+
+
+@contextlib.contextmanager
+def _step_with(optimizer: Optimizer, options: Mapping[str, Any]) -> Iterator[None]:
+    """Context in which each call of an optimizer's `step` has further arguments."""
+    wrapper, step = vars(optimizer).get("step"), optimizer.step  # a scheduler has its own wrapper in the object
+    vars(optimizer)["step"] = functools.partial(step, **options)
+    try:
+        yield
+    finally:
+        if wrapper is None:
+            del vars(optimizer)["step"]
+        else:
+            vars(optimizer)["step"] = wrapper
