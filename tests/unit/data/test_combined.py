@@ -169,7 +169,7 @@ def test_a_reset_ends_the_processes_of_loaders() -> None:
     assert children
     both.reset()
     for child in children:
-        child.join(20)  # torch waits 5 s and then only asks it to end
+        child.join(120)  # torch waits 5 s and then only asks it to end
     assert not any(child.is_alive() for child in children)
 
 
