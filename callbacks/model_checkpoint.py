@@ -147,7 +147,7 @@ class ModelCheckpoint(Callback, NameParts):
         self.every_n_train_steps = every_n_train_steps or 0
         self.train_time_interval = None if train_time_interval is None else parse_duration(train_time_interval)
         if every_n_epochs is None:
-            every_n_epochs = 0 if self.every_n_train_steps or self.train_time_interval else 1
+            every_n_epochs = 0 if self.every_n_train_steps or self.train_time_interval is not None else 1
         self.every_n_epochs = every_n_epochs
         self.save_on_train_epoch_end = save_on_train_epoch_end
         self.save_weights_only, self.save_on_exception = save_weights_only, save_on_exception
@@ -157,7 +157,7 @@ class ModelCheckpoint(Callback, NameParts):
 
         self.current_score: Tensor | None = None
         self._records = KeptCheckpoints()
-        self._clock = TimeInterval(self.train_time_interval) if self.train_time_interval else None
+        self._clock = TimeInterval(self.train_time_interval) if self.train_time_interval is not None else None
         self._fitting = False
         self._resumed = False  # state was loaded from a checkpoint; a save of the same step may still be due
         self._last_step = 0

@@ -26,8 +26,8 @@ class Timer(Callback):
     all ranks at the same step, agreed upon without a collective per step.
 
     Args:
-        duration: limit of the training time: "2h30m", "DD:HH:MM:SS", a `timedelta`, or a mapping with the arguments of
-            `timedelta`; None only measures.
+        duration: limit of the training time, 0 or more: "2h30m", "DD:HH:MM:SS", a `timedelta`, or a mapping with the
+            arguments of `timedelta`; None only measures.
         interval: "step" stops at the end of a step, "epoch" at the end of an epoch.
         verbose: print a message when the limit is reached.
 
@@ -122,7 +122,7 @@ class Timer(Callback):
         remaining = self.time_remaining()
         self._stopped = False
         self._limit = float("inf") if remaining is None else time.monotonic() + remaining
-        if remaining is not None and remaining <= 0 and self._before["train"]:  # the resumed run used it up
+        if remaining is not None and remaining <= 0:  # a duration of 0, or the resumed run used it up
             self._stopped = True
             trainer.request_stop(self._announce(trainer))
 

@@ -28,7 +28,7 @@ def parse_duration(value: str | timedelta | Mapping[str, float]) -> timedelta:
             arguments of `timedelta`.
 
     Raises:
-        ValueError: `value` is invalid, or not positive.
+        ValueError: `value` is invalid, or negative.
     """
     if isinstance(value, timedelta):
         length = value
@@ -36,8 +36,8 @@ def parse_duration(value: str | timedelta | Mapping[str, float]) -> timedelta:
         length = _from_mapping(value)
     else:
         length = _from_text(str(value))
-    if length <= timedelta(0):
-        raise ValueError(f"the duration {value!r} must be more than 0")
+    if length < timedelta(0):
+        raise ValueError(f"the duration {value!r} must be 0 or more")
     return length
 
 

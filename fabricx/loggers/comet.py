@@ -66,7 +66,7 @@ class CometLogger(ServiceLogger):
         run.log_other("Created from", "fabricx")
         return run
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         if self._run is not None:
             values = {name: value for name, value in metrics.items() if name != "epoch"}
             epoch = metrics.get("epoch")

@@ -57,7 +57,8 @@ class CSVLogger(FolderLogger[TextIO]):
         return (folder / "metrics.csv").open("a", newline="")
 
     @of_open_logger
-    def log_metrics(self, metrics: Mapping[str, float], step: int = 0) -> None:
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = 0) -> None:
+        step = step or 0
         row = {"step": step, **prefixed(with_whole_epoch(metrics), self._prefix)}
         if (text := {name: str(value) for name, value in row.items()}) in self._kept:
             self._kept.remove(text)  # already written: callbacks after the checkpoint repeat it

@@ -49,7 +49,8 @@ class JSONLogger(FolderLogger[TextIO]):
         return (folder / "metrics.jsonl").open("a")
 
     @of_open_logger
-    def log_metrics(self, metrics: Mapping[str, float], step: int = 0) -> None:
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = 0) -> None:
+        step = step or 0
         whole = with_whole_epoch(metrics)
         finite = {name: value if math.isfinite(value) else None for name, value in whole.items()}
         if {"step": step, **finite} in self._kept:  # already written: callbacks after the checkpoint repeat it

@@ -83,10 +83,10 @@ class MLFlowLogger(ServiceLogger):
         service.update_run(self._run_id, status="RUNNING")
         return service
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         if self._run is not None:
             now, metric = int(time.time() * 1000), client("mlflow.entities").Metric
-            rows = [metric(name, value, now, step) for name, value in prefixed(metrics, self._prefix).items()]
+            rows = [metric(name, value, now, step or 0) for name, value in prefixed(metrics, self._prefix).items()]
             self._run.log_batch(self._run_id, metrics=rows, **self._options)
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:

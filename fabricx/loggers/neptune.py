@@ -54,7 +54,7 @@ class NeptuneLogger(ServiceLogger):
     def _start(self, run_dir: Path) -> Any:
         return client("neptune").init_run(project=self._project, name=self._name or run_dir.name, **self._init)
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         if self._run is not None:
             for name, value in prefixed(metrics, self._prefix, "/").items():
                 self._run[name].append(value, step=step)

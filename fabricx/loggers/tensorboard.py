@@ -69,7 +69,8 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
         return SummaryWriter(log_dir=str(folder), **self._options)
 
     @of_open_logger
-    def log_metrics(self, metrics: Mapping[str, float], step: int = 0) -> None:
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = 0) -> None:
+        step = step or 0
         if self._writer is None:
             return
         metrics = prefixed(metrics, self._prefix)

@@ -81,9 +81,10 @@ class WandbLogger(ServiceLogger):
         run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
         return run
 
-    def log_metrics(self, metrics: Mapping[str, float], step: int) -> None:
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         if self._run is not None:
-            self._run.log({**prefixed(metrics, self._prefix), "trainer/global_step": step})
+            at = {} if step is None else {"trainer/global_step": step}
+            self._run.log({**prefixed(metrics, self._prefix), **at})
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
         if self._run is not None:

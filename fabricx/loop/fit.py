@@ -67,7 +67,7 @@ def fit(session: Session, train_batches: Callable[[Session], bool]) -> None:
     session.metrics.collect(session.metrics.training)
     with repeated_hooks(resumed or newcomer):
         call(session.hooks.on_train_start)
-    if resumed and not newcomer:  # a callback of an earlier run may have requested the stop
+    if not newcomer:  # hooks of the start, or a callback of an earlier run, may have requested the stop
         agree_at_boundary(session)
     first_step = state.step
     ft.start()

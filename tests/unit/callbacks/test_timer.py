@@ -63,6 +63,10 @@ def test_a_resumed_run_has_less_time_left(trainer: Any, clock: Any) -> None:
     assert trainer(again).start().stop_reasons == [f"reached the time limit of {again.duration} after 0 steps"]
 
 
+def test_a_duration_of_0_stops_before_the_first_step(trainer: Any, clock: Any) -> None:
+    assert len(trainer(Timer(timedelta(0))).start().stop_reasons) == 1
+
+
 def test_each_stage_is_measured(trainer: Any, clock: Any) -> None:
     callback = Timer()
     run = trainer(callback).start()

@@ -38,9 +38,14 @@ def test_a_number_without_a_unit_is_asked_about() -> None:
         parse_duration("10")
 
 
-@pytest.mark.parametrize("value", [timedelta(0), timedelta(seconds=-1), "0s", {"hours": 0}])
-def test_a_duration_is_longer_than_nothing(value: Any) -> None:
-    with pytest.raises(ValueError, match="more than 0"):
+@pytest.mark.parametrize("value", [timedelta(0), "0s", {"hours": 0}])
+def test_a_duration_may_be_0(value: Any) -> None:
+    assert parse_duration(value) == timedelta(0)
+
+
+@pytest.mark.parametrize("value", [timedelta(seconds=-1), {"hours": -1}])
+def test_a_duration_is_not_negative(value: Any) -> None:
+    with pytest.raises(ValueError, match="0 or more"):
         parse_duration(value)
 
 

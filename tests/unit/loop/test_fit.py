@@ -63,6 +63,16 @@ def test_without_a_batch_to_train_no_hook_of_training_is_called(
     assert ("there is nothing to train" in capsys.readouterr().out) is ("max_steps" not in limit)
 
 
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_start"])
+def test_a_stop_before_the_first_epoch_calls_no_hook_of_an_epoch(hook: str, quiet: dict[str, Any]) -> None:
+    stops: Any = LambdaCallback(**{hook: lambda trainer, module: setattr(trainer, "should_stop", True)})
+    recorder = Recorder()
+    trainer = fx.Trainer(max_epochs=2, callbacks=[stops, recorder], **quiet)
+    trainer.fit(TinyModule(), tiny_loader(8, 4))
+    assert recorder.calls == ["setup", "on_fit_start", "on_train_start", "on_train_end", "on_fit_end", "teardown"]
+    assert (trainer.current_epoch, trainer.global_step) == (0, 0)
+
+
 def test_a_callback_does_not_skip_the_rest_of_an_epoch(quiet: dict[str, Any]) -> None:
     class Returns(Callback):
         def on_train_batch_start(self, *args: Any) -> int:  # type: ignore[override]
