@@ -288,7 +288,7 @@ def _strictness(module: Any, strict: bool | None) -> bool:
     Raises:
         ValueError: the module has set `strict_loading` to another value.
     """
-    chosen: bool = getattr(module, "strict_loading", True)
+    chosen = getattr(module, "strict_loading", None) is not False  # None is the default
     # Lightning's class has "_strict_loading".
     of_module = vars(module).get("strict_loading", vars(module).get("_strict_loading"))
     if strict is not None and strict != chosen and (of_module is not None or not chosen):

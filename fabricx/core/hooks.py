@@ -287,7 +287,7 @@ def check_signature(obj: object, name: str) -> None:
     other = former == "dataloader_iter" or (former == "optimizer_idx" and name not in _STEPS[1:])
     if former is not None and (unknown or other):
         raise ValueError(
-            f"{type(obj).__name__}.{name} has the parameter {former!r}, which is of Lightning 1: "
+            f"{type(obj).__name__}.{name} has the parameter {former!r}, which fabricx doesn't pass: "
             f"{FORMER_PARAMETERS[former]}"
         )
     if unknown:

@@ -32,7 +32,7 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
         automatic_optimization: set it to False in `__init__` if `training_step` calls `manual_backward` and steps the
             optimizers.
         example_input_array: an input of `forward`, for the summary, the graph and exports.
-        strict_loading: False ignores weights that a checkpoint lacks, or has in addition.
+        strict_loading: False ignores weights that a checkpoint lacks, or has in addition; None is True.
         prepare_data_per_node: False runs `prepare_data` on the main rank only, instead of on a rank of each machine.
         single_file_checkpoints: True writes each checkpoint as a file that `torch.load` and Lightning read, instead of
             a folder that all ranks write in parallel.
@@ -40,7 +40,7 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
 
     automatic_optimization: bool = True
     example_input_array: Any = None
-    strict_loading: bool = True
+    strict_loading: bool | None = True
     prepare_data_per_node: bool = True
     single_file_checkpoints: bool = False
     __jit_unused_properties__: ClassVar[list[str]] = [  # a script module has neither a trainer nor hyperparameters

@@ -37,6 +37,6 @@ def load_present(module: nn.Module, weights: Mapping[str, Any], absent: Collecti
     loaded = module.load_state_dict(weights, strict=False)
     missing = [name for name in loaded.missing_keys if name not in absent]
     differences = {"missing": missing, "unexpected": loaded.unexpected_keys}
-    if any(differences.values()) and getattr(module, "strict_loading", True):
+    if any(differences.values()) and getattr(module, "strict_loading", None) is not False:
         lists = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in differences.items() if names)
         raise RuntimeError(f"Error(s) in loading state_dict: the names differ from those of the module. {lists}")

@@ -368,4 +368,4 @@ class Strategy(StrategyNames, NamesChecked, ABC):
         if absent := as_part(self, HoldsPart).absent:
             load_present(module, weights, absent)
         else:
-            module.load_state_dict(weights, strict=getattr(module, "strict_loading", True))
+            module.load_state_dict(weights, strict=getattr(module, "strict_loading", None) is not False)

@@ -129,7 +129,7 @@ def restore(session: Session, path: Path, *, weights_only: bool) -> None:
         for hook in session.hooks.on_load_checkpoint:
             hook(state)
     if weights_only:
-        load_weights(session.module, weights_of(state, path), path, strict=session.module.strict_loading)
+        load_weights(session.module, weights_of(state, path), path, strict=session.module.strict_loading is not False)
         return
     if "schedules" not in state:
         raise CheckpointError(

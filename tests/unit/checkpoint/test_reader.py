@@ -174,3 +174,14 @@ def test_strict_contradicts_no_choice_of_the_module(cls: Any, strict: bool, own_
     for same in (not strict, None):
         cls.load_from_checkpoint(path, strict=same)
     TinyModule.load_from_checkpoint(path, strict=strict)
+
+
+def test_strict_loading_of_none_is_the_default(own_folder: Path) -> None:
+    class Undecided(TinyModule):
+        strict_loading = None
+
+    path = checkpoint.save(own_folder / "one", {"strategy": {"module": {}}}, {})
+    with pytest.raises(RuntimeError, match=r"layer\.weight"):
+        Undecided.load_from_checkpoint(path)
+    with pytest.warns(UserWarning, match="are not all those of the module"):
+        Undecided.load_from_checkpoint(path, strict=False)

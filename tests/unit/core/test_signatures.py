@@ -160,7 +160,7 @@ def _module_with(name: str, method: Callable[..., Any]) -> Any:
             lambda self, batch, batch_idx, optimizer_idx: None,
             "'optimizer_idx'.*automatic_optimization",
         ),
-        ("training_step", lambda self, batch, batch_idx, hiddens: None, "'hiddens', which is of Lightning 1"),
+        ("training_step", lambda self, batch, batch_idx, hiddens: None, "'hiddens', which fabricx doesn't pass"),
         ("optimizer_step", lambda self, epoch, batch_idx, optimizer, optimizer_idx, closure: None, "'optimizer_idx'"),
         ("validation_step", lambda self, dataloader_iter: None, "'dataloader_iter'.*passes batches"),
         ("on_train_epoch_end", lambda self, outputs: None, "'outputs'.*append what it needs to a list"),
