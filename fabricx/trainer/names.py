@@ -158,7 +158,7 @@ class FitLimits:
             done = state.before + state.batch
             return BatchProgress(Progress(*[state.batch] * 4), Progress(*[done] * 4), False)
         begun, total = session.batch.index + 1, session.batch.total + 1
-        within = total > state.before + state.batch  # the position advances at the end of the batch
+        within = session.metrics.training.batch is not None  # until the hooks of its end have run
         current = Progress(begun, begun, begun - within, begun - within)
         return BatchProgress(current, Progress(total, total, total - within, total - within), session.batch.is_last)
 

@@ -168,6 +168,7 @@ class Counts(TinyModule):
         self.seen.append((batch_idx, *places, progress.ready, progress.processed, progress.completed))
         batches = loop.epoch_loop.batch_progress
         self.seen.append((batches.current.ready, batches.total.ready, batches.is_last_batch, int(loop.max_batches)))
+        self.seen.append((batches.current.completed, batches.total.completed))
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         batches = self.trainer.fit_loop.epoch_loop.batch_progress
