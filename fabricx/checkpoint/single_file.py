@@ -104,8 +104,11 @@ def _write_archive(file: Path, content: Mapping[str, Any], manifest: Mapping[str
 def _entries(state: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of Lightning, which share their tensors with the state of fabricx."""
     strategy, form = state.get("strategy"), Form.read(state.get("hparams_form"))
+    of_data, data_form = manifest.get("datamodule_hparams"), Form.read(manifest.get("datamodule_hparams_form"))
     return {
         **({"hparams_name": form.argument} if form.argument else {}),
+        **({"datamodule_hyper_parameters": state.get("datamodule_hparams", of_data)} if of_data else {}),
+        **({"datamodule_hparams_name": data_form.argument} if data_form.argument else {}),
         "epoch": manifest.get("epoch", 0),
         "global_step": manifest.get("step", 0),
         "pytorch-lightning_version": _LIGHTNING,

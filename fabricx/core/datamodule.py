@@ -23,8 +23,12 @@ class DataModule(HyperParameters):
 
     `prepare_data` runs on a single rank of each node (download, write to disk, keep no state); `setup(stage)` runs on
     every rank, with `stage` "fit", "validate", "test" or "predict".
+
+    Attributes:
+        CHECKPOINT_HYPER_PARAMS_KEY: key of the hyperparameters in a checkpoint of a single file.
     """
 
+    CHECKPOINT_HYPER_PARAMS_KEY = "datamodule_hyper_parameters"
     trainer: TrainerProtocol | None = None
     prepare_data_per_node: bool = True  # False runs `prepare_data` on the main rank only
 

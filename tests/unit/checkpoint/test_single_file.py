@@ -58,6 +58,23 @@ def test_torch_loads_the_checkpoint_of_a_lightning_project_as_lightnings(tmp_pat
     assert list(names) == list(module.state_dict())
 
 
+class Data(fx.DataModule):
+    def __init__(self, batch_size: int = 1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self) -> Any:
+        return tiny_loader(8, self.hparams.batch_size)
+
+
+def test_the_file_has_the_hyperparameters_of_the_data_module_under_the_name_of_lightning(tmp_path: Path) -> None:
+    trainer = fx.Trainer(max_epochs=1, **QUIET)
+    trainer.fit(OfLightningsUser(), datamodule=Data(batch_size=4))
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    assert torch.load(tmp_path / "one.ckpt")[Data.CHECKPOINT_HYPER_PARAMS_KEY] == {"batch_size": 4}
+    assert Data.load_from_checkpoint(tmp_path / "one.ckpt").hparams.batch_size == 4
+
+
 def test_a_run_resumed_from_a_file_ends_as_the_undisturbed_run(tmp_path: Path) -> None:
     whole, resumed = OfLightningsUser(), OfLightningsUser()
     _, saver = fit(tmp_path / "whole", whole, 2)
