@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -44,7 +44,9 @@ class Averages(Callback):
         self.averages: dict[str, Tensor] = {}
         self._validate = validate
         self._live: dict[str, Tensor] = {}  # the trained weights, while the module holds the averages
-        self._tensors: list[Tensor] = []  # the module's tensors, in the order of `averages`; empty between runs
+        # The module's parameters and places of its buffers, in the order of `averages`; empty between runs.
+        self._parameters: list[Tensor] = []
+        self._buffers: list[tuple[dict[str, Tensor | None], str]] = []
         self._trains = False
         self._trainer: TrainerProtocol | None = None  # None between runs
 
@@ -74,10 +76,7 @@ class Averages(Callback):
             self.averages, self._live, self.updates = {}, {}, 0
 
     def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
-        tensors = self._averaged(module)
-        if self.averages.keys() != tensors.keys():
-            self.averages, self._live = {name: _precise(tensor) for name, tensor in tensors.items()}, {}
-        self._tensors = [tensor.detach() for tensor in tensors.values()]
+        self._find_tensors(trainer, module)
         self._trainer = trainer
         self._start_averaging(trainer)
         if self._live:  # a checkpoint was loaded, which stores the averages as the module's weights
@@ -85,7 +84,7 @@ class Averages(Callback):
 
     def _move_averages(self) -> None:
         """Move the averages to the devices of the weights."""
-        devices = zip(self.averages.items(), self._tensors, strict=True)
+        devices = zip(self.averages.items(), self._tensors(), strict=True)
         self.averages = {name: average.to(tensor.device) for (name, average), tensor in devices}
 
     def _broadcast_buffers(self, trainer: TrainerProtocol) -> None:
@@ -94,27 +93,66 @@ class Averages(Callback):
             if name in self.averages:
                 trainer.world.axis("data").broadcast(self.averages[name])
 
-    def _averaged(self, module: Module) -> dict[str, Tensor]:
-        averaged: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if averageable(p)}
-        if self.use_buffers:
-            averaged |= {name: b for name, b in module.named_buffers() if averageable(b)}
-        return averaged
+    def _find_tensors(self, trainer: TrainerProtocol, module: Module) -> None:
+        """Find the tensors that have averages; averages that were loaded for different tensors begin anew."""
+        parameters: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if averageable(p)}
+        buffers = {name: b for name, b in module.named_buffers() if averageable(b)} if self.use_buffers else {}
+        self._parameters = list(parameters.values())
+        places = ((module.get_submodule(owner), key) for owner, _, key in (name.rpartition(".") for name in buffers))
+        self._buffers = [(owner._buffers, key) for owner, key in places]
+        tensors = parameters | buffers
+        if self.averages.keys() == tensors.keys():  # in another order if stages of a pipeline have saved them
+            self.averages = {name: self.averages[name] for name in tensors}
+            return
+        if self.averages:
+            others = ", ".join(sorted(self.averages.keys() ^ tensors.keys())[:3])
+            trainer.session.warn_once(
+                "averages of other tensors",
+                f"{self.state_key} begins anew with the present weights: its averages in the checkpoint are those of "
+                f"other tensors than the module's ({others})",
+            )
+        self.averages, self._live = {name: precise(tensor) for name, tensor in tensors.items()}, {}
+
+    def _tensors(self) -> list[Tensor]:
+        """Return the module's present tensors, in the order of `averages`; empty between runs.
+
+        A module may assign other tensors to `parameter.data`, and to the names of buffers. The average of a buffer of
+        another shape begins anew.
+        """
+        tensors = list(self._parameters)
+        names = list(self.averages)[len(tensors) :] if self._buffers else []
+        for name, (buffers, key) in zip(names, self._buffers, strict=True):
+            buffer = buffers.get(key)
+            if buffer is None:
+                buffer = self.averages[name]
+            elif buffer.shape != self.averages[name].shape and not self._live:
+                self.averages[name] = precise(buffer)
+            tensors.append(buffer)
+        return tensors
 
     # -- swapping: by value, because optimizers and compiled code hold references to the module's tensors -------
 
     @torch.no_grad()
     def _swap_in(self) -> None:
         """Copy the averages into the module, and save its weights."""
-        if self._tensors and not self._live:
-            self._live = {name: tensor.clone() for name, tensor in zip(self.averages, self._tensors, strict=True)}
-            torch._foreach_copy_(local(self._tensors), local(self.averages.values()))
+        if (tensors := self._tensors()) and not self._live:
+            self._live = {name: tensor.clone() for name, tensor in zip(self.averages, tensors, strict=True)}
+            self._put(tensors, self.averages)
 
     @torch.no_grad()
     def _swap_out(self) -> None:
         """Restore the saved weights of the module."""
-        if self._tensors and self._live:
-            torch._foreach_copy_(local(self._tensors), local(self._live[name] for name in self.averages))
+        if (tensors := self._tensors()) and self._live:
+            self._put(tensors, self._live)
             self._live = {}
+
+    def _put(self, tensors: list[Tensor], values: Mapping[str, Tensor]) -> None:
+        """Write values to the module's tensors; a buffer that has another shape by now is replaced."""
+        written = [values[name] for name in self.averages]
+        for number, (buffers, key) in enumerate(self._buffers, len(self._parameters)):
+            if tensors[number].shape != written[number].shape:
+                tensors[number] = buffers[key] = torch.empty_like(written[number], dtype=tensors[number].dtype)
+        torch._foreach_copy_(local(tensors), local(written))
 
     def on_validation_start(self, trainer: TrainerProtocol, module: Module) -> None:
         if self._validate:
@@ -131,18 +169,18 @@ class Averages(Callback):
 
     def on_exception(self, trainer: TrainerProtocol, module: Module, exception: BaseException) -> None:
         self._swap_out()
-        self._tensors, self._trainer = [], None
+        self._parameters, self._buffers, self._trainer = [], [], None
 
     def teardown(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
-        self._tensors, self._live, self._trainer = [], {}, None
+        self._parameters, self._buffers, self._live, self._trainer = [], [], {}, None
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
     def on_save_checkpoint(self, trainer: TrainerProtocol, module: Module, checkpoint: dict[str, Any]) -> None:
-        if not self._tensors or self._live:  # between runs, or the module holds the averages already
+        if self._trainer is None or self._live:  # between runs, or the module holds the averages already
             return
         self._join_ranks()  # in place: the tensors that `state_dict` returned are updated too
-        weights = checkpoint["strategy"]["module"]
+        weights = _weights(checkpoint)
         state = checkpoint.get("callbacks", {}).get(self.state_key)  # None if the checkpoint has only weights
         for name, alias in _aliases(module, self.averages):
             if alias in weights:
@@ -153,9 +191,18 @@ class Averages(Callback):
     def on_load_checkpoint(self, trainer: TrainerProtocol, module: Module, checkpoint: dict[str, Any]) -> None:
         """Resume training from the trained weights, not the averages: servers copy the module's weights at start."""
         state = checkpoint.get("callbacks", {}).get(self.state_key)
-        if not self._trains or not state or not state["live"]:
+        if not self._trains or not state:
             return
-        weights, live = checkpoint["strategy"]["module"], state["live"]
+        if not state["live"]:
+            if state.get("ended") and self.apply_at_end:
+                trainer.session.warn_once(
+                    "averages without weights",
+                    f"the checkpoint was saved after a fit and has only the averages of {self.state_key}, from which "
+                    "training continues with optimizers of the weights that were averaged; to continue as before, "
+                    "resume from a checkpoint that was saved during the fit, such as by ModelCheckpoint",
+                )
+            return
+        weights, live = _weights(checkpoint), state["live"]
         averages = {name: tensor for name, tensor in state["averages"].items() if name in live}
         for name, alias in _aliases(module, averages):
             if alias in weights:
@@ -164,15 +211,18 @@ class Averages(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         self._update()
-        return {"averages": dict(self.averages), "live": dict(self._live), "updates": self.updates}
+        return {
+            "averages": dict(self.averages), "live": dict(self._live), "updates": self.updates,
+            "ended": self._trainer is None,
+        }  # fmt: skip
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.averages = dict(state_dict["averages"])
         self._live = dict(state_dict["live"])
         self.updates = state_dict["updates"]
-        if self._tensors and self._trainer is not None:  # the run rolled back to an earlier state
+        if self._trainer is not None:  # the run rolled back to an earlier state
             # Strategies divide the weights of a replacement, or move those of all ranks, when it joins.
-            self._tensors = [tensor.detach() for tensor in self._averaged(self._trainer.session.module).values()]
+            self._find_tensors(self._trainer, self._trainer.session.module)
             self._start_averaging(self._trainer)
 
 
@@ -194,10 +244,20 @@ def averageable(tensor: Tensor) -> bool:
     return (tensor.is_floating_point() or tensor.is_complex()) and not is_placeholder(tensor)
 
 
-def _precise(tensor: Tensor) -> Tensor:
-    """Return a copy, in float32 instead of half precision, which would round small updates away."""
+def precise(tensor: Tensor) -> Tensor:
+    """Return a copy, in float32 instead of half precision, which would round small updates away.
+
+    Args:
+        tensor: weights of any dtype.
+    """
     half = tensor.dtype in (torch.float16, torch.bfloat16)
     return tensor.detach().to(torch.float32) if half else tensor.detach().clone()
+
+
+def _weights(checkpoint: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the weights of a checkpoint, which other hooks may have replaced."""
+    weights: dict[str, Tensor] = checkpoint.get("state_dict", checkpoint["strategy"]["module"])
+    return weights
 
 
 def _aliases(module: Module, averages: dict[str, Tensor]) -> list[tuple[str, str]]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import compress
 from typing import TYPE_CHECKING, Any, final
 
+import torch
+
 from fabricx.callbacks.averages import Averages, averageable, local
 from fabricx.core.averaging import AverageRule
 from fabricx.core.strategy_parts import HasServers, as_part
@@ -101,6 +103,7 @@ class EMA(Averages):
     ) -> None:
         self._update()
 
+    @torch.no_grad()
     def _update(self) -> None:
         """Update the averages if the module has newer weights, which may be several updates newer."""
         trainer = self._trainer
@@ -110,7 +113,8 @@ class EMA(Averages):
         if step <= before:  # in the middle of an accumulation window
             return
         self._step_seen = step
-        averages, weights = local(self.averages.values()), local(self._tensors)
+        weights = local(self._tensors())
+        averages = local(self.averages.values())
         if self._kept:
             followed = [name not in self._kept for name in self.averages]
             averages, weights = list(compress(averages, followed)), list(compress(weights, followed))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fabricx.callbacks.averages import Averages, precise
 from fabricx.core.callback import Callback
 from fabricx.core.former_names import each
 from fabricx.core.strategy_parts import HasServers
@@ -53,7 +54,7 @@ class StochasticWeightAveraging(Callback):
 
     Raises:
         ValueError: an argument is out of range; or (at set-up) there is no limit by epochs, the module has batch
-            normalisation, or ranks hold different weights.
+            normalisation, ranks hold different weights, or another callback averages weights, too.
     """
 
     needs_all_ranks: ClassVar[bool] = True
@@ -106,6 +107,14 @@ class StochasticWeightAveraging(Callback):
         start = self.swa_epoch_start
         return max(0, (int(max_epochs * start) if isinstance(start, float) else start) - 1)
 
+    def check_fit(self, trainer: TrainerProtocol, module: Module, global_batch: int | None) -> None:
+        others = [type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, Averages)]
+        if others:
+            raise ValueError(
+                f"StochasticWeightAveraging and {others[0]} both set the module's weights at the end of training, so "
+                "that one of the averages would be lost: remove one of them"
+            )
+
     def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
         if stage != "fit":
             return
@@ -143,8 +152,8 @@ class StochasticWeightAveraging(Callback):
         if epoch < start or epoch <= self._newest_epoch:
             return
         groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        if not self._first_rates:
-            self._first_rates = [float(group["lr"]) for group in groups]
+        # Other callbacks may have added groups since.
+        self._first_rates += [float(group["lr"]) for group in groups[len(self._first_rates) :]]
         final = self.swa_lrs if isinstance(self.swa_lrs, list) else [self.swa_lrs] * len(groups)
         if len(final) != len(groups):
             raise ValueError(
@@ -165,14 +174,14 @@ class StochasticWeightAveraging(Callback):
             self._set_rates([group for other in trainer.optimizers for group in other.param_groups])
 
     def _set_rates(self, groups: list[dict[str, Any]]) -> None:
-        for group, rate in zip(groups, self._rates, strict=True):
+        for group, rate in zip(groups, self._rates, strict=False):  # a group may have been added in this epoch
             group["lr"] = rate
 
     def _add(self, module: Module) -> None:
         """Add the weights to the average."""
         for name, parameter in module.named_parameters():
             if name not in self.averages:
-                self.averages[name] = parameter.detach().clone()
+                self.averages[name] = precise(parameter)
             elif self.avg_fn is not None:
                 self.averages[name] = self.avg_fn(self.averages[name], parameter.detach(), self.n_averaged)
             else:

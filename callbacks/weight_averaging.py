@@ -94,10 +94,11 @@ class WeightAveraging(Averages):
 
     @torch.no_grad()
     def _average(self) -> None:
-        averages, weights = local(self.averages.values()), local(self._tensors)
+        weights = local(self._tensors())
+        averages = local(self.averages.values())
         if not averages:
             return
-        same = [tensor.to(average.dtype) for tensor, average in zip(weights, averages, strict=True)]
+        same = [tensor.detach().to(average.dtype) for tensor, average in zip(weights, averages, strict=True)]
         count = torch.tensor(self.updates, device=averages[0].device)
         if self.updates == 0:
             torch._foreach_copy_(averages, same)

@@ -17,6 +17,7 @@ from fabricx.core.callback import Callback
 from fabricx.core.state import RunState
 from fabricx.core.strategy import Strategy
 from fabricx.metrics.logger_dispatcher import LoggerDispatcher
+from fabricx.session.saving import weights_as_state_dict
 from fabricx.session.status import BatchStatus, CheckpointStatus, FailureLog
 from fabricx.strategies import Single
 
@@ -32,6 +33,17 @@ class FakeWorld:
     def broadcast_object(self, value: Any) -> Any:
         self.broadcasts += 1
         return value
+
+
+class FakeSecond(FakeWorld):
+    """World of the second of two ranks, of which the first has the values of a list, in order."""
+
+    def __init__(self, *of_main: Any) -> None:
+        super().__init__(2)
+        self.of_main = list(of_main)
+
+    def broadcast_object(self, value: Any) -> Any:
+        return self.of_main.pop(0)
 
 
 @dataclass
@@ -103,7 +115,8 @@ class FakeTrainer:
             "strategy": {"module": self.module.state_dict()},
             "callbacks": {callback.state_key: callback.state_dict() for callback in self.callbacks},
         }
-        self.call("on_save_checkpoint", state)
+        with weights_as_state_dict(state):
+            self.call("on_save_checkpoint", state)
         saved = checkpoint.save(Path(path), state, {"step": self.global_step, "weights_only": weights_only})
         if after is not None:
             after()

@@ -196,3 +196,45 @@ def test_complex_weights_are_averaged_too(trainer: Any) -> None:
     run.step()
     run.end()
     assert run.module.turn.tolist() == [2.0 + 0.0j]
+
+
+def test_averages_follow_tensors_that_the_module_assigns(trainer: Any, tmp_path: Any) -> None:
+    callback = EMA(decay=0.5, use_buffers=True)
+    run = trainer(callback, module=nn.BatchNorm1d(3)).start()
+    run.module.weight.data = torch.full((3,), 3.0)  # from ones
+    run.module.running_mean = torch.ones(3)  # from zeros
+    run.step()
+    saved = checkpoint.load(run.save_checkpoint(tmp_path / "a"))["strategy"]["module"]
+    assert (float(saved["weight"][0]), float(saved["running_mean"][0])) == (2.0, 0.5)
+    run.call("on_validation_start")
+    assert (value(run.module), float(run.module.running_mean[0])) == (2.0, 0.5)
+    run.module.running_mean = torch.zeros(5)  # such as a mask, in a step of the validation
+    run.call("on_validation_end")
+    assert (value(run.module), run.module.running_mean.tolist()) == (3.0, [1.0, 1.0, 1.0])
+    run.module.running_mean = torch.full((2,), 7.0)
+    run.step()
+    assert callback.averages["running_mean"].tolist() == [7.0, 7.0]
+
+
+def test_averages_may_be_loaded_in_any_order(trainer: Any) -> None:
+    """Stages of a pipeline save those of their blocks one after the other."""
+    callback = EMA(decay=0.5)
+    run = trainer(callback, module=nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    run.call("setup", "fit")
+    names = dict(run.module.named_parameters())
+    averages = {name: torch.full_like(names[name], float(name[0])) for name in sorted(names, reverse=True)}
+    change(run.module[0], 4.0)
+    change(run.module[1], 8.0)
+    callback.load_state_dict({"averages": averages, "live": {}, "updates": 1})
+    run.call("on_train_start")
+    run.step()
+    assert [float(callback.averages[f"{n}.bias"][0]) for n in (0, 1)] == [2.0, 4.5]
+
+
+def test_averages_of_other_tensors_begin_anew_with_a_warning(trainer: Any) -> None:
+    callback = EMA(decay=0.5)
+    run = trainer(callback)
+    run.call("setup", "fit")
+    callback.load_state_dict({"averages": {"other": torch.ones(1)}, "live": {}, "updates": 1})
+    with pytest.warns(UserWarning, match=r"EMA begins anew .* than the module's \(bias, other, weight\)"):
+        run.call("on_train_start")

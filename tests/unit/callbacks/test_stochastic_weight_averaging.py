@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import fabricx as fx
-from fabricx.callbacks import StochasticWeightAveraging
+from fabricx.callbacks import EMA, BackboneFinetuning, StochasticWeightAveraging
 from fabricx.testing import TinyModule, tiny_loader
 
 
@@ -129,6 +129,10 @@ def test_wrong_arguments_and_what_has_no_such_average_are_refused(quiet: dict[st
         with pytest.raises(ValueError, match=message):
             trainer.fit(module, tiny_loader())
 
+    others = fx.Trainer(max_epochs=2, callbacks=[EMA(), StochasticWeightAveraging(0.1, 2)], **quiet)
+    with pytest.raises(ValueError, match="StochasticWeightAveraging and EMA both set the module's weights"):
+        others.fit(TinyModule(), tiny_loader())
+
     normed = TinyModule()
     normed.norm = nn.BatchNorm1d(4)
     refused(normed, "batch normalisation")
@@ -141,3 +145,33 @@ def test_an_average_with_the_weights_before_training_is_a_warning(quiet: dict[st
     trainer = fx.Trainer(callbacks=StochasticWeightAveraging(0.1), max_epochs=1, **quiet)
     with pytest.warns(UserWarning, match="the average has the weights before training; set swa_epoch_start"):
         trainer.fit(TinyModule(), tiny_loader())
+
+
+def test_small_differences_reach_the_average_of_bfloat16(quiet: dict[str, Any]) -> None:
+    class Moves(TinyModule):
+        def on_train_epoch_start(self) -> None:
+            with torch.no_grad():
+                self.layer.weight.fill_(1.0 if self.current_epoch < 2 else 1.0078125)  # the next number of bfloat16
+
+    module, callback = Moves(lr=0.0), StochasticWeightAveraging(1e-9, 2, annealing_epochs=0)
+    fx.Trainer(max_epochs=9, precision="bf16-true", callbacks=callback, **quiet).fit(module, tiny_loader())
+    mean = float(callback.averages["layer.weight"][0, 0])
+    assert mean == pytest.approx(1 + 0.0078125 * 6 / 8, rel=1e-6)  # float32
+
+
+def test_groups_that_another_callback_adds_are_averaged_too(quiet: dict[str, Any]) -> None:
+    class Tuned(TinyModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.backbone = nn.Linear(4, 4)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.layer(self.backbone(inputs))  # type: ignore[no-any-return]
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(filter(lambda p: p.requires_grad, self.parameters()), lr=0.1)
+
+    callbacks = [StochasticWeightAveraging(0.2, 2, annealing_epochs=0), BackboneFinetuning(2)]
+    trainer = fx.Trainer(max_epochs=4, callbacks=callbacks, **quiet)
+    trainer.fit(Tuned(), tiny_loader())
+    assert [group["lr"] for group in trainer.optimizers[0].param_groups] == [0.2, 0.2]

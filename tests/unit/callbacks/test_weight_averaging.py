@@ -124,3 +124,54 @@ def test_what_can_not_be_averaged_is_refused(quiet: dict[str, Any]) -> None:
     trainer = fx.Trainer(max_epochs=1, callbacks=[WeightAveraging()], strategy="local_sgd", **quiet)
     with pytest.raises(ValueError, match="use strategy=ddp or fsdp, or the callback EMA"):
         trainer.fit(OfFabricx(), tiny_loader())
+
+
+class Renames(OfFabricx):
+    """Replaces the weights of checkpoints in its hooks, as modules do that have renamed their layers."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {f"old.{name}": value for name, value in checkpoint["state_dict"].items()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {name.removeprefix("old."): v for name, v in checkpoint["state_dict"].items()}
+
+
+def test_a_run_resumes_with_its_weights_if_hooks_replace_those_of_the_checkpoint(
+    quiet: dict[str, Any], tmp_path: Path
+) -> None:
+    def fit(epochs: int, ckpt: Path | None = None) -> fx.Trainer:
+        trainer = fx.Trainer(
+            max_epochs=epochs, callbacks=[EMA(decay=0.5), Saves(tmp_path)], **{**quiet, "num_sanity_val_steps": 0}
+        )
+        trainer.fit(Renames(), tiny_loader(), ckpt_path=ckpt)
+        return trainer
+
+    whole = fit(2).module.state_dict()
+    resumed = fit(2, tmp_path / "0.ckpt").module.state_dict()
+    for name, weight in whole.items():
+        assert torch.equal(resumed[name], weight), name
+
+
+class Saves(fx.Callback):
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"{trainer.current_epoch}.ckpt")
+
+
+def test_a_run_that_resumes_from_a_checkpoint_after_a_fit_has_only_the_averages(
+    quiet: dict[str, Any], tmp_path: Path
+) -> None:
+    def trainer(epochs: int, **options: Any) -> fx.Trainer:
+        return fx.Trainer(max_epochs=epochs, callbacks=[EMA(decay=0.5, **options)], **quiet)
+
+    path, module = tmp_path / "after.ckpt", OfFabricx()
+    first = trainer(1)
+    first.fit(module, tiny_loader())
+    first.save_checkpoint(path)
+    with pytest.warns(UserWarning, match="saved after a fit and has only the averages of EMA"):
+        trainer(2).fit(OfFabricx(), tiny_loader(), ckpt_path=path)
+    first = trainer(1, apply_at_end=False)  # the module keeps its weights: warnings are errors
+    first.fit(module, tiny_loader())
+    trainer(2, apply_at_end=False).fit(OfFabricx(), tiny_loader(), ckpt_path=first.save_checkpoint(path))
