@@ -215,7 +215,8 @@ class BackboneFinetuning(BaseFinetuning):
         rounding: decimal places of printed rates.
 
     Raises:
-        ValueError: the module has no `backbone`, or the strategy fixes the parameters of the optimizers.
+        ValueError: the module has no `backbone`, the optimizer has the frozen backbone already, or the strategy fixes
+            the parameters of the optimizers.
     """
 
     def __init__(
@@ -269,6 +270,19 @@ class BackboneFinetuning(BaseFinetuning):
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "previous_backbone_lr": self.previous_backbone_lr}
 
+    def on_fit_start(self, trainer: TrainerProtocol, module: Module) -> None:
+        super().on_fit_start(trainer, module)
+        backbone: Any = module.backbone
+        frozen = {id(p): f"backbone.{name}" for name, p in backbone.named_parameters() if not p.requires_grad}
+        for optimizer in trainer.optimizers:
+            known = [frozen[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in frozen]
+            if known:
+                raise ValueError(
+                    f"BackboneFinetuning: {type(optimizer).__name__} has {known[0]} of the frozen backbone already, so "
+                    "that the rates of the backbone would be those of other layers: create the optimizer with "
+                    "filter(lambda p: p.requires_grad, self.parameters())"
+                )
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self.previous_backbone_lr = state_dict["previous_backbone_lr"]
@@ -285,7 +299,9 @@ def _check_strategy(callback: Callback, trainer: TrainerProtocol) -> None:
 
 
 def _extend(scheduler: Any) -> None:
-    """Give a schedule a base rate for each group that was added to its optimizer."""
+    """Give a schedule, and the schedules within it, a base rate for each group that was added to its optimizer."""
+    for inner in getattr(scheduler, "_schedulers", ()):  # of SequentialLR and ChainedScheduler
+        _extend(inner)
     optimizer = getattr(scheduler, "optimizer", None)
     if optimizer is None:
         return

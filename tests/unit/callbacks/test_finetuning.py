@@ -79,6 +79,36 @@ def test_tools() -> None:
 def test_what_cannot_grow_is_refused(quiet: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="TinyModule has no `backbone`"):
         fx.Trainer(max_epochs=1, callbacks=BackboneFinetuning(1), **quiet).fit(TinyModule(), tiny_loader())
+
+    class Whole(Tuned):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    with pytest.raises(ValueError, match=r"SGD has backbone\.0\.weight of the frozen backbone already"):
+        fx.Trainer(max_epochs=1, callbacks=BackboneFinetuning(1), **quiet).fit(Whole(), tiny_loader())
     trainer = fx.Trainer(max_epochs=1, strategy="local_sgd", callbacks=BackboneFinetuning(1), **quiet)
     with pytest.raises(ValueError, match="LocalSGD fixes them before"):
         trainer.fit(Tuned(), tiny_loader())
+
+
+def test_schedules_of_schedules_have_the_groups_that_were_added(quiet: dict[str, Any]) -> None:
+    class Scheduled(Tuned):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(filter(lambda p: p.requires_grad, self.parameters()), lr=0.1)
+            parts: Any = [
+                torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=2),
+                torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch),
+            ]
+            return [optimizer], [torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [2])]
+
+    class Unfreezes(BaseFinetuning):
+        def freeze_before_training(self, module: Any) -> None:
+            self.freeze(module.backbone, train_bn=False)
+
+        def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 2:
+                self.unfreeze_and_add_param_group(module.backbone, optimizer, lr=0.01)
+
+    module = Scheduled()
+    fx.Trainer(max_epochs=5, callbacks=Unfreezes(), **quiet).fit(module, tiny_loader())
+    assert [rates[1] for rates in module.rates[2:]] == pytest.approx([0.01, 0.005, 0.0025])
