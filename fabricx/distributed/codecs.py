@@ -61,8 +61,8 @@ class Codec(ABC):
             vector.add_(self.lost)
         raw = room[: self.bytes(size)]
         scale = self.pack(vector, raw) if size else 1.0
-        if self._feedback:
-            self.lost = vector - self.decode(raw, size, scale, vector.dtype)
+        if self._feedback:  # no error of NaN and infinity: all later vectors would contain it
+            self.lost = (vector - self.decode(raw, size, scale, vector.dtype)).nan_to_num_(0.0, 0.0, 0.0)
         return scale
 
     def decode(self, room: Tensor, size: int, scale: float, dtype: torch.dtype) -> Tensor:

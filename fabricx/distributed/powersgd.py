@@ -36,6 +36,7 @@ class LowRankMatrix:
         chance = torch.Generator().manual_seed(self.columns)
         self.basis = torch.randn(self.columns, rank, generator=chance).to(**like)
         self._corrected = self._orthogonal = torch.empty(0)
+        self._finite = torch.tensor(True)  # the gradients of all ranks are finite
 
     def project(self, gradient: Tensor | None) -> Tensor:
         """Return the first factor of this rank's gradient, shape [rows, rank], to be summed over ranks.
@@ -52,13 +53,17 @@ class LowRankMatrix:
         Args:
             left: shape [rows, rank].
         """
+        self._finite = left.isfinite().all()
         self._orthogonal, _ = torch.linalg.qr(left)
 
     def project_back(self) -> Tensor:
-        """Return the second factor of this rank's gradient, shape [columns, rank], to be summed; update the error."""
+        """Return the second factor of this rank's gradient, shape [columns, rank], to be summed; update the error.
+
+        Error and basis remain if a gradient isn't finite: a caller skips the update, and later gradients are finite.
+        """
         corrected, self._corrected = self._corrected, torch.empty(0)
         right = corrected.T @ self._orthogonal
-        self.lost = corrected - self._orthogonal @ right.T
+        self.lost = torch.where(self._finite, corrected - self._orthogonal @ right.T, self.lost)
         return right
 
     def restore(self, right: Tensor) -> Tensor:
@@ -67,7 +72,7 @@ class LowRankMatrix:
         Args:
             right: sum of the second factors, shape [columns, rank]; becomes the basis.
         """
-        self.basis = right
+        self.basis = torch.where(self._finite, right, self.basis)
         return self._orthogonal @ right.T
 
 

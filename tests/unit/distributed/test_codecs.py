@@ -128,3 +128,15 @@ def test_the_largest_elements_arrive_as_they_are() -> None:
 
 def test_the_types_of_options_name_the_table() -> None:
     assert get_args(SumCompression) == SUMMED
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "topk", "sign"])
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_gradient_that_is_not_finite_leaves_no_error_behind(kind: str, bad: float) -> None:
+    codec, room = make_codec(kind), torch.zeros(80_000, dtype=torch.uint8)
+    spoilt = torch.randn(1000)
+    spoilt[0] = bad
+    scale = codec.encode(spoilt.clone(), room)
+    assert not bool(codec.decode(room, 1000, scale, torch.float32).isfinite().all())
+    codec.encode(torch.randn(1000), room)
+    assert bool(codec.lost.isfinite().all())

@@ -46,3 +46,23 @@ def test_only_matrices_whose_factors_are_smaller_are_compressed() -> None:
     assert not is_compressible(torch.zeros(6, 12), 4)
     assert not is_compressible(torch.zeros(72), 1)
     assert not is_compressible(torch.zeros(0, 12), 1)
+
+
+def test_a_gradient_that_is_not_finite_leaves_nothing_behind() -> None:
+    torch.manual_seed(0)
+    matrices = [LowRankMatrix(nn.Parameter(torch.zeros(SHAPE)), 1) for _ in range(2)]
+    gradient = torch.randn(SHAPE)
+    summed(matrices, [gradient, gradient])
+    kept = [(matrix.lost.clone(), matrix.basis.clone()) for matrix in matrices]
+    for bad in (torch.nan, torch.inf):
+        spoilt = gradient.clone()
+        spoilt[0, 0, 0] = bad
+        left = matrices[0].project(spoilt) + matrices[1].project(gradient)
+        for matrix in matrices:
+            matrix.orthogonalise(left)
+        right = matrices[0].project_back() + matrices[1].project_back()
+        assert not bool(matrices[1].restore(right).isfinite().all())  # all ranks see it
+        matrices[0].restore(right)
+        for matrix, (lost, basis) in zip(matrices, kept, strict=True):
+            assert torch.equal(matrix.lost, lost)
+            assert torch.equal(matrix.basis, basis)
