@@ -51,6 +51,9 @@ class GradientAccumulation(Callback):
     def accumulates(self) -> int:
         return max(self.scheduling.values())
 
+    def accumulates_at(self, epoch: int) -> int:
+        return self.batches_at(epoch)
+
     def batches_at(self, epoch: int) -> int:
         """Return the batches per weight update in an epoch.
 

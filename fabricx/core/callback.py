@@ -112,6 +112,14 @@ class Callback(NamesChecked):
         """Return the most batches per weight update that this callback sets in `accumulate_grad_batches`; 1: none."""
         return 1
 
+    def accumulates_at(self, epoch: int) -> int:
+        """Return the batches per weight update that this callback sets in an epoch; 0 if it sets none.
+
+        Args:
+            epoch: epoch, counted from 0.
+        """
+        return 0
+
     @property
     def state_key(self) -> str:
         """Return the key of this callback's state in checkpoints."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -350,19 +351,30 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
     @property
     def estimated_stepping_batches(self) -> int | float:
         """Return the number of steps of a schedule, a step for each global batch; infinity for a run without limit."""
-        windows: int | float = float("inf")
-        if self.num_training_batches != float("inf"):
-            windows = -(-self.num_training_batches // self.accumulate_grad_batches)
-            if self._sessions.fit is not None:  # a rank may compute its part of a global batch in several microbatches
-                feeds = self._sessions.fit.data.feeds
-                windows = (feeds[0].global_batches(self.accumulate_grad_batches) if feeds else None) or windows
         by_epochs = 0 if self.max_epochs == 0 else float("inf")
         if self.max_epochs not in (-1, 0, None):
-            by_epochs = windows * self.max_epochs
+            scheduled = [callback for callback in self.callbacks if callback.accumulates > 1]
+            counts = {self.accumulate_grad_batches: self.max_epochs}  # epochs by batches of an update
+            if scheduled:
+                by_epoch = (
+                    max(callback.accumulates_at(epoch) for callback in scheduled) for epoch in range(self.max_epochs)
+                )
+                counts = Counter(batches or self.accumulate_grad_batches for batches in by_epoch)
+            by_epochs = sum(self._windows(accumulate) * epochs for accumulate, epochs in counts.items())
         updates = as_part(self.strategy, HasServers).updates_per_batch
         by_steps = float("inf") if self.max_steps == -1 else self.max_steps // updates
         limit = min(by_epochs, by_steps)
         return limit if limit == float("inf") else int(limit)
+
+    def _windows(self, accumulate: int) -> int | float:
+        """Return the number of global batches of an epoch, with a number of batches per update."""
+        if self.num_training_batches == float("inf"):
+            return float("inf")
+        windows = -(-self.num_training_batches // accumulate)
+        if self._sessions.fit is None:
+            return windows
+        feeds = self._sessions.fit.data.feeds  # a rank may compute its part of a global batch in several microbatches
+        return (feeds[0].global_batches(accumulate) if feeds else None) or windows
 
     @property
     def writes(self) -> bool:

@@ -136,6 +136,8 @@ class RateSweep(Callback):
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         self._step = trainer.global_step
+        if module.automatic_optimization:  # else the module may read them
+            trainer.lr_schedulers.clear()  # they would set other rates, or need metrics that a trial does not have
         self._set_rate(trainer.optimizers)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

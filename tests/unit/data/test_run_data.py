@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 import fabricx as fx
-from fabricx.callbacks import ModelCheckpoint
+from fabricx.callbacks import GradientAccumulation, ModelCheckpoint
 from fabricx.data.run_data import _check_part
 from fabricx.testing import QUIET, TinyModule, tiny_data, tiny_loader
 from tests.soak import params
@@ -38,6 +38,12 @@ def test_a_schedule_is_planned_for_the_updates_of_the_run_on_whatever_ranks_it_g
     plan(2).save_checkpoint(own_folder / "of two ranks.ckpt")
     resumed = plan(0, own_folder / "of two ranks.ckpt")
     assert resumed.global_step == 8
+
+
+def test_a_schedule_is_planned_for_the_accumulation_of_each_epoch() -> None:
+    module, trainer = Plans(), fx.Trainer(max_epochs=3, callbacks=GradientAccumulation({1: 4, 2: 3}), **QUIET)
+    trainer.fit(module, DataLoader(tiny_loader().dataset, batch_size=2))
+    assert module.planned == trainer.global_step == 8 + 2 + 3  # 8 batches in an epoch
 
 
 def test_limits_count_batches_or_parts() -> None:

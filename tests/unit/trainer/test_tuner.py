@@ -266,3 +266,22 @@ def test_a_run_that_looks_for_errors_searches_nothing(
     assert rate.optimal_lr is None
     assert size.optimal_batch_size is None
     assert "lr_find: no search, because fast_dev_run=True; lr is unchanged" in capsys.readouterr().out
+
+
+def test_schedules_of_the_module_do_not_change_the_rates_of_a_search(quiet: dict[str, Any]) -> None:
+    used: list[float] = []
+
+    class Scheduled(Tuned):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 1.0)
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+            return [optimizer], [warm, {"scheduler": plateau, "monitor": "val_loss"}]
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            used.append(optimizer.param_groups[0]["lr"])
+
+    trainer = fx.Trainer(max_epochs=1, **quiet)
+    found = fx.Tuner(trainer).lr_find(Scheduled(), tiny_loader(), max_lr=1e-3, num_training=10)  # in several epochs
+    assert found is not None
+    assert used == pytest.approx(found.results["lr"])
