@@ -24,7 +24,7 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)
         several = dist.is_initialized() and dist.get_world_size() > 1
-        if not several or not (self.training or self.running_mean is None):
+        if not several or not self.training:  # as torch's: in an evaluation, ranks may have other numbers of batches
             alone: Tensor = super().forward(input)  # type: ignore[no-untyped-call]
             return alone
         values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
