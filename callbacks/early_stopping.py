@@ -113,7 +113,7 @@ class EarlyStopping(Callback):
         stopping_reason: the criterion by which training stopped.
 
     Args:
-        monitor: name of a logged metric.
+        monitor: name of a logged metric; the main rank's value counts.
         min_delta: smallest change of the metric that counts as an improvement; a negative value also counts a small
             deterioration.
         patience: consecutive checks without improvement before training stops. The unit is checks, not epochs:
@@ -220,7 +220,9 @@ class EarlyStopping(Callback):
         if trainer.fast_dev_run:
             return
         logged = trainer.callback_metrics
-        if self.monitor not in logged:
+        # Ranks may have other values: with sync_dist=False, or logged on the main rank only.
+        score = trainer.world.broadcast_object(float(logged[self.monitor]) if self.monitor in logged else None)
+        if score is None:
             # A run that ends in the middle of its first epoch has not validated yet, which is not an error.
             if self.strict and (self._validated or not has_validation(trainer)):
                 raise ValueError(
@@ -235,7 +237,6 @@ class EarlyStopping(Callback):
                     f"nothing is checked.{did_you_mean(self.monitor, logged)} Logged: {', '.join(sorted(logged))}",
                 )
             return
-        score = float(logged[self.monitor])
         decision = judge(self.rule, score, self._best, self.wait_count)
         if self.verbose and decision.best != self._best:
             trainer.print(f"{self.monitor} improved from {self._best:.4g} to {decision.best:.4g}")

@@ -268,7 +268,7 @@ class ModelCheckpoint(Callback, NameParts):
         if trainer.interrupted and self.save_on_exception and (self.save_top_k or self.save_last):
             path = self._save_aside(trainer, "interrupted")
             trainer.print(f"interrupted after {trainer.global_step} steps; saved {path}")
-        elif self._waiting and self._by_step and self.monitor not in trainer.callback_metrics:
+        elif self._waiting and self._by_step and self._age(trainer)[0]:
             path = self._save_aside(trainer, "unranked")
             trainer.session.warn_once(
                 f"checkpoint {self.monitor}",
@@ -308,21 +308,32 @@ class ModelCheckpoint(Callback, NameParts):
         if trainer.fast_dev_run or trainer.global_step == self._step_ranked:
             self._waiting = False
             return
-        logged = trainer.callback_metrics if self.monitor is not None else {}
-        missing = self.monitor is not None and self.monitor not in logged and self.monitor not in ("step", "epoch")
+        missing, stale = self._age(trainer)
         if missing and complain:
+            logged = trainer.callback_metrics
             raise ValueError(
                 f"ModelCheckpoint(monitor={self.monitor!r}): no metric of that name was logged."
                 f"{did_you_mean(str(self.monitor), logged)}\n  logged: {', '.join(sorted(logged)) or 'nothing'}\n"
                 "  log it with self.log(...), or omit `monitor` to keep the newest checkpoint"
             )
-        stale = missing or self._metric.stale(trainer.global_step)
         # All are kept: wait only if a validation of these weights follows at once.
         self._waiting = stale and (self.save_top_k != -1 or trainer.state.validating)
         if not self._waiting:
             self._save(trainer)
         elif self.save_last:
             self._save_last_alone(trainer)
+
+    def _age(self, trainer: TrainerProtocol) -> tuple[bool, bool]:
+        """Return whether the metric was not logged, and whether its value is missing or that of older weights.
+
+        Collective: a metric may be logged on the main rank only.
+        """
+        if self.monitor is None:
+            return False, False
+        missing = self.monitor not in trainer.callback_metrics and self.monitor not in ("step", "epoch")
+        stale = missing or self._metric.stale(trainer.global_step)
+        missing, stale = trainer.world.broadcast_object((missing, stale))
+        return missing, stale
 
     # -- saving -------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 import fabricx as fx
-from fabricx.callbacks import EMA, FaultRecovery, ModelCheckpoint
+from fabricx.callbacks import EMA, EarlyStopping, FaultRecovery, ModelCheckpoint
 from fabricx.distributed import world as worlds
 from fabricx.errors import NotPicklable, WorkerFailed
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer, Reproducible
@@ -448,14 +448,15 @@ def watched(folder: str) -> tuple[list[Any], list[Any], list[str]]:
     saver = ModelCheckpoint(folder, monitor="score", filename="{epoch}")
     batches = [[0, 1, 2, 3, 4, 5, 6], [7, 8, 9], [10], [11], [12], [13]]
     data = DataLoader(torch.ones(14), batch_sampler=batches)  # type: ignore[arg-type]
-    trainer = fx.Trainer(**{**options, "callbacks": [saver], "enable_checkpointing": True})
+    callbacks = [saver, EarlyStopping("score", patience=1)]
+    trainer = fx.Trainer(**{**options, "callbacks": callbacks, "enable_checkpointing": True})
     trainer.fit(skips, data, DataLoader(torch.ones(2)))  # type: ignore[arg-type]
     return module.seen, skips.seen, list(map(os.path.basename, saver.best_k_models))
 
 
 @pytest.mark.filterwarnings("ignore:training_step returned no loss")
 def test_hooks_see_the_same_on_all_ranks_and_the_mean_of_the_samples(tmp_path: Path) -> None:
-    """The last batch, the gradient and the loss of a window; the main rank's score ranks checkpoints."""
+    """The last batch, the gradient and the loss of a window; the main rank's score ranks checkpoints, and stops."""
     first, second = run_ranks(watched, 2, str(tmp_path))
     assert first == second
     seen, skipping, kept = first

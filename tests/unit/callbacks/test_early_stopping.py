@@ -7,6 +7,7 @@ import pytest
 
 from fabricx.callbacks import EarlyStopping
 from fabricx.callbacks.early_stopping import Decision, EarlyStoppingReason, Rule, judge
+from tests.unit.callbacks.conftest import FakeSecond
 
 
 def stops_after(rule: Rule, scores: list[float]) -> int | None:
@@ -135,3 +136,12 @@ def test_a_negative_min_delta_accepts_a_small_deterioration(trainer: Any, mode: 
 def test_wrong_arguments_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="EarlyStopping"):
         EarlyStopping("val_loss", **arguments)
+
+
+def test_the_value_of_the_main_rank_counts(trainer: Any) -> None:
+    callback = EarlyStopping("val_loss", patience=1)
+    run = trainer(callback, world=FakeSecond(0.5, 0.4)).start()
+    run.epoch(validation={"val_loss": 0.3})
+    run.epoch()  # here the metric is not logged
+    assert not run.should_stop
+    assert float(callback.best_score) == pytest.approx(0.4)

@@ -17,6 +17,7 @@ from fabricx import checkpoint
 from fabricx.callbacks import ModelCheckpoint, time_interval
 from fabricx.checkpoint.writer import Writer
 from fabricx.testing import TinyModule, tiny_loader
+from tests.unit.callbacks.conftest import FakeSecond
 
 
 def number(score: torch.Tensor | None) -> float:
@@ -557,3 +558,12 @@ def test_a_checkpoint_by_steps_has_the_metric_of_the_validation_that_follows(
     callback.to_yaml()
     rows = (tmp_path / "best_k_models.yaml").read_text().splitlines()
     assert rows == [f"{tmp_path}/step={n}-updates={n}.ckpt: {n}.0" for n in (2, 4, 6, 8)]
+
+
+def test_a_metric_may_be_logged_on_the_main_rank_only(trainer: Any, tmp_path: Path) -> None:
+    path = str(tmp_path / "a.ckpt")
+    callback = ModelCheckpoint(monitor="val_loss")
+    run = trainer(callback, is_global_zero=False, world=FakeSecond((False, False), 0.5, path)).start()
+    run.epoch(validation={"other": 1.0})
+    assert callback.best_model_path == path
+    assert number(callback.best_model_score) == 0.5
