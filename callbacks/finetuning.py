@@ -306,6 +306,11 @@ def _extend(scheduler: Any) -> None:
     if optimizer is None:
         return
     groups = optimizer.param_groups
+    known = [group for group in groups if "initial_lr" in group]
+    for group in groups if known else ():  # OneCycleLR keeps its rates and momenta in the groups
+        ratio = _number(group["lr"]) / (_number(known[-1]["lr"]) or 1.0)
+        kept = {key: value for key, value in known[-1].items() if key not in group}
+        group.update({key: value * ratio if key.endswith("_lr") else value for key, value in kept.items()})
     if isinstance(base := getattr(scheduler, "base_lrs", None), list):
         base += [_number(group["lr"]) for group in groups[len(base) :]]
     if isinstance(functions := getattr(scheduler, "lr_lambdas", None), list) and functions:

@@ -109,6 +109,16 @@ def test_schedules_of_schedules_have_the_groups_that_were_added(quiet: dict[str,
             if epoch == 2:
                 self.unfreeze_and_add_param_group(module.backbone, optimizer, lr=0.01)
 
+    class Cycles(Tuned):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(filter(lambda p: p.requires_grad, self.parameters()), lr=0.1, momentum=0.9)
+            return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=6)]
+
     module = Scheduled()
     fx.Trainer(max_epochs=5, callbacks=Unfreezes(), **quiet).fit(module, tiny_loader())
     assert [rates[1] for rates in module.rates[2:]] == pytest.approx([0.01, 0.005, 0.0025])
+    cycles = Cycles()
+    fx.Trainer(max_epochs=5, callbacks=Unfreezes(), **quiet).fit(cycles, tiny_loader())
+    assert [rates[1] / rates[0] for rates in cycles.rates[3:]] == pytest.approx(
+        [cycles.rates[2][1] / cycles.rates[2][0]] * 2
+    )
