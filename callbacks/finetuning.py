@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -158,9 +159,15 @@ class BaseFinetuning(Callback):
         """
         BaseFinetuning.make_trainable(modules)
         rate = optimizer.param_groups[0]["lr"] / initial_denom_lr if lr is None else float(lr)
-        params = BaseFinetuning.filter_params(modules, train_bn=train_bn)
+        params = list(BaseFinetuning.filter_params(modules, train_bn=train_bn))
         if new := BaseFinetuning.filter_on_optimizer(optimizer, params):
             optimizer.add_param_group({"params": new, "lr": float(rate)})
+        elif params:
+            warnings.warn(
+                f"{type(optimizer).__name__} has all parameters that are unfrozen already, so they keep the rate of "
+                "their group: create the optimizer with filter(lambda p: p.requires_grad, self.parameters())",
+                stacklevel=2,
+            )
 
     # -- hooks --------------------------------------------------------------------------------------------------
 

@@ -69,7 +69,8 @@ def test_tools() -> None:
     assert not net[1].track_running_stats
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
     BaseFinetuning.unfreeze_and_add_param_group(net[2], optimizer)
-    BaseFinetuning.unfreeze_and_add_param_group(net[2], optimizer)
+    with pytest.warns(UserWarning, match="SGD has all parameters that are unfrozen already"):
+        BaseFinetuning.unfreeze_and_add_param_group(net[2], optimizer, lr=0.5)
     assert [group["lr"] for group in optimizer.param_groups] == [1.0, 0.1]
     BaseFinetuning.unfreeze_and_add_param_group(net, optimizer, lr=0.5, train_bn=False)
     assert len(optimizer.param_groups[2]["params"]) == 2
