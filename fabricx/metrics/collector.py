@@ -6,7 +6,7 @@ import contextlib
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from fabricx.distributed.world import World
 from fabricx.metrics.accumulator import Metrics
 from fabricx.metrics.objects import computed_alone, computed_together, metric_objects, set_states, states_of
 from fabricx.metrics.series import EXACT, Series, as_single, as_value
+
+
+_LOADER: Final = "/dataloader_idx_"  # begin of the suffix of names that several loaders log
 
 
 class Logbook:
@@ -142,13 +145,18 @@ class Logbook:
             return
         if self.loader is not None:
             if add_dataloader_idx:
-                name = f"{name}/dataloader_idx_{self.loader}"
+                name = f"{name}{_LOADER}{self.loader}"
             else:
                 self.metrics.of_loader(name, self.loader)
         series = self.metrics.series.get(name)
         if series is None:
             if not isinstance(name, str):
                 raise ValueError(f"self.log({name!r}, ...): the name must be text, such as {str(name)!r}")
+            if name.count(_LOADER) > (self.loader is not None and add_dataloader_idx):
+                raise ValueError(
+                    f"self.log({name!r}, ...): names with {_LOADER!r} are those of values of several loaders, which "
+                    "self.log completes itself: remove this part of the name"
+                )
             series = self._begin(name, reduce_fx, on_step, on_epoch, bar, to_logger, joined)
         elif series.asked != (reduce_fx, on_step, on_epoch, joined, self.in_step):
             other = series.inside is not None and series.inside is not self.in_step
@@ -399,5 +407,5 @@ class Logbook:
         series = self.series(name)
         if not (series.on_step and series.on_epoch):
             return name
-        plain, slash, loader = name.partition("/dataloader_idx_")
+        plain, slash, loader = name.partition(_LOADER)
         return f"{plain}_{'epoch' if epoch else 'step'}{slash}{loader}"

@@ -142,6 +142,11 @@ def test_a_name_is_text() -> None:
         logbook().log(3, 1.0, False, True, None, None, "mean", None, True, True)  # type: ignore[arg-type]
 
 
+def test_a_name_has_no_number_of_a_loader() -> None:
+    with pytest.raises(ValueError, match="remove this part of the name"):
+        logbook().log("x/dataloader_idx_0", 1.0, False, True, None, None, "mean", None, True, True)
+
+
 def test_a_value_is_shown_and_written_where_any_call_asks_for_it() -> None:
     logs = logbook()
     for bar, to_logger in ((False, False), (True, False), (False, True), (False, False)):
