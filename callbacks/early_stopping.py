@@ -118,6 +118,7 @@ class EarlyStopping(Callback):
             deterioration.
         patience: consecutive checks without improvement before training stops. The unit is checks, not epochs:
             validation may run more or less often than once per epoch.
+        verbose: print improvements and the reason for stopping.
         mode: "min" if smaller is better, "max" if larger is better.
         strict: raise an error if the metric was not logged; False skips the check.
         check_finite: stop immediately if the metric is NaN or infinite.
@@ -125,7 +126,6 @@ class EarlyStopping(Callback):
         divergence_threshold: stop immediately when the metric is worse than this value.
         check_on_train_epoch_end: check at the end of training epochs instead of after validation. The default is True
             if validation runs once at the end of every epoch, or never.
-        verbose: print improvements and the reason for stopping.
         log_rank_zero_only: without an effect; messages are printed on the main rank.
 
     Raises:
@@ -146,13 +146,13 @@ class EarlyStopping(Callback):
         monitor: str,
         min_delta: float = 0.0,
         patience: int = 3,
+        verbose: bool = False,
         mode: Mode = "min",
         strict: bool = True,
         check_finite: bool = True,
         stopping_threshold: float | None = None,
         divergence_threshold: float | None = None,
         check_on_train_epoch_end: bool | None = None,
-        verbose: bool = False,
         log_rank_zero_only: bool = False,
     ) -> None:
         if mode not in ("min", "max"):

@@ -128,12 +128,12 @@ class ModelCheckpoint(Callback, NameParts):
 
     def __init__(
         self, dirpath: str | os.PathLike[str] | None = None, filename: str | None = None, monitor: str | None = None,
-        mode: Mode = "min", save_top_k: int = 1, save_last: bool | Literal["link"] | None = False,
-        keep_every_n_steps: int = 0, every_n_train_steps: int | None = None, every_n_epochs: int | None = None,
-        train_time_interval: timedelta | str | None = None, save_on_train_epoch_end: bool | None = None,
-        save_weights_only: bool = False, save_on_exception: bool = True, asynchronous: bool = True,
-        auto_insert_metric_name: bool = True, verbose: bool = False, enable_version_counter: bool = True,
-        single_file: bool | None = None,
+        verbose: bool = False, save_last: bool | Literal["link"] | None = False, save_top_k: int = 1,
+        save_on_exception: bool = True, save_weights_only: bool = False, mode: Mode = "min",
+        auto_insert_metric_name: bool = True, every_n_train_steps: int | None = None,
+        train_time_interval: timedelta | str | None = None, every_n_epochs: int | None = None,
+        save_on_train_epoch_end: bool | None = None, enable_version_counter: bool = True, *,
+        keep_every_n_steps: int = 0, asynchronous: bool = True, single_file: bool | None = None,
     ) -> None:  # fmt: skip
         for name, value in (("dirpath", dirpath), ("filename", filename), ("monitor", monitor)):
             if not isinstance(value, (str, os.PathLike, NoneType) if name == "dirpath" else (str, NoneType)):

@@ -155,13 +155,13 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
         """
         self.trainer.print(*args, **kwargs)
 
-    def all_gather(self, data: Any, sync_grads: bool = False, *, group: Any = None) -> Any:
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
         """Gather tensors of all ranks that train different shares of the data; collective.
 
         Args:
             data: a tensor of shape [...], or a collection of tensors; the same shapes on every rank.
-            sync_grads: propagate gradients to the rank of each part.
             group: None; Lightning's argument for a part of the ranks.
+            sync_grads: propagate gradients to the rank of each part.
 
         Returns:
             The same structure with tensors of shape [data ranks, ...], where a mesh has as many data ranks as its data

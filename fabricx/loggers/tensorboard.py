@@ -92,7 +92,9 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
             began = messages.SessionLog(status=messages.SessionLog.START)
             self._writer._get_file_writer().add_event(messages.Event(step=step + 1, session_log=began))  # type: ignore[no-untyped-call]
 
-    def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
+    def log_hyperparams(
+        self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None, step: int | None = None
+    ) -> None:
         if self._writer is None:
             self._waiting.update(by_name(params))
             return
@@ -101,7 +103,7 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
             write_hyperparameters(self._folder / "hparams.yaml", by_name(params))
         for name, value in (metrics or {}).items():
             if name not in self._final:
-                self._writer.add_scalar(name, value, 0)  # the HPARAMS page reads values from the charts
+                self._writer.add_scalar(name, value, step or 0)  # the HPARAMS page reads values from the charts
                 self._final[name] = value
 
     @of_open_logger

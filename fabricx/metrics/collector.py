@@ -20,7 +20,6 @@ from fabricx.metrics.accumulator import Metrics
 from fabricx.metrics.objects import computed_alone, computed_together, metric_objects, set_states, states_of
 from fabricx.metrics.series import EXACT, Series, as_single, as_value
 
-
 _LOADER: Final = "/dataloader_idx_"  # begin of the suffix of names that several loaders log
 
 

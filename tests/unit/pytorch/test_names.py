@@ -63,6 +63,24 @@ def test_each_public_name_of_lightning_is_an_object_or_has_a_successor(path: str
             assert "fabricx has no" in str(error), f"{path}.{name}"  # noqa: PT017
 
 
+@pytest.mark.parametrize("path", ["", "callbacks", "loggers", "tuner"])
+def test_positional_arguments_have_the_order_of_lightning(path: str) -> None:
+    module = importlib.import_module(f"lightning.pytorch.{path}".rstrip("."))
+    for name in public(module):
+        their_class = getattr(module, name)
+        if not isinstance(their_class, type) or name not in available(path) or name == "Trainer":
+            continue
+        our_class: Any = lookup(path, name)
+        order, expected = (_positional(c.__init__) for c in (our_class, their_class))
+        common = min(len(order), len(expected))
+        assert order[:common] == expected[:common], name
+
+
+def _positional(function: Any) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+
+
 def test_each_path_of_lightning_below_a_known_package_is_known() -> None:
     for package in ("callbacks", "loggers", "strategies", "profilers", "tuner", "trainer", "core"):
         folder = importlib.import_module(f"lightning.pytorch.{package}").__path__
