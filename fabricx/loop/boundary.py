@@ -30,13 +30,23 @@ def begin_batch(session: Session, micro: Microbatch) -> Any:
     session.batch.in_step = False
     session.batch.is_last, session.batch.index = micro.last, micro.index
     session.batch.total = session.state.before + micro.index
-    step = session.state.step + 1
-    if micro.opens and not micro.closes:
-        session.metrics.logbook.metrics.forget_step(step)
-    session.metrics.logbook.begin_batch(batch, None if micro.user_batch else micro.size, step)
+    forget_skipped(session, micro)
+    session.metrics.logbook.begin_batch(batch, None if micro.user_batch else micro.size, session.state.step + 1)
     if session.transfer is not None:
         session.recorder.lap(Span.TRANSFER)
     return batch
+
+
+def forget_skipped(session: Session, micro: Microbatch) -> None:
+    """Forget values that a window without an update has logged, at the begin of the next: both have its number.
+
+    Args:
+        session: this rank's session.
+        micro: the microbatch that begins.
+    """
+    skipped = session.batch.without_update and session.module.automatic_optimization
+    if micro.opens and (skipped or not micro.closes):
+        session.metrics.logbook.forget_step(session.state.step + 1)
 
 
 def advance(session: Session, micro: Microbatch) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fabricx.data import Microbatch
 from fabricx.loop.batch_hooks import follow_end_hooks, follow_start_hooks
-from fabricx.loop.boundary import advance, skip_rest
+from fabricx.loop.boundary import advance, forget_skipped, skip_rest
 from fabricx.loop.manual_optimization import train_without_data
 from fabricx.loop.update import example_batch, skip_update, update, zero_grad
 from fabricx.session.absences import NO_BATCH
@@ -27,6 +27,7 @@ def train_without_samples(session: Session, micro: Microbatch) -> bool:
         whether the rest of the epoch is skipped.
     """
     session.batch.is_last, session.batch.index = micro.last, micro.index
+    forget_skipped(session, micro)
     if follow_start_hooks(session, micro):
         skip_rest(session)
         return True

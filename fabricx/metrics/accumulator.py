@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -134,13 +134,29 @@ class Metrics:
             packed = self._pack(chosen, epoch=epoch)
             rows = [row for row, name in enumerate(chosen) if not self.series[name].local]
             if together and rows:
-                packed[rows] = self._reduce(packed[rows].contiguous(), op)
+                packed[rows] = self._over_ranks(packed[rows], op)
             for row, name in enumerate(chosen):
                 mean = self.series[name].reduction == "mean"
                 values[name] = (packed[row, 0] / packed[row, 1] if mean else packed[row, 0]).to(
                     torch.get_default_dtype()
                 )
         return {name: values[name] for name in wanted}
+
+    def _over_ranks(self, packed: Tensor, op: Literal["sum", "max", "min"]) -> Tensor:
+        """Reduce values over all ranks; a maximum or minimum of which one is NaN is NaN, as of a single rank.
+
+        Backends of torch.distributed may lose NaN in these. Their weights are not used, and carry it.
+
+        Args:
+            packed: values and weights, shape [values, 2].
+            op: operation.
+        """
+        if op == "sum":
+            return self._reduce(packed.contiguous(), op)
+        sign, nan = (1.0 if op == "max" else -1.0), packed[:, 0].isnan()
+        values = packed[:, 0].masked_fill(nan, -sign * math.inf)
+        values, marks = self._reduce(torch.stack([values, nan * sign]).to(packed.dtype), op)
+        return torch.stack([values.masked_fill(marks != 0, math.nan), packed[:, 1]], dim=1)
 
     def means(self, latest: Mapping[str, tuple[Tensor, int]], *, alone: bool) -> dict[str, Tensor]:
         """Return the means over ranks of the step's values of metric objects; every rank calls it, except with `alone`.
@@ -305,7 +321,7 @@ class Metrics:
         return max((series.step for series in self.series.values() if series.on_step), default=-1)
 
     def forget_step(self, step: int) -> None:
-        """Forget the values of a step whose accumulation window was discarded when the rest of an epoch was skipped.
+        """Forget the values of a step that was not made.
 
         Args:
             step: number of the weight update.

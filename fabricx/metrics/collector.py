@@ -109,6 +109,15 @@ class Logbook:
         """
         self.step, self.idle = step, True
 
+    def forget_step(self, step: int) -> None:
+        """Forget the values of a step that was not made.
+
+        Args:
+            step: number of the weight update.
+        """
+        self.metrics.forget_step(step)
+        self.updated = {name: newest for name, newest in self.updated.items() if newest[0] != step}
+
     def end_batch(self) -> None:
         """End a batch; the following values belong to the epoch."""
         self.batch, self.in_step, self._batch = None, False, 0
@@ -192,6 +201,8 @@ class Logbook:
                 value = 0.0
         else:
             weight = self.count() if self.size is None else self.size
+        if series.on_step and isinstance(value, Tensor):  # read after the batch; the user may change it in place before
+            value = value.clone()
         series.add(value, weight, self.step, self._batch)
 
     def count(self) -> int:

@@ -207,7 +207,6 @@ def as_value(value: Any, name: str) -> Any:
         detached = value.detach()
         if detached.dtype not in EXACT:
             detached = detached.float() if detached.is_floating_point() else detached.long()
-        # The user may change the tensor in place later (a reused loss, a running sum): keep a separate value.
         return detached if detached.dim() == 0 else detached.reshape(())
     if isinstance(value, (bool, int, float)):
         return float(value)

@@ -54,3 +54,20 @@ def test_a_validation_does_not_change_whether_the_training_batch_is_the_last(qui
     trainer = fx.Trainer(max_epochs=1, val_check_interval=1, limit_train_batches=2, num_sanity_val_steps=1, **quiet)
     trainer.fit(Looks(), tiny_loader(16, 4), tiny_loader(4, 4))
     assert seen == [False, False, False]
+
+
+def test_a_step_has_no_values_of_batches_before_it_that_were_skipped(quiet: dict[str, Any]) -> None:
+    seen: list[float] = []
+
+    class Skips(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.log("value", float("nan") if batch_idx == 1 else float(batch_idx))
+            return None if batch_idx == 1 else loss
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            seen.append(float(self.trainer.callback_metrics["value"]))
+
+    with pytest.warns(UserWarning, match="returned no loss"):
+        fx.Trainer(max_epochs=1, **quiet).fit(Skips(), tiny_loader(16, 4))
+    assert seen == pytest.approx([0.0, float("nan"), 2.0, 3.0], nan_ok=True)

@@ -216,3 +216,27 @@ def test_values_that_only_other_ranks_have_are_added_to_those_of_a_rank() -> Non
     metrics._reduce = lambda values, op: values  # the same names on both
     assert metrics.filled(values) is values
     assert len(asked) == 1
+
+
+@pytest.mark.parametrize(("mine", "other"), [(math.nan, 1.0), (1.0, math.nan), (math.nan, math.nan)])
+@pytest.mark.parametrize("reduction", ["max", "min"])
+def test_an_extreme_over_ranks_is_not_a_number_if_a_rank_has_none(reduction: Any, mine: float, other: float) -> None:
+    """As gloo does, the reduction forgets NaN."""
+
+    def ranks(value: float) -> Metrics:
+        metrics = alone()
+        for name, logged in (("x", value), ("y", 3.0)):
+            metrics.series[name] = series(reduction)
+            metrics.series[name].add(logged, 1, step=1)
+        return metrics
+
+    sent: list[Tensor] = []
+    theirs, ours = ranks(other), ranks(mine)
+    theirs._reduce, theirs._size = lambda values, op: (sent.append(values.clone()), values)[1], 2  # type: ignore
+    theirs.joined(["x", "y"], epoch=True)
+    forgets = {"max": torch.fmax, "min": torch.fmin}
+    ours._reduce = lambda values, op: forgets[op](values, sent.pop(0))
+    ours._size = 2
+    values = ours.joined(["x", "y"], epoch=True)
+    assert math.isnan(values["x"])
+    assert float(values["y"]) == 3.0

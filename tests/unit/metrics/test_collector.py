@@ -234,3 +234,16 @@ def test_results_are_in_the_order_of_the_calls(quiet: dict[str, Any]) -> None:
 
     [result] = fx.Trainer(**quiet).validate(Mine(), tiny_loader(8, 4), verbose=False)
     assert list(result) == ["z", "metric", "a", "y", "b"]
+
+
+def test_a_value_is_the_one_that_was_logged_if_its_tensor_changes_later() -> None:
+    book, loss, weight = logbook(), torch.tensor(2.0), torch.nn.Parameter(torch.tensor(3.0))
+    for value in (loss, weight, loss.view(1)):
+        log(book, value, on_epoch=False, reduce_fx="sum")
+    other = logbook()
+    log(other, loss, on_epoch=False)
+    with torch.no_grad():
+        loss += 100.0
+        weight += 100.0
+    assert {name: float(value) for name, value in book.step_values(1).items()} == {"x": 7.0}
+    assert {name: float(value) for name, value in other.step_values(1).items()} == {"x": 2.0}
