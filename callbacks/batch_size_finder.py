@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from fabricx.callbacks.trials import check_tried, resumes
+from fabricx.callbacks.trials import check_tried
 from fabricx.core.callback import Callback
 from fabricx.core.former_names import each
 
@@ -57,7 +57,7 @@ class BatchSizeFinder(Callback):
 
     def before_fit(self, tuner: Any, call: Mapping[str, Any]) -> None:
         self._tried = True
-        if not resumes(call):
+        if not tuner.resumes(call["ckpt_path"]):
             self.optimal_batch_size = tuner.scale_batch_size(
                 call["module"], call["train_dataloaders"], datamodule=call["datamodule"], **self._arguments
             )

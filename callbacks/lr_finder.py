@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from fabricx.callbacks.trials import check_tried, resumes
+from fabricx.callbacks.trials import check_tried
 from fabricx.core.callback import Callback
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class LearningRateFinder(Callback):
 
     def before_fit(self, tuner: Any, call: Mapping[str, Any]) -> None:
         self._tried = True
-        if resumes(call):
+        if tuner.resumes(call["ckpt_path"]):
             return
         self.optimal_lr = tuner.lr_find(
             call["module"], call["train_dataloaders"], datamodule=call["datamodule"], min_lr=self.min_lr,

@@ -2,19 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from fabricx.core.callback import Callback
-
-
-def resumes(call: Mapping[str, Any]) -> bool:
-    """Return whether a fit resumes from a checkpoint, so that a trial would not change it.
-
-    Args:
-        call: arguments of `fit`, by name.
-    """
-    return call["ckpt_path"] is not None
 
 
 def check_tried(callback: Callback, stage: str, *, tried: bool) -> None:

@@ -66,12 +66,7 @@ def resolve_checkpoint(
             raise ValueError("ckpt_path='best': no checkpoint was written yet; call fit first, or pass a path")
         return as_path(best)
     if path == "last":
-        runs = [run_dir] if run_dir else []
-        runs += sorted((root / "runs").glob("*"), reverse=True)
-        folder = getattr(callback, "dirpath", None)
-        committed = [_committed(folder, run_dir, trains=trains)] if folder else []
-        committed += [_committed(run / "checkpoints", run, trains=trains) for run in runs]
-        newest = next((checkpoints for checkpoints in committed if checkpoints), [])
+        newest = newest_checkpoints(callback, run_dir, root, trains=trains)
         if newest:
             return newest_whole((trains and _resumable(newest)) or newest)
         if not trains:
@@ -92,6 +87,20 @@ def resolve_checkpoint(
         raise ValueError(f"ckpt_path={str(path)!r}: there is no complete checkpoint.{hint}{listing}")
     verify(checkpoint)
     return checkpoint.resolve()
+
+
+def newest_checkpoints(callback: Callback | None, run_dir: Path | None, root: Path, *, trains: bool) -> list[Path]:
+    """Return the complete checkpoints of the newest run that has some, among which "last" is chosen; oldest first.
+
+    Args:
+        callback, run_dir, root, trains: see `resolve_checkpoint`.
+    """
+    runs = [run_dir] if run_dir else []
+    runs += sorted((root / "runs").glob("*"), reverse=True)
+    folder = getattr(callback, "dirpath", None)
+    committed = [_committed(folder, run_dir, trains=trains)] if folder else []
+    committed += [_committed(run / "checkpoints", run, trains=trains) for run in runs]
+    return next((checkpoints for checkpoints in committed if checkpoints), [])
 
 
 def describe(checkpoint: Path) -> str:

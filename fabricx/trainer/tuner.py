@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, final
 
 import torch
@@ -26,10 +27,12 @@ from fabricx.data.own_state import (
     states_of_generators,
 )
 from fabricx.errors import WorkerFailed, did_you_mean
+from fabricx.launch import cluster
 from fabricx.lightning import adapt_data, adapt_module
 from fabricx.session.status import FailureLog
 from fabricx.trainer.lr_finder import SWEEPS, LRFinder, RateSweep, Sweep
 from fabricx.trainer.result import RunRecords
+from fabricx.trainer.run_dir import newest_checkpoints
 from fabricx.trainer.sessions import Sessions
 
 if TYPE_CHECKING:
@@ -188,6 +191,22 @@ class Tuner:
         self._trainer.print(f"scale_batch_size: {batch_arg_name} = {size}")
         return size
 
+    def resumes(self, ckpt_path: str | Path | None) -> bool:
+        """Return whether a fit continues from a checkpoint, so that a trial would change nothing.
+
+        Args:
+            ckpt_path: of `fit`. There may be no last checkpoint yet. Ranks of a launcher do not look for it, because
+                they may see different files: "last" then counts as a checkpoint.
+        """
+        if ckpt_path != "last":
+            return ckpt_path is not None
+        trainer = self._trainer
+        if (launched := cluster.detect()) is not None and launched.size > 1:
+            trainer.print("ckpt_path='last' under a launcher: no search, also if there is no checkpoint yet")
+            return True
+        root, run_dir = Path(trainer.default_root_dir), trainer.records.run_dir
+        return bool(newest_checkpoints(trainer.checkpoint_callback, run_dir, root, trains=True))
+
     def _skips(self, search: str, name: str) -> bool:
         """Return whether the Trainer only looks for errors, for which a search would take too long."""
         if self._trainer.fast_dev_run:
@@ -198,10 +217,12 @@ class Tuner:
 
     def _try(self, model: Module, datamodule: DataModule | None, method: Stage, steps: int) -> tuple[bool, bool]:
         """Return whether a trial fits in memory, and whether a larger batch would have more samples."""
-        limits = {f"limit_{word}_batches": steps for word in ("train", "val", "test", "predict")}
+        limits = {f"limit_{word}_batches": steps for word in ("train", "test", "predict")}
+        if method == "validate" or self._trainer.limit_val_batches:
+            limits["limit_val_batches"] = steps
         if method == "fit":
             limits["limit_train_batches"] = steps * self._trainer.accumulate_grad_batches
-        trial = self._trial([], max_epochs=1, **limits)
+        trial = self._trial([], max_epochs=1, val_check_interval=1.0, check_val_every_n_epoch=1, **limits)
         options: dict[str, Any] = {} if method == "fit" else {"verbose": False}
         options = {"return_predictions": False} if method == "predict" else options
         gc.collect()

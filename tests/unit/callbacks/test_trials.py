@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from fabricx.callbacks import BatchSizeFinder
-from fabricx.callbacks.trials import check_tried, resumes
+from fabricx.callbacks.trials import check_tried
 
 
 def test_a_callback_that_could_not_try_is_refused() -> None:
@@ -11,8 +11,3 @@ def test_a_callback_that_could_not_try_is_refused() -> None:
         check_tried(BatchSizeFinder(), "fit", tried=False)
     check_tried(BatchSizeFinder(), "test", tried=False)
     check_tried(BatchSizeFinder(), "fit", tried=True)
-
-
-def test_only_a_fit_from_a_checkpoint_resumes() -> None:
-    assert resumes({"ckpt_path": "last"})
-    assert not resumes({"ckpt_path": None})

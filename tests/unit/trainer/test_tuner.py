@@ -285,3 +285,40 @@ def test_schedules_of_the_module_do_not_change_the_rates_of_a_search(quiet: dict
     found = fx.Tuner(trainer).lr_find(Scheduled(), tiny_loader(), max_lr=1e-3, num_training=10)  # in several epochs
     assert found is not None
     assert used == pytest.approx(found.results["lr"])
+
+
+@pytest.mark.parametrize(
+    ("options", "validated"),
+    [
+        ({"val_check_interval": 8}, [4, 8]),
+        ({"val_check_interval": "8st"}, [4, 8]),
+        ({"check_val_every_n_epoch": 2}, [4, 8]),
+        ({"limit_val_batches": 0}, []),
+    ],
+    ids=str,
+)
+def test_a_trial_of_a_batch_size_validates_after_its_batches(
+    options: dict[str, Any], validated: list[int], quiet: dict[str, Any]
+) -> None:
+    sizes: dict[int, None] = {}
+
+    class Validated(Tuned):
+        def val_dataloader(self) -> Any:
+            return DataLoader(tiny_data(32), batch_size=self.batch_size)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            sizes[len(batch[0])] = None
+
+    trainer = fx.Trainer(**options, **quiet)
+    assert fx.Tuner(trainer).scale_batch_size(Validated(), steps_per_trial=1, init_val=4, max_val=8) == 8
+    assert [*sizes] == validated
+
+
+def test_a_finder_searches_in_a_fit_from_the_last_checkpoint_if_there_is_none(quiet: dict[str, Any]) -> None:
+    def searched(epochs: int) -> bool:
+        finder = LearningRateFinder(num_training_steps=20)
+        trainer = fx.Trainer(max_epochs=epochs, callbacks=[finder], **{**quiet, "enable_checkpointing": True})
+        trainer.fit(Tuned(), tiny_loader(8, 4), ckpt_path="last")
+        return finder.optimal_lr is not None
+
+    assert [searched(1), searched(2)] == [True, False]
