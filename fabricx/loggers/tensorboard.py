@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, final
 import torch
 from torch import nn
 
+from fabricx.core.evaluation_mode import evaluation_mode
 from fabricx.core.logger import Ending
+from fabricx.core.rng import random_kept
 from fabricx.loggers.files import FolderLogger, LoggerFolder, by_name, of_open_logger, prefixed, write_hyperparameters
 
 if TYPE_CHECKING:
@@ -127,16 +129,12 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
                 stacklevel=2,
             )
             return
-        training = module.training
-        module.eval()
         try:
-            with torch.no_grad(), warnings.catch_warnings():
+            with evaluation_mode(module), random_kept(), torch.no_grad(), warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # tracing causes warnings
                 self._writer.add_graph(module, example)
         except Exception as error:  # a missing graph must not end the run
             warnings.warn(f"no graph: {type(module).__name__} can't be traced: {error}", stacklevel=2)
-        finally:
-            module.train(training)
 
     def _finish(self, status: Ending) -> None:
         if self._folder is not None:

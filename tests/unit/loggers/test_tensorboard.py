@@ -119,6 +119,11 @@ def test_texts(tmp_path: Path) -> None:
     assert "config/text_summary" in events(tmp_path).Tags()["tensors"]
 
 
+class Noisy(nn.Module):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs + torch.randn_like(inputs)
+
+
 @pytest.mark.parametrize("wanted", [True, False])
 def test_the_graph_is_written_on_request(tmp_path: Path, wanted: bool) -> None:
     logger = TensorBoardLogger(log_graph=wanted)
@@ -138,6 +143,16 @@ def test_the_graph_of_a_module_with_an_example_needs_no_input(tmp_path: Path) ->
     logger.log_graph(module)
     logger.close()
     assert events(tmp_path).Tags()["graph"]
+
+
+def test_a_graph_leaves_modes_and_random_numbers(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(log_graph=True)
+    logger.open(tmp_path)
+    module, state = nn.Sequential(nn.BatchNorm1d(4).eval(), Noisy()), torch.get_rng_state()
+    logger.log_graph(module, torch.zeros(2, 4))
+    assert [part.training for part in module.modules()] == [True, False, True]
+    assert torch.equal(torch.get_rng_state(), state)
+    logger.close()
 
 
 def test_a_graph_that_cannot_be_traced_is_a_warning(tmp_path: Path) -> None:
