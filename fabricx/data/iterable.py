@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast, final
 
 import torch
+from torch.utils.data import DataLoader
 
 from fabricx.core.dealer import Dealer
 from fabricx.core.rng import RandomState, random_kept
@@ -59,6 +61,9 @@ class ListFeed(Feed):
         self._ahead: Any = _NOTHING  # the source's state before the batch that was prefetched
         self._last: Any = None  # the source's state before the last batch that the limit permits, when it is drawn
         self._over = False  # the source has ended its epoch, so that its state belongs to the next epoch
+        # Loader processes begin a stream anew in each epoch, so that a batch more may be read.
+        processes = isinstance(source, DataLoader) and source.num_workers > 1
+        self._may_be_longer = processes and limit == float("inf")
         self._restored: Any = None
         self._own = (-1, 0)  # epoch, and batches of it that this rank has trained at its own pace
 
@@ -281,7 +286,29 @@ class ListFeed(Feed):
             )  # fmt: skip
         if self._stateful:
             next(data, None)  # as in a plain loop: only then does the source end its epoch
+        elif self._may_be_longer:
+            self._check_length(data, local)
         self._over = True
+
+    def _check_length(self, data: Iterator[Any], length: int) -> None:
+        """Warn once if loader processes make more batches than the length, which is that of a single process.
+
+        Args:
+            data: batches of the epoch that are not read.
+            length: batches that were read.
+        """
+        loader: Any = self._source
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of a longer stream, which it would read
+            self._may_be_longer = next(data, _NOTHING) is _NOTHING
+        if not self._may_be_longer:
+            warnings.warn(
+                f"the DataLoader of {type(loader.dataset).__name__} has more batches than its length of {length}, and "
+                f"these are not read: each of its {loader.num_workers} processes makes batches of its own samples, "
+                "which are all samples unless the data set divides them by torch.utils.data.get_worker_info(). Remove "
+                "__len__ of the data set to read all batches",
+                stacklevel=2,
+            )
 
     def _until_all_end(
         self, data: Iterator[Any], accumulate: int, first: int, *, together: bool

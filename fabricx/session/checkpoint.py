@@ -374,9 +374,10 @@ def _end_shortened_epoch(session: Session, trained: int, before: int | float) ->
 
 
 def _report_lost_position(session: Session, before: int, ranks: Sequence[Mapping[str, Any]]) -> None:
-    """Report that positions in streams are lost, because a different number of ranks has begun the epoch."""
+    """Report that positions in ranks' own data are lost, because a different number of ranks has begun the epoch."""
     feed, state, now = session.data.train_feed, session.state, session.world.axis("data").size
-    if feed.batches_before(state.samples, session.options.accumulate_grad_batches) is not None:
+    counted = feed.batches_before(state.samples, session.options.accumulate_grad_batches) is not None
+    if counted and session.options.use_distributed_sampler:  # otherwise of the order of a rank, which has changed
         return
     if state.batch:
         state.uncounted = True

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from fabricx.core.rng import RandomState
 from fabricx.data.iterable import ListFeed
@@ -325,3 +326,22 @@ def test_the_iterator_of_an_epoch_that_is_left_ends() -> None:
     for _ in feed.epoch(0):
         break
     assert ended == [4]
+
+
+class Divided(IterableDataset[int]):
+    """Ten numbers, of which each loader process has its own."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[int]:
+        process: Any = get_worker_info()
+        return iter(range(process.id, 10, process.num_workers))
+
+
+def test_batches_beyond_the_length_of_a_stream_in_several_processes_are_a_warning() -> None:
+    feed = ListFeed(DataLoader(Divided(), 4, num_workers=2), World(), float("inf"))
+    with pytest.warns(UserWarning, match="has more batches than its length of 3") as warned:
+        read = [micro.data.tolist() for epoch in range(2) for micro in feed.epoch(epoch)]
+    assert len(read) == 6
+    assert len(warned) == 1

@@ -18,8 +18,9 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, Subset
 import fabricx as fx
 from fabricx.callbacks import EMA, EarlyStopping, FaultRecovery, ModelCheckpoint, StochasticWeightAveraging
 from fabricx.core.strategy_parts import HasServers, as_part
+from fabricx.distributed.world import World
 from fabricx.errors import CheckpointError
-from fabricx.session.checkpoint import _print_global_batch, _report_reading
+from fabricx.session.checkpoint import _print_global_batch, _report_lost_position, _report_reading
 from fabricx.strategies import DDP, AsyncSGD, ParameterServer
 from fabricx.testing import QUIET, TinyModule, tiny_data, tiny_loader
 from fabricx.testing.modules import SavesAtStep
@@ -424,3 +425,18 @@ def test_states_that_a_hook_sets_and_a_resumed_run_does_not_restore_are_refused(
     begun = fx.Trainer(max_steps=1, **QUIET)
     begun.fit(_Resets.load_from_checkpoint(own_folder / "two.ckpt", make=SGD), tiny_loader())
     assert begun.global_step == 1
+
+
+@pytest.mark.parametrize(("divides", "batch", "said"), [(True, 3, False), (False, 3, True), (False, 0, False)])
+def test_positions_in_orders_of_ranks_are_lost_on_another_number_of_ranks(
+    divides: bool, batch: int, said: bool
+) -> None:
+    lines: list[str] = []
+    state = SimpleNamespace(samples=6, batch=batch, uncounted=False)
+    session: Any = SimpleNamespace(
+        data=SimpleNamespace(train_feed=SimpleNamespace(batches_before=lambda position, accumulate: 3)), state=state,
+        options=SimpleNamespace(accumulate_grad_batches=1, use_distributed_sampler=divides), print=lines.append,
+        world=World(),
+    )  # fmt: skip
+    _report_lost_position(session, 2, [{"position": None}] * 2)
+    assert state.uncounted is bool(lines) is said
