@@ -83,11 +83,6 @@ def check_job(job: Job) -> None:
     """
     module, stage = job.module, job.stage
     _check_instances(job)
-    if isinstance(inner := getattr(module, "_orig_mod", None), Module):
-        raise ValueError(
-            f"trainer.{stage}(torch.compile({type(inner).__name__}())): pass the module itself, and compile=True to the "
-            'Trainer, or options of torch.compile: compile={"mode": "max-autotune"}'
-        )
     if not isinstance(module, Module):
         raise ValueError(
             f"trainer.{stage}({type(module).__name__}): the first argument is the module; pass an instance of a "

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from fabricx.core.callback import Callback
 from fabricx.core.datamodule import DataModule
 from fabricx.core.module import Module
@@ -49,7 +51,7 @@ class Trainer(TrainerInterface):
             WorkerFailed: a worker process failed; the message contains its traceback.
             SystemExit: with code 143, after SIGTERM or the notice of a scheduler, when the run is stopped and saved.
         """
-        chosen = _one_of(model, module, "fit")
+        chosen = self._module_of(model, module, "fit")
         if chosen is None:
             raise ValueError("trainer.fit() has no module: pass an instance of a subclass of fabricx.Module")
         path = self._chosen_ckpt_path if ckpt_path is None else ckpt_path
@@ -95,7 +97,7 @@ class Trainer(TrainerInterface):
             ValueError: an argument is invalid.
             WorkerFailed: a worker process failed.
         """
-        chosen = _one_of(model, module, "validate")
+        chosen = self._module_of(model, module, "validate")
         trusted = weights_only is False
         return self._evaluate("validate", chosen, dataloaders, datamodule, ckpt_path, verbose, trusted=trusted)
 
@@ -122,7 +124,7 @@ class Trainer(TrainerInterface):
                 pass it for a file that you trust. Otherwise, objects are read only if their classes are allowed by
                 `torch.serialization.add_safe_globals`.
         """
-        chosen = _one_of(model, module, "test")
+        chosen = self._module_of(model, module, "test")
         trusted = weights_only is False
         return self._evaluate("test", chosen, dataloaders, datamodule, ckpt_path, verbose, trusted=trusted)
 
@@ -158,7 +160,7 @@ class Trainer(TrainerInterface):
             ValueError: an argument is invalid.
             WorkerFailed: a worker process failed.
         """
-        chosen, keep = _one_of(model, module, "predict"), return_predictions is not False
+        chosen, keep = self._module_of(model, module, "predict"), return_predictions is not False
         trusted = weights_only is False
         outputs = self._evaluate("predict", chosen, dataloaders, datamodule, ckpt_path, keep, trusted=trusted)
         return outputs if keep else None  # type: ignore[return-value]  # as in Lightning
@@ -184,17 +186,26 @@ class Trainer(TrainerInterface):
         results: list[Any] = dispatch(self, Job(stage, module, None, loaders, data, path, flag, trusted))
         return results
 
+    def _module_of(self, model: Module | None, module: Module | None, call: str) -> Module | None:
+        """Return the module of a call, which has two names; set `compile` for a module within `torch.compile(...)`."""
+        if model is not None and module is not None:
+            raise ValueError(
+                f"trainer.{call}(model=..., module=...): these are two names of one argument; pass one of them"
+            )
+        chosen: Any = module if model is None else model
+        compiled = getattr(chosen, "_orig_mod", None)
+        if not isinstance(compiled, nn.Module):
+            return chosen  # type: ignore[no-any-return]
+        if not self.compile:
+            self.compile = True
+            self.print(
+                f"the module is torch.compile({type(compiled).__name__}): each rank compiles it, as with "
+                'Trainer(compile=True). Pass options of torch.compile as Trainer(compile={"mode": ...})'
+            )
+        return compiled  # type: ignore[return-value]
+
 
 def _check_source(first: Any, second: Any, datamodule: Any, call: str) -> None:
     """Refuse loaders beside a data module, which has loaders of its own."""
     if datamodule is not None and not (first is None and second is None):
         raise ValueError(f"trainer.{call}: there are loaders and a data module; pass either loaders or datamodule=...")
-
-
-def _one_of(model: Module | None, module: Module | None, call: str) -> Module | None:
-    """Return the module of a call, which has two names."""
-    if model is not None and module is not None:
-        raise ValueError(
-            f"trainer.{call}(model=..., module=...): these are two names of one argument; pass one of them"
-        )
-    return module if model is None else model

@@ -65,12 +65,15 @@ def test_parameters_on_the_meta_device_stay_there() -> None:
     assert [part.weight.is_meta for part in module] == [True, False]
 
 
-@pytest.mark.parametrize("compiles", [False, True])
-def test_compilation_keeps_the_names_of_the_state(compiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("compiles", [False, True, "before"])
+def test_compilation_keeps_the_names_of_the_state(compiles: bool | str, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[nn.Module] = []
     monkeypatch.setattr(nn.Module, "compile", lambda part, **options: compiled.append(part))
     module = TinyModule()
     names = list(module.state_dict())
-    fx.Trainer(max_steps=1, compile=compiles, **QUIET).fit(module, tiny_loader())
-    assert bool(compiled) is compiles
+    if compiles == "before":
+        fx.Trainer(max_steps=1, **QUIET).fit(torch.compile(module), tiny_loader())  # type: ignore[arg-type]
+    else:
+        fx.Trainer(max_steps=1, compile=bool(compiles), **QUIET).fit(module, tiny_loader())
+    assert bool(compiled) is bool(compiles)
     assert list(module.state_dict()) == names

@@ -42,7 +42,6 @@ class Data(fx.DataModule):
     ("stage", "module", "said"),
     [
         ("fit", nn.Linear(1, 1), r"trainer.fit\(Linear\): the first argument is the module"),
-        ("fit", torch.compile(TinyModule()), "pass the module itself, and compile=True to the Trainer"),
         ("fit", TinyModule, "pass an object of it"),
         ("fit", Misspelt(), r"Misspelt has no training_step, which trainer.fit calls.*Did you mean 'trainig_step'"),
         ("validate", fx.Module(), "Module has no validation_step, which trainer.validate calls: define it.$"),
