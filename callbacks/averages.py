@@ -147,7 +147,7 @@ class Averages(Callback):
             self._live = {}
 
     def _put(self, tensors: list[Tensor], values: Mapping[str, Tensor]) -> None:
-        """Write values to the module's tensors; a buffer that has another shape by now is replaced."""
+        """Write values to the module's tensors; a buffer whose shape has changed is replaced."""
         written = [values[name] for name in self.averages]
         for number, (buffers, key) in enumerate(self._buffers, len(self._parameters)):
             if tensors[number].shape != written[number].shape:

@@ -143,7 +143,7 @@ class Metrics:
         return {name: values[name] for name in wanted}
 
     def _over_ranks(self, packed: Tensor, op: Literal["sum", "max", "min"]) -> Tensor:
-        """Reduce values over all ranks; a maximum or minimum of which one is NaN is NaN, as of a single rank.
+        """Reduce values over all ranks; a maximum or minimum is NaN if the value of a rank is NaN.
 
         Backends of torch.distributed may lose NaN in these. Their weights are not used, and carry it.
 

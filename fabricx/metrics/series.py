@@ -146,7 +146,7 @@ class Series:
 
 
 def _in_double_precision(value: Tensor) -> Tensor:
-    """Convert a value whose sum over an epoch begins; the sum is then independent of the order of additions, nearly."""
+    """Convert the first value of an epoch, so that the order of additions has a negligible effect on the sum."""
     return value if value.device.type == "mps" else value.double()  # mps has no double precision
 
 
