@@ -67,7 +67,7 @@ class Replies:
         if pull.dense:
             outbox[: shard.dense].copy_(values[: shard.dense])
             spans.append((0, shard.dense))
-            if self._init.settings.compensation is not None or (self._codec is not None and worker in self.seen):
+            if self._init.settings.compensation is not None or self._codec is not None:
                 self.seen[worker] = values[: shard.dense].clone()
         for number, count in pull.rows.items():
             start, stop = shard.spans[len(shard.pieces) + number]

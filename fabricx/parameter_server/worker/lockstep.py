@@ -232,6 +232,7 @@ class ServerStep(Lockstep[Client]):
         if servers is not None:
             self._set_weights(servers)  # the main rank initialises the servers with its parameters
         super().start_training(step, ranks, module)
+        self.exchange.weights.begin_differences()
         if differs:
             self._set_weights(local)
             self.exchange.weights.forget_tables()

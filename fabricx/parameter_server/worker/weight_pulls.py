@@ -10,7 +10,9 @@ from typing import final
 
 from torch import Tensor
 
+from fabricx.parameter_server.optimizer_parts import flat_part
 from fabricx.parameter_server.wire.messages import INITIAL_HISTORY, Pull, Reply, SetReceivedWeights
+from fabricx.parameter_server.wire.partition import Shard
 from fabricx.parameter_server.wire.request_channel import Channel
 from fabricx.parameter_server.worker.buffers import ExchangeBuffers, write_summed_gradients
 from fabricx.parameter_server.worker.exchange import ExchangeStatistics
@@ -180,6 +182,17 @@ class WeightPulls:
         """
         for buffers in self._servers.buffers:
             buffers.tables = INITIAL_HISTORY, version
+
+    def begin_differences(self) -> None:
+        """Report the weights of this worker, with which the servers begin: the first compressed reply differs from it.
+
+        A run that resumes then receives the same replies as one that was not interrupted.
+        """
+        servers = self._servers
+        if servers.options.reply_compression is not None:
+            pieces = [Shard(shard.pieces) for shard in servers.shards]
+            own = [parameter.detach().to("cpu", servers.dtype) for parameter in servers.parameters]
+            self.set_received_weights([flat_part(own, part) for part in pieces])
 
     def forget_tables(self) -> None:
         """Pull whole tables next: this worker does not have the tables with which the servers have begun."""
