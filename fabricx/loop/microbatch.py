@@ -110,7 +110,8 @@ def _backward(
 
 
 def _effect_of_skipping(session: Session) -> str:
-    if session.strategy.traits.synchronous or session.world.axis("data").size == 1:
+    traits = session.strategy.traits
+    if traits.synchronous or not traits.lockstep or session.world.axis("data").size == 1:
         return "has no part in a weight update; without any loss no update is made, and global_step counts none"
     return "adds nothing to the weights, and global_step counts it if another rank may have had a loss"
 

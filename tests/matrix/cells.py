@@ -273,8 +273,8 @@ def _of_batch(cell: Cell) -> Iterator[bool]:
     yield cell.accumulates and cell.ranks > 1 and (cell.loop == "no-loss" or cell.model in TOGETHER)
     # A step without a loss has to be one of all ranks, and these can't see that: it is an error that says so.
     yield cell.loop == "no-loss" and (cell.model == "sync-batchnorm" or cell.optimizer == "lbfgs")
-    # A batch counts as an update there, whatever others have had.
-    yield cell.loop == "no-loss" and (cell.way == "rounds" or (cell.way in {*BOUNDED, "local_sgd"} and cell.ranks > 1))
+    # A step without a loss on one rank counts there, or an update is the mean of the other batches.
+    yield cell.loop == "no-loss" and cell.way in {*BOUNDED, "local_sgd"} and cell.ranks > 1
     # A stream has no length, and a part of it isn't known.
     yield cell.data in STREAMS and cell.loop == "overfit"
     yield cell.data in ("balanced", *STREAMS) and cell.ranks == 1

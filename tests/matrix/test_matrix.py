@@ -136,6 +136,7 @@ AGAIN = (  # that were wrong once
     "ps2-server ranks=2 model=sparse",
     "bounded0 ranks=2 model=sparse",
     "async_sgd ranks=1 loop=no-loss",
+    "rounds ranks=1 loop=no-loss",
     "ddp ranks=2 loop=overfit save=to-single",
     "ps2-server ranks=2 optimizer=own-step clip=norm",
     "bounded0 ranks=3 accumulate=2 loop=limit",

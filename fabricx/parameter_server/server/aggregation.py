@@ -102,7 +102,7 @@ class Aggregation(ABC):
         """
         staleness = self.shard.version - part.base
         self.counts.staleness[staleness] = self.counts.staleness.get(staleness, 0) + 1
-        self.shard.trained += len(part.push.leases)
+        self.shard.trained += len(part.push.leases) - part.push.skipped
 
 
 @final

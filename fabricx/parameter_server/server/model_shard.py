@@ -30,7 +30,7 @@ class ModelShard:
         init: see Args.
         settings: behaviour of the server.
         version: number of updates.
-        trained: number of leases in the weights.
+        trained: number of leases in the weights, without those that had no loss.
         skipped: versions without an update of the weights, because no worker had a gradient for the global batch.
         samples: samples in the weights.
         sums: the server only sums, and workers step.

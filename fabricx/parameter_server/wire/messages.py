@@ -185,6 +185,7 @@ class Push:
         logged: metric sums (`merge_sums`) that the leases have logged, and sums that hooks have logged between this
             worker's previous push and this one; each counts if the server that grants leases uses the gradient.
         samples: (epoch, begin, end) in the data order of the batches that this worker has trained for the gradient.
+        skipped: number of leases of a local round without a step, because they had no loss.
     """
 
     clock: int
@@ -201,6 +202,7 @@ class Push:
     confirm: bool = False
     logged: tuple[dict[str, Any], dict[str, Any]] | None = None
     samples: Sequence[tuple[int, int, int]] = ()
+    skipped: int = 0
 
 
 @dataclass(slots=True)
@@ -350,7 +352,7 @@ class Reply:
 
     Attributes:
         version: number of updates.
-        trained: number of leases in the weights.
+        trained: number of leases in the weights, without those that had no loss.
         content: requested data other than the vector; for all weights, the history of the tables and the number of
             changed rows per table (None for all rows).
         spans: byte ranges of the vector that precede the reply.

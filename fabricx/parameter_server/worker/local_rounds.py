@@ -41,6 +41,7 @@ class LocalRounds(Asynchronous):
         self._base: list[Tensor] = []
         self._local: list[Tensor] = []  # this worker's weights, while the parameters hold the servers' weights
         self._leases: list[int] = []  # leases of this round
+        self._skipped = 0  # those without a step, because they had no loss
         self._trained = 0  # leases trained by all workers, by the newest reply
 
     @property
@@ -60,7 +61,7 @@ class LocalRounds(Asynchronous):
         self.exchange.begin(self.settings, None, step, rule=self.server_rule)
         self._restart(step, module)
         self._trained = step
-        self._local, self._leases = [], []
+        self._local, self._leases, self._skipped = [], [], 0
 
     @property
     def unpushed(self) -> int:
@@ -95,7 +96,7 @@ class LocalRounds(Asynchronous):
         self.numbers.version, self._trained = reply.version, reply.trained
 
     def update_number(self) -> int:
-        return self._trained + len(self._leases)
+        return self._trained + len(self._leases) - self._skipped
 
     def reserve_update(self) -> int:
         return self.update_number()  # each worker steps independently
@@ -104,13 +105,16 @@ class LocalRounds(Asynchronous):
         return step  # each worker has local weights
 
     def step(self, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:
+        self._stepped = True
         return optimizer.step(closure) if closure is not None else optimizer.step()
 
     def finish_update(self, step: int) -> int:
         lease, again, self.leases.lease = self.leases.lease, self._repeats, None
+        stepped, self._stepped = self._stepped, False
         if lease is None or lease.lease is None:
             return self.update_number()
         self._leases.append(lease.lease)
+        self._skipped += not stepped
         self.numbers.newest = self.update_number()
         if again or len(self._leases) >= self._every:
             self.push_unpushed()
@@ -131,10 +135,13 @@ class LocalRounds(Asynchronous):
             moved = torch._foreach_sub(self._base, [parameter.detach() for parameter in self.parameters])
             self._pull_due = True
         leases = self.leases
-        push = Push(0, 1, tuple(self._leases), logged=leases.logged_sums(), samples=leases.take_samples())
+        push = Push(
+            0, 1, tuple(self._leases), logged=leases.logged_sums(), samples=leases.take_samples(),
+            skipped=self._skipped,
+        )  # fmt: skip
         self.leases.dropped = not self.exchange.push(list(moved), push, answered=self.may_drop)
-        self._trained += len(self._leases)
-        self._leases = []
+        self._trained += len(self._leases) - self._skipped
+        self._leases, self._skipped = [], 0
 
     def meet(self) -> None:
         self.exchange.remote.counts()  # the reply follows all of this worker's pushes
