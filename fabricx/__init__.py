@@ -44,6 +44,7 @@ _MODULES = {
     "Codec": "fabricx.distributed.codecs",
     "CombinedLoader": "fabricx.data.combined",
     "DataModule": "fabricx.core.datamodule",
+    "LightningCLI": "fabricx.cli.lightning.app",
     "LightningDataModule": "fabricx.core.datamodule:DataModule",
     "LightningModule": "fabricx.core.module",
     "Logger": "fabricx.core.logger",
@@ -59,8 +60,6 @@ _MODULES = {
 _PACKAGES = ("callbacks", "launchers", "loggers", "pytorch", "strategies")  # imported at first access
 _ABSENT = {
     "Fabric": "fabricx.Trainer runs the loop; a loop of your own is torch.distributed with fabricx.distributed",
-    "LightningCLI": "the command `fabricx fit module._target_=my_project.Net module.lr=0.1 "
-    "data._target_=my_project.Data` builds runs from configurations",
 }
 
 

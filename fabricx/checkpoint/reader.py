@@ -15,6 +15,7 @@ import yaml
 from torch import Tensor, nn
 
 from fabricx.checkpoint import archive, objects, sharded_tensors, single_file, tree
+from fabricx.checkpoint.class_paths import check_classes, classes_named, derived, instantiate_module
 from fabricx.checkpoint.files import (
     INDEX,
     OBJECTS,
@@ -30,7 +31,7 @@ from fabricx.checkpoint.index import parse
 from fabricx.checkpoint.storage import Place, as_path, is_local
 from fabricx.checkpoint.unread import names_in, permission_needed
 from fabricx.core.checkpoint_io import TorchCheckpointIO
-from fabricx.core.hparams import Form
+from fabricx.core.hparams import CLASS_PATH, INSTANTIATOR, Form, without_origin
 from fabricx.distributed.authentication import tag
 from fabricx.distributed.fsdp_internals import shard_like
 from fabricx.errors import CheckpointError, did_you_mean
@@ -241,14 +242,13 @@ def load_module(
     if imported := state.get("imported", {}).get("argument"):
         form = Form(imported)
     known = _readable(cls, known, override, path, form.argument)
-    arguments = _arguments(cls, known, override, form)
     if lost := [f"{name} ({kind})" for name, kind in state.get("hparams_omitted", {}).items() if name not in override]:
         warnings.warn(
             f"{cls.__name__}: {path} omits {', '.join(lost)}, which has weights or can't be pickled: it has its "
             "default; pass it to load_from_checkpoint",
             stacklevel=3,
         )
-    module: Any = cls(**arguments)
+    module: Any = _create(cls, known, override, form, path, trusted=trusted)
     strict = _strictness(module, strict)
     module.configure_model()
     state |= {"state_dict": weights, "hyper_parameters": kept or {}}  # by which hooks of Lightning read them
@@ -328,7 +328,7 @@ def load_data(
         if manifest.get("datamodule_objects"):
             known = load(path, trusted=trusted).get("datamodule_hparams", known)
     known = _readable(cls, dict(known), override, path, form.argument) if isinstance(known, Mapping) else {}
-    return cls(**_arguments(cls, known, override, form))
+    return _create(cls, known, override, form, path, trusted=trusted)
 
 
 def data_state(cls: type, path: Place, *, trusted: bool = False) -> dict[str, Any]:
@@ -344,6 +344,33 @@ def data_state(cls: type, path: Place, *, trusted: bool = False) -> dict[str, An
     else:
         state = load(path, trusted=trusted)["datamodule"]
     return state if isinstance(state, dict) else {}
+
+
+def _create(
+    cls: type[T], known: dict[str, Any], override: Mapping[str, Any], form: Form, path: Place, *, trusted: bool
+) -> T:  # fmt: skip
+    """Create an object with its hyperparameters of a checkpoint.
+
+    Args:
+        cls: the class, or a base class if the hyperparameters have the path of a class.
+        known, override, form: see `_arguments`.
+        path: path of the checkpoint.
+        trusted: classes that only the checkpoint names may be created.
+
+    Raises:
+        CheckpointError: see `_arguments`; or the checkpoint names classes, and is not trusted.
+    """
+    if INSTANTIATOR not in known:
+        return cls(**_arguments(cls, known, override, form))
+    selected, known = str(known.get(CLASS_PATH, "")), {**form.restored(without_origin(known)), **override}
+    found = derived(cls, selected) if selected else cls
+    if not trusted:
+        check_classes(
+            classes_named(found or cls, {name: value for name, value in known.items() if name not in override})
+            | ({selected} if found is None else set()),
+            path,
+        )
+    return instantiate_module(cls, {**known, CLASS_PATH: selected} if selected else known)
 
 
 def _arguments(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import PurePath
@@ -16,6 +18,24 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 _COLLECTIONS: Final = (Sequence, set, frozenset)
+CLASS_PATH: Final = "_class_path"  # hyperparameter with the path of the class, where a command line selects it
+INSTANTIATOR: Final = "_instantiator"  # hyperparameter that marks values in which dicts stand for objects
+_GIVEN: ContextVar[tuple[Any, dict[str, Any]] | None] = ContextVar("given hyperparameters", default=None)
+
+
+@contextlib.contextmanager
+def given_hyperparameters(cls: Any, hparams: dict[str, Any]) -> Iterator[None]:
+    """Let `save_hyperparameters` of an object save other values than the arguments of its constructor.
+
+    Args:
+        cls: class of the object.
+        hparams: values of a configuration, in which dicts with the key "class_path" stand for objects.
+    """
+    token = _GIVEN.set((cls, {**hparams, INSTANTIATOR: "fabricx.pytorch.cli.instantiate_module"}))
+    try:
+        yield
+    finally:
+        _GIVEN.reset(token)
 
 
 class AttributeDict(dict[str, Any]):
@@ -77,7 +97,9 @@ class HyperParameters:
         Raises:
             ValueError: no argument has such a name.
         """
-        arguments = _init_arguments(frame or inspect.currentframe().f_back, type(self))  # type: ignore[union-attr]
+        arguments = _given_to(self)
+        if arguments is None:
+            arguments = _init_arguments(frame or inspect.currentframe().f_back, type(self))  # type: ignore[union-attr]
         dropped = {ignore} if isinstance(ignore, str) else set(ignore)
         self.remove_ignored_hparams(dropped)
         whole: str | None = None  # argument that has all hyperparameters
@@ -130,6 +152,21 @@ class HyperParameters:
             return
         for name in ignore_list:
             self.hparams.pop(name, None)
+
+
+def without_origin(hparams: Mapping[str, Any]) -> dict[str, Any]:
+    """Return hyperparameters without those that `LightningCLI` adds, which are no arguments.
+
+    Args:
+        hparams: by name.
+    """
+    return {name: value for name, value in hparams.items() if name not in (CLASS_PATH, INSTANTIATOR)}
+
+
+def _given_to(owner: object) -> dict[str, Any] | None:
+    """Return the values of `given_hyperparameters` for an object; None without."""
+    given = _GIVEN.get()
+    return None if given is None or (isinstance(given[0], type) and type(owner) is not given[0]) else dict(given[1])
 
 
 def _mapping(value: Any) -> Any:

@@ -78,50 +78,50 @@ class TrainerOptions:
     def __init__(
         self,
         *,
-        accelerator: str = "auto",
-        strategy: str | Strategy = "auto",
-        devices: int | str | Sequence[int] = "auto",
-        num_nodes: int = 1,
+        accelerator: str | None = "auto",
+        strategy: str | Strategy | None = "auto",
+        devices: int | str | Sequence[int] | None = "auto",
+        num_nodes: int | None = 1,
         launcher: Any = "auto",
-        precision: str | int = "32-true",
+        precision: str | int | None = "32-true",
         max_epochs: int | str | None = None,
         min_epochs: int | str | None = None,
-        max_steps: int | str = -1,
+        max_steps: int | str | None = -1,
         min_steps: int | str | None = None,
         max_time: str | timedelta | Mapping[str, int] | None = None,
         limit_train_batches: int | float | None = 1.0,
         limit_val_batches: int | float | None = 1.0,
         limit_test_batches: int | float | None = 1.0,
         limit_predict_batches: int | float | None = 1.0,
-        overfit_batches: int | float = 0,
+        overfit_batches: int | float | None = 0,
         val_check_interval: int | float | str | timedelta | Mapping[str, int] | None = 1.0,
         check_val_every_n_epoch: int | None = 1,
-        num_sanity_val_steps: int = 2,
-        log_every_n_steps: int = 50,
-        accumulate_grad_batches: int = 1,
+        num_sanity_val_steps: int | None = 2,
+        log_every_n_steps: int | None = 50,
+        accumulate_grad_batches: int | None = 1,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = "norm",
-        deterministic: bool | str = False,
+        deterministic: bool | str | None = False,
         benchmark: bool | None = None,
-        inference_mode: bool = True,
-        use_distributed_sampler: bool = True,
+        inference_mode: bool | None = True,
+        use_distributed_sampler: bool | None = True,
         profiler: Any = None,
-        detect_anomaly: bool = False,
-        barebones: bool = False,
+        detect_anomaly: bool | None = False,
+        barebones: bool | None = False,
         plugins: Any = None,
-        sync_batchnorm: bool = False,
-        reload_dataloaders_every_n_epochs: int = 0,
-        fast_dev_run: bool | int = False,
+        sync_batchnorm: bool | None = False,
+        reload_dataloaders_every_n_epochs: int | None = 0,
+        fast_dev_run: bool | int | None = False,
         logger: bool | Logger | FourMethods | Sequence[Logger | FourMethods] | None = True,
         callbacks: Callback | str | Sequence[Callback | str] | None = None,
-        enable_checkpointing: bool = True,
-        enable_progress_bar: bool = True,
-        enable_model_summary: bool = True,
-        enable_fault_recovery: bool = True,
-        enable_telemetry: bool = True,
-        enable_autolog_hparams: bool = True,
+        enable_checkpointing: bool | None = True,
+        enable_progress_bar: bool | None = True,
+        enable_model_summary: bool | None = True,
+        enable_fault_recovery: bool | None = True,
+        enable_telemetry: bool | None = True,
+        enable_autolog_hparams: bool | None = True,
         default_root_dir: str | Path | None = None,
-        compile: bool | Mapping[str, Any] = False,
+        compile: bool | Mapping[str, Any] | None = False,
     ) -> None:
         """Validate all arguments; None is the default of an argument, if it has no other meaning.
 
@@ -247,7 +247,7 @@ class TrainerOptions:
         if batches:
             self.limit_train_batches = self.limit_val_batches = check_limit("overfit_batches", batches)
 
-    def _set_validation(self, interval: Any, every_n_epoch: Any, sanity_steps: Any, inference_mode: bool) -> None:
+    def _set_validation(self, interval: Any, every_n_epoch: Any, sanity_steps: Any, inference_mode: Any) -> None:
         self.val_check_interval = check_validation_interval(interval)
         self.check_val_every_n_epoch = check_count("check_val_every_n_epoch", every_n_epoch, "epoch", 1)
         self.num_sanity_val_steps = check_batches("num_sanity_val_steps", sanity_steps, -1)
@@ -259,7 +259,7 @@ class TrainerOptions:
         self.gradient_clip_val, self.gradient_clip_algorithm = check_clipping(clip_val, clip_algorithm)
 
     def _set_computation(
-        self, deterministic: Any, benchmark: bool | None, detect_anomaly: bool, sync_batchnorm: bool, options: Any
+        self, deterministic: Any, benchmark: Any, detect_anomaly: Any, sync_batchnorm: Any, options: Any
     ) -> None:
         self.deterministic = check_deterministic(deterministic)
         self.benchmark = benchmark
@@ -267,19 +267,19 @@ class TrainerOptions:
         self.sync_batchnorm = sync_batchnorm
         self.compile = check_compile(options)
 
-    def _set_loading(self, use_distributed_sampler: bool, reload_every: Any) -> None:
+    def _set_loading(self, use_distributed_sampler: Any, reload_every: Any) -> None:
         self.use_distributed_sampler = use_distributed_sampler
         self.reload_dataloaders_every_n_epochs = (
             check_count("reload_dataloaders_every_n_epochs", reload_every, "epoch") or 0
         )
 
-    def _set_records(self, profiler: Any, root_dir: Any, barebones: bool, autolog_hparams: bool) -> None:
+    def _set_records(self, profiler: Any, root_dir: Any, barebones: Any, autolog_hparams: Any) -> None:
         self.profiler = ProfilerName(check_profiler(profiler) or "")
         self.default_root_dir = check_root(root_dir)
         self.barebones = barebones
         self.enable_autolog_hparams = autolog_hparams
 
-    def _set_writers(self, fast_dev_run: Any, checkpointing: bool, telemetry: bool) -> None:
+    def _set_writers(self, fast_dev_run: Any, checkpointing: Any, telemetry: Any) -> None:
         if not isinstance(fast_dev_run, bool):
             check_batches("fast_dev_run", fast_dev_run, 0)
         self.fast_dev_run: bool | int = fast_dev_run

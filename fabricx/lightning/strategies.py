@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from fabricx import plugins
@@ -63,21 +63,21 @@ def adapt_strategy(strategy: Any) -> Any:
         options = {
             name: state.get(f"_{name}") for name in ("ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period")
         }
-        return ddp_strategy(**options, **state.get("_ddp_kwargs", {}))
+        return DDPStrategy(**options, **state.get("_ddp_kwargs", {}))
     if kind == "FSDPStrategy":
         offload = getattr(state.get("cpu_offload"), "offload_params", state.get("cpu_offload"))
-        return fsdp_strategy(
-            cpu_offload=bool(offload), sharding_strategy=state.get("sharding_strategy", "FULL_SHARD"),
+        return _built(
+            kind, cpu_offload=bool(offload), sharding_strategy=state.get("sharding_strategy", "FULL_SHARD"),
             mixed_precision=state.get("mixed_precision"), **state.get("kwargs", {}),
         )  # fmt: skip
     if kind == "SingleDeviceStrategy":
-        return single_strategy()
+        return _built(kind)
     remedy = former_strategy(kind.removesuffix("Strategy").lower()) or "pass a strategy of fabricx.strategies"
     raise ValueError(f"{kind} of Lightning is not a strategy of fabricx: {remedy}")
 
 
-def ddp_strategy(**arguments: Any) -> Any:
-    """Return `fabricx.strategies.DDP` for the arguments of Lightning's `DDPStrategy`.
+def ddp_options(**arguments: Any) -> dict[str, Any]:
+    """Return the arguments of `fabricx.strategies.DDP` for those of Lightning's `DDPStrategy`.
 
     Args:
         arguments: arguments of `DDPStrategy`.
@@ -87,18 +87,20 @@ def ddp_strategy(**arguments: Any) -> Any:
     """
     options: dict[str, Any] = {}
     for name, value in arguments.items():
+        if value is None:
+            continue
         if name in _EITHER:
             options[name] = value
         elif name == "bucket_cap_mb":
             options["bucket_mib"] = float(value)
-        elif name in ("ddp_comm_hook", "ddp_comm_wrapper") and value is not None:
+        elif name in ("ddp_comm_hook", "ddp_comm_wrapper"):
             options["compression"] = _compression(name, value)
-        elif name not in _LEFT and value is not None:
+        elif name not in _LEFT:
             raise ValueError(
                 f"DDPStrategy({name}=...): fabricx.strategies.DDP has no such argument; remove it"
                 + ('; strategy="local_sgd" averages models' if name == "model_averaging_period" else "")
             )
-    return plugins.build("strategies", "ddp", **options)
+    return options
 
 
 def _compression(name: str, hook: Any) -> str:
@@ -111,8 +113,8 @@ def _compression(name: str, hook: Any) -> str:
     return known
 
 
-def fsdp_strategy(**arguments: Any) -> Any:
-    """Return `fabricx.strategies.FSDP` for the arguments of Lightning's `FSDPStrategy`.
+def fsdp_options(**arguments: Any) -> dict[str, Any]:
+    """Return the arguments of `fabricx.strategies.FSDP` for those of Lightning's `FSDPStrategy`.
 
     Args:
         arguments: arguments of `FSDPStrategy`.
@@ -139,41 +141,57 @@ def fsdp_strategy(**arguments: Any) -> Any:
                 "activation_checkpointing_policy": "set FSDP(activation_checkpointing=...) to names of classes",
             }
             raise ValueError(f"FSDPStrategy({name}={value!r}): {successors.get(name, 'FSDP has no such argument')}")
-    return plugins.build("strategies", "fsdp", **options)
+    return options
 
 
-def single_strategy(**arguments: Any) -> Any:
-    """Return `fabricx.strategies.Single`.
+def own_class(path: str, arguments: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """Return the path of a strategy's class and its arguments for a class of Lightning; None for other classes.
 
     Args:
-        arguments: arguments of Lightning's `SingleDeviceStrategy`; the Trainer selects the device.
+        path: path of the class, such as "lightning.pytorch.strategies.DDPStrategy".
+        arguments: arguments of the class.
+
+    Raises:
+        ValueError: an argument has no equivalent; the message names it.
     """
-    return plugins.build("strategies", "single")
+    package, _, name = path.rpartition(".")
+    if name not in _OPTIONS or ".strategies" not in package:
+        return None
+    strategy, options = _OPTIONS[name]
+    cls = plugins.find("strategies", strategy)
+    return f"{cls.__module__}.{cls.__qualname__}", options(**arguments)
+
+
+_OPTIONS: Final[Mapping[str, tuple[str, Callable[..., dict[str, Any]]]]] = {
+    "DDPStrategy": ("ddp", ddp_options),
+    "FSDPStrategy": ("fsdp", fsdp_options),
+    "SingleDeviceStrategy": ("single", lambda **arguments: {}),  # the Trainer selects the device
+}
+
+
+def _built(kind: str, *positional: Any, **arguments: Any) -> Any:
+    strategy, options = _OPTIONS[kind]
+    return plugins.build("strategies", strategy, **options(*positional, **arguments))
 
 
 class _OfLightning(type):
     """Class of Lightning's names of strategies: a call returns a strategy of fabricx, and `isinstance` finds it.
 
-    Each has `names`, which are those of the strategies in fabricx, and `make`. A class may derive from such a name, so
-    that a package with strategies for other devices can be imported; fabricx would not call its methods, and a call of
-    it is an error.
+    A class may derive from such a name, so that a package with strategies for other devices can be imported; fabricx
+    would not call its methods, and a call of it is an error.
     """
 
-    names: tuple[str, ...]
-    make: Callable[..., Any]
-
     def __call__(cls, *arguments: Any, **options: Any) -> Any:
-        if cls.__bases__ != (object,):
+        if cls.__bases__ != (object,) or cls.__name__ not in _OPTIONS:
             raise TypeError(
                 f"class {cls.__name__}({cls.__bases__[0].__name__}): strategies of Lightning are names of those of "
                 "fabricx; pass the arguments to the strategy, or derive from fabricx.Strategy (docs/extending.md)"
             )
-        return cls.make(*arguments, **options)
+        return _built(cls.__name__, *arguments, **options)
 
     def __instancecheck__(cls, strategy: Any) -> bool:
-        return cls.__bases__ == (object,) and any(
-            isinstance(strategy, plugins.find("strategies", name)) for name in cls.names
-        )
+        kind = _OPTIONS[cls.__name__][0] if cls.__bases__ == (object,) else ""
+        return kind != "" and isinstance(strategy, plugins.find("strategies", kind))
 
 
 class _Parallel(_OfLightning):
@@ -188,16 +206,10 @@ class ParallelStrategy(metaclass=_Parallel):
 class DDPStrategy(metaclass=_OfLightning):
     """`fabricx.strategies.DDP` with the arguments of Lightning's `DDPStrategy`."""
 
-    names, make = ("ddp",), staticmethod(ddp_strategy)
-
 
 class FSDPStrategy(metaclass=_OfLightning):
     """`fabricx.strategies.FSDP` with the arguments of Lightning's `FSDPStrategy`."""
 
-    names, make = ("fsdp",), staticmethod(fsdp_strategy)
-
 
 class SingleDeviceStrategy(metaclass=_OfLightning):
     """`fabricx.strategies.Single`; the Trainer selects the device."""
-
-    names, make = ("single",), staticmethod(single_strategy)

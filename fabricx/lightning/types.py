@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NotRequired, Protocol, Required, TypedDict
 
@@ -27,23 +27,6 @@ LRSchedulerTypeTuple: Final = (LRScheduler, ReduceLROnPlateau)
 LRSchedulerTypeUnion = LRScheduler | ReduceLROnPlateau
 LRSchedulerType = type[LRScheduler] | type[ReduceLROnPlateau]
 LRSchedulerPLType = LRScheduler | ReduceLROnPlateau
-OptimizerCallable = Callable[[Iterable[Any]], Optimizer]
-LRSchedulerCallable = Callable[[Optimizer], LRSchedulerTypeUnion]
-
-
-class MonitoringReduceLROnPlateau(ReduceLROnPlateau):
-    """`ReduceLROnPlateau` of `lightning.pytorch.cli`, with the name of the metric.
-
-    Args:
-        optimizer: the optimizer.
-        monitor: name of the metric.
-        *args: further arguments of torch's class.
-        **kwargs: further arguments of torch's class.
-    """
-
-    def __init__(self, optimizer: Optimizer, monitor: str, *args: Any, **kwargs: Any) -> None:
-        super().__init__(optimizer, *args, **kwargs)
-        self.monitor = monitor
 
 
 class Steppable(Protocol):

@@ -33,11 +33,8 @@ _FUNCTIONS: Final = "fabricx.lightning.functions"
 _FABRIC: Final = "fabricx.lightning.fabric_functions"
 _PARSING: Final = "fabricx.lightning.parsing"
 _TYPES: Final = "fabricx.lightning.types"
+_CLI: Final = "fabricx.cli.lightning"
 _RANK_ZERO: Final = "lightning_utilities.core.rank_zero"
-_COMMAND: Final = (
-    "the command `fabricx fit module._target_=my_project.Net module.lr=0.1 data._target_=my_project.Data` "
-    "builds runs from configurations and options"
-)
 _PRECISION: Final = "set Trainer(precision=...)"
 _CLUSTER: Final = "torchrun, MPI, SLURM and SageMaker are detected; remove it"
 _CHECKPOINTS: Final = "ModelCheckpoint(dirpath='s3://...') writes to storages of fsspec and your own: docs/extending.md"
@@ -251,7 +248,7 @@ TREE: Final[Mapping[str, Names]] = {
     "utilities.parameter_tying": Names(
         absent=_each("find_shared_parameters set_shared_parameters", "a tied weight has all its names in checkpoints")
     ),
-    "utilities.cli": Names(absent={"LightningCLI": _COMMAND}),
+    "utilities.cli": Names(names={"LightningCLI": f"{_CLI}.app:LightningCLI"}),
     "strategies": Names(
         names={
             **{
@@ -358,18 +355,24 @@ TREE: Final[Mapping[str, Names]] = {
     "cli": Names(
         names={
             **{
-                name: f"{_TYPES}:{name}"
+                name: f"fabricx.lightning.schedules:{name}"
                 for name in (
                     "LRSchedulerCallable",
                     "LRSchedulerType",
                     "LRSchedulerTypeTuple",
                     "LRSchedulerTypeUnion",
                     "OptimizerCallable",
+                    "ReduceLROnPlateau",
                 )
             },
-            "ReduceLROnPlateau": f"{_TYPES}:MonitoringReduceLROnPlateau",
+            "ArgsType": f"{_CLI}.app:ArgsType",
+            "LightningArgumentParser": f"{_CLI}.parser:LightningArgumentParser",
+            "LightningCLI": f"{_CLI}.app:LightningCLI",
+            "SaveConfigCallback": f"{_CLI}.saving:SaveConfigCallback",
+            "ModuleType": "fabricx.checkpoint.class_paths:T",
+            "instantiate_class": f"{_CLI}.objects:instantiate_class",
+            "instantiate_module": "fabricx.checkpoint.class_paths:instantiate_module",
         },
-        absent=_each("ArgsType LightningArgumentParser LightningCLI SaveConfigCallback", _COMMAND),
     ),
     "demos": Names(
         names={

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from fabricx.core.arguments import described
-from fabricx.core.hparams import plain
+from fabricx.core.hparams import plain, without_origin
 from fabricx.core.strategy_parts import MeasuresWaiting, as_part
 from fabricx.errors import full_disk_costs
 from fabricx.metrics.logger_dispatcher import LoggerDispatcher
@@ -92,7 +92,7 @@ def _hparams_to_log(module: Module, data: DataModule | None) -> dict[str, Any]:
         ValueError: they have different values of one name.
     """
     owners = [owner for owner in (module, data) if owner is not None]
-    logged = [plain(owner.hparams) for owner in owners if owner.__dict__.get("_log_hyperparams")]
+    logged = [without_origin(plain(owner.hparams)) for owner in owners if owner.__dict__.get("_log_hyperparams")]
     for name in sorted(set.intersection(*map(set, logged))) if len(logged) > 1 else ():
         if logged[0][name] != logged[1][name]:
             raise ValueError(

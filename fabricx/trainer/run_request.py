@@ -109,11 +109,7 @@ def check_job(job: Job) -> None:
             f"trainer.{stage} has no data: pass {argument}=... or datamodule=..., or define "
             f"{type(module).__name__}.{source}"
         )
-    if (
-        stage == "fit"
-        and type(module).configure_optimizers is Module.configure_optimizers
-        and module.automatic_optimization
-    ):
+    if stage == "fit" and not overrides(module, "configure_optimizers", Module) and module.automatic_optimization:
         import warnings
 
         warnings.warn(f"{type(module).__name__} has no configure_optimizers: no weights will be trained", stacklevel=4)

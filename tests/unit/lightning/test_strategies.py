@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fabricx as fx
-from fabricx.lightning.strategies import adapt_strategy, ddp_strategy, fsdp_strategy
+from fabricx.lightning.strategies import DDPStrategy, FSDPStrategy, ParallelStrategy, adapt_strategy, own_class
 from fabricx.strategies import DDP, FSDP, Single
 from fabricx.testing import QUIET
 
@@ -58,6 +58,8 @@ def test_objects_of_lightning_become_strategies_with_their_arguments() -> None:
 def test_arguments_of_lightnings_constructors() -> None:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 
+    kinds: tuple[Any, Any] = DDPStrategy, FSDPStrategy
+    ddp_strategy, fsdp_strategy = kinds
     ddp = ddp_strategy(bucket_cap_mb=10, gradient_as_bucket_view=True, ddp_comm_hook=fp16_compress_hook, timeout=None)
     assert (ddp.bucket_mib, ddp.compression) == (10.0, "fp16")
     fsdp = fsdp_strategy(auto_wrap_policy={torch.nn.Linear, torch.nn.LayerNorm}, state_dict_type="full")
@@ -95,3 +97,18 @@ def test_isinstance_finds_strategies_and_accelerators_by_lightnings_names() -> N
         assert not isinstance(single.strategy, mine)
         with pytest.raises(TypeError, match=r"class Mine\(.*derive from fabricx\.Strategy"):
             mine("device")
+
+
+def test_a_class_of_lightning_in_a_file_is_a_class_of_fabricx_with_its_arguments() -> None:
+    path = "lightning.pytorch.strategies.ddp.DDPStrategy"
+    given = {"find_unused_parameters": True, "bucket_cap_mb": 5, "accelerator": None, "ddp_comm_hook": None}
+    expected = "fabricx.strategies.ddp.DDP", {"find_unused_parameters": True, "bucket_mib": 5.0}
+    assert own_class(path, given) == expected
+    assert own_class("pytorch_lightning.strategies.SingleDeviceStrategy", {"device": "cpu"}) == (
+        "fabricx.strategies.single.Single", {},
+    )  # fmt: skip
+    assert own_class("my_project.strategies.Mine", {}) is None
+    assert own_class("DDPStrategy", {}) is None
+    kind: Any = ParallelStrategy
+    with pytest.raises(TypeError, match="names of those of fabricx"):
+        kind()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import typing
 from typing import Any
 
 import pytest
@@ -31,17 +29,3 @@ def test_a_scheduler_is_recognised_by_its_classes() -> None:
     optimizer = optim.SGD([nn.Parameter(nn.Linear(1, 1).weight)], lr=0.1)
     assert isinstance(optim.lr_scheduler.StepLR(optimizer, 1), types.LRSchedulerTypeTuple)
     assert isinstance(optim.lr_scheduler.ReduceLROnPlateau(optimizer), types.LRSchedulerTypeUnion)
-
-
-def test_types_of_the_command_line_can_be_annotations() -> None:
-    from torch import nn, optim
-
-    cli: Any = importlib.import_module("fabricx.pytorch.cli")
-
-    assert typing.get_args(cli.OptimizerCallable)[-1] is optim.Optimizer
-    assert typing.get_args(cli.LRSchedulerCallable)[-1] == types.LRSchedulerTypeUnion
-    plateau = cli.ReduceLROnPlateau(optim.Adam(nn.Linear(1, 1).parameters()), "val_loss", patience=3)
-    assert (plateau.monitor, plateau.patience) == ("val_loss", 3)
-    assert isinstance(plateau, types.LRSchedulerTypeTuple)
-    with pytest.raises(ImportError, match="fabricx fit"):
-        _ = cli.LightningCLI

@@ -94,8 +94,6 @@ def test_names_are_the_objects_of_fabricx() -> None:
 @pytest.mark.parametrize(
     ("line", "error", "message"),
     [
-        ("from fabricx.pytorch.cli import LightningCLI", ImportError, "the command `fabricx fit"),
-        ("from fabricx import LightningCLI", ImportError, "the command `fabricx fit"),
         ("from fabricx import Fabric", ImportError, "fabricx.Trainer"),
         ("from fabricx.pytorch.lite import LightningLite", ImportError, "use fabricx.Trainer"),
         ("from fabricx.pytorch.plugins import MixedPrecision", ImportError, r"set Trainer\(precision="),
