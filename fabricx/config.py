@@ -112,6 +112,11 @@ def recorded_configuration(run_dir: Path) -> DictConfig:
         )
     cfg = OmegaConf.load(file)
     assert isinstance(cfg, DictConfig)
+    if "seed_everything" in cfg and "trainer" in cfg and "model" in cfg:
+        raise ValueError(
+            f"{file} is the configuration of a program with LightningCLI: resume the run with this program, and the "
+            f"options fit --config={file} --ckpt_path=CHECKPOINT\n  its checkpoints are in {run_dir / 'checkpoints'}"
+        )
     return cfg
 
 

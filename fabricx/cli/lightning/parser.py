@@ -13,6 +13,8 @@ from typing import Any, Final
 
 import torch
 import yaml
+from jsonargparse import ArgumentParser, register_unresolvable_import_paths, set_loader
+from jsonargparse.typing import class_from_function
 from torch.optim import Optimizer
 
 from fabricx.core.callback import Callback
@@ -22,15 +24,6 @@ from fabricx.lightning.classes import lightning_base
 from fabricx.lightning.schedules import LRSchedulerTypeTuple
 from fabricx.lightning.strategies import own_class
 from fabricx.trainer.trainer import Trainer
-
-try:
-    from jsonargparse import ArgumentParser, register_unresolvable_import_paths, set_loader
-    from jsonargparse.typing import class_from_function
-except ImportError as error:
-    raise ImportError(
-        "LightningCLI needs the package jsonargparse: pip install 'fabricx[cli]'. Without it, the command "
-        "`fabricx fit module._target_=my_project.Net module.lr=0.1` builds runs from configurations and options"
-    ) from error
 
 register_unresolvable_import_paths(torch)  # classes whose __module__ does not contain them
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +21,7 @@ from fabricx.callbacks import LearningRateMonitor, ModelCheckpoint, Timer
 from fabricx.cli.lightning.app import LightningCLI
 from fabricx.cli.lightning.objects import instantiate_class
 from fabricx.cli.lightning.saving import SaveConfigCallback
+from fabricx.config import recorded_configuration
 from fabricx.testing import QUIET, TinyModule, tiny_data
 
 OPTIONS = [f"--trainer.{name}={str(value).lower()}" for name, value in QUIET.items()]
@@ -248,3 +251,17 @@ def test_nested_classes_of_a_checkpoint_are_created_if_it_is_trusted(tmp_path: P
     assert type(trusted.model) is Wider
     known = _cli("test", *words[:1], *words[2:3], f"--ckpt_path={path}", *OPTIONS, **options)  # names the class itself
     assert (known.model.width, known.model.activation.negative_slope) == (6, 0.5)
+
+
+def test_a_missing_package_is_an_error_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jsonargparse", None)
+    for name in [name for name in sys.modules if name.startswith("fabricx.cli.lightning")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ImportError, match=r"pip install 'fabricx\[cli\]'"):
+        importlib.import_module("fabricx.cli.lightning.app")
+
+
+def test_a_run_is_resumed_by_its_program(tmp_path: Path) -> None:
+    run = _saved(tmp_path).parent.parent
+    with pytest.raises(ValueError, match=r"of a program with LightningCLI: .* fit --config=.*config.yaml --ckpt_path="):
+        recorded_configuration(run)
