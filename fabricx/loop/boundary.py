@@ -28,9 +28,9 @@ def begin_batch(session: Session, micro: Microbatch) -> Any:
     heartbeat.advance()
     batch = with_own_move(micro.data) if session.transfer is None else session.transfer(micro.data, 0)
     session.batch.in_step = False
+    forget_skipped(session, micro)
     session.batch.is_last, session.batch.index = micro.last, micro.index
     session.batch.total = session.state.before + micro.index
-    forget_skipped(session, micro)
     session.metrics.logbook.begin_batch(batch, None if micro.user_batch else micro.size, session.state.step + 1)
     if session.transfer is not None:
         session.recorder.lap(Span.TRANSFER)
@@ -44,8 +44,8 @@ def forget_skipped(session: Session, micro: Microbatch) -> None:
         session: this rank's session.
         micro: the microbatch that begins.
     """
-    skipped = session.batch.without_update and session.module.automatic_optimization
-    if micro.opens and (skipped or not micro.closes):
+    skipped = session.batch.without_update or session.batch.index < 0  # a checkpoint can be saved after such a window
+    if micro.opens and ((skipped and session.module.automatic_optimization) or not micro.closes):
         session.metrics.logbook.forget_step(session.state.step + 1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,3 +72,23 @@ def test_a_step_has_no_values_of_batches_before_it_that_were_skipped(quiet: dict
     with pytest.warns(UserWarning, match="returned no loss"):
         fx.Trainer(max_epochs=1, **quiet).fit(Skips(), tiny_loader(16, 4))
     assert seen == pytest.approx([0.0, float("nan"), 2.0, 3.0], nan_ok=True)
+
+
+def test_a_run_that_resumes_after_a_skipped_batch_forgets_its_values(quiet: dict[str, Any], tmp_path: Path) -> None:
+    seen: list[float] = []
+
+    class Skips(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            self.log("value", float(batch_idx))
+            return None if batch_idx == 1 else loss
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen.append(float(self.trainer.callback_metrics["value"]))
+            if batch_idx == 1:
+                self.trainer.save_checkpoint(tmp_path / "a")
+
+    with pytest.warns(UserWarning, match="returned no loss"):
+        fx.Trainer(max_epochs=1, **quiet).fit(Skips(), tiny_loader(16, 4))
+    fx.Trainer(max_epochs=1, **quiet).fit(Skips(), tiny_loader(16, 4), ckpt_path=tmp_path / "a")
+    assert seen == [0.0, 1.0, 2.0, 3.0, 2.0, 3.0]
