@@ -95,7 +95,7 @@ def derived(cls: type[T], path: str) -> type[T] | None:
     """
     if path == f"{cls.__module__}.{cls.__qualname__}":
         return cls
-    return next((found for below in cls.__subclasses__() if (found := derived(below, path))), None)
+    return next((match for below in cls.__subclasses__() if (match := derived(below, path))), None)
 
 
 def instantiate_module(class_type: type[T], config: Mapping[str, Any]) -> T:

@@ -269,7 +269,7 @@ def _readable(
     Raises:
         CheckpointError: the constructor needs one of them.
     """
-    unread = {name: found for name, value in known.items() if (found := set(names_in(value)))}
+    unread = {name: classes for name, value in known.items() if (classes := set(names_in(value)))}
     parameters = inspect.signature(cls.__init__).parameters  # type: ignore[misc]
     takes_all = argument in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     lacks = [name for name in unread if name not in override and (takes_all or name in parameters)]
@@ -363,11 +363,11 @@ def _create(
     if INSTANTIATOR not in known:
         return cls(**_arguments(cls, known, override, form))
     selected, known = str(known.get(CLASS_PATH, "")), {**form.restored(without_origin(known)), **override}
-    found = derived(cls, selected) if selected else cls
+    selected_class = derived(cls, selected) if selected else cls
     if not trusted:
         check_classes(
-            classes_named(found or cls, {name: value for name, value in known.items() if name not in override})
-            | ({selected} if found is None else set()),
+            classes_named(selected_class or cls, {name: value for name, value in known.items() if name not in override})
+            | ({selected} if selected_class is None else set()),
             path,
         )
     return instantiate_module(cls, {**known, CLASS_PATH: selected} if selected else known)

@@ -165,8 +165,12 @@ def without_origin(hparams: Mapping[str, Any]) -> dict[str, Any]:
 
 def _given_to(owner: object) -> dict[str, Any] | None:
     """Return the values of `given_hyperparameters` for an object; None without."""
-    given = _GIVEN.get()
-    return None if given is None or (isinstance(given[0], type) and type(owner) is not given[0]) else dict(given[1])
+    configured = _GIVEN.get()
+    return (
+        None
+        if configured is None or (isinstance(configured[0], type) and type(owner) is not configured[0])
+        else dict(configured[1])
+    )
 
 
 def _mapping(value: Any) -> Any:

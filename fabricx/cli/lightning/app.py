@@ -278,7 +278,7 @@ class LightningCLI:
             name = getattr(self.trainer_class, "__qualname__", self.trainer_class)
             warnings.warn(f"{name} has no argument callbacks, so no callback is added", stacklevel=2)
             return self.trainer_class(**arguments)
-        fixed = [_callback(given) for given in _listed(self.trainer_defaults.get("callbacks"))]
+        fixed = [_callback(value) for value in _listed(self.trainer_defaults.get("callbacks"))]
         callbacks = [*_listed(arguments["callbacks"]), *added, *fixed]
         if self.save_config_callback is not None and not arguments.get("fast_dev_run"):
             config = self.config[self.subcommand] if self.subcommand else self.config
@@ -359,13 +359,13 @@ class LightningCLI:
         getattr(self, f"after_{subcommand}", nothing)()
 
 
-def _callback(given: Any) -> Any:
+def _callback(value: Any) -> Any:
     """Return a callback, which a dict with the key "class_path" can stand for."""
-    if not isinstance(given, Mapping):
-        return given
+    if not isinstance(value, Mapping):
+        return value
     parser = LightningArgumentParser()
     parser.add_subclass_arguments(Callback, "callback")
-    return parser.instantiate(parser.parse_object({"callback": dict(given)})).callback
+    return parser.instantiate(parser.parse_object({"callback": dict(value)})).callback
 
 
 def _listed(value: Any) -> list[Any]:

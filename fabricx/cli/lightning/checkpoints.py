@@ -26,9 +26,9 @@ def hparams_of(path: str, cls: type, model: Any, *, trusted: bool) -> dict[str, 
     if not isinstance(hparams, dict) or not (values := without_origin(hparams)):
         return {}
     selected = str(hparams.get(CLASS_PATH, ""))
-    found = derived(cls, selected) if selected else cls
+    selected_class = derived(cls, selected) if selected else cls
     if not trusted:
-        named = classes_named(found or cls, values) | ({selected} if found is None else set())
+        named = classes_named(selected_class or cls, values) | ({selected} if selected_class is None else set())
         check_classes(named - set(_texts(model)), path, "pass --weights_only=false")
     return {"class_path": selected, "dict_kwargs": values} if selected else values
 

@@ -85,10 +85,10 @@ class ConfiguredOptimizers:
         return self._configure(self._module, optimizer=optimizer, lr_scheduler=schedule)
 
 
-def class_of(given: Any) -> Any:
+def class_of(factory: Any) -> Any:
     """Return a class, or the class of the objects that a function returns.
 
     Args:
-        given: a class, or a function with an annotated result.
+        factory: a class, or a function with an annotated result.
     """
-    return given if isinstance(given, type) else inspect.signature(given, eval_str=True).return_annotation
+    return factory if isinstance(factory, type) else inspect.signature(factory, eval_str=True).return_annotation
