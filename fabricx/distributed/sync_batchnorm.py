@@ -56,6 +56,8 @@ class SyncBatchNorm(nn.modules.batchnorm._BatchNorm):
     def _update_running(self, mean: Tensor, variance: Tensor) -> None:
         if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
             return
+        if not self.track_running_stats:  # frozen, as by BaseFinetuning.freeze
+            return
         self.num_batches_tracked.add_(1)
         part = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
         self.running_mean.lerp_(mean.to(self.running_mean), part)

@@ -258,12 +258,8 @@ class AccumulationWindow:
         return max(1, self._data.train_feed.global_batch * self._options.accumulate_grad_batches)
 
     def _scale_gradients(self, factor: float) -> None:
-        gradients = [
-            p.grad
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-            for p in group["params"]
-            if p.grad is not None
-        ]
+        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
+        parameters = dict.fromkeys(p for group in groups for p in group["params"])  # once, also if optimizers share one
+        gradients = [p.grad for p in parameters if p.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)

@@ -79,6 +79,10 @@ def _of_parts(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, ...]:
     inputs = torch.randn(shape, generator=torch.Generator().manual_seed(1))[begin:end].to(dtype).requires_grad_()
     block = nn.Sequential(nn.BatchNorm2d(shape[1], momentum=None))
     synchronise(block, torch.device("cpu"))
+    block[0].track_running_stats = False
+    block(inputs)
+    assert block[0].running_mean.tolist() == [0.0] * shape[1]  # type: ignore[union-attr, operator]
+    block[0].track_running_stats = True
     output = block(inputs)
     output.float().pow(3).sum().backward()
     block.eval()

@@ -106,3 +106,27 @@ def test_a_stream_without_length_closes_its_last_window_whole(quiet: dict[str, A
 
     fx.Trainer(max_epochs=1, accumulate_grad_batches=4, **quiet).fit(Constant(), Stream())
     assert norms == [1.0, 1.0]
+
+
+@pytest.mark.filterwarnings("ignore:training_step returned no loss")
+@pytest.mark.parametrize("weighs", [False, True])
+def test_the_gradient_of_a_parameter_of_two_optimizers_is_divided_once(weighs: bool) -> None:
+    """The gradient is 1 in each batch with a loss; the first batch of the window has none."""
+
+    class Shared(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor | None:
+            return self.layer.bias.sum() if batch_idx or weighs else None
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            found.append(float(self.layer.bias.grad))
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD([self.layer.bias], lr=0.1) for _ in range(2)]
+
+    class Weighs(Shared):
+        def batch_weight(self, batch: Any) -> float:
+            return 3.0 * len(batch[0])
+
+    found: list[float] = []
+    fx.Trainer(max_steps=1, accumulate_grad_batches=2, **QUIET).fit((Weighs if weighs else Shared)(), tiny_loader())
+    assert found == [1.0, 1.0]
