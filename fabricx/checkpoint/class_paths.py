@@ -1,20 +1,31 @@
-"""Classes that the hyperparameters of `LightningCLI` name, which only a trusted checkpoint may let create."""
+"""Objects from the hyperparameters of `LightningCLI`; classes that only an untrusted checkpoint names are refused."""
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import re
+import types
 import typing
+from collections import abc
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import PurePath
 from typing import Any, Final, TypeVar
 
-from fabricx.core.hparams import CLASS_PATH
+import yaml
+
+from fabricx.core.hparams import CLASS_PATH, is_plain, plain_containers
 from fabricx.errors import CheckpointError
 
 T = TypeVar("T")
 _PATH: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
-_DATA: Final = (str, int, float, complex, bool, bytes, type(None), list, dict, tuple, set, PurePath, Enum)
+_LONG: Final = 80  # characters of a text in an error
+_TEXTS: Final = (str, int, float, complex, bool, bytes, type(None), PurePath, Enum)
+_COLLECTIONS: Final = (
+    typing.Union, types.UnionType, list, dict, tuple, set, abc.Sequence, abc.Iterable, abc.Mapping, abc.Collection,
+)  # fmt: skip
+_LOADER: Final = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
 
 
 def check_classes(paths: set[str], path: Any, remedy: str = "pass weights_only=False") -> None:
@@ -23,7 +34,7 @@ def check_classes(paths: set[str], path: Any, remedy: str = "pass weights_only=F
     Args:
         paths: paths of the classes.
         path: path of the checkpoint.
-        remedy: what to do if the file is trusted.
+        remedy: argument or option that trusts the file, with its verb.
 
     Raises:
         CheckpointError: there are such classes.
@@ -36,7 +47,10 @@ def check_classes(paths: set[str], path: Any, remedy: str = "pass weights_only=F
 
 
 def classes_named(cls: type, hparams: Mapping[str, Any]) -> set[str]:
-    """Return the paths of the classes and functions that hyperparameters name.
+    """Return the classes and functions that hyperparameters name, or could name.
+
+    jsonargparse also finds a class in a text of YAML or JSON, and by its name alone. A text that is the value of an
+    argument for objects therefore counts, whatever its content.
 
     >>> class Net:
     ...     def __init__(self, layer: object, size: int, name: str) -> None: ...
@@ -47,43 +61,63 @@ def classes_named(cls: type, hparams: Mapping[str, Any]) -> set[str]:
         cls: class whose constructor has the hyperparameters as arguments.
         hparams: by name.
     """
-    hints = _hints(cls)
-    functions = {
-        value
-        for name, value in hparams.items()
-        if isinstance(value, str) and _PATH.fullmatch(value) and not _is_data(hints.get(name, object))
-    }
-    return functions | set(_class_paths(hparams))
+    kinds = _kinds(cls)
+    texts = (_classes(value, kinds.get(name, _Kind.UNKNOWN)) for name, value in hparams.items())
+    return {text for names in texts for text in names} | set(_classes(hparams.get("class_path"), _Kind.OBJECTS))
 
 
-def _class_paths(value: Any) -> Iterator[str]:
+class _Kind(Enum):
+    """Meaning of a text that is the value of an argument."""
+
+    TEXT = "text"
+    ANYTHING = "a text, or a description of an object"
+    UNKNOWN = "as ANYTHING, or the path of a class: the argument has no type"
+    OBJECTS = "the name of a class, too"
+
+
+def _classes(value: Any, kind: _Kind) -> Iterator[str]:
     if isinstance(value, Mapping):
-        if isinstance(named := value.get("class_path"), str):
-            yield named
+        yield from _classes(value.get("class_path"), _Kind.OBJECTS)
         for item in value.values():
-            yield from _class_paths(item)
-    elif isinstance(value, (list, tuple)):
+            yield from _classes(item, kind)
+    elif isinstance(value, (list, tuple, set)):
         for item in value:
-            yield from _class_paths(item)
+            yield from _classes(item, kind)
+    elif isinstance(value, str) and (kind is _Kind.OBJECTS or (kind is _Kind.UNKNOWN and _PATH.fullmatch(value))):
+        yield value if len(value) < _LONG else f"{value[:_LONG]}..."
+    elif isinstance(value, str) and kind is not _Kind.TEXT:
+        with contextlib.suppress(yaml.YAMLError):
+            content = yaml.load(value, Loader=_LOADER)  # texts, lists and dicts only
+            if not isinstance(content, str):
+                yield from _classes(content, kind)
 
 
-def _hints(cls: type) -> dict[str, Any]:
-    """Return the types of the arguments of a class's constructor and those of its base classes."""
-    hints: dict[str, Any] = {}
+def _kinds(cls: type) -> dict[str, _Kind]:
+    """Return the kinds of the arguments of the constructors of a class and of its base classes, by name."""
+    kinds: dict[str, _Kind] = {}
     for base in reversed(cls.__mro__):
+        constructor: Any = base.__dict__.get("__init__")
+        if not inspect.isfunction(constructor):
+            continue
         try:
-            hints |= typing.get_type_hints(base.__init__)  # type: ignore[misc]
-        except (NameError, TypeError):  # names that exist for type checkers only
-            constructor: Any = base.__dict__.get("__init__")
-            hints |= dict.fromkeys(getattr(constructor, "__annotations__", ()), object)
-    return hints
+            hints = typing.get_type_hints(constructor)
+        except (NameError, TypeError, AttributeError):  # names that exist for type checkers only
+            hints = dict.fromkeys(constructor.__annotations__, object)
+        for name, parameter in inspect.signature(constructor).parameters.items():
+            untyped = _Kind.UNKNOWN if parameter.default is parameter.empty or is_plain(parameter.default) else None
+            kinds[name] = _kind(hints[name]) if name in hints else untyped or _Kind.OBJECTS
+    return kinds
 
 
-def _is_data(hint: Any) -> bool:
-    """Return whether values of a type can be no classes, functions or other objects."""
-    if args := typing.get_args(hint):
-        return all(_is_data(arg) for arg in args if arg is not ... and not isinstance(arg, str))
-    return hint is Any or (isinstance(hint, type) and issubclass(hint, _DATA))
+def _kind(hint: Any) -> _Kind:
+    if hint is Any or hint in (list, dict, tuple, set):
+        return _Kind.ANYTHING
+    if typing.get_origin(hint) is typing.Literal or (isinstance(hint, type) and issubclass(hint, _TEXTS)):
+        return _Kind.TEXT
+    parts = [_kind(part) for part in typing.get_args(hint) if part is not ...]
+    if not parts or typing.get_origin(hint) not in _COLLECTIONS or _Kind.OBJECTS in parts:
+        return _Kind.OBJECTS
+    return _Kind.ANYTHING if _Kind.ANYTHING in parts else _Kind.TEXT
 
 
 def derived(cls: type[T], path: str) -> type[T] | None:
@@ -116,7 +150,7 @@ def instantiate_module(class_type: type[T], config: Mapping[str, Any]) -> T:
             "install 'fabricx[cli]'"
         ) from error
     parser = ArgumentParser(exit_on_error=False)
-    values = {name: value for name, value in config.items() if name != CLASS_PATH}
+    values = {name: plain_containers(value) for name, value in config.items() if name != CLASS_PATH}  # copies
     if CLASS_PATH in config:
         parser.add_subclass_arguments(class_type, "module", fail_untyped=False)
         values = {"class_path": config[CLASS_PATH], "dict_kwargs": values}

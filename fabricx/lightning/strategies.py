@@ -155,7 +155,9 @@ def own_class(path: str, arguments: Mapping[str, Any]) -> tuple[str, dict[str, A
         ValueError: an argument has no equivalent; the message names it.
     """
     package, _, name = path.rpartition(".")
-    if name not in _OPTIONS or ".strategies" not in package:
+    if name not in _OPTIONS or not re.match(
+        r"(lightning\.pytorch|pytorch_lightning|fabricx\.pytorch)\.strategies\b", package
+    ):
         return None
     strategy, options = _OPTIONS[name]
     cls = plugins.find("strategies", strategy)

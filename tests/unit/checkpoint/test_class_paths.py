@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import enum
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+import torch
 from torch import nn
 
+import fabricx as fx
 from fabricx.checkpoint.class_paths import check_classes, classes_named, derived, instantiate_module
 from fabricx.errors import CheckpointError
 
@@ -43,6 +46,48 @@ def test_classes_and_functions_are_found_where_an_argument_can_be_one() -> None:
     }  # fmt: skip
 
 
+class _Typed:
+    def __init__(
+        self, free: Any = None, table: dict[str, Any] | None = None, items: list | None = None,  # type: ignore[type-arg]
+        functions: list[Callable[[], Any]] | None = None, layer: nn.Module | None = None, untyped=None,  # type: ignore[no-untyped-def]
+        act=nn.ReLU(), name: str = "", mode: Literal["a.b"] = "a.b",  # type: ignore[no-untyped-def] # noqa: B008
+    ) -> None:  # fmt: skip
+        self.free, self.layer = free, layer
+
+
+ESCAPED = '{"class\\u005fpath": "torch.nn.Linear", "init_args": {"in_features": 1, "out_features": 1}}'
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ({"free": ESCAPED}, "torch.nn.Linear"),
+        ({"free": f"[1, {ESCAPED}]"}, "torch.nn.Linear"),
+        ({"table": {"x": "<<: {class_path: a.B}"}}, "a.B"),
+        ({"items": [ESCAPED]}, "torch.nn.Linear"),
+        ({"untyped": ESCAPED}, "torch.nn.Linear"),
+        ({"elsewhere": "[2020-99-99, {class_path: a.B}]"}, "a.B"),
+        ({"layer": "ReLU"}, "ReLU"),
+        ({"layer": ESCAPED}, f"{ESCAPED[:80]}..."),
+        ({"act": "Tanh"}, "Tanh"),
+        ({"functions": ["os.getcwd"]}, "os.getcwd"),
+        ({"class_path": "a.B", "init_args": {}}, "a.B"),
+    ],
+)
+def test_texts_that_jsonargparse_reads_as_classes_count(value: dict[str, Any], expected: str) -> None:
+    assert classes_named(_Typed, value) == {expected}
+
+
+def test_other_texts_and_the_given_values_stay() -> None:
+    plain = {"free": "a.b", "table": {"x": "a: b"}, "items": ["x"], "untyped": "relu", "name": ESCAPED, "mode": "a.b"}
+    assert classes_named(_Typed, plain) == set()
+    given = {"table": {"x": ESCAPED}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # jsonargparse 5 leaves such values as they are
+        instantiate_module(_Typed, given)
+    assert given == {"table": {"x": ESCAPED}}
+
+
 def test_classes_are_refused_with_a_remedy() -> None:
     check_classes(set(), "x.ckpt")
     with pytest.raises(CheckpointError, match=r"x.ckpt has hyperparameters that name classes.* a.b, c.d.*weights_only"):
@@ -64,3 +109,17 @@ def test_objects_are_created_and_values_converted() -> None:
     selected = {"_class_path": f"{__name__}._Net", "layer": relu}
     if sys.modules.get(__name__):
         assert type(instantiate_module(_Base, selected)) is _Net
+
+
+class _Attacked(fx.Module):
+    def __init__(self, layer: Any = None) -> None:
+        super().__init__()
+        self.layer = layer
+
+
+def test_a_checkpoint_creates_no_object_from_a_text(tmp_path: Path) -> None:
+    hparams = {"layer": ESCAPED, "_instantiator": "lightning.pytorch.cli.instantiate_module"}
+    path = tmp_path / "a.ckpt"
+    torch.save({"state_dict": {}, "hyper_parameters": hparams, "pytorch-lightning_version": "2.6.6"}, path)
+    with pytest.raises(CheckpointError, match=r"name classes to create: torch.nn.Linear"):
+        _Attacked.load_from_checkpoint(path)

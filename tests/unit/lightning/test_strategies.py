@@ -107,7 +107,7 @@ def test_a_class_of_lightning_in_a_file_is_a_class_of_fabricx_with_its_arguments
     assert own_class("pytorch_lightning.strategies.SingleDeviceStrategy", {"device": "cpu"}) == (
         "fabricx.strategies.single.Single", {},
     )  # fmt: skip
-    assert own_class("my_project.strategies.Mine", {}) is None
+    assert own_class("my_project.strategies.DDPStrategy", {}) is None
     assert own_class("DDPStrategy", {}) is None
     kind: Any = ParallelStrategy
     with pytest.raises(TypeError, match="names of those of fabricx"):
