@@ -25,7 +25,7 @@ _TEXTS: Final = (str, int, float, complex, bool, bytes, type(None), PurePath, En
 _COLLECTIONS: Final = (
     typing.Union, types.UnionType, list, dict, tuple, set, abc.Sequence, abc.Iterable, abc.Mapping, abc.Collection,
 )  # fmt: skip
-_LOADER: Final = getattr(yaml, "CBaseLoader", yaml.BaseLoader)
+_LOADER: Final = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # the syntax of jsonargparse, without types
 
 
 def check_classes(paths: set[str], path: Any, remedy: str = "pass weights_only=False") -> None:
