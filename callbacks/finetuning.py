@@ -6,14 +6,13 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from fabricx.core.callback import Callback
 from fabricx.core.former_names import each
-from fabricx.core.optimizer_state import let_groups_grow
+from fabricx.core.optimizer_state import extend_schedule, let_groups_grow
 from fabricx.core.strategy_parts import HasServers
 
 if TYPE_CHECKING:
@@ -189,7 +188,7 @@ class BaseFinetuning(Callback):
             for optimizer in trainer.optimizers:
                 self.finetune_function(module, epoch, optimizer)
         for schedule in trainer.lr_schedulers:
-            _extend(schedule.scheduler)
+            extend_schedule(schedule.scheduler)
 
     def state_dict(self) -> dict[str, Any]:
         return {"epoch": self._newest_epoch}
@@ -303,28 +302,3 @@ def _check_strategy(callback: Callback, trainer: TrainerProtocol) -> None:
             f"{type(strategy).__name__} fixes them before: use strategy=ddp or fsdp; or put all parameters into the "
             "optimizer, and change their requires_grad in a hook"
         )
-
-
-def _extend(scheduler: Any) -> None:
-    """Give a schedule, and the schedules within it, a base rate for each group that was added to its optimizer."""
-    for inner in getattr(scheduler, "_schedulers", ()):  # of SequentialLR and ChainedScheduler
-        _extend(inner)
-    optimizer = getattr(scheduler, "optimizer", None)
-    if optimizer is None:
-        return
-    groups = optimizer.param_groups
-    known = [group for group in groups if "initial_lr" in group]
-    for group in groups if known else ():  # OneCycleLR keeps its rates and momenta in the groups
-        ratio = _number(group["lr"]) / (_number(known[-1]["lr"]) or 1.0)
-        kept = {key: value for key, value in known[-1].items() if key not in group}
-        group.update({key: value * ratio if key.endswith("_lr") else value for key, value in kept.items()})
-    if isinstance(base := getattr(scheduler, "base_lrs", None), list):
-        base += [_number(group["lr"]) for group in groups[len(base) :]]
-    if isinstance(functions := getattr(scheduler, "lr_lambdas", None), list) and functions:
-        functions += [functions[-1]] * (len(groups) - len(functions))
-    if isinstance(least := getattr(scheduler, "min_lrs", None), list) and least:  # ReduceLROnPlateau
-        least += [least[-1]] * (len(groups) - len(least))
-
-
-def _number(rate: Any) -> float:
-    return float(rate.item()) if isinstance(rate, torch.Tensor) else float(rate)

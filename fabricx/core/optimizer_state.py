@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabricx.core.held_gradients import HELD, held_gradients
 
 _GROWS: Final = "_fabricx_grows"  # attribute of an optimizer: module, and number of groups at the start
+_LISTS: Final = (  # attributes of schedules with a value for each group
+    "base_lrs", "max_lrs", "base_momentums", "max_momentums", "lr_lambdas", "min_lrs",
+)  # fmt: skip
 OTHER_STATE: Final = (
     "Resume with the optimizers and schedules of the checkpoint; or convert the checkpoint in on_load_checkpoint; or "
     "start a new run from its weights: Module.load_from_checkpoint(path), and fit without ckpt_path"
@@ -48,6 +51,50 @@ def _grow(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
             for parameter in added:
                 parameter.requires_grad = True
             optimizer.add_param_group({**group, "params": added})
+
+
+def grows(optimizer: Optimizer) -> bool:
+    """Return whether a callback adds groups to an optimizer.
+
+    Args:
+        optimizer: optimizer of a module.
+    """
+    return _GROWS in vars(optimizer)
+
+
+def extend_schedule(scheduler: Any) -> None:
+    """Give a schedule, and the schedules within it, values for each group that was added to its optimizer.
+
+    Values of a group that was removed are removed.
+
+    Args:
+        scheduler: of torch, or another object.
+    """
+    for inner in getattr(scheduler, "_schedulers", ()):  # of SequentialLR and ChainedScheduler
+        extend_schedule(inner)
+    optimizer = getattr(scheduler, "optimizer", None)
+    if optimizer is None:
+        return
+    groups = optimizer.param_groups
+    known = [group for group in groups if "initial_lr" in group]
+    for group in groups if known else ():  # OneCycleLR keeps its rates and momenta in the groups
+        ratio = _number(group["lr"]) / (_number(known[-1]["lr"]) or 1.0)
+        kept = {key: value for key, value in known[-1].items() if key not in group}
+        group.update({key: value * ratio if key.endswith("_lr") else value for key, value in kept.items()})
+    lists = {name: values for name in _LISTS if isinstance(values := getattr(scheduler, name, None), list) and values}
+    if "base_lrs" in lists:
+        rates = [_number(group["lr"]) for group in groups[len(lists["base_lrs"]) :]]
+        if highest := lists.get("max_lrs"):  # CyclicLR
+            ratio = _number(highest[-1]) / (_number(lists["base_lrs"][-1]) or 1.0)
+            highest += [rate * ratio for rate in rates]
+        lists["base_lrs"] += rates
+    for values in lists.values():
+        values.extend([values[-1]] * (len(groups) - len(values)))
+        del values[len(groups) :]
+
+
+def _number(rate: Any) -> float:
+    return float(rate.item()) if isinstance(rate, Tensor) else float(rate)
 
 
 def by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:

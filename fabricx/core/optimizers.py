@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, final
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from fabricx.core.optimizer_state import OTHER_STATE
+from fabricx.core.optimizer_state import OTHER_STATE, extend_schedule, grows
 from fabricx.errors import PossibleUserWarning, did_you_mean
 
 if TYPE_CHECKING:
@@ -181,6 +181,8 @@ def load_schedules(
             f"{', '.join(now) or 'none'}. {OTHER_STATE}"
         )
     for schedule, state in zip(schedules, states, strict=True):
+        if isinstance(of := getattr(schedule.scheduler, "optimizer", None), Optimizer) and grows(of):
+            extend_schedule(schedule.scheduler)
         schedule.scheduler.load_state_dict(state)
 
 

@@ -112,7 +112,7 @@ class CheckpointStatus:
         loaded: global batch and accumulation of the loaded checkpoint, and accumulation of this run, until they are
             reported.
         key: secret of this run, by which its restart knows objects in its checkpoints.
-        trained: `requires_grad` of each parameter at the end of set-up, by name.
+        trained: `requires_grad` of each parameter, and whether normalisations track statistics, at the end of set-up.
     """
 
     ckpt_path: Path | None = None

@@ -1,42 +1,52 @@
-"""Which parameters require a gradient, where hooks have changed it since set-up."""
+"""Which parameters require a gradient, and which normalisations track statistics, where hooks have changed it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from fabricx.session.session import Session
 
+_TRACKS: Final = ".track_running_stats"  # after the name of a layer
+
 
 def note_set_up(session: Session) -> None:
-    """Note what requires a gradient at the end of set-up; called after `on_fit_start`, before a state is restored.
+    """Note the flags at the end of set-up; called after `on_fit_start`, before a state is restored.
 
     Args:
         session: session of a fit.
     """
-    session.checkpoints.trained = {name: p.requires_grad for name, p in session.module.named_parameters()}
+    session.checkpoints.trained = _flags(session)
+
+
+def _flags(session: Session) -> dict[str, bool]:
+    """Return `requires_grad` of each parameter, and `track_running_stats` of each normalisation, by name."""
+    flags = {name: parameter.requires_grad for name, parameter in session.module.named_parameters()}
+    return flags | {f"{name}{_TRACKS}": layer.track_running_stats for name, layer in _norms(session)}
+
+
+def _norms(session: Session) -> Iterator[tuple[str, Any]]:
+    for name, layer in session.module.named_modules():
+        if isinstance(getattr(layer, "track_running_stats", None), bool):
+            yield name, layer
 
 
 def changed_since_set_up(session: Session) -> dict[str, bool]:
-    """Return `requires_grad` of the parameters of which hooks have changed it since set-up, by name.
+    """Return the flags that hooks have changed since set-up, by name.
 
     Args:
         session: session of a fit.
     """
     known = session.checkpoints.trained
-    return {
-        name: parameter.requires_grad
-        for name, parameter in session.module.named_parameters()
-        if known.get(name, parameter.requires_grad) != parameter.requires_grad
-    }
+    return {name: flag for name, flag in _flags(session).items() if known.get(name, flag) != flag}
 
 
 def restore_changes(session: Session, state: Mapping[str, Any]) -> None:
-    """Set `requires_grad` to its value at set-up, or at the time of a state where hooks had changed it until then.
+    """Set the flags to their values at set-up, or at the time of a state where hooks had changed them until then.
 
-    Parameters of which the run of the state had changed nothing have the value of this run's set-up: a user may have
-    frozen others before a resume.
+    Where the run of the state had changed nothing, flags have the value of this run's set-up: a user may have frozen
+    other parameters before a resume.
 
     Args:
         session: session of a fit.
@@ -47,6 +57,8 @@ def restore_changes(session: Session, state: Mapping[str, Any]) -> None:
     flags = {**session.checkpoints.trained, **changes}
     for name, parameter in session.module.named_parameters():
         parameter.requires_grad_(flags.get(name, parameter.requires_grad))
+    for name, layer in _norms(session):
+        layer.track_running_stats = flags.get(f"{name}{_TRACKS}", layer.track_running_stats)
 
 
 def report_changes(session: Session, state: Mapping[str, Any]) -> None:

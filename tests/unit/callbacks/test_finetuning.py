@@ -46,11 +46,27 @@ def test_the_backbone_is_frozen_and_then_trained_with_a_rising_rate(quiet: dict[
     assert not torch.equal(before, module.backbone[0].weight)
 
 
-def test_a_run_resumes_with_the_groups_that_were_added(quiet: dict[str, Any], tmp_path: Path) -> None:
+class Steady:
+    """A schedule that is an object, whose attributes torch saves for each group."""
+
+    def __call__(self, epoch: int) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize("train_bn", [True, False])
+def test_a_run_resumes_with_the_groups_that_were_added(
+    train_bn: bool, quiet: dict[str, Any], tmp_path: Path
+) -> None:  # fmt: skip
+    class Scheduled(Tuned):
+        def configure_optimizers(self) -> Any:
+            [optimizer], _ = super().configure_optimizers()
+            return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, Steady())]
+
     def run(ckpt: Path | None = None, **options: Any) -> tuple[Tuned, fx.Trainer]:
         torch.manual_seed(0)
-        module = Tuned()
-        trainer = fx.Trainer(callbacks=BackboneFinetuning(1, backbone_initial_ratio_lr=0.25), **quiet, **options)
+        module = Scheduled()
+        callback = BackboneFinetuning(1, backbone_initial_ratio_lr=0.25, train_bn=train_bn)
+        trainer = fx.Trainer(callbacks=callback, **quiet, **options)
         trainer.fit(module, tiny_loader(), ckpt_path=ckpt)
         return module, trainer
 
@@ -115,6 +131,14 @@ def test_schedules_of_schedules_have_the_groups_that_were_added(quiet: dict[str,
             optimizer = torch.optim.SGD(filter(lambda p: p.requires_grad, self.parameters()), lr=0.1, momentum=0.9)
             return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=6)]
 
+    class Rises(Tuned):
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(filter(lambda p: p.requires_grad, self.parameters()), lr=0.1, momentum=0.9)
+            return [optimizer], [torch.optim.lr_scheduler.CyclicLR(optimizer, 0.1, 0.2, step_size_up=4)]
+
+    rises = Rises()
+    fx.Trainer(max_epochs=5, callbacks=Unfreezes(), **quiet).fit(rises, tiny_loader())
+    assert [rates[1] for rates in rises.rates[2:]] == pytest.approx([0.01, 0.0175, 0.02])
     module = Scheduled()
     fx.Trainer(max_epochs=5, callbacks=Unfreezes(), **quiet).fit(module, tiny_loader())
     assert [rates[1] for rates in module.rates[2:]] == pytest.approx([0.01, 0.005, 0.0025])

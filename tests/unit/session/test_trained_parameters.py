@@ -47,6 +47,12 @@ def test_changes_are_restored_and_other_parameters_keep_the_choice_of_set_up() -
 
 def test_a_state_before_a_change_undoes_it() -> None:
     session = of_layers(0)
+    norm = session.module.append(nn.BatchNorm1d(1, affine=False))[3]
+    trained.note_set_up(session)
+    norm.track_running_stats = False
+    assert trained.changed_since_set_up(session) == {"3.track_running_stats": False}
+    trained.restore_changes(session, {"trained_since": {}})
+    assert norm.track_running_stats is True
     session.module[0].requires_grad_(True)
     trained.restore_changes(session, {"trained_since": {}})
     assert flags(session) == [False, True, True]
