@@ -65,7 +65,7 @@ def split_dim(func: Any, args: Sequence[Any], options: dict[str, Any]) -> int:
         options: its named arguments.
     """
     number = 1 if func in UNBINDS else 2
-    dim: int = args[number] if len(args) > number else options.get("dim", 0)
+    dim: int = args[number] if len(args) > number else options.get("dim", options.get("axis", 0))
     return dim % int(args[0].dim())
 
 

@@ -98,6 +98,7 @@ class LayerFunctions:
             sparse: False.
 
         Raises:
+            IndexError: an id is not in the table.
             ValueError: an option changes the weight or needs all of its rows.
         """
         if max_norm is not None or scale_grad_by_freq or sparse:
@@ -110,12 +111,15 @@ class LayerFunctions:
         begin, end = share(rows, self._world.rank, self._world.size)
         if is_placeholder(local):  # of another stage: only the shape of the result is used
             return local.new_zeros((*ids.shape, local.shape[1])) + local[:1, :1].sum()
+        known = (ids >= 0) & (ids < rows)  # on a GPU, the lookup of another id is an error
+        if ids.device.type == "cpu" and not bool(known.all()):
+            raise IndexError(f"{weight.name.rpartition('.')[0]}: index {int(ids[~known][0])} of {rows} is out of range")
         if begin == end:  # more ranks than blocks of rows
             return summed(local.new_zeros((*ids.shape, local.shape[1])) + local.sum() * 0, self._world)
         padding = -1 if padding_idx is None else padding_idx % rows - begin
         inside = (ids >= begin) & (ids < end)
         embedded = F.embedding(
-            (ids - begin).clamp(0, end - begin - 1), local, padding if 0 <= padding < end - begin else None
+            (ids - begin).masked_fill(known & ~inside, 0), local, padding if 0 <= padding < end - begin else None
         )
         return summed(embedded.masked_fill(~inside.unsqueeze(-1), 0), self._world)
 

@@ -40,6 +40,7 @@ IN_PLACE: Final[set[Any]] = _methods(
     "add_", "sub_", "mul_", "div_", "masked_fill_", "clamp_", "relu_", "neg_", "pow_", "sqrt_", "exp_", "zero_",
     "fill_", "copy_", "__iadd__", "__isub__", "__imul__", "__itruediv__",
 )  # fmt: skip
+_CONVERSIONS: Final[set[Any]] = {Tensor.to, Tensor.type_as}  # perhaps to the dtype of another tensor
 SOFTMAXES: Final[set[Any]] = _methods("softmax", "log_softmax")
 REDUCTIONS: Final[set[Any]] = _methods("sum", "mean", "amax", "amin", "var", "std", "logsumexp", "norm", "prod")
 PRODUCTS: Final[set[Any]] = _methods("matmul", "bmm", "__matmul__")
@@ -62,6 +63,10 @@ def local_result(activations: Activations, func: Any, args: Sequence[Any], optio
 
 
 def _elementwise(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    if func in _CONVERSIONS and isinstance(other := args[1] if len(args) > 1 else options.get("other"), Tensor):
+        if not isinstance(args[0], ShardedTensor):
+            return args[0].to(other.device, other.dtype)
+        return _with_size(activations, args[0].local.to(other.device, other.dtype), args[0].sharded_dim, args[0])
     values = [*args, *options.values()]
     tensors = [value for value in values if isinstance(value, Tensor)]
     if any(isinstance(value, (list, tuple)) for value in values):

@@ -57,7 +57,11 @@ def attend(
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, -math.inf) if mask.dtype is torch.bool else scores + mask
-    weights = scores.softmax(-1)
+    if mask is None or with_weights:
+        weights = scores.softmax(-1)
+    else:  # 0 for a query whose keys are all masked, as in torch; layers that return weights have NaN
+        empty = (scores == -math.inf).all(-1, keepdim=True)
+        weights = scores.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
     if dropout > 0.0:
         weights = weights * _dropout_mask(activations, weights, dropout)
     return weights @ value, weights

@@ -50,6 +50,7 @@ PROPERTIES: Final[set[Any]] = {
         "is_quantized", "is_meta", "_version", "grad_fn",
     )),
 }  # fmt: skip
+_OTHER_RESULTS: Final[set[Any]] = {torch.where, Tensor.where, Tensor.type}  # with a tensor only: indices, and a text
 _tensor: Final[Any] = Tensor
 DATA: Final[Any] = _tensor.data.__get__
 _SET_DATA: Final[Any] = _tensor.data.__set__
@@ -97,6 +98,10 @@ def sharded_function(activations: Activations, func: Any, args: Sequence[Any], o
         if func == Tensor.register_hook and getattr(args[1], "__module__", "").startswith("torch.distributed.fsdp"):
             raise NotImplementedError(_ACROSS_UNITS)
         raise _refused(func, "fabricx has no rule for it")
+    if func in _OTHER_RESULTS and len(args) + len(options) == 1:
+        return _on_whole_tensors(activations, func, args, options)
+    if "axis" in options:  # torch's other name of `dim`
+        options = {"dim" if name == "axis" else name: value for name, value in options.items()}
     if any(tensor.parts for tensor in sharded):
         first = args[0] if args else None
         if isinstance(first, ShardedTensor) and first.parts:

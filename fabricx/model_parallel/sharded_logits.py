@@ -81,6 +81,9 @@ def cross_entropy(
 
     Returns:
         the loss, equal on all ranks; NotImplemented for options that need all classes.
+
+    Raises:
+        IndexError: a target is no class.
     """
     special = weight is not None or size_average is not None or reduce is not None or label_smoothing
     if special or input.dim() > 2 or target.dim() != input.dim() - 1 or isinstance(target, ShardedTensor):
@@ -90,18 +93,21 @@ def cross_entropy(
         local = local.float()
     computed = local if local.dtype in (torch.float32, torch.float64) else local.float()
     begin, end = share(input.shape[-1], world.rank, world.size)
+    valid = target != ignore_index
+    inside, known = (target >= begin) & (target < end), (target >= 0) & (target < input.shape[-1])
+    if target.device.type == "cpu" and bool((wrong := valid & ~known).any()):
+        raise IndexError(f"Target {int(target[wrong][0])} is out of bounds.")  # as in torch
     with torch.no_grad():
         lowest = torch.finfo(computed.dtype).min
         largest = computed.amax(-1) if end > begin else computed.new_full(computed.shape[:-1], lowest)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=world.group)
     shifted = computed - largest.unsqueeze(-1)
     total = summed(shifted.exp().sum(-1), world)
-    inside = (target >= begin) & (target < end)
     if end > begin:
-        chosen = shifted.gather(-1, (target - begin).clamp(0, end - begin - 1).unsqueeze(-1)).squeeze(-1)
+        number = (target - begin).masked_fill(~valid | (known & ~inside), 0)  # others are an error on a GPU
+        chosen = shifted.gather(-1, number.unsqueeze(-1)).squeeze(-1)
     else:
         chosen = shifted.sum(-1)
-    valid = target != ignore_index
     losses = total.log() - summed(chosen.masked_fill(~inside, 0), world)
     losses = losses.masked_fill(~valid, 0).to(local.dtype)
     if reduction == "none":

@@ -345,6 +345,14 @@ def few_rows() -> tuple[float, list[int]]:
     mark = lambda name, output: fingerprint(parallel.ordinary(output))  # noqa: E731
     after = recorded_step(module, parallel.wrap_step(module.step), world, mark)
     check_unchanged(before, after, list(parallel.placements), world.size)
+
+    def loss(ids: list[int], targets: list[int]) -> Any:
+        return F.cross_entropy(module.head(module.embed(torch.tensor(ids))), torch.tensor(targets))
+
+    assert parallel.wrap_step(loss)([0, 4], [-100, 4]).isfinite()
+    for wrong in (([0, 5], [0, 0]), ([-1, 0], [0, 0]), ([0, 4], [0, 5]), ([0, 4], [-1, 0])):  # as in one process
+        with pytest.raises(IndexError, match=r"out of (range|bounds)"):
+            parallel.wrap_step(loss)(*wrong)
     rows = [len(parameter) for parameter in module.parameters()]
     parallel.undo()
     return abs((before.loss or 0) - (after.loss or 0)), rows
