@@ -231,6 +231,8 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
             if ends_round and fragment.apart:
                 self._begin(fragment, 0)
                 self._end(fragment, 0.0)
+            if ends_round and any(parameter.dtype != fragment.base.dtype for parameter in fragment.parameters.values()):
+                fragment.base.copy_(fragment.flat())  # 16-bit weights: a checkpoint has no more digits of the base
             if changes is not None:
                 unchanged, now = changes
                 fragment.set(torch.where(unchanged, fragment.flat(), now))

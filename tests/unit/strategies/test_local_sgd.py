@@ -54,6 +54,30 @@ def test_a_round_of_one_rank_ends_where_two_go_on() -> None:
     assert torch.equal(module.weight, moved)
 
 
+def test_a_run_of_16_bit_weights_resumes_exactly() -> None:
+    def train(module: nn.Module, strategy: LocalSGD, steps: range) -> None:
+        for step in steps:
+            with torch.no_grad():
+                module.weight.sub_(0.01 * step)  # type: ignore[operator]
+            strategy.after_update(step)
+
+    def begin() -> tuple[nn.Module, LocalSGD, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        module, strategy = nn.Linear(8, 8, dtype=torch.bfloat16), LocalSGD(every=2, outer="nesterov")
+        strategy.enter(World(), module)
+        strategy.setup(module)
+        return module, strategy, torch.optim.SGD(module.parameters())
+
+    module, strategy, optimizer = begin()
+    train(module, strategy, range(1, 5))
+    state = copy.deepcopy(strategy.state_dict(module, [optimizer]))
+    train(module, strategy, range(5, 9))
+    resumed, strategy, optimizer = begin()
+    strategy.load_state_dict(state, resumed, [optimizer])
+    train(resumed, strategy, range(5, 9))
+    assert torch.equal(resumed.weight, module.weight)  # type: ignore[arg-type]
+
+
 class AheadOfItsPeer(World):
     """Rank 0 of two, of which the other's numbers are greater by 2."""
 
