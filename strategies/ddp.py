@@ -129,6 +129,11 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
             )
         if self.compression:
             check_dense(module, f"compression={self.compression!r}")
+        if self.compression == POWERSGD and any(p.is_complex() and p.requires_grad for p in module.parameters()):
+            raise ValueError(
+                "compression='powersgd' factors real matrices, and a parameter is complex: train torch.view_as_real of "
+                "it, or use compression='bf16', or none"
+            )
         self._step = _Step(module)
         self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
         if self._joins:

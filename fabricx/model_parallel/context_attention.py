@@ -35,7 +35,7 @@ def scaled_dot_product_attention(
             each rank (cross-attention).
         value: see `key`.
         attn_mask: [..., this rank's positions or 1, keys of the whole sequence or 1]; with one row also keys of this
-            rank's positions.
+            rank's positions; or of the whole sequence.
         dropout_p: probability. Each rank draws from a separate random stream, so that the common stream is equal on all
             ranks.
         is_causal, options: of torch's function.
@@ -83,6 +83,8 @@ def _mask(world: World, shard: SequenceShard, mask: Tensor) -> Tensor:
     rows, columns = mask.shape[-2:] if mask.dim() > 1 else (1, mask.shape[-1])
     if rows == 1 and columns == shard.local:  # a mask of keys, such as padding, was divided like other arguments
         return whole_mask(world, shard, mask)
+    if rows == columns == shard.length:  # whole, since no mask was among the arguments of a block in the trial
+        return shard.part(mask, mask.dim() + LENGTH)
     if rows not in (1, shard.local) or columns not in (1, shard.length):
         raise ValueError(
             f"attention with a mask of shape {tuple(mask.shape)} in a shard of {shard.local} positions of a sequence "

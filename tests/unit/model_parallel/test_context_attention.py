@@ -47,12 +47,13 @@ KEYS = torch.tensor([True] * 6 + [False] * 2)
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
-@pytest.mark.parametrize("kind", ["plain", "causal", "rows", "keys", "added keys"])
+@pytest.mark.parametrize("kind", ["plain", "causal", "rows", "whole rows", "keys", "added keys"])
 def test_a_shard_attends_as_the_whole_sequence(rank: int, kind: str) -> None:
     query, key, value = tensors()
     added = torch.randn(2, 1, 1, LENGTH, dtype=torch.float64)
     whole: dict[str, Any] = {
-        "plain": {}, "causal": {"is_causal": True}, "rows": {"attn_mask": ROWS}, "keys": {"attn_mask": KEYS[None]},
+        "plain": {}, "causal": {"is_causal": True}, "rows": {"attn_mask": ROWS},
+        "whole rows": {"attn_mask": ROWS[None, None]}, "keys": {"attn_mask": KEYS[None]},
         "added keys": {"attn_mask": added},
     }[kind]  # fmt: skip
     expected = F.scaled_dot_product_attention(query, key, value, enable_gqa=True, scale=0.3, **whole)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fabricx.distributed.compressed_buckets import LowRankAverager
+from fabricx.distributed.world import World
 from fabricx.strategies import DDP
 
 SIZE = 8
@@ -26,6 +27,13 @@ def test_thin_matrices_are_the_same_on_all_ranks_of_another_number(recwarn: pyte
     assert not sums.state()["weight"]["lost"].any()
     assert sums.state()["weight"]["basis"].all()
     assert "the compression errors of gradients are dropped" in str(recwarn.pop().message)
+
+
+def test_complex_matrices_have_no_factors() -> None:
+    strategy, module = DDP(compression="powersgd"), nn.Linear(SIZE, SIZE, dtype=torch.complex64)
+    strategy.world = World(size=2)
+    with pytest.raises(ValueError, match=r"a parameter is complex: train torch\.view_as_real of it"):
+        strategy.setup(module)
 
 
 def state_of(module: nn.Module) -> dict[str, Any]:
