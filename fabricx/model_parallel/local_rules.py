@@ -64,9 +64,11 @@ def local_result(activations: Activations, func: Any, args: Sequence[Any], optio
 
 def _elementwise(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
     if func in _CONVERSIONS and isinstance(other := args[1] if len(args) > 1 else options.get("other"), Tensor):
+        how = {name: value for name, value in options.items() if name != "other"}
         if not isinstance(args[0], ShardedTensor):
-            return args[0].to(other.device, other.dtype)
-        return _with_size(activations, args[0].local.to(other.device, other.dtype), args[0].sharded_dim, args[0])
+            return args[0].to(other.device, other.dtype, *args[2:], **how)
+        local = args[0].local.to(other.device, other.dtype, *args[2:], **how)
+        return _with_size(activations, local, args[0].sharded_dim, args[0])
     values = [*args, *options.values()]
     tensors = [value for value in values if isinstance(value, Tensor)]
     if any(isinstance(value, (list, tuple)) for value in values):
