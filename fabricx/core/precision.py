@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from fabricx.core.transfer import to_dtype
@@ -50,11 +51,15 @@ class Precision:
         """
         return step
 
-    def scale(self, loss: Tensor) -> Tensor:
+    def begin(self) -> None:
+        """Forget which gradients have no loss scale: those of the next backward have it."""
+
+    def scale(self, loss: Tensor, *, between_steps: bool = False) -> Tensor:
         """Return the loss, scaled so that small gradients do not underflow.
 
         Args:
             loss: shape [].
+            between_steps: other optimizers may step afterwards with gradients of earlier losses (manual optimization).
         """
         return loss
 
@@ -79,8 +84,12 @@ class Precision:
         step(optimizer, closure)
         return True
 
-    def updated(self) -> None:
-        """Adapt the loss scale after the steps of all optimizers."""
+    def updated(self, optimizer: Optimizer | None = None) -> None:
+        """Adapt the loss scale after steps.
+
+        Args:
+            optimizer: the only optimizer that has stepped; None: all have.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state for checkpoints."""
@@ -141,7 +150,7 @@ class MixedPrecision(Precision):
         self.dtype = torch.float16 if name == "16-mixed" else torch.bfloat16
         self._device_type = device_type
         self.scaler = torch.amp.GradScaler(device_type) if name == "16-mixed" else None
-        self._unscaled: set[int] = set()
+        self._unscaled: dict[int, Optimizer] = {}
 
     def wrap_step(self, step: Callable[..., Any], *, updates_weights: bool = False) -> Callable[..., Any]:
         def under_autocast(*args: Any) -> Any:
@@ -152,13 +161,36 @@ class MixedPrecision(Precision):
 
         return under_autocast
 
-    def scale(self, loss: Tensor) -> Tensor:
-        return loss if self.scaler is None else self.scaler.scale(loss)
+    def begin(self) -> None:
+        for key in self._unscaled:
+            if self._states[key]["stage"] is not OptState.STEPPED:
+                del self._states[key]
+        self._unscaled.clear()
+
+    def scale(self, loss: Tensor, *, between_steps: bool = False) -> Tensor:
+        if self.scaler is None:
+            return loss
+        if not between_steps:
+            self.begin()
+        return self.scaler.scale(loss)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        if self.scaler is not None and id(optimizer) not in self._unscaled:
-            self.scaler.unscale_(optimizer)
-            self._unscaled.add(id(optimizer))
+        if self.scaler is None or id(optimizer) in self._unscaled:
+            return
+        own = {id(parameter) for parameter in _parameters(optimizer)}
+        others = [other for other in self._unscaled.values() if not own.isdisjoint(map(id, _parameters(other)))]
+        done = {id(parameter) for other in others for parameter in _parameters(other)}
+        shared = [(p, p.grad) for p in _parameters(optimizer) if id(p) in done]
+        for parameter, _ in shared:
+            parameter.grad = None
+        self.scaler.unscale_(optimizer)
+        for parameter, gradient in shared:
+            parameter.grad = gradient
+        overflows = self._states[id(optimizer)]["found_inf_per_device"]
+        for other in others:
+            for device, overflow in self._states[id(other)]["found_inf_per_device"].items():
+                overflows[device] = torch.maximum(overflows[device], overflow) if device in overflows else overflow
+        self._unscaled[id(optimizer)] = optimizer
 
     def step(self, optimizer: Optimizer, step: Callable[..., Any], closure: Callable[[], Any] | None = None) -> bool:
         if self.scaler is None:
@@ -176,16 +208,28 @@ class MixedPrecision(Precision):
                 done.append(True)
 
         stepper = Stepper()
-        states = self.scaler._per_optimizer_states  # keyed by the optimizer's id
+        states = self._states
         states[id(stepper)] = states[id(optimizer)]
         self.scaler.step(stepper)  # type: ignore[arg-type]
         states.pop(id(stepper), None)
         return bool(done)
 
-    def updated(self) -> None:
-        if self.scaler is not None:
-            self.scaler.update()
+    def updated(self, optimizer: Optimizer | None = None) -> None:
+        if self.scaler is None:
+            return
+        if optimizer is None:
             self._unscaled.clear()
+        else:
+            self._unscaled.pop(id(optimizer), None)
+        kept = {key: self._states.pop(key) for key in self._unscaled}
+        self.scaler.update()  # clears the states
+        self._states.update(kept)
+
+    @property
+    def _states(self) -> dict[int, dict[str, Any]]:
+        """States of the scaler since its last update, by the ids of optimizers."""
+        assert self.scaler is not None
+        return self.scaler._per_optimizer_states
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.scaler is None else self.scaler.state_dict()
@@ -193,6 +237,11 @@ class MixedPrecision(Precision):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.scaler is not None and state:
             self.scaler.load_state_dict(state)
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
 
 
 def check_precision(precision: str | int) -> str:

@@ -128,6 +128,7 @@ def count_manual_steps(session: Session) -> None:
 
 def _begin_batch(session: Session) -> None:
     """Begin a batch: one that adds to gradients of earlier batches, or uses these, can't be tried again."""
+    session.precision.begin()
     held = session.user_steps.held
     if held is not None and held.begin_batch():
         session.fault_tolerance.begin_unrepeatable()
@@ -173,7 +174,7 @@ def backward(session: Session, loss: Tensor, *args: Any, **options: Any) -> None
     if session.user_steps.held is not None:
         session.user_steps.held.before_backward()
     factor = session.window.loss_factor
-    scaled = session.precision.scale(loss if factor == 1.0 else loss * factor)
+    scaled = session.precision.scale(loss if factor == 1.0 else loss * factor, between_steps=True)
     for hook in session.hooks.on_before_backward:
         hook(loss)
     session.backward(scaled, *args, **options)
@@ -234,7 +235,7 @@ def count_step(
     if closure is None:
         with_gradients()
     session.precision.step(optimizer, session.strategy.optimizer_step, None if closure is None else computed)
-    session.precision.updated()
+    session.precision.updated(optimizer)
     if held is not None:
         held.after_step(optimizer)
     session.user_steps.manual_steps[id(optimizer)] = session.user_steps.manual_steps.get(id(optimizer), 0) + 1

@@ -51,9 +51,49 @@ def test_several_optimizers_are_skipped_each_by_its_own_gradients() -> None:
     weights = [torch.nn.Parameter(torch.zeros(())) for _ in range(2)]
     optimizers = [torch.optim.SGD([weight], lr=1.0) for weight in weights]
     precision.scale(weights[0] * 1.0 + weights[1] * float("inf")).backward()
-    plain: Any = lambda optimizer, closure: optimizer.step(closure)  # noqa: E731
     assert [precision.step(optimizer, plain) for optimizer in optimizers] == [True, False]
     assert [weight.item() for weight in weights] == [-1.0, 0.0]
+
+
+def plain(optimizer: torch.optim.Optimizer, closure: Any) -> None:
+    optimizer.step(closure)
+
+
+def test_a_parameter_of_two_optimizers_is_unscaled_once() -> None:
+    for gradient, expected in ((1.0, -2.0), (float("inf"), 0.0)):
+        precision, shared = MixedPrecision("16-mixed", "cpu"), torch.nn.Parameter(torch.zeros(()))
+        optimizers = [torch.optim.SGD([shared], lr=1.0) for _ in range(2)]
+        precision.scale(shared * gradient).backward()
+        done = [precision.step(optimizer, plain) for optimizer in optimizers]
+        precision.updated()
+        assert (shared.item(), done) == (expected, [gradient == 1.0] * 2)
+
+
+def test_gradients_that_were_clipped_before_another_optimizer_stepped_are_unscaled_once() -> None:
+    precision = MixedPrecision("16-mixed", "cpu")
+    weights = [torch.nn.Parameter(torch.zeros(())) for _ in range(2)]
+    optimizers = [torch.optim.SGD([weight], lr=1.0) for weight in weights]
+    for weight, optimizer in zip(weights, optimizers, strict=True):
+        precision.scale(weight * 0.5, between_steps=True).backward()
+        precision.unscale(optimizer)
+    for optimizer in optimizers:
+        precision.step(optimizer, plain)
+        precision.updated(optimizer)
+    assert [weight.item() for weight in weights] == [-0.5, -0.5]
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_a_batch_that_is_repeated_after_a_fault_is_unscaled_again(manual: bool) -> None:
+    precision, weight = MixedPrecision("16-mixed", "cpu"), torch.nn.Parameter(torch.zeros(()))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    for _ in range(2):  # the first has no step: a worker died while gradients were clipped
+        weight.grad = None
+        if manual:
+            precision.begin()
+        precision.scale(weight * 1.0, between_steps=manual).backward()
+        precision.unscale(optimizer)
+    precision.step(optimizer, plain)
+    assert weight.item() == -1.0
 
 
 def test_16_mixed_asks_for_cuda_and_is_bf16_mixed_on_a_cpu() -> None:
