@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,10 @@ _HOOK_LOST = (
     "strategy=ddp lacks the gradient of a parameter that the step uses: torch drops the hooks of a parameter whose "
     "memory set_ replaces. Change its elements instead: `with torch.no_grad(): weight.copy_(new)`"
 )
+_SENT: Final = {  # dtypes that gloo and NCCL send
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bool,
+    torch.uint8, torch.int8, torch.int32, torch.int64,
+}  # fmt: skip
 # torch 2.13 renamed the argument, and warns about the old name.
 _SIGNATURE = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
 _BUFFERS_ARGUMENT = "forward_sync_buffers" if "forward_sync_buffers" in _SIGNATURE else "broadcast_buffers"
@@ -134,6 +139,7 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
                 "compression='powersgd' factors real matrices, and a parameter is complex: train torch.view_as_real of "
                 "it, or use compression='bf16', or none"
             )
+        _check_dtypes(module)
         self._step = _Step(module)
         self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
         if self._joins:
@@ -490,6 +496,16 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
             inner.step = step
             ddp.require_backward_grad_sync = syncs
             ddp.require_forward_param_sync = True
+
+
+def _check_dtypes(module: nn.Module) -> None:
+    """Raise a ValueError if torch's DDP could not broadcast a parameter or buffer."""
+    named = itertools.chain(module.named_parameters(), module.named_buffers())
+    if unknown := {name: tensor.dtype for name, tensor in named if tensor.dtype not in _SENT}:
+        raise ValueError(
+            f"torch's DDP cannot broadcast {', '.join(f'{name} of {dtype}' for name, dtype in unknown.items())}: use a "
+            "wider dtype, such as int32, or strategy=fsdp"
+        )
 
 
 class _DistributedDataParallel(nn.parallel.DistributedDataParallel):

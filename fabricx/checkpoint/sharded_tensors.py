@@ -39,6 +39,7 @@ from fabricx.checkpoint.direct_io import DirectFile
 from fabricx.checkpoint.files import BLOCK, member
 from fabricx.checkpoint.index import AS_PAIRS, DTYPES, Chunk, Index
 from fabricx.checkpoint.storage import is_local, local_copy
+from fabricx.distributed.tensor_bytes import as_bytes
 from fabricx.distributed.world import World
 from fabricx.errors import CheckpointError
 
@@ -212,7 +213,7 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:
 def _blocks(head: bytes, tensors: Mapping[str, Tensor]) -> Any:
     yield memoryview(head)
     for tensor in tensors.values():
-        raw = memoryview(tensor.reshape(-1).view(torch.uint8).numpy().data) if tensor.numel() else memoryview(b"")
+        raw = memoryview(as_bytes(tensor).numpy().data) if tensor.numel() else memoryview(b"")
         for start in range(0, len(raw), BLOCK):
             yield raw[start : start + BLOCK]
 

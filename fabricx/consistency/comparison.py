@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from fabricx.distributed.dtensors import is_dtensor
 from fabricx.distributed.generations import membership
 from fabricx.distributed.grad_hooks import number_of_hooks
+from fabricx.distributed.tensor_bytes import as_bytes
 from fabricx.distributed.world import World
 from fabricx.errors import RanksDisagree
 
@@ -132,7 +133,7 @@ def share_weights(world: World, module: nn.Module) -> None:
     tensors = [p for p in candidates if not nn.parameter.is_lazy(p) and not is_dtensor(p)]
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
-        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        digest.update(as_bytes(tensor.cpu()).numpy().data)
     if len(set(world.gather_objects(digest.hexdigest()))) > 1:
         with torch.no_grad():
             for tensor in tensors:
@@ -308,7 +309,7 @@ def _with_values(value: Any) -> str:
         return f"[{', '.join(map(_with_values, value))}]"
     if not isinstance(value, Tensor) or is_dtensor(value) or value.nbytes > COMPARED or not value.numel():
         return _plain(value)
-    words = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    words = as_bytes(value.cpu()).numpy().data
     return f"tensor, {_like(value)}, {hashlib.blake2b(words, digest_size=16).hexdigest()}"
 
 

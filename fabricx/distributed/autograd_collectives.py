@@ -31,7 +31,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         ctx.group = group
         parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, tensor.contiguous(), group)
+        dist.all_gather(parts, tensor.resolve_conj().contiguous(), group)
         return torch.stack(parts)
 
     @staticmethod

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Final, final
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from fabricx.distributed import collective_trace, heartbeat
 from fabricx.distributed.collective_trace import Route
 from fabricx.distributed.lost_peers import raise_peer_lost
+from fabricx.distributed.tensor_bytes import as_bytes
 from fabricx.distributed.world import OPERATION, WAITED_S, World
 
 Transfer = tuple[str, Route, int]  # "send" or "receive", route and number
@@ -95,7 +95,7 @@ class Transfers:
         self._number += 1
         if not tensor.numel():
             return self._number
-        raw = _raw(tensor.detach().contiguous())
+        raw = as_bytes(tensor)
         self.sent_bytes += raw.numel() * raw.element_size()
         try:
             work = dist.isend(raw, group=self._group(channel), group_dst=to, tag=self._tag(tag))
@@ -122,7 +122,7 @@ class Transfers:
         if not tensor.numel():
             return Expected(tensor, None, event)
         try:
-            work = dist.irecv(_raw(tensor), group=self._group(channel), group_src=source, tag=self._tag(tag))
+            work = dist.irecv(as_bytes(tensor), group=self._group(channel), group_src=source, tag=self._tag(tag))
         except RuntimeError as error:
             self._fail(error, event)
             raise
@@ -200,10 +200,3 @@ class Transfers:
         operation = f"rank {self._world.rank} of {self._world.size}, {event}"
         raise_peer_lost(error, operation)
         error.add_note(operation)
-
-
-def _raw(tensor: Tensor) -> Tensor:
-    """Return a tensor of a dtype that all backends send, with the same memory."""
-    if tensor.dtype is torch.bool:
-        return tensor.view(torch.uint8)
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -17,6 +17,7 @@ from torch import Tensor
 from fabricx.distributed import autograd_collectives, heartbeat, lost_operations, object_messages, peers, process_groups
 from fabricx.distributed.generations import membership
 from fabricx.distributed.lost_peers import raise_peer_lost
+from fabricx.distributed.tensor_bytes import as_bytes
 from fabricx.errors import check_choice
 
 P = ParamSpec("P")
@@ -331,11 +332,10 @@ class World:
             src: source rank.
         """
         if self.size > 1:
-            raw = tensor.detach().contiguous()
-            sent = raw.view(torch.uint8) if raw.dtype is torch.bool else raw  # gloo has no bool
-            self._wait(dist.broadcast(sent, group=self.group, async_op=True, group_src=src))
+            raw = as_bytes(tensor)
+            self._wait(dist.broadcast(raw, group=self.group, async_op=True, group_src=src))
             if raw.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(raw)
+                tensor.detach().copy_(raw.view(tensor.dtype).reshape(tensor.shape))
         return tensor
 
     @_counted
@@ -401,9 +401,10 @@ class World:
             return tensor.unsqueeze(0)
         if sync_grads:
             return autograd_collectives.gather(tensor, self.group)
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        self._wait(dist.all_gather(parts, tensor.contiguous(), self.group, async_op=True))
-        return torch.stack(parts)
+        gathered = tensor.new_empty((self.size, *tensor.shape))
+        parts = [as_bytes(part) for part in gathered]
+        self._wait(dist.all_gather(parts, as_bytes(tensor), self.group, async_op=True))
+        return gathered
 
     @_counted
     def reduce_scatter(self, parts: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
+from fabricx.distributed.tensor_bytes import as_bytes
 from fabricx.distributed.world import World
 from fabricx.errors import RanksDisagree
 from fabricx.model_parallel.nested import leaves
@@ -45,7 +46,7 @@ class SameBatches:
         digest = 0
         for _, leaf in leaves(batch):
             if isinstance(leaf, Tensor):
-                words = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                words = as_bytes(leaf.cpu())
                 digest = zlib.crc32(words.numpy().data, zlib.crc32(str(tuple(leaf.shape)).encode(), digest))
         pair = torch.tensor([digest, -digest], dtype=torch.int64, device=self._model.device)
         highest, lowest = self._model.all_reduce(pair, "max").tolist()

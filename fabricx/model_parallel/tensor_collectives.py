@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fabricx.distributed.lost_peers import raise_peer_lost
+from fabricx.distributed.tensor_bytes import as_bytes
 from fabricx.distributed.world import World
 from fabricx.model_parallel.placement import Placement, share
 
@@ -48,7 +49,7 @@ def gathered(tensor: Tensor, world: World) -> list[Tensor]:
     """
     parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(world.size)]
     try:
-        dist.all_gather(parts, tensor.contiguous(), group=world.group)
+        dist.all_gather([as_bytes(part) for part in parts], as_bytes(tensor), group=world.group)
     except RuntimeError as error:
         raise_peer_lost(error, f"rank {world.rank} of {world.size} of a tensor-parallel group, all_gather")
         raise

@@ -12,6 +12,7 @@ from fabricx.core.buffers import BufferMark
 from fabricx.core.rng import RandomState
 from fabricx.data.own_state import states_of_generators
 from fabricx.distributed.metric_sums import merge_sums, plain
+from fabricx.distributed.tensor_bytes import as_bytes
 from fabricx.metrics.objects import (
     has_first_state,
     merge_states,
@@ -294,7 +295,7 @@ class BufferCopies:
         }
         if not live:
             return None
-        values = (buffer.detach().cpu().reshape(-1).contiguous().view(torch.uint8) for buffer in live.values())
+        values = (as_bytes(buffer.cpu()) for buffer in live.values())
         return {name: value.numpy().tobytes() for name, value in zip(live, values, strict=True)}
 
     def take(self) -> dict[str, Tensor]:

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, final
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from fabricx import by_value
 from fabricx.core.module_hooks import RUN_ATTRIBUTES
 from fabricx.distributed.dtensors import is_dtensor
+from fabricx.distributed.tensor_bytes import as_bytes
 from fabricx.metrics.objects import attributes_of_metrics
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def small(value: Any) -> Any:
         raise NotSent(f"more than {LIMIT // 2**20} MiB")
     if type(value) is not Tensor and type(value) is not nn.Parameter:
         return NotImplemented
-    content = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    content = as_bytes(value).numpy().data
     return tuple, ((str(value.dtype), tuple(value.shape), bytes(content)),)
 
 

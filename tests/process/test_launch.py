@@ -38,11 +38,17 @@ def everything(number: int) -> dict[str, Any]:
         "objects": world.gather_objects(world.rank),
         "first": world.broadcast_object(world.rank),
         "parts": world.all_gather(torch.tensor([world.rank])).tolist(),
+        "of all dtypes": [
+            (world.all_gather(tensor).float().tolist(), world.broadcast(tensor, 1).float().tolist())
+            for dtype in (torch.int16, torch.uint32, torch.float8_e4m3fn, torch.bool)
+            for tensor in [torch.tensor([[world.rank, 1], [0, 1]]).to(dtype).T]
+        ],
     }
 
 
 def test_each_rank_answers_and_all_hear_each_other() -> None:
-    common = {"sum": 21.0, "objects": [0, 1], "first": 0, "parts": [[0], [1]]}
+    parts = [[[0.0, 0.0], [1.0, 1.0]], [[1.0, 0.0], [1.0, 1.0]]]
+    common = {"of all dtypes": [(parts, parts[1])] * 4, "sum": 21.0, "objects": [0, 1], "first": 0, "parts": [[0], [1]]}
     assert run_ranks(everything, 2, 10) == [{"rank": 0, **common}, {"rank": 1, **common}]
 
 
