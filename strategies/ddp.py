@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import itertools
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Final, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +21,7 @@ from fabricx.core.strategy_parts import Elastic, KeepsLocalState, MeasuresWaitin
 from fabricx.distributed.codecs import CODECS, POWERSGD, SUMMED, SumCompression
 from fabricx.distributed.compressed_buckets import LowRankAverager, average_as, average_as_factors
 from fabricx.distributed.shared_buckets import SharedMemoryAverager, average_in_shared_memory
+from fabricx.distributed.torch_ddp import BUFFERS_ARGUMENT, BufferSourceDDP, StepModule, check_dtypes
 from fabricx.distributed.unused_parameters import UnusedParameters, reached, requiring_grad, with_sparse_gradients, zero
 from fabricx.distributed.world import World
 from fabricx.errors import check_choice
@@ -35,13 +34,6 @@ _HOOK_LOST = (
     "strategy=ddp lacks the gradient of a parameter that the step uses: torch drops the hooks of a parameter whose "
     "memory set_ replaces. Change its elements instead: `with torch.no_grad(): weight.copy_(new)`"
 )
-_SENT: Final = {  # dtypes that gloo and NCCL send
-    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bool,
-    torch.uint8, torch.int8, torch.int32, torch.int64,
-}  # fmt: skip
-# torch 2.13 renamed the argument, and warns about the old name.
-_SIGNATURE = inspect.signature(nn.parallel.DistributedDataParallel.__init__).parameters
-_BUFFERS_ARGUMENT = "forward_sync_buffers" if "forward_sync_buffers" in _SIGNATURE else "broadcast_buffers"
 
 
 @final
@@ -107,7 +99,7 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         self._waited_s = 0.0  # without waiting in `_shared`
         self._computed = 0.0  # time at which the newest gradients were computed, on a CPU
         self._ddp: nn.parallel.DistributedDataParallel | None = None
-        self._step: _Step | None = None
+        self._step: StepModule | None = None
         self._frozen: list[nn.Parameter] = []  # parameters that DDP does not reduce
         self._retired: nn.parallel.DistributedDataParallel | None = None
         self._unused: UnusedParameters | None = None
@@ -139,8 +131,8 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
                 "compression='powersgd' factors real matrices, and a parameter is complex: train torch.view_as_real of "
                 "it, or use compression='bf16', or none"
             )
-        _check_dtypes(module)
-        self._step = _Step(module)
+        check_dtypes(module)
+        self._step = StepModule(module)
         self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
         if self._joins:
             self._agree_on_frozen(module)
@@ -171,9 +163,9 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
         known = [parameter for parameter in self.module.parameters() if parameter not in frozen]
         if not known:
             return  # all parameters are frozen
-        more: dict[str, Any] = {_BUFFERS_ARGUMENT: self.broadcast_buffers}
+        more: dict[str, Any] = {BUFFERS_ARGUMENT: self.broadcast_buffers}
         with requiring_grad(known):
-            self._ddp = _DistributedDataParallel(
+            self._ddp = BufferSourceDDP(
                 self._step,
                 process_group=self.data_ranks.group,
                 bucket_cap_mb=self.bucket_mib,
@@ -496,40 +488,3 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
             inner.step = step
             ddp.require_backward_grad_sync = syncs
             ddp.require_forward_param_sync = True
-
-
-def _check_dtypes(module: nn.Module) -> None:
-    """Raise a ValueError if torch's DDP could not broadcast a parameter or buffer."""
-    named = itertools.chain(module.named_parameters(), module.named_buffers())
-    if unknown := {name: tensor.dtype for name, tensor in named if tensor.dtype not in _SENT}:
-        raise ValueError(
-            f"torch's DDP cannot broadcast {', '.join(f'{name} of {dtype}' for name, dtype in unknown.items())}: use a "
-            "wider dtype, such as int32, or strategy=fsdp"
-        )
-
-
-class _DistributedDataParallel(nn.parallel.DistributedDataParallel):
-    """Copies the buffers of a rank that may change from step to step, by a private method of torch.
-
-    torch's copies those of rank 0. `tests/process/test_idle_worker.py` fails if torch renames the method.
-    """
-
-    source: Callable[[], int] = staticmethod(int)
-
-    def _sync_module_buffers(self, authoritative_rank: int) -> None:
-        super()._sync_module_buffers(self.source())  # type: ignore[no-untyped-call]
-
-
-class _Step(nn.Module):
-    """Adapter that DDP wraps as its model; a call runs the user's training step."""
-
-    step: Callable[..., Any]
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self.called = [False]  # whether it was called since the last backward
-
-    def __call__(self, *args: Any) -> Any:  # bypasses torch's hooks, which cost two frames per call
-        self.called[0] = True
-        return self.step(*args)

@@ -7,9 +7,10 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from fabricx.data.combined import CombinedLoader, joined
+from fabricx.data.combined import CombinedLoader
 from fabricx.data.feed import Feed
 from fabricx.data.iterable import ListFeed
+from fabricx.data.joined import joined
 from fabricx.data.loader_classes import reads_otherwise
 from fabricx.data.loader_order import distributed_sampler, is_ordered, order_of
 from fabricx.data.loader_ranks import give_rank

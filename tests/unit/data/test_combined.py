@@ -12,89 +12,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import fabricx as fx
 from fabricx.data import CombinedLoader
-from fabricx.data.combined import MODES, joined
+from fabricx.data.combined import MODES
 from fabricx.data.iterable import ListFeed
-from fabricx.data.loader_order import is_ordered
+from fabricx.data.joined import joined
 from fabricx.distributed.world import World
 from fabricx.testing import QUIET, TinyModule, tiny_loader
+from tests.unit.data.number_loaders import Stream, loader, plain
 from tests.unit.data.positioned import Positioned, Sized
-
-
-class Numbers(Dataset[int]):
-    """The numbers from `begin` on; draws them a batch at a time if `batched`."""
-
-    def __init__(self, begin: int, count: int) -> None:
-        self.begin, self.count = begin, count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> int:
-        return self.begin + index
-
-
-class Batched(Numbers):
-    def __getitems__(self, indices: list[int]) -> list[int]:
-        return [self.begin + index for index in indices]
-
-
-def loader(begin: int, count: int, batch_size: int = 2, **options: Any) -> DataLoader[int]:
-    return DataLoader(Batched(begin, count) if begin else Numbers(begin, count), batch_size=batch_size, **options)
-
-
-def plain(batch: Any) -> Any:
-    if isinstance(batch, dict):
-        return {name: plain(part) for name, part in batch.items()}
-    if isinstance(batch, list):
-        return [plain(part) for part in batch]
-    return batch.tolist() if isinstance(batch, Tensor) else batch
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_a_single_loader_yields_what_the_loaders_yield_side_by_side(mode: Any) -> None:
-    both = CombinedLoader({"a": loader(0, 3), "b": [loader(10, 10, 4, drop_last=True), loader(20, 2)]}, mode)
-    by_hand = [batch for batch, _, _ in both]
-    as_one = joined(both, ranks=2)
-    assert is_ordered(as_one)
-    assert [plain(batch) for batch in as_one] == [plain(batch) for batch in by_hand]
-    assert len(as_one) == len(both) == len(by_hand) == {"min_size": 1, "sequential": 5}.get(mode, 2)
-
-
-def test_samples_without_batches_and_own_batch_samplers() -> None:
-    own = DataLoader(Numbers(0, 5), batch_sampler=[[4, 0], [3]])
-    alone = DataLoader(Numbers(50, 3), batch_size=None)
-    as_one = joined(CombinedLoader((own, alone), "max_size"), ranks=1)
-    assert [(plain(a), b) for a, b in as_one] == [([4, 0], 50), ([3], 51), (None, 52)]
-
-
-def test_a_shorter_loader_is_shuffled_anew_when_it_begins_again() -> None:
-    both = CombinedLoader([loader(0, 40, 1), loader(100, 8, 1, shuffle=True)], "max_size_cycle")
-    torch.manual_seed(3)
-    numbers = [int(b) for _, b in joined(both, ranks=1)]
-    rounds = [tuple(numbers[at : at + 8]) for at in range(0, 40, 8)]
-    assert all(sorted(part) == list(range(100, 108)) for part in rounds)
-    assert len(set(rounds)) > 1
-
-
-def test_loader_processes_make_the_same_batches() -> None:
-    both = CombinedLoader({"a": loader(0, 6, num_workers=1), "b": loader(10, 6)}, "min_size")
-    assert [plain(batch) for batch in joined(both, ranks=1)] == [plain(batch) for batch, _, _ in both]
-
-
-class Stream(IterableDataset[int]):
-    def __iter__(self) -> Any:
-        return iter(range(5))
-
-
-def test_streams_are_read_as_they_are_and_not_beside_data_that_is_divided() -> None:
-    stream, divided = DataLoader(Stream(), batch_size=2), loader(0, 4)
-    with pytest.raises(ValueError, match=r"samples are divided over the 2 ranks, and a .* each rank reads whole"):
-        joined(CombinedLoader([stream, divided]), ranks=2)
-    assert [plain(a) for a, _ in joined(CombinedLoader([stream, divided]), ranks=1)] == [[0, 1], [2, 3]]
 
 
 def test_modes_and_loaders_that_are_refused() -> None:
