@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -145,6 +146,20 @@ class Averages(Callback):
         if (tensors := self._tensors()) and self._live:
             self._put(tensors, self._live)
             self._live = {}
+
+    @contextmanager
+    @torch.no_grad()
+    def trained_weights(self) -> Iterator[None]:
+        if not self._live:
+            yield
+            return
+        shown = {name: tensor.clone() for name, tensor in zip(self.averages, self._tensors(), strict=True)}
+        self._swap_out()
+        try:
+            yield
+        finally:
+            self._swap_in()
+            self._put(self._tensors(), shown)
 
     def _put(self, tensors: list[Tensor], values: Mapping[str, Tensor]) -> None:
         """Write values to the module's tensors; a buffer whose shape has changed is replaced."""

@@ -231,11 +231,22 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
             if ends_round and fragment.apart:
                 self._begin(fragment, 0)
                 self._end(fragment, 0.0)
-            if ends_round and any(parameter.dtype != fragment.base.dtype for parameter in fragment.parameters.values()):
-                fragment.base.copy_(fragment.flat())  # 16-bit weights: a checkpoint has no more digits of the base
             if changes is not None:
                 unchanged, now = changes
                 fragment.set(torch.where(unchanged, fragment.flat(), now))
+            if ends_round:
+                self._begin_from(fragment)
+
+    def _begin_from(self, fragment: Fragment) -> None:
+        """Begin the next round with the present weights, as a run that resumes from them; collective.
+
+        They differ from the base if hooks have changed them, or if they have 16 bits.
+        """
+        now = fragment.flat()
+        differs = torch.tensor(float(not torch.equal(now, fragment.base)), device=now.device)
+        if self._peers.all_reduce(differs, "max") > 0:
+            fragment.set(self._peers.all_reduce(now).div_(self._peers.size))
+            fragment.base.copy_(fragment.flat())
 
     def state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
         self._restore_local(ends_round=True)

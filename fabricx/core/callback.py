@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -242,6 +243,13 @@ class Callback(NamesChecked):
             step: weight updates of the checkpoint to resume from; -1 without a checkpoint.
         """
         return False
+
+    def trained_weights(self) -> AbstractContextManager[None]:
+        """Return a context in which the module has its trained weights, while a checkpoint collects them.
+
+        Callbacks that replace the weights during a validation override it.
+        """
+        return nullcontext()
 
     def after_failure(self, newest: Path | None) -> None:
         """Use the newest checkpoint of a run that has failed for good; called in the supervisor of the workers.

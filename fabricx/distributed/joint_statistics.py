@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
@@ -103,6 +103,11 @@ def _of_layer(name: str, buffers: Mapping[str, Tensor]) -> _Buffers | None:
     return mean, variance, tracked
 
 
+def _batches(state: Mapping[str, Any]) -> int:
+    """Return the batches of a layer since the start."""
+    return int(state["now"][2]) - int(state["start"][2])
+
+
 @final
 class JointStatistics:
     """Running statistics of the batch and instance normalisations of a module, which ranks join.
@@ -140,12 +145,13 @@ class JointStatistics:
 
     def remember(self) -> None:
         """Save the present statistics, equal on all ranks, as the start."""
-        self._elements = dict.fromkeys(self._layers, 0)
-        self._batches = dict.fromkeys(self._layers, 0)
-        self._start = {
-            name: (layer.running_mean.clone(), layer.running_var.clone(), self._tracked(name))
-            for name, layer in self._layers.items()
-        }
+        self._remember(self._layers)
+
+    def _remember(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._elements[name] = self._batches[name] = 0
+            layer = self._layers[name]
+            self._start[name] = layer.running_mean.clone(), layer.running_var.clone(), self._tracked(name)
 
     def _tracked(self, name: str) -> int:
         layer = self._layers[name]
@@ -165,7 +171,10 @@ class JointStatistics:
         }
         if earlier:
             self._write(earlier, world.gather_objects(self._state(earlier)))
-        self._set(world.gather_objects(self.state_dict()))
+        states = world.gather_objects(self.state_dict())
+        self._write(self._live(), states)
+        # Without a batch since the start, the layers may have averages of statistics during a validation.
+        self._remember(name for name in self._layers if any(_batches(state[name]) for state in states))
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's statistics and their start."""
@@ -198,17 +207,14 @@ class JointStatistics:
             own: whether the state is this rank's.
         """
         if not own:
-            self._set(states)
+            self._write(self._live(), states)
+            self.remember()
             return
         for name, state in states[0].items():
             mean, variance, tracked = state["start"]
             self._start[name] = mean.clone(), variance.clone(), tracked
             self._elements[name] = state["elements"]
             self._batches[name] = state["now"][2] - tracked
-
-    def _set(self, states: Sequence[Mapping[str, Any]]) -> None:
-        self._write(self._live(), states)
-        self.remember()
 
     @torch.no_grad()
     def _write(self, buffers: Mapping[str, _Buffers], states: Sequence[Mapping[str, Any]]) -> None:

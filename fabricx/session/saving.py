@@ -62,8 +62,10 @@ def save_checkpoint(
     # inference_mode off, also within a validation: the next snapshot could not overwrite inference tensors.
     with (
         session.recorder.within(Span.CHECKPOINT), torch.inference_mode(False), session.gradients.weights_as_stored(),
-        not_watched(),
+        not_watched(), contextlib.ExitStack() as weights,
     ):  # fmt: skip
+        for callback in session.callbacks:
+            weights.enter_context(callback.trained_weights())
         if single_file is None:
             single_file = bool(getattr(session.module, "single_file_checkpoints", False))
         _begin_checkpoint(session, path, weights_only, after, failed, single_file)

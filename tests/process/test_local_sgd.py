@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 import fabricx as fx
 from fabricx import checkpoint
-from fabricx.callbacks import FaultRecovery
+from fabricx.callbacks import EMA, FaultRecovery
 from fabricx.errors import WorkerFailed
 from fabricx.strategies import DDP, LocalSGD, Single
 from fabricx.testing import QUIET, LayeredModule, layered_data, run_ranks
@@ -143,6 +143,34 @@ def test_a_run_goes_on_exactly_and_elsewhere(tmp_path: Path, outer: Any) -> None
         )
         assert trainer.global_step == 5
         assert all(torch.equal(tensor, saved["module"][name]) for name, tensor in other.state_dict().items())
+
+
+class ChangesAndSaves(fx.Callback):
+    """Changes weights in a validation within a round, while the module holds averages, and after them; saves then."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        if trainer.global_step == 2 and not trainer.ckpt_path:  # a resumed run repeats this validation
+            trainer.save_checkpoint(self.path / "averages")
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        if trainer.global_step == 4:
+            module.head.weight.data.fill_(0.3)
+            trainer.save_checkpoint(self.path / "changed")
+
+
+def test_a_run_resumes_exactly_from_a_validation_within_a_round(tmp_path: Path) -> None:
+    """The outer step of a checkpoint's round is no part of what a validation or a hook sets."""
+    options: dict[str, Any] = {"every": 5, "outer": "nesterov"}
+    callbacks: list[Any] = [EMA(0.5, apply_at_end=False, use_buffers=True), ChangesAndSaves(tmp_path)]
+    whole, _ = train(LocalSGD(**options), module=Normed(0.5), callbacks=callbacks, val_check_interval=2)
+    for name in ("averages", "changed"):
+        path = tmp_path / name
+        again, _ = train(LocalSGD(**options), module=Normed(0.5), callbacks=callbacks, val_check_interval=2, ckpt=path)
+        pairs = zip(again.state_dict().values(), whole.state_dict().values(), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs), name
 
 
 class SavesAtTheEnd(fx.Callback):

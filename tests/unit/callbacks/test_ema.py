@@ -52,6 +52,24 @@ def test_validation_sees_the_averages_and_training_does_not(trainer: Any) -> Non
     assert value(run.module) == 0.5
 
 
+def test_a_checkpoint_of_a_validation_collects_the_weights_and_leaves_what_the_module_shows(trainer: Any) -> None:
+    callback = EMA(decay=0.5)
+    run = trainer(callback)
+    change(run.module, 0.0)
+    run.start()
+    step(run, 1.0)
+    run.call("on_validation_start")
+    change(run.module, 7.0)  # by a hook
+    with callback.trained_weights():
+        assert value(run.module) == 1.0
+        change(run.module, 3.0)  # by a strategy whose checkpoint ends a round
+    assert value(run.module) == 7.0
+    run.call("on_validation_end")
+    assert value(run.module) == 3.0
+    with callback.trained_weights():
+        assert value(run.module) == 3.0
+
+
 def test_the_weights_can_stay_at_the_end(trainer: Any) -> None:
     callback = EMA(decay=0.5, apply_at_end=False, validate_with_ema=False)
     run = trainer(callback)

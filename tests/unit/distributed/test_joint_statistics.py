@@ -130,6 +130,17 @@ def test_statistics_of_the_begin_of_a_window_are_joined_as_they_were_then() -> N
     statistics.join(Pair(), {"other": torch.zeros(1)})  # statistics that are not saved have no copies
 
 
+def test_averages_that_layers_have_for_a_validation_are_not_the_start_of_the_next_batches() -> None:
+    layer = normalised(0.1)
+    statistics = JointStatistics(layer)
+    start = statistics.state_dict()[""]["start"]
+    with torch.no_grad():
+        layer.running_var.mul_(0.5)  # type: ignore[union-attr]
+    Pair.answers = [statistics.state_dict()]
+    statistics.join(Pair())
+    assert all(torch.equal(a, b) for a, b in zip(statistics.state_dict()[""]["start"][:2], start[:2], strict=True))
+
+
 def test_equal_statistics_stay_as_they_are_and_uncounted_elements_weight_by_batches() -> None:
     mean, variance = torch.tensor([2.0]), torch.tensor([3.0])
     zero = torch.zeros(1), torch.ones(1)

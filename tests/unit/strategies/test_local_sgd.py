@@ -105,6 +105,18 @@ def test_what_hooks_change_of_the_mean_of_all_ranks_is_kept_and_the_rest_is_each
         assert module.weight.tolist() == [[1.0, 9.0, 3.0]]
 
 
+def test_a_checkpoint_ends_a_round_with_the_mean_of_what_hooks_have_changed() -> None:
+    module, strategy = nn.Linear(3, 1, bias=False), LocalSGD(every=4, outer="nesterov")
+    strategy.world = World()
+    strategy.setup(module)
+    module.weight.data[0, 1] = 9.0
+    strategy.world = AheadOfItsPeer()  # of which a hook has set the element to 11
+    strategy.state_dict(module, [])
+    assert module.weight[0, 1].item() == 10.0
+    [fragment] = strategy._fragments
+    assert torch.equal(fragment.base, module.weight.detach().reshape(-1))  # as in a run that resumes
+
+
 def test_copies_for_a_validation_are_freed_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fragments, "_BLOCK", 12)
     held: list[int] = []
