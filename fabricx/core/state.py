@@ -89,7 +89,7 @@ class RunState:
         phase: present activity; saved, never inferred from the counters.
         epoch: completed epochs.
         batch: batches of the current epoch that this rank has finished.
-        before: batches of earlier epochs that this rank has finished.
+        before: batches of earlier epochs that this rank has finished; in lockstep, in units of the ranks at the start.
         shared_by: number of ranks among which the batches in `batch` were divided.
         accumulate: microbatches per accumulation window of these batches.
         together: samples of a batch on all ranks at the start of the run; 0 if unknown.
@@ -195,10 +195,14 @@ class RunState:
         """Request a validation of the present weights, at the end of the batch; every rank calls it after the batch."""
         self.validating = self.validated = True
 
-    def next_epoch(self) -> None:
-        """Set the position to the first batch of the next epoch."""
+    def next_epoch(self, batches: int) -> None:
+        """Set the position to the first batch of the next epoch.
+
+        Args:
+            batches: trained batches of the epoch that ends; see `before`.
+        """
         self.epoch += 1
-        self.before += self.batch
+        self.before += batches
         self.batch = self.samples = 0
         self.drained = self.closing = self.last = self.validated = False
 

@@ -22,6 +22,7 @@ from fabricx.loop.update import skip_update, update
 from fabricx.session.checkpoint import finish_checkpoint, restore_requested
 from fabricx.session.schedule import (
     agree_at_boundary,
+    batches_of_epoch,
     check_any_batch,
     end_pending,
     epoch_pending,
@@ -150,7 +151,7 @@ def train_epoch(session: Session, train_batches: Callable[[Session], bool]) -> N
 def _close_epoch(session: Session) -> None:
     """Advance the schedules of a complete epoch, whose hooks have run, and count it."""
     step_schedules(session, "epoch", session.state.epoch + 1)
-    session.state.next_epoch()
+    session.state.next_epoch(batches_of_epoch(session))
 
 
 def train_batches(session: Session) -> bool:

@@ -223,9 +223,22 @@ def _batches_before(session: Session) -> int:
     """Return the number of batches of earlier epochs, if validations are counted across epochs; otherwise 0."""
     if session.options.check_val_every_n_epoch is not None:
         return 0
-    if session.data.batches.planned != float("inf"):
-        return session.state.epoch * int(session.data.batches.planned)
-    return session.state.before if session.strategy.traits.lockstep else 0  # otherwise each rank has another number
+    if session.strategy.traits.lockstep:
+        return session.state.before
+    planned = session.data.batches.planned  # what a rank has trained differs from rank to rank
+    return 0 if planned == float("inf") else session.state.epoch * int(planned)
+
+
+def batches_of_epoch(session: Session) -> int:
+    """Return the number of trained batches of the epoch that ends, as counted by the ranks with which the run began.
+
+    Args:
+        session: session at the end of the epoch.
+    """
+    batches, trained = session.data.batches, session.state.batch
+    if not session.strategy.traits.lockstep or batches.training in (0, float("inf")):
+        return trained
+    return int(trained * batches.planned // batches.training)
 
 
 def _leases_per_batch(session: Session) -> float:

@@ -23,7 +23,7 @@ def test_a_position_is_read_from_its_plain_data_also_where_a_newer_version_wrote
 
 def test_the_next_epoch_begins_at_its_first_sample() -> None:
     state = RunState(epoch=2, batch=5, samples=40, step=9, drained=True, closing=True)
-    state.next_epoch()
+    state.next_epoch(5)
     assert state == RunState(epoch=3, before=5, step=9)
 
 

@@ -19,7 +19,7 @@ from fabricx.testing import QUIET, TinyModule, tiny_loader
         ({"limit_train_batches": 4}, [4, 8]),
         ({"limit_train_batches": 0.5}, [3, 6]), ({"val_check_interval": 1, "limit_train_batches": 2}, [4, 5]),
         ({"check_val_every_n_epoch": 2, "limit_train_batches": 2}, [5]),
-        ({"val_check_interval": 2, "check_val_every_n_epoch": None, "limit_train_batches": 2}, [5]),
+        ({"val_check_interval": 2, "check_val_every_n_epoch": None, "limit_train_batches": 2}, [4]),
     ],
     ids=str,
 )  # fmt: skip
@@ -103,6 +103,19 @@ class Stream:
         return iter(self.batches)
 
 
+class Shrinks(Stream):
+    """Has fewer batches in the first epoch than its length."""
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Any:
+        yield from self.batches[: self.first]
+        self.first = len(self.batches)
+
+    first = 5
+
+
 def test_validation_comes_when_it_is_due(quiet: dict[str, Any]) -> None:
     for options, expected in [
         ({}, [8, 16]),
@@ -114,11 +127,15 @@ def test_validation_comes_when_it_is_due(quiet: dict[str, Any]) -> None:
         ({"limit_val_batches": 0}, []),
         ({"val_check_interval": 3, "check_val_every_n_epoch": None, "stream": True}, [3, 6, 9, 12, 15]),
         ({"val_check_interval": 3, "stream": True}, [3, 6, 11, 14]),
+        ({"val_check_interval": 6, "check_val_every_n_epoch": None, "shrinks": True}, [6, 12]),
     ]:
         steps: list[int] = []
         loader: Any = tiny_loader(32, 4)
         if options.pop("stream", False):
             batches, loader = list(loader), Stream()
+            loader.batches = batches
+        if options.pop("shrinks", False):
+            batches, loader = list(loader), Shrinks()
             loader.batches = batches
 
         class Mine(TinyModule):
