@@ -537,6 +537,9 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
     def load_targets(self) -> dict[str, Tensor]:
         return {} if self._divided else self.sharded_parameters()
 
+    def reshard(self) -> None:
+        as_part(self.data_strategy, ShardsWeights).reshard()
+
     def whole_weights(self, module: nn.Module) -> dict[str, Any]:
         return as_part(self.data_strategy, ShardsWeights).whole_weights(module)
 

@@ -64,6 +64,7 @@ def save_checkpoint(
         session.recorder.within(Span.CHECKPOINT), torch.inference_mode(False), session.gradients.weights_as_stored(),
         not_watched(), contextlib.ExitStack() as weights,
     ):  # fmt: skip
+        session.sharding.reshard()  # callbacks change the shards of weights that a validation has gathered
         for callback in session.callbacks:
             weights.enter_context(callback.trained_weights())
         if single_file is None:
