@@ -84,13 +84,13 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         [gradient] = gradients
         inputs, weight = ctx.saved_tensors
-        matrix = weight.to(gradient.dtype)
+        matrix = weight.to(gradient.dtype).conj()  # without effect on real numbers
         input_gradient = gradient @ (matrix if ctx.transposed else matrix.t()) if ctx.needs_input_grad[0] else None
         bias = gradient.reshape(-1, gradient.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
 
         @torch.no_grad()
         def add() -> None:
-            rows, outputs = inputs.reshape(-1, inputs.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+            rows, outputs = inputs.reshape(-1, inputs.shape[-1]).conj(), gradient.reshape(-1, gradient.shape[-1])
             product = (outputs.t() @ rows if ctx.transposed else rows.t() @ outputs).to(weight.dtype)
             weight.grad = product if weight.grad is None else weight.grad.add_(product)
 
