@@ -132,7 +132,7 @@ class DDP(Strategy, Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep):
                 "it, or use compression='bf16', or none"
             )
         check_dtypes(module)
-        self._step = StepModule(module)
+        self._step = StepModule(module, several_backwards=several_backwards)
         self._frozen = [parameter for parameter in module.parameters() if not parameter.requires_grad]
         if self._joins:
             self._agree_on_frozen(module)

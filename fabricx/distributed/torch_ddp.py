@@ -54,13 +54,17 @@ class StepModule(nn.Module):
 
     Args:
         module: the user's module. `step` has to be set before the first call.
+        several_backwards: DDP searches for parameters without gradients.
     """
 
     step: Callable[..., Any]
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, several_backwards: bool = False) -> None:
         super().__init__()
         self.module = module
+        trained = next((p for p in module.parameters() if p.requires_grad), None)
+        if several_backwards and trained is not None:  # DDP searches, and warns if it finds no unused parameter
+            self.unused = nn.Parameter(trained.detach().new_zeros(1))
         self.called = [False]  # whether it was called since the last backward
 
     def __call__(self, *args: Any) -> Any:  # bypasses torch's hooks, which cost two frames per call
