@@ -179,6 +179,7 @@ class Logbook:
             if hasattr(value, "compute") and hasattr(value, "update"):
                 before, _ = self.metrics.objects.get(name, (None, None))
                 if before is None:
+                    self._check_of_one_loader(name, value, series)
                     series.step_batch = series.epoch_batch = self._batch
                 elif before is not value and series.on_epoch:
                     raise ValueError(
@@ -204,6 +205,25 @@ class Logbook:
         if series.on_step and isinstance(value, Tensor):  # read after the batch; the user may change it in place before
             value = value.clone()
         series.add(value, weight, self.step, self._batch)
+
+    def _check_of_one_loader(self, name: str, metric: Any, series: Series) -> None:
+        """Refuse a metric object for the values of several loaders: each would have the samples of all.
+
+        Raises:
+            ValueError: an earlier loader has logged this metric object.
+        """
+        plain, marked, number = name.partition(_LOADER)
+        shared = {
+            loader for other, (known, _) in self.metrics.objects.items()
+            for _, named, loader in [other.partition(_LOADER)] if known is metric and named and loader != number
+        }  # fmt: skip
+        if marked and shared and series.on_epoch:
+            raise ValueError(
+                f"self.log({plain!r}, metric): the same {type(metric).__name__} is logged for the loaders "
+                f"{', '.join(sorted(shared))} and {number}, and its values would mix their samples. Use a metric for "
+                "each loader (an nn.ModuleList with dataloader_idx as the index), or add_dataloader_idx=False for the "
+                "value of all loaders together"
+            )
 
     def count(self) -> int:
         """Return the number of samples of the batch."""
@@ -370,7 +390,7 @@ class Logbook:
                 computed = computed_together(metric)
                 if computed is not None:  # a metric without an update may have no value
                     values[name] = as_single(name, computed)
-                metrics.computed.append(metric)
+            metrics.computed.append(metric)  # also of steps alone: hooks compute its value of the epoch
         metrics.forget_epoch()
         if ended:
             for metric in metrics.computed:

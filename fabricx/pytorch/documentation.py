@@ -41,6 +41,7 @@ _DIFFERS: Final[Mapping[str, str]] = {
     "scheduler with interval step, frequency": "counts updates of the run; in Lightning batches of each epoch",
     "optimizer_step": "runs after training_step and backward: `optimizer_closure()` returns the loss",
     "self.log(add_dataloader_idx=False)": "several loaders may share a name: the mean over all; in Lightning an error",
+    "self.log of a metric object for several loaders": "an error; in Lightning values include the loaders before",
     "self.log twice in a batch, or with accumulation": "a step has the mean of all calls; in Lightning the last",
     "ModelCheckpoint(save_last=True) in a used folder": "replaces last.ckpt; in Lightning writes last-v1.ckpt",
     "ModelCheckpoint without dirpath": "saves in the run's folder; in Lightning in that of the first logger",

@@ -54,10 +54,13 @@ def logbook() -> Logbook:
 
 
 def log(to: Logbook, value: Any, **options: Any) -> None:
-    given = {"on_step": None, "on_epoch": True, "reduce_fx": "mean", "joined": True, **options}
+    given = {"name": "x", "on_step": None, "on_epoch": True, "reduce_fx": "mean", "joined": True, "indexed": True}
+    given |= options
+    reduction, indexed = given["reduce_fx"], given["indexed"]
     to.log(
-        "x", value, False, True, given["on_step"], given["on_epoch"], given["reduce_fx"], None, True, given["joined"]
-    )
+        given["name"], value, False, True, given["on_step"], given["on_epoch"], reduction, None, indexed,
+        given["joined"],
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -186,6 +189,30 @@ def test_a_metric_object_made_anew_in_each_batch_is_refused_for_the_value_of_an_
     log(steps, first, on_step=True, on_epoch=False)
     log(steps, second, on_step=True, on_epoch=False)  # each is the value of its own step
     assert float(steps.step_values(1)["x"]) == 3.0
+
+
+def test_a_metric_object_of_steps_begins_each_epoch_without_samples() -> None:
+    book, metric = logbook(), torchmetrics.SumMetric()
+    for _ in range(2):
+        metric.update(2.0)
+        log(book, metric, on_step=True, on_epoch=False)
+        book.epoch_values(ended=False)
+        assert float(metric.compute()) == 2.0  # in a hook at the end of the epoch
+        book.epoch_values(ended=True)
+
+
+def test_a_metric_object_is_of_a_single_loader() -> None:
+    book, metric = logbook(), torchmetrics.MeanMetric()
+    book.loader = 0
+    log(book, metric)
+    log(book, metric, name="other")
+    log(book, metric, name="step", on_step=True, on_epoch=False)
+    book.loader = 1
+    log(book, torchmetrics.MeanMetric())
+    log(book, metric, name="step", on_step=True, on_epoch=False)  # the value of a batch has no other samples
+    log(book, metric, name="both", indexed=False)
+    with pytest.raises(ValueError, match=r"the same MeanMetric is logged for the loaders 0 and 1.*nn\.ModuleList"):
+        log(book, metric, name="other")
 
 
 class _Unknown(torchmetrics.Metric):
