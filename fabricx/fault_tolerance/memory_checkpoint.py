@@ -149,6 +149,11 @@ class Copies:
         rest, tensors = tree.split(state)
         self._files[self._newest].write((key, self._members, self._worker, rest), tensors)
 
+    def protect_older(self) -> None:
+        """Make the next copy over the newest, if there is an older copy."""
+        if _read(self._files[1 - self._newest].path) is not None:
+            self._newest = 1 - self._newest
+
     def content(self) -> tuple[bytes, Tensor]:
         """Return the newest copy as in its file: header, and the bytes behind it."""
         return self._files[self._newest].content()
@@ -206,7 +211,7 @@ class _MemoryFile:
     """Memory file of a single copy."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self.key: Any = None
         self._memory: mmap.mmap | None = None
         self._pieces: dict[str, Piece] = {}
@@ -249,17 +254,17 @@ class _MemoryFile:
 
     def forget(self) -> None:
         self.key = None
-        with self._path.open("rb+") as file:
+        with self.path.open("rb+") as file:
             if os.fstat(file.fileno()).st_size >= HEADER.size:
                 file.write(bytes(HEADER.size))
 
     def holds(self, key: Any) -> bool:
-        copy = _read(self._path)
+        copy = _read(self.path)
         return copy is not None and copy.key == key
 
     def _take_room(self, size: int, spare: int = 0) -> None:
         if self._memory is None or size > len(self._memory):
-            with self._path.open("rb+") as file:
+            with self.path.open("rb+") as file:
                 os.ftruncate(file.fileno(), size + spare)
                 self._memory = mmap.mmap(file.fileno(), size + spare)
             self._pieces = {}

@@ -63,6 +63,7 @@ class MemoryCheckpointer:
         self._began = (0, 0.0)  # step and time at which the measurement began
         self._took = 0.0  # seconds of copies at that time
         self._fits = True  # whether the copies fit into memory
+        self._complete = False  # whether all ranks certainly have the newest copy
         self.reached = None if member.changes else _Reached(Path(member.folder) / f"reached-{member.slot}")
         self.seconds = 0.0
 
@@ -78,6 +79,7 @@ class MemoryCheckpointer:
         if not self._fits:
             return
         self._copy(session)
+        self._complete = True  # after a change of members, all ranks meet again before they train
         step = session.state.step
         self._steps = self._every or 1
         # The first copies are not typical: optimizer states do not exist yet, and memory is being allocated.
@@ -93,6 +95,7 @@ class MemoryCheckpointer:
         step = session.state.step
         if self.reached is not None:
             self.reached.note(step)
+        self._complete |= session.strategy.traits.synchronous  # no rank ends a step before all have begun it
         if step < self._next or not self._fits:
             return
         began = time.monotonic()
@@ -121,6 +124,8 @@ class MemoryCheckpointer:
         if torn or session.world.silent:  # the state may differ from that of the newest step
             return
         if self.copies.newest != (progress(session), session.world.generation):
+            if not self._complete:  # other ranks may have the older copy only, and fail to copy now
+                self.copies.protect_older()
             with contextlib.suppress(RuntimeError):  # a collective was pending when the connections were closed
                 self._copy(session, session.fault_tolerance.resume_point)
 
@@ -151,6 +156,7 @@ class MemoryCheckpointer:
         if "strategy" in state:
             state["strategy"]["module"].update(point.buffers)
         self.copies.make((progress(session), session.world.generation), self._members, state)
+        self._complete = False
         if self._buddy is not None:
             self._buddy.exchange(self.copies, {name: state[name] for name in _OWN})
         took = time.monotonic() - began
