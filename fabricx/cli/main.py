@@ -259,11 +259,11 @@ def _resume(arguments: list[str]) -> int:
 
 def _newest_of(run_dir: Path, config: dict[str, Any]) -> Path:
     """Return the newest whole checkpoint of a run that is not in progress."""
-    from fabricx.launch.run_lock import exclusive_run
+    from fabricx.launch.run_lock import lock_owner, occupied
     from fabricx.trainer.run_dir import checkpoints_of, newest_whole
 
-    with exclusive_run(run_dir):  # a run in progress could delete the checkpoints that are listed next
-        pass
+    if (owner := lock_owner(run_dir)) is not None:  # it could delete the checkpoints that are listed next
+        raise occupied(run_dir, owner)
     dirpath = ((config.get("callbacks") or {}).get("model_checkpoint") or {}).get("dirpath")
     checkpoints = checkpoints_of(run_dir, dirpath)
     if not checkpoints:
@@ -273,13 +273,17 @@ def _newest_of(run_dir: Path, config: dict[str, Any]) -> Path:
 
 def _run_resumed(config: dict[str, Any], run_dir: Path, newest: Path) -> bool:
     """Resume a run, and record its new configuration and command, unless it fails before it saves anything."""
+    from fabricx.launch.run_lock import lock_owner
     from fabricx.trainer import provenance
 
     recorded = provenance.write_resumed(run_dir, {**config, "ckpt_path": None})
     try:
         return run("fit", config, run_dir)[0]
     except BaseException:
-        if _newest_of(run_dir, config) == newest:
+        saved = True
+        with contextlib.suppress(ValueError):
+            saved = lock_owner(run_dir) is None and _newest_of(run_dir, config) != newest
+        if not saved:
             for file in recorded:
                 file.unlink(missing_ok=True)
         raise

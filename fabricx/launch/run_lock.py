@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final, TextIO
+
+_FILE: Final = "running"
+_ASKED_S: Final = 0.5  # seconds in which a lock may be that of `lock_owner` in another process
 
 
 @contextlib.contextmanager
@@ -25,34 +30,74 @@ def exclusive_run(run_dir: Path, label: str = "") -> Iterator[None]:
         yield
         return
     run_dir.mkdir(parents=True, exist_ok=True)
-    path = run_dir / "running"
-    with path.open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            process = (file.read().split() or ["?"])[0]
-            raise ValueError(
-                f"process {process} is training in {run_dir}: wait until it ends, or stop it with Ctrl-C"
-            ) from None
+    path = run_dir / _FILE
+    with _locked(path, run_dir) as file:
         file.truncate(0)
         file.write(f"{os.getpid()} {label}".rstrip())
         file.flush()
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)
+            if _is_at(path, file):
+                path.unlink(missing_ok=True)
+
+
+def _locked(path: Path, run_dir: Path) -> TextIO:
+    """Open and lock the file at a path: another process may delete it in between, whose lock would then admit two."""
+    import fcntl
+
+    end = time.monotonic() + _ASKED_S
+    while True:
+        file = path.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_at(path, file):
+                return file
+            file.close()
+        except BlockingIOError:
+            with file:
+                file.seek(0)
+                owner = file.read()
+            if time.monotonic() > end:
+                raise occupied(run_dir, owner) from None
+            time.sleep(_ASKED_S / 10)
+        except BaseException:
+            file.close()
+            raise
+
+
+def _is_at(path: Path, file: TextIO) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def occupied(run_dir: Path, owner: str) -> ValueError:
+    """Return the error for a folder in which another process trains.
+
+    Args:
+        run_dir: the folder.
+        owner: result of `lock_owner`.
+    """
+    process = (owner.split() or ["?"])[0]
+    return ValueError(f"process {process} is training in {run_dir}: wait until it ends, or stop it with Ctrl-C")
 
 
 def lock_owner(run_dir: Path) -> str | None:
     """Return the process id and the label of the process that trains in a folder; None if no process does.
 
     Args:
-        run_dir: the folder of a run.
+        run_dir: the folder of a run, which may be read-only.
     """
-    path = run_dir / "running"
     try:
-        with exclusive_run(run_dir):
-            return None
-    except ValueError:
-        return path.read_text()
+        import fcntl
+
+        with (run_dir / _FILE).open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return file.read()
+    except (ImportError, FileNotFoundError):
+        pass
+    return None

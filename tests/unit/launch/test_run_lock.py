@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -29,3 +31,39 @@ def test_a_file_that_a_killed_run_has_left_locks_nothing(tmp_path: Path) -> None
     assert lock_owner(tmp_path) is None
     with exclusive_run(tmp_path):
         pass
+
+
+def test_a_run_that_opens_the_file_as_another_run_deletes_it_is_the_only_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    flock, first = fcntl.flock, ExitStack()
+    first.enter_context(exclusive_run(tmp_path))
+
+    def first_ends(*arguments: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        first.close()
+        flock(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", first_ends)
+    with exclusive_run(tmp_path), pytest.raises(ValueError, match="is training in"):
+        exclusive_run(tmp_path).__enter__()
+
+
+def test_a_question_for_the_owner_creates_and_changes_nothing(tmp_path: Path) -> None:
+    assert lock_owner(tmp_path / "none") is None
+    with exclusive_run(tmp_path), (tmp_path / "running").open() as file:
+        assert lock_owner(tmp_path) == file.read()
+    (tmp_path / "running").write_text("1234 killed")
+    assert lock_owner(tmp_path) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["running"]
+
+
+def test_a_run_begins_while_another_process_asks_for_the_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    (tmp_path / "running").touch()
+    asking = (tmp_path / "running").open()
+    fcntl.flock(asking, fcntl.LOCK_SH)
+    monkeypatch.setattr("time.sleep", lambda seconds: asking.close())
+    with exclusive_run(tmp_path):
+        assert lock_owner(tmp_path) == str(os.getpid())
