@@ -371,7 +371,7 @@ class Logbook:
             return {}
         names = metrics.due(epoch=False, step=self.step)
         values = metrics.joined(names, epoch=False, batches=self.batches, alone=True)
-        for name, (metric, series) in metrics.objects.items():
+        for name, (metric, series) in sorted(metrics.objects.items()):
             latest = getattr(metric, "_forward_cache", None) if series.on_step else None
             if latest is not None:  # else the value needs a collective
                 values[name] = torch.as_tensor(latest)
@@ -385,7 +385,7 @@ class Logbook:
         """
         metrics = self.metrics
         values = metrics.joined(metrics.due(epoch=True), epoch=True, batches=self._had)
-        for name, (metric, series) in metrics.objects.items():
+        for name, (metric, series) in sorted(metrics.objects.items()):  # ranks may have logged in different orders
             if series.on_epoch:
                 computed = computed_together(metric)
                 if computed is not None:  # a metric without an update may have no value

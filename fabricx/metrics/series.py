@@ -196,7 +196,7 @@ def as_value(value: Any, name: str) -> Any:
         name: name for the message.
 
     Raises:
-        ValueError: the value is neither a number nor a tensor of one element.
+        ValueError: the value is neither a real number nor a tensor of one.
     """
     if isinstance(value, Tensor):
         if value.numel() != 1:
@@ -205,6 +205,8 @@ def as_value(value: Any, name: str) -> Any:
                 "such as its mean()"
             )
         detached = value.detach()
+        if detached.is_complex():
+            raise ValueError(f"self.log({name!r}, ...) got a complex number; log its abs(), or real and imag")
         if detached.dtype not in EXACT:
             detached = detached.float() if detached.is_floating_point() else detached.long()
         return detached if detached.dim() == 0 else detached.reshape(())

@@ -232,3 +232,23 @@ def test_an_evaluation_before_training_counts_each_sample_once_on_the_stages_of_
         [found] = trainer.test(net, DataLoader(data, 2), verbose=False)
         assert found == {"logged": 84.0, "computed": 84.0}
         assert float(net.kept.compute()) == 84.0
+
+
+class OfTwo(TinyModule):
+    """Logs a metric object where the batch has samples of it: the first batch differs by rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ones, self.twos = torchmetrics.SumMetric(), torchmetrics.SumMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        name, metric = ("ones", self.ones) if batch[0].item() == 1 else ("twos", self.twos)
+        metric.update(1.0 if name == "ones" else 200.0)
+        self.log(name, metric)
+
+
+def test_ranks_compute_metric_objects_in_the_same_order() -> None:
+    values = torch.tensor([2.0, 1.0, 1.0, 2.0, 1.0, 1.0])[:, None]
+    module = OfTwo()
+    [logged] = fx.Trainer(devices=2, **QUIET).validate(module, DataLoader(TensorDataset(values), 1))
+    assert logged == {"ones": 4.0, "twos": 400.0}

@@ -43,6 +43,8 @@ def test_only_one_number_can_be_logged() -> None:
         as_value(torch.zeros(2), "x")
     with pytest.raises(ValueError, match="str"):
         as_value("high", "x")
+    with pytest.raises(ValueError, match="a complex number; log its abs"):
+        as_value(torch.tensor(1.7 + 0.0j), "x")
     assert as_value(torch.ones(1), "x").dim() == 0
 
 
