@@ -46,8 +46,13 @@ class Logger(NamesChecked, ABC):
     """Writes metrics to a destination; its methods are called on the main rank only.
 
     A logger is a plain, picklable description until `open`: it is created in the caller's process and used in a worker.
+
+    Attributes:
+        updates_of_row: weight updates at the row that `log_metrics` writes, if its step is another number: that of a
+            value named "step" of the module, or of an evaluation batch. `rewind` goes by weight updates.
     """
 
+    updates_of_row: int | None = None
     shows_telemetry: ClassVar[bool] = False  # whether TensorBoard shows its folder, with telemetry of all ranks
 
     @abstractmethod

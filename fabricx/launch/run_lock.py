@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import time
 from collections.abc import Iterator
@@ -24,9 +25,7 @@ def exclusive_run(run_dir: Path, label: str = "") -> Iterator[None]:
     Raises:
         ValueError: a different process holds the lock.
     """
-    try:
-        import fcntl
-    except ImportError:  # systems without file locks
+    if importlib.util.find_spec("fcntl") is None:  # systems without file locks
         yield
         return
     run_dir.mkdir(parents=True, exist_ok=True)

@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any, TextIO, final
 
 from fabricx.loggers.files import (
+    UPDATES,
     FolderLogger,
     LoggerFolder,
     by_name,
     of_open_logger,
     prefixed,
     truncate_partial_line,
+    with_updates,
     with_whole_epoch,
     write_hyperparameters,
 )
@@ -25,6 +27,7 @@ from fabricx.loggers.files import (
 class CSVLogger(FolderLogger[TextIO]):
     """Write `metrics.csv`, with a row for each call of `log_metrics`, and `hparams.yaml`.
 
+    Where the step of rows is a value that the module has logged, or an evaluation batch, `weight_updates` is a column.
     A new metric adds a column: the file is rewritten and replaced atomically, so that it can be read at any time. A
     resumed run appends to the file in its folder.
 
@@ -59,7 +62,8 @@ class CSVLogger(FolderLogger[TextIO]):
     @of_open_logger
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = 0) -> None:
         step = step or 0
-        row = {"step": step, **prefixed(with_whole_epoch(metrics), self._prefix)}
+        metrics = with_updates(with_whole_epoch(metrics), self.updates_of_row)
+        row = {"step": step, **prefixed(metrics, self._prefix)}
         if (text := {name: str(value) for name, value in row.items()}) in self._kept:
             self._kept.remove(text)  # already written: callbacks after the checkpoint repeat it
             return
@@ -72,9 +76,10 @@ class CSVLogger(FolderLogger[TextIO]):
     def rewind(self, step: int) -> None:
         if not self._columns or self._folder is None:
             return
-        self._rewrite(self._columns, lambda row: _step(row) <= step)
+        updates = next(iter(prefixed({UPDATES: 0}, self._prefix)))
+        self._rewrite(self._columns, lambda row: _updates(row, updates) <= step)
         with (self._folder / "metrics.csv").open(newline="") as file:
-            kept = [row for row in csv.DictReader(file) if _step(row) == step]
+            kept = [row for row in csv.DictReader(file) if _updates(row, updates) == step]
         self._kept = [{name: value for name, value in row.items() if value} for row in kept]
 
     def _rewrite(self, columns: list[str], keep: Callable[[dict[str, Any]], bool] = lambda row: True) -> None:
@@ -105,9 +110,9 @@ def _header(path: Path) -> list[str]:
         return next(csv.reader(file), [])
 
 
-def _step(row: Mapping[str, Any]) -> float:
-    """Return the step of a row; infinity for an incomplete row, as of a killed run."""
+def _updates(row: Mapping[str, Any], name: str) -> float:
+    """Return the weight updates at a row, by name or its step; infinity for an incomplete row, as of a killed run."""
     try:
-        return float(row["step"]) if None not in row.values() else math.inf
+        return float(row.get(name) or row["step"]) if None not in row.values() else math.inf
     except ValueError:
         return math.inf

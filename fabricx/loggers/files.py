@@ -13,7 +13,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, ParamSpec, Protocol, TypeVar, final
+from typing import Any, Final, Generic, ParamSpec, Protocol, TypeVar, final
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
@@ -21,6 +21,7 @@ from fabricx.core.hparams import plain, plain_containers
 from fabricx.core.logger import STATUS, Ending, Logger, Silent
 from fabricx.core.rank_zero import launched_rank
 
+UPDATES: Final = "weight_updates"  # name of the weight updates at a row whose step is another number
 P = ParamSpec("P")
 W = TypeVar("W", bound="Writer")
 
@@ -277,6 +278,16 @@ def with_whole_epoch(metrics: Mapping[str, Any]) -> dict[str, float]:
     numbers = {name: value.item() if hasattr(value, "item") else value for name, value in metrics.items()}
     epoch = numbers.get("epoch", 0.5)
     return {**numbers, "epoch": int(epoch)} if float(epoch).is_integer() else numbers
+
+
+def with_updates(metrics: Mapping[str, float], updates: int | None) -> Mapping[str, float]:
+    """Return the values of a row, with the number of weight updates where the row's step is another number.
+
+    Args:
+        metrics: values by name.
+        updates: weight updates; None if they are the step.
+    """
+    return metrics if updates is None else {UPDATES: updates, **metrics}
 
 
 def _first_unused(parent: Path) -> int:

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, TextIO, final
 
 from fabricx.loggers.files import (
+    UPDATES,
     FolderLogger,
     LoggerFolder,
     by_name,
     of_open_logger,
     truncate_partial_line,
+    with_updates,
     with_whole_epoch,
     write_hyperparameters,
 )
@@ -25,7 +27,8 @@ from fabricx.loggers.files import (
 class JSONLogger(FolderLogger[TextIO]):
     """Write `metrics.jsonl`, an object per line, and `hparams.json`.
 
-    Each object has "step", "time" (seconds since 1970) and the metrics. NaN and infinity, which JSON lacks, are null.
+    Each object has "step", "time" (seconds since 1970) and the metrics; and "weight_updates", where the step is a value
+    that the module has logged, or an evaluation batch. NaN and infinity, which JSON lacks, are null.
 
     Args:
         save_dir: parent folder; default: the run's folder.
@@ -51,7 +54,7 @@ class JSONLogger(FolderLogger[TextIO]):
     @of_open_logger
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = 0) -> None:
         step = step or 0
-        whole = with_whole_epoch(metrics)
+        whole = with_updates(with_whole_epoch(metrics), self.updates_of_row)
         finite = {name: value if math.isfinite(value) else None for name, value in whole.items()}
         if {"step": step, **finite} in self._kept:  # already written: callbacks after the checkpoint repeat it
             self._kept.remove({"step": step, **finite})
@@ -65,9 +68,9 @@ class JSONLogger(FolderLogger[TextIO]):
         self._writer.close()
         path, temporary = self._folder / "metrics.jsonl", self._folder / ".metrics.jsonl-new"
         with path.open() as old, temporary.open("w") as new:
-            lines = [line for line in old if _step(line) <= step]
+            lines = [line for line in old if _updates(line) <= step]
             new.writelines(lines)
-        kept = [json.loads(line) for line in lines if _step(line) == step]
+        kept = [json.loads(line) for line in lines if _updates(line) == step]
         self._kept = [{name: value for name, value in row.items() if name != "time"} for row in kept]
         temporary.replace(path)
         self._writer = path.open("a")
@@ -79,9 +82,10 @@ class JSONLogger(FolderLogger[TextIO]):
             write_hyperparameters(self._folder / "hparams.json", by_name(params))
 
 
-def _step(line: str) -> float:
-    """Return the step of a row; infinity for an incomplete row, as of a killed run."""
+def _updates(line: str) -> float:
+    """Return the weight updates at a row; infinity for an incomplete row, as of a killed run."""
     try:
-        return float(json.loads(line)["step"])
+        row = json.loads(line)
+        return float(row.get(UPDATES, row["step"]))
     except (ValueError, KeyError, TypeError):
         return math.inf

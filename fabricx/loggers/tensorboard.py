@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final, final
 
@@ -14,7 +14,16 @@ from torch import nn
 from fabricx.core.evaluation_mode import evaluation_mode
 from fabricx.core.logger import Ending
 from fabricx.core.rng import random_kept
-from fabricx.loggers.files import FolderLogger, LoggerFolder, by_name, of_open_logger, prefixed, write_hyperparameters
+from fabricx.loggers.files import (
+    UPDATES,
+    FolderLogger,
+    LoggerFolder,
+    by_name,
+    of_open_logger,
+    prefixed,
+    with_updates,
+    write_hyperparameters,
+)
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -27,6 +36,7 @@ _SESSION: Final = ".hparams"  # suffix of the file with the HPARAMS session
 class TensorBoardLogger(FolderLogger["SummaryWriter"]):
     """Write an event file and `hparams.yaml`; `tensorboard --logdir runs` shows all runs by the names of their folders.
 
+    Where the step of values is one that the module has logged, or an evaluation batch, `weight_updates` is a chart.
     At the end of the run, hyperparameters are written with the last value of every metric and the status of the run,
     for TensorBoard's HPARAMS page.
 
@@ -76,7 +86,7 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
         if self._writer is None:
             return
         metrics = prefixed(metrics, self._prefix)
-        for name, value in metrics.items():
+        for name, value in with_updates(metrics, self.updates_of_row).items():
             if self._kept and (row := (step, name, _single(value))) in self._kept:
                 self._kept.remove(row)  # already written: callbacks after the checkpoint repeat it
                 continue
@@ -88,11 +98,13 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
 
         if self._writer is not None and self._folder is not None:
             self._writer.flush()
-            self._kept = _rows_of(self._folder, step)
+            updates = _updates_of(self._folder)
+            before = [step, *(number for number, update in updates.items() if update <= step)]
+            self._kept = _rows_of(self._folder, {step} | {row for row, update in updates.items() if update == step})
             # A START event makes TensorBoard discard earlier events with its step and later steps.
             messages: Any = event_pb2  # generates its classes at run time
             began = messages.SessionLog(status=messages.SessionLog.START)
-            self._writer._get_file_writer().add_event(messages.Event(step=step + 1, session_log=began))  # type: ignore[no-untyped-call]
+            self._writer._get_file_writer().add_event(messages.Event(step=max(before) + 1, session_log=began))  # type: ignore[no-untyped-call]
 
     def log_hyperparams(
         self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None, step: int | None = None
@@ -199,25 +211,37 @@ def _single(value: float) -> float:
     return torch.tensor(value, dtype=torch.float32).item()
 
 
-def _rows_of(folder: Path, step: int) -> list[tuple[int, str, float]]:
-    """Return the values of a step in the event files of a folder: (step, name, value)."""
+def _updates_of(folder: Path) -> dict[int, float]:
+    """Return the weight updates at rows whose step is another number, by step."""
+    events = _events(folder, [UPDATES.encode()])
+    return {e.step: value.simple_value for e in events for value in e.summary.value if value.tag == UPDATES}
+
+
+def _rows_of(folder: Path, steps: Set[int]) -> list[tuple[int, str, float]]:
+    """Return the values of steps in the event files of a folder: (step, name, value)."""
     from tensorboard.compat.proto import event_pb2
 
     messages: Any = event_pb2
-    # Only events that contain these bytes, when serialized, need to be parsed.
-    of_step = messages.Event(step=step).SerializeToString()
+    of_steps = [messages.Event(step=step).SerializeToString() for step in steps]
     of_start = messages.Event(session_log=messages.SessionLog(status=messages.SessionLog.START)).SerializeToString()
     rows: list[tuple[int, str, float]] = []
+    for event in _events(folder, [*of_steps, of_start]):
+        if event.HasField("session_log"):
+            rows = [row for row in rows if row[0] < event.step]  # a rollback discards the values before
+        if event.step in steps:
+            rows += [(event.step, v.tag, v.simple_value) for v in event.summary.value if v.HasField("simple_value")]
+    return rows
+
+
+def _events(folder: Path, texts: Sequence[bytes]) -> Iterator[Any]:
+    """Yield the events of a folder; only those that contain one of these bytes, when serialized, are parsed."""
+    from tensorboard.compat.proto import event_pb2
+
+    messages: Any = event_pb2
     for path in sorted(folder.glob("events.out.tfevents.*")):
         for record in _records(path.read_bytes()):
-            if of_step not in record and of_start not in record:
-                continue
-            event = messages.Event.FromString(record)
-            if event.HasField("session_log") and event.step <= step:
-                rows.clear()  # a rollback to this step or an earlier step discards the values before
-            if event.step == step:
-                rows += [(step, v.tag, v.simple_value) for v in event.summary.value if v.HasField("simple_value")]
-    return rows
+            if any(text in record for text in texts):
+                yield messages.Event.FromString(record)
 
 
 def _records(data: bytes) -> Iterator[bytes]:

@@ -54,16 +54,19 @@ class LoggerDispatcher:
         for number in range(len(self._loggers)):
             self._attempt(number, write)
 
-    def metrics(self, values: Mapping[str, float], step: int, axis: float | None = None) -> None:
+    def metrics(
+        self, values: Mapping[str, float], step: int, axis: float | None = None, *, update: int | None = None
+    ) -> None:  # fmt: skip
         """Write values that the module has logged.
 
         Args:
             values: values by name.
-            step: number of the weight update.
+            step: number of the weight update, or of the evaluation batch.
             axis: step of the rows of loggers, if the module has logged a value named "step".
+            update: number of the weight update; None if it is `step`.
         """
         position = step if axis is None or not math.isfinite(axis) else int(axis)
-        self._write(values, position)
+        self._write(values, position, step if update is None else update)
         self._recorder.metrics(values, step)
 
     def measured(self, values: Mapping[str, float], step: int) -> None:
@@ -76,9 +79,13 @@ class LoggerDispatcher:
         self._write(values, step)
         self._recorder.gauges(values, step)
 
-    def _write(self, values: Mapping[str, float], step: int) -> None:
+    def _write(self, values: Mapping[str, float], step: int, update: int | None = None) -> None:
         def write(logger: Logger) -> None:
-            logger.log_metrics(values, step)
+            logger.updates_of_row = None if update == step else update
+            try:
+                logger.log_metrics(values, step)
+            finally:
+                logger.updates_of_row = None
             logger.after_row()
 
         self.each(write)

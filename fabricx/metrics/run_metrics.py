@@ -315,7 +315,7 @@ class RunMetrics:
             axis = row.pop("step", None)  # of the user, for the x axis of loggers
             if axis is None:
                 row.setdefault("epoch", float(self._state.ended_epochs))
-            self.loggers.metrics(row, self._state.step if step is None else step, axis)
+            self.loggers.metrics(row, self._state.step if step is None else step, axis, update=self._state.step)
 
 
 def _measure(

@@ -1,21 +1,24 @@
-"""A full disk costs rows, not the run; what has happened meanwhile is written when there is room."""
+"""A full disk costs rows, not the run; and a run that resumes goes back to the rows of its checkpoint."""
 
 from __future__ import annotations
 
+import csv
 import errno
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import fabricx as fx
 from fabricx import checkpoint
 from fabricx.callbacks import ModelCheckpoint
 from fabricx.checkpoint import sharded_tensors
 from fabricx.core.logger import Ending, Logger
-from fabricx.loggers import CSVLogger, JSONLogger
+from fabricx.loggers import CSVLogger, JSONLogger, TensorBoardLogger
 from fabricx.metrics.logger_dispatcher import LoggerDispatcher
 from fabricx.testing import QUIET, TinyModule, tiny_loader
 
@@ -111,3 +114,44 @@ def test_training_goes_on_with_a_full_disk_and_saves_when_there_is_room(
     assert logger.texts[-2:] == [("events/checkpoint", 4), ("events/checkpoint", 6)]
     assert [path.name for path in checkpoint.list_committed(tmp_path)] == ["step=8.ckpt"]
     assert saver.best_model_path == str(tmp_path / "step=8.ckpt")
+
+
+def _steps(folder: Path) -> list[int]:
+    """Return the steps of the values of a logger's files; TensorBoard discards as its START events say."""
+    if (table := folder / "metrics.csv").exists():
+        with table.open(newline="") as file:
+            return [int(row["step"]) for row in csv.DictReader(file)]
+    if (lines := folder / "metrics.jsonl").exists():
+        return [json.loads(line)["step"] for line in lines.read_text().splitlines()]
+    events = EventAccumulator(str(folder)).Reload()
+    return [event.step for event in events.Scalars("loss")]
+
+
+@pytest.mark.parametrize("make", [CSVLogger, JSONLogger, TensorBoardLogger])
+@pytest.mark.parametrize(
+    ("axes", "kept"), [([32, 64, 96, 128], [32, 64, 160]), ([None] * 4, [1, 2, 3]), ([0, 0, 1, 1], [0, 0, 1])]
+)
+def test_a_run_that_resumes_has_the_rows_of_earlier_updates_whatever_their_steps_are(
+    make: Any, axes: list[float | None], kept: list[int], tmp_path: Path
+) -> None:
+    loggers = LoggerDispatcher([make(tmp_path, "", "")], tmp_path)
+    for update, axis in enumerate(axes, 1):
+        loggers.metrics({"loss": 1.0 / update}, update, axis)
+    loggers.close("failed")
+    loggers = LoggerDispatcher([make(tmp_path, "", "")], tmp_path)
+    loggers.rewind(2)
+    loggers.metrics({"loss": 0.5}, 2, axes[1])  # repeated after the checkpoint: there already
+    loggers.metrics({"loss": 0.1}, 3, kept[-1])
+    loggers.close("success")
+    if make is TensorBoardLogger and axes[0] == 0:  # it discards by step, and would discard telemetry of step 1, too
+        kept = [0, 0, 1, 1, 1]
+    assert _steps(tmp_path) == kept
+
+
+def test_rows_of_evaluation_batches_are_rewound_by_updates(tmp_path: Path) -> None:
+    loggers = LoggerDispatcher([CSVLogger(tmp_path, "", "")], tmp_path)
+    for batch in range(1, 9):
+        loggers.metrics({"loss": 1.0}, batch, update=2 if batch < 5 else 4)
+    loggers.rewind(2)
+    loggers.close("success")
+    assert _steps(tmp_path) == [1, 2, 3, 4]
