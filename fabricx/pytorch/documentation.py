@@ -88,7 +88,7 @@ _DIFFERS: Final[Mapping[str, str]] = {
     "ModelSummary": "has no FLOPs; the size includes buffers; sizes of inputs and outputs need a single device",
     "self.log(sync_dist=)": "True by default: over the samples of all ranks; False logs the main rank's value",
     "self.log(on_step=True) in an evaluation": "a batch of the main rank, also with `sync_dist=True`",
-    'self.log("step", value)': "sets the step of the rows of loggers; a resumed run removes rows of later weight updates",
+    'self.log("step", value)': "sets the step of the rows of loggers; a resumed run removes rows of later updates",
     "self.log(enable_graph=, metric_attribute=)": "accepted, without an effect",
     "several optimizers": "allowed in automatic optimization: they share one loss and step together",
     "validation_step(dataloader_idx)": "may be missing, or have no default, with any number of loaders",
