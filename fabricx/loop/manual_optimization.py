@@ -121,7 +121,7 @@ def count_manual_steps(session: Session) -> None:
         steps.clear()  # first: a rank that waits for a dead rank in `after_update` repeats the batch
         for _ in range(count):
             count_update(session)
-        session.batch.without_update = 0
+        session.batch.without_update, session.batch.updates = 0, count
     else:
         count_without_update(session)
 

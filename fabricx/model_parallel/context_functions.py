@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, Final, final
+from typing import Any, Final, Literal, final
 
 import torch
 from torch import Tensor
@@ -200,6 +200,29 @@ class ContextFunctions(TorchFunctionMode):
             )
         return function(*args, **options)
 
+    def reduction(self, function: Callable[..., Tensor], op: Literal["max", "min"], *args: Any, **options: Any) -> Any:
+        """Reduce all elements over all shards, such as `torch.isinf(x).any()`; tensors that ranks share may be reduced.
+
+        Args:
+            function: `any`, `all`, `amax`, `amin`, `max` or `min`.
+            op: operation over ranks.
+            args, options: of the function; with a dimension, nothing is reduced over ranks.
+
+        Raises:
+            ValueError: the result needs a gradient.
+        """
+        result = function(*args, **options)
+        if self.shard is None or len(args) + len(options) > 1:
+            return result
+        if result.requires_grad:
+            raise ValueError(
+                f"{function.__name__} of all elements within a block depends on the whole sequence, and "
+                "strategy=context has no gradient of it: use it on x.detach(), or before the blocks"
+            )
+        narrow = result.dtype if result.dtype in (torch.bool, torch.float16, torch.bfloat16) else None
+        total = self.world.all_reduce(result.clone() if narrow is None else result.float(), op)
+        return total if narrow is None else total.to(narrow)
+
     def _sequence_dim(self, tensor: Tensor) -> int | None:
         local = 0 if self.shard is None else self.shard.local
         for dim in (self.dim, tensor.dim() - 2):
@@ -284,6 +307,10 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
 
 
+def _reduction(reduction: Any, op: Any, functions: ContextFunctions, *args: Any, **options: Any) -> Any:
+    return functions.reduction(reduction, op, *args, **options)
+
+
 def _convolution(convolution: Any, functions: ContextFunctions, *args: Any, **options: Any) -> Tensor:
     return functions.convolution(convolution, *args, **options)
 
@@ -298,5 +325,10 @@ _RULES: Final[dict[Any, Callable[..., Any]]] = {
     F.dropout: ContextFunctions.dropout,
     torch.arange: ContextFunctions.arange,
     Tensor.__getitem__: ContextFunctions.index,
+    **{
+        function: functools.partial(_reduction, function, "max" if name in ("any", "amax", "max") else "min")
+        for name in ("any", "all", "amax", "amin", "max", "min")
+        for function in (getattr(torch, name), getattr(Tensor, name))
+    },
     **{function: functools.partial(_convolution, function) for function in (torch.conv1d, torch.conv2d, torch.conv3d)},
 }

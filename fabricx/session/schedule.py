@@ -193,7 +193,9 @@ def validation_due(session: Session, micro: Microbatch) -> bool:
     if every == float("inf") or micro.incomplete:
         return False
     if isinstance(session.options.val_check_interval, str):
-        return micro.closes and session.state.step % every == 0 and _epoch_validates(session)
+        if not micro.closes or session.batch.without_update:
+            return False
+        return session.state.step % every < session.batch.updates and _epoch_validates(session)
     if micro.completes is not None:  # the number of ranks has changed: what counts is batches of the first ones
         before = _batches_before(session) + 1
         return any((before + number) % every == 0 for number in micro.completes) and _epoch_validates(session)

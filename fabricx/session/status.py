@@ -75,6 +75,7 @@ class BatchStatus:
     Attributes:
         is_last: the last batch of the epoch, or of an evaluation loader.
         without_update: consecutive batches, or accumulation windows, without a weight update.
+        updates: weight updates of the newest batch, or accumulation window, that had any.
         in_step: True within a step: weights, random states or statistics contain a batch that the position in the data
             does not.
         asynchronous: this rank trains at its own pace at present.
@@ -86,6 +87,7 @@ class BatchStatus:
 
     is_last: bool = False
     without_update: int = 0
+    updates: int = 1
     in_step: bool = False
     asynchronous: bool = False
     idle_ranks: int = 0

@@ -97,3 +97,24 @@ def test_convolutions_along_the_sequence_are_refused_and_others_are_not() -> Non
     mode.shard = None
     with mode:
         assert nn.Conv1d(3, 3, 3, padding=1)(along).shape == along.shape
+
+
+class AheadOfItsPeer(World):
+    """Rank 0 of two; the other's numbers are greater by 2."""
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        return tensor + 2 if op == "max" else tensor
+
+
+def test_reductions_of_all_elements_are_those_of_the_whole_sequence() -> None:
+    mode, x = ContextFunctions(AheadOfItsPeer(), 1, ()), torch.tensor([[1.0, 3.0]])
+    with mode:
+        assert (x > 5).any().item() is False  # outside of the blocks
+        mode.shard = SHARD
+        assert (x > 5).any().item() is True
+        assert (x > 0).all().item() is True
+        assert (x.amax().item(), torch.max(x.half()).dtype, x.min().item()) == (5.0, torch.float16, 1.0)
+        assert x.amax(-1).tolist() == [3.0]
+        assert torch.max(x, x + 1).tolist() == [[2.0, 4.0]]
+        with pytest.raises(ValueError, match=r"amax of all elements .* use it on x\.detach\(\)"):
+            x.requires_grad_().amax()

@@ -147,6 +147,34 @@ def test_validation_comes_when_it_is_due(quiet: dict[str, Any]) -> None:
         assert steps == expected, options
 
 
+@pytest.mark.filterwarnings("ignore:training_step returned no loss")
+@pytest.mark.parametrize(("manual", "every", "expected"), [(False, "2st", [2, 4]), (True, "3st", [4, 6, 10, 12, 16])])
+def test_validation_by_steps_follows_the_batch_that_reaches_them(
+    manual: bool, every: str, expected: list[int], quiet: dict[str, Any]
+) -> None:
+    """Batches without a loss do not repeat a validation, and several steps of a batch do not pass one by."""
+    steps: list[int] = []
+
+    class Own(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if not manual:
+                return None if batch_idx in (2, 3, 4) else super().training_step(batch, batch_idx)
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer: Any = self.optimizers()
+            optimizer.step()
+            optimizer.step()
+            return None
+
+        def on_validation_start(self) -> None:
+            steps.append(self.global_step)
+
+    module = Own()
+    module.automatic_optimization = not manual
+    trainer = fx.Trainer(max_epochs=1, num_sanity_val_steps=0, val_check_interval=every, **quiet)
+    trainer.fit(module, tiny_loader(32, 4), tiny_loader(4, 4))
+    assert steps == expected
+
+
 class Countless(fx.Strategy):
     """Returns no number of updates."""
 
