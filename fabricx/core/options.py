@@ -250,7 +250,7 @@ class TrainerOptions:
     def _set_validation(self, interval: Any, every_n_epoch: Any, sanity_steps: Any, inference_mode: Any) -> None:
         self.val_check_interval = check_validation_interval(interval)
         self.check_val_every_n_epoch = check_count("check_val_every_n_epoch", every_n_epoch, "epoch", 1)
-        if every_n_epoch is None and isinstance(self.val_check_interval, float):
+        if every_n_epoch is None and isinstance(self.val_check_interval, float) and self.val_check_interval != 1.0:
             raise ValueError(
                 f"check_val_every_n_epoch=None counts batches across epochs, and val_check_interval={interval} is a "
                 "fraction of an epoch: set a number of batches (100), weight updates ('500st') or a duration ('30m')"

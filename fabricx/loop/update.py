@@ -190,6 +190,12 @@ def _step_with_closure(session: Session, micro: Microbatch, batch: Any, optimize
             "training_step to skip a batch, or use parameter_server with optimizer='worker' and mode='sync', or "
             "strategy=ddp"
         )
+    if fresh and user_steps.own_steps == 0:
+        session.warn_once(
+            "no own step",
+            f"optimizer_step neither steps the {type(optimizer).__name__} that it receives nor calls its closure: the "
+            "weights do not change, and the step is counted. Call optimizer.step(closure=optimizer_closure)",
+        )
     session.fault_tolerance.after_own_update(micro)
 
 

@@ -223,7 +223,8 @@ class Counts(TorchDispatchMode):
             parts = ("reduce_scatter", "reduce", "gather", func.__name__)
             name = next(part for part in parts if part in func.__name__)
             tensors = tree_leaves(args[name == "reduce_scatter"])  # of c10d: outputs are the first arguments
-            count = sum(tensor.numel() for tensor in tensors if isinstance(tensor, torch.Tensor))
+            bytes_sent = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+            count = bytes_sent // torch.float32.itemsize  # gathers are of bytes
             self.found[name] = self.found.get(name, 0) + count
         return output
 

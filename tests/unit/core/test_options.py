@@ -18,8 +18,8 @@ from fabricx.testing import QUIET
         ({"val_check_interval": 1.5}, "val_check_interval=1.5: set a fraction of an epoch"),
         ({"val_check_interval": 0}, "val_check_interval=0: "),
         (
-            {"check_val_every_n_epoch": None},
-            "val_check_interval=1.0 is a fraction of an epoch: set a number of batches",
+            {"check_val_every_n_epoch": None, "val_check_interval": 0.5},
+            "val_check_interval=0.5 is a fraction of an epoch: set a number of batches",
         ),
         ({"val_check_interval": -3}, "val_check_interval=-3: "),
         ({"num_sanity_val_steps": -2}, "num_sanity_val_steps=-2: set an integer number of batches, -1 or more"),

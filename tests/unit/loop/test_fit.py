@@ -342,6 +342,14 @@ def test_a_closure_can_not_compute_an_accumulated_gradient_again(quiet: dict[str
         fx.Trainer(max_epochs=1, accumulate_grad_batches=2, **quiet).fit(Twice(), data)
 
 
+def test_an_optimizer_step_without_a_step_is_reported(quiet: dict[str, Any]) -> None:
+    class Forgets(TinyModule):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None: ...
+
+    with pytest.warns(UserWarning, match=r"neither steps the SGD that it receives nor calls its closure"):
+        fx.Trainer(max_epochs=1, **quiet).fit(Forgets(), tiny_loader())
+
+
 def test_a_module_without_an_optimizer_is_reported(quiet: dict[str, Any]) -> None:
     class Fixed(TinyModule):
         def configure_optimizers(self) -> Any: ...
