@@ -175,6 +175,24 @@ def test_validation_by_steps_follows_the_batch_that_reaches_them(
     assert steps == expected
 
 
+@pytest.mark.parametrize("limits", [{"max_steps": 9, "max_epochs": -1}, {"max_epochs": 3}])
+def test_a_limit_ends_a_run_in_an_epoch_that_has_become_longer(limits: dict[str, Any], quiet: dict[str, Any]) -> None:
+    """The limit is behind the length that was counted at set-up, and before the new end of the epoch."""
+    grown = list(tiny_loader(16, 4))
+
+    class Grows(TinyModule):
+        def on_train_epoch_end(self) -> None:
+            if len(grown) == 4:
+                grown.extend(grown[:2])
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.trainer.should_stop = self.global_step == 9
+
+    trainer = fx.Trainer(**limits, **quiet)
+    trainer.fit(Grows(), grown)
+    assert (trainer.global_step, trainer.current_epoch) == (9, 2)  # as with a constant length
+
+
 class Countless(fx.Strategy):
     """Returns no number of updates."""
 
