@@ -177,8 +177,8 @@ class MixedPrecision(Precision):
     def unscale(self, optimizer: Optimizer) -> None:
         if self.scaler is None or id(optimizer) in self._unscaled:
             return
-        own = {id(parameter) for parameter in _parameters(optimizer)}
-        others = [other for other in self._unscaled.values() if not own.isdisjoint(map(id, _parameters(other)))]
+        keys = {id(parameter) for parameter in _parameters(optimizer)}
+        others = [other for other in self._unscaled.values() if not keys.isdisjoint(map(id, _parameters(other)))]
         done = {id(parameter) for other in others for parameter in _parameters(other)}
         shared = [(p, p.grad) for p in _parameters(optimizer) if id(p) in done]
         for parameter, _ in shared:

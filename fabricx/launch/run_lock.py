@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, TextIO
 
 _FILE: Final = "running"
-_ASKED_S: Final = 0.5  # seconds in which a lock may be that of `lock_owner` in another process
+_ASKED_S: Final = 0.5  # seconds; `lock_owner` in a second process takes the lock for an instant
 
 
 @contextlib.contextmanager
@@ -42,7 +42,7 @@ def exclusive_run(run_dir: Path, label: str = "") -> Iterator[None]:
 
 
 def _locked(path: Path, run_dir: Path) -> TextIO:
-    """Open and lock the file at a path: another process may delete it in between, whose lock would then admit two."""
+    """Open and lock the file at a path. A file that was deleted between the two operations is opened again."""
     import fcntl
 
     end = time.monotonic() + _ASKED_S
@@ -73,13 +73,13 @@ def _is_at(path: Path, file: TextIO) -> bool:
 
 
 def occupied(run_dir: Path, owner: str) -> ValueError:
-    """Return the error for a folder in which another process trains.
+    """Return the error for a folder in which a process trains already.
 
     Args:
         run_dir: the folder.
         owner: result of `lock_owner`.
     """
-    process = (owner.split() or ["?"])[0]
+    process = next(iter(owner.split()), "?")
     return ValueError(f"process {process} is training in {run_dir}: wait until it ends, or stop it with Ctrl-C")
 
 
