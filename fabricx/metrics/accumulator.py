@@ -106,7 +106,7 @@ class Metrics:
     def joined(
         self, names: Iterable[str], *, epoch: bool, batches: int = 0, alone: bool = False
     ) -> dict[str, Tensor]:  # fmt: skip
-        """Reduce values over all ranks, to one-element tensors by name.
+        """Reduce values over all ranks, to one-element tensors by name; whole numbers are exact.
 
         Every rank calls this in the same step, with whatever names it has logged, except with `alone`.
 
@@ -137,9 +137,7 @@ class Metrics:
                 packed[rows] = self._over_ranks(packed[rows], op)
             for row, name in enumerate(chosen):
                 mean = self.series[name].reduction == "mean"
-                values[name] = (packed[row, 0] / packed[row, 1] if mean else packed[row, 0]).to(
-                    torch.get_default_dtype()
-                )
+                values[name] = _rounded(packed[row, 0] / packed[row, 1] if mean else packed[row, 0])
         return {name: values[name] for name in wanted}
 
     def _over_ranks(self, packed: Tensor, op: Literal["sum", "max", "min"]) -> Tensor:
@@ -395,6 +393,11 @@ def _check_alike(name: str, ways: list[tuple[Any, ...] | None]) -> None:
         + "\n".join(lines)
         + "\n  log it in the same hook with the same reduce_fx, on_step and on_epoch on every rank"
     )
+
+
+def _rounded(value: Tensor) -> Tensor:
+    """Round a value to the default dtype, but for whole numbers, which may have more digits: counts of tokens."""
+    return torch.where(value == value.round(), value, value.to(torch.get_default_dtype()).to(value.dtype))
 
 
 def _operation(reduction: Reduction) -> str:

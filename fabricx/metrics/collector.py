@@ -198,10 +198,10 @@ class Logbook:
             weight = batch_size
         elif self._weigh is not None:
             weight = self.weight
-            if not weight:  # a mean over no elements
-                value = 0.0
         else:
             weight = self.count() if self.size is None else self.size
+        if not weight and series.reduction == "mean":  # of no elements, perhaps NaN
+            value = 0.0
         if series.on_step and isinstance(value, Tensor):  # read after the batch; the user may change it in place before
             value = value.clone()
         series.add(value, weight, self.step, self._batch)

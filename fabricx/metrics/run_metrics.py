@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from fabricx.core.state import Phase
@@ -52,8 +53,9 @@ class Published:
             logbook: collector of the values.
             epoch: values of an epoch; else of a step.
         """
-        for name, value in values.items():
+        for name, given in values.items():
             shown = logbook.names(name, epoch=epoch)
+            value = given.to(torch.get_default_dtype()) if given.dtype is torch.float64 else given
             if epoch or logbook.training:  # values of an evaluation's batch are of this rank alone
                 self.metrics[name] = self.metrics[shown] = value
             series = logbook.series(name)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fabricx.core.reductions import Reduction
 
-EXACT: Final = (torch.float32, torch.float64, torch.int64)  # dtypes whose sums neither overflow nor stop growing
+EXACT: Final = (torch.float32, torch.float64)  # dtypes whose sums neither overflow nor stop growing
 VALUES: Final = ("step", "value", "weight", "total", "weights")  # attributes that `Series.add` changes
 
 
@@ -208,7 +208,8 @@ def as_value(value: Any, name: str) -> Any:
         if detached.is_complex():
             raise ValueError(f"self.log({name!r}, ...) got a complex number; log its abs(), or real and imag")
         if detached.dtype not in EXACT:
-            detached = detached.float() if detached.is_floating_point() else detached.long()
+            # A mean of integers would be in float32, which has 24 bits.
+            detached = detached.float() if detached.is_floating_point() else _in_double_precision(detached.long())
         return detached if detached.dim() == 0 else detached.reshape(())
     if isinstance(value, (bool, int, float)):
         return float(value)

@@ -65,6 +65,29 @@ def log(to: Logbook, value: Any, **options: Any) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("weigh", [None, lambda batch: 0.0], ids=["batch_size", "batch_weight"])
+def test_a_batch_of_weight_zero_has_no_part_in_a_mean_alone(weigh: Any) -> None:
+    found = logbook()
+    log(found, 3.0)
+    log(found, -7.0, name="lowest", reduce_fx="max")
+    found._weigh = weigh
+    found.begin_batch(None, 0, step=2)
+    log(found, torch.tensor(torch.nan))  # of no samples
+    log(found, -5.0, name="lowest", reduce_fx="max")
+    assert {name: float(value) for name, value in found.epoch_values(ended=True).items()} == {"x": 3.0, "lowest": -5.0}
+
+
+def test_logged_integers_are_exact() -> None:
+    number = 2**24 + 1  # float32 has 24 bits
+    for options in ({}, {"reduce_fx": "sum"}, {"reduce_fx": "max"}):
+        found = logbook()
+        for size in (3, 3):
+            found.begin_batch(None, size, step=1)
+            log(found, torch.tensor(number), **options, on_step=True)
+        twice = 2 * number if options == {"reduce_fx": "sum"} else number
+        assert float(found.step_values(1)["x"]) == float(found.epoch_values(ended=True)["x"]) == twice
+
+
 @pytest.mark.parametrize(
     "options", [{"reduce_fx": "max"}, {"on_epoch": False}, {"joined": False}, {"on_step": False}], ids=str
 )
