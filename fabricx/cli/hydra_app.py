@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import inspect
 import io
 import itertools
@@ -107,7 +108,8 @@ def run_app(function: Callable[..., Any], arguments: list[str], folder: str | No
     failed: list[tuple[str, Exception]] = []
     overrides: list[str] = []
     try:
-        kept = _choose_open_groups(_take_config_dir(arguments))
+        kept, folder = _take_folders(arguments, folder)
+        kept = _choose_open_groups(kept)
         composition = Composition(_config_name(kept) or name, folder)
         overrides = arranged(kept, composition.keys)
         if any(argument in ("--help", "-h") for argument in overrides):
@@ -361,29 +363,42 @@ class ProjectPath(SearchPathPlugin):
         search_path.append("fabricx", CONFIG_PACKAGE)
 
 
-def _take_config_dir(arguments: list[str]) -> list[str]:
-    """Remove `--config-dir` from the arguments, and prepend its folder to the search path.
+def _take_folders(arguments: list[str], folder: str | None) -> tuple[list[str], str | None]:
+    """Remove `--config-dir` and `--config-path` from the arguments; prepend the first's folder to the search path.
 
-    Hydra's handling appends the folder, so that its files could not override fabricx's files of the same name.
+    Hydra's handling appends the folder of `--config-dir`, so that its files could not override fabricx's files of the
+    same name, and searches that of `--config-path` beside this file.
+
+    Args:
+        arguments: command line.
+        folder: folder of the main configuration, unless there is a `--config-path`.
+
+    Returns:
+        the other arguments, and the folder of the main configuration.
     """
-    kept: list[str] = []
-    rest = iter(arguments)
-    ProjectPath.folder = None
-    for argument in rest:
-        flag, equals, value = argument.partition("=")
-        if flag in ("--config-dir", "-cd"):
-            value = value if equals else next(rest, "")
-            if not value:
-                raise ValueError("--config-dir needs a folder with your own groups: --config-dir conf")
-            folder = Path(value)
-            if not folder.is_dir():
-                raise ValueError(f"--config-dir {folder}: the folder does not exist in {os.getcwd()}")
-            ProjectPath.folder = str(folder.resolve())
-        else:
-            kept.append(argument)
+    kept, ProjectPath.folder = _take_folder(arguments, ("--config-dir", "-cd"), "your own groups")
+    kept, chosen = _take_folder(kept, ("--config-path", "-cp"), "your own main configuration")
     if ProjectPath not in Plugins.instance().discover(SearchPathPlugin):
         Plugins.instance().register(ProjectPath)
-    return kept
+    return kept, chosen or folder
+
+
+def _take_folder(arguments: list[str], flags: tuple[str, str], content: str) -> tuple[list[str], str | None]:
+    """Remove a flag from the arguments; return the others, and the flag's folder or None."""
+    kept: list[str] = []
+    rest, taken = iter(arguments), None
+    for argument in rest:
+        flag, equals, value = argument.partition("=")
+        if flag not in flags:
+            kept.append(argument)
+            continue
+        value = value if equals else next(rest, "")
+        if not value:
+            raise ValueError(f"{flags[0]} needs a folder with {content}: {flags[0]} conf")
+        if not (folder := Path(value)).is_dir():
+            raise ValueError(f"{flags[0]} {folder}: the folder does not exist in {os.getcwd()}")
+        taken = str(folder.resolve())
+    return kept, taken
 
 
 def _choose_open_groups(arguments: list[str]) -> list[str]:
@@ -423,7 +438,9 @@ def _stamp() -> str:
 def _new_stamp(*, restarts: bool) -> str:
     """Return a name for a run's folder; if torchrun `restarts` this process, the same name each time."""
     if restarts and Path("/proc").is_dir():
-        launcher = os.getppid()
-        began = datetime.fromtimestamp(os.stat(f"/proc/{launcher}").st_ctime)
-        return f"{began:%Y-%m-%d_%H-%M-%S}-{launcher:06x}"
+        from fabricx.launch.launch_store import agent
+
+        began = datetime.fromtimestamp(os.stat(f"/proc/{os.getppid()}").st_ctime)
+        # Its process id may be 1, in the containers of several launches that share a file system.
+        return f"{began:%Y-%m-%d_%H-%M-%S}-{hashlib.sha256(agent().encode()).hexdigest()[:6]}"
     return f"{datetime.now():%Y-%m-%d_%H-%M-%S}-{secrets.token_hex(3)}"

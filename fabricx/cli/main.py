@@ -309,7 +309,8 @@ def _scale(arguments: list[str]) -> int:
 
 def _demonstration(arguments: list[str]) -> list[str]:
     """Return the override for the digits experiment if the arguments choose neither module, data nor experiment."""
-    keys = ("experiment", "+experiment", "module", "data", "--config-dir", "-cd", "--config-name", "-cn")
+    flags = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn")
+    keys = ("experiment", "+experiment", "module", "data", *flags)
     chosen = any(
         argument.split("=")[0].split(".")[0] in keys
         for argument in arguments

@@ -284,7 +284,7 @@ def _connect_store(info: Launch, token: bytes, folder: str, host: tuple[str, int
 def _register(store: PrivateStore, info: Launch) -> bool:
     """Register this rank in the store; return whether the rank was not registered before."""
     name = secrets.token_hex(8).encode()
-    store.set(f"member/{info.rank}/{name.decode()}", json.dumps([info.restarts, _agent()]))
+    store.set(f"member/{info.rank}/{name.decode()}", json.dumps([info.restarts, agent()]))
     if store.compare_set(f"here/{info.rank}", b"", name) != name:
         return False
     store.push_at_end(DEATHS, str(info.rank))
@@ -299,7 +299,7 @@ def _attempt(store: PrivateStore, info: Launch) -> tuple[int, list[str]]:
     return max(times for times, _ in members), [agent for _, agent in members]
 
 
-def _agent() -> str:
+def agent() -> str:
     """Return a unique identification of the launching process: host, process id and start time of the parent.
 
     A process may launch several times: torchrun's folder of logs is different then.

@@ -12,7 +12,8 @@ import pytest
 from hydra.core.hydra_config import HydraConfig
 
 from fabricx import plugins
-from fabricx.cli.hydra_app import _place, run_app
+from fabricx.cli.hydra_app import _new_stamp, _place, run_app
+from fabricx.cli.main import _demonstration
 from fabricx.config import plain, recorded_configuration
 
 
@@ -110,3 +111,24 @@ def test_a_checkpoint_in_place_of_a_runs_folder_is_an_error_with_both_commands(o
         recorded_configuration(Path("runs/a/checkpoints/b.ckpt"))
     with pytest.raises(ValueError, match=r"c.ckpt is not the folder of a run\n  to begin a run with it"):
         recorded_configuration(Path("c.ckpt"))
+
+
+@pytest.mark.parametrize("flag", ["--config-path", "-cp"])
+def test_the_folder_of_the_main_configuration_is_relative_to_the_current_folder(
+    flag: str, own_folder: Path, explained: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(own_folder, {"conf/config.yaml": "defaults: [fabricx, _self_]\nseed: 5"})
+    options = [flag, "conf"]
+    assert _demonstration(options) == []
+    run_app(lambda cfg: print(cfg.seed), options, None, "config")
+    assert capsys.readouterr().out == "5\n"
+    assert f"--config-path {own_folder / 'no'}: the folder does not exist" in explained([f"{flag}={own_folder / 'no'}"])
+
+
+def test_launches_of_two_containers_have_different_folders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.getppid", lambda: 1)
+    names = []
+    for host in ("a", "b", "a"):
+        monkeypatch.setattr("socket.gethostname", lambda host=host: host)
+        names.append(_new_stamp(restarts=True))
+    assert names[0] == names[2] != names[1]

@@ -163,7 +163,7 @@ def test_nothing_that_happens_in_the_launchers_store_after_that_has_an_effect() 
 
 
 def test_an_attempt_has_the_agents_and_the_highest_count_of_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_store, "_agent", lambda: "a")
+    monkeypatch.setattr(launch_store, "agent", lambda: "a")
     results = together(dist.HashStore(), [launch(rank, restarts=times) for rank, times in enumerate((0, 3))])
     assert launch_store.attempt(World(store=results[1][0])) == launch_store.Attempt(3, ["a", "a"])
 
