@@ -99,7 +99,7 @@ class HyperParameters:
         """
         arguments = _given_to(self)
         if arguments is None:
-            arguments = _init_arguments(frame or inspect.currentframe().f_back, type(self))  # type: ignore[union-attr]
+            arguments = _init_arguments(frame or inspect.currentframe().f_back, self)  # type: ignore[union-attr]
         dropped = {ignore} if isinstance(ignore, str) else set(ignore)
         self.remove_ignored_hparams(dropped)
         whole: str | None = None  # argument that has all hyperparameters
@@ -319,33 +319,32 @@ def _omegaconf_paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[A
             yield from _omegaconf_paths(item, (*path, index))
 
 
-def _init_arguments(frame: FrameType | None, cls: type) -> dict[str, Any]:
-    """Collect the arguments of every `__init__` of the object, from `frame` to the outermost constructor."""
-    collected: dict[str, Any] = {}
-    first = frame.f_locals.get("self") if frame else None
-    within = _constructor(frame, first)
-    frame = frame if within is None else within
-    while frame is not None and frame.f_code.co_name == "__init__" and frame.f_locals.get("self") is first:
-        info = inspect.getargvalues(frame)
-        arguments = {name: info.locals[name] for name in info.args[1:] if name in info.locals}
-        if info.keywords:
-            arguments.update(info.locals.get(info.keywords, {}))
-        collected = {**collected, **arguments}
+def _init_arguments(caller: FrameType | None, owner: Any) -> dict[str, Any]:
+    """Collect the arguments of every `__init__` of an object that is running, of which the outermost count."""
+    collected: dict[str, Any] | None = None
+    frame = caller
+    while frame is not None:
+        if frame.f_code.co_name == "__init__" and _receiver(frame) is owner:
+            info = inspect.getargvalues(frame)
+            names = info.args[1:] if frame.f_code.co_argcount else info.args
+            arguments = {name: info.locals[name] for name in names if name in info.locals}
+            if info.keywords:
+                arguments.update(info.locals.get(info.keywords, {}))
+            collected = {**(collected or {}), **arguments}
         frame = frame.f_back
     # A function's frame (dataclass-like use): its variables with the names of parameters of the class's `__init__`.
-    if not collected and frame is not None:
-        known = inspect.signature(cls).parameters
-        collected = {name: value for name, value in frame.f_locals.items() if name in known}
+    if collected is None:
+        known = inspect.signature(type(owner)).parameters
+        collected = {name: value for name, value in (caller.f_locals if caller else {}).items() if name in known}
     return collected
 
 
-def _constructor(frame: FrameType | None, owner: Any) -> FrameType | None:
-    """Return the frame of the constructor that has called `frame` through methods of its object; None without."""
-    while frame is not None and owner is not None and frame.f_locals.get("self") is owner:
-        if frame.f_code.co_name == "__init__":
-            return frame
-        frame = frame.f_back
-    return None
+def _receiver(frame: FrameType) -> Any:
+    """Return the object whose method runs: the first argument, of any name."""
+    info = inspect.getargvalues(frame)
+    if frame.f_code.co_argcount:
+        return info.locals.get(info.args[0])
+    return next(iter(info.locals.get(info.varargs or "", ())), None)
 
 
 def is_plain(value: Any) -> bool:

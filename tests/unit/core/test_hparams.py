@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,29 @@ class Helped(HyperParameters):
 
 def test_a_method_that_the_constructor_calls_saves_the_arguments_of_the_constructor() -> None:
     assert Helped(size=7).hparams == {"size": 7}
+
+
+def test_the_object_of_a_constructor_may_have_any_name() -> None:
+    @dataclass(eq=False)
+    class Data(fx.Module):
+        size: int = 3
+
+        def __post_init__(this) -> None:  # noqa: N805
+            super().__init__()
+            (lambda module: module.save_hyperparameters())(this)
+
+    class More(Data):
+        def __init__(*args: Any, rate: float = 0.5) -> None:
+            (lambda: Data.__init__(args[0], 4))()
+
+    class Options(Data):
+        def __init__(self, **options: Any) -> None:
+            fx.Module.__init__(self)
+            self.save_hyperparameters()
+
+    assert Options().hparams == {}
+    assert Data().hparams == {"size": 3}
+    assert More().hparams == {"size": 4, "rate": 0.5}
 
 
 def test_different_values_of_the_module_and_the_data_module_are_an_error(quiet: dict[str, Any]) -> None:
