@@ -105,6 +105,13 @@ class Feed(ABC):
         """
         self._world = world
 
+    def begin(self, epoch: int) -> None:
+        """Pass the number of an epoch to the source, whose length may depend on it.
+
+        Args:
+            epoch: epoch that begins or resumes.
+        """
+
     @abstractmethod
     def batches(self, accumulate: int = 1) -> int | float:
         """Return the number of batches per epoch on each rank; infinity if unknown.

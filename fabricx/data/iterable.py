@@ -111,6 +111,9 @@ class ListFeed(Feed):
             return length
         return int(length * self._limit)
 
+    def begin(self, epoch: int) -> None:
+        set_epoch_of_loader(0 if self._fixed else epoch, self._source)
+
     def batches(self, accumulate: int = 1) -> int | float:
         return self._length()
 
@@ -121,7 +124,7 @@ class ListFeed(Feed):
     def epoch(
         self, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0, together: bool = True
     ) -> Iterator[Microbatch]:
-        set_epoch_of_loader(0 if self._fixed else epoch, self._source)
+        self.begin(epoch)
         data = self._data(first)
         lengths = self._world.gather_objects(self._length()) if self._world.size > 1 else [self._length()]
         if max(lengths) == float("inf"):

@@ -127,13 +127,12 @@ class JoinedSampler(Sampler[list[tuple[int, Any]]]):
         self._samplers, self._sizes, self._drops = map(list, zip(*map(order_of, loaders), strict=True))
         # Indices of an order: a batch at a time, unless the user's batch sampler yields batches.
         self._whole = [sampler is part.batch_sampler for sampler, part in zip(self._samplers, loaders, strict=True)]
-        self._lengths = [
-            len(part.sampler) if part.batch_sampler is None else len(part.batch_sampler)  # type: ignore[arg-type]
-            for part in loaders
+        self._counted: list[Any] = [
+            part.sampler if part.batch_sampler is None else part.batch_sampler for part in loaders
         ]
 
     def __len__(self) -> int:
-        return int(combined_length(self._lengths, self._mode))
+        return int(combined_length(list(map(len, self._counted)), self._mode))
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the number of the epoch to the samplers of the loaders that have `set_epoch`.

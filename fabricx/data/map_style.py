@@ -123,6 +123,12 @@ class OrderedFeed(Feed):
         count = int(limit) if isinstance(limit, int) else int(-(-total // together) * limit)
         return min(total, count * together)
 
+    def begin(self, epoch: int) -> None:
+        if not is_shuffled(self._sampler):
+            epoch = 0 if self._fixed else epoch
+            set_epoch(epoch, self._sampler)
+            self._put_back(epoch, placed=self._placed)
+
     def batches(self, accumulate: int = 1) -> int | float:
         return len(self._numbered(accumulate))
 
@@ -189,9 +195,8 @@ class OrderedFeed(Feed):
         if is_shuffled(sampler):
             # A numpy array: slicing it is ten times cheaper than slicing a tensor.
             return epoch_order(len(sampler), self._seed, epoch).numpy()
-        set_epoch(epoch, sampler)
+        self.begin(epoch)
         seed = epoch_seed(self._seed, epoch)
-        self._put_back(epoch, placed=self._placed)
         self._placed = False
         before = sampler_values(sampler)
         with random_kept(), _seeded(getattr(sampler, "generator", None), seed):

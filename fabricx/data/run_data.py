@@ -197,8 +197,10 @@ class RunData:
             self._load_evaluation(world)
             self.set_validation_interval()
 
-    def reload(self, world: World) -> None:
-        """Create the training loader again at the begin of an epoch, if `reload_dataloaders_every_n_epochs` is due.
+    def begin_epoch(self, world: World) -> None:
+        """Prepare the training data of an epoch, and count its batches.
+
+        The loader is created again if `reload_dataloaders_every_n_epochs` is due.
 
         Args:
             world: the ranks.
@@ -207,6 +209,26 @@ class RunData:
             self._create_training()
             self._make_train_feed(world)
             self.set_validation_interval()
+        else:
+            self.train_feed.begin(self._state.epoch)
+            self.count_again(world)
+
+    def count_again(self, world: World) -> None:
+        """Count the batches of an epoch, whose data may have become longer or shorter.
+
+        Args:
+            world: the ranks.
+
+        Raises:
+            ValueError: no batch remains.
+        """
+        self.count_batches(world)
+        if not self.batches.training and self._options.limit_train_batches:
+            raise ValueError(
+                f"{type(self.train_dataloader).__name__} has no batch in epoch {self._state.epoch}: its data, or the "
+                "length of its sampler, have changed since the epoch before"
+            )
+        self.val_every = self._validation_interval()
 
     def _outdated(self, created_in: int) -> bool:
         every = self._options.reload_dataloaders_every_n_epochs
@@ -337,7 +359,14 @@ class RunData:
         Raises:
             ValueError: the interval is longer than an epoch, or a fraction of an epoch of unknown length.
         """
+        every, total = self._options.val_check_interval, self.batches.planned
         self.val_every = self._validation_interval()
+        whole = isinstance(every, int) and not isinstance(every, bool) and self.val_every != float("inf")
+        if whole and self.val_every > total and self._options.check_val_every_n_epoch is not None:
+            raise ValueError(
+                f"val_check_interval={every} is more than the {total} batches of an epoch; set a smaller interval, "
+                "or check_val_every_n_epoch=None to count across epochs"
+            )
 
     def _validation_interval(self) -> float:
         every, total = self._options.val_check_interval, self.batches.planned
@@ -346,11 +375,6 @@ class RunData:
         if isinstance(every, str):
             return float(check_count("val_check_interval", every, "step", 1) or 1)
         if isinstance(every, int) and not isinstance(every, bool):
-            if every > total and self._options.check_val_every_n_epoch is not None:
-                raise ValueError(
-                    f"val_check_interval={every} is more than the {total} batches of an epoch; set a smaller interval, "
-                    "or check_val_every_n_epoch=None to count across epochs"
-                )
             return float(every)
         if total == float("inf"):
             if every != 1.0:
@@ -406,6 +430,7 @@ class RunData:
                 "advance on each rank separately: draw from the global generator of torch, numpy or "
                 "python, which is seeded for each part of a global batch"
             )
+        feed.begin(self._state.epoch)
         self.count_batches(world)
         batches = self.batches.training
         _check_part(

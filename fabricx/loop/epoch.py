@@ -64,13 +64,13 @@ def begin_epoch(session: Session) -> bool | None:
 
 
 def _reset_logs_and_loaders(session: Session) -> None:
-    """Reset the logs of the epoch, and reload the loaders if that is due."""
+    """Reset the logs of the epoch, and prepare its loader."""
     if not session.state.batch:
         session.metrics.logbook.batches = 0
         if not session.strategy.traits.lockstep:  # a rank that trains no batch of this epoch has no value of a step
             session.metrics.logbook.metrics.forget_steps()
     session.metrics.published.open = True
-    session.data.reload(session.world)
+    session.data.begin_epoch(session.world)
 
 
 def end_epoch(session: Session) -> None:

@@ -109,9 +109,7 @@ def _report_eval_modes(session: Session) -> None:
 def _unfinished(session: Session) -> bool:
     """Return whether batches remain, or the end of an epoch is incomplete."""
     ends = Stage.EPOCH_ENDS <= session.fault_tolerance.stage < Stage.EPOCH_OVER
-    # An epoch that has become longer than its counted length may have ended early behind this length.
-    pending = epoch_pending(session) and not session.state.ended_early
-    return not limit_reached(session) or pending or end_pending(session) or ends
+    return not limit_reached(session) or epoch_pending(session) or end_pending(session) or ends
 
 
 def train_epoch(session: Session, train_batches: Callable[[Session], bool]) -> None:

@@ -334,22 +334,21 @@ def _batch_size(loader: object) -> int:
 
 
 def recount_batches(session: Session) -> None:
-    """Recount the epoch's batches and the trained batches, if ranks, accumulation or batch size have changed.
+    """Recount the epoch's batches; and the trained batches, if ranks, accumulation or batch size have changed.
 
-    The number of ranks changes between runs and within a run, the accumulation between epochs, the batch size between
-    runs.
+    The data may be longer or shorter in each epoch. The number of ranks changes between runs and within a run, the
+    accumulation between epochs, the batch size between runs.
 
     Args:
         session: session with a training feed.
     """
     state, feed = session.state, session.data.train_feed
+    session.data.count_again(session.world)
     before = (state.shared_by, state.accumulate, state.together)
     now = (session.world.axis("data").size, session.options.accumulate_grad_batches, feed.global_batch)
     state.shared_by, state.accumulate, state.together = now
     if now == before or not before[1]:
         return
-    session.data.count_batches(session.world)
-    session.data.set_validation_interval()
     batch = feed.batches_before(state.samples, session.options.accumulate_grad_batches)
     if batch is not None:
         state.batch = batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +192,60 @@ def test_a_limit_ends_a_run_in_an_epoch_that_has_become_longer(limits: dict[str,
     trainer = fx.Trainer(**limits, **quiet)
     trainer.fit(Grows(), grown)
     assert (trainer.global_step, trainer.current_epoch) == (9, 2)  # as with a constant length
+
+
+class Longer:
+    """A batch sampler with 2 batches in the first epoch, and 4 more in each later one."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 2 + 4 * self.epoch
+
+    def __iter__(self) -> Any:
+        return iter([[0, 1]] * len(self))
+
+
+@pytest.mark.parametrize("of", [fx.data.CombinedLoader, lambda loaders: loaders["a"]], ids=["several", "one"])
+def test_an_epoch_has_the_length_of_its_data(of: Any, own_folder: Path, quiet: dict[str, Any]) -> None:
+    class Notes(TinyModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[Any] = []
+
+        def training_step(self, batch: Any) -> Any:
+            return super().training_step(batch["a"] if isinstance(batch, dict) else batch, 0)
+
+        def on_train_epoch_start(self) -> None:
+            self.seen.append(self.trainer.num_training_batches)
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if self.global_step == interrupted:
+                signal.raise_signal(signal.SIGINT)
+
+        def on_validation_end(self) -> None:
+            self.seen.append(f"validation after {self.global_step}")
+
+    def train(ckpt: Path | None = None, epochs: int = 2) -> tuple[Notes, fx.Trainer]:
+        loader = DataLoader(tiny_loader().dataset, batch_sampler=Longer())  # type: ignore[arg-type]
+        options = {**quiet, "num_sanity_val_steps": 0, "val_check_interval": 0.5}
+        module, trainer = Notes(), fx.Trainer(max_epochs=epochs, **options)
+        trainer.fit(module, of({"a": loader}), tiny_loader(4, 4), ckpt_path=ckpt)
+        return module, trainer
+
+    interrupted = 6  # the fourth of 6 batches
+    module, trainer = train()
+    assert module.seen == [2, "validation after 1", "validation after 2", 6, "validation after 5"]
+    assert (trainer.current_epoch, trainer.state.batch) == (1, 4)
+    trainer.save_checkpoint(own_folder / "six.ckpt")
+    interrupted = -1
+    module, trainer = train(own_folder / "six.ckpt", epochs=3)
+    later = [f"validation after {step}" for step in (8, 13, 18)]
+    assert module.seen == [6, later[0], 10, *later[1:]]
+    assert (trainer.current_epoch, trainer.global_step) == (3, 18)
 
 
 class Countless(fx.Strategy):
