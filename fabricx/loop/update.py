@@ -56,7 +56,7 @@ def update(session: Session, micro: Microbatch, batch: Any) -> None:
         session.precision.unscale(optimizer)
         own_clipping = session.overridden.configure_gradient_clipping
         if session.hooks.on_before_optimizer_step or session.options.gradient_clip_val is not None or own_clipping:
-            clip(session, optimizer, own_clipping=own_clipping)
+            clip(session, optimizer)
         session.fault_tolerance.before_update(micro)
         if session.overridden.optimizer_step or session.overridden.closures:
             _step_with_closure(session, micro, batch, optimizer)
@@ -111,15 +111,14 @@ def _count_update(session: Session) -> None:
         step_schedules(session, "step", session.state.step, metrics=False)
 
 
-def clip(session: Session, optimizer: Optimizer, *, own_clipping: bool) -> None:
+def clip(session: Session, optimizer: Optimizer) -> None:
     """Call the hooks that may read the gradient of an update, and clip it.
 
     Args:
         session: this rank's session.
         optimizer: steps next; its gradients have no loss scale.
-        own_clipping: the module overrides `configure_gradient_clipping`.
     """
-    limit = session.options.gradient_clip_val
+    limit, own_clipping = session.options.gradient_clip_val, session.overridden.configure_gradient_clipping
     if session.hooks.on_before_optimizer_step or own_clipping:
         with session.gradients.hooks_see_gradients():
             for hook in session.hooks.on_before_optimizer_step:
@@ -166,13 +165,16 @@ def _step_with_closure(session: Session, micro: Microbatch, batch: Any, optimize
                 f"the run began with {session.state.ranks} ranks)"
             )
         optimizer.zero_grad()
+        loss = None
         if batch is None:  # other ranks compute
             session.strategy.backward_without_data(example_batch(micro, session.to_device))
-            return _global_loss(session, micro, None)
-        outputs = session.training_step(batch, micro.index)
-        loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
-        session.backward(loss * ((session.window.again or micro.loss_factor) * session.gradient_factor))
-        return _global_loss(session, micro, loss.detach())
+        else:
+            outputs = session.training_step(batch, micro.index)
+            loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
+            session.backward(loss * ((session.window.again or micro.loss_factor) * session.gradient_factor))
+            loss = loss.detach()
+        clip(session, optimizer)
+        return _global_loss(session, micro, loss)
 
     gradients, user_steps = session.gradients, session.user_steps
     user_steps.own_steps, user_steps.in_optimizer_step = 0, True

@@ -63,7 +63,7 @@ def _step_early(session: Session, optimizer: Optimizer, closure: Callable[[], An
         )
 
     def prepare() -> None:
-        clip(session, optimizer, own_clipping=session.overridden.configure_gradient_clipping)
+        clip(session, optimizer)
 
     return manual_optimization.count_step(session, optimizer, closure, prepare)
 

@@ -75,6 +75,48 @@ def test_clipping_is_that_of_torch(algorithm: str) -> None:
         assert torch.equal(found, wanted.grad)
 
 
+@pytest.mark.parametrize("own", [False, True], ids=["by the option", "by the module"])
+def test_each_gradient_that_a_closure_computes_is_clipped(own: bool, quiet: dict[str, Any]) -> None:
+    norms: list[float] = []
+
+    def stepped(optimizer: torch.optim.Optimizer, closure: Any) -> None:
+        def noted() -> Any:
+            loss = closure()
+            norms.append(float(torch.cat([p.grad.flatten() for p in optimizer.param_groups[0]["params"]]).norm()))
+            return loss
+
+        torch.optim.LBFGS.step(optimizer, noted)  # type: ignore[arg-type]
+
+    class Quasi(torch.optim.LBFGS):
+        def step(self, closure: Any) -> Any:
+            stepped(self, closure)
+
+    class ClipsItself(TinyModule):
+        def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, gradient_clip_algorithm: Any):
+            assert gradient_clip_val == 0.01
+            nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+
+    module, batch = (ClipsItself if own else TinyModule)(), next(iter(tiny_loader()))
+    plain = TinyModule()
+    module.configure_optimizers = lambda: Quasi(module.parameters(), max_iter=4)  # type: ignore
+    fx.Trainer(max_steps=1, gradient_clip_val=0.01, **quiet).fit(module, [batch])
+    assert len(norms) > 2
+    assert norms == pytest.approx([0.01] * len(norms), rel=1e-3)
+
+    by_hand = torch.optim.LBFGS(plain.parameters(), max_iter=4)
+
+    def closure() -> Any:
+        by_hand.zero_grad()
+        loss = nn.functional.mse_loss(plain(batch[0]), batch[1])
+        loss.backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
+        return loss
+
+    by_hand.step(closure)
+    for found, wanted in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+
+
 class _StepsItself(TinyModule):
     """Steps its optimizer in `training_step`, although `automatic_optimization` is True."""
 
