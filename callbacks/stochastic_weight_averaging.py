@@ -94,6 +94,7 @@ class StochasticWeightAveraging(Callback):
         self.annealing_strategy, self.avg_fn = annealing_strategy, avg_fn
         self.averages: dict[str, Tensor] = {}
         self.n_averaged = 0
+        self._later: dict[str, int] = {}  # epochs in the average before a parameter was added to the module
         self._newest_epoch = -1  # that is in the average
         self._first_rates: list[float] = []
         self._rates: list[float] = []  # of this epoch, for each group; empty before `swa_epoch_start`
@@ -142,7 +143,7 @@ class StochasticWeightAveraging(Callback):
                 f"{trainer.max_epochs}: the average has the weights before training; set swa_epoch_start to 2 or more",
                 stacklevel=2,
             )
-        self.averages, self.n_averaged, self._newest_epoch = {}, 0, -1
+        self.averages, self.n_averaged, self._later, self._newest_epoch = {}, 0, {}, -1
         self._first_rates, self._rates = [], []
 
     @torch.no_grad()
@@ -180,12 +181,13 @@ class StochasticWeightAveraging(Callback):
     def _add(self, module: Module) -> None:
         """Add the weights to the average."""
         for name, parameter in module.named_parameters():
+            averaged = self.n_averaged - self._later.get(name, 0)
             if name not in self.averages:
-                self.averages[name] = precise(parameter)
+                self.averages[name], self._later[name] = precise(parameter), self.n_averaged
             elif self.avg_fn is not None:
-                self.averages[name] = self.avg_fn(self.averages[name], parameter.detach(), self.n_averaged)
+                self.averages[name] = self.avg_fn(self.averages[name], parameter.detach(), averaged)
             else:
-                self.averages[name].add_(parameter.detach() - self.averages[name], alpha=1 / (self.n_averaged + 1))
+                self.averages[name].add_(parameter.detach() - self.averages[name], alpha=1 / (averaged + 1))
         self.n_averaged += 1
 
     @torch.no_grad()
@@ -198,11 +200,13 @@ class StochasticWeightAveraging(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "averages": dict(self.averages), "n_averaged": self.n_averaged, "epoch": self._newest_epoch,
+            "averages": dict(self.averages), "n_averaged": self.n_averaged, "later": dict(self._later),
+            "epoch": self._newest_epoch,
             "first_rates": list(self._first_rates), "rates": list(self._rates),
         }  # fmt: skip
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.averages, self.n_averaged = dict(state_dict["averages"]), state_dict["n_averaged"]
+        self._later = dict(state_dict.get("later", {}))  # earlier versions saved none
         self._newest_epoch = state_dict["epoch"]
         self._first_rates, self._rates = list(state_dict["first_rates"]), list(state_dict["rates"])

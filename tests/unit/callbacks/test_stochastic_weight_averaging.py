@@ -175,3 +175,19 @@ def test_groups_that_another_callback_adds_are_averaged_too(quiet: dict[str, Any
     trainer = fx.Trainer(max_epochs=4, callbacks=callbacks, **quiet)
     trainer.fit(Tuned(), tiny_loader())
     assert [group["lr"] for group in trainer.optimizers[0].param_groups] == [0.2, 0.2]
+
+
+@torch.no_grad()
+def test_the_average_of_a_parameter_that_is_added_later_is_that_of_its_epochs() -> None:
+    module, callback = nn.Module(), StochasticWeightAveraging(0.1)
+    module.first = nn.Parameter(torch.zeros(()))
+    for epoch in range(5):
+        if epoch == 2:
+            module.second = nn.Parameter(torch.zeros(()))
+        for parameter in module.parameters():
+            parameter.fill_(epoch)
+        callback._add(module)
+        resumed = StochasticWeightAveraging(0.1)
+        resumed.load_state_dict(callback.state_dict())
+        callback = resumed
+    assert {name: average.item() for name, average in callback.averages.items()} == {"first": 2.0, "second": 3.0}
