@@ -91,7 +91,8 @@ class ModelCheckpoint(Callback, NameParts):
         asynchronous: continue training while a checkpoint is written. A full disk then causes a warning, and the
             earlier checkpoints are kept.
         auto_insert_metric_name: format "{epoch}" as "epoch=3" rather than "3".
-        enable_version_counter: append "-v1", "-v2", ... to a name that exists; False overwrites that checkpoint.
+        enable_version_counter: append "-v1", "-v2", ... to a name that exists; False overwrites that checkpoint, unless
+            another `ModelCheckpoint` of the run keeps it.
         verbose: print the path of each checkpoint.
         single_file: True writes a file that `torch.load` and Lightning read, with the same content, instead of a
             folder that all ranks write; the default is the module's `single_file_checkpoints`, which is True for a
@@ -511,11 +512,13 @@ class ModelCheckpoint(Callback, NameParts):
         """
         superseded = {displaced, self._records.unranked_target}
         records = [callback._records for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
-        kept = {path for other in records for path in (*other.models, *other.permanent, other.target)}
+        others = [other for other in records if other is not self._records]
+        of_others = {path for other in others for path in (*other.paths, *other.permanent)}
+        kept = {*of_others, *self._records.paths, *self._records.permanent}
 
         def may_replace(path: Path) -> bool:
             if str(path) in superseded or not self.enable_version_counter:
-                return True
+                return str(path) not in of_others
             unused = str(path) not in kept and not path.is_symlink()
             return unused and is_of_run(path, trainer.state.run, trainer.run_dir, trainer.global_step)
 

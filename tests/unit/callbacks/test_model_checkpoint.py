@@ -475,6 +475,16 @@ def test_without_a_counter_of_versions_a_name_is_overwritten(trainer: Any, tmp_p
     assert checkpoint.read_manifest(tmp_path / "checkpoints" / "fixed.ckpt")["step"] == 8
 
 
+def test_without_a_counter_of_versions_the_checkpoint_of_another_callback_is_kept(trainer: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"filename": "fixed", "monitor": "val_loss", "enable_version_counter": False}
+    lowest, highest = ModelCheckpoint(**options), ModelCheckpoint(**options, mode="max")
+    run = trainer(lowest, highest).start()
+    for loss in (0.3, 0.5, 0.4):
+        run.epoch(validation={"val_loss": loss})
+    steps = [checkpoint.read_manifest(Path(best.best_model_path))["step"] for best in (lowest, highest)]
+    assert steps == [4, 8]
+
+
 @pytest.mark.parametrize("monitor", ["step", "epoch"])
 def test_the_newest_of_all_steps_can_be_the_best(trainer: Any, tmp_path: Path, monitor: str) -> None:
     callback = ModelCheckpoint(monitor=monitor, mode="max", save_top_k=2)
