@@ -125,6 +125,7 @@ class LearningRateMonitor(Callback):
         self._intervals: dict[int, set[str]] = {}  # of the schedules of an optimizer, by its index
         self._every = 0
         self._logged_step = -1
+        self._in_batch = False
 
     def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
         if not trainer.loggers and not trainer.fast_dev_run:
@@ -146,6 +147,7 @@ class LearningRateMonitor(Callback):
         self.last_weight_decay_values = {f"{name}-weight_decay": None for name in names}
         self._every = 0 if self.logging_interval == "epoch" else trainer.log_every_n_steps
         self._logged_step = -1
+        self._in_batch = False
 
     def _warn_of_zeros(self, trainer: TrainerProtocol) -> None:
         """Warn about wanted values that an optimizer does not have, for which 0 is logged."""
@@ -167,6 +169,19 @@ class LearningRateMonitor(Callback):
 
     def on_train_batch_start(self, trainer: TrainerProtocol, module: Module, batch: Any, batch_idx: int) -> None:
         # Before the step, because a scheduler may change the rate directly after it.
+        self._in_batch = True
+        self._log_step(trainer)
+
+    def on_train_batch_end(
+        self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._in_batch = False
+
+    def on_before_optimizer_step(self, trainer: TrainerProtocol, module: Module, optimizer: Any) -> None:
+        if not self._in_batch:  # a rank without a sample of the batch, which may be the main rank
+            self._log_step(trainer)
+
+    def _log_step(self, trainer: TrainerProtocol) -> None:
         step = trainer.global_step + 1
         if self._every and step % self._every == 0 and step != self._logged_step:
             self._logged_step = step

@@ -51,6 +51,18 @@ def test_rates_are_logged_at_log_steps_only(trainer: Any) -> None:
     assert callback.lrs["lr-SGD"] == [0.2, 0.4]
 
 
+def test_a_main_rank_without_a_sample_of_the_batch_logs_before_the_update(trainer: Any) -> None:
+    logger, optimizer = Recorder(), SGD(weights(), lr=0.1)
+    callback = LearningRateMonitor("step")
+    run = trainer(callback, loggers=[logger], optimizers=[optimizer]).start()
+    run.step()
+    for update in (1, 2, 3):
+        run.global_step = update
+        for _ in range(2):  # optimizers
+            callback.on_before_optimizer_step(run, nn.Module(), optimizer)
+    assert [step for _, step in logger.rows] == [2, 4]
+
+
 def test_equal_names_of_parameter_groups_are_refused() -> None:
     same = SGD([{"params": weights(), "name": "head"}, {"params": weights(), "name": "head"}], lr=0.1)
     with pytest.raises(ValueError, match="lr-SGD has several parameter groups named head"):
