@@ -127,7 +127,13 @@ def _parsed(result: Any) -> tuple[list[Optimizer], list[Schedule]]:
 
 
 def _from_dict(result: Mapping[str, Any]) -> tuple[list[Optimizer], list[Schedule]]:
-    known = ("optimizer", "lr_scheduler", "monitor", "frequency")
+    known = ("optimizer", "lr_scheduler", "monitor")
+    if result.get("frequency") is not None:
+        raise ValueError(
+            "the dict that configure_optimizers returned has the key 'frequency', by which optimizers took turns in "
+            "Lightning 1: step them in turn in training_step, with self.automatic_optimization = False in __init__. "
+            'The frequency of a scheduler belongs in "lr_scheduler": {"scheduler": ..., "frequency": ...}'
+        )
     _check_keys(result, "optimizer", known, "the dict that configure_optimizers returned")
     scheduler = result.get("lr_scheduler")
     if scheduler is None:

@@ -69,6 +69,8 @@ def fit(session: Session, train_batches: Callable[[Session], bool]) -> None:
     with repeated_hooks(resumed or newcomer):
         call(session.hooks.on_train_start)
     if not newcomer:  # hooks of the start, or a callback of an earlier run, may have requested the stop
+        if session.checkpoints.delayed_stop:
+            session.trainer.request_stop(session.checkpoints.delayed_stop)
         agree_at_boundary(session)
     first_step = state.step
     ft.start()

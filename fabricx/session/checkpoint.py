@@ -207,6 +207,7 @@ def restore_run(session: Session, state: dict[str, Any], *, rank: int | None, ho
     session.precision.load_state_dict(state["precision"])
     restore_changes(session, state)
     session.state.load_state_dict(state["state"])
+    session.checkpoints.delayed_stop = state.get("delayed_stop", "")
     several = session.data.several_loaders
     created_from = state.get("created_from", (None, None))
     session.data.rebuild(session.world, state.get("created_in"), created_from, state["datamodule"], changed=hooked)

@@ -24,6 +24,7 @@ from fabricx.errors import PossibleUserWarning
 from fabricx.redaction import masked
 from fabricx.session.callback_states import by_key, constructed
 from fabricx.session.save_points import check_savable, meet_to_save
+from fabricx.session.schedule import delays_stop
 from fabricx.session.trained_parameters import changed_since_set_up
 from fabricx.telemetry.events import Span
 
@@ -262,6 +263,7 @@ def run_state(session: Session) -> dict[str, Any]:
         # For a scheduler that monitors a metric at the epoch's end. Metrics of the sanity check are discarded.
         "metrics": {} if session.state.phase is Phase.SANITY else dict(session.metrics.published.metrics),
         "precision": session.precision.state_dict(),
+        "delayed_stop": (session.stop_requests.callbacks.reason or "") if delays_stop(session) else "",
         "trained_since": changed_since_set_up(session),
         "callbacks": {key: callback.state_dict() for key, callback in by_key(session.callbacks).items()},
         "callback_arguments": {key: constructed(callback) for key, callback in by_key(session.callbacks).items()},

@@ -93,6 +93,15 @@ def end_pending(session: Session) -> bool:
     return state.validating or state.judging or (stopped and session.data.batches.training > 0)
 
 
+def delays_stop(session: Session) -> bool:
+    """Return whether `min_epochs` or `min_steps` delays a stop that is not requested by a signal.
+
+    Args:
+        session: between two batches.
+    """
+    return session.state.epoch < session.options.min_epochs or session.state.step < session.options.min_steps
+
+
 def agree_at_boundary(session: Session) -> bool:
     """Return whether all ranks stop at this boundary; every rank calls it at the same boundaries, in the same order.
 
@@ -103,7 +112,7 @@ def agree_at_boundary(session: Session) -> bool:
     session.stop.boundary += 1
     if session.world.size == 1 and requests.signals.reason is requests.callbacks.reason is None:
         return session.stop.agreed
-    delayed = session.state.epoch < options.min_epochs or session.state.step < options.min_steps
+    delayed = delays_stop(session)
     reason = requests.at_boundary(session.stop.boundary, delayed=delayed)
     if reason is not None:
         session.stop.agree(reason)

@@ -113,6 +113,7 @@ class CheckpointStatus:
         followed: generation, and number of its newest hooks that ranks without a sample have followed.
         loaded: global batch and accumulation of the loaded checkpoint, and accumulation of this run, until they are
             reported.
+        delayed_stop: reason of a stop that the loaded checkpoint's run had delayed; "" without.
         key: secret of this run, by which its restart knows objects in its checkpoints.
         trained: `requires_grad` of each parameter, and whether normalisations track statistics, at the end of set-up.
     """
@@ -125,6 +126,7 @@ class CheckpointStatus:
     saves: tuple[Any, int] = (None, 0)
     followed: tuple[int, int] = (0, -1)
     loaded: tuple[int, int, int] | None = None
+    delayed_stop: str = ""
     trained: dict[str, bool] = field(default_factory=dict)
 
     def poll(self) -> None:

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from fabricx.trainer.sessions import Sessions
 
 _LIMITS: Final = ("max_epochs", "min_epochs", "max_steps", "min_steps")
+_STEP_LIMITS: Final = ("max_steps", "min_steps")
 _LOOP: Final = (
     f"it has {', '.join(_LIMITS)}; trainer.current_epoch, trainer.global_step and trainer.state.batch are the position "
     "of the run"
@@ -114,20 +115,34 @@ class BatchProgress:
 
 
 class EpochLoopSteps:
-    """The part of `trainer.fit_loop.epoch_loop` that programs read: number of weight updates, and of the batch.
+    """The part of `trainer.fit_loop.epoch_loop` that programs use: limits, number of weight updates, and of the batch.
 
     Args:
+        limits: `trainer.fit_loop`; its limits of steps are read and set here, too.
         global_step: number of weight updates.
         batch_progress: training batches of the run.
     """
 
-    def __init__(self, global_step: int, batch_progress: BatchProgress) -> None:
-        self.global_step = self._batches_that_stepped = global_step
-        self.batch_progress = batch_progress
-        self.batch_idx = batch_progress.current.ready - 1
-        self.total_batch_idx = batch_progress.total.ready - 1
+    global_step: int
+    _batches_that_stepped: int
+    batch_progress: BatchProgress
+    batch_idx: int
+    total_batch_idx: int
+
+    def __init__(self, limits: FitLimits, global_step: int, batch_progress: BatchProgress) -> None:
+        self.__dict__.update(
+            _limits=limits, global_step=global_step, _batches_that_stepped=global_step, batch_progress=batch_progress,
+            batch_idx=batch_progress.current.ready - 1, total_batch_idx=batch_progress.total.ready - 1,
+        )  # fmt: skip
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _STEP_LIMITS:
+            raise AttributeError(f"trainer.fit_loop.epoch_loop.{name} can't be set: trainer.fit_loop: {_LOOP}")
+        setattr(self.__dict__["_limits"], name, value)
 
     def __getattr__(self, name: str) -> Any:
+        if name in _STEP_LIMITS:
+            return getattr(self.__dict__["_limits"], name)
         meant = "; trainer.enable_validation and trainer.num_val_batches describe the validation" * (name == "val_loop")
         raise AttributeError(f"trainer.fit_loop.epoch_loop has no attribute {name!r}: trainer.fit_loop: {_LOOP}{meant}")
 
@@ -148,7 +163,7 @@ class FitLimits:
     @property
     def epoch_loop(self) -> EpochLoopSteps:
         """Return the number of weight updates under the names of Lightning's inner loop."""
-        return EpochLoopSteps(self.__dict__["_trainer"].global_step, self._batches())
+        return EpochLoopSteps(self, self.__dict__["_trainer"].global_step, self._batches())
 
     def _batches(self) -> BatchProgress:
         """Return the numbers of training batches; within a batch, it is started and not completed."""

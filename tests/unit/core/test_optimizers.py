@@ -59,6 +59,7 @@ def test_each_form_is_understood(result: Any, optimizers: list[Any], schedules: 
         ([], "returned list"),
         ({"optimiser": ONE}, r"has the key 'optimiser'. Did you mean 'optimizer'\?"),
         ({"lr_scheduler": STEPS}, "has no 'optimizer'"),
+        ({"optimizer": ONE, "frequency": 5}, "the key 'frequency', by which .* step them in turn in training_step"),
         ({"optimizer": ONE, "lr_scheduler": {"scheduler": STEPS, "frequenzy": 2}}, "Did you mean 'frequency'"),
         ({"optimizer": ONE, "lr_scheduler": {"scheduler": STEPS, "frequency": 0}}, "a whole number, 1 or more"),
         ({"optimizer": ONE, "lr_scheduler": {"interval": "step"}}, "has no 'scheduler'"),

@@ -95,6 +95,22 @@ def test_should_stop_is_honoured_at_the_step_and_held_back_by_min_epochs(quiet: 
         assert trainer.global_step == steps
 
 
+def test_a_stop_that_is_delayed_is_still_requested_after_resuming(own_folder: Path, quiet: dict[str, Any]) -> None:
+    class Stops(TinyModule):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if self.global_step == 2 and not resumed:
+                self.trainer.should_stop = True
+                self.trainer.save_checkpoint(own_folder / "two.ckpt")
+
+    for resumed in (False, True):
+        trainer = fx.Trainer(max_epochs=5, min_steps=6, **quiet)
+        trainer.fit(Stops(), tiny_loader(), ckpt_path=own_folder / "two.ckpt" if resumed else None)
+        assert (trainer.global_step, trainer.should_stop) == (6, True)
+    trainer = fx.Trainer(max_epochs=5, min_steps=2, **quiet)  # not delayed any more
+    trainer.fit(Stops(), tiny_loader(), ckpt_path=own_folder / "two.ckpt")
+    assert trainer.global_step == 2
+
+
 class Stream:
     """Batches without a number."""
 
