@@ -58,7 +58,8 @@ def local_result(activations: Activations, func: Any, args: Sequence[Any], optio
     Returns:
         the result; NotImplemented if there is no rule, or if the function needs elements of other ranks.
     """
-    rule = _RULES.get(func) if args else None
+    writes = options.get("out") is not None  # to a whole tensor, of which a rule would write the rank's part
+    rule = _RULES.get(func) if args and not writes else None
     return NotImplemented if rule is None else rule(activations, func, args, options)
 
 
@@ -309,12 +310,14 @@ def _reduce(activations: Activations, func: Any, args: Sequence[Any], options: d
 def _sum_over_ranks(
     activations: Activations, func: Any, tensor: ShardedTensor, args: Sequence[Any], options: dict[str, Any]
 ) -> Any:  # fmt: skip
-    """Sum this rank's elements, then over ranks."""
+    """Sum this rank's elements, then over ranks; a mean is the sum of the ranks' means, which overflows no dtype."""
     if func not in (torch.sum, Tensor.sum, torch.mean, Tensor.mean):
         return NotImplemented
-    is_mean = func in (torch.mean, Tensor.mean)
-    total = summed(Tensor.sum(tensor.local, *args[1:], **options), activations.world)
-    return total / (tensor.numel() // total.numel()) if is_mean and total.numel() else total
+    if func in (torch.mean, Tensor.mean) and tensor.local.numel():
+        part = Tensor.mean(tensor.local, *args[1:], **options) * (tensor.local.numel() / tensor.numel())
+    else:
+        part = Tensor.sum(tensor.local, *args[1:], **options)
+    return summed(part, activations.world)
 
 
 def _product(activations: Activations, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -341,6 +344,8 @@ def _einsum(activations: Activations, func: Any, args: Sequence[Any], options: d
     if len(sharded) != 1 or not sharded <= set(output):
         return NotImplemented
     [index] = sharded
+    if any(name.count(index) > 1 for name, _ in pairs):  # a diagonal
+        return NotImplemented
     shards = [
         activations.shard_of(operand, name.index(index)) if index in name else _read_by_all(activations, operand)
         for name, operand in pairs

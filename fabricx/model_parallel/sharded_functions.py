@@ -104,7 +104,7 @@ def sharded_function(activations: Activations, func: Any, args: Sequence[Any], o
         options = {"dim" if name == "axis" else name: value for name, value in options.items()}
     if any(tensor.parts for tensor in sharded):
         first = args[0] if args else None
-        if isinstance(first, ShardedTensor) and first.parts:
+        if isinstance(first, ShardedTensor) and first.parts and options.get("out") is None:
             apply = fused_output if len(first.parts) > 1 else logits_output
             result = apply(activations, func, args, options)
             if result is not NotImplemented:

@@ -62,6 +62,9 @@ LOCAL: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 COMMUNICATING: dict[str, Callable[..., Any]] = {
     "scalars": lambda x, y, heads, features: x.sum() + (x * y).mean() + y.max() + x.norm(),
+    "mean of half precision": lambda x, y, heads, features: (x * 0 + 60000.0).half().mean(1).double() + y.mean((0, 1)),
+    "diagonal": lambda x, y, heads, features: torch.einsum("bhhd,bhtd->bht", x[:, :, :1].expand(B, H, H, D), y),
+    "written": lambda x, y, heads, features: _written(x.detach(), y.detach()) + x,
     "over heads": lambda x, y, heads, features: x.softmax(1) + y.sum(1, keepdim=True) + F.normalize(x, dim=1),
     "mixed heads": lambda x, y, heads, features: x.flip(1) + y.roll(1, 1) + x.cumsum(1),
     "one head": lambda x, y, heads, features: x[:, 1] + y[:, -1] + x[:, torch.tensor([0, 2])].sum(1),
@@ -107,6 +110,13 @@ def _copied(x: Tensor, buffer: Tensor) -> Tensor:
     buffer[:, 1:] = x[:, 1:]
     buffer[:, :1].copy_(x[:, :1])
     return buffer * 2
+
+
+def _written(x: Tensor, y: Tensor) -> Tensor:
+    buffer, sums = torch.full((B, H, T, D), 7.0), torch.zeros(B, H, D)
+    torch.mul(x, y, out=buffer)
+    torch.sum(x, 2, out=sums)
+    return buffer + sums[:, :, None]
 
 
 def operands() -> list[Tensor]:
