@@ -28,7 +28,7 @@ class Reproducible(Strategy, Elastic):
     random seed. Selected by `Trainer(deterministic="elastic")`.
 
     An integer is a multiple of a power of two, which is set from the largest gradient of the parameter in the previous
-    update: elements down to 2**-20 of it keep the precision of float32.
+    update (at first, in the first part of a batch): elements down to 2**-20 of it keep the precision of float32.
 
     Args:
         parts: parts of each global batch, and the largest number of ranks. Many small parts are slower.
@@ -101,25 +101,28 @@ class Reproducible(Strategy, Elastic):
         check_frozen(self.module, self._frozen, "deterministic='elastic'")
         super().backward(loss, compute)
         assert self._sums is not None
+        self._sums.measure(self.data_ranks)
         self._sums.add()
         if self.ends_window:
             self._sums.join(self.data_ranks)
 
     def backward_without_data(self, example: tuple[Any, ...] = ()) -> bool:
         assert self._sums is not None
+        self._sums.measure(self.data_ranks)
         if self.ends_window:
             self._sums.join(self.data_ranks)
         return True
 
     def state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
         state = super().state_dict(module, optimizers)
-        return {**state, "exponents": self._sums.exponents} if optimizers and self._sums is not None else state
+        sums = self._sums if optimizers else None
+        return {**state, "exponents": sums.exponents} if sums is not None and sums.follows else state
 
     def load_state_dict(self, state: dict[str, Any], module: nn.Module, optimizers: list[Optimizer]) -> None:
         super().load_state_dict(state, module, optimizers)
         saved = state.get("exponents")
         if saved is not None and self._sums is not None and saved.shape == self._sums.exponents.shape:
-            self._sums.exponents = saved.clone()
+            self._sums.exponents, self._sums.follows = saved.clone(), True
 
 
 @final
@@ -133,10 +136,11 @@ class IntegerSums:
     Attributes:
         exponents: exponent of a power of two above each parameter's gradient in the previous update, shape
             [parameters].
+        follows: there was a previous update.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], parts: int) -> None:
-        self._parameters = parameters
+        self._parameters, self.follows, self._measured = parameters, False, False
         self._bits = BITS - HEADROOM - (parts - 1).bit_length()
         device = parameters[0].device if parameters else torch.device("cpu")
         self.exponents = torch.zeros(len(parameters), dtype=torch.int64, device=device)
@@ -150,6 +154,32 @@ class IntegerSums:
         """Reset the sums to zero."""
         self._all.zero_()
         self._largest.fill_(-1.0)
+        self._measured = False
+
+    def measure(self, world: World) -> None:
+        """Set the exponents of the first update from its first part; collective, and each rank's first call counts.
+
+        The main rank has this part, whatever the number of ranks.
+
+        Args:
+            world: ranks to sum over.
+        """
+        if self.follows or self._measured:
+            return
+        self._measured = True
+        absent = torch.zeros_like(self._largest[:0])
+        gradients = [absent if p.grad is None else p.grad.detach() for p in self._parameters]
+        largest = [_largest(as_real(gradient)) for gradient in gradients]
+        if largest:
+            self._follow(world.broadcast(torch.stack(largest).to(self._largest.device)))
+            # Other parts may have larger gradients.
+            self.exponents = torch.where(
+                self.exponents > 0, self.exponents, (self.exponents + HEADROOM // 2).clamp(max=0)
+            )
+
+    def _follow(self, largest: Tensor) -> None:
+        seen = (largest > 0.0) & largest.isfinite()
+        self.exponents = torch.where(seen, torch.frexp(largest)[1].to(torch.int64), self.exponents)
 
     def add(self) -> None:
         """Add the parameters' gradients to the sums, and set the gradients to None."""
@@ -158,8 +188,7 @@ class IntegerSums:
             if parameter.grad is None:
                 continue
             gradient = as_real(parameter.grad.detach()).double()
-            largest = gradient.abs().max() if gradient.numel() else self._largest.new_zeros(())
-            torch.maximum(self._largest[number], largest.nan_to_num(torch.inf, torch.inf), out=self._largest[number])
+            torch.maximum(self._largest[number], _largest(gradient), out=self._largest[number])
             total.add_(gradient.mul_(scales[number]).round_().clamp_(-(2.0**BITS), 2.0**BITS).to(torch.int64))
             parameter.grad = None
 
@@ -177,7 +206,8 @@ class IntegerSums:
         if bool((self._largest.isfinite() & (self._largest > 2.0 ** (self.exponents + HEADROOM).double())).any()):
             raise FloatingPointError(
                 f"deterministic='elastic': a gradient is more than 2**{HEADROOM} times as large as all of the "
-                "previous update, and can't be summed exactly; limit the loss, or warm up the learning rate"
+                "previous update (of the first batch: of its first part), and can't be summed exactly; limit the loss, "
+                "or warm up the learning rate"
             )
         scales, largest = self._scales().reciprocal(), self._largest.tolist()
         for number, (parameter, total) in enumerate(zip(self._parameters, self._totals, strict=True)):
@@ -187,9 +217,15 @@ class IntegerSums:
                     gradient.fill_(torch.nan)
                 parameter.grad = torch.empty_like(parameter)
                 as_real(parameter.grad).copy_(gradient)
-        seen = (self._largest > 0.0) & self._largest.isfinite()
-        self.exponents = torch.where(seen, torch.frexp(self._largest)[1].to(torch.int64), self.exponents)
+        self._follow(self._largest)
+        self.follows = True
         self.clear()
 
     def _scales(self) -> Tensor:
         return torch.pow(2.0, (self._bits - self.exponents).double())
+
+
+def _largest(gradient: Tensor) -> Tensor:
+    """Return the largest magnitude, in double precision; infinity if an element is not finite."""
+    largest = gradient.abs().max().double() if gradient.numel() else gradient.new_zeros((), dtype=torch.float64)
+    return largest.nan_to_num(torch.inf, torch.inf)

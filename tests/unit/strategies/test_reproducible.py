@@ -58,6 +58,21 @@ def test_the_grid_follows_the_gradient() -> None:
         assert found.tolist() == [PARTS * size, PARTS * size * 2.0**-20]
 
 
+@pytest.mark.parametrize("exponent", [-60, -1, 40])
+def test_the_first_grid_is_that_of_the_first_part(exponent: int) -> None:
+    parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(0)), nn.Parameter(torch.zeros(1))]
+    sums, size = IntegerSums(parameters, PARTS), 2.0**exponent
+    for part in range(PARTS):
+        parameters[0].grad = torch.tensor([size, size * 2.0**-20])
+        parameters[1].grad = torch.zeros(0)
+        parameters[2].grad = torch.tensor([1.0]) if part else None
+        sums.measure(World())
+        sums.add()
+    sums.join(World())
+    assert parameters[0].grad.tolist() == [PARTS * size, PARTS * size * 2.0**-20]
+    assert parameters[2].grad.tolist() == [PARTS - 1]
+
+
 def test_a_gradient_that_has_grown_too_much_is_an_error() -> None:
     parameter = nn.Parameter(torch.zeros(2))
     sums = IntegerSums([parameter], PARTS)
