@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 class BatchSizeFinder(Callback):
     """Find the largest batch size before `fit` begins, and set it: see `fabricx.Tuner.scale_batch_size`.
 
-    A fit that resumes from a checkpoint keeps its batch size. For an evaluation, call
+    A fit that resumes from a checkpoint makes no search, and has the batch size of the module: pass the size that was
+    found, which a message names if it differs. For an evaluation, call
     `fabricx.Tuner(trainer).scale_batch_size(module, method="test")`.
 
     Attributes:

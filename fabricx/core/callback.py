@@ -306,6 +306,8 @@ class Callback(NamesChecked):
     def on_before_zero_grad(self, trainer: AnyTrainer, module: Module, optimizer: Optimizer) -> None:
         """Before gradients are reset, at the first batch of an accumulation window.
 
+        Gradients are None in the first window of a run, also of a run that resumes: checkpoints contain no gradients.
+
         Args:
             optimizer: optimizer whose gradients are reset.
         """

@@ -235,7 +235,7 @@ class ModuleHooks:
         """
 
     def on_before_zero_grad(self, optimizer: Optimizer) -> None:
-        """Before gradients are reset.
+        """Before gradients are reset; they are None in the first window of a run, also of a run that resumes.
 
         Args:
             optimizer: optimizer whose gradients are reset.
