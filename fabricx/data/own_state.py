@@ -60,18 +60,18 @@ def put_back_sampler(sampler: Any, values: Values) -> None:
             owner[name] = saved.numpy() if isinstance(value, np.ndarray) else saved
 
 
-def copied_state(datamodule: Any) -> Any:
-    """Return a copy of the state of a data module; None without a state, or if it fails.
+def copied_state(owner: Any) -> Any:
+    """Return a copy of the state of a data module or callback; None without a state, or if it fails.
 
     A state may be that of a loader which the data module has not created yet.
 
     Args:
-        datamodule: data module of a run; None without.
+        owner: data module or callback of a run; None without.
     """
-    if datamodule is None:
+    if owner is None:
         return None
     try:
-        return copy.deepcopy(datamodule.state_dict()) or None
+        return copy.deepcopy(owner.state_dict()) or None
     except Exception:
         return None
 

@@ -162,7 +162,7 @@ class RankRecords(FaultTolerance):
         if self.memory is not None:
             self.memory.after_step(self._session)
         if self.buffers is not None:
-            self.resume_point = self._session.rank_state(self.buffers.take(), self.metric_objects)
+            self.resume_point = self._batch_start(self.buffers)
             self.record(self.resume_point)
 
     # -- records ------------------------------------------------------------------------------------------------

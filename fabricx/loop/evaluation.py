@@ -100,7 +100,7 @@ def validate_in_fit(session: Session) -> None:
     session.metrics.publish_step()
     if session.fault_tolerance.resume_point is None:  # no accumulation window is incomplete
         _call(session, "on_validation_model_zero_grad")
-    session.fault_tolerance.keep_point()
+    session.fault_tolerance.keep_point(repeats=True)
     with session.recorder.within(Span.VALIDATION):
         point = session.fault_tolerance.resume_point
         session.synchronize(None if point is None else point.buffers)
@@ -122,7 +122,7 @@ def sanity_check(session: Session) -> None:
     with random_kept():
         session.state.phase = Phase.SANITY
         # Checkpoints of hooks must not contain the metrics of these batches.
-        session.fault_tolerance.keep_point({})
+        session.fault_tolerance.keep_point({}, repeats=True)
         call(session.hooks.on_sanity_check_start)
         evaluate(session, Phase.SANITY, session.data.sanity_feeds(session.world))
         call(session.hooks.on_sanity_check_end)

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fabricx.core.callback import Callback
+from fabricx.core.datamodule import DataModule
+from fabricx.core.hooks import overrides
+from fabricx.data.own_state import copied_state
 
 
 def by_key(callbacks: Sequence[Callback]) -> dict[str, Callback]:
@@ -21,6 +24,31 @@ def by_key(callbacks: Sequence[Callback]) -> dict[str, Callback]:
             key, number = f"{callback.state_key}/{number}", number + 1
         named[key] = callback
     return named
+
+
+def states_before(callbacks: Sequence[Callback], datamodule: DataModule | None) -> dict[str, Any]:
+    """Return copies of the states of callbacks and the data module before work that a resumed run repeats.
+
+    Callbacks that keep weights change only with an update, and those that write checkpoints have the present files.
+
+    Args:
+        callbacks: a run's callbacks.
+        datamodule: of the run, if any.
+
+    Returns:
+        entries of `run_state` to replace; without a state that can't be copied.
+    """
+    with_state = {
+        key: callback
+        for key, callback in by_key(callbacks).items()
+        if overrides(callback, "state_dict", Callback)
+        and not callback.keeps_weights
+        and callback.trainer_role != "checkpoint"
+    }
+    copies = {key: copied_state(callback) for key, callback in with_state.items()}
+    states = {"callbacks": {key: state for key, state in copies.items() if state is not None}}
+    kept = copied_state(datamodule)
+    return states if kept is None else {**states, "datamodule": kept}
 
 
 def constructed(callback: Callback) -> str:

@@ -48,6 +48,7 @@ class FaultTolerance:
         self.buffers: BufferCopies | None = None
         self.metric_objects: dict[str, Any] | None = None
         self._epoch_start: RankState | None = None  # before the hooks that begin the epoch; None as `buffers`
+        self._saved_within = False  # see `begin_batches`
 
     # -- the run ------------------------------------------------------------------------------------------------
 
@@ -81,14 +82,14 @@ class FaultTolerance:
 
     # -- an evaluation ------------------------------------------------------------------------------------------
 
-    def keep_point(self, buffers: dict[str, Any] | None = None) -> None:
+    def keep_point(self, buffers: dict[str, Any] | None = None, *, repeats: bool = False) -> None:
         """Keep the present state as the point from which a checkpoint resumes, unless an earlier one is kept.
 
         Args:
-            buffers: see `Session.rank_state`.
+            buffers, repeats: see `Session.rank_state`.
         """
         if self.resume_point is None:
-            self.resume_point = self._rank_state(buffers)
+            self.resume_point = self._rank_state(buffers, repeats=repeats)
 
     def end_evaluation(self) -> bool:
         """Forget the point before an evaluation, unless it is that of an unfinished accumulation window.
@@ -110,7 +111,7 @@ class FaultTolerance:
             self.buffers = None
             return
         self.buffers = BufferCopies(self._module, self.buffers)
-        self._epoch_start = self._rank_state(self.buffers.take())
+        self._epoch_start = self._rank_state(self.buffers.take(), repeats=True)
         if not self._state.batch:
             self.resume_point = self._epoch_start
 
@@ -120,11 +121,14 @@ class FaultTolerance:
         Args:
             saved_within: checkpoints may be written between the start and the end of a global batch.
         """
+        self._saved_within = saved_within
         if not self._batches_start_again(saved_within=saved_within):
             self.buffers = None
         self.metric_objects = metric_objects(self._module) if self._records() else None
         if self.buffers is not None:
-            batch_start = self._rank_state(self.buffers.take()) if self._state.batch else self._epoch_start
+            batch_start = self._epoch_start
+            if self._state.batch:
+                batch_start = self._rank_state(self.buffers.take(), repeats=saved_within)
             self.resume_point = batch_start
             self.record(batch_start)
 
@@ -190,7 +194,11 @@ class FaultTolerance:
     def after_step(self) -> None:
         """Keep and record the state between two steps: hooks may have logged, or drawn random numbers."""
         if self.buffers is not None:
-            self.resume_point = self._rank_state(self.buffers.take(), self.metric_objects)
+            self.resume_point = self._batch_start(self.buffers)
+
+    def _batch_start(self, buffers: BufferCopies) -> RankState:
+        """Return the present state, between two global batches."""
+        return self._rank_state(buffers.take(), self.metric_objects, repeats=self._saved_within)
 
     def record(self, point: RankState | None = None) -> None:
         """Write this rank's progress and state to memory that outlives the process.

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @final
 class RankState:
-    """Snapshot of a rank's random states, metric sums and position in its own stream.
+    """Snapshot of a rank's random states, metric sums and position in its own stream, and of states of callbacks.
 
     A run that resumes from a checkpoint within an accumulation window or a validation repeats the window or validation
     from its begin. Therefore a snapshot is taken at the begin, and saved in place of the later state.
@@ -43,12 +43,14 @@ class RankState:
         data, metrics: of the fit.
         buffers: copies of the module's buffers at the begin of a window, whose batches may change them; None otherwise.
         objects: result of `metric_objects`, if available.
+        states: result of `states_before`, for checkpoints in place of the later states; None for these.
     """
 
     def __init__(
         self, module: Module, data: RunData, metrics: RunMetrics, buffers: dict[str, Tensor] | None = None,
-        objects: dict[str, Any] | None = None,
+        objects: dict[str, Any] | None = None, states: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
+        self.states = states
         self.of_window = buffers is not None
         self.buffers = buffers or {}
         self._random, self._own = RandomState(), states_of_generators(data.own_generators)

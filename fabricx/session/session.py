@@ -33,6 +33,7 @@ from fabricx.core.transfer import with_own_move
 from fabricx.distributed import heartbeat
 from fabricx.distributed.stop_consensus import StopRequests
 from fabricx.session.accumulation import AccumulationWindow
+from fabricx.session.callback_states import states_before
 from fabricx.session.fault_tolerance import FaultTolerance
 from fabricx.session.rank_state import RankState
 from fabricx.session.status import BatchStatus, CheckpointStatus, Overridden, UserSteps
@@ -140,15 +141,17 @@ class Session:
         self.checks = HookChecks(options, module, strategy, state, data, self.optimizers, self._forget_copies)
 
     def rank_state(
-        self, buffers: dict[str, Tensor] | None = None, objects: dict[str, Any] | None = None
+        self, buffers: dict[str, Tensor] | None = None, objects: dict[str, Any] | None = None, *, repeats: bool = False
     ) -> RankState:  # fmt: skip
         """Return what this rank needs to continue from here.
 
         Args:
             buffers: copies of the module's buffers at the begin of a window, whose batches may change them.
             objects: result of `metric_objects`, if available.
+            repeats: hooks of callbacks and the data module may run before a checkpoint that resumes here.
         """
-        return RankState(self.module, self.data, self.metrics, buffers, objects)
+        states = states_before(self.callbacks, self.datamodule) if repeats else None
+        return RankState(self.module, self.data, self.metrics, buffers, objects, states)
 
     def check_callbacks(self) -> None:
         """Refuse callbacks that hooks have added to `trainer.callbacks`, or removed from it, during the run.

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import fabricx as fx
+from fabricx.callbacks import EarlyStopping
 from fabricx.session.callback_states import by_key
 from fabricx.session.saving import weights_as_state_dict
+from fabricx.testing import QUIET, TinyModule, tiny_loader
 
 
 class Keyed(fx.Callback):
@@ -43,3 +46,68 @@ def test_hooks_see_weights_and_position_under_lightning_s_names_and_only_new_wei
     with weights_as_state_dict(state):
         del state["state_dict"]  # by a hook that doesn't want Lightning's entry
     assert state["strategy"]["module"] == {"other": 5}
+
+
+class _Counts:
+    """Counts calls of a hook in its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = {"count": 0}
+
+    def counts(self, *args: Any) -> None:
+        self.calls["count"] += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.calls
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.calls = state_dict
+
+
+@pytest.mark.parametrize(
+    ("hook", "call", "accumulate"),
+    [
+        ("on_train_batch_end", 6, 4), ("on_validation_end", 2, 4), ("on_validation_batch_end", 2, 1),
+        ("on_train_batch_start", 3, 1), ("on_train_epoch_start", 2, 1),
+    ],
+)  # fmt: skip
+def test_what_a_resumed_run_repeats_is_not_in_the_states_of_callbacks(
+    hook: str, call: int, accumulate: int, own_folder: Path
+) -> None:
+    def fit(ckpt: Path | None) -> tuple[int, ...]:
+        counting, data, saver = (
+            type("Counting", (_Counts, fx.Callback), {hook: _Counts.counts})(),
+            Data(),
+            fx.Callback(),
+        )
+        saved: list[Any] = []
+
+        def save(trainer: fx.Trainer, *args: Any) -> None:
+            saved.append(None)
+            if ckpt is None and len(saved) == call:
+                trainer.save_checkpoint(own_folder / "within.ckpt")
+
+        setattr(saver, hook, save)
+        early = EarlyStopping("loss", patience=50)
+        options: dict[str, Any] = {**QUIET, "num_sanity_val_steps": 0, "accumulate_grad_batches": accumulate}
+        trainer = fx.Trainer(max_epochs=2, val_check_interval=3, callbacks=[counting, early, saver], **options)
+        trainer.fit(Validates(), datamodule=data, ckpt_path=ckpt)
+        return counting.calls["count"], early.wait_count, data.calls["count"]
+
+    class Validates(TinyModule):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("loss", 1.0)
+
+    class Data(_Counts, fx.DataModule):
+        def train_dataloader(self) -> Any:
+            return tiny_loader(32, 4)
+
+        def val_dataloader(self) -> Any:
+            return tiny_loader(4, 4)
+
+        def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            self.counts()
+            return batch
+
+    assert fit(None) == fit(own_folder / "within.ckpt")
