@@ -31,6 +31,7 @@ class ContextFunctions(TorchFunctionMode):
 
     Attributes:
         shard: shard of the sequence that is computed; None outside of the blocks.
+        length: length of the newest whole sequence.
         in_trial: attention has no dropout, which equals that of one process in distribution only; numbers that the
             user's code takes for lengths are recorded.
     """
@@ -39,7 +40,8 @@ class ContextFunctions(TorchFunctionMode):
         super().__init__()
         self.world, self.dim, self._ring = world, dim, ring
         self.shard: SequenceShard | None = None
-        self.in_trial = False
+        self.length, self.in_trial = 0, False
+        self._whole_dims: dict[int, set[int]] = {}  # of sequences in the trial's whole tensors, by number of dims
         self._tables = {id(table): table for table in tables}
         self._numbers: tuple[set[int], set[int]] = (set(), set())  # that a whole sequence and a shard have used
 
@@ -224,11 +226,14 @@ class ContextFunctions(TorchFunctionMode):
         return total if narrow is None else total.to(narrow)
 
     def _sequence_dim(self, tensor: Tensor) -> int | None:
-        local = 0 if self.shard is None else self.shard.local
-        for dim in (self.dim, tensor.dim() - 2):
-            if 0 <= dim < tensor.dim() and tensor.shape[dim] == local:
-                return dim
-        return None
+        """Return the dim of the sequence in a tensor of a shard; of several dims of this size, one of the trial."""
+        local = self.length if self.shard is None else self.shard.local
+        dims = [d for d in (self.dim, tensor.dim() - 2) if 0 <= d < tensor.dim() and tensor.shape[d] == local]
+        known = self._whole_dims.setdefault(tensor.dim(), set())
+        if self.shard is None:
+            known.update(dims if self.in_trial else ())
+            return None
+        return next(iter([d for d in dims if d in known] or dims), None)
 
     def multi_head_attention(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
         """Compute `F.multi_head_attention_forward`, the function of `nn.MultiheadAttention`.

@@ -148,6 +148,7 @@ class ContextParallel:
         """
         path, stream = self._stream(inputs)
         self._mode.shard, self._length = None, stream.shape[self._dim]
+        self._mode.length = self._length
         self._dims[0, path] = self._dim
         if self._learns or (not torch.is_grad_enabled() and self._length % (2 * self._world.size)):
             return  # an evaluation of a different length, such as generated text, is computed whole on each rank

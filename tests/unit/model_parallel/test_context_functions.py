@@ -81,6 +81,19 @@ def test_dropout_is_that_of_the_whole_sequence() -> None:
             assert F.dropout(whole, 0.5, training=False) is whole
 
 
+def test_dropout_with_as_many_heads_as_positions_is_along_the_dim_of_the_trial() -> None:
+    heads, mode = torch.randn(2, 4, 8, 3), within()
+    mode.in_trial, mode.shard, mode.length = True, None, 8
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        with mode:
+            expected = SHARD.part(F.dropout(heads, 0.5), 2)
+        mode.in_trial, mode.shard = False, SHARD
+        torch.manual_seed(1)
+        with mode:
+            assert torch.equal(F.dropout(SHARD.part(heads, 2), 0.5), expected)
+
+
 def test_convolutions_along_the_sequence_are_refused_and_others_are_not() -> None:
     along, image = torch.randn(2, 3, 4), torch.randn(2, 3, 4, 9)
     with within(), pytest.raises(ValueError, match=r"kernel \[3\] combines neighbouring positions"):
