@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -35,7 +36,7 @@ def write(run_dir: Path, config: Mapping[str, Any] | None) -> None:
             json.dumps({**versions(), "git": git_commit(Path.cwd())}, indent=2) + "\n"
         )
     if config is not None:
-        (run_dir / "config.yaml").write_text(_yaml(masked(config)))
+        _write_whole(run_dir / "config.yaml", _yaml(masked(config)))
 
 
 def write_resumed(run_dir: Path, config: Mapping[str, Any]) -> list[Path]:
@@ -50,13 +51,31 @@ def write_resumed(run_dir: Path, config: Mapping[str, Any]) -> list[Path]:
     """
     number = len(list(run_dir.glob("config-resumed-*.yaml"))) + 1
     texts = {
-        f"config-resumed-{number}.yaml": _yaml(masked(config)),
         f"command-resumed-{number}.txt": masked_command(sys.orig_argv) + "\n",
         f"versions-resumed-{number}.json": json.dumps({**versions(), "git": git_commit(Path.cwd())}, indent=2) + "\n",
+        f"config-resumed-{number}.yaml": _yaml(masked(config)),  # last: a later resume reads it
     }
     for name, text in texts.items():
-        (run_dir / name).write_text(text)
+        _write_whole(run_dir / name, text)
     return [run_dir / name for name in texts]
+
+
+def _write_whole(file: Path, text: str) -> None:
+    """Write a file whole, or not at all: a resume would read a part of the settings.
+
+    Raises:
+        ValueError: the file can't be written.
+    """
+    passing = file.with_name(f".{file.name}.new")
+    try:
+        passing.write_text(text)
+        passing.replace(file)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            passing.unlink(missing_ok=True)
+        raise ValueError(
+            f"{file} can't be written ({error.strerror}): make room on its disk, or make its folder writable"
+        ) from error
 
 
 def newest_configuration(run_dir: Path) -> Path:
@@ -80,7 +99,7 @@ def mask_file(file: Path) -> None:
 
     data = yaml.safe_load(file.read_text())
     if (shown := masked(data)) != data:
-        file.write_text(yaml.safe_dump(shown, sort_keys=False))
+        _write_whole(file, yaml.safe_dump(shown, sort_keys=False))
 
 
 def write_arguments(run_dir: Path, made_of: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -44,6 +45,23 @@ def test_a_run_is_described_once_and_without_secrets(tmp_path: Path, monkeypatch
     versions = json.loads((folder / "versions.json").read_text())
     assert {"python", "torch", "git"} <= set(versions)
     assert not any("abc" in path.read_text() for path in folder.iterdir())
+
+
+def test_a_configuration_that_does_not_fit_on_the_disk_is_not_that_of_a_later_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write_text(file: Path, text: str) -> None:
+        file.write_bytes(text[:20].encode())
+        if len(text) > 5000:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    provenance.write(tmp_path, {"seed": 1})
+    monkeypatch.setattr(Path, "write_text", write_text)
+    monkeypatch.setattr(provenance, "versions", dict)
+    with pytest.raises(ValueError, match=r"config-resumed-1.yaml can't be written \(No space left"):
+        provenance.write_resumed(tmp_path, {f"key{number}": number for number in range(1000)})
+    assert provenance.newest_configuration(tmp_path) == tmp_path / "config.yaml"
+    assert not list(tmp_path.glob(".*.new"))
 
 
 def test_arguments_are_written_where_there_is_no_configuration(tmp_path: Path) -> None:
