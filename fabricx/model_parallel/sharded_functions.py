@@ -11,6 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from fabricx.core.tensor_properties import PROPERTIES
 from fabricx.model_parallel.fused_outputs import fused_output
 from fabricx.model_parallel.local_rules import Rule, local_result
 from fabricx.model_parallel.placement import Placement
@@ -37,18 +38,6 @@ FACTORIES: Final[set[Any]] = {
 READS: Final[set[Any]] = {
     Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__,
     Tensor.__format__, Tensor.__repr__, Tensor.__array__, Tensor.__contains__, Tensor.cpu,
-}  # fmt: skip
-SIZES: Final[set[Any]] = {
-    Tensor.size, Tensor.stride, Tensor.numel, Tensor.nelement, Tensor.__len__, torch.numel,
-    *(getattr(Tensor, name).__get__ for name in ("shape",)),
-}  # fmt: skip
-PROPERTIES: Final[set[Any]] = {
-    *SIZES, Tensor.dim, Tensor.ndimension, Tensor.is_contiguous, Tensor.is_floating_point, torch.is_floating_point,
-    Tensor.is_complex, Tensor.get_device, Tensor.element_size, Tensor.__hash__, torch.is_tensor, torch.is_complex,
-    *(getattr(Tensor, name).__get__ for name in (
-        "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_leaf", "is_nested", "is_sparse",
-        "is_quantized", "is_meta", "_version", "grad_fn",
-    )),
 }  # fmt: skip
 _OTHER_RESULTS: Final[set[Any]] = {torch.where, Tensor.where, Tensor.type}  # with a tensor only: indices, and a text
 _tensor: Final[Any] = Tensor

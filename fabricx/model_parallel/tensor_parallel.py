@@ -17,6 +17,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils._pytree import tree_map
 
 from fabricx.core.placeholder import is_placeholder
+from fabricx.core.tensor_properties import SIZES
 from fabricx.distributed.world import World
 from fabricx.errors import PeerLost
 from fabricx.model_parallel.layer_functions import LayerFunctions, Weight
@@ -25,7 +26,7 @@ from fabricx.model_parallel.parallel_layers import placements_of
 from fabricx.model_parallel.placement import Placement, replace_data
 from fabricx.model_parallel.recomputation import recomputing
 from fabricx.model_parallel.sharded_activations import Activations
-from fabricx.model_parallel.sharded_functions import SIZES, ShardedFunctions
+from fabricx.model_parallel.sharded_functions import ShardedFunctions
 from fabricx.model_parallel.sharded_tensor import ShardedTensor
 from fabricx.model_parallel.tensor_collectives import sliced, whole_tensor
 from fabricx.model_parallel.tensor_plan import TensorPlan, check_not_compiled

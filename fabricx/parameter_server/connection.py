@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, final
 
@@ -15,7 +16,7 @@ from fabricx.distributed.world import World
 from fabricx.parameter_server.design import Design
 from fabricx.parameter_server.divisible import needs_whole_tensors
 from fabricx.parameter_server.options import ServerOptions
-from fabricx.parameter_server.sparse_embeddings import before_lookups, check_servers_can_step, sparse_embeddings
+from fabricx.parameter_server.sparse_embeddings import TableReads, check_servers_can_step, sparse_embeddings
 from fabricx.parameter_server.wire.powersgd import LowRank
 from fabricx.parameter_server.worker.asynchronous import Asynchronous
 from fabricx.parameter_server.worker.buffers import dtype_of
@@ -56,12 +57,14 @@ class Connection:
         exchange: with the other workers.
         parameters: parameters of which gradients are exchanged.
         undo: functions that remove hooks.
+        reads: context of the user's code, in which rows of tables arrive before they are read.
     """
 
     protocol: WorkerProtocol[Any] = field(default_factory=NoProtocol)
     exchange: Exchange = field(default_factory=NoExchange)
     parameters: list[Tensor] = field(default_factory=list)
     undo: list[Callable[[], None]] = field(default_factory=list)
+    reads: AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
 
     def close(self, *, done: bool) -> None:
         """Leave the exchange.
@@ -106,9 +109,8 @@ def connect(options: ServerOptions, design: Design, world: World, trained: Train
             return _join_workers(design, world, trained, numbers, whole=whole)
         client, low_rank = _join_servers(options, design, world, trained, numbers, whole=whole)
     connection = _choose_protocol(options, design, world, trained, client, low_rank)
-    if design.servers_step:
-        protocol = connection.protocol
-        connection.undo += before_lookups(tables, lambda: protocol.computing, client.weights.pull_rows)
+    if design.servers_step and tables:
+        connection.reads = TableReads({id(parameters[number]): number for number in numbers}, client.weights)
     return connection
 
 

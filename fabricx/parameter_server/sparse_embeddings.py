@@ -2,11 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final, Protocol, TypeVar, final
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from fabricx.core.tensor_properties import PROPERTIES
+
+C = TypeVar("C", bound=Callable[..., Any])
+_MAX_NORM: Final = "max_norm changes rows on a worker, and servers don't receive the change: remove max_norm"
+
+
+def _outside_of_graphs(function: C) -> C:
+    disabled: Any = torch.compiler.disable(function)
+    wrapped: C = disabled
+    return wrapped
+
+
+class PullsTables(Protocol):
+    """The part of `WeightPulls` that `TableReads` uses.
+
+    Attributes:
+        lacks_rows: tables of this worker may lack updates that its other weights have.
+    """
+
+    lacks_rows: bool
+
+    def pull_rows(self, ids: dict[int, Tensor]) -> None:
+        """Pull rows of tables into the parameters.
+
+        Args:
+            ids: unique row ids, shape [k], by parameter number.
+        """
+
+    def pull_tables(self) -> None:
+        """Pull all changed rows of all tables into the parameters."""
 
 
 def sparse_embeddings(module: nn.Module | None, parameters: Sequence[Tensor]) -> dict[nn.Module, int]:
@@ -24,10 +58,7 @@ def sparse_embeddings(module: nn.Module | None, parameters: Sequence[Tensor]) ->
     for name, part in module.named_modules() if module is not None else ():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse and id(part.weight) in numbers:
             if part.max_norm is not None:
-                raise ValueError(
-                    f"{name} has max_norm, which changes rows on a worker, and servers don't receive the change: "
-                    "remove max_norm"
-                )
+                raise ValueError(f"{name}: {_MAX_NORM}")
             tables[part] = numbers[id(part.weight)]
     return tables
 
@@ -52,25 +83,48 @@ def check_servers_can_step(optimizers: Sequence[Optimizer], tables: Collection[T
             )
 
 
-def before_lookups(
-    tables: dict[nn.Module, int], wanted: Callable[[], bool], pull_rows: Callable[[dict[int, Tensor]], None]
-) -> list[Callable[[], None]]:  # fmt: skip
-    """Pull the rows that an embedding looks up before each of its forwards in training.
+@final
+class TableReads(TorchFunctionMode):
+    """While active, the rows of a table arrive from the servers before a function of torch reads them.
+
+    A lookup pulls the rows that it needs. Any other function that receives the table, such as `table.detach()`, pulls
+    all rows that have changed.
 
     Args:
-        tables: embeddings with the numbers of their parameters.
-        wanted: whether a gradient is being computed; otherwise rows are present already.
-        pull_rows: pulls rows: unique row ids, shape [k], by the number of the parameter.
-
-    Returns:
-        Functions that end this.
+        tables: numbers of tables, by `id` of the parameter.
+        weights: pulls from the servers.
     """
 
-    def pull_before(number: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def pull(part: nn.Module, args: tuple[Any, ...]) -> None:
-            if wanted():
-                pull_rows({number: args[0].detach().unique().cpu()})
+    def __init__(self, tables: Mapping[int, int], weights: PullsTables) -> None:
+        super().__init__()
+        self._tables, self._weights = tables, weights
 
-        return pull
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = kwargs or {}
+        if self._weights.lacks_rows and func not in PROPERTIES:
+            tensors = [value for value in _flat((*args, *options.values())) if isinstance(value, Tensor)]
+            read = {self._tables[id(tensor)] for tensor in tensors if id(tensor) in self._tables}
+            if read:
+                self._pull(func, read, tensors, options)
+        return func(*args, **options)
 
-    return [part.register_forward_pre_hook(pull_before(number)).remove for part, number in tables.items()]
+    @_outside_of_graphs
+    def _pull(self, func: Any, read: set[int], tensors: list[Tensor], options: dict[str, Any]) -> None:
+        if func in _LOOKUPS and options.get("max_norm") is not None:
+            raise ValueError(f"{func.__name__}: {_MAX_NORM}")
+        ids: Tensor | None = next((t for t in tensors if not t.is_floating_point() and not t.is_complex()), None)
+        if func in _LOOKUPS and ids is not None:
+            self._weights.pull_rows({number: ids.detach().unique().cpu().long() for number in read})
+        else:
+            self._weights.pull_tables()
+
+
+def _flat(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _flat(value)
+        else:
+            yield value
+
+
+_LOOKUPS: Final = {F.embedding, F.embedding_bag, torch.embedding, torch.embedding_bag}

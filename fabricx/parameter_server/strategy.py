@@ -155,7 +155,7 @@ class ServedStrategy(
 
     def wrap_step(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def in_training(*args: Any) -> Any:
-            with self._protocol.computing_gradient():
+            with self._protocol.computing_gradient(), self._connection.reads:
                 return step(*args)
 
         return in_training
@@ -194,6 +194,13 @@ class ServedStrategy(
 
     def hooks_see_gradients(self) -> AbstractContextManager[Any]:
         return self._protocol.hooks_see_gradients()
+
+    @property
+    def divides_weights(self) -> bool:  # type: ignore[override]
+        return self._design.servers_step and self.servers > 0  # rows of sparse tables
+
+    def hooks_see_weights(self, name: str) -> AbstractContextManager[Any]:
+        return self._connection.reads
 
     @property
     def hides_gradients(self) -> bool:  # type: ignore[override]

@@ -55,12 +55,13 @@ class Replies:
         """
         shard = self._init.shard
         if pull.rows is None:
-            if self._codec is not None:
+            if self._codec is not None and pull.dense:
                 self.seen[worker] = values[: shard.dense].clone()
             if pull.since is not None and shard.rows and self.changed.known(pull.since):
-                return self._changed_rows(pull.since[1], values, outbox)
-            outbox[: len(values)].copy_(values)
-            return self._reply([(0, len(values))], (self.changed.history, None))
+                return self._changed_rows(pull, pull.since[1], values, outbox)
+            first = 0 if pull.dense else shard.dense
+            outbox[first : len(values)].copy_(values[first:])
+            return self._reply([(first, len(values))], (self.changed.history, None))
         if pull.dense and self._codec is not None and worker in self.seen and not pull.whole:
             return self._difference(self._codec, self.seen[worker], values, outbox)
         spans = []
@@ -78,11 +79,13 @@ class Replies:
             spans.append((start, end))
         return self._reply(spans)
 
-    def _changed_rows(self, since: int, values: Tensor, outbox: Tensor) -> Reply:
-        """Write the dense weights and the changed rows of tables with their ids."""
+    def _changed_rows(self, pull: Pull, since: int, values: Tensor, outbox: Tensor) -> Reply:
+        """Write the dense weights, if requested, and the changed rows of tables with their ids."""
         shard, counts = self._init.shard, {}
-        outbox[: shard.dense].copy_(values[: shard.dense])
-        spans = [(0, shard.dense)]
+        spans = []
+        if pull.dense:
+            outbox[: shard.dense].copy_(values[: shard.dense])
+            spans.append((0, shard.dense))
         for number, rows in enumerate(shard.rows):
             (start, stop), ids = shard.spans[len(shard.pieces) + number], self.changed.since(number, since)
             numbers, room = shard.rows_in(outbox, number, len(ids))

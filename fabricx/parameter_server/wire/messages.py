@@ -151,8 +151,7 @@ class Pull:
         version: minimum version.
         to_train: a gradient will follow.
         dense: request all pieces.
-        rows: number of requested rows by table, whose ids are in the message's vector; None for all pieces and
-            tables.
+        rows: number of requested rows by table, whose ids are in the message's vector; None for all tables.
         since: with `rows=None`: (history, version) of the complete tables that the worker has; see `ChangedRows`.
         whole: request full weights if otherwise compressed differences would be sent.
     """

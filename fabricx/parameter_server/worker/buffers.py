@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar, final
+from typing import Any, Final, Generic, Protocol, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -13,6 +13,11 @@ from fabricx.distributed.codecs import Codec
 from fabricx.parameter_server.optimizer_parts import part_of
 from fabricx.parameter_server.wire.messages import Reply
 from fabricx.parameter_server.wire.partition import Rows, Shard, merge_spans
+
+_SPARSE: Final = (
+    "the gradient of a parameter of shape {shape} is sparse, but servers receive sparse gradients of nn.Embedding and "
+    "nn.EmbeddingBag with sparse=True only: let the parameter be the weight of such a module, or set sparse=False"
+)
 
 
 class Vectors(Protocol):
@@ -122,6 +127,9 @@ class ExchangeBuffers(Generic[L]):
 
         Returns:
             Description of the gradients.
+
+        Raises:
+            ValueError: a parameter that is no table has a sparse gradient.
         """
         missing = []
         targets, sources = [], []
@@ -133,6 +141,8 @@ class ExchangeBuffers(Generic[L]):
                 missing.append(number)
                 room.zero_()  # read by codecs, and by other workers if there are no servers
                 continue
+            if gradient.is_sparse:
+                raise ValueError(_SPARSE.format(shape=list(gradient.shape)))
             source = part_of(gradient, piece).reshape(-1)
             in_place = source.data_ptr() == room.data_ptr()
             if number in early and (in_place or torch.equal(source.to(room.dtype), room)):
@@ -277,12 +287,11 @@ class ExchangeBuffers(Generic[L]):
         piece = self.shard.pieces[number]
         _copy_part(targets[piece.parameter], piece.start, piece.stop, self._in[number])
 
-    def write_weights(self, targets: Sequence[Tensor], *, tables: bool) -> None:
-        """Copy received weights to tensors.
+    def write_weights(self, targets: Sequence[Tensor]) -> None:
+        """Copy received weights, without tables, to tensors.
 
         Args:
             targets: targets by parameter.
-            tables: also copy complete tables.
         """
         views, sources = [], []
         for (number, start, stop), source in zip(self.shard.pieces, self._in, strict=True):
@@ -293,21 +302,22 @@ class ExchangeBuffers(Generic[L]):
             else:  # another memory format, which has no flat view
                 _copy_part(tensor, start, stop, source)
         _copy_all(views, sources)
-        if tables:
-            for rows, (start, stop) in zip(self.shard.rows, self.shard.spans[len(self.shard.pieces) :], strict=True):
-                table = part_of(targets[rows.parameter], rows)
-                table.copy_(self.link.inbox[start:stop].view(table.shape))
 
-    def write_changed_rows(self, targets: Sequence[Tensor], counts: dict[int, int]) -> None:
-        """Copy changed rows, received with their ids, to their tables.
+    def write_tables(self, targets: Sequence[Tensor], counts: dict[int, int] | None) -> None:
+        """Copy received tables.
 
         Args:
             targets: targets by parameter.
-            counts: number of rows by table.
+            counts: number of changed rows by table, received with their ids; None if tables are complete.
         """
-        for number, count in counts.items():
-            ids, values = self.shard.rows_in(self.link.inbox, number, count)
-            self._write_rows(number, targets, ids, values)
+        if counts is not None:
+            for number, count in counts.items():
+                ids, values = self.shard.rows_in(self.link.inbox, number, count)
+                self._write_rows(number, targets, ids, values)
+            return
+        for rows, (start, stop) in zip(self.shard.rows, self.shard.spans[len(self.shard.pieces) :], strict=True):
+            table = part_of(targets[rows.parameter], rows)
+            table.copy_(self.link.inbox[start:stop].view(table.shape))
 
     def post_row_ids(self, ids: dict[int, Tensor]) -> dict[int, int]:
         """Send the ids of requested rows; returns their number by table.

@@ -45,7 +45,6 @@ class WorkerProtocol(ABC, Generic[E]):
         optimizers: the user's optimizers.
         gradients: this worker's gradients.
         timing: whether this worker waits for pulled weights before the step or during the forward.
-        computing: a gradient is being computed.
         server_rule: initial state of the servers' update rule: tensors by name and parameter, and rounds; None for a
             new rule.
         server_feedback: initial error feedback of the servers' compressed sums.
@@ -56,7 +55,6 @@ class WorkerProtocol(ABC, Generic[E]):
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.world = World()
-        self.computing = False
         self.server_rule: tuple[dict[str, list[Tensor]], int] | None = None
         self.server_feedback: Sequence[Tensor | None] = ()
         self._exchange: E | None = None
@@ -133,12 +131,8 @@ class WorkerProtocol(ABC, Generic[E]):
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
         self.before_step()
-        self.computing = True
         self.timing.begin_step()
-        try:
-            yield
-        finally:
-            self.computing = False
+        yield
         self.timing.settle()
 
     def before_step(self) -> None:

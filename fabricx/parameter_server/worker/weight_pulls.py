@@ -33,10 +33,12 @@ class WeightPulls:
 
     Attributes:
         partial: the weights of this worker may lack updates of the servers' weights.
+        lacks_rows: tables of this worker may lack updates that its other weights have.
     """
 
     def __init__(self, servers: Servers, statistics: ExchangeStatistics) -> None:
         self.partial = bool(servers.options.tables) or servers.options.reply_compression is not None
+        self.lacks_rows = True
         self._servers, self._statistics = servers, statistics
         self._threads: ThreadPoolExecutor | None = None
         self._prefetches: list[PrefetchTask] = []
@@ -63,14 +65,16 @@ class WeightPulls:
 
         def write(buffers: ExchangeBuffers[Channel], reply: Reply) -> None:
             if to_train:
-                buffers.write_weights(targets, tables=False)
+                buffers.write_weights(targets)
                 return
             history, counts = reply.content
-            buffers.write_weights(targets, tables=counts is None)
-            buffers.write_changed_rows(targets, counts or {})
+            buffers.write_weights(targets)
+            buffers.write_tables(targets, counts)
             buffers.tables = history, reply.version
 
-        return self._pull_all(message, write, one_by_one=one_by_one)[0]
+        reply = self._pull_all(message, write, one_by_one=one_by_one)[0]
+        self.lacks_rows = to_train or (self.lacks_rows and targets is not self._servers.parameters)
+        return reply
 
     def pull_rows(self, ids: dict[int, Tensor]) -> None:
         """Pull rows of tables into the parameters.
@@ -87,6 +91,18 @@ class WeightPulls:
 
         parameters = self._servers.parameters
         self._pull_all(wanted, lambda buffers, reply: buffers.write_rows(parameters, counts[buffers]))
+
+    def pull_tables(self) -> None:
+        """Pull all rows of tables that have changed since this worker had complete tables into the parameters."""
+        parameters = self._servers.parameters
+
+        def write(buffers: ExchangeBuffers[Channel], reply: Reply) -> None:
+            history, counts = reply.content
+            buffers.write_tables(parameters, counts)
+            buffers.tables = history, reply.version
+
+        self._pull_all(lambda buffers: Pull(dense=False, since=buffers.tables), write)
+        self.lacks_rows = False
 
     def pull_sums(self, version: int) -> None:
         """Write the sums of gradients to `parameter.grad`; see `Exchange.pull_sums`.
@@ -140,6 +156,7 @@ class WeightPulls:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(len(buffers), thread_name_prefix="fabricx-pull")
         pull = Pull(version, to_train=True, rows={})
+        self.lacks_rows = True
         self._arrived = arrived
         self._pending = set(range(len(self._servers.parameters)))
         self._prefetches = [PrefetchTask(source, replace(pull), self._threads) for source in buffers]

@@ -26,6 +26,7 @@ class Answers:
         self.inbox, self.outbox = torch.ones(room), torch.zeros(room)
         self.arrived: Callable[[int], None] | None = None
         self.sent: list[Any] = []
+        self.content: Any = None
 
     def post(self, start: int, stop: int) -> None:
         pass
@@ -34,7 +35,7 @@ class Answers:
         self.sent.append(message)
 
     def recv(self) -> Reply:
-        return Reply(version=len(self.sent))
+        return Reply(len(self.sent), content=self.content)
 
 
 @pytest.fixture
@@ -69,3 +70,29 @@ def test_the_reply_of_a_background_pull_is_noted_once(servers: Servers, how: str
     assert noted in ([(1, {1})], [(1, set())])  # rows are pulled when all other weights have been written
     assert torch.equal(servers.parameters[1], torch.ones(3))
     pulls.close()
+
+
+def test_tables_are_complete_until_weights_for_a_gradient_are_pulled(servers: Servers) -> None:
+    pulls = WeightPulls(servers, ExchangeStatistics())
+    assert pulls.lacks_rows
+    pulls.pull(servers.parameters, to_train=True)
+    assert pulls.lacks_rows
+    sent = servers.buffers[0].link
+    assert isinstance(sent, Answers)
+    sent.content = "history", None
+    pulls.pull_tables()
+    assert not pulls.lacks_rows
+    assert sent.sent[-1] == Pull(dense=False)
+    assert torch.equal(servers.parameters[0], torch.ones(HEIGHT, WIDTH))
+    pulls.pull_tables()
+    assert sent.sent[-1] == Pull(dense=False, since=("history", 2))  # only what has changed
+    pulls.pull(servers.parameters, to_train=True)
+    assert pulls.lacks_rows
+    pulls.pull(servers.parameters)
+    assert not pulls.lacks_rows
+
+
+def test_a_sparse_gradient_of_a_parameter_that_is_no_table_is_refused(servers: Servers) -> None:
+    gradient = torch.zeros(3).to_sparse()
+    with pytest.raises(ValueError, match=r"of shape \[3\] is sparse, but servers receive sparse gradients of"):
+        servers.buffers[0].post_gradients([None, gradient])
