@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, Literal, final
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
+from fabricx.core.tensor_properties import PROPERTIES
 from fabricx.distributed.world import World
 from fabricx.model_parallel.context_attention import own_stream, scaled_dot_product_attention, whole_mask
 from fabricx.model_parallel.sequence_shard import SequenceShard, gathered
@@ -33,20 +34,26 @@ class ContextFunctions(TorchFunctionMode):
         shard: shard of the sequence that is computed; None outside of the blocks.
         length: length of the newest whole sequence.
         in_trial: attention has no dropout, which equals that of one process in distribution only; numbers that the
-            user's code takes for lengths are recorded.
+            user's code takes for lengths are recorded, and dimensions that functions combine.
+        within: blocks are computed, whole or for a shard.
+        stale: names of tensors that blocks have stored for other positions than those that are computed, by `id`.
     """
 
     def __init__(self, world: World, dim: int, tables: Iterable[Tensor], *, ring: bool = False) -> None:
         super().__init__()
         self.world, self.dim, self._ring = world, dim, ring
         self.shard: SequenceShard | None = None
-        self.length, self.in_trial = 0, False
+        self.length, self.in_trial, self.within = 0, False, False
+        self.stale: Mapping[int, str] = {}
         self._whole_dims: dict[int, set[int]] = {}  # of sequences in the trial's whole tensors, by number of dims
         self._tables = {id(table): table for table in tables}
         self._numbers: tuple[set[int], set[int]] = (set(), set())  # that a whole sequence and a shard have used
+        self._combined: set[tuple[Any, ...]] = set()  # functions of the trial, with dimensions that they combine
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
+        if self.stale and func not in PROPERTIES:
+            self._check_stale((*args, *options.values()))
         rule = _RULES.get(func)
         if rule is None:
             return func(*args, **options)
@@ -213,8 +220,10 @@ class ContextFunctions(TorchFunctionMode):
         Raises:
             ValueError: the result needs a gradient.
         """
+        if len(args) + len(options) > 1:
+            return self.combination(function, 1, None, *args, **options)
         result = function(*args, **options)
-        if self.shard is None or len(args) + len(options) > 1:
+        if self.shard is None:
             return result
         if result.requires_grad:
             raise ValueError(
@@ -224,6 +233,64 @@ class ContextFunctions(TorchFunctionMode):
         narrow = result.dtype if result.dtype in (torch.bool, torch.float16, torch.bfloat16) else None
         total = self.world.all_reduce(result.clone() if narrow is None else result.float(), op)
         return total if narrow is None else total.to(narrow)
+
+    def combination(
+        self, function: Callable[..., Any], position: int, default: int | None, *args: Any, **options: Any
+    ) -> Any:  # fmt: skip
+        """Refuse a function that combines positions of the sequence, if the trial does not show that it may.
+
+        The trial shows it for functions that it has called, but for scans, such as a `cumsum` that counts the tokens of
+        an expert: their result may be used for few samples only.
+
+        Args:
+            function: combines elements along dimensions, such as `sum`.
+            position: index of the argument `dim`.
+            default: its default; None for all dimensions.
+            args, options: of the function.
+
+        Raises:
+            ValueError: the function combines positions.
+        """
+        if self.within and isinstance(args[0], Tensor):
+            name, shape = function.__name__, args[0].shape
+            dims = _dims(args[0], position, args, options, default)
+            if self.in_trial:
+                self._combined.add((name, len(shape), dims))
+                self._combined.update((name, len(shape), dim, shape[dim]) for dim in dims or ())
+            if self.shard is not None and self._combines_positions(name, shape, dims):
+                raise ValueError(
+                    f"{name} within a block combines positions of the sequence, of which a shard does not have all"
+                    f"{'' if self.in_trial else ', and the trial run before training has not called it'}: compute it "
+                    "before or after the blocks, choose other blocks, or use strategy=tensor"
+                )
+        return function(*args, **options)
+
+    def _combines_positions(self, name: str, shape: torch.Size, dims: tuple[int, ...] | None) -> bool:
+        """Return whether a function combines positions of the sequence, which the trial does not show to be right."""
+        assert self.shard is not None
+        ndim, ranks = len(shape), self.shard.ranks
+        if self.in_trial:
+            return name in _SCANS and any(
+                (name, ndim, dim, shape[dim] * ranks) in self._combined and shape[dim] % self.shard.local == 0
+                for dim in dims or ()
+            )
+        if (name, ndim, dims) in self._combined:
+            return False
+        return any(
+            dim < ndim and shape[dim] == self.shard.local and (dims is None or dim in dims)
+            for dim in ((self.dim, ndim - 2) if ndim > 3 else (self.dim,))
+        )
+
+    def _check_stale(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, Tensor) and id(value) in self.stale:
+                raise ValueError(
+                    f"{self.stale[id(value)]} was computed within a block for the positions of another sequence, and "
+                    "is used for this one: compute it before the blocks, register it in __init__ as a buffer for the "
+                    "longest sequence, or use sequences of a single length"
+                )
+            if isinstance(value, (list, tuple)):
+                self._check_stale(value)
 
     def _sequence_dim(self, tensor: Tensor) -> int | None:
         """Return the dim of the sequence in a tensor of a shard; of several dims of this size, one of the trial."""
@@ -312,6 +379,25 @@ def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
 
 
+def _dims(
+    tensor: Tensor, position: int, args: Sequence[Any], options: Mapping[str, Any], default: int | None
+) -> tuple[int, ...] | None:  # fmt: skip
+    """Return the dimensions that a function combines, from 0; None for all."""
+    dims = args[position] if len(args) > position else default
+    dims = next((options[name] for name in ("dim", "axis", "dims") if name in options), dims)
+    if isinstance(dims, Tensor):  # such as `torch.max(x, y)`
+        return ()
+    if isinstance(dims, bool) or not isinstance(dims, (int, tuple, list)):
+        return None
+    return tuple(sorted(dim % max(1, tensor.dim()) for dim in ([dims] if isinstance(dims, int) else dims)))
+
+
+def _combination(
+    combination: Any, position: int, default: int | None, functions: ContextFunctions, *args: Any, **options: Any
+) -> Any:  # fmt: skip
+    return functions.combination(combination, position, default, *args, **options)
+
+
 def _reduction(reduction: Any, op: Any, functions: ContextFunctions, *args: Any, **options: Any) -> Any:
     return functions.reduction(reduction, op, *args, **options)
 
@@ -324,6 +410,17 @@ _MULTI_HEAD: Final = (
     "query", "key", "value", "embed_dim_to_check", "num_heads", "in_proj_weight", "in_proj_bias", "bias_k", "bias_v",
     "add_zero_attn", "dropout_p", "out_proj_weight", "out_proj_bias",
 )  # fmt: skip
+_SCANS: Final = ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp")
+_COMBINING: Final[dict[str, tuple[int, int | None]]] = {  # index of the argument `dim`, and its default
+    **dict.fromkeys(
+        (*_SCANS, "sum", "mean", "prod", "nansum", "nanmean", "std", "var", "std_mean", "var_mean", "median",
+         "nanmedian", "logsumexp", "count_nonzero", "argmax", "argmin", "softmax", "log_softmax", "flip", "aminmax"),
+        (1, None),
+    ),
+    **dict.fromkeys(("norm", "quantile", "nanquantile", "roll"), (2, None)),
+    **dict.fromkeys(("sort", "argsort", "mode"), (1, -1)),
+    **dict.fromkeys(("topk", "kthvalue", "diff"), (2, -1)),
+}  # fmt: skip
 _RULES: Final[dict[Any, Callable[..., Any]]] = {
     F.scaled_dot_product_attention: ContextFunctions.attention,
     F.multi_head_attention_forward: ContextFunctions.multi_head_attention,
@@ -335,5 +432,13 @@ _RULES: Final[dict[Any, Callable[..., Any]]] = {
         for name in ("any", "all", "amax", "amin", "max", "min")
         for function in (getattr(torch, name), getattr(Tensor, name))
     },
+    **{
+        function: functools.partial(_combination, function, position, default)
+        for name, (position, default) in _COMBINING.items()
+        for function in (getattr(torch, name, None), getattr(Tensor, name, None), getattr(F, name, None))
+        if function is not None
+    },
+    F.normalize: functools.partial(_combination, F.normalize, 2, 1),
+    torch.linalg.vector_norm: functools.partial(_combination, torch.linalg.vector_norm, 2, None),
     **{function: functools.partial(_convolution, function) for function in (torch.conv1d, torch.conv2d, torch.conv3d)},
 }

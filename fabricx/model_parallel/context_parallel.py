@@ -21,6 +21,7 @@ from fabricx.model_parallel.pipeline_chain import Blocks, find_blocks
 from fabricx.model_parallel.recomputation import recomputing
 from fabricx.model_parallel.sequence_shard import SequenceShard, joined
 from fabricx.model_parallel.shard_outputs import ShardOutputs
+from fabricx.model_parallel.stored_positions import StoredPositions
 from fabricx.model_parallel.trial import Record, StepChanged, check_unchanged, fingerprint, recorded_step
 
 REMEDY: Final = (
@@ -72,6 +73,7 @@ class ContextParallel:
         self._module, self._blocks, self._world, self._dim, self._ordinary = module, blocks, world, dim, ordinary
         self._mode = ContextFunctions(world, dim, module.buffers(), ring=ring)
         self._ring = ring
+        self._stored = StoredPositions(blocks)
         self._active = self._learns = False
         self._length = 0  # of the whole sequence, in the blocks
         self._dims: dict[tuple[int, tuple[Any, ...]], int] = {}  # of the sequence, by block and path of the argument
@@ -108,6 +110,7 @@ class ContextParallel:
 
         @functools.wraps(step)
         def sharded_step(*args: Any, **options: Any) -> Any:
+            self._mode.within = False
             with self._activated(None):
                 return step(*args, **options)
 
@@ -150,8 +153,16 @@ class ContextParallel:
         self._mode.shard, self._length = None, stream.shape[self._dim]
         self._mode.length = self._length
         self._dims[0, path] = self._dim
+        shard = self._shard(stream)
+        stale = self._stored.begin(self._length, shard)
+        if stale is not None:
+            self._mode.stale = stale
+        self._mode.shard, self._mode.within = shard, True
+
+    def _shard(self, stream: Tensor) -> SequenceShard | None:
+        """Return the shard of a sequence that is computed; None for the whole sequence."""
         if self._learns or (not torch.is_grad_enabled() and self._length % (2 * self._world.size)):
-            return  # an evaluation of a different length, such as generated text, is computed whole on each rank
+            return None  # an evaluation of a different length, such as generated text, is computed whole on each rank
         key = (self._length, stream.device)
         if key not in self._shards:
             try:
@@ -162,7 +173,7 @@ class ContextParallel:
                     f"{self._blocks[0][0]}; if the sequence is another dim, set sequence_dim; to divide other blocks, "
                     "set blocks=CLASS"
                 ) from None
-        self._mode.shard = self._shards[key]
+        return self._shards[key]
 
     def _stream(self, inputs: Any) -> tuple[tuple[Any, ...], Tensor]:
         for path, leaf in leaves(inputs):
@@ -202,7 +213,7 @@ class ContextParallel:
 
     def _leave(self, block: nn.Module, args: Any, output: Any) -> Any:
         """Gather the outputs of the last block."""
-        end = len(self._blocks)
+        end, self._mode.within = len(self._blocks), False
         if self._active and self._learns:
             self._learn(end, output)
         shard = self._mode.shard if self._active else None

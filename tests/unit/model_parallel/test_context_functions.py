@@ -131,3 +131,37 @@ def test_reductions_of_all_elements_are_those_of_the_whole_sequence() -> None:
         assert torch.max(x, x + 1).tolist() == [[2.0, 4.0]]
         with pytest.raises(ValueError, match=r"amax of all elements .* use it on x\.detach\(\)"):
             x.requires_grad_().amax()
+
+
+def test_functions_over_positions_are_refused_unless_the_trial_shows_that_they_are_right() -> None:
+    mode, shard, whole = within(), torch.ones(2, 4, 3), torch.ones(2, 8, 3)
+    mode.within = mode.in_trial = True
+    with mode:
+        mode.shard = None
+        _ = whole.mean(-1), whole.sum(1), whole.new_ones(3, 5).cumsum(0), whole.cumsum(1)
+        mode.shard = SHARD
+        _ = shard.mean(-1), shard.sum(1), shard.new_ones(3, 5).cumsum(0)  # the sum had no effect on the trial's results
+        with pytest.raises(ValueError, match=r"cumsum within a block combines positions .* of which a shard does not"):
+            shard.cumsum(1)  # for few samples, such as by the capacity of an expert
+        mode.in_trial = False
+        _ = shard.mean(-1), shard.sum(1), shard.softmax(-1), F.softmax(shard, dim=2), shard.topk(2), shard.roll(1, 2)
+        torch.max(shard, shard)
+        for function in (
+            lambda: shard.mean(1), lambda: shard.std(dim=(0, 1)), lambda: torch.softmax(shard, 1),
+            lambda: shard.topk(2, dim=1), lambda: torch.roll(shard, 1, 1), lambda: F.normalize(shard), shard.norm,
+            lambda: shard.amax(1), lambda: shard[None].argmax(-2),
+        ):  # fmt: skip
+            with pytest.raises(ValueError, match="and the trial run before training has not called it: compute"):
+                function()
+        mode.within, mode.shard = False, None
+        assert whole.mean(1).shape == (2, 3)
+
+
+def test_a_tensor_of_other_positions_is_not_read() -> None:
+    mode, table = within(), torch.zeros(4)
+    mode.stale = {id(table): "blocks.0.positions"}
+    with mode:
+        assert table.shape[0] == len(table) == 4
+        for read in (lambda: table * 2, lambda: torch.stack([table]), lambda: table[:2]):
+            with pytest.raises(ValueError, match=r"blocks\.0\.positions was computed within a block for"):
+                read()
