@@ -20,6 +20,7 @@ from fabricx.errors import PeerLost
 from fabricx.model_parallel import microbatches as rows
 from fabricx.model_parallel import placeholders
 from fabricx.model_parallel.block_calls import intercept
+from fabricx.model_parallel.loss_terms import LossTerms
 from fabricx.model_parallel.nested import leaves
 from fabricx.model_parallel.pipeline_chain import Chain
 from fabricx.model_parallel.pipeline_cuts import Cuts
@@ -155,7 +156,8 @@ class Pipeline:
         Raises:
             PeerLost: another rank has died.
             ValueError: the batch can't be split; the step ends, or calls the blocks, in another way than in the trial
-                run; or it returns None after it has called the blocks.
+                run; it returns None after it has called the blocks; or its loss is a mean over ignored or weighted
+                targets that the microbatches have in unequal parts.
         """
         parts = rows.split(batch, self.microbatches)
         shares = rows.shares(parts, self._weight)
@@ -166,13 +168,17 @@ class Pipeline:
         delayed: dict[tuple[int, int], list[Callable[[], None]]] = {}
         outputs: list[Any] = [None] * len(parts)
         self._take_deferred()  # of an interrupted batch
+        terms = LossTerms(weighted=self._weight is not None) if self.last and len(parts) > 1 else None
         changes = WeightChanges(self.module.parameters(), values=False)
         with self._naming_changes(changes), random_kept():
             for action, following in zip(actions, [*actions[1:], None], strict=True):
                 now = passes[action[1:]]
                 self._expect(passes, action, following)
                 if action.kind == "forward":
-                    self._forward(now, step, (parts[now.microbatch], index), functools.partial(seed, now.microbatch))
+                    seed_next = functools.partial(seed, now.microbatch)
+                    counted = None if terms is None or not self._is_last(now) else terms.counted(shares[now.microbatch])
+                    with counted or _NOTHING:
+                        self._forward(now, step, (parts[now.microbatch], index), seed_next)
                     self._check_output(now)
                 elif action.kind == "weight_gradient":
                     for compute in delayed.pop(action[1:]):
@@ -184,6 +190,8 @@ class Pipeline:
                         outputs[now.microbatch] = now.take_output()
             self.transfers.finish()
         self._check_parameters(changes)
+        if terms is not None:
+            terms.check()
         if not any(now.reached for now in passes.values()):
             backward(None)
         return rows.joined(outputs, parts, shares) if self.last else None

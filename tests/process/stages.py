@@ -39,6 +39,8 @@ class Block(nn.Module):
 class Language(nn.Module):
     """A GPT without any code for a pipeline; the mask is computed before the blocks, and is no part of the stream."""
 
+    reduction = "mean"
+
     def __init__(self, layers: int = 4, tied: bool = False) -> None:
         super().__init__()
         self.embed, self.blocks = nn.Embedding(WORDS, WIDTH), nn.ModuleList(Block() for _ in range(layers))
@@ -56,7 +58,8 @@ class Language(nn.Module):
         ids = batch[:, :-1]
         mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
         logits = self.head(self.norm(self.body(self.embed(ids) + self.positions[: ids.shape[1]], mask)))
-        return {"loss": F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()), "logits": logits}
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction=self.reduction)
+        return {"loss": loss, "logits": logits}
 
 
 def make(make_module: Any, **options: Any) -> Any:

@@ -184,6 +184,8 @@ class Frozen(Language):
 class Ragged(Language):
     """Rows with padding only are left out, so that shapes depend on values."""
 
+    reduction = "sum"
+
     def training_step(self, batch: Tensor, index: int) -> Any:
         kept = batch[:, 0] % 3 > 0
         kept[0] = True
@@ -205,6 +207,14 @@ def traffic() -> dict[str, Any]:
     rows = [compute(uneven, batches(ROWS)[0][:count], 0) for count in UNEVEN]
     ragged = divided(make(Ragged), batches(ROWS)[0])
     changed = [compute(ragged, batch, 0) for batch in batches(ROWS)[:4]]
+    ragged.module.reduction = "mean"
+    refused = ""
+    batch = torch.ones_like(batches(ROWS)[0])
+    batch[1, 0] = 0  # left out
+    try:  # stages before the last compute no loss
+        compute(ragged, batch, 0)
+    except ValueError as error:
+        refused = str(error)
     losses = [output and output["loss"].item() for output in changed]
     uneven_losses = [output and output["loss"].item() for output in rows]
     return {
@@ -213,6 +223,7 @@ def traffic() -> dict[str, Any]:
         "sizes": sizes,
         "ragged": losses,
         "changing": ragged.chain.changing,
+        "refused": refused,
     }
 
 
@@ -233,6 +244,8 @@ def test_gradients_of_frozen_stages_are_not_sent_and_shapes_are_announced_once()
         expected.append(sum(module.training_step(part, 0)["loss"].item() for part in split(batch, 4)) / 4)
     assert first["changing"]
     assert last["ragged"] == pytest.approx(expected, abs=1e-12)
+    assert not first["refused"]
+    assert "cross_entropy is a mean over 8, 16, 16, 16 in the microbatches" in last["refused"]
 
 
 def evaluate() -> Any:
