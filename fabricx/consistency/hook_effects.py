@@ -186,6 +186,7 @@ class HookChecks:
         Raises:
             ValueError: weights have changed, or the state of an optimizer was used.
         """
+        self._serving.pull_tables()
         brought = self._serving.weight_pulls
         before = fingerprint(self._module)
         with watched_states(self._optimizers) as used:
@@ -237,6 +238,7 @@ class HookChecks:
         Raises:
             ValueError: weights have changed.
         """
+        self._serving.pull_tables()
         brought = self._serving.weight_pulls
         if brought is None:
             yield

@@ -359,6 +359,12 @@ class HasServers:
             ranks: number of ranks at the start of the run, which determines the global batch.
         """
 
+    def pull_tables(self) -> None:
+        """Pull the rows of sparse tables that the weights of this rank lack, before a hook of the user may read them.
+
+        Without effect on ranks that work at their own pace, whose other weights are not the newest either.
+        """
+
     def wait_for_weights(self, step: int) -> int:
         """Wait until all weights in transit to this rank have arrived; return the number of updates in its weights.
 

@@ -28,6 +28,7 @@ from fabricx.parameter_server.worker.pull_timing import BeforeStep, DuringForwar
 from fabricx.parameter_server.worker.servers import VectorOptions
 from fabricx.parameter_server.worker.shared_memory_sum import SharedMemorySum
 from fabricx.parameter_server.worker.shared_memory_weights import SharedWeights, check_shareable
+from fabricx.parameter_server.worker.weight_pulls import WeightPulls
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class Connection:
         exchange: with the other workers.
         parameters: parameters of which gradients are exchanged.
         undo: functions that remove hooks.
-        reads: context of the user's code, in which rows of tables arrive before they are read.
+        reads: context of a step, in which rows of tables arrive before they are read.
+        tables: pulls the rows of tables that a worker in lockstep lacks; None without tables.
     """
 
     protocol: WorkerProtocol[Any] = field(default_factory=NoProtocol)
@@ -65,6 +67,7 @@ class Connection:
     parameters: list[Tensor] = field(default_factory=list)
     undo: list[Callable[[], None]] = field(default_factory=list)
     reads: AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
+    tables: WeightPulls | None = None
 
     def close(self, *, done: bool) -> None:
         """Leave the exchange.
@@ -111,6 +114,7 @@ def connect(options: ServerOptions, design: Design, world: World, trained: Train
     connection = _choose_protocol(options, design, world, trained, client, low_rank)
     if design.servers_step and tables:
         connection.reads = TableReads({id(parameters[number]): number for number in numbers}, client.weights)
+        connection.tables = client.weights if design.asynchronous is None else None
     return connection
 
 

@@ -196,13 +196,6 @@ class ServedStrategy(
         return self._protocol.hooks_see_gradients()
 
     @property
-    def divides_weights(self) -> bool:  # type: ignore[override]
-        return self._design.servers_step and self.servers > 0  # rows of sparse tables
-
-    def hooks_see_weights(self, name: str) -> AbstractContextManager[Any]:
-        return self._connection.reads
-
-    @property
     def hides_gradients(self) -> bool:  # type: ignore[override]
         return self._protocol.pushes_parts
 
@@ -218,6 +211,11 @@ class ServedStrategy(
 
     def after_update(self, step: int) -> int:
         return self._protocol.finish_update(step)
+
+    def pull_tables(self) -> None:
+        weights = self._connection.tables
+        if weights is not None and weights.lacks_rows:
+            weights.pull_tables()
 
     def wait_for_weights(self, step: int) -> int:
         return self._protocol.await_weights(step)
