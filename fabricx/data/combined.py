@@ -254,6 +254,7 @@ class StatefulBatches(Batches):
         loaders = len(self.combined.flattened)
         self._ended = [False] * loaders
         self._before: list[Any] = [None] * loaders  # each loader's state before its newest batch; None at its end
+        self._first = [False] * loaders  # whether that is the first since the loader began
         self._number = 0  # of the present loader in mode "sequential"
         self._over = False
 
@@ -280,11 +281,13 @@ class StatefulBatches(Batches):
 
     def _read_one(self, number: int) -> Iterator[Any]:
         loader = self.combined.flattened[number]
-        batches = self._begun.pop(number, None) or iter(loader)
+        begun = self._begun.pop(number, None)
+        batches, first = begun or iter(loader), begun is None
         while True:
             before = loader.state_dict()
             batch = next(batches, _NOTHING)
             self._before[number] = None if batch is _NOTHING else before
+            self._first[number], first = first and batch is not _NOTHING, False
             if batch is _NOTHING:
                 return
             yield batch
@@ -294,6 +297,7 @@ class StatefulBatches(Batches):
         return {
             "loaders": [loader.state_dict() for loader in self.combined.flattened],
             "before": list(self._before),
+            "first": list(self._first),
             "ended": list(self._ended),
             "number": self._number,
             "over": self._over,
@@ -309,6 +313,9 @@ class StatefulBatches(Batches):
         self._begun = {}
         for number, (saved, before) in enumerate(zip(state["loaders"], state["before"], strict=True)):
             loader = self.combined.flattened[number]
+            if state.get("first", self._first)[number] and not state["over"]:
+                # A loader whose __iter__ is a generator begins with its first batch: the state before is an older one.
+                before = None
             loader.load_state_dict(saved if before is None else before)
             if before is not None:
                 with random_kept():
@@ -316,6 +323,7 @@ class StatefulBatches(Batches):
                     next(self._begun[number], None)
         if not state["over"]:
             self._before, self._ended, self._number = list(state["before"]), list(state["ended"]), state["number"]
+            self._first = list(state.get("first", self._first))
             self._restored = True
 
 

@@ -239,3 +239,11 @@ def test_loaders_with_a_state_continue_at_their_positions(mode: Any, restarts: b
         if not rest:
             break
     assert not rest
+    for position in (1, 2) if restarts else ():  # of the second epoch, whose first batch a loader begins with an older state
+        feed, resumed = made(), made()
+        batches = itertools.chain(read(feed, 0), read(feed, 1))
+        begun = len(list(read(made(), 0))) + position
+        consumed = list(itertools.islice(batches, begun))
+        resumed.load_state_dict(pickle.loads(pickle.dumps(feed.state_dict())))
+        assert len(consumed) == begun
+        assert list(read(resumed, 1, position)) == list(batches)
