@@ -313,11 +313,10 @@ class StatefulBatches(Batches):
         self._begun = {}
         for number, (saved, before) in enumerate(zip(state["loaders"], state["before"], strict=True)):
             loader = self.combined.flattened[number]
-            if state.get("first", self._first)[number] and not state["over"]:
-                # A loader whose __iter__ is a generator begins with its first batch: the state before is an older one.
-                before = None
-            loader.load_state_dict(saved if before is None else before)
-            if before is not None:
+            # A loader whose __iter__ is a generator begins with its first batch: the state before is an older one.
+            first = state.get("first", self._first)[number] and not state["over"]
+            loader.load_state_dict(saved if before is None or first else before)
+            if before is not None and not first:
                 with random_kept():
                     self._begun[number] = iter(loader)
                     next(self._begun[number], None)

@@ -239,7 +239,7 @@ def test_loaders_with_a_state_continue_at_their_positions(mode: Any, restarts: b
         if not rest:
             break
     assert not rest
-    for position in (1, 2) if restarts else ():  # of the second epoch, whose first batch a loader begins with an older state
+    for position in (1, 2) if restarts else ():  # of the second epoch, before which loaders have older states
         feed, resumed = made(), made()
         batches = itertools.chain(read(feed, 0), read(feed, 1))
         begun = len(list(read(made(), 0))) + position
