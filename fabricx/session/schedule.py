@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 FEWEST_WITHOUT_UPDATE: Final = 100  # batches in a row without an update, before a run counts as endless
+FEWEST_WITHOUT_STEP: Final = 10_000  # the same with manual optimization, which may accumulate over many batches
 
 if TYPE_CHECKING:
     from fabricx.data import Microbatch
@@ -155,11 +156,14 @@ def count_without_update(session: Session) -> None:
     options = session.options
     session.batch.without_update += 1
     endless = options.max_steps != -1 and options.max_epochs == -1 and options.max_time is None
-    if endless and session.batch.without_update >= max(FEWEST_WITHOUT_UPDATE, min(options.max_steps, 10_000)):
-        what = "training_step returned no loss" if session.module.automatic_optimization else "no optimizer made a step"
+    automatic = session.module.automatic_optimization
+    fewest = FEWEST_WITHOUT_UPDATE if automatic else FEWEST_WITHOUT_STEP
+    if endless and session.batch.without_update >= max(fewest, min(options.max_steps, 10_000)):
+        what = "training_step returned no loss" if automatic else "no optimizer made a step"
+        remedy = "Return a loss" if automatic else "Step an optimizer"
         raise ValueError(
             f"{what} in {session.batch.without_update} batches in a row, and max_steps={options.max_steps} counts "
-            "weight updates: the run would never end. Return a loss, or also set max_epochs"
+            f"weight updates: the run would never end. {remedy}, or also set max_epochs"
         )
 
 

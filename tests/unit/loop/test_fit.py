@@ -271,7 +271,11 @@ def test_a_run_that_resumes_at_the_end_of_an_epoch_begins_in_the_next(quiet: dic
 
 
 @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
-def test_a_run_of_steps_that_makes_no_update_ends_with_an_error(manual: bool, quiet: dict[str, Any]) -> None:
+def test_a_run_of_steps_that_makes_no_update_ends_with_an_error(
+    manual: bool, quiet: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fabricx.session.schedule.FEWEST_WITHOUT_STEP", 150)
+
     class Nothing(TinyModule):
         def training_step(self, batch: Any, batch_idx: int) -> None: ...
 
@@ -280,9 +284,26 @@ def test_a_run_of_steps_that_makes_no_update_ends_with_an_error(manual: bool, qu
     what = "no optimizer made a step" if manual else "training_step returned no loss"
     with (
         pytest.warns(UserWarning, match="no optimizer made a step in" if manual else "returned no loss for a batch"),
-        pytest.raises(ValueError, match=rf"{what} in 100 batches in a row, and max_steps=3 .*: the run would never"),
+        pytest.raises(ValueError, match=rf"{what} in 1[05]0 batches in a row, and max_steps=3 .*: the run would never"),
     ):
         fx.Trainer(max_steps=3, **quiet).fit(module, tiny_loader())
+
+
+def test_a_manual_step_may_have_the_gradients_of_many_batches(quiet: dict[str, Any]) -> None:
+    class Accumulates(TinyModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(super().training_step(batch, batch_idx) / 120)
+            if batch_idx % 120 == 119:
+                self.optimizers().step()
+                self.optimizers().zero_grad()
+
+    trainer = fx.Trainer(max_steps=1, max_epochs=-1, **quiet)
+    trainer.fit(Accumulates(), tiny_loader(240, 2))
+    assert trainer.global_step == 1
 
 
 def test_batches_without_a_loss_are_reported_once_and_skipped(quiet: dict[str, Any]) -> None:
