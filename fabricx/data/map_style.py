@@ -202,7 +202,13 @@ class OrderedFeed(Feed):
         with random_kept(), _seeded(getattr(sampler, "generator", None), seed):
             seed_generators(seed % 2**32)  # a user's sampler may draw from python's or numpy's generator
             seed_torch(seed)
-            order = list(sampler)
+            length, order = len(sampler), list(sampler)
+        if len(order) > length and self._world.main_rank:
+            warnings.warn(
+                f"{type(sampler).__name__} yields {len(order)} items, and its length is {length}: the items beyond the "
+                "length are left out. Return the number of items from __len__",
+                stacklevel=2,
+            )
         was, now = changes(before, sampler_values(sampler))
         self.at_first = was | (self.at_first or {})
         self.drawn = {"epoch": epoch, "sampler": _form(sampler), "before": was, "after": now} if now else None
@@ -227,6 +233,13 @@ class OrderedFeed(Feed):
             put_back_sampler(self._sampler, self.at_first or {})
             return
         if self.drawn["sampler"] != _form(self._sampler):
+            if self._world.main_rank:
+                warnings.warn(
+                    f"the checkpoint has the state of a {self.drawn['sampler']}, which is not restored to the "
+                    f"{_form(self._sampler)} of this run: its orders differ from those of a run without interruption. "
+                    "Give it the data and the length that it had",
+                    stacklevel=2,
+                )
             self.drawn = None
             return
         self._put_back(epoch, placed=True)
@@ -398,6 +411,11 @@ class OrderedFeed(Feed):
     def _sizes(self, order: Any) -> Callable[[int, int], int]:
         """Return a function that counts the samples between two positions of the order: (end, begin) -> samples."""
         if self._whole_batches:
+            if not all(map(len, order)):
+                raise ValueError(
+                    f"{type(self._sampler).__name__} yields an empty list of samples: a batch sampler has to leave out "
+                    "batches without a sample"
+                )
             return lambda end, begin: sum(len(batch) for batch in order[begin:end])
         return operator.sub
 

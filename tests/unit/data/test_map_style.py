@@ -145,3 +145,40 @@ def test_ranks_that_meet_without_a_lease_are_in_the_middle_of_a_batch() -> None:
     assert meetings == [(0, True, False), (2, False, False), (2, True, False), (3, False, True)]
     assert [(micro.begin, micro.end) for micro in micros if not micro.synchronises] == [(0, 4), (4, 8), (8, 12)]
     assert opened == [(0, position, 12) for position in (0, 0, 8, 8)]
+
+
+class Lengths:
+    """A batch sampler with another number of batches than its length."""
+
+    def __init__(self, *batches: list[int], length: int = 2) -> None:
+        self.batches, self.length, self.drawn = batches, length, 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Any:
+        self.drawn += 1
+        return iter(self.batches)
+
+
+def test_a_batch_sampler_with_an_empty_batch_is_refused() -> None:
+    feed = make_feed(DataLoader(DATA, batch_sampler=Lengths([0], [])), World(), seed=5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="Lengths yields an empty list of samples: a batch sampler has to leave out"):
+        next(feed.epoch(0))
+
+
+def test_batches_beyond_the_length_of_a_sampler_are_a_warning() -> None:
+    feed = make_feed(DataLoader(DATA, batch_sampler=Lengths([0], [1], [2])), World(), seed=5)  # type: ignore[arg-type]
+    with pytest.warns(UserWarning, match="Lengths yields 3 items, and its length is 2: the items beyond"):
+        assert [micro.data.tolist() for micro in feed.epoch(0)] == [[0], [1]]
+
+
+def test_the_state_of_a_sampler_of_another_length_is_dropped_with_a_warning() -> None:
+    samplers = [Lengths([0], [1]), Lengths([0], length=1)]
+    feeds = [make_feed(DataLoader(DATA, batch_sampler=s), World(), seed=5) for s in samplers]  # type: ignore[arg-type]
+    next(feeds[0].epoch(0))
+    feeds[1].drawn = feeds[0].drawn
+    assert feeds[1].drawn is not None
+    with pytest.warns(UserWarning, match="the state of a Lengths of 2, which is not restored to the Lengths of 1"):
+        feeds[1].place_sampler(1)
+    assert samplers[1].drawn == 0
