@@ -94,8 +94,21 @@ def _upload(file: Path, path: Any) -> None:
     path.fs.put_file(str(file), path.path)
 
 
+def _save(content: dict[str, Any], file: Path) -> None:
+    try:
+        torch.save(content, file)
+    except RuntimeError:  # torch's writer hides the reason, such as a full disk
+        with file.open("wb") as stream:
+            try:
+                torch.save(content, stream)
+            except RuntimeError as error:
+                if isinstance(error.__context__, OSError):
+                    raise error.__context__ from None
+                raise
+
+
 def _write_archive(file: Path, content: Mapping[str, Any], manifest: Mapping[str, Any], objects: bytes) -> None:
-    torch.save(dict(content), file)
+    _save(dict(content), file)
     add_record(file, dated(manifest), objects)
     with file.open("rb") as written:
         os.fsync(written.fileno())

@@ -17,7 +17,7 @@ from fabricx.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from fabricx.checkpoint import single_file
 from fabricx.checkpoint.command import find, main
 from fabricx.checkpoint.storage import as_path
-from fabricx.errors import CheckpointError
+from fabricx.errors import CheckpointError, is_full
 from fabricx.testing import QUIET, TinyModule, tiny_loader
 
 
@@ -246,3 +246,11 @@ def test_on_save_checkpoint_replaces_or_removes_hyperparameters(tmp_path: Path, 
     trainer.save_checkpoint(tmp_path / "net")  # without a warning that the loss is omitted
     state = checkpoint.load(tmp_path / "net", "cpu")
     assert (state["hparams"], state["hparams_omitted"]) == ({"lr": 0.1, "loss": "mse"} if replaced else {}, {})
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux on which each write fails")
+def test_the_error_of_a_full_disk_is_that_of_the_system(tmp_path: Path) -> None:
+    (tmp_path / "full").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as failure:
+        single_file._write_archive(tmp_path / "full", {"weight": torch.zeros(100_000)}, {}, b"")
+    assert is_full(failure.value)
