@@ -418,8 +418,9 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
     ) -> Path:
         """Write a checkpoint; all ranks call this at the same point.
 
-        A resumed run continues exactly as an uninterrupted run. At points where this is impossible the call raises an
-        error: within a training step (where only weights can be saved), before training, or while ranks train
+        A resumed run continues exactly as an uninterrupted run, unless another hook changes weights before or after the
+        call: `docs/guides/checkpoints.md` has the order. At points where this is impossible the call raises an error:
+        within a training step (where only weights can be saved), before training, or while ranks train
         asynchronously. After a fit in worker processes, which have ended, it has the weights only, with a warning.
 
         Args:
