@@ -331,7 +331,7 @@ class Metrics:
     def forget_steps(self) -> None:
         """Forget the latest values of all series."""
         for series in self.series.values():
-            series.step, series.value, series.weight = -1, None, 0.0
+            series.step, series.value, series.weight, series.step_batch = -1, None, 0.0, math.inf
 
     def latest(self) -> dict[str, Any]:
         """Return the latest value of each series of this rank."""

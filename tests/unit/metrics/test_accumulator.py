@@ -100,6 +100,8 @@ def test_a_series_knows_in_which_batch_its_step_and_its_epoch_began() -> None:
         assert book.series("x").epoch_batch == 1, batch
     log(book, 1.0)
     assert book.series("x").step_batch == 3
+    book.metrics.set_latest(book.metrics.latest())  # of an earlier point, to which all ranks return
+    assert (book.series("x").step, book.series("x").step_batch) == (2, math.inf)
     book.end_batch()
     book.metrics.forget_epoch()
     assert book.series("x").epoch_batch == math.inf
