@@ -54,7 +54,7 @@ def test_the_object_of_a_constructor_may_have_any_name() -> None:
     class Data(fx.Module):
         size: int = 3
 
-        def __post_init__(this) -> None:  # noqa: N805
+        def __post_init__(this) -> None:  # noqa: N805  # pyright: ignore[reportSelfClsParameterName]
             super().__init__()
             (lambda module: module.save_hyperparameters())(this)
 
