@@ -59,6 +59,11 @@ class Agreement:
             self._watcher = self._watcher or _Watcher(self._store, name)
             self._watcher.add(self)
 
+    @property
+    def alone(self) -> bool:
+        """Return whether there is no other rank."""
+        return self._watcher is None
+
     def forget(self, other: Agreement) -> None:
         """Stop to serve an agreement that shares this agreement's thread.
 
@@ -205,6 +210,12 @@ class StopRequests:
             reason: "interrupted" or "terminated" for a signal; otherwise any text.
         """
         (self.signals if reason in SIGNALS else self.callbacks).request(reason)
+
+    def withdraw(self) -> bool:
+        """Withdraw a request that no signal has made; return whether none is left: other ranks keep a request."""
+        if self.callbacks.alone:
+            self.callbacks.reason = None
+        return self.callbacks.reason is None
 
     def at_boundary(self, index: int, *, delayed: bool) -> str | None:
         """Return the reason for which all ranks stop at this boundary; None if they continue.

@@ -216,14 +216,24 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
 
     @property
     def should_stop(self) -> bool:
-        """Return whether a stop was requested on this rank; assign True to request that all ranks stop."""
+        """Return whether a stop was requested on this rank; assign True to request that all ranks stop.
+
+        A single rank withdraws the request by False; on several ranks, that is a warning.
+        """
         return self.stop.requested
 
     @should_stop.setter
     def should_stop(self, value: bool) -> None:
         self.stop.requested = value
+        session = self._sessions.newest
         if value:
             self.request_stop("should_stop")
+        elif session is not None and session.running and not session.stop_requests.withdraw():
+            session.warn_once(
+                "stop",
+                "trainer.should_stop = False does not withdraw the requested stop, which other ranks have received: "
+                "request a stop when it is certain",
+            )
 
     def request_stop(self, reason: str) -> None:
         """Request that all ranks stop at the next step boundary that they agree on.

@@ -111,6 +111,20 @@ def test_a_stop_that_is_delayed_is_still_requested_after_resuming(own_folder: Pa
     assert trainer.global_step == 2
 
 
+@pytest.mark.parametrize(("options", "steps"), [({}, 8), ({"min_steps": 6}, 8)], ids=["at once", "delayed"])
+def test_a_single_rank_withdraws_its_stop(options: dict[str, Any], steps: int, quiet: dict[str, Any]) -> None:
+    class Withdraws(TinyModule):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if self.global_step == 2:
+                self.trainer.should_stop = True
+            if self.global_step == (4 if options else 2):
+                self.trainer.should_stop = False
+
+    trainer = fx.Trainer(max_epochs=2, **options, **quiet)
+    trainer.fit(Withdraws(), tiny_loader())
+    assert (trainer.global_step, trainer.should_stop) == (steps, False)
+
+
 class Stream:
     """Batches without a number."""
 
