@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 import importlib
+import importlib.util
 import linecache
 import pickle
 import secrets
@@ -266,6 +267,22 @@ def fill_parametrized(module: Any, state: Any) -> None:
     parametrize._inject_new_class(module)
     for name in module.parametrizations:
         parametrize._inject_property(module, name)
+
+
+def new_registered(make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Return a model of transformers, and register which outputs its class records, as its constructor does.
+
+    Without the registration hidden states, attentions and the logits of routers are missing from the outputs.
+
+    Args:
+        make: makes the model, without its attributes.
+        arguments: of `make`.
+    """
+    model = make(*arguments)
+    if importlib.util.find_spec("transformers.utils.output_capturing") is not None:  # from version 5 on
+        registry = importlib.import_module("transformers.utils.output_capturing")._CAN_RECORD_REGISTRY
+        registry[model] = model._can_record_outputs
+    return model
 
 
 def new_cached(maxsize: int | None, typed: bool) -> Any:

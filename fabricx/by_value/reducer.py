@@ -177,8 +177,11 @@ class Reducer:
             state = base.__getstate__(value) if defines else vars(value)
             state = {**state, **_compilation(value)}
             return definitions.new_object, (base,), state, None, None, definitions.fill_parametrized
-        if compilation := _compilation(value):
+        registers = _registers_class(value)
+        if (compilation := _compilation(value)) or registers:
             make, arguments, state, *rest = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            if registers:
+                make, arguments = definitions.new_registered, (make, arguments)
             return make, arguments, {**state, **compilation}, *rest
         return (kind, (dict(value),)) if kind in _WEAK else NotImplemented
 
@@ -342,6 +345,12 @@ def _compilation(value: Any) -> dict[str, Any]:
     name = "_compiled_call_impl"
     compiled = vars(value).get(name) if hasattr(type(value), name) else None
     return {} if compiled is None else {name: compiled}
+
+
+def _registers_class(value: Any) -> bool:
+    """Return whether an object is a model of transformers, whose constructor registers its class in the process."""
+    library = sys.modules.get("transformers.modeling_utils")
+    return library is not None and isinstance(value, library.PreTrainedModel)
 
 
 def _compiled(value: Any) -> tuple[Any, ...]:

@@ -10,9 +10,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from fabricx.testing import run_ranks
+import fabricx as fx
+from fabricx.testing import QUIET, run_ranks
 from tests.process.test_tensor_parallel import CLOSE, compare, sgd
 
 pytestmark = [
@@ -89,3 +92,31 @@ def test_models_of_transformers_train_as_in_one_process() -> None:
         for what in ("losses", "norms", "weights", "random"):
             assert differences[what] < close, (name, what, differences)
         assert differences["layers"] == MODELS[name][3], (name, differences)
+
+
+class Routed(fx.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with quiet() as library:
+            options = {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+            self.net = library.MixtralForCausalLM(library.MixtralConfig(**options))
+        self.losses: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        outputs = self.net(input_ids=batch[0], labels=batch[0])
+        self.losses.append(outputs.aux_loss.item())  # by hooks, of outputs that the class registers in the process
+        return outputs.loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_outputs_that_a_class_of_models_records_are_there_in_ranks() -> None:
+    def train(devices: int) -> list[float]:
+        torch.manual_seed(0)
+        module, ids = Routed(), torch.arange(32).view(4, 8) % ROWS
+        trainer = fx.Trainer(**QUIET, max_epochs=1, devices=devices, strategy="ddp" if devices > 1 else "single")
+        trainer.fit(module, DataLoader(TensorDataset(ids.repeat(2, 1)), 4 // devices))
+        return module.losses
+
+    assert len(train(2)) == len(train(1)) == 2
