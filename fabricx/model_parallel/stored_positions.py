@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Final, final
 
@@ -27,8 +28,9 @@ class StoredPositions:
             (f"{name}.{inner}".rstrip("."), part) for name, block in blocks for inner, part in block.named_modules()
         ]
         self._now, self._local = _NOWHERE, 0
-        # By `id`, kept so that no other tensor has the same: the name, and the positions for which it was stored.
-        self._stored = {id(tensor): (tensor, name, _NOWHERE) for name, tensor in self._tensors()}
+        # By `id`: the tensor, its name, and the positions for which it was stored.
+        self._stored = {id(tensor): (weakref.ref(tensor), name, _NOWHERE) for name, tensor in self._tensors()}
+        self._stale: list[Tensor] = []  # kept, so that no other tensor has the `id` of one of them
 
     def begin(self, length: int, shard: SequenceShard | None) -> dict[int, str] | None:
         """Begin a sequence.
@@ -43,18 +45,19 @@ class StoredPositions:
         following = (length, shard is not None)
         if following == self._now:
             return None
-        stored = {}
+        stored, stale = {}, {}
         for name, tensor in self._tensors():
-            has_positions = self._local in tensor.shape and not tensor.requires_grad
-            stored_for = self._now if has_positions else _NOWHERE
-            stored[id(tensor)] = (tensor, name, stored_for)
-        stored.update({key: entry for key, entry in self._stored.items() if key in stored})
-        self._stored, self._now, self._local = stored, following, length if shard is None else shard.local
-        return {
-            key: name
-            for key, (_, name, stored_for) in stored.items()
-            if stored_for not in (_NOWHERE, following) and (stored_for[1] or shard is not None)
-        }
+            key = id(tensor)
+            entry = self._stored[key] if key in self._stored else None  # noqa: SIM401
+            if entry is None or entry[0]() is not tensor:
+                has_positions = self._local in tensor.shape and not tensor.requires_grad
+                entry = weakref.ref(tensor), name, self._now if has_positions else _NOWHERE
+            stored[key], stored_for = entry, entry[2]
+            if stored_for not in (_NOWHERE, following) and (stored_for[1] or shard is not None):
+                stale[key] = tensor
+        self._stored, self._stale = stored, list(stale.values())
+        self._now, self._local = following, length if shard is None else shard.local
+        return {key: stored[key][1] for key in stale}
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, part in self._parts:
