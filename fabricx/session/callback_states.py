@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from fabricx.core.callback import Callback
 from fabricx.core.datamodule import DataModule
 from fabricx.core.hooks import overrides
 from fabricx.data.own_state import copied_state
+
+_LARGE: Final = 1 << 24  # bytes of tensors
 
 
 def by_key(callbacks: Sequence[Callback]) -> dict[str, Callback]:
@@ -29,7 +31,8 @@ def by_key(callbacks: Sequence[Callback]) -> dict[str, Callback]:
 def states_before(callbacks: Sequence[Callback], datamodule: DataModule | None) -> dict[str, Any]:
     """Return copies of the states of callbacks and the data module before work that a resumed run repeats.
 
-    Callbacks that keep weights change only with an update, and those that write checkpoints have the present files.
+    Callbacks that keep weights change only with an update, and those that write checkpoints have the present files. A
+    state with more than 16 MiB of tensors is not copied, since copies are made at each update.
 
     Args:
         callbacks: a run's callbacks.
@@ -45,9 +48,9 @@ def states_before(callbacks: Sequence[Callback], datamodule: DataModule | None) 
         and not callback.keeps_weights
         and callback.trainer_role != "checkpoint"
     }
-    copies = {key: copied_state(callback) for key, callback in with_state.items()}
+    copies = {key: copied_state(callback, _LARGE) for key, callback in with_state.items()}
     states = {"callbacks": {key: state for key, state in copies.items() if state is not None}}
-    kept = copied_state(datamodule)
+    kept = copied_state(datamodule, _LARGE)
     return states if kept is None else {**states, "datamodule": kept}
 
 

@@ -3,8 +3,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import fabricx as fx
-from fabricx.session.callback_states import as_saved, by_key, constructed
+from fabricx.session.callback_states import as_saved, by_key, constructed, states_before
 from fabricx.testing import TinyModule, tiny_loader
 
 
@@ -51,3 +53,15 @@ def test_a_resumed_run_with_another_order_gives_each_callback_its_own_state(
     swapped = [Counts("b"), Counts("a")]
     fx.Trainer(max_epochs=2, callbacks=swapped, **quiet).fit(TinyModule(), tiny_loader(), ckpt_path=tmp_path / "a.ckpt")
     assert [callback.seen for callback in swapped] == [["b"], ["a"]]
+
+
+class Large(Counts):
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": [torch.zeros(int(self.of) // 4)]}
+
+
+def test_states_of_repeated_work_are_copies_up_to_a_size() -> None:
+    small, large = Counts("a"), Large(str((1 << 24) + 4))
+    assert states_before([small, large], None) == {"callbacks": {"Counts": {"seen": ["a"]}}}
+    large.of = "4"
+    assert states_before([small, large], None)["callbacks"]["Large"]["weights"][0].tolist() == [0.0]
