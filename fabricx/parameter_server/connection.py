@@ -113,7 +113,7 @@ def connect(options: ServerOptions, design: Design, world: World, trained: Train
         client, low_rank = _join_servers(options, design, world, trained, numbers, whole=whole)
     connection = _choose_protocol(options, design, world, trained, client, low_rank)
     if design.servers_step and tables:
-        connection.reads = TableReads({id(parameters[number]): number for number in numbers}, client.weights)
+        connection.reads = TableReads({number: parameters[number] for number in numbers}, client.weights)
         connection.tables = client.weights if design.asynchronous is None else None
     return connection
 

@@ -88,30 +88,44 @@ class TableReads(TorchFunctionMode):
     """While active, the rows of a table arrive from the servers before a function of torch reads them.
 
     A lookup pulls the rows that it needs. Any other function that receives the table, such as `table.detach()`, pulls
-    all rows that have changed.
+    all rows that have changed. A function that writes to a table is an error, as the servers would not receive it.
 
     Args:
-        tables: numbers of tables, by `id` of the parameter.
+        tables: tables by their number.
         weights: pulls from the servers.
     """
 
-    def __init__(self, tables: Mapping[int, int], weights: PullsTables) -> None:
+    def __init__(self, tables: Mapping[int, Tensor], weights: PullsTables) -> None:
         super().__init__()
-        self._tables, self._weights = tables, weights
+        self._tables = {id(table): number for number, table in tables.items()}
+        self._memory = {table.data_ptr() for table in tables.values()}
+        self._weights = weights
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name.endswith("_") and (not name.endswith("__") or name in _IN_PLACE) and args:
+            self._check_unwritten(name, args[0])
+        if func in _LOOKUPS and options.get("max_norm") is not None and self._tables.keys() & set(map(id, args)):
+            raise ValueError(f"{func.__name__}: {_MAX_NORM}")
         if self._weights.lacks_rows and func not in PROPERTIES:
             tensors = [value for value in _flat((*args, *options.values())) if isinstance(value, Tensor)]
             read = {self._tables[id(tensor)] for tensor in tensors if id(tensor) in self._tables}
             if read:
-                self._pull(func, read, tensors, options)
+                self._pull(func, read, tensors)
         return func(*args, **options)
 
+    def _check_unwritten(self, name: str, written: Any) -> None:
+        if not isinstance(written, Tensor) or name == "requires_grad_":
+            return
+        if written.untyped_storage().data_ptr() in self._memory:  # this mode is not active in its own method
+            raise ValueError(
+                f"training_step changes a sparse table by {name}, but servers hold the weights, so a worker's change "
+                "would be lost: compute the changed weights in each forward, or use optimizer='worker'"
+            )
+
     @_outside_of_graphs
-    def _pull(self, func: Any, read: set[int], tensors: list[Tensor], options: dict[str, Any]) -> None:
-        if func in _LOOKUPS and options.get("max_norm") is not None:
-            raise ValueError(f"{func.__name__}: {_MAX_NORM}")
+    def _pull(self, func: Any, read: set[int], tensors: list[Tensor]) -> None:
         ids: Tensor | None = next((t for t in tensors if not t.is_floating_point() and not t.is_complex()), None)
         if func in _LOOKUPS and ids is not None:
             self._weights.pull_rows({number: ids.detach().unique().cpu().long() for number in read})
@@ -127,4 +141,5 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
             yield value
 
 
+_IN_PLACE: Final = {"__setitem__", *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "and", "or"))}
 _LOOKUPS: Final = {F.embedding, F.embedding_bag, torch.embedding, torch.embedding_bag}
