@@ -6,7 +6,6 @@ The global generators of torch, numpy and python are seeded and saved in `fabric
 from __future__ import annotations
 
 import copy
-import math
 import random
 from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, MethodType, ModuleType
@@ -61,30 +60,32 @@ def put_back_sampler(sampler: Any, values: Values) -> None:
             owner[name] = saved.numpy() if isinstance(value, np.ndarray) else saved
 
 
-def copied_state(owner: Any, most: float = math.inf) -> Any:
-    """Return a copy of the state of a data module or callback; None without a state, or if it fails or is large.
+def copied_state(datamodule: Any) -> Any:
+    """Return a copy of the state of a data module; None without a state, or if it fails.
 
     A state may be that of a loader which the data module has not created yet.
 
     Args:
-        owner: data module or callback of a run; None without.
-        most: bytes of tensors up to which a state is copied.
+        datamodule: data module of a run; None without.
     """
-    if owner is None:
+    if datamodule is None:
         return None
     try:
-        state = owner.state_dict()
-        return (copy.deepcopy(state) or None) if _tensor_bytes(state) <= most else None
+        return copy.deepcopy(datamodule.state_dict()) or None
     except Exception:
         return None
 
 
-def _tensor_bytes(value: Any) -> int:
-    """Return the memory of the tensors and arrays in nested dicts, lists and tuples."""
+def tensor_bytes(value: Any) -> int:
+    """Return the memory of the tensors and arrays in nested dicts, lists and tuples, in bytes.
+
+    Args:
+        value: such as the state of a callback.
+    """
     if isinstance(value, (Tensor, np.ndarray)):
         return value.nbytes
     inside = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return sum(map(_tensor_bytes, inside))
+    return sum(map(tensor_bytes, inside))
 
 
 def equal_states(one: Any, other: Any) -> bool:

@@ -251,9 +251,10 @@ class ContextFunctions(TorchFunctionMode):
         Raises:
             ValueError: the function combines positions.
         """
-        if self.within and isinstance(args[0], Tensor):
-            name, shape = function.__name__, args[0].shape
-            dims = _dims(args[0], position, args, options, default)
+        tensor = args[0] if args else options.get("input")
+        if self.within and isinstance(tensor, Tensor):
+            name, shape = function.__name__, tensor.shape
+            dims = _dims(tensor, position, args, options, default)
             if self.in_trial:
                 self._combined.add((name, len(shape), dims))
                 self._combined.update((name, len(shape), dim, shape[dim]) for dim in dims or ())
@@ -387,6 +388,8 @@ def _dims(
     dims = next((options[name] for name in ("dim", "axis", "dims") if name in options), dims)
     if isinstance(dims, Tensor):  # such as `torch.max(x, y)`
         return ()
+    if len(args) > 2 and all(type(dim) is int for dim in args[1:]) and position == 1:  # such as `x.flip(0, 1)`
+        dims = args[1:]
     if isinstance(dims, bool) or not isinstance(dims, (int, tuple, list)):
         return None
     return tuple(sorted(dim % max(1, tensor.dim()) for dim in ([dims] if isinstance(dims, int) else dims)))

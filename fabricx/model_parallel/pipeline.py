@@ -176,9 +176,11 @@ class Pipeline:
                 self._expect(passes, action, following)
                 if action.kind == "forward":
                     seed_next = functools.partial(seed, now.microbatch)
-                    counted = None if terms is None or not self._is_last(now) else terms.counted(shares[now.microbatch])
-                    with counted or _NOTHING:
+                    counting = terms if self._is_last(now) else None
+                    with counting or _NOTHING:
                         self._forward(now, step, (parts[now.microbatch], index), seed_next)
+                    if counting is not None:
+                        counting.end_microbatch(shares[now.microbatch], now.output)
                     self._check_output(now)
                 elif action.kind == "weight_gradient":
                     for compute in delayed.pop(action[1:]):

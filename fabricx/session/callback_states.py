@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from fabricx.core.callback import Callback
 from fabricx.core.datamodule import DataModule
 from fabricx.core.hooks import overrides
-from fabricx.data.own_state import copied_state
+from fabricx.data.own_state import tensor_bytes
 
 _LARGE: Final = 1 << 24  # bytes of tensors
 
@@ -48,10 +50,19 @@ def states_before(callbacks: Sequence[Callback], datamodule: DataModule | None) 
         and not callback.keeps_weights
         and callback.trainer_role != "checkpoint"
     }
-    copies = {key: copied_state(callback, _LARGE) for key, callback in with_state.items()}
-    states = {"callbacks": {key: state for key, state in copies.items() if state is not None}}
-    kept = copied_state(datamodule, _LARGE)
-    return states if kept is None else {**states, "datamodule": kept}
+    states: dict[str, Any] = {"callbacks": {}}
+    for key, callback in with_state.items():
+        _add_copy(states["callbacks"], key, callback.state_dict())
+    if datamodule is not None:
+        _add_copy(states, "datamodule", datamodule.state_dict())
+    return states
+
+
+def _add_copy(copies: dict[str, Any], key: str, state: Any) -> None:
+    """Add a copy of a state, if it is not large and can be copied."""
+    if tensor_bytes(state) <= _LARGE:
+        with contextlib.suppress(Exception):
+            copies[key] = copy.deepcopy(state)
 
 
 def constructed(callback: Callback) -> str:

@@ -145,11 +145,12 @@ def test_functions_over_positions_are_refused_unless_the_trial_shows_that_they_a
             shard.cumsum(1)  # for few samples, such as by the capacity of an expert
         mode.in_trial = False
         _ = shard.mean(-1), shard.sum(1), shard.softmax(-1), F.softmax(shard, dim=2), shard.topk(2), shard.roll(1, 2)
-        torch.max(shard, shard)
+        torch.max(shard, shard), torch.sum(input=shard, dim=-1), torch.topk(input=shard, k=2, dim=-1)
         for function in (
             lambda: shard.mean(1), lambda: shard.std(dim=(0, 1)), lambda: torch.softmax(shard, 1),
             lambda: shard.topk(2, dim=1), lambda: torch.roll(shard, 1, 1), lambda: F.normalize(shard), shard.norm,
-            lambda: shard.amax(1), lambda: shard[None].argmax(-2),
+            lambda: shard.amax(1), lambda: shard[None].argmax(-2), lambda: shard.flip(0, 1),
+            lambda: torch.mean(input=shard, dim=1),
         ):  # fmt: skip
             with pytest.raises(ValueError, match="and the trial run before training has not called it: compute"):
                 function()

@@ -60,8 +60,14 @@ class Large(Counts):
         return {"weights": [torch.zeros(int(self.of) // 4)]}
 
 
+class Empty(Counts):
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
 def test_states_of_repeated_work_are_copies_up_to_a_size() -> None:
-    small, large = Counts("a"), Large(str((1 << 24) + 4))
-    assert states_before([small, large], None) == {"callbacks": {"Counts": {"seen": ["a"]}}}
+    small, large, empty = Counts("a"), Large(str((1 << 24) + 4)), Empty("b")
+    assert states_before([small, large, empty], None) == {"callbacks": {"Counts": {"seen": ["a"]}, "Empty": {}}}
+    assert states_before([], fx.DataModule()) == {"callbacks": {}, "datamodule": {}}
     large.of = "4"
     assert states_before([small, large], None)["callbacks"]["Large"]["weights"][0].tolist() == [0.0]
