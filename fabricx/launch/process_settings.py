@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import warnings
 from dataclasses import dataclass, field
@@ -13,6 +14,14 @@ import torch
 from fabricx import by_value
 
 _CUDNN: Final = ("enabled", "benchmark", "deterministic", "allow_tf32")
+# Backends with `fp32_precision`, those before whose parts follow them.
+_PRECISIONS: Final = (
+    "", "cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn", "mkldnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn"
+)  # fmt: skip
+_KERNELS: Final = ("flash", "mem_efficient", "math", "cudnn")  # of F.scaled_dot_product_attention
+_MATMUL: Final = (
+    "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction", "allow_fp16_accumulation"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -23,7 +32,10 @@ class ProcessSettings:
         environment: environment variables.
         ignored: the filters of `warnings` that ignore a warning.
         dtype: default dtype of floating-point tensors.
-        matmul: precision of float32 matrix products.
+        matmul: precision of float32 matrix products by torch's older setting; None if the program uses the newer.
+        precisions: `fp32_precision` of the backends, by the path in `torch.backends`.
+        kernels: kernels that attention may use, by name.
+        products: flags of `torch.backends.cuda.matmul`, by name.
         deterministic: "", "warn" or "error": whether operations without a deterministic algorithm are refused.
         anomalies: whether backward detects anomalies.
         sharing: how torch shares tensors of processes.
@@ -33,7 +45,10 @@ class ProcessSettings:
     environment: dict[str, str] = field(repr=False)
     ignored: tuple[Any, ...]
     dtype: torch.dtype
-    matmul: str
+    matmul: str | None
+    precisions: dict[str, str]
+    kernels: dict[str, bool]
+    products: dict[str, bool]
     deterministic: str
     anomalies: bool
     sharing: str
@@ -46,7 +61,10 @@ class ProcessSettings:
             dict(os.environ),
             tuple(rule for rule in warnings.filters if rule[0] == "ignore" and by_value.is_importable(rule[2])),
             torch.get_default_dtype(),
-            torch.get_float32_matmul_precision(),
+            _matmul(),
+            _precisions(),
+            _kernels(),
+            {name: getattr(torch.backends.cuda.matmul, name) for name in _MATMUL},
             _determinism(),
             torch.is_anomaly_enabled(),
             torch.multiprocessing.get_sharing_strategy(),
@@ -62,8 +80,17 @@ class ProcessSettings:
             if rule not in warnings.filters:
                 warnings.filters.insert(0, rule)  # type: ignore[attr-defined]
         torch.set_default_dtype(self.dtype)
-        if torch.get_float32_matmul_precision() != self.matmul:
+        if self.matmul is not None and _matmul() != self.matmul:
             torch.set_float32_matmul_precision(self.matmul)
+        for path, precision in self.precisions.items():
+            if _precisions()[path] != precision:
+                _backend(path).fp32_precision = precision
+        for name, flag in self.kernels.items():
+            if _kernels()[name] != flag:
+                getattr(torch.backends.cuda, f"enable_{name}_sdp")(flag)
+        for name, flag in self.products.items():
+            if getattr(torch.backends.cuda.matmul, name) != flag:
+                setattr(torch.backends.cuda.matmul, name, flag)
         if _determinism() != self.deterministic:  # the call imports torch's compiler, in about a second
             torch.use_deterministic_algorithms(bool(self.deterministic), warn_only=self.deterministic == "warn")
         torch.autograd.set_detect_anomaly(self.anomalies)
@@ -79,9 +106,27 @@ def _determinism() -> str:
     return "warn" if torch.is_deterministic_algorithms_warn_only_enabled() else "error"
 
 
+def _matmul() -> str | None:
+    with contextlib.suppress(RuntimeError):  # the program uses torch's newer settings, which exclude the older
+        return torch.get_float32_matmul_precision()
+    return None
+
+
+def _precisions() -> dict[str, str]:
+    return {path: _backend(path).fp32_precision for path in _PRECISIONS}
+
+
+def _backend(path: str) -> Any:
+    return functools.reduce(getattr, path.split(".") if path else [], torch.backends)
+
+
+def _kernels() -> dict[str, bool]:
+    return {name: getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in _KERNELS}
+
+
 def _cudnn() -> dict[str, bool]:
     flags = {}
     for name in _CUDNN:
-        with contextlib.suppress(RuntimeError):  # the program uses torch's newer settings, which exclude the older
+        with contextlib.suppress(RuntimeError):
             flags[name] = getattr(torch.backends.cudnn, name)
     return flags

@@ -42,3 +42,21 @@ def test_settings_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_equal_settings_do_not_import_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *args, **kwargs: pytest.fail("a second is lost"))
     ProcessSettings.of_this_process().apply()
+
+
+def test_newer_settings_of_precision_and_kernels_are_copied() -> None:
+    before = ProcessSettings.of_this_process()
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # excludes torch's older setting, which can't be read
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    try:
+        settings = pickle.loads(pickle.dumps(ProcessSettings.of_this_process()))
+        before.apply()
+        assert (torch.backends.cuda.matmul.fp32_precision, torch.backends.cuda.flash_sdp_enabled()) == ("none", True)
+        settings.apply()
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+        assert not torch.backends.cuda.flash_sdp_enabled()
+        assert not torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    finally:
+        before.apply()
+    assert ProcessSettings.of_this_process() == before
