@@ -14,7 +14,7 @@ import torch
 from fabricx import by_value
 
 _CUDNN: Final = ("enabled", "benchmark", "deterministic", "allow_tf32")
-# Backends with `fp32_precision`, those before whose parts follow them.
+# Paths of backends with `fp32_precision`; a backend precedes its parts, which take its value.
 _PRECISIONS: Final = (
     "", "cuda.matmul", "cudnn", "cudnn.conv", "cudnn.rnn", "mkldnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn"
 )  # fmt: skip
@@ -83,7 +83,7 @@ class ProcessSettings:
         if self.matmul is not None and _matmul() != self.matmul:
             torch.set_float32_matmul_precision(self.matmul)
         for path, precision in self.precisions.items():
-            if _precisions()[path] != precision:
+            if _backend(path).fp32_precision != precision:
                 _backend(path).fp32_precision = precision
         for name, flag in self.kernels.items():
             if _kernels()[name] != flag:

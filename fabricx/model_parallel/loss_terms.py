@@ -21,10 +21,10 @@ _UNEQUAL: Final = (
 
 @final
 class LossTerms(TorchFunctionMode):
-    """While active, records of how many terms `F.cross_entropy` and `F.nll_loss` compute the mean.
+    """While active, records the number of terms of each mean of `F.cross_entropy` and `F.nll_loss`.
 
     Args:
-        weighted: the parts of the microbatches in the batch are those of `batch_weight`.
+        weighted: `batch_weight` determines the parts of the microbatches in the batch.
     """
 
     def __init__(self, *, weighted: bool) -> None:
@@ -57,14 +57,14 @@ class LossTerms(TorchFunctionMode):
         """
         terms, self._terms = self._terms, []
         loss = output.get("loss") if isinstance(output, Mapping) else output
-        if isinstance(loss, Tensor) and terms:
+        if isinstance(loss, Tensor) and loss.grad_fn is not None and terms:
             self._recorded.append((share, loss.grad_fn, terms))
 
     def check(self) -> None:
         """Compare the microbatches of a batch, and forget them.
 
         Raises:
-            ValueError: a loss is a mean over another part of the terms than the microbatch is of the batch.
+            ValueError: a loss is a mean over terms whose part in the batch differs from that of the microbatch.
         """
         recorded, self._recorded = self._recorded, []
         if len({tuple(function for function, *_ in terms) for _, _, terms in recorded}) != 1:

@@ -1,4 +1,4 @@
-"""Tensors that blocks store in attributes, which are wrong for the positions of another shard or sequence."""
+"""Tensors that blocks store in attributes for the positions of a shard, and that are wrong for other positions."""
 
 from __future__ import annotations
 

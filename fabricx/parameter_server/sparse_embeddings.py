@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Protocol, TypeVar, final
 
@@ -116,9 +117,12 @@ class TableReads(TorchFunctionMode):
         return func(*args, **options)
 
     def _check_unwritten(self, name: str, written: Any) -> None:
-        if not isinstance(written, Tensor) or name == "requires_grad_":
+        if not isinstance(written, Tensor) or name == "requires_grad_" or torch.compiler.is_compiling():
             return
-        if written.untyped_storage().data_ptr() in self._memory:  # this mode is not active in its own method
+        memory = None
+        with contextlib.suppress(RuntimeError):  # a tensor within torch.vmap has no storage
+            memory = written.untyped_storage().data_ptr()
+        if memory in self._memory:
             raise ValueError(
                 f"training_step changes a sparse table by {name}, but servers hold the weights, so a worker's change "
                 "would be lost: compute the changed weights in each forward, or use optimizer='worker'"

@@ -45,3 +45,4 @@ def test_means_that_are_those_of_the_batch_are_not_refused() -> None:
     compute(lambda target: F.cross_entropy(LOGITS, target, reduction="none").sum(), FULL, PADDED)
     compute(lambda target: F.cross_entropy(LOGITS, LOGITS.softmax(-1)), FULL, PADDED)
     compute(lambda target: F.mse_loss(LOGITS, LOGITS), FULL, PADDED)
+    compute(lambda target: F.cross_entropy(LOGITS, target).detach(), FULL, PADDED)  # refused by the loop

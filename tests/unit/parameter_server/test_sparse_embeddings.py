@@ -73,5 +73,6 @@ def test_a_step_may_not_write_to_a_table(table: nn.Embedding, write: Any) -> Non
     with mode:
         table.weight.requires_grad_(False)
         torch.zeros(3).add_(1)
+        torch.vmap(lambda x: (x * 2).add_(1))(torch.zeros(3))
     with mode, pytest.raises(ValueError, match="max_norm changes rows on a worker"):
         F.embedding(torch.tensor([1]), table.weight, max_norm=1.0)
