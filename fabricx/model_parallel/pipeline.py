@@ -180,7 +180,9 @@ class Pipeline:
                     with counting or _NOTHING:
                         self._forward(now, step, (parts[now.microbatch], index), seed_next)
                     if counting is not None:
-                        counting.end_microbatch(shares[now.microbatch], now.output)
+                        counting.end_microbatch(
+                            shares[now.microbatch], now.output, rows.rows_of(parts[now.microbatch]) or 1
+                        )
                     self._check_output(now)
                 elif action.kind == "weight_gradient":
                     for compute in delayed.pop(action[1:]):

@@ -11,7 +11,9 @@ from torch.nn import functional as F  # noqa: N812
 
 from fabricx.model_parallel.loss_terms import LossTerms
 
-LOGITS = torch.zeros(4, 3, requires_grad=True)
+SAMPLES = 4
+LOGITS = torch.zeros(SAMPLES, 3, requires_grad=True)
+ERRORS = LOGITS.sum(1)  # by sample
 FULL, PADDED = torch.tensor([0, 1, 2, 0]), torch.tensor([0, 1, -100, -100])
 
 
@@ -20,7 +22,7 @@ def compute(loss: Any, *targets: Tensor, shares: tuple[float, ...] = (0.5, 0.5),
     for share, target in zip(shares, targets, strict=True):
         with terms:
             value = loss(target)
-        terms.end_microbatch(share, value)
+        terms.end_microbatch(share, value, SAMPLES)
     terms.check()
     terms.check()
 
@@ -46,3 +48,58 @@ def test_means_that_are_those_of_the_batch_are_not_refused() -> None:
     compute(lambda target: F.cross_entropy(LOGITS, LOGITS.softmax(-1)), FULL, PADDED)
     compute(lambda target: F.mse_loss(LOGITS, LOGITS), FULL, PADDED)
     compute(lambda target: F.cross_entropy(LOGITS, target).detach(), FULL, PADDED)  # refused by the loop
+
+
+MASKED_MEANS: dict[str, Any] = {
+    "mean of a selection": lambda used: ERRORS[used].mean(),
+    "mean over the first dimension": lambda used: torch.mean(LOGITS[used], dim=(0, 1)),
+    "mean by columns": lambda used: LOGITS[used].mean(0).sum(),
+    "mean squared error": lambda used: F.mse_loss(LOGITS[used], LOGITS.detach()[used]),
+    "sum by a number of terms": lambda used: (ERRORS * used).sum() / used.sum(),
+    "sum by a number of terms in place": lambda used: (ERRORS * used).sum().div_(used.sum().item()),
+    "within a sum": lambda used: 0.5 * (ERRORS[used].mean() + LOGITS.sum()),
+}
+
+
+@pytest.mark.parametrize("loss", MASKED_MEANS.values(), ids=MASKED_MEANS)
+def test_a_mean_over_unequal_numbers_of_terms_is_refused(loss: Any) -> None:
+    used = torch.tensor([True, True, False, False])
+    with pytest.raises(ValueError, match=r"is a mean over (4, 2|12, 6) .* parts 0\.5, 0\.5 of it.*batch_weight"):
+        compute(loss, used | True, used)
+    compute(loss, used | True, used, shares=(2 / 3, 1 / 3), weighted=True)
+    compute(loss, used | True, used.roll(1) | True)
+    compute(lambda used: (loss(used), LOGITS.sum())[1], used | True, used)  # a metric
+
+
+def test_constants_and_means_by_sample_are_not_refused() -> None:
+    first, second = torch.arange(3), torch.arange(1)
+    compute(lambda rows: ERRORS[rows].sum() / SAMPLES, first, second, shares=(0.75, 0.25))
+    compute(lambda rows: ERRORS[rows].mean() + LOGITS.pow(2).mean(), first, second, shares=(0.75, 0.25))
+    compute(lambda rows: LOGITS[rows].mean(1).mean(), first, second, shares=(0.75, 0.25))
+    compute(lambda rows: F.mse_loss(LOGITS[rows], LOGITS[rows], reduction="sum"), first, second)
+    compute(lambda rows: ERRORS[rows].sum() / len(rows), first, second, shares=(0.75, 0.25))
+    half = torch.ones(1000).to(torch.bfloat16)
+    compute(lambda used: LOGITS.sum() / used.sum(), half, half[:257], shares=(1000 / 1257, 257 / 1257), weighted=True)
+    # A microbatch of weight 0, with a smallest denominator of 1:
+    compute(lambda rows: ERRORS[rows].sum() / max(1, len(rows)), first, second[:0], shares=(1.0, 0.0), weighted=True)
+
+
+SELECTIONS: dict[str, Any] = {
+    "topk": lambda errors: errors.topk(2).values.mean(),
+    "torch.topk": lambda errors: torch.topk(errors, 2)[0].sum(),
+    "sort": lambda errors: errors.sort(descending=True)[0][:2].sum(),
+    "median": lambda errors: errors.median(),
+    "quantile": lambda errors: torch.quantile(errors, 0.5),
+    "kthvalue": lambda errors: errors.kthvalue(2)[0],
+}
+
+
+@pytest.mark.parametrize("loss", SELECTIONS.values(), ids=SELECTIONS)
+def test_a_selection_among_samples_is_refused(loss: Any) -> None:
+    with pytest.raises(ValueError, match=r"over 4 values of 4 samples.*Select within each sample"):
+        compute(lambda target: loss(ERRORS), FULL, FULL)
+    with pytest.raises(ValueError, match=r"over 12 values of 4 samples"):
+        compute(lambda target: loss(LOGITS.flatten()), FULL, FULL)
+    compute(lambda target: (loss(ERRORS), ERRORS.sum())[1], FULL, FULL)  # a metric
+    compute(lambda target: loss(ERRORS.detach()) + ERRORS.sum(), FULL, FULL)
+    compute(lambda target: LOGITS.topk(2, dim=1)[0].sum() + loss(LOGITS[0]), FULL, FULL)  # within a sample
