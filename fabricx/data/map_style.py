@@ -167,9 +167,11 @@ class OrderedFeed(Feed):
         return replace(cut, ranks=self._began_with) if self._dealt else cut
 
     def _cut(self, items: int, accumulate: int, epoch: int = 0) -> Cut:
-        world = self._world
+        world, parts = self._world, self._parts
+        if parts and self._alone:  # a microbatch has a single item
+            parts = max(parts, self._batch * self._began_with * accumulate)
         return Cut(
-            items, self._batch, world.rank, world.size, accumulate, self._began_with, self._parts,
+            items, self._batch, world.rank, world.size, accumulate, self._began_with, parts,
             self._balance or Balance(), epoch, self._undivided,
         )  # fmt: skip
 

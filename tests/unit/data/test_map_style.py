@@ -167,6 +167,19 @@ def test_a_batch_sampler_with_an_empty_batch_is_refused() -> None:
         next(feed.epoch(0))
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_a_part_of_a_global_batch_is_a_single_batch_of_a_batch_sampler(ranks: int) -> None:
+    """A window has 6 batches; divided into 2 parts, as under deterministic="elastic", 4 of them were not read."""
+    rows = []
+    for rank in range(ranks):
+        loader: Any = DataLoader(DATA, batch_sampler=Batches(SequentialSampler(DATA), 2, False))
+        feed: Any = make_feed(loader, World(rank=rank), seed=5, began_with=2, parts=2)
+        feed._world = World(rank=rank, size=ranks)
+        feed._check_order = lambda order: None
+        rows += [micro.data.tolist() for micro in feed.epoch(0, accumulate=3) if not micro.empty]
+    assert sorted(rows) == [[2 * n, 2 * n + 1] for n in range(10)]
+
+
 def test_batches_beyond_the_length_of_a_sampler_are_a_warning() -> None:
     feed = make_feed(DataLoader(DATA, batch_sampler=Lengths([0], [1], [2])), World(), seed=5)  # type: ignore[arg-type]
     with pytest.warns(UserWarning, match="Lengths yields 3 items, and its length is 2: the items beyond"):
