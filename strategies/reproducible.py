@@ -31,7 +31,8 @@ class Reproducible(Strategy, Elastic):
     update (at first, in the first part of a batch): elements down to 2**-20 of it keep the precision of float32.
 
     Args:
-        parts: parts of each global batch, and the largest number of ranks. Many small parts are slower.
+        parts: parts of each global batch, and the largest number of ranks. Many small parts are slower. Batches of a
+            batch sampler, or of several loaders, are parts by themselves: a window may have more of them.
 
     Raises:
         ValueError: `parts` is out of range.
@@ -113,6 +114,11 @@ class Reproducible(Strategy, Elastic):
             self._sums.join(self.data_ranks)
         return True
 
+    def after_update(self, step: int) -> int:
+        assert self._sums is not None
+        self._sums.follow()
+        return super().after_update(step)
+
     def state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
         state = super().state_dict(module, optimizers)
         sums = self._sums if optimizers else None
@@ -131,7 +137,7 @@ class IntegerSums:
 
     Args:
         parameters: parameters whose gradients are summed.
-        parts: largest number of gradients in a sum.
+        parts: gradients in a sum; with more, as by accumulation, gradients may rise less from an update to the next.
 
     Attributes:
         exponents: exponent of a power of two above each parameter's gradient in the previous update, shape
@@ -141,12 +147,14 @@ class IntegerSums:
 
     def __init__(self, parameters: Sequence[nn.Parameter], parts: int) -> None:
         self._parameters, self.follows, self._measured = parameters, False, False
+        self._joined: Tensor | None = None  # largest magnitudes of the newest window, until its update
         self._bits = BITS - HEADROOM - (parts - 1).bit_length()
         device = parameters[0].device if parameters else torch.device("cpu")
         self.exponents = torch.zeros(len(parameters), dtype=torch.int64, device=device)
         numbers = [as_real(parameter.detach()) for parameter in parameters]
-        self._all = torch.zeros(sum(n.numel() for n in numbers), dtype=torch.int64, device=device)
-        totals = self._all.split([n.numel() for n in numbers])
+        sizes = [number.numel() for number in numbers]
+        self._all = torch.zeros(sum(sizes) + 1, dtype=torch.int64, device=device)
+        *totals, self._added = self._all.split([*sizes, 1])  # the last is the number of gradients in the sums
         self._totals = [total.view_as(n) for total, n in zip(totals, numbers, strict=True)]
         self._largest = torch.full((len(parameters),), -1.0, dtype=torch.float64, device=device)  # -1: no gradient
 
@@ -154,7 +162,7 @@ class IntegerSums:
         """Reset the sums to zero."""
         self._all.zero_()
         self._largest.fill_(-1.0)
-        self._measured = False
+        self._measured, self._joined = False, None
 
     def measure(self, world: World) -> None:
         """Set the exponents of the first update from its first part; collective, and each rank's first call counts.
@@ -184,6 +192,7 @@ class IntegerSums:
     def add(self) -> None:
         """Add the parameters' gradients to the sums, and set the gradients to None."""
         scales = self._scales()
+        self._added += 1
         for number, (parameter, total) in enumerate(zip(self._parameters, self._totals, strict=True)):
             if parameter.grad is None:
                 continue
@@ -203,11 +212,13 @@ class IntegerSums:
         """
         world.all_reduce(self._all)
         world.all_reduce(self._largest, "max")
-        if bool((self._largest.isfinite() & (self._largest > 2.0 ** (self.exponents + HEADROOM).double())).any()):
+        added = int(self._added)
+        headroom = min(HEADROOM, BITS - self._bits - (max(1, added) - 1).bit_length())
+        if bool((self._largest.isfinite() & (self._largest > 2.0 ** (self.exponents + headroom).double())).any()):
             raise FloatingPointError(
-                f"deterministic='elastic': a gradient is more than 2**{HEADROOM} times as large as all of the "
-                "previous update (of the first batch: of its first part), and can't be summed exactly; limit the loss, "
-                "or warm up the learning rate"
+                f"deterministic='elastic': a gradient is more than 2**{headroom} times as large as all of the "
+                f"previous update (of the first batch: of its first part), and {added} can't be summed exactly; "
+                "limit the loss, warm up the learning rate, or set a smaller accumulate_grad_batches"
             )
         scales, largest = self._scales().reciprocal(), self._largest.tolist()
         for number, (parameter, total) in enumerate(zip(self._parameters, self._totals, strict=True)):
@@ -217,9 +228,18 @@ class IntegerSums:
                     gradient.fill_(torch.nan)
                 parameter.grad = torch.empty_like(parameter)
                 as_real(parameter.grad).copy_(gradient)
-        self._follow(self._largest)
-        self.follows = True
+        joined = self._largest.clone()
         self.clear()
+        self._joined = joined
+
+    def follow(self) -> None:
+        """Set the exponents from the gradients of the newest `join`, once the weights are updated with them.
+
+        A death of a rank between the two repeats the sums with the exponents of before.
+        """
+        if self._joined is not None:
+            self._follow(self._joined)
+            self.follows, self._joined = True, None
 
     def _scales(self) -> Tensor:
         return torch.pow(2.0, (self._bits - self.exponents).double())

@@ -23,6 +23,7 @@ def summed(sums: IntegerSums, parameter: nn.Parameter, gradients: list[torch.Ten
         sums.add()
         assert parameter.grad is None
     sums.join(World())
+    sums.follow()
     assert parameter.grad is not None
     return parameter.grad
 
@@ -80,6 +81,33 @@ def test_a_gradient_that_has_grown_too_much_is_an_error() -> None:
     sums.exponents.zero_()
     with pytest.raises(FloatingPointError, match="can't be summed exactly"):
         summed(sums, parameter, [torch.full((2,), 2.0 ** (HEADROOM + 1))])
+
+
+def test_more_gradients_than_parts_do_not_exceed_the_integers() -> None:
+    """Accumulation of 16 batches of 12 parts: 2**58 times 192 is above 2**63."""
+    parameter = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    sums = IntegerSums([parameter], PARTS)
+    found = summed(sums, parameter, [torch.full((2,), 2.0**12, dtype=torch.float64)] * 16 * PARTS)
+    assert found.tolist() == [2.0**12 * 16 * PARTS] * 2
+    sums.exponents.zero_()
+    with pytest.raises(FloatingPointError, match=r"more than 2\*\*12 times .* 192 can.t"):
+        summed(sums, parameter, [torch.full((2,), 2.0**15, dtype=torch.float64)] * 16 * PARTS)
+
+
+def test_sums_that_are_repeated_before_their_update_have_the_same_bits() -> None:
+    """A rank may die between the sum of the gradients and that of `batch_weight`: all ranks repeat the batch."""
+    parameter = nn.Parameter(torch.zeros(500, dtype=torch.float64))
+    sums = IntegerSums([parameter], PARTS)
+    gradient = torch.randn(500, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    summed(sums, parameter, [gradient])
+    found = []
+    for _ in range(2):
+        parameter.grad = gradient * 2.0**10 / 3
+        sums.add()
+        sums.join(World())
+        found.append(parameter.grad)
+        sums.clear()
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
