@@ -8,7 +8,6 @@ import hashlib
 import inspect
 import io
 import itertools
-import logging
 import os
 import secrets
 import sys
@@ -36,6 +35,7 @@ from fabricx import config
 from fabricx.cli import help
 from fabricx.cli.mistakes import Composition, explain
 from fabricx.cli.overrides import arranged, parsed
+from fabricx.cli.run_log import own_logging
 from fabricx.errors import ALL_FRAMES, FabricxError, brief_traceback, is_user_module
 from fabricx.redaction import masked_text, records_masked
 from fabricx.trainer import provenance
@@ -122,7 +122,7 @@ def run_app(function: Callable[..., Any], arguments: list[str], folder: str | No
             _job(function, failed)
         )
         shows = any(argument.partition("=")[0] in _DISPLAY_FLAGS for argument in arguments)
-        with records_masked(), _full_errors(), _own_logging(), contextlib.redirect_stderr(_Stderr(sys.stderr)):
+        with records_masked(), _full_errors(), own_logging(), contextlib.redirect_stderr(_Stderr(sys.stderr)):
             return _print_masked(decorated) if shows else decorated()
     except Exception as error:
         if full:
@@ -205,25 +205,6 @@ def _full_errors() -> Iterator[None]:
             del os.environ["HYDRA_FULL_ERROR"]
         else:
             os.environ["HYDRA_FULL_ERROR"] = before
-
-
-@contextlib.contextmanager
-def _own_logging() -> Iterator[None]:
-    """Close the handlers that Hydra adds to the root logger and to that of fabricx, and restore those of the caller."""
-    with contextlib.ExitStack() as stack:
-        for logger in (logging.getLogger(), logging.getLogger("fabricx")):
-            stack.callback(_restore_logger, logger, list(logger.handlers), logger.level, logger.propagate)
-        yield
-
-
-def _restore_logger(logger: logging.Logger, handlers: list[logging.Handler], level: int, propagate: bool) -> None:
-    for handler in [handler for handler in logger.handlers if handler not in handlers]:
-        logger.removeHandler(handler)
-        handler.close()
-    for handler in [handler for handler in handlers if handler not in logger.handlers]:
-        logger.addHandler(handler)
-    logger.setLevel(level)
-    logger.propagate = propagate
 
 
 def _config_name(arguments: Sequence[str]) -> str | None:

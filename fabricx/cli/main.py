@@ -273,12 +273,14 @@ def _newest_of(run_dir: Path, config: dict[str, Any]) -> Path:
 
 def _run_resumed(config: dict[str, Any], run_dir: Path, newest: Path) -> bool:
     """Resume a run, and record its new configuration and command, unless it fails before it saves anything."""
+    from fabricx.cli.run_log import logging_of_run
     from fabricx.launch.run_lock import lock_owner
     from fabricx.trainer import provenance
 
     recorded = provenance.write_resumed(run_dir, {**config, "ckpt_path": None})
     try:
-        return run("fit", config, run_dir)[0]
+        with logging_of_run(run_dir):
+            return run("fit", config, run_dir)[0]
     except BaseException:
         saved = True
         with contextlib.suppress(ValueError):

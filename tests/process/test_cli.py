@@ -83,6 +83,7 @@ def test_a_run_is_resumed_in_its_folder_and_its_checkpoints_are_looked_after(own
     assert yaml.safe_load((run / "config.yaml").read_text())["module"]["lr"] == 0.005
     assert yaml.safe_load((run / "config-resumed-1.yaml").read_text())["module"]["lr"] == 0.5
     assert "module.lr=0.5" in (run / "command-resumed-1.txt").read_text()
+    assert (run / "fabricx.log").read_text().count("fit ended") == 2
     said = fabricx("resume", str(run), "module.hidden=7", "trainer.max_epochs=4", fails=True)
     assert "are not those of the module" in said
     assert not (run / "config-resumed-2.yaml").exists()
