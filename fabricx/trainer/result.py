@@ -174,6 +174,7 @@ class Outcome:
         Returns:
             the callbacks of the run: the caller's, and those that the module has configured in the workers.
         """
+        _separate(module, self.weights)
         state = module.state_dict(keep_vars=True)
         lazy = {name for name, value in state.items() if isinstance(value, Tensor) and nn.parameter.is_lazy(value)}
         for name, tensor in self.weights.items():
@@ -237,6 +238,32 @@ class Outcome:
                 f"{', '.join(lost)}. Create them in __init__",
                 stacklevel=2,
             )
+
+
+def _separate(module: Module, weights: Mapping[str, Any]) -> None:
+    """Copy the submodules and tensors that have several names here, and different values by name in the run.
+
+    `self.average = self.model` in `__init__` with a copy in a `setup` of the workers is an example.
+
+    Args:
+        module: of the caller.
+        weights: the complete state dict of the workers' module.
+    """
+    first: dict[int, str] = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        other = first.setdefault(id(tensor), name)
+        value, known = weights.get(name), weights.get(other)
+        if other == name or not isinstance(value, Tensor) or not isinstance(known, Tensor):
+            continue
+        if value.shape == known.shape and torch.equal(value, known):
+            continue
+        path, parts = name.split("."), dict(module.named_modules())  # each submodule by its first name
+        for end, key in enumerate(path):
+            owner = module.get_submodule(".".join(path[:end]))
+            part = getattr(owner, key)
+            if part is tensor or (isinstance(part, nn.Module) and parts.get(".".join(path[: end + 1])) is not part):
+                setattr(owner, key, copy.deepcopy(part))
+                break
 
 
 def _in_memory(tensor: Tensor) -> Tensor:

@@ -85,6 +85,27 @@ def test_layers_that_the_workers_have_built_are_built_here_too() -> None:
     assert torch.equal(module.late.weight, trained.late.weight)
 
 
+def test_a_submodule_or_tensor_with_two_names_that_setup_has_replaced_by_a_copy_gets_the_weights_of_both() -> None:
+    class Averaged(TinyModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+            self.average = self.model  # the workers' setup has made a copy
+            self.model[0].bias = self.model[1].bias  # this pair is still one tensor
+            self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+            self.second.weight = self.first.weight  # a hook has made another parameter
+
+    module = Averaged()
+    trained = {name: value.clone() for name, value in module.state_dict().items()}
+    for name in trained:
+        trained[name] += 2.0 * name.startswith("average") + 1.0 * (name == "second.weight")
+    absorbed(module, trained)
+    assert all(torch.equal(value, trained[name]) for name, value in module.state_dict().items())
+    assert module.average is not module.model
+    assert module.average[0].bias is module.average[1].bias
+    assert module.model[0].bias is module.model[1].bias
+
+
 def test_the_callers_trainer_adopts_the_records_of_a_run() -> None:
     ran, caller, module = fx.Trainer(**QUIET), fx.Trainer(**QUIET), TinyModule()
     ran.state.step, ran.stop.interrupted = 7, True
