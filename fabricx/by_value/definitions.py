@@ -285,6 +285,15 @@ def new_registered(make: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     return model
 
 
+def new_reference(target: Any) -> Any:
+    """Return a weak reference.
+
+    Args:
+        target: the object; None if it no longer existed, as for the result.
+    """
+    return weakref.ref(set() if target is None else target)
+
+
 def new_cached(maxsize: int | None, typed: bool) -> Any:
     """Return a function with an empty `functools.lru_cache`, whose `__wrapped__` is set later: it may call itself.
 

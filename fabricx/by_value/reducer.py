@@ -169,6 +169,8 @@ class Reducer:
         if kind is types.MethodType:  # pickle would look it up in a class that may be incomplete
             owner = value.__self__ if isinstance(value.__self__, type) else type(value.__self__)
             return NotImplemented if is_importable(owner) else (kind, (value.__func__, value.__self__))
+        if kind is weakref.ref:  # such as those of averages of weights to their parameters
+            return definitions.new_reference, (value(),)
         if kind is functools.cached_property:  # has a lock up to Python 3.11
             return kind, (value.func,), {"attrname": value.attrname, "__doc__": value.__doc__}
         if kind.__module__ == _PARAMETRIZE and "__getstate__" in vars(kind):  # a class of its own for each module

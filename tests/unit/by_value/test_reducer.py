@@ -189,6 +189,17 @@ def test_functions_of_a_module_in_a_file_use_its_variables(receive: Receive) -> 
     assert receive(Definitions) is Definitions
 
 
+def test_weak_references_refer_to_the_copies_that_are_sent_with_them(receive: Receive) -> None:
+    model, temporary = torch.nn.Linear(2, 2), {1}
+    average = types.SimpleNamespace(weights=[weakref.ref(p) for p in model.parameters()], gone=weakref.ref(temporary))
+    del temporary
+    arrived = receive({"average": average, "model": model})
+    weights = [reference() for reference in arrived["average"].weights]
+    assert weights[0] is arrived["model"].weight
+    assert weights[1] is arrived["model"].bias
+    assert arrived["average"].gone() is None
+
+
 def test_modules_of_any_class_are_imported_by_name(receive: Receive) -> None:
     looks_up_names: Any = importlib.import_module("fabricx.pytorch.callbacks")
 
