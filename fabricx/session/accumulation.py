@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +73,8 @@ class AccumulationWindow:
         self.computing = False  # whether a backward of the newest microbatch has begun
         self.mark: LoggedMark | None = None  # before a batch whose gradient may be dropped
         self._factors = self._factors_with_loss = 0.0  # sums of loss factors: all of this rank, and those with a loss
-        self._weight = self._share = 0.0  # weight of this rank's batches, and their share of the global batch
+        self._weights: list[float] = []  # of this rank's batches
+        self._share = 0.0  # share of these batches in the global batch
         self._number = 0  # of the newest microbatch, counted from 1
         self._closed = True  # whether that is the last of its window
         self._absences = Absences(state)
@@ -101,8 +103,8 @@ class AccumulationWindow:
         self.computing, self.loss, self.factor, self.again = False, None, None, None
         if micro.opens:
             self.planned, self.taken, self.norm = micro.planned, 0.0, None
-            self._skipped = self._weight = self._share = self._factors = self._factors_with_loss = 0.0
-            self._number = 0
+            self._skipped = self._share = self._factors = self._factors_with_loss = 0.0
+            self._number, self._weights = 0, []
             if self._absences.published:
                 self._absences.published.clear()
 
@@ -122,7 +124,7 @@ class AccumulationWindow:
             micro: share of this rank in the global batch.
         """
         weight = self._metrics.logbook.weight
-        self._weight += weight
+        self._weights.append(weight)
         self._share += micro.loss_factor
         self.factor = weight / self._usual()
 
@@ -241,17 +243,27 @@ class AccumulationWindow:
 
     def _divide_by_weight(self, *, joined: bool) -> bool:
         """Divide the gradient by the weight of the global batch; return whether an update follows."""
-        world = self._strategy.world.axis("data")
-        total, share = torch.tensor([self._weight], device=world.device), 1.0
+        share = 1.0
         if self._strategy.traits.synchronous:
-            world.all_reduce(total)
+            weight = self._global_weight()
         else:  # the gradient is of this rank only
+            weight = math.fsum(self._weights)
             share = self._share if joined else self._share / self.share  # without microbatches that have no loss
-        weight = float(total)
         if weight:
             self.again = (self.factor or 0.0) * self._usual() * share / weight
             self._scale_gradients(self._usual() * share / weight)
         return weight > 0.0 or not self._strategy.traits.synchronous
+
+    def _global_weight(self) -> float:
+        """Return the weight of the global batch; of a fixed division into parts with the same bits on any ranks."""
+        world, own = self._strategy.world.axis("data"), self._weights
+        if not self._strategy.traits.batch_parts:
+            own = [math.fsum(own)]
+        count = self.planned if self._strategy.traits.batch_parts else 1
+        weights = torch.zeros(world.size, count, dtype=torch.float64, device=world.device)
+        weights[world.rank, : len(own)] = torch.tensor(own, dtype=torch.float64)
+        world.all_reduce(weights)
+        return math.fsum(weights.flatten().tolist())  # independent of the order
 
     def _usual(self) -> int:
         """Return the provisional divisor of summed gradients, which avoids overflow until the total weight is known."""

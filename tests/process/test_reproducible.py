@@ -45,10 +45,17 @@ class Noisy(fx.Module):
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
+class Weighted(Noisy):
+    """With weights of batches whose sum depends on its order."""
+
+    def batch_weight(self, batch: Any) -> float:
+        return float(batch[0].square().sum())
+
+
 def bits(folder: Path, devices: int, faults: list[Any], **options: Any) -> tuple[str, fx.Trainer]:
     """Train, and return the weights' SHA-256."""
     torch.manual_seed(7)
-    module = Noisy()
+    module = Weighted()
     trainer = fx.Trainer(
         devices=devices, deterministic="elastic", max_epochs=3, default_root_dir=folder, gradient_clip_val=0.5,
         **{**QUIET, "callbacks": [*faults, FaultRecovery(patience=0.0, max_restarts=10)], **options},
@@ -89,7 +96,7 @@ def test_neither_do_kills_nor_workers_that_come_and_go(alone: str, tmp_path: Pat
 def test_a_run_goes_on_from_a_checkpoint_with_other_ranks(alone: str, tmp_path: Path) -> None:
     _, trainer = bits(tmp_path / "a", 3, [], max_steps=6, enable_checkpointing=True)
     path = trainer.checkpoint_callback.last_model_path or trainer.checkpoint_callback.best_model_path
-    module = Noisy()
+    module = Weighted()
     goes_on = fx.Trainer(
         devices=2,
         deterministic="elastic",
