@@ -11,6 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from fabricx.core.complex_numbers import as_real
 from fabricx.core.rng import seed_often
 from fabricx.core.trial import Trial, Validation
 from fabricx.errors import FabricxError
@@ -22,6 +23,7 @@ from fabricx.model_parallel.trial import StepChanged, fingerprint
 from fabricx.model_parallel.trial_run import tolerance_of
 
 NEAR_ZERO: Final = 0.01  # smaller values are compared as if they had this size
+MASKED: Final = 1e30  # size of elements that are compared by their places
 
 
 @dataclass(frozen=True)
@@ -157,10 +159,20 @@ def _differences(
         size = max(wanted[0], NEAR_ZERO)
         computed = after[name]
         if len(computed) != len(wanted) or any(
-            not abs(a - b) <= tolerance * size and not (a != a and b != b)
-            for a, b in zip(wanted, computed, strict=True)
+            not abs(a - b) <= tolerance * size for a, b in zip(wanted, computed, strict=True)
         ):
             yield f"{name} has the norm {computed[0]:.9g}, but {wanted[0]:.9g} in one process"
+
+
+def _marks(tensor: Tensor) -> list[float]:
+    """Return the fingerprint of a tensor; of infinite elements and masks, which would hide all others, their places."""
+    found = fingerprint(tensor)
+    if all(abs(value) < MASKED for value in found):
+        return found
+    real = as_real(tensor.detach())
+    large = real.abs() >= MASKED
+    places = torch.stack([real.isnan(), large & (real > 0), large & (real < 0)])
+    return [*fingerprint(real.where(~places.any(0), 0)), *fingerprint(places.double())]
 
 
 def _values(
@@ -174,7 +186,7 @@ def _values(
             tensor = torch.as_tensor(leaf) if isinstance(leaf, (int, float)) else leaf
             if isinstance(tensor, Tensor) and (tensor.is_floating_point() or not isinstance(leaf, Tensor)):
                 label = name + "".join(f"[{key!r}]" for key in path)
-                values[f"{label} ({len(values)})" if label in values else label] = fingerprint(tensor)
+                values[f"{label} ({len(values)})" if label in values else label] = _marks(tensor)
 
     with torch.no_grad(), trial.undisturbed(), log_calls(validation.module, lambda n, v: add(f"the logged {n!r}", v)):
         if begins:

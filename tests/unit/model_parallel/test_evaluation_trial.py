@@ -67,6 +67,22 @@ def test_a_difference_is_named_and_rounding_is_none() -> None:
         compared(lambda batch: 1 / 0)
 
 
+@pytest.mark.parametrize("other", [-torch.inf, torch.inf, torch.nan, torch.finfo(torch.float32).min])
+def test_infinite_elements_and_masks_are_compared_by_their_places(other: float) -> None:
+    """Such as logits with a mask, and the state of a MaxMetric that was not updated."""
+
+    def mask(values: list[float]) -> Any:
+        again = validation()
+        return again._replace(step=lambda batch, *args: {"logits": torch.tensor(values)})
+
+    before = evaluate_whole(trial(lambda shared: mask([1.0, other, 3.0])))
+    assert isinstance(before, Evaluated)
+    for values, same in (([1.0, other, 3.0], True), ([2.0, other, 3.0], False), ([1.0, 0.0, 3.0], False),
+                         ([other, 1.0, 3.0], False)):  # fmt: skip
+        again = mask(values)
+        assert (check_evaluated(trial(), again, again.step, before, 1e-3, complete=True) == "") is same, values
+
+
 def test_a_step_that_can_not_be_tried_has_a_reason() -> None:
     assert evaluate_whole(trial(lambda shared: None)) is None
     broken = lambda shared: validation()._replace(step=lambda *args: 1 / 0)  # noqa: E731
