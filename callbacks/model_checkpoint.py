@@ -42,8 +42,8 @@ _KEPT: Final = "on_train_epoch_end and on_validation_end, which compare self.bes
 _WHEN: Final = "the arguments every_n_epochs, save_on_train_epoch_end and save_on_exception"
 
 
-def _record(name: str) -> Any:
-    """Return a property that reads and sets an attribute of the callback's records."""
+def _read_after_write(name: str) -> Any:
+    """Return a property for an attribute of the callback's records; reading it waits for the newest checkpoint."""
     return property(
         lambda callback: getattr(callback._written(), name),
         lambda callback, value: setattr(callback._records, name, value),
@@ -123,9 +123,9 @@ class ModelCheckpoint(Callback, NameParts):
     watches_metrics: ClassVar[bool] = True
     needs_all_ranks: ClassVar[bool] = True
 
-    best_model_path: str = _record("best_path")
-    best_model_score: Tensor | None = _record("best_score")
-    last_model_path: str = _record("link")
+    best_model_path: str = _read_after_write("best_path")
+    best_model_score: Tensor | None = _read_after_write("best_score")
+    last_model_path: str = _read_after_write("link")
 
     def __init__(
         self, dirpath: str | os.PathLike[str] | None = None, filename: str | None = None, monitor: str | None = None,
@@ -161,7 +161,7 @@ class ModelCheckpoint(Callback, NameParts):
         self._clock = TimeInterval(self.train_time_interval) if self.train_time_interval is not None else None
         self._fitting = False
         self._resumed = False  # state was loaded from a checkpoint; a save of the same step may still be due
-        self._last_step = 0
+        self._step_handled = 0  # newest step for which a save was considered
         self._step_saved = 0  # newest step with a checkpoint
         self._step_ranked = 0  # newest step that was compared with the best checkpoints
         self._waiting = False  # a save is due, but the monitored metric was not logged yet
@@ -206,7 +206,7 @@ class ModelCheckpoint(Callback, NameParts):
             if not resumes and self._chosen_dirpath is not None:
                 warn_of_files(self._folder)
         if not self._resumed:
-            self._last_step = self._step_saved = self._step_ranked = trainer.global_step
+            self._step_handled = self._step_saved = self._step_ranked = trainer.global_step
             self._waiting, self._metric.validated_step = False, -1
         self._resumed, self._records.pending = False, None
         if trainer.world.main_rank and trainer.state.attempt:  # resumed: delete incomplete checkpoints of that run
@@ -216,13 +216,13 @@ class ModelCheckpoint(Callback, NameParts):
         if models := self._records.models:  # the files of the resumed run may have been deleted since
             existing = trainer.world.broadcast_object([path for path in models if as_path(path).exists()])
             self._records.keep({path: models[path] for path in existing}, self._mode)
-        if self._last_step != trainer.global_step:  # the checkpoint was saved before this callback handled the step
+        if self._step_handled != trainer.global_step:  # the checkpoint was saved before this callback handled the step
             self._on_step(trainer)
 
     def on_train_batch_end(
         self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.global_step != self._last_step:  # else within an accumulation window
+        if trainer.global_step != self._step_handled:  # else within an accumulation window
             self._on_step(trainer)
 
     def _on_step(self, trainer: TrainerProtocol) -> None:
@@ -234,7 +234,7 @@ class ModelCheckpoint(Callback, NameParts):
             # A metric of an epoch exists after the first epoch, and after the first validation.
             validated = self._metric.validated_step >= 0 or not has_validation(trainer)
             self._save_or_wait(trainer, complain=trainer.current_epoch > 0 and validated)
-        self._last_step = step
+        self._step_handled = step
 
     def on_validation_start(self, trainer: TrainerProtocol, module: Module) -> None:
         if self._fitting and self.monitor is not None:
@@ -551,7 +551,7 @@ class ModelCheckpoint(Callback, NameParts):
             **self._records.state(),
             "dirpath": self.dirpath,
             "current_score": self.current_score,
-            "steps": [self._last_step, self._step_saved, self._step_ranked, self._metric.validated_step],
+            "steps": [self._step_handled, self._step_saved, self._step_ranked, self._metric.validated_step],
             "waiting": [self._waiting, self._metric.from_validation],
             "clock": None if self._clock is None else self._clock.state(),
         }
@@ -563,7 +563,7 @@ class ModelCheckpoint(Callback, NameParts):
         self._resumed = True
         # The following values determine when all ranks save.
         steps = state_dict.get("steps", [0, 0, 0, -1])
-        self._last_step, self._step_saved, self._step_ranked, self._metric.validated_step = steps
+        self._step_handled, self._step_saved, self._step_ranked, self._metric.validated_step = steps
         self._waiting, self._metric.from_validation = state_dict.get("waiting", [False, False])
         if self._clock is not None and state_dict.get("clock") is not None:
             self._clock.set_state(state_dict["clock"])

@@ -487,6 +487,15 @@ def test_files_that_a_readme_names_are_there(path):
     assert missing == []
 
 
+@pytest.mark.parametrize(
+    "folder", sorted({path.parent for path in (ROOT / "fabricx").rglob("[a-z]*.py")}), ids=lambda folder: folder.name
+)
+def test_the_readme_of_a_folder_names_each_of_its_modules(folder: Path) -> None:
+    readme = next(p / "README.md" for p in (folder, *folder.parents) if (p / "README.md").is_file()).read_text()
+    absent = [path.stem for path in folder.glob("[a-z]*.py") if path.stem not in readme]
+    assert not absent, f"name these modules in the README of {folder.name}: {absent}"
+
+
 def test_all_pages_name_the_same_files_to_read_first():
     whole = (ROOT / "README.md").read_text()
     [listed] = re.findall(r"## Read first\n\n(.*?)\n\n", whole, re.DOTALL)

@@ -129,7 +129,7 @@ class HookChecks:
             RanksDisagree: on every rank; the message names the parameters.
         """
         strategy, world = self._strategy, self._strategy.step_ranks
-        if world.size == 1 or strategy.traits.joint_steps or self._serving.weight_pulls is not None:
+        if world.size == 1 or strategy.traits.joint_steps or self._serving.servers_step:
             return
         digest = hashlib.blake2b(
             fingerprint(self._module).cpu().contiguous().numpy().data, digest_size=16
@@ -157,7 +157,7 @@ class HookChecks:
         Args:
             hooks: the run's hooks; functions of users are wrapped.
         """
-        if self._serving.weight_pulls is None:
+        if not self._serving.servers_step:
             return
         # In shared memory, another worker may step while this worker calls its hooks for the second optimizer.
         apart = self._serving.servers or len(self._optimizers) == 1
@@ -209,7 +209,7 @@ class HookChecks:
         Args:
             name: name of the method.
         """
-        with nullcontext() if self._serving.weight_pulls is None else self.unchanged(name):
+        with nullcontext() if not self._serving.servers_step else self.unchanged(name):
             yield
 
     @contextmanager
@@ -227,7 +227,7 @@ class HookChecks:
             return
         with (
             self.guarded("optimizer_zero_grad"),
-            cleared_gradients(optimizer, servers_step=self._serving.weight_pulls is not None),
+            cleared_gradients(optimizer, servers_step=self._serving.servers_step),
         ):
             yield
 
@@ -333,7 +333,7 @@ class HookChecks:
         if not state["weights"]:
             return
         strategy, world = self._strategy, self._strategy.world.axis("data")
-        if strategy.traits.joint_steps or not strategy.traits.synchronous or self._serving.weight_pulls is not None:
+        if strategy.traits.joint_steps or not strategy.traits.synchronous or self._serving.servers_step:
             raise RanksDisagree(
                 f"step {self._state.step}: on_train_batch_start or on_train_batch_end changed weights at a batch of "
                 "which some ranks have no sample, so they don't call it, and their part of the weights would not "

@@ -256,10 +256,10 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
                     parameter.requires_grad_(before[parameter] and id(parameter) in toggled)
 
     def untoggle_optimizer(self, optimizer: Any) -> None:
-        """Undo `toggle_optimizer`.
+        """Undo `toggle_optimizer`, of all optimizers.
 
         Args:
-            optimizer: as in `toggle_optimizer`.
+            optimizer: not used; for the signature of Lightning.
         """
         for parameter, required in self.__dict__.pop("_requires_grad", {}).items():
             parameter.requires_grad_(required)
@@ -463,7 +463,7 @@ def batch_weight(module: Module, batch: Any) -> float:
     return weight
 
 
-class _Newest:
+class _Alias:
     """Another name of an attribute, which projects read in Lightning's class; a value of the object has precedence."""
 
     def __init__(self, name: str) -> None:
@@ -482,4 +482,4 @@ class LightningModule(Module):
 
     CHECKPOINT_HYPER_PARAMS_KEY = "hyper_parameters"
     single_file_checkpoints = True
-    _device, _dtype = _Newest("device"), _Newest("dtype")
+    _device, _dtype = _Alias("device"), _Alias("dtype")

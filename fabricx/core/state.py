@@ -71,8 +71,8 @@ _FIRST_STAGES: Final[Mapping[TrainerFn | None, RunningStage]] = {
 _OF_CALL: Final = ("fn", "status", "cut_short")  # fields that a checkpoint does not contain
 
 
-class Stage(IntEnum):
-    """Next stage of this rank, in the order of an epoch; a stage that was interrupted by a fault is repeated."""
+class EpochStep(IntEnum):
+    """What comes next in an epoch, in its order; hooks that were interrupted by a fault are called again."""
 
     BATCH_WATCHERS = 0  # `on_train_batch_end` of callbacks that watch metrics
     BETWEEN = 1
@@ -98,8 +98,9 @@ class RunState:
         ranks: number of ranks at the start of the run, which determines the global batch.
         seed: seed of the data order and of the ranks' random streams.
         attempt: number of restarts and resumes of the run.
-        drained: all batches of the epoch are trained.
-        closing: the epoch's batches and hooks are complete, its schedules are not.
+        drained: all batches of the epoch are trained, or the rest is skipped.
+        closing: the values of the epoch are published, and its hooks have run, but for callbacks that watch metrics;
+            its schedules have not advanced.
         ended_early: the epoch has ended before its last batch; callbacks that watch metrics may not have processed it.
         last: the newest batch is the last of its epoch, whose length may be unknown.
         passed: global batches since the start of the run whose position in the data has been passed; not counted if

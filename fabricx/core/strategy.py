@@ -245,7 +245,8 @@ class Strategy(StrategyNames, NamesChecked, ABC):
             example: (batch, index) of another rank's sample, as arguments of the step; empty if there is none.
 
         Returns:
-            whether this rank has participated in the backward, so that all ranks have reached this point.
+            True if it took part in a reduction that is complete on no rank before all have reached it; else False. Read
+            at the end of an accumulation window, and with `joint_steps` for each microbatch.
         """
         return True
 

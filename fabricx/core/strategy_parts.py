@@ -336,7 +336,7 @@ class HasServers:
     Attributes:
         servers: number of server processes besides the ranks.
         link: between workers and servers, "auto" or "gloo"; "" for collectives only.
-        weight_pulls: number of pulls of weights from servers; None if this rank updates the weights.
+        weight_pulls: number of pulls of weights from servers; None if this rank updates the weights (`servers_step`).
         overwrites: the next weights from servers replace those of this rank, with any change that it made.
         shares_update: other ranks may change the weights of this rank now, in shared memory.
         global_updates: an update is made from a global batch; False: from the batch of a rank.
@@ -350,6 +350,11 @@ class HasServers:
     shares_update = False
     global_updates = True
     norm_clipping_refused = ""
+
+    @property
+    def servers_step(self) -> bool:
+        """Return whether servers update the weights, and not this rank."""
+        return self.weight_pulls is not None
 
     def on_train_start(self, step: int, ranks: int) -> None:
         """Start to train, after a checkpoint has been loaded; `load_local_states` starts to train by itself.

@@ -11,12 +11,26 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any, Final, final
 
 from fabricx.distributed.group_connections import GroupConnections
 from fabricx.errors import PeerLost
 
 SAVING: Final = "saving"  # store key: path and step of a user's checkpoint that is being written, as JSON
+
+
+class WorkerMessage(StrEnum):
+    """Messages of a worker to the supervisor about recovery in place, with their content."""
+
+    CAN_RECOVER = "can recover"  # None: the worker can join another generation from now on
+    CANNOT_RECOVER = "cannot recover"  # None: its training has ended
+    READY = "ready"  # None: a replacement waits to join
+    SIZE_FIXED = "size fixed"  # (reason, whether replacements may join): the number of workers can't change
+    LINKS_CUT = "links cut"  # generation: the worker has lost connections of its group
+    REPEAT = "repeat"  # (generation, reason): the worker requests a new generation
+    LEFT = "left"  # generation: the worker has left it
+    STEP = "step"  # (generation, step): the worker trains
 
 
 @dataclass(frozen=True)
@@ -84,7 +98,7 @@ class Membership:
         """Send a message to the supervisor, if there is one.
 
         Args:
-            kind: kind of the message.
+            kind: a `WorkerMessage`, or a message of `launch/worker.py`.
             content: can be pickled.
         """
         if self._send is not None:

@@ -27,7 +27,7 @@ def common_state(session: Session) -> dict[str, Any]:
         "failures": len(session.failures.errors),
         "reached": heartbeat.reached(),
         "boundary": session.stop.boundary,
-        "stage": session.fault_tolerance.stage,
+        "epoch_step": session.fault_tolerance.epoch_step,
         "meeting": session.fault_tolerance.meeting,
         "logged_batches": session.metrics.logbook.batches,
         "shared": session.metrics.training.metrics.shared,
@@ -71,7 +71,7 @@ def load_common_state(
     session.metrics.training.metrics.shared = state["shared"]
     for part, training in zip(session.module.modules(), state["modes"], strict=True):
         part.training = training
-    session.stop.boundary, ft.stage, ft.meeting = state["boundary"], state["stage"], state["meeting"]
+    session.stop.boundary, ft.epoch_step, ft.meeting = state["boundary"], state["epoch_step"], state["meeting"]
     session.metrics.published.step, session.metrics.published.open = state["published"]
     session.metrics.training.evaluated = set(state["evaluated"])
     if session.strategy.traits.lockstep:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from fabricx.distributed.generations import Generation
+from fabricx.distributed.generations import Generation, WorkerMessage
 
 SETTLE_S: Final = 0.05  # wait for a notice of a death after connections broke
 
@@ -77,40 +77,38 @@ class ElasticController:
 
         Args:
             worker: sender.
-            kind: "inside" or "outside" (the worker can, or can't, join another generation from now on), "ready" (a
-                replacement waits to join), "fixed" (the number of workers can't change), "cut" (the worker has lost
-                connections), "again" (the worker requests a new generation), "left" (the worker has left a
-                generation), or "step" (the worker trains).
-            content: of "fixed", (reason, whether replacements may join); of "cut" and "left", the generation; of
-                "again", (generation, reason); of "step", (generation, step).
+            kind: a `WorkerMessage`, which describes the content.
+            content: content of the message.
         """
-        if kind == "inside":
+        if kind == WorkerMessage.CAN_RECOVER:
             self._inside.add(worker)
             self._holding.add(worker)
             self._arrived.add(worker)
-        elif kind == "fixed":
+        elif kind == WorkerMessage.SIZE_FIXED:
             self._fixed, recovers = content
             self._size = len(self._seats)  # workers that were requested before are dismissed
             if not recovers:
                 self._holding.add(worker)
                 self._arrived.add(worker)
-        elif kind == "outside":
+        elif kind == WorkerMessage.CANNOT_RECOVER:
             self._inside.discard(worker)
             self._ended.add(worker)
             stateless = [other for other in self._seats if other not in self._holding and other not in self._dead]
             self._seats = [other for other in self._seats if other not in stateless]
             self._dismiss([*stateless, *self._ready])  # the run ends before they could train
-        elif kind == "ready":
+        elif kind == WorkerMessage.READY:
             self._coming.discard(worker)
             self._ready.append(worker)
-        elif kind == "cut":
+        elif kind == WorkerMessage.LINKS_CUT:
             if self._begin_again(worker, content, "lost its links"):
                 self._cuts.append(self._failures[-1])
-        elif kind == "again":
+        elif kind == WorkerMessage.REPEAT:
             self._begin_again(worker, *content)
-        elif kind == "left":  # for workers that join; members leave after different steps, and may wait for this worker
+        elif (
+            kind == WorkerMessage.LEFT
+        ):  # for workers that join; members leave after different steps, and may wait for this worker
             self._end(content)
-        elif kind == "step":
+        elif kind == WorkerMessage.STEP:
             generation, step = content
             self._holding.add(worker)
             self._settled = max(self._settled, generation)

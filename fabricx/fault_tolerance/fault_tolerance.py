@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, final
 
 from fabricx.core.callback import recovery_policy_of
-from fabricx.distributed.generations import membership
+from fabricx.distributed.generations import WorkerMessage, membership
 from fabricx.fault_tolerance.memory_checkpointer import MemoryCheckpointer
 from fabricx.fault_tolerance.rank_record import Slot
 from fabricx.fault_tolerance.records import RankRecords
@@ -26,11 +26,11 @@ class Recovery(RankRecords):
     def restore(self) -> bool:
         return self.memory is not None and self.members is None and restore_newest(self._session, self)
 
-    def start(self) -> None:
+    def join_run(self) -> None:
         take_part(self._session, self)
 
     @contextlib.contextmanager
-    def guard(self) -> Iterator[None]:
+    def recovering(self) -> Iterator[None]:
         """Suppress an error of the block if a peer was lost; training can then continue from the newest state.
 
         Raises:
@@ -66,7 +66,7 @@ def set_up(session: Session) -> FaultTolerance:
     if not session.world.newcomer:  # a newcomer joins workers that have decided this, or is dismissed by them
         recovers = lockstep or feed.exact_position
         if feed.of_rank or not recovers:
-            member.send("fixed", (f"each worker reads its own data from {source.__name__}", recovers))
+            member.send(WorkerMessage.SIZE_FIXED, (f"each worker reads its own data from {source.__name__}", recovers))
         if not recovers:
             return session.fault_tolerance
     if not lockstep:  # servers have the state

@@ -168,7 +168,6 @@ class MemberStates:
         if world.rank == holder:
             common = common or {**common_state(session), "hook_entries": entries, "buffers": self._later_buffers()}
         common = world.broadcast_object(common if world.rank == holder else None, holder)
-        record = record_at(members[world.rank].records, furthest, members[world.rank].now)
         if session.strategy.traits.lockstep:
             if any(member.progress != furthest for member in members):
                 weights = self._broadcast_weights(holder)
@@ -182,6 +181,7 @@ class MemberStates:
             if contribution.progress == furthest and self._batch_start is not None and self._batch_start.of_window:
                 self._batch_start.restore_buffers(session.module)
         else:  # the servers have the weights, and each worker keeps its metric sums
+            record = record_at(members[world.rank].records, furthest, members[world.rank].now)
             records = [] if record is None else [record]
             source = 0 if records else None
         states = [from_record(per_rank) for per_rank in records]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fabricx.core.state import Stage
+from fabricx.core.state import EpochStep
 from fabricx.session.rank_state import BufferCopies, RankState
 
 if TYPE_CHECKING:
@@ -17,11 +17,11 @@ class Progress(NamedTuple):
     Attributes:
         epoch, batch, samples: position in the data.
         meeting: the meeting of asynchronous ranks after the batch is incomplete.
-        drained: the batches of the epoch are trained.
-        stage: see `Stage`.
+        drained: see `RunState.drained`.
+        epoch_step: see `EpochStep`.
         validated: the validation after the batch is complete, or none is due.
         plateau_step: see `RunState.plateau_step`.
-        closing: the values of the epoch are published.
+        closing: see `RunState.closing`.
         generation: generation of the group; last, because its members have received a state with new metric sums.
     """
 
@@ -30,7 +30,7 @@ class Progress(NamedTuple):
     samples: int
     meeting: bool
     drained: bool
-    stage: int
+    epoch_step: int
     validated: bool
     plateau_step: int
     closing: bool
@@ -45,8 +45,8 @@ def progress(session: Session) -> Progress:
     """
     state, ft = session.state, session.fault_tolerance
     return Progress(
-        state.epoch, state.batch, state.samples, ft.meeting is not None, state.drained, int(ft.stage),
-        ft.stage > Stage.BATCH_WATCHERS and not state.validating, state.plateau_step, state.closing,
+        state.epoch, state.batch, state.samples, ft.meeting is not None, state.drained, int(ft.epoch_step),
+        ft.epoch_step > EpochStep.BATCH_WATCHERS and not state.validating, state.plateau_step, state.closing,
         session.world.generation,
     )  # fmt: skip
 

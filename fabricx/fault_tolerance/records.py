@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fabricx.core.state import Stage
-from fabricx.distributed.generations import Membership, membership
+from fabricx.core.state import EpochStep
+from fabricx.distributed.generations import Membership, WorkerMessage, membership
 from fabricx.fault_tolerance.progress import Progress, after_publishing, progress, record_of
 from fabricx.fault_tolerance.rank_record import Slot
 from fabricx.session.fault_tolerance import FaultTolerance
@@ -53,7 +53,7 @@ class RankRecords(FaultTolerance):
             self._session.world.barrier()
 
     def leave(self) -> None:
-        membership().send("outside")
+        membership().send(WorkerMessage.CANNOT_RECOVER)
 
     @property
     def outdated(self) -> bool:
@@ -75,9 +75,9 @@ class RankRecords(FaultTolerance):
     def _records(self) -> bool:
         return self.slot is not None
 
-    def reach(self, stage: Stage) -> None:
-        self.stage = stage
-        if stage is Stage.EPOCH_WATCHERS:
+    def reach(self, step: EpochStep) -> None:
+        self.epoch_step = step
+        if step is EpochStep.EPOCH_WATCHERS:
             self.epoch_end = None
         self.record()
 
@@ -89,13 +89,13 @@ class RankRecords(FaultTolerance):
         if self.slot is None:
             return
         session = self._session
-        key = progress(session)._replace(stage=int(Stage.EPOCH_WATCHERS), closing=session.state.drained)
+        key = progress(session)._replace(epoch_step=int(EpochStep.EPOCH_WATCHERS), closing=session.state.drained)
         self.slot.write(key, after_publishing(record_of(session.rank_state(), self.buffers)))
 
     def after_validation_steps(self) -> None:
         # A validation within an accumulation window is repeated with it: the record of the window's begin remains.
         if self.slot is not None and not (self.resume_point is not None and self.resume_point.of_window):
-            self._write(progress(self._session)._replace(validated=self.stage > Stage.BATCH_WATCHERS), None)
+            self._write(progress(self._session)._replace(validated=self.epoch_step > EpochStep.BATCH_WATCHERS), None)
 
     # -- a step -------------------------------------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ class RankRecords(FaultTolerance):
         """Write a batch that the other ranks may count before this rank does."""
         key = progress(self._session)._replace(
             batch=batch.index + 1, samples=batch.position, meeting=False, drained=False,
-            stage=int(Stage.BATCH_WATCHERS), validated=False, closing=False,
+            epoch_step=int(EpochStep.BATCH_WATCHERS), validated=False, closing=False,
         )  # fmt: skip
         self._write(key, None)
 

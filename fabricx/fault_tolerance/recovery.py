@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from fabricx.core.state import Phase
-from fabricx.distributed.generations import Generation, membership
+from fabricx.distributed.generations import Generation, WorkerMessage, membership
 from fabricx.distributed.lost_peers import is_peer_lost, may_be_cut
 from fabricx.distributed.world import World
 from fabricx.fault_tolerance.member_states import MemberStates
@@ -50,7 +50,9 @@ def recover(session: Session, ft: RankRecords, error: Exception) -> None:
         raise error
     if any(callback.repeats_after(session.trainer, error) for callback in session.callbacks):
         traceback.clear_frames(error.__traceback__)  # frees the memory that the frames hold
-        membership().send("again", (session.world.generation, f"{type(error).__name__}; all ranks repeat the step"))
+        membership().send(
+            WorkerMessage.REPEAT, (session.world.generation, f"{type(error).__name__}; all ranks repeat the step")
+        )
     if not _is_membership_change(session.world.generation, error, session.world.silent):
         raise error
     _join_next_generation(session, ft, survivor=True)
@@ -64,7 +66,7 @@ def take_part(session: Session, ft: RankRecords) -> None:
         ft: fault tolerance of the session.
     """
     if session.world.newcomer:
-        membership().send("ready")
+        membership().send(WorkerMessage.READY)
         _join_next_generation(session, ft, survivor=False)
         return
     if ft.memory is not None:
@@ -72,7 +74,7 @@ def take_part(session: Session, ft: RankRecords) -> None:
     if not session.strategy.traits.lockstep:  # the main rank can't be replaced before the servers have its weights
         session.world.barrier()
     ft.record()
-    membership().send("inside")  # recovery in place is possible from this point
+    membership().send(WorkerMessage.CAN_RECOVER)  # recovery in place is possible from this point
 
 
 def _is_membership_change(generation: int, error: Exception, silent: bool) -> bool:
@@ -90,7 +92,7 @@ def _is_membership_change(generation: int, error: Exception, silent: bool) -> bo
         return True
     if not may_be_cut(error):
         return False
-    group_member.send("cut", generation)
+    group_member.send(WorkerMessage.LINKS_CUT, generation)
     return group_member.becomes_outdated(generation, ANSWER_S)
 
 
@@ -126,7 +128,7 @@ def _join_next_generation(session: Session, ft: RankRecords, *, survivor: bool) 
             membership().shut()
             if not _is_membership_change(number, error, session.world.silent):
                 raise
-    membership().send("step", (number, session.state.step))
+    membership().send(WorkerMessage.STEP, (number, session.state.step))
     reached = step_before if survivor else session.state.step
     _report(session, failures, reached, time.monotonic() - began)
     _report_lost_checkpoint(session, lost_checkpoints)
@@ -157,7 +159,7 @@ def _report_lost_checkpoint(session: Session, abandoned: list[Path | None]) -> N
 def _abandon_batch(session: Session) -> Writer | None:
     """Abandon the interrupted batch; returns the writer of an abandoned checkpoint."""
     membership().shut()
-    membership().send("left", session.world.generation)
+    membership().send(WorkerMessage.LEFT, session.world.generation)
     session.stop_requests.close()
     writer, session.checkpoints.writer = session.checkpoints.writer, None
     if writer is not None:

@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 from fabricx import by_value
 from fabricx.distributed import authentication
 from fabricx.distributed.deaths import DEATHS
-from fabricx.distributed.generations import SAVING
+from fabricx.distributed.generations import SAVING, WorkerMessage
 from fabricx.distributed.heartbeat import Diagnosis
 from fabricx.distributed.stop_consensus import STOP_KEY
 from fabricx.distributed.store_server import StoreServer
@@ -140,7 +140,7 @@ class _Workers:
         self._size = size
         self._controller = None if elastic is None else ElasticController(elastic, size, failures)
         self._results: dict[int, str] = {}  # path of each worker's result
-        self._outside: list[int] = []  # workers whose message "outside" the controller has not received yet
+        self._ended: list[int] = []  # workers whose CANNOT_RECOVER the controller has not received yet
         self._failures: list[Failure] = []
         self._diagnoses: dict[int, Diagnosis] = {}  # answers of workers to the last request
         self._deaths: dict[int, Failure] = {}  # deaths that the other workers survived
@@ -208,11 +208,11 @@ class _Workers:
         for rank, control in list(self._controls.items()):
             if control in ready:
                 self._receive(rank, control)
-        self._forward_outside()
+        self._forward_ended()
         for sentinel, rank in sentinels.items():
             if sentinel in ready:
                 self._receive_from_all()  # messages sent before its end; those of other ranks may have caused its end
-                self._forward_outside()
+                self._forward_ended()
                 self._handle_end(rank)
 
     def _handle_end(self, rank: int) -> None:
@@ -371,8 +371,8 @@ class _Workers:
                 elif kind == "result":
                     self._results[rank] = content
                     self._liveness.over(rank)
-                elif kind == "outside":
-                    self._outside.append(rank)
+                elif kind == WorkerMessage.CANNOT_RECOVER:
+                    self._ended.append(rank)
                 elif kind != "failure":
                     assert self._controller is not None
                     self._controller.receive(rank, kind, content)
@@ -385,21 +385,21 @@ class _Workers:
         for rank, control in list(self._controls.items()):
             self._receive(rank, control)
 
-    def _forward_outside(self) -> None:
-        """Pass the messages "outside" to the controller, after all messages that other workers sent before them.
+    def _forward_ended(self) -> None:
+        """Pass the messages CANNOT_RECOVER to the controller, after all messages that other workers sent before them.
 
         A worker ends its training only after the others have begun theirs. The controller dismisses a replacement that
         has not reported its first step when another worker ends, so that report must not be read too late.
         """
         seen = -1
-        while len(self._outside) > seen:  # a pipe may have been read before a message that another worker waited for
-            seen = len(self._outside)
+        while len(self._ended) > seen:  # a pipe may have been read before a message that another worker waited for
+            seen = len(self._ended)
             if seen:
                 self._receive_from_all()
-        for rank in self._outside:
+        for rank in self._ended:
             assert self._controller is not None
-            self._controller.receive(rank, "outside", None)
-        self._outside.clear()
+            self._controller.receive(rank, WorkerMessage.CANNOT_RECOVER, None)
+        self._ended.clear()
 
     def _collect_failures(self) -> None:
         """Wait for reports of other ranks, because the first report need not be of the first failure.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fabricx.core.state import Stage
+from fabricx.core.state import EpochStep
 from fabricx.core.transfer import with_own_move
 from fabricx.data import Microbatch
 from fabricx.distributed import heartbeat
@@ -105,7 +105,7 @@ def call_last_hooks(session: Session, index: int, *, closes: bool = True) -> Non
     for hook in session.hooks.train_batch_end_watching:
         hook(session.window.outputs, session.window.batch, index)
     if closes:
-        session.fault_tolerance.stage = Stage.BETWEEN
+        session.fault_tolerance.epoch_step = EpochStep.BETWEEN
         session.recorder.end_step(session.state.step)
 
 

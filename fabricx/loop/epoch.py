@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from fabricx.consistency.optimizer_changes import RepeatedHook
 from fabricx.core.hooks import call
 from fabricx.core.rng import random_kept
-from fabricx.core.state import Stage
+from fabricx.core.state import EpochStep
 from fabricx.loop.boundary import call_last_hooks
 from fabricx.loop.evaluation import validate_in_fit
 from fabricx.loop.lr_schedules import step_plateaus
@@ -48,7 +48,7 @@ def begin_epoch(session: Session) -> bool | None:
     recount_batches(session)
     report_global_batch(session)
     session.checks.compare_ranks(f"at the start of epoch {session.state.epoch}", rates)
-    if session.fault_tolerance.stage is Stage.BATCH_WATCHERS:  # the last hooks of a batch were interrupted
+    if session.fault_tolerance.epoch_step is EpochStep.BATCH_WATCHERS:  # the last hooks of a batch were interrupted
         call_last_hooks(session, session.state.batch - 1)
     unfinished = session.state.validating or session.state.judging
     if unfinished:  # after a batch that an earlier run has trained

@@ -104,7 +104,7 @@ def validate_in_fit(session: Session) -> None:
     with session.recorder.within(Span.VALIDATION):
         point = session.fault_tolerance.resume_point
         session.synchronize(None if point is None else point.buffers)
-        if session.serving.weight_pulls is None:
+        if not session.serving.servers_step:
             evaluate(session, Phase.VALIDATE, session.data.val_feeds)
             return
         with session.checks.unchanged("a hook of the validation"):

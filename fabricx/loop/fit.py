@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fabricx.core.hooks import call
 from fabricx.core.rng import seed_generators
-from fabricx.core.state import Phase, Stage
+from fabricx.core.state import EpochStep, Phase
 from fabricx.data import Microbatch
 from fabricx.data.order import epoch_seed
 from fabricx.loop.batch_hooks import call_end_hooks, call_start_hooks
@@ -22,13 +22,13 @@ from fabricx.loop.update import skip_update, update
 from fabricx.session.checkpoint import finish_checkpoint, restore_requested
 from fabricx.session.schedule import (
     agree_at_boundary,
+    already_complete,
     batches_of_epoch,
     check_any_batch,
     end_pending,
     epoch_pending,
-    finished,
     limit_reached,
-    missing,
+    reached_limits,
     validation_due_at_end,
 )
 from fabricx.session.trained_parameters import note_set_up
@@ -55,13 +55,13 @@ def fit(session: Session, train_batches: Callable[[Session], bool]) -> None:
     resumed = bool(state.step or state.batch or state.drained)  # a batch may have made no step
     if not resumed and not newcomer:
         sanity_check(session)
-    if state.closing and ft.stage is Stage.BETWEEN:  # resumed from the end of an epoch
+    if state.closing and ft.epoch_step is EpochStep.BETWEEN:  # resumed from the end of an epoch
         _close_epoch(session)
     state.phase = Phase.TRAIN
     _report_eval_modes(session)
     if not newcomer and not resumed and not _unfinished(session):  # such as limit_train_batches=0
         if session.options.max_steps:  # max_steps=0 sets up a run, and no more
-            session.print(f"there is nothing to train: {missing(session)}")
+            session.print(f"there is nothing to train: {reached_limits(session)}")
         session.metrics.collect(None)
         call(session.hooks.on_fit_end)
         return
@@ -72,12 +72,12 @@ def fit(session: Session, train_batches: Callable[[Session], bool]) -> None:
         if session.checkpoints.delayed_stop:
             session.trainer.request_stop(session.checkpoints.delayed_stop)
         agree_at_boundary(session)
-    first_step = state.step
-    ft.start()
+    first_step = state.step  # before a replacement has the state of the other ranks
+    ft.join_run()
     session.recorder.begin()
     complete = False
     while not complete:
-        with ft.guard():
+        with ft.recovering():
             while _unfinished(session):
                 train_epoch(session, train_batches)
                 session.checks.compare_ranks(f"after step {state.step}")
@@ -85,14 +85,14 @@ def fit(session: Session, train_batches: Callable[[Session], bool]) -> None:
             if state.batch and not session.stop.interrupted:  # also if an earlier run has ended it
                 state.cut_short = True
             if first_step == state.step > 0 and not session.stop.interrupted:
-                session.print(finished(session))
+                session.print(already_complete(session))
             session.synchronize(ends=True)  # hooks and users now see the weights of all ranks
             session.metrics.collect(None)
             call(session.hooks.on_train_end)
             finish_checkpoint(session)
             ft.wait_for_all()
             complete = True
-    ft.leave()
+    ft.end_recovery()
     call(session.hooks.on_fit_end)
 
 
@@ -110,7 +110,7 @@ def _report_eval_modes(session: Session) -> None:
 
 def _unfinished(session: Session) -> bool:
     """Return whether batches remain, or the end of an epoch is incomplete."""
-    ends = Stage.EPOCH_ENDS <= session.fault_tolerance.stage < Stage.EPOCH_OVER
+    ends = EpochStep.EPOCH_ENDS <= session.fault_tolerance.epoch_step < EpochStep.EPOCH_OVER
     return not limit_reached(session) or epoch_pending(session) or end_pending(session) or ends
 
 
@@ -123,7 +123,7 @@ def train_epoch(session: Session, train_batches: Callable[[Session], bool]) -> N
     """
     state, ft = session.state, session.fault_tolerance
     state.cut_short = False
-    if not state.drained and ft.stage < Stage.EPOCH_ENDS:
+    if not state.drained and ft.epoch_step < EpochStep.EPOCH_ENDS:
         state.ended_early = False
         over = begin_epoch(session)
         state.drained = train_batches(session) if over is None else over
@@ -134,19 +134,19 @@ def train_epoch(session: Session, train_batches: Callable[[Session], bool]) -> N
     if session.stop.interrupted and not state.drained:  # a later run will complete the epoch
         session.metrics.publish_step()
         return
-    if not state.closing and ft.stage < Stage.EPOCH_WATCHERS:
-        ft.reach(Stage.EPOCH_ENDS)
+    if not state.closing and ft.epoch_step < EpochStep.EPOCH_WATCHERS:
+        ft.reach(EpochStep.EPOCH_ENDS)
         end_epoch(session)
         state.closing, state.ended_early = state.drained, not state.drained
-        ft.reach(Stage.EPOCH_WATCHERS)
-    if ft.stage is Stage.EPOCH_WATCHERS:
+        ft.reach(EpochStep.EPOCH_WATCHERS)
+    if ft.epoch_step is EpochStep.EPOCH_WATCHERS:
         call(session.hooks.train_epoch_end_watching)
-        ft.stage = Stage.EPOCH_OVER
+        ft.epoch_step = EpochStep.EPOCH_OVER
     if not state.drained:
         state.cut_short = True
         return
     _close_epoch(session)
-    ft.reach(Stage.BETWEEN)
+    ft.reach(EpochStep.BETWEEN)
     agree_at_boundary(session)
 
 
@@ -191,7 +191,7 @@ def train_batch(session: Session, micro: Microbatch) -> bool:
     Returns:
         whether the rest of the epoch is skipped.
     """
-    hooks, index = session.hooks, micro.index
+    hooks = session.hooks
     if session.strategy.traits.batch_parts:  # a part of a global batch draws the same numbers on every rank
         seed_generators(epoch_seed(epoch_seed(session.state.seed, session.state.epoch), micro.begin) % 2**32)
     batch = begin_batch(session, micro)
@@ -207,8 +207,8 @@ def train_batch(session: Session, micro: Microbatch) -> bool:
         session.fault_tolerance.after_own_update(micro)
     elif micro.closes:
         step, backward = step_and_backward(session, micro, batch)
-        outputs = session.strategy.forward_backward(step, backward, batch, index)
-        if session.window.close():
+        outputs = session.strategy.forward_backward(step, backward, batch, micro.index)
+        if session.window.finish_gradient():
             update(session, micro, batch)
         else:
             skip_update(session, micro)
@@ -216,7 +216,7 @@ def train_batch(session: Session, micro: Microbatch) -> bool:
         # Includes the forward: DDP decides in it whether gradients will be reduced.
         with session.strategy.accumulate():
             step, backward = step_and_backward(session, micro, batch)
-            outputs = session.strategy.forward_backward(step, backward, batch, index)
+            outputs = session.strategy.forward_backward(step, backward, batch, micro.index)
     session.recorder.samples += session.metrics.logbook.size or session.metrics.logbook.count()
     session.batch.in_step = False
     if micro.closes:

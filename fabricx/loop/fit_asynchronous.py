@@ -60,7 +60,7 @@ def _batches(session: Session) -> Iterator[Microbatch]:
 
 def _train_batch(session: Session, micro: Microbatch) -> None:
     """Train a batch of a lease."""
-    hooks, index = session.hooks, micro.index
+    hooks = session.hooks
     if micro.opens:
         _begin_lease(session)
     if micro.end is not None:
@@ -77,9 +77,9 @@ def _train_batch(session: Session, micro: Microbatch) -> None:
         outputs = train_manually(session, micro, batch)
     elif micro.closes:
         step, backward = step_and_backward(session, micro, batch)
-        outputs = session.strategy.forward_backward(step, backward, batch, index)
+        outputs = session.strategy.forward_backward(step, backward, batch, micro.index)
         joined = session.dealer.leases_per_update > 1
-        if session.window.close(joined=joined):
+        if session.window.finish_gradient(joined=joined):
             if joined:
                 session.dealer.lease.share *= session.window.share
             _take_turn(session)
@@ -90,7 +90,7 @@ def _train_batch(session: Session, micro: Microbatch) -> None:
     else:
         with session.strategy.accumulate():
             step, backward = step_and_backward(session, micro, batch)
-            outputs = session.strategy.forward_backward(step, backward, batch, index)
+            outputs = session.strategy.forward_backward(step, backward, batch, micro.index)
     session.recorder.samples += session.metrics.logbook.size or session.metrics.logbook.count()
     session.batch.in_step = False
     if hooks.on_train_batch_end:

@@ -56,7 +56,7 @@ def _compute(session: Session, micro: Microbatch) -> None:
             zero_grad(session, micro)
         with nullcontext() if micro.closes else session.strategy.accumulate():
             session.window.sit_out(micro, NO_BATCH, session.settings_check, example_batch(micro, session.to_device))
-        if micro.closes and session.window.close():
+        if micro.closes and session.window.finish_gradient():
             update(session, micro, None)
         elif micro.closes:
             skip_update(session, micro)

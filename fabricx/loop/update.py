@@ -171,7 +171,8 @@ def _step_with_closure(session: Session, micro: Microbatch, batch: Any, optimize
         else:
             outputs = session.training_step(batch, micro.index)
             loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs
-            session.backward(loss * ((session.window.again or micro.loss_factor) * session.gradient_factor))
+            factor = session.window.global_loss_factor or micro.loss_factor
+            session.backward(loss * (factor * session.gradient_factor))
             loss = loss.detach()
         clip(session, optimizer)
         return _global_loss(session, micro, loss)
@@ -185,7 +186,7 @@ def _step_with_closure(session: Session, micro: Microbatch, batch: Any, optimize
         stack.enter_context(gradients.hooks_see_weights("optimizer_step"))
         stack.enter_context(session.checks.unchanged_in_step())
         session.module.optimizer_step(session.state.epoch, micro.index, session.handle_of(optimizer), closure)
-    if user_steps.own_steps != 1 and session.serving.weight_pulls is not None:
+    if user_steps.own_steps != 1 and session.serving.servers_step:
         raise ValueError(
             f"optimizer_step calls the step of {type(optimizer).__name__} {user_steps.own_steps} times for this batch, "
             "but servers step once for each batch: set accumulate_grad_batches for fewer steps, return None from "
@@ -211,7 +212,7 @@ def _global_loss(session: Session, micro: Microbatch, loss: Tensor | None) -> Te
         return loss
     sums = torch.zeros(2, dtype=torch.float64, device=world.device)
     if loss is not None:
-        factor = session.window.again or micro.loss_factor
+        factor = session.window.global_loss_factor or micro.loss_factor
         sums += torch.stack((loss.detach().to(sums) * factor, torch.full_like(sums[0], factor)))
     world.all_reduce(sums)
     return sums[0] / sums[1] if sums[1] else None

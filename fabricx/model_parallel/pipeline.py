@@ -80,7 +80,6 @@ class Pipeline:
         shared_names: parameters that several stages use, with these stages.
         owners: stages of each parameter and buffer.
         transfers: transfers to other stages; counts the bytes.
-        closes: whether the present backward is the last of its blocks in the batch.
 
     Raises:
         ValueError: options don't fit together, or the module can't be trained by this schedule.
@@ -111,7 +110,6 @@ class Pipeline:
             intercept(module.get_submodule(name), functools.partial(self._call, number))
             for number, name in enumerate(chain.blocks)
         ]
-        self.closes = True
         self._pass: Pass | None = None
 
     def world_changed(self, pipeline: World, channels: Mapping[str, Any] | None = None) -> None:
@@ -188,7 +186,7 @@ class Pipeline:
                     for compute in delayed.pop(action[1:]):
                         compute()
                 else:
-                    self._backward(now, backward, shares[now.microbatch], now.microbatch == len(parts) - 1)
+                    self._backward(now, backward, shares[now.microbatch])
                     delayed[action[1:]] = self._take_deferred()
                     if self._is_last(now):
                         outputs[now.microbatch] = now.take_output()
@@ -302,7 +300,7 @@ class Pipeline:
                 "step has to call all blocks, or none: call the whole model once"
             )
 
-    def _backward(self, now: Pass, backward: Callable[[Any], Any], share: float, closes: bool) -> None:
+    def _backward(self, now: Pass, backward: Callable[[Any], Any], share: float) -> None:
         """Compute the gradients of a chunk, and send the gradients of its inputs to the chunk before."""
         if not now.reached:  # the step has returned None before the blocks, on all stages
             return
@@ -310,7 +308,6 @@ class Pipeline:
         if now.ended:
             leaf = torch.zeros((), device=self.world.device, requires_grad=True)
             output = _Surrogate.apply(leaf, now.gradients(), *now.sent)  # type: ignore[no-untyped-call]
-        self.closes = closes
         self._pass = now
         try:
             with now.computing_again():

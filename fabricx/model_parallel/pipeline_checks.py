@@ -10,10 +10,6 @@ from torch import nn
 from fabricx.model_parallel.pipeline_chain import Chain, chunk_of
 from fabricx.model_parallel.pipeline_trace import tracing, undisturbed
 
-MANUAL_OPTIMIZATION: Final = (
-    "manual optimization can't be used in a pipeline, whose stages compute the gradients of several microbatches in "
-    "an order of their own: set automatic_optimization=True and return the loss, or use another strategy"
-)
 CLOSURE: Final = (
     "an optimizer that computes the loss again in its step, such as LBFGS, can't be used in a pipeline: use an "
     "optimizer without a closure, or another strategy"

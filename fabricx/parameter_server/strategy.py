@@ -343,7 +343,7 @@ class ServedStrategy(
 
     @property
     def overwrites(self) -> bool:  # type: ignore[override]
-        return self.weight_pulls is not None and self._settings.outer is None
+        return self.servers_step and self._settings.outer is None
 
     @property
     def shares_update(self) -> bool:  # type: ignore[override]

@@ -68,7 +68,7 @@ class AccumulationWindow:
         self.outputs: Any = None  # of the newest batch, for callbacks that watch metrics
         self.batch: Any = None
         self.factor: float | None = None  # loss factor of the newest batch, with `batch_weight`
-        self.again: float | None = None  # the same factor with the weight of all ranks
+        self.global_loss_factor: float | None = None  # the same factor with the weight of all ranks
         self.loss_factor = 1.0  # of each loss of a manually optimised batch
         self.computing = False  # whether a backward of the newest microbatch has begun
         self.mark: LoggedMark | None = None  # before a batch whose gradient may be dropped
@@ -100,7 +100,7 @@ class AccumulationWindow:
                 "within an epoch, whose windows are already determined; change it in on_train_epoch_start, or with the "
                 "callback GradientAccumulation"
             )
-        self.computing, self.loss, self.factor, self.again = False, None, None, None
+        self.computing, self.loss, self.factor, self.global_loss_factor = False, None, None, None
         if micro.opens:
             self.planned, self.taken, self.norm = micro.planned, 0.0, None
             self._skipped = self._share = self._factors = self._factors_with_loss = 0.0
@@ -212,8 +212,8 @@ class AccumulationWindow:
             world.all_reduce(sums)
         return float(sums[0] / sums[1])
 
-    def close(self, *, joined: bool = False) -> bool:
-        """Close the window, and return whether there is a gradient for a weight update.
+    def finish_gradient(self, *, joined: bool = False) -> bool:
+        """Divide the gradient by the samples that have a loss; return whether a weight update follows. Collective.
 
         Called after the last backward of all ranks: each rank without a gradient has published its reason by then.
 
@@ -250,7 +250,7 @@ class AccumulationWindow:
             weight = math.fsum(self._weights)
             share = self._share if joined else self._share / self.share  # without microbatches that have no loss
         if weight:
-            self.again = (self.factor or 0.0) * self._usual() * share / weight
+            self.global_loss_factor = (self.factor or 0.0) * self._usual() * share / weight
             self._scale_gradients(self._usual() * share / weight)
         return weight > 0.0 or not self._strategy.traits.synchronous
 

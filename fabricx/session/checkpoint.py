@@ -22,7 +22,7 @@ from fabricx.session.callback_states import as_saved, check_same_number
 from fabricx.session.rank_state import restore_rank_states
 from fabricx.session.same_parameters import same_parameters
 from fabricx.session.saving import global_batch, weights_as_state_dict
-from fabricx.session.schedule import validation_due_of_end
+from fabricx.session.schedule import validation_due_after_shortening
 from fabricx.session.trained_parameters import report_changes, restore_changes
 from fabricx.telemetry.events import Span
 
@@ -74,13 +74,13 @@ def restore_requested(session: Session, *, weights_only: bool = False) -> None:
             )
 
 
-def begin_from_weights(session: Session) -> None:
+def load_imported_weights(session: Session) -> None:
     """Load the weights with which a training begins, if its checkpoint was imported from another program.
 
     Called before the strategy copies weights: a new run begins at step 0, with these weights on all ranks.
 
     Args:
-        session: this rank's session, whose strategy has placed the module.
+        session: this rank's session; its strategy has created the parameters of a module on the meta device.
     """
     path = session.checkpoints.ckpt_path
     if path is None or session.world.newcomer:  # a newcomer receives the weights of the other ranks
@@ -370,7 +370,7 @@ def _end_shortened_epoch(session: Session, trained: int, before: int | float) ->
         f"epoch {state.epoch} now has {now} batches, and had {before} before the checkpoint; {trained} of them were "
         "trained, so the epoch ends here"
     )
-    state.validating = state.validating or validation_due_of_end(session, trained, before)
+    state.validating = state.validating or validation_due_after_shortening(session, trained, before)
 
 
 def _report_lost_position(session: Session, before: int, ranks: Sequence[Mapping[str, Any]]) -> None:

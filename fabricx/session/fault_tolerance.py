@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from fabricx.core.state import Stage
+from fabricx.core.state import EpochStep
 from fabricx.metrics.objects import metric_objects
 from fabricx.session.rank_state import BufferCopies, RankState
 
@@ -31,7 +31,7 @@ class FaultTolerance:
     Attributes:
         resume_point: state from which unfinished work starts again: an accumulation window, a validation, or the end of
             an epoch; None between two steps. Checkpoints contain this state in place of the present one.
-        stage: part of the epoch that comes next.
+        epoch_step: part of the epoch that comes next.
         meeting: microbatch at which asynchronous ranks meet; None if its work is finished.
         buffers: copies of the module's buffers at the start of an accumulation window; None if windows do not start
             again.
@@ -43,7 +43,7 @@ class FaultTolerance:
     ) -> None:  # fmt: skip
         self._module, self._strategy, self._state, self._rank_state = module, strategy, state, rank_state
         self.resume_point: RankState | None = None
-        self.stage = Stage.BETWEEN
+        self.epoch_step = EpochStep.BETWEEN
         self.meeting: Microbatch | None = None
         self.buffers: BufferCopies | None = None
         self.metric_objects: dict[str, Any] | None = None
@@ -56,17 +56,20 @@ class FaultTolerance:
         """Restore the newest in-memory checkpoint of earlier processes, if any; return whether it was restored."""
         return False
 
-    def start(self) -> None:
-        """Start training with all ranks, or join a running group in the place of a lost rank."""
+    def join_run(self) -> None:
+        """Start training with all ranks, or join a running group in the place of a lost rank, with its state."""
 
-    def guard(self) -> AbstractContextManager[None]:
-        """Return a context that suppresses an error caused by the loss of a peer, if training can continue."""
+    def recovering(self) -> AbstractContextManager[None]:
+        """Return a context that suppresses an error caused by the loss of a peer, if training can continue.
+
+        The block then runs again, in a new group of ranks and from the state of the most advanced rank.
+        """
         return nullcontext()
 
     def wait_for_all(self) -> None:
         """Wait until all ranks have finished, because recovery of a peer may need this rank's state."""
 
-    def leave(self) -> None:
+    def end_recovery(self) -> None:
         """Notify the supervisor that recovery in place is impossible from now on."""
 
     @property
@@ -138,13 +141,13 @@ class FaultTolerance:
     def _records(self) -> bool:
         return False
 
-    def reach(self, stage: Stage) -> None:
+    def reach(self, step: EpochStep) -> None:
         """Record that the next part of the epoch begins.
 
         Args:
-            stage: the next part.
+            step: the next part.
         """
-        self.stage = stage
+        self.epoch_step = step
 
     def before_publishing(self) -> None:
         """Keep the sums of an epoch, because their reduction may finish on some ranks and fail on other ranks."""
@@ -189,7 +192,7 @@ class FaultTolerance:
 
     def after_batch(self) -> None:
         """Record that the position in the data is after this batch."""
-        self.resume_point, self.stage = None, Stage.BATCH_WATCHERS
+        self.resume_point, self.epoch_step = None, EpochStep.BATCH_WATCHERS
 
     def after_step(self) -> None:
         """Keep and record the state between two steps: hooks may have logged, or drawn random numbers."""

@@ -13,46 +13,43 @@ if TYPE_CHECKING:
 
 
 def limit_reached(session: Session) -> bool:
-    """Return whether training is complete.
+    """Return whether training is complete; `reached_limits` names the reasons.
 
     Args:
         session: trains, or has just loaded a checkpoint.
     """
-    state = session.state
-    if session.options.max_steps != -1 and state.step >= session.options.max_steps:
+    state, options = session.state, session.options
+    if options.max_steps != -1 and state.step >= options.max_steps:
         return True
-    if session.options.max_epochs != -1 and state.epoch >= (session.options.max_epochs or 0):
+    if options.max_epochs != -1 and state.epoch >= (options.max_epochs or 0):
         return True
     return session.stop.agreed or session.data.batches.training == 0
 
 
-def finished(session: Session) -> str:
+def already_complete(session: Session) -> str:
     """Return why a resumed run has nothing to train, as a sentence for the user.
 
     Args:
         session: has loaded a checkpoint.
     """
-    state = session.state
-    return f"training is already complete, after {state.step} steps and {state.epoch} epochs: {missing(session)}"
+    state, reached = session.state, reached_limits(session)
+    return f"training is already complete, after {state.step} steps and {state.epoch} epochs: {reached}"
 
 
-def missing(session: Session) -> str:
-    """Return which limits leave nothing to train.
+def reached_limits(session: Session) -> str:
+    """Return which limits leave nothing to train, as a text for the user.
 
     Args:
         session: has nothing to train.
     """
-    state = session.state
-    limits = [
-        f"max_steps={session.options.max_steps}"
-        if session.options.max_steps != -1 and state.step >= session.options.max_steps
-        else "",
-        f"max_epochs={session.options.max_epochs}"
-        if session.options.max_epochs != -1 and state.epoch >= (session.options.max_epochs or 0)
-        else "",
-        "a callback requested a stop" if session.stop.agreed else "",
-    ]
-    return ", ".join(limit for limit in limits if limit) or "there are no batches"
+    state, options, limits = session.state, session.options, []
+    if options.max_steps != -1 and state.step >= options.max_steps:
+        limits.append(f"max_steps={options.max_steps}")
+    if options.max_epochs != -1 and state.epoch >= (options.max_epochs or 0):
+        limits.append(f"max_epochs={options.max_epochs}")
+    if session.stop.agreed:
+        limits.append("a callback requested a stop")
+    return ", ".join(limits) or "there are no batches"
 
 
 def count_update(session: Session) -> None:
@@ -279,7 +276,7 @@ def validation_due_at_end(session: Session, complete: bool) -> bool:
     return complete and early and session.options.val_check_interval == 1.0 and _epoch_validates(session)
 
 
-def validation_due_of_end(session: Session, trained: int, before: int | float) -> bool:
+def validation_due_after_shortening(session: Session, trained: int, before: int | float) -> bool:
     """Return whether a validation follows the end of an epoch that has become shorter than its trained batches.
 
     Args:

@@ -77,7 +77,7 @@ class BatchStatus:
         without_update: consecutive batches, or accumulation windows, without a weight update.
         updates: weight updates of the newest batch, or accumulation window, that had any.
         in_step: True within a step: weights, random states or statistics contain a batch that the position in the data
-            does not.
+            does not. It stays True after an error in the step, so that checkpoints of `on_exception` have weights only.
         asynchronous: this rank trains at its own pace at present.
         idle_ranks: number of ranks without a sample of this microbatch, which do not run its hooks.
         indices: in a prediction, positions of the batch's samples in the data set; None if the data has no positions.

@@ -91,7 +91,7 @@ class EventFile:
     """
 
     def __init__(self, run_dir: Path, who: str, rank: int | None = None) -> None:
-        self.rank, self._who = rank, who
+        self.rank = rank
         self.run_dir, self._run = run_dir, run_id(run_dir)
         folder = run_dir / FOLDER
         name = f"{who.replace(' ', '')}-{os.getpid()}-{secrets.token_hex(3)}.jsonl"

@@ -72,6 +72,7 @@ def dispatch(trainer: TrainerInterface, job: Job) -> Any:
 
 
 def _run(trainer: TrainerInterface, job: Job) -> Any:
+    """Validate a job, find or start its processes, open the folder and records of the run, and execute it."""
     check_job(job)
     check_callbacks(trainer, job)
     strategy, callbacks, records, fits = trainer.strategy, trainer.callbacks, trainer.records, job.stage == "fit"

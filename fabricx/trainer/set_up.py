@@ -215,7 +215,7 @@ def _build(trainer: TrainerInterface, job: Job, world: World) -> Session:
 
 
 def _set_up(session: Session, job: Job) -> Outcome:
-    """Set up a run from its first hook on, in the order of `core/hooks.md`; returns layers that hooks have built."""
+    """Set up a run from its first hook on, in the order of `core/hooks.md`; return the layers that hooks add."""
     known = {name for name, _ in session.module.named_modules(remove_duplicate=False)}
     for owner in (session.datamodule, session.module):
         if owner is not None and not session.world.newcomer and _prepares(owner, session.world):

@@ -22,7 +22,7 @@ from fabricx.loop import manual_optimization
 from fabricx.loop.user_steps import step_optimizer
 from fabricx.metrics.objects import metric_objects
 from fabricx.session.accumulation import accumulation_set
-from fabricx.session.checkpoint import begin_from_weights
+from fabricx.session.checkpoint import load_imported_weights
 from fabricx.trainer.module_set_up import check_not_lazy
 from fabricx.trainer.trial import trial_of
 
@@ -79,9 +79,9 @@ def _set_up_strategy(session: Session) -> None:
     several_backwards = not module.automatic_optimization
     if any(parameter.is_meta for parameter in module.parameters()):  # the strategy creates these when it shards
         strategy.setup(module, several_backwards=several_backwards)
-        begin_from_weights(session)
+        load_imported_weights(session)
         return
-    begin_from_weights(session)
+    load_imported_weights(session)
     trial = functools.partial(trial_of, session)
     as_part(strategy, ModelParallel).parallelize(module, trial, _former_layout(session))
     strategy.setup(module, several_backwards=several_backwards)
@@ -131,7 +131,7 @@ def _set_up_optimizers(session: Session) -> None:
     ]
     if not module.automatic_optimization:
         manual_optimization.watch_gradients(session)
-    elif session.overridden.optimizer_zero_grad and session.serving.weight_pulls is None:
+    elif session.overridden.optimizer_zero_grad and not session.serving.servers_step:
         session.user_steps.kept = KeptGradients(session.optimizers)
         session.undo.append(session.user_steps.kept.close)
 
@@ -164,7 +164,7 @@ def _check_options(session: Session) -> None:
 
 def _check_normalised_rows(session: Session) -> None:
     """Refuse embeddings with `max_norm` if a forward doesn't look up all rows of the global batch."""
-    if session.strategy.step_ranks.size == 1 and session.serving.weight_pulls is None:
+    if session.strategy.step_ranks.size == 1 and not session.serving.servers_step:
         return
     for name, part in session.module.named_modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.max_norm is not None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fabricx.distributed.generations import Generation
+from fabricx.distributed.generations import Generation, WorkerMessage
 from fabricx.fault_tolerance.controller import ElasticController, ElasticPolicy
 from tests.soak import rounds
 
@@ -40,7 +40,7 @@ class Workers:
         first = (0, tuple(range(size)))
         self.copies = {worker: [first, first] for worker in range(size)}  # of generations, with their members
         for worker in range(size):
-            self.changes.receive(worker, "inside", None)
+            self.changes.receive(worker, WorkerMessage.CAN_RECOVER, None)
 
     def supervise(self) -> None:
         while (seat := self.changes.wanted()) is not None:
@@ -72,7 +72,7 @@ class Workers:
         """Perform the next action of a worker."""
         if worker in self.starting:
             self.starting.discard(worker)
-            self.changes.receive(worker, "ready", None)
+            self.changes.receive(worker, WorkerMessage.READY, None)
         elif (generation := self.told.pop(worker, None)) is not None:
             if worker not in generation.workers:
                 self.end(worker)
@@ -80,7 +80,7 @@ class Workers:
                 self.joined[worker] = generation.number
                 self.holding.add(worker)
                 self.copy(worker, generation)
-                self.changes.receive(worker, "step", (generation.number, generation.number))
+                self.changes.receive(worker, WorkerMessage.STEP, (generation.number, generation.number))
 
     def copy(self, worker: int, generation: Generation) -> None:
         """Roll a worker back to the newest complete copies, and make its next copy."""
@@ -107,7 +107,7 @@ def happens(run: Workers, event: str, number: int) -> None:
         if len(run.holding) > 1 or (run.outlived and alive):
             run.end(alive[number % len(alive)])
     elif event == "cut":
-        run.changes.receive(0, "cut", len(run.generations))
+        run.changes.receive(0, WorkerMessage.LINKS_CUT, len(run.generations))
     elif event == "resize":
         run.changes.resize(1 + number % 4)
     elif alive:
@@ -150,7 +150,7 @@ def test_who_comes_when_training_has_ended_is_sent_away() -> None:
     run.act(2)  # ready
     run.supervise()
     assert run.told[2].workers == (0, 2)
-    run.changes.receive(0, "outside", None)
+    run.changes.receive(0, WorkerMessage.CANNOT_RECOVER, None)
     run.supervise()
     assert run.changes.workers == (0,)
     assert run.alive == {0}
@@ -160,24 +160,24 @@ def test_who_comes_when_training_has_ended_is_sent_away() -> None:
 def test_workers_that_still_wait_in_a_generation_are_informed_when_another_worker_has_left_it_for_a_join() -> None:
     changes = ElasticController(ElasticPolicy(), 2, [])
     for worker in (0, 1):
-        changes.receive(worker, "inside", None)
+        changes.receive(worker, WorkerMessage.CAN_RECOVER, None)
     changes.resize(3)
     ready(changes, 2)
     assert [kind for _, kind, _ in changes.messages()] == ["generation"]  # no worker has to leave within a step
-    changes.receive(1, "left", 0)
+    changes.receive(1, WorkerMessage.LEFT, 0)
     assert list(changes.messages()) == [((0, 1, 2), "broken", 0)]
-    changes.receive(0, "left", 0)
+    changes.receive(0, WorkerMessage.LEFT, 0)
     assert not list(changes.messages())
 
 
 def test_a_request_while_a_worker_still_starts_is_met_when_it_trains() -> None:
     changes = ElasticController(ElasticPolicy(), 2, [])
-    changes.receive(0, "inside", None)  # and trains already, if workers train asynchronously
+    changes.receive(0, WorkerMessage.CAN_RECOVER, None)  # and trains already, if workers train asynchronously
     assert changes.resize(3) == "3 workers from now on"
     assert changes.wanted() == 2
     ready(changes, 2)
     assert not list(changes.messages())
-    changes.receive(1, "inside", None)
+    changes.receive(1, WorkerMessage.CAN_RECOVER, None)
     assert [(workers, kind) for workers, kind, _ in changes.messages()] == [((0, 1, 2), "generation")]
 
 
@@ -186,11 +186,11 @@ def test_workers_that_can_not_change_neither_recover_in_place_nor_are_joined_by_
     assert changes.resize(3) == "3 workers from now on"
     ready(changes, 2)
     for worker in (0, 1):
-        changes.receive(worker, "fixed", ("a stream", False))
+        changes.receive(worker, WorkerMessage.SIZE_FIXED, ("a stream", False))
     assert list(changes.messages()) == [((2,), "leave", None)]
     assert changes.resize(3).startswith("a stream: the number of workers can't change")
     assert changes.wanted() is None
-    changes.receive(0, "outside", None)
+    changes.receive(0, WorkerMessage.CANNOT_RECOVER, None)
     assert changes.workers == (0, 1)
     assert not list(changes.messages())  # worker 1 has not ended yet
     assert not changes.died(1, "killed")
@@ -200,15 +200,15 @@ def test_workers_with_data_of_their_own_wait_for_a_replacement_without_a_limit()
     clock = Clock()
     changes = ElasticController(ElasticPolicy(waits=1.0, tries=2), 2, [], clock)
     for worker in (0, 1):
-        changes.receive(worker, "fixed", ("a stream", True))
-        changes.receive(worker, "inside", None)
+        changes.receive(worker, WorkerMessage.SIZE_FIXED, ("a stream", True))
+        changes.receive(worker, WorkerMessage.CAN_RECOVER, None)
     assert changes.resize(3).startswith("a stream: the number of workers can't change")
     assert changes.died(1, "killed")
     assert changes.wanted() == 1
     changes.started(2)
     clock.now = 100.0
     assert [kind for _, kind, _ in changes.messages()] == ["broken"]  # no generation without a replacement
-    changes.receive(2, "ready", None)
+    changes.receive(2, WorkerMessage.READY, None)
     [(workers, kind, generation)] = list(changes.messages())
     assert (workers, kind, generation.workers) == ((0, 2), "generation", (0, 2))
     assert changes.died(2, "killed")
@@ -219,23 +219,23 @@ def test_workers_with_data_of_their_own_wait_for_a_replacement_without_a_limit()
 def test_a_worker_that_is_not_needed_any_more_is_informed_too() -> None:
     changes = ElasticController(ElasticPolicy(), 3, [])
     for worker in range(3):
-        changes.receive(worker, "inside", None)
+        changes.receive(worker, WorkerMessage.CAN_RECOVER, None)
     changes.resize(2)
     assert [(set(workers), kind) for workers, kind, _ in changes.messages()] == [({0, 1, 2}, "generation")]
-    changes.receive(0, "left", 0)
+    changes.receive(0, WorkerMessage.LEFT, 0)
     assert list(changes.messages()) == [((0, 1, 2), "broken", 0)]
 
 
 def test_links_that_break_at_the_same_step_again_and_again_are_an_error() -> None:
     run = Workers(ElasticPolicy(tries=2), 2)
     for number in range(5):
-        run.changes.receive(1, "cut", number)
+        run.changes.receive(1, WorkerMessage.LINKS_CUT, number)
         run.clock.now += 1.0
         run.supervise()
         for worker in (0, 1):
             if (generation := run.told.pop(worker, None)) is not None:
                 assert generation.workers == (0, 1)
-                run.changes.receive(worker, "step", (generation.number, 7))
+                run.changes.receive(worker, WorkerMessage.STEP, (generation.number, 7))
     assert len(run.generations) == 3  # the first of them made a step
     assert len(run.failures) == 3
 
@@ -243,12 +243,12 @@ def test_links_that_break_at_the_same_step_again_and_again_are_an_error() -> Non
 @pytest.mark.parametrize("late", [False, True])
 def test_links_that_a_dying_worker_has_cut_are_no_failure_of_their_own(late: bool) -> None:
     run = Workers(ElasticPolicy(tries=1), 2)
-    run.changes.receive(0, "cut", 0)
+    run.changes.receive(0, WorkerMessage.LINKS_CUT, 0)
     if late:  # the others already wait for it in the next generation
         run.clock.now += 1.0
         run.supervise()
         run.act(0)
-        run.changes.receive(0, "cut", 1)
+        run.changes.receive(0, WorkerMessage.LINKS_CUT, 1)
     run.end(1)
     assert not run.failed  # one try, not two
     assert run.failures == ["rank 1 failed: killed"]
@@ -256,7 +256,7 @@ def test_links_that_a_dying_worker_has_cut_are_no_failure_of_their_own(late: boo
 
 def test_links_that_were_made_again_before_a_worker_dies_are_a_failure_of_their_own() -> None:
     run = Workers(ElasticPolicy(), 2)
-    run.changes.receive(0, "cut", 0)
+    run.changes.receive(0, WorkerMessage.LINKS_CUT, 0)
     run.clock.now += 1.0
     run.supervise()
     run.act(0)
@@ -269,7 +269,7 @@ def ready(changes: ElasticController, worker: int) -> None:
     """Start a worker that the controller wants, and let it become ready."""
     assert changes.wanted() is not None
     changes.started(worker)
-    changes.receive(worker, "ready", None)
+    changes.receive(worker, WorkerMessage.READY, None)
 
 
 def named(changes: ElasticController) -> Generation:
@@ -281,7 +281,7 @@ def named(changes: ElasticController) -> Generation:
 def test_who_dies_before_it_has_taken_anything_over_leaves_what_the_one_before_it_left() -> None:
     changes = ElasticController(ElasticPolicy(waits=10.0), 3, [])
     for worker in range(3):
-        changes.receive(worker, "inside", None)
+        changes.receive(worker, WorkerMessage.CAN_RECOVER, None)
     assert changes.died(0, "killed")
     ready(changes, 3)
     assert named(changes).replacements == {3: (0,)}
@@ -292,7 +292,7 @@ def test_who_dies_before_it_has_taken_anything_over_leaves_what_the_one_before_i
     ready(changes, 5)
     assert named(changes).replacements == {4: (3, 0), 5: (1,)}  # the fourth has still not taken anything over
     for worker in (2, 4, 5):
-        changes.receive(worker, "step", (3, 7))
+        changes.receive(worker, WorkerMessage.STEP, (3, 7))
     assert changes.died(4, "killed")
     ready(changes, 6)
     assert named(changes).replacements == {6: (4,)}
@@ -302,7 +302,7 @@ def test_what_somebody_left_whose_place_nobody_takes_is_told_by_who_has_left_it(
     clock = Clock()
     changes = ElasticController(ElasticPolicy(waits=1.0), 3, [], clock)
     for worker in range(3):
-        changes.receive(worker, "inside", None)
+        changes.receive(worker, WorkerMessage.CAN_RECOVER, None)
     assert changes.died(0, "killed")
     ready(changes, 3)
     assert named(changes).replacements == {3: (0,)}
@@ -316,13 +316,13 @@ def test_what_was_left_is_told_until_a_worker_has_gone_on() -> None:
     clock = Clock()
     changes = ElasticController(ElasticPolicy(), 4, [], clock)
     for worker in range(4):
-        changes.receive(worker, "inside", None)
+        changes.receive(worker, WorkerMessage.CAN_RECOVER, None)
     assert changes.died(0, "killed")
     assert named(changes).departed == ((1, (0,)),)
     assert changes.died(1, "killed")  # while the other workers load worker 0's state
     generation = named(changes)
     assert (generation.departed, generation.settled) == (((1, (0,)), (2, (1,))), 0)
-    changes.receive(2, "step", (2, 7))
+    changes.receive(2, WorkerMessage.STEP, (2, 7))
     assert changes.died(3, "killed")
     generation = named(changes)
     assert (generation.departed, generation.settled) == (((3, (3,)),), 2)
@@ -331,19 +331,19 @@ def test_what_was_left_is_told_until_a_worker_has_gone_on() -> None:
 def test_a_worker_that_came_is_named_by_its_rank_as_long_as_it_has_one_and_after() -> None:
     changes = ElasticController(ElasticPolicy(waits=60.0), 2, [])
     for worker in (0, 1):
-        changes.receive(worker, "inside", None)
+        changes.receive(worker, WorkerMessage.CAN_RECOVER, None)
     assert [changes.rank_of(worker) for worker in (0, 1, 2)] == [0, 1, None]
     for dying, coming in ((1, 2), (2, 3), (3, 4)):  # always rank 1, with the numbers 2, 3, 4
         assert changes.died(dying, "killed")
         assert changes.wanted() == 1
         changes.started(coming)
-        changes.receive(coming, "ready", None)
+        changes.receive(coming, WorkerMessage.READY, None)
         assert list(changes.messages())
         assert changes.workers == (0, coming)
         assert [changes.rank_of(worker) for worker in (0, dying, coming)] == [0, 1, 1]
         for worker in (0, coming):
-            changes.receive(worker, "inside", None)
-            changes.receive(worker, "step", (coming - 1, coming))
+            changes.receive(worker, WorkerMessage.CAN_RECOVER, None)
+            changes.receive(worker, WorkerMessage.STEP, (coming - 1, coming))
 
 
 def test_nobody_waits_for_a_replacement_that_does_not_come() -> None:

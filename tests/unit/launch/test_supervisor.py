@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fabricx.distributed.generations import SAVING
+from fabricx.distributed.generations import SAVING, WorkerMessage
 from fabricx.fault_tolerance.controller import ElasticController, ElasticPolicy
 from fabricx.launch.supervisor import _Workers
 from fabricx.launch.worker import Failure
@@ -22,7 +22,7 @@ def test_links_that_a_failed_rank_has_cut_are_no_failure_of_their_own() -> None:
     workers._deaths, workers._stopping, workers._store = {}, False, {SAVING: b""}
     workers._specs = [SimpleNamespace(serve=None, newcomer=False) for _ in range(2)]
     workers._failures = [Failure(1, 0.0, "error", "ValueError: of the user's code", None)]
-    workers._controller.receive(0, "cut", 0)
+    workers._controller.receive(0, WorkerMessage.LINKS_CUT, 0)
     assert failures == ["rank 0 lost its links"]
     assert "rank 1 failed" in str(workers._first_failure())
     assert failures == []  # the Trainer records the error of rank 1
@@ -33,7 +33,7 @@ def test_the_error_that_prevents_recovery_in_place_is_named_besides_the_death() 
     workers: Any = object.__new__(_Workers)
     workers._controller = ElasticController(ElasticPolicy(), 2, failures)
     for worker in range(2):
-        workers._controller.receive(worker, "inside", None)
+        workers._controller.receive(worker, WorkerMessage.CAN_RECOVER, None)
     assert workers._controller.died(1, "killed")
     workers._deaths = {1: Failure(1, 0.0, "killed", "killed", None)}
     workers._stopping, workers._store = False, {SAVING: b""}
@@ -84,20 +84,20 @@ def test_the_ends_of_ranks_are_taken_after_what_others_sent_before(begun: int, a
     workers: Any = object.__new__(_Workers)
     pipes = [Pipe() for _ in range(3)]
     workers._controller, workers._controls = Notes(), {rank: end for rank, (end, _) in enumerate(pipes)}
-    workers._outside = []
+    workers._ended = []
     ended = [rank for rank in range(3) if rank != begun]
-    pipes[begun][1].send(("inside", None))
+    pipes[begun][1].send((WorkerMessage.CAN_RECOVER, None))
     for rank in ended:
-        pipes[rank][1].send(("outside", None))
+        pipes[rank][1].send((WorkerMessage.CANNOT_RECOVER, None))
     for rank in asked:
         workers._receive(rank, workers._controls[rank])
-    workers._forward_outside()
+    workers._forward_ended()
     taken = workers._controller.messages
     if set(asked) & set(ended):
-        assert taken[0] == (begun, "inside")
-        assert sorted(taken[1:]) == [(rank, "outside") for rank in ended]
+        assert taken[0] == (begun, WorkerMessage.CAN_RECOVER)
+        assert sorted(taken[1:]) == [(rank, WorkerMessage.CANNOT_RECOVER) for rank in ended]
     else:
-        assert taken == [(begun, "inside")]
+        assert taken == [(begun, WorkerMessage.CAN_RECOVER)]
     for ends in pipes:
         for end in ends:
             end.close()
