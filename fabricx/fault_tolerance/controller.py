@@ -104,10 +104,8 @@ class ElasticController:
                 self._cuts.append(self._failures[-1])
         elif kind == WorkerMessage.REPEAT:
             self._begin_again(worker, *content)
-        elif (
-            kind == WorkerMessage.LEFT
-        ):  # for workers that join; members leave after different steps, and may wait for this worker
-            self._end(content)
+        elif kind == WorkerMessage.LEFT:
+            self._end(content)  # for workers that join; members leave after different steps, and may wait for this one
         elif kind == WorkerMessage.STEP:
             generation, step = content
             self._holding.add(worker)
