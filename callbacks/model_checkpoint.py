@@ -50,7 +50,18 @@ def _read_after_write(name: str) -> Any:
     )
 
 
-class ModelCheckpoint(Callback, NameParts):
+class Checkpoint(Callback):
+    """Base class of callbacks that save checkpoints in their own way, such as by several `ModelCheckpoint`.
+
+    The Trainer calls them after other callbacks, and adds no `ModelCheckpoint`.
+    """
+
+    trainer_role: ClassVar = "checkpoint"
+    watches_metrics: ClassVar[bool] = True
+    best_model_path: str = ""
+
+
+class ModelCheckpoint(Checkpoint, NameParts):
     """Save checkpoints by epochs, steps or time; keep the best by a metric, or the newest.
 
     A checkpoint is deleted only after its replacement is complete, and no file outside `dirpath` is deleted. A NaN
@@ -102,7 +113,6 @@ class ModelCheckpoint(Callback, NameParts):
         ValueError: an argument is out of range, or (during training) `monitor` was not logged.
     """
 
-    trainer_role: ClassVar = "checkpoint"
     former_arguments: ClassVar = {  # of Lightning 1
         "filepath": "set dirpath=... and filename=...",
         "period": "set every_n_epochs=...",
@@ -120,7 +130,6 @@ class ModelCheckpoint(Callback, NameParts):
         **each("_find_last_checkpoints", "save_last=True, and fit(ckpt_path='last')"),
         **each("file_exists", "the argument enable_version_counter"),
     }
-    watches_metrics: ClassVar[bool] = True
     needs_all_ranks: ClassVar[bool] = True
 
     best_model_path: str = _read_after_write("best_path")

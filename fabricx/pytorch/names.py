@@ -109,7 +109,7 @@ TREE: Final[Mapping[str, Names]] = {
         "fabricx.callbacks",
         {
             "Callback": "fabricx:Callback",
-            "Checkpoint": "fabricx.callbacks:ModelCheckpoint",
+            "Checkpoint": "fabricx.callbacks.model_checkpoint:Checkpoint",
             "EarlyStoppingReason": "fabricx.callbacks.early_stopping:EarlyStoppingReason",
             "RichProgressBarTheme": "fabricx.callbacks.progress_bar:RichProgressBarTheme",
             "WriteInterval": "fabricx.callbacks.prediction_writer:WriteInterval",

@@ -141,7 +141,7 @@ def choose_loggers(logger: Any) -> list[Logger]:
 
 
 def choose_callbacks(callbacks: Any, defaults: Mapping[str, Mapping[str, Any]]) -> list[Callback]:
-    """Return the user's callbacks, and default callbacks of kinds that the user has not passed.
+    """Return the user's callbacks, and default callbacks of kinds that the user has not passed; checkpoints are last.
 
     Args:
         callbacks: a callback, a name, or a list of them.
@@ -161,9 +161,10 @@ def choose_callbacks(callbacks: Any, defaults: Mapping[str, Mapping[str, Any]]) 
         vars(callback).setdefault("_constructed", repr(described(callback)))
     for name, options in defaults.items():
         default = plugins.build("callbacks", name, **options)
-        if not any(isinstance(callback, type(default)) for callback in chosen):
+        roles = {callback.trainer_role for callback in chosen} - {None}
+        if default.trainer_role not in roles and not any(isinstance(callback, type(default)) for callback in chosen):
             chosen.append(default)
-    return chosen
+    return sorted(chosen, key=lambda callback: callback.trainer_role == "checkpoint")
 
 
 def listed(value: Any) -> Iterable[Any]:

@@ -9,6 +9,7 @@ from omegaconf import ListConfig, OmegaConf
 
 import fabricx as fx
 from fabricx.callbacks import LearningRateMonitor, ModelCheckpoint, ProgressBar
+from fabricx.callbacks.model_checkpoint import Checkpoint
 from fabricx.core.logger import Adapted
 from fabricx.core.strategy_parts import Elastic, KeepsLocalState
 from fabricx.loggers import CSVLogger, TensorBoardLogger
@@ -94,12 +95,26 @@ DEFAULTS = {"model_checkpoint": {}, "progress_bar": {"refresh_rate": 3}}
 def test_defaults_are_added_unless_the_user_has_such_a_callback() -> None:
     own = ProgressBar()
     assert [type(callback) for callback in choose_callbacks(None, DEFAULTS)] == [
-        ModelCheckpoint, ProgressBar,
+        ProgressBar, ModelCheckpoint,
     ]  # fmt: skip
     chosen = choose_callbacks([own, "learning_rate_monitor"], {"progress_bar": {}})
     assert chosen[0] is own
     assert [type(callback) for callback in chosen[1:]] == [LearningRateMonitor]
     assert choose_callbacks(ListConfig([own], flags={"allow_objects": True}), {}) == [own]
+
+
+def test_checkpoints_are_last_and_a_checkpoint_class_of_the_user_replaces_the_default() -> None:
+    class Several(Checkpoint):
+        def __init__(self) -> None:
+            self.parts = [ModelCheckpoint(), ModelCheckpoint(monitor="loss")]
+
+    class Bar(fx.Callback):
+        trainer_role = "progress_bar"
+
+    several, bar = Several(), Bar()
+    assert choose_callbacks([several, bar, own := LearningRateMonitor()], DEFAULTS) == [bar, own, several]
+    trainer = fx.Trainer(callbacks=[several], enable_progress_bar=False, logger=False)
+    assert trainer.checkpoint_callbacks == [several]
 
 
 def test_what_is_no_callback_is_an_error() -> None:
