@@ -38,12 +38,12 @@ if TYPE_CHECKING:
     from fabricx.session.session import Session
 
 
-def fit(session: Session, train_batches: Callable[[Session], bool]) -> None:
+def fit(session: Session, train_rest: Callable[[Session], bool]) -> None:
     """Train from where `session.state` is until a limit is reached or a stop is requested.
 
     Args:
         session: this rank's session; its run is set up.
-        train_batches: trains the rest of an epoch's batches; returns whether the epoch is complete.
+        train_rest: trains the rest of an epoch's batches; returns whether the epoch is complete.
     """
     state, ft, newcomer = session.state, session.fault_tolerance, session.world.newcomer
     call(session.hooks.on_fit_start)
@@ -79,7 +79,7 @@ def fit(session: Session, train_batches: Callable[[Session], bool]) -> None:
     while not complete:
         with ft.recovering():
             while _unfinished(session):
-                train_epoch(session, train_batches)
+                train_epoch(session, train_rest)
                 session.checks.compare_ranks(f"after step {state.step}")
                 session.checks.compare_weights()
             if state.batch and not session.stop.interrupted:  # also if an earlier run has ended it
@@ -114,19 +114,19 @@ def _unfinished(session: Session) -> bool:
     return not limit_reached(session) or epoch_pending(session) or end_pending(session) or ends
 
 
-def train_epoch(session: Session, train_batches: Callable[[Session], bool]) -> None:
+def train_epoch(session: Session, train_rest: Callable[[Session], bool]) -> None:
     """Train the rest of an epoch; a checkpoint may have been written at each stage of an epoch.
 
     Args:
         session: this rank's session.
-        train_batches: as in `fit`.
+        train_rest: as in `fit`.
     """
     state, ft = session.state, session.fault_tolerance
     state.cut_short = False
     if not state.drained and ft.epoch_step < EpochStep.EPOCH_ENDS:
         state.ended_early = False
-        over = begin_epoch(session)
-        state.drained = train_batches(session) if over is None else over
+        complete = begin_epoch(session)
+        state.drained = train_rest(session) if complete is None else complete
         state.validating = validation_due_at_end(session, state.drained)
         state.validated = state.validated or state.validating
         # The end of a run changes the sums of an incomplete epoch: a checkpoint contains the sums before.
