@@ -18,6 +18,11 @@ OTHER_STATE: Final = (
     "Resume with the optimizers and schedules of the checkpoint; or convert the checkpoint in on_load_checkpoint; or "
     "start a new run from its weights: Module.load_from_checkpoint(path), and fit without ckpt_path"
 )
+_ADDED: Final = (
+    "If a hook of the module adds them during training (add_param_group), add them in configure_optimizers, with "
+    "requires_grad=False until they are trained; or add them by a callback that derives from BaseFinetuning: its groups "
+    "are restored"
+)
 
 
 def let_groups_grow(optimizer: Optimizer, module: nn.Module) -> None:
@@ -138,9 +143,10 @@ def by_number(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str
     known = {name for group in saved["param_groups"] for name in group["params"]}
     if known != set(numbers):
         missing, more = sorted(set(numbers) - known), sorted(known - set(numbers))
+        remedy = OTHER_STATE if missing else f"{_ADDED}. {OTHER_STATE}"
         raise ValueError(
             f"the optimizer of the checkpoint has other parameters than the module's: it lacks "
-            f"{', '.join(missing) or 'none'}, and additionally has {', '.join(more) or 'none'}. {OTHER_STATE}"
+            f"{', '.join(missing) or 'none'}, and additionally has {', '.join(more) or 'none'}. {remedy}"
         )
     groups = {frozenset(group["params"]): group for group in saved["param_groups"]}
     now = optimizer.state_dict()["param_groups"]

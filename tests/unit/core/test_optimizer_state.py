@@ -35,7 +35,8 @@ def test_a_state_loads_into_groups_in_another_order() -> None:
     ("change", "error"),
     [
         ({"class": "Adam"}, "of the checkpoint is Adam, and the module's is SGD"),
-        ({"param_groups": [{"params": ["weight"]}]}, "it lacks bias"),
+        ({"param_groups": [{"params": ["weight"]}]}, "it lacks bias, .* none. Resume with"),
+        ({"param_groups": [{"params": ["weight", "bias", "head"]}]}, "has head. If a hook of the module adds them"),
         ({"param_groups": [{"params": ["weight", "bias"]}]}, "other parameter groups than the module's"),
     ],
 )
