@@ -20,8 +20,8 @@ OTHER_STATE: Final = (
 )
 _ADDED: Final = (
     "If a hook of the module adds them during training (add_param_group), add them in configure_optimizers, with "
-    "requires_grad=False until they are trained; or add them by a callback that derives from BaseFinetuning: its groups "
-    "are restored"
+    "requires_grad=False until they are trained; or add them by a callback that derives from BaseFinetuning, whose "
+    "groups are restored"
 )
 
 
