@@ -20,6 +20,7 @@ from torch.nn.utils import prune
 from fabricx import by_value
 from fabricx.core.state import RunState
 from fabricx.data.run_data import BatchCounts
+from fabricx.distributed.tensor_bytes import as_bytes
 from fabricx.metrics.objects import attributes_of_metrics, metric_objects, set_states, states_of, states_on_cpu
 from fabricx.metrics.run_metrics import Published
 from fabricx.session.status import StopStatus
@@ -255,7 +256,7 @@ def _separate(module: Module, weights: Mapping[str, Any]) -> None:
         value, known = weights.get(name), weights.get(other)
         if other == name or not isinstance(value, Tensor) or not isinstance(known, Tensor):
             continue
-        if value.shape == known.shape and torch.equal(value, known):
+        if value.shape == known.shape and torch.equal(as_bytes(value), as_bytes(known)):  # also NaN
             continue
         path, parts = name.split("."), dict(module.named_modules())  # each submodule by its first name
         for end, key in enumerate(path):

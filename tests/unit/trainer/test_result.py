@@ -106,6 +106,15 @@ def test_a_submodule_or_tensor_with_two_names_that_setup_has_replaced_by_a_copy_
     assert module.model[0].bias is module.model[1].bias
 
 
+def test_tied_weights_that_have_become_nan_stay_tied() -> None:
+    module = TinyModule()
+    module.first, module.second = nn.Linear(2, 2), nn.Linear(2, 2)
+    module.second.weight = module.first.weight
+    absorbed(module, {name: torch.full_like(value, torch.nan) for name, value in module.state_dict().items()})
+    assert module.second.weight is module.first.weight
+    assert module.first.weight.isnan().all()
+
+
 def test_the_callers_trainer_adopts_the_records_of_a_run() -> None:
     ran, caller, module = fx.Trainer(**QUIET), fx.Trainer(**QUIET), TinyModule()
     ran.state.step, ran.stop.interrupted = 7, True
