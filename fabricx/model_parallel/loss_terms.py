@@ -16,7 +16,8 @@ _TARGETS: Final = ("input", "target", "weight", "size_average", "ignore_index", 
 _LOSSES: Final = tuple(
     getattr(F, f"{name}{ending}")
     for ending, names in {
-        "_loss": "mse l1 smooth_l1 huber soft_margin multilabel_soft_margin poisson_nll gaussian_nll hinge_embedding",
+        "_loss": "mse l1 smooth_l1 huber soft_margin multilabel_soft_margin poisson_nll gaussian_nll hinge_embedding "
+        "cosine_embedding margin_ranking multi_margin multilabel_margin triplet_margin",
         "": "binary_cross_entropy binary_cross_entropy_with_logits kl_div",
     }.items()
     for name in names.split()
@@ -71,9 +72,10 @@ class LossTerms(TorchFunctionMode):
     def _note_targets(self, function: str, args: tuple[Any, ...], options: Any, result: Tensor) -> None:
         named = dict(zip(_TARGETS, args, strict=False)) | options
         target = named["target"]
-        if result.dim() or type(target) is not Tensor or target.is_floating_point():
+        if result.dim() or type(target) is not Tensor or named.get("reduction", "mean") != "mean":
             return
-        if named.get("reduction", "mean") != "mean":
+        if target.is_floating_point():  # probabilities of the classes
+            self._terms.append((function, target.numel(), result.grad_fn))
             return
         used = target != named.get("ignore_index", -100)
         weight = named.get("weight")

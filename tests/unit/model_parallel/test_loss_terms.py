@@ -55,6 +55,8 @@ MASKED_MEANS: dict[str, Any] = {
     "mean over the first dimension": lambda used: torch.mean(LOGITS[used], dim=(0, 1)),
     "mean by columns": lambda used: LOGITS[used].mean(0).sum(),
     "mean squared error": lambda used: F.mse_loss(LOGITS[used], LOGITS.detach()[used]),
+    "cross entropy of probabilities": lambda used: F.cross_entropy(LOGITS[used], LOGITS.softmax(-1).detach()[used]),
+    "margin": lambda used: F.triplet_margin_loss(LOGITS[used], LOGITS[used] + 1, LOGITS[used] + 2),
     "sum by a number of terms": lambda used: (ERRORS * used).sum() / used.sum(),
     "sum by a number of terms in place": lambda used: (ERRORS * used).sum().div_(used.sum().item()),
     "within a sum": lambda used: 0.5 * (ERRORS[used].mean() + LOGITS.sum()),
