@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from fabricx.callbacks.trials import check_tried
 from fabricx.core.callback import Callback
-from fabricx.core.former_names import each
+from fabricx.core.former_names import renamed
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
@@ -37,7 +37,7 @@ class BatchSizeFinder(Callback):
         ValueError: an argument is invalid (when a search begins), or the module created the callback.
     """
 
-    former_methods: ClassVar = each("scale_batch_size", "on_fit_start, which calls its super()")
+    former_methods: ClassVar = renamed("scale_batch_size", "on_fit_start, which calls its super()")
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 import torch
 
 from fabricx.core.callback import Callback
-from fabricx.core.former_names import each
+from fabricx.core.former_names import renamed
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
@@ -29,7 +29,7 @@ class DeviceStatsMonitor(Callback):
         ValueError: the statistics of the CPU need psutil, or (when training starts) the run has no logger.
     """
 
-    former_methods: ClassVar = each(
+    former_methods: ClassVar = renamed(
         "_get_and_log_device_stats", "on_train_batch_end of a Callback, which logs them by trainer.logger.log_metrics"
     )
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fabricx.callbacks.metric_timing import has_validation, reads_at_epoch_end
 from fabricx.core.callback import Callback
-from fabricx.core.former_names import each
+from fabricx.core.former_names import renamed
 from fabricx.errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class EarlyStopping(Callback):
     trainer_role: ClassVar = "early_stopping"
     watches_metrics: ClassVar[bool] = True
     needs_all_ranks: ClassVar[bool] = True
-    former_methods: ClassVar = each(
+    former_methods: ClassVar = renamed(
         "_run_early_stopping_check _should_skip_check _evaluate_stopping_criteria _validate_condition_metric "
         "_improvement_message _log_info monitor_op",
         "on_validation_end or on_train_epoch_end, which calls its super() for a check, and may set trainer.should_stop",

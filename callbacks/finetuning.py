@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from fabricx.core.callback import Callback
-from fabricx.core.former_names import each
+from fabricx.core.former_names import renamed
 from fabricx.core.optimizer_state import extend_schedule, let_groups_grow
 from fabricx.core.strategy_parts import HasServers
 
@@ -34,7 +34,7 @@ class BaseFinetuning(Callback):
     """
 
     needs_all_ranks: ClassVar[bool] = True
-    former_methods: ClassVar = each(
+    former_methods: ClassVar = renamed(
         "_apply_mapping_to_param_groups _store", "finetune_function(self, module, epoch, optimizer)"
     )
 

@@ -24,9 +24,9 @@ def forward_sizes(module: nn.Module, example: Any, forward: Callable[..., Any]) 
         example: input of the forward; a tuple or a list for several, a mapping for keywords.
         forward: the forward of the module.
     """
-    found: dict[str, tuple[Any, Any]] = {}
+    sizes: dict[str, tuple[Any, Any]] = {}
     parts = [(name, part) for name, part in module.named_modules() if not isinstance(part, torch.jit.ScriptModule)]
-    hooks = [part.register_forward_hook(partial(_keep, found, name), with_kwargs=True) for name, part in parts]
+    hooks = [part.register_forward_hook(partial(_keep, sizes, name), with_kwargs=True) for name, part in parts]
     modes = [(part, part.training) for part in module.modules()]
     module.eval()
     try:
@@ -42,15 +42,15 @@ def forward_sizes(module: nn.Module, example: Any, forward: Callable[..., Any]) 
             hook.remove()
         for part, mode in modes:
             part.training = mode
-    return found
+    return sizes
 
 
 def _keep(
-    found: dict[str, tuple[Any, Any]], name: str, part: nn.Module, given: tuple[Any, ...], named: dict[str, Any],
+    sizes: dict[str, tuple[Any, Any]], name: str, part: nn.Module, positional: tuple[Any, ...], named: dict[str, Any],
     output: Any,
 ) -> None:  # fmt: skip
-    inputs = (*given, *named.values())
-    found.setdefault(name, (shape(inputs[0] if len(inputs) == 1 else inputs), shape(output)))
+    inputs = (*positional, *named.values())
+    sizes.setdefault(name, (shape(inputs[0] if len(inputs) == 1 else inputs), shape(output)))
 
 
 def shape(value: Any) -> Any:

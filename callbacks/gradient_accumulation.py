@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from fabricx.core.callback import Callback
-from fabricx.core.former_names import each
+from fabricx.core.former_names import renamed
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
@@ -31,7 +31,7 @@ class GradientAccumulation(Callback):
     """
 
     needs_all_ranks: ClassVar[bool] = True
-    former_methods: ClassVar = each(
+    former_methods: ClassVar = renamed(
         "get_accumulate_grad_batches going_to_accumulate_grad_batches", "the argument scheduling"
     )
 

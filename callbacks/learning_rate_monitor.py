@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from fabricx.core.callback import Callback
-from fabricx.core.former_names import each
+from fabricx.core.former_names import renamed
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
@@ -96,7 +96,7 @@ class LearningRateMonitor(Callback):
             groups of an optimizer have the same name.
     """
 
-    former_methods: ClassVar = each(
+    former_methods: ClassVar = renamed(
         "_add_prefix _add_suffix _check_duplicates_and_update_name _duplicate_param_group_names _extract_lr "
         "_extract_momentum _extract_stats _extract_weight_decay _find_names_from_optimizers "
         "_find_names_from_schedulers _get_optimizer_stats _remap_keys",

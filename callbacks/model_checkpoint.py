@@ -26,7 +26,7 @@ from fabricx.checkpoint import sweep
 from fabricx.checkpoint.storage import as_path, is_local
 from fabricx.core.callback import Callback
 from fabricx.core.duration import parse_duration
-from fabricx.core.former_names import each
+from fabricx.core.former_names import renamed
 from fabricx.errors import did_you_mean
 
 if TYPE_CHECKING:
@@ -121,14 +121,14 @@ class ModelCheckpoint(Checkpoint, NameParts):
         "save_best_only": "set save_top_k=1",
     }
     former_methods: ClassVar = {
-        **each("_save_checkpoint _save_topk_checkpoint _save_last_checkpoint _update_best_and_save", _AFTER_SAVE),
-        **each("_save_monitor_checkpoint _save_none_monitor_checkpoint _link_checkpoint", _AFTER_SAVE),
-        **each("_remove_checkpoint _should_remove_checkpoint", _KEPT),
-        **each("_should_skip_saving_checkpoint _should_save_on_train_epoch_end _should_save_on_exception", _WHEN),
-        **each("_monitor_candidates check_monitor_top_k", "self.log of the monitored metric, in the module"),
-        **each("_format_checkpoint_name _get_metric_interpolated_filepath_name", "format_checkpoint_name"),
-        **each("_find_last_checkpoints", "save_last=True, and fit(ckpt_path='last')"),
-        **each("file_exists", "the argument enable_version_counter"),
+        **renamed("_save_checkpoint _save_topk_checkpoint _save_last_checkpoint _update_best_and_save", _AFTER_SAVE),
+        **renamed("_save_monitor_checkpoint _save_none_monitor_checkpoint _link_checkpoint", _AFTER_SAVE),
+        **renamed("_remove_checkpoint _should_remove_checkpoint", _KEPT),
+        **renamed("_should_skip_saving_checkpoint _should_save_on_train_epoch_end _should_save_on_exception", _WHEN),
+        **renamed("_monitor_candidates check_monitor_top_k", "self.log of the monitored metric, in the module"),
+        **renamed("_format_checkpoint_name _get_metric_interpolated_filepath_name", "format_checkpoint_name"),
+        **renamed("_find_last_checkpoints", "save_last=True, and fit(ckpt_path='last')"),
+        **renamed("file_exists", "the argument enable_version_counter"),
     }
     needs_all_ranks: ClassVar[bool] = True
 

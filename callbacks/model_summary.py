@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from fabricx.callbacks.forward_sizes import UNKNOWN, forward_sizes
 from fabricx.core.callback import Callback
-from fabricx.core.former_names import each
+from fabricx.core.former_names import renamed
 from fabricx.core.transfer import to_device
 
 if TYPE_CHECKING:
@@ -262,7 +262,7 @@ class ModelSummary(Callback):
     """
 
     sees_whole_weights = True
-    former_methods: ClassVar = each("summarize _summary", "on_fit_start(self, trainer, module), which prints it")
+    former_methods: ClassVar = renamed("summarize _summary", "on_fit_start(self, trainer, module), which prints it")
 
     def __init__(self, max_depth: int = 1) -> None:
         summarize(nn.Module(), max_depth)  # report an invalid depth now, not when training begins

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from fabricx.callbacks.progress_screen import Lines, Screen, Speed, Terminal, View, open_screen
 from fabricx.core.callback import Callback
-from fabricx.core.former_names import each
+from fabricx.core.former_names import renamed
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
@@ -56,7 +56,7 @@ class ProgressBar(Callback):
     """
 
     trainer_role: ClassVar = "progress_bar"
-    former_methods: ClassVar = each("has_dataloader_changed reset_dataloader_idx_tracker", _HOOKS)
+    former_methods: ClassVar = renamed("has_dataloader_changed reset_dataloader_idx_tracker", _HOOKS)
 
     def __init__(self, refresh_rate: float | None = None) -> None:
         if refresh_rate is not None and refresh_rate < 0:
@@ -330,9 +330,9 @@ class TQDMProgressBar(ProgressBar):
 
     former_methods: ClassVar = {
         **ProgressBar.former_methods,
-        **each("init_train_tqdm init_validation_tqdm init_test_tqdm init_predict_tqdm init_sanity_tqdm", _HOOKS),
-        **each("train_progress_bar val_progress_bar test_progress_bar predict_progress_bar", _HOOKS),
-        **each("process_position _resolve_refresh_rate _should_update", _HOOKS),
+        **renamed("init_train_tqdm init_validation_tqdm init_test_tqdm init_predict_tqdm init_sanity_tqdm", _HOOKS),
+        **renamed("train_progress_bar val_progress_bar test_progress_bar predict_progress_bar", _HOOKS),
+        **renamed("process_position _resolve_refresh_rate _should_update", _HOOKS),
     }
 
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
@@ -364,9 +364,9 @@ class RichProgressBar(ProgressBar):
 
     former_methods: ClassVar = {
         **ProgressBar.former_methods,
-        **each("configure_columns refresh _add_task _get_train_description _init_progress _stop_progress", _HOOKS),
-        **each("train_progress_bar val_progress_bar test_progress_bar val_sanity_check_bar _update", _HOOKS),
-        **each("_initialize_train_progress_bar_id _reset_progress_bar_ids _update_metrics", _HOOKS),
+        **renamed("configure_columns refresh _add_task _get_train_description _init_progress _stop_progress", _HOOKS),
+        **renamed("train_progress_bar val_progress_bar test_progress_bar val_sanity_check_bar _update", _HOOKS),
+        **renamed("_initialize_train_progress_bar_id _reset_progress_bar_ids _update_metrics", _HOOKS),
     }
 
     def __init__(

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fabricx.callbacks.averages import Averages, precise
 from fabricx.core.callback import Callback
-from fabricx.core.former_names import each
+from fabricx.core.former_names import renamed
 from fabricx.core.strategy_parts import HasServers
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class StochasticWeightAveraging(Callback):
     """
 
     needs_all_ranks: ClassVar[bool] = True
-    former_methods: ClassVar = each(
+    former_methods: ClassVar = renamed(
         "avg_fn update_parameters transfer_weights swa_end reset_momenta reset_batch_norm_and_save_state "
         "pl_module_contains_batch_norm _clear_schedulers _load_average_model_state",
         "the argument avg_fn, or a subclass of WeightAveraging",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 from fabricx.core.callback import Callback
 from fabricx.core.duration import parse_duration
-from fabricx.core.former_names import each
+from fabricx.core.former_names import renamed
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
@@ -36,7 +36,7 @@ class Timer(Callback):
     """
 
     needs_all_ranks: ClassVar[bool] = True
-    former_methods: ClassVar = each("_check_time_remaining", "a hook that sets trainer.should_stop")
+    former_methods: ClassVar = renamed("_check_time_remaining", "a hook that sets trainer.should_stop")
 
     def __init__(
         self,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fabricx.callbacks.averages import Averages, local
-from fabricx.core.former_names import each
+from fabricx.core.former_names import renamed
 from fabricx.core.strategy_parts import HasServers
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class WeightAveraging(Averages):
         ValueError: both functions are given; or (at set-up) ranks do not hold the weights of each update.
     """
 
-    former_methods: ClassVar = each(
+    former_methods: ClassVar = renamed(
         "_swap_models _copy_average_to_current", "on_validation_start and on_validation_end, which call their super()"
     )
 

@@ -86,7 +86,7 @@ _WRONG_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
 _CLOSE: Final = 0.9  # similarity of a name with a slip of a letter or two
 
 
-def each(names: str, successor: str) -> dict[str, str]:
+def renamed(names: str, successor: str) -> dict[str, str]:
     """Return a table with the same successor for several names.
 
     Args:

@@ -88,24 +88,24 @@ def tensor_bytes(value: Any) -> int:
     return sum(map(tensor_bytes, inside))
 
 
-def equal_states(one: Any, other: Any) -> bool:
+def equal_states(first: Any, second: Any) -> bool:
     """Return whether two states of nested mappings, sequences, tensors, arrays and other values are equal.
 
     Args:
-        one, other: results of `state_dict`; a checkpoint may have changed kinds of sequences and devices of tensors.
+        first, second: results of `state_dict`; a checkpoint may have changed kinds of sequences and devices of tensors.
 
     >>> equal_states({"seen": [torch.ones(2), 3]}, {"seen": (torch.ones(2), 3)})
     True
     """
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(equal_states(one[key], other[key]) for key in one)
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(equal_states, one, other))
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one.cpu(), other.cpu())
-    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        return bool(np.array_equal(one, other))
-    return type(one) is type(other) and bool(one == other)
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return first.keys() == second.keys() and all(equal_states(first[key], second[key]) for key in first)
+    if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
+        return len(first) == len(second) and all(map(equal_states, first, second))
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.equal(first.cpu(), second.cpu())
+    if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
+        return bool(np.array_equal(first, second))
+    return type(first) is type(second) and bool(first == second)
 
 
 def changes(before: Values, after: Values) -> tuple[Values, Values]:

@@ -93,18 +93,18 @@ def unpacked(value: Any) -> Any:
     return dict(zip(unpacked(value["keys"]), unpacked(value["values"]), strict=True))
 
 
-def same(one: Any, other: Any) -> bool:
+def same(first: Any, second: Any) -> bool:
     """Return whether two results of `packed` are equal.
 
     Args:
-        one, other: results of `packed`.
+        first, second: results of `packed`.
     """
-    if isinstance(one, list) and isinstance(other, list):
-        if set(map(type, one)) <= _NATIVE:
-            return one == other
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
+    if isinstance(first, list) and isinstance(second, list):
+        if set(map(type, first)) <= _NATIVE:
+            return first == second
+        return len(first) == len(second) and all(map(same, first, second))
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.equal(first, second)
+    return type(first) is type(second) and bool(first == second)

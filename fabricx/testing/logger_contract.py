@@ -79,13 +79,13 @@ def _row(step: int) -> dict[str, float]:
     return {"loss": step / 2, "accuracy": step / 8, "nan": math.nan, "infinite": -math.inf}
 
 
-def _check_params(found: Mapping[str, Any]) -> None:
+def _check_params(logged: Mapping[str, Any]) -> None:
     """Compare a number and a text; a destination may flatten the other hyperparameters, or write them as text."""
     for name in ("lr", "optimizer"):
-        if name not in found:
+        if name not in logged:
             raise BrokenContract(f"the destination has no hyperparameter {name!r} after log_hyperparams({PARAMS})")
-        if str(found[name]) != str(PARAMS[name]):
-            raise BrokenContract(f"the hyperparameter {name!r} is {found[name]!r}, and was {PARAMS[name]!r}")
+        if str(logged[name]) != str(PARAMS[name]):
+            raise BrokenContract(f"the hyperparameter {name!r} is {logged[name]!r}, and was {PARAMS[name]!r}")
 
 
 def _check_run(
