@@ -275,11 +275,12 @@ def _run_resumed(config: dict[str, Any], run_dir: Path, newest: Path) -> bool:
     """Resume a run, and record its new configuration and command, unless it fails before it saves anything."""
     from fabricx.cli.run_log import logging_of_run
     from fabricx.launch.run_lock import lock_owner
+    from fabricx.redaction import records_masked
     from fabricx.trainer import provenance
 
     recorded = provenance.write_resumed(run_dir, {**config, "ckpt_path": None})
     try:
-        with logging_of_run(run_dir):
+        with records_masked(), logging_of_run(run_dir):
             return run("fit", config, run_dir)[0]
     except BaseException:
         saved = True

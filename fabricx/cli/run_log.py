@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import logging.config
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -41,17 +41,14 @@ def logging_of_run(run_dir: Path) -> Iterator[None]:
     Args:
         run_dir: the run's folder; lines are appended to its file.
     """
-    file = {"class": "logging.FileHandler", "formatter": "plain", "filename": str(run_dir / _FILE), "delay": True}
-    console = {"class": "logging.StreamHandler", "formatter": "plain", "stream": "ext://sys.stdout"}
+    file, console = logging.FileHandler(run_dir / _FILE, delay=True), logging.StreamHandler(sys.stdout)
+    root, library = logging.getLogger(), logging.getLogger("fabricx")
     with own_logging():
-        logging.config.dictConfig(
-            {
-                "version": 1,
-                "disable_existing_loggers": False,
-                "formatters": {"plain": {"format": _FORMAT}},
-                "handlers": {"console": console, "file": file},
-                "loggers": {"fabricx": {"level": "INFO", "handlers": ["file"], "propagate": False}},
-                "root": {"level": "INFO", "handlers": ["console", "file"]},
-            }
-        )
+        for handler in (file, console):
+            handler.setFormatter(logging.Formatter(_FORMAT))
+            root.addHandler(handler)
+        root.setLevel(logging.INFO)
+        library.addHandler(file)
+        library.setLevel(logging.INFO)
+        library.propagate = False
         yield

@@ -106,7 +106,8 @@ class ElasticController:
             self._begin_again(worker, *content)
         elif kind == WorkerMessage.LEFT:
             self._end(content)  # for workers that join; members leave after different steps, and may wait for this one
-        elif kind == WorkerMessage.STEP:
+        else:
+            assert kind == WorkerMessage.STEP, kind
             generation, step = content
             self._holding.add(worker)
             self._settled = max(self._settled, generation)

@@ -52,7 +52,7 @@ class RankRecords(FaultTolerance):
         if self.members is not None or self.memory is not None:
             self._session.world.barrier()
 
-    def leave(self) -> None:
+    def end_recovery(self) -> None:
         membership().send(WorkerMessage.CANNOT_RECOVER)
 
     @property

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
+import operator
+import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Any, Final, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
-_Terms = tuple[str, Any, Any]  # function, number of terms (a tensor or a number), node of the result in the graph
+_Site = tuple[Any, ...]  # function, and calls of the user's code that lead to it
+_Terms = tuple[_Site, Any, Any]  # site, number of terms (a tensor or a number), node of the result in the graph
+_PIPELINE: Final = str(Path(__file__).with_name("pipeline.py"))
 _TARGETS: Final = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
 _LOSSES: Final = tuple(
     getattr(F, f"{name}{ending}")
@@ -22,8 +29,11 @@ _LOSSES: Final = tuple(
     }.items()
     for name in names.split()
 )
-_MEANS: Final = (torch.mean, Tensor.mean)
-_DIVISIONS: Final = (torch.div, torch.true_divide, Tensor.div, Tensor.div_, Tensor.true_divide)
+_MEANS: Final = (torch.mean, Tensor.mean, torch.nanmean, Tensor.nanmean)
+_DIVISIONS: Final = (
+    torch.div, torch.divide, torch.true_divide, Tensor.div, Tensor.divide, Tensor.true_divide, Tensor.div_,
+    Tensor.divide_, Tensor.true_divide_,
+)  # fmt: skip
 _SELECTIONS: Final = (
     torch.topk, Tensor.topk, torch.sort, Tensor.sort, torch.kthvalue, Tensor.kthvalue, torch.median, Tensor.median,
     torch.quantile, Tensor.quantile,
@@ -42,6 +52,16 @@ _SELECTED: Final = (
 )
 
 
+@dataclass(frozen=True)
+class _Microbatch:
+    """A microbatch with a loss: its part in the batch, samples, node of the loss, and counts and nodes by site."""
+
+    share: float
+    samples: int
+    loss: Any
+    terms: dict[_Site, list[tuple[Any, Any]]]
+
+
 @final
 class LossTerms(TorchFunctionMode):
     """While active, records the number of terms of each mean that the loss may depend on.
@@ -57,8 +77,8 @@ class LossTerms(TorchFunctionMode):
         super().__init__()
         self._have = "by batch_weight are" if weighted else "are"
         self._terms: list[_Terms] = []  # of the present microbatch, in the order of calls
-        self._selected: list[tuple[str, int, Any]] = []  # selections of the present microbatch
-        self._recorded: list[tuple[float, Any, list[_Terms]]] = []  # by microbatch: its part, node of its loss, terms
+        self._selected: list[_Terms] = []  # selections of the present microbatch, with the number of values
+        self._recorded: list[_Microbatch] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         options = kwargs or {}
@@ -66,45 +86,55 @@ class LossTerms(TorchFunctionMode):
         if func in _RECORDED:
             first = result if isinstance(result, Tensor) else result[0]
             if first.grad_fn is not None:
-                _RECORDED[func](self, func.__name__.strip("_"), args, options, first)
+                _RECORDED[func](self, (func.__name__.strip("_"), *_calls()), args, options, first)
         return result
 
-    def _note_targets(self, function: str, args: tuple[Any, ...], options: Any, result: Tensor) -> None:
+    def _note_targets(self, site: _Site, args: tuple[Any, ...], options: Any, result: Tensor) -> None:
         named = dict(zip(_TARGETS, args, strict=False)) | options
         target = named["target"]
-        if result.dim() or type(target) is not Tensor or named.get("reduction", "mean") != "mean":
+        if result.dim() or type(target) is not Tensor or not _is_mean(named):
             return
         if target.is_floating_point():  # probabilities of the classes
-            self._terms.append((function, target.numel(), result.grad_fn))
+            self._terms.append((site, target.numel(), result.grad_fn))
             return
         used = target != named.get("ignore_index", -100)
         weight = named.get("weight")
         terms = used.sum() if weight is None else weight.detach()[target[used]].sum()
-        self._terms.append((function, terms, result.grad_fn))
+        self._terms.append((site, terms, result.grad_fn))
 
-    def _note_loss(self, function: str, args: tuple[Any, ...], options: Any, result: Tensor) -> None:
-        if not result.dim() and options.get("reduction", "mean") == "mean":
-            sizes = [value.numel() for value in (*args, *options.values()) if isinstance(value, Tensor)]
-            self._terms.append((function, max(sizes), result.grad_fn))
+    def _note_loss(self, site: _Site, args: tuple[Any, ...], options: Any, result: Tensor) -> None:
+        options = dict(zip(("size_average", "reduce", "reduction"), args[2:], strict=False)) | options
+        if not result.dim() and _is_mean(options):
+            terms = max(value.numel() for value in (*args, *options.values()) if isinstance(value, Tensor))
+            self._terms.append((site, terms, result.grad_fn))
+        elif options.get("reduction") == "batchmean":
+            self._terms.append((site, len(args[0] if args else options["input"]), result.grad_fn))
 
-    def _note_mean(self, function: str, args: tuple[Any, ...], options: Any, result: Tensor) -> None:
+    def _note_mean(self, site: _Site, args: tuple[Any, ...], options: Any, result: Tensor) -> None:
         values = args[0] if args else options["input"]
         dim = args[1] if len(args) > 1 else options.get("dim", options.get("axis"))
-        dims = range(values.dim()) if dim is None or dim == () else (dim,) if isinstance(dim, int) else dim
-        reduced = {number % values.dim() for number in dims} if values.dim() else set()
+        dims = range(values.dim()) if dim is None or dim == () else (dim,) if hasattr(dim, "__index__") else dim
+        reduced = {operator.index(number) % values.dim() for number in dims} if values.dim() else set()
         if 0 in reduced:
-            terms = math.prod(values.shape[number] for number in reduced)
-            self._terms.append((function, terms, result.grad_fn))
+            terms: Any = math.prod(values.shape[number] for number in reduced)
+            if site[0] == "nanmean":
+                terms = values.detach().isnan().logical_not_().sum()
+            self._terms.append((site, terms, result.grad_fn))
 
-    def _note_division(self, function: str, args: tuple[Any, ...], options: Any, result: Tensor) -> None:
+    def _note_division(self, site: _Site, args: tuple[Any, ...], options: Any, result: Tensor) -> None:
         terms = args[1] if len(args) > 1 else options["other"]
-        if not result.dim() and not options.get("rounding_mode"):
-            self._terms.append(("a division", terms.detach() if isinstance(terms, Tensor) else terms, result.grad_fn))
+        if options.get("rounding_mode") or (isinstance(terms, Tensor) and terms.dim()):
+            return
+        if isinstance(terms, Tensor):
+            terms = terms.detach().clone()  # it may change in place
+        elif result.dim():
+            return
+        self._terms.append((("a division", *site[1:]), terms, result.grad_fn))
 
-    def _note_selection(self, function: str, args: tuple[Any, ...], options: Any, result: Tensor) -> None:
+    def _note_selection(self, site: _Site, args: tuple[Any, ...], options: Any, result: Tensor) -> None:
         values = args[0] if args else options["input"]
         if values.dim() == 1 and len(values) > 1:
-            self._selected.append((function, len(values), result.grad_fn))
+            self._selected.append((site, len(values), result.grad_fn))
 
     def end_microbatch(self, share: float, output: Any, samples: int) -> None:
         """End the step of a microbatch.
@@ -122,11 +152,13 @@ class LossTerms(TorchFunctionMode):
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor) or loss.grad_fn is None or not share:
             return
-        for function, values, node in selected:
-            if values % samples == 0 and _depends(loss.grad_fn, node):
-                raise ValueError(_SELECTED.format(function=function, values=values, samples=samples))
-        if terms:
-            self._recorded.append((share, loss.grad_fn, terms))
+        for site, calls in _by_site(selected).items():
+            if _is_loop(len(calls), samples):
+                continue
+            for values, node in calls:
+                if values % samples == 0 and _depends(loss.grad_fn, node) and not _of_parameters(node):
+                    raise ValueError(_SELECTED.format(function=site[0], values=values, samples=samples))
+        self._recorded.append(_Microbatch(share, samples, loss.grad_fn, _by_site(terms)))
 
     def check(self) -> None:
         """Compare the microbatches of a batch, and forget them.
@@ -135,19 +167,24 @@ class LossTerms(TorchFunctionMode):
             ValueError: a loss is a mean over terms whose part in the batch differs from that of the microbatch.
         """
         recorded, self._recorded = self._recorded, []
-        if len({tuple(function for function, *_ in terms) for _, _, terms in recorded}) != 1:
-            return  # other losses for other microbatches
-        shares = torch.tensor([share for share, *_ in recorded], dtype=torch.float64)
-        for calls in zip(*(terms for *_, terms in recorded), strict=True):
-            counts, precision = _numbers([count for _, count, _ in calls])
+        shares = torch.tensor([microbatch.share for microbatch in recorded], dtype=torch.float64)
+        for site in dict.fromkeys(site for microbatch in recorded for site in microbatch.terms):
+            calls = [microbatch.terms.get(site, []) for microbatch in recorded]
+            if all(_is_loop(len(of), microbatch.samples) for of, microbatch in zip(calls, recorded, strict=True)):
+                continue  # over the samples: a mean of each
+            counts, precision = _sums([[count for count, _ in of] for of in calls])
             if torch.allclose(counts * shares.sum(), shares * counts.sum(), rtol=precision, atol=0.0):
                 continue
-            if calls[0][0] not in _BY_TARGETS and bool((counts == counts[0]).all()):
+            if site[0] not in _BY_TARGETS and bool((counts == counts[0]).all()):
                 continue  # a constant, or a mean over parameters
-            if any(_depends(loss, node) for (_, loss, _), (*_, node) in zip(recorded, calls, strict=True)):
+            if any(
+                _depends(microbatch.loss, node)
+                for microbatch, of in zip(recorded, calls, strict=True)
+                for _, node in of
+            ):
                 raise ValueError(
                     _UNEQUAL.format(
-                        function=calls[0][0], terms=_shown(counts.tolist()), shares=_shown(shares.tolist()),
+                        function=site[0], terms=_shown(counts.tolist()), shares=_shown(shares.tolist()),
                         have=self._have,
                     )
                 )  # fmt: skip
@@ -162,14 +199,43 @@ _RECORDED: Final = (
 )
 
 
-def _numbers(counts: Sequence[Any]) -> tuple[Tensor, float]:
-    """Return counts in float64, and the relative difference that their rounding explains."""
-    tensors = [count for count in counts if isinstance(count, Tensor)]
+def _calls() -> tuple[Any, ...]:
+    """Return the calls of the user's code that are being executed, from the innermost; alike in each pass of a loop."""
+    calls: list[Any] = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename != _PIPELINE:
+        calls.append((frame.f_code, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(calls)
+
+
+def _is_mean(options: Mapping[str, Any]) -> bool:
+    """Return whether a loss is a mean, by its arguments, of which two are from former versions of torch."""
+    sums = options.get("size_average") is False or options.get("reduce") is False
+    return options.get("reduction", "mean") == "mean" and not sums
+
+
+def _is_loop(calls: int, samples: int) -> bool:
+    """Return whether a site is called for each sample of a microbatch."""
+    return samples > 1 and calls > 0 and calls % samples == 0
+
+
+def _by_site(terms: Sequence[_Terms]) -> dict[_Site, list[tuple[Any, Any]]]:
+    """Return the counts and nodes of each site, in the order of calls."""
+    sites: dict[_Site, list[tuple[Any, Any]]] = {}
+    for site, count, node in terms:
+        sites.setdefault(site, []).append((count, node))
+    return sites
+
+
+def _sums(counts: Sequence[Sequence[Any]]) -> tuple[Tensor, float]:
+    """Return the sum of the counts of each microbatch in float64, and a relative difference that rounding explains."""
+    numbers = [count for of in counts for count in of]
+    tensors = [count for count in numbers if isinstance(count, Tensor)]
     dtype = tensors[0].dtype if tensors else torch.float64
     precision = max(1e-5, 2 * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0)
-    if len(tensors) == len(counts):
-        return torch.stack(tensors).double().cpu(), precision
-    return torch.tensor([float(count) for count in counts], dtype=torch.float64), precision
+    values = iter(torch.stack(tensors).double().tolist() if len(tensors) == len(numbers) else map(float, numbers))
+    return torch.tensor([sum(next(values) for _ in of) for of in counts], dtype=torch.float64), precision
 
 
 def _depends(loss: Any, node: Any) -> bool:
@@ -183,6 +249,19 @@ def _depends(loss: Any, node: Any) -> bool:
         seen.update(new)
         following += new
     return False
+
+
+def _of_parameters(node: Any) -> bool:
+    """Return whether a result depends on parameters of the module only, by its node in the graph of autograd."""
+    seen, following = {node}, [node]
+    while following:
+        present = following.pop()
+        if not isinstance(getattr(present, "variable", nn.Parameter()), nn.Parameter):
+            return False
+        new = [other for other, _ in present.next_functions if other is not None and other not in seen]
+        seen.update(new)
+        following += new
+    return True
 
 
 def _shown(numbers: Sequence[float]) -> str:

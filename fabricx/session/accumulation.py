@@ -257,6 +257,8 @@ class AccumulationWindow:
     def _global_weight(self) -> float:
         """Return the weight of the global batch; of a fixed division into parts with the same bits on any ranks."""
         world, own = self._strategy.world.axis("data"), self._weights
+        if world.size == 1:
+            return math.fsum(own)
         if not self._strategy.traits.batch_parts:
             own = [math.fsum(own)]
         count = self.planned if self._strategy.traits.batch_parts else 1

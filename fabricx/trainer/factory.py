@@ -164,7 +164,16 @@ def choose_callbacks(callbacks: Any, defaults: Mapping[str, Mapping[str, Any]]) 
         roles = {callback.trainer_role for callback in chosen} - {None}
         if default.trainer_role not in roles and not any(isinstance(callback, type(default)) for callback in chosen):
             chosen.append(default)
-    return sorted(chosen, key=lambda callback: callback.trainer_role == "checkpoint")
+    return checkpoints_last(chosen)
+
+
+def checkpoints_last(callbacks: Sequence[Callback]) -> list[Callback]:
+    """Return callbacks with those that save checkpoints at the end, as in Lightning.
+
+    Args:
+        callbacks: in the order of the user.
+    """
+    return sorted(callbacks, key=lambda callback: callback.trainer_role == "checkpoint")
 
 
 def listed(value: Any) -> Iterable[Any]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import io
 import secrets
+import types
 import warnings
+import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -137,8 +138,9 @@ class Outcome:
         """
         self.weights, self.records = weights, records
         self.buffers = frozenset(name for name, _ in module.named_buffers(remove_duplicate=False))
+        own = (types.MethodType, weakref.ref)  # of objects in this process
         self.attributes = picklable_part(
-            {k: v for k, v in vars(module).items() if not k.startswith("_") and not inspect.ismethod(v)}
+            {k: v for k, v in vars(module).items() if not k.startswith("_") and not isinstance(v, own)}
         )
         parts = dict(module.named_modules())
         self.modes = {name: part.training for name, part in parts.items()}
@@ -258,13 +260,25 @@ def _separate(module: Module, weights: Mapping[str, Any]) -> None:
             continue
         if value.shape == known.shape and torch.equal(as_bytes(value), as_bytes(known)):  # also NaN
             continue
-        path, parts = name.split("."), dict(module.named_modules())  # each submodule by its first name
-        for end, key in enumerate(path):
-            owner = module.get_submodule(".".join(path[:end]))
-            part = getattr(owner, key)
-            if part is tensor or (isinstance(part, nn.Module) and parts.get(".".join(path[: end + 1])) is not part):
-                setattr(owner, key, copy.deepcopy(part))
-                break
+        try:
+            _replace_by_copy(module, name.split("."), tensor)
+        except Exception as error:  # such as a module that can't be copied
+            warnings.warn(
+                f"{name} and {other} are different in the run and the same here, and {name} can't be copied "
+                f"({type(error).__name__}: {error}): both now have the values of {name}. Make the copy in __init__",
+                stacklevel=2,
+            )
+
+
+def _replace_by_copy(module: Module, path: list[str], tensor: Tensor) -> None:
+    """Copy the outermost submodule, or the tensor, of a path that has another name before it."""
+    parts = dict(module.named_modules())  # each submodule by its first name
+    for end, key in enumerate(path):
+        owner = module.get_submodule(".".join(path[:end]))
+        part = getattr(owner, key)
+        if part is tensor or (isinstance(part, nn.Module) and parts.get(".".join(path[: end + 1])) is not part):
+            setattr(owner, key, copy.deepcopy(part))
+            break
 
 
 def _in_memory(tensor: Tensor) -> Tensor:

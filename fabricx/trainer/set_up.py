@@ -38,7 +38,7 @@ from fabricx.scratch import set_multiprocessing_folder
 from fabricx.session.checkpoint import restore_requested
 from fabricx.session.session import Session
 from fabricx.telemetry.recorder import NoopRecorder
-from fabricx.trainer.factory import listed
+from fabricx.trainer.factory import checkpoints_last, listed
 from fabricx.trainer.module_set_up import check_not_lazy, set_up_evaluation, set_up_module
 from fabricx.trainer.result import Outcome, added_layers, holders
 from fabricx.trainer.run_records import open_loggers, open_telemetry
@@ -304,7 +304,7 @@ def _with_module_callbacks(callbacks: list[Callback], module: Module) -> list[Ca
         adapt_callback(callback)
         check_hooks(callback)
         callbacks = [*(other for other in callbacks if type(other) is not type(callback)), callback]
-    return callbacks
+    return checkpoints_last(callbacks)
 
 
 def _undo_build(strategy: Strategy, state: RunState, options: TrainerOptions) -> None:

@@ -23,6 +23,7 @@ from fabricx.checkpoint import sharded_tensors
 from fabricx.core.rng import RandomState
 from fabricx.distributed.deaths import DEATHS
 from fabricx.distributed.departure import await_departure
+from fabricx.distributed.generations import WorkerMessage
 from fabricx.distributed.store import PrivateStore
 from fabricx.distributed.store_server import StoreServer
 from fabricx.distributed.world import World
@@ -135,17 +136,17 @@ def recovered(workers: int) -> tuple[float, float]:
 
     controller = ElasticController(ElasticPolicy(waits=60.0), workers, [])
     for worker in range(workers):
-        controller.receive(worker, "inside", None)
-        controller.receive(worker, "step", (0, 1))
+        controller.receive(worker, WorkerMessage.CAN_RECOVER, None)
+        controller.receive(worker, WorkerMessage.STEP, (0, 1))
     with seconds_of() as taken:
         assert controller.died(1, "killed")
         assert controller.wanted() == 1
         controller.started(workers)
         send()
-        controller.receive(workers, "ready", None)
+        controller.receive(workers, WorkerMessage.READY, None)
         send()
         for worker in controller.workers:
-            controller.receive(worker, "step", (1, 2))
+            controller.receive(worker, WorkerMessage.STEP, (1, 2))
     assert controller.settled
     return taken[0], sent / 2**10
 

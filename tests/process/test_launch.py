@@ -16,7 +16,7 @@ import torch
 
 import fabricx as fx
 from fabricx.distributed.departure import await_departure
-from fabricx.distributed.generations import membership
+from fabricx.distributed.generations import WorkerMessage, membership
 from fabricx.distributed.stop_consensus import Agreement
 from fabricx.distributed.world import World, current
 from fabricx.errors import NotPicklable, WorkerFailed
@@ -114,11 +114,11 @@ def test_a_process_that_stops_before_its_first_sign_of_life_is_ended(monkeypatch
 
 def die_at_the_end(world: World) -> bool:
     member = membership()
-    member.send("inside")
+    member.send(WorkerMessage.CAN_RECOVER)
     assert world.store is not None
     world.store.set(world.key(f"inside/{world.rank}"), b"")
     world.store.wait([world.key("inside/0"), world.key("inside/1")])  # no rank is done before all have begun
-    member.send("outside")
+    member.send(WorkerMessage.CANNOT_RECOVER)
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     await_departure(world, 3600.0)

@@ -17,7 +17,10 @@ from fabricx.distributed.generations import Membership
 from fabricx.distributed.store import PrivateStore
 from fabricx.distributed.store_server import StoreServer
 from fabricx.distributed.world import World
+from fabricx.fault_tolerance.fault_tolerance import Recovery
+from fabricx.fault_tolerance.records import RankRecords
 from fabricx.fault_tolerance.recovery import _report, recover
+from fabricx.session.fault_tolerance import FaultTolerance
 from fabricx.strategies import AsyncSGD
 from fabricx.testing import QUIET, Ledger
 from tests.process.ledgers import Numbered
@@ -156,3 +159,8 @@ def test_a_worker_that_has_left_is_not_reported_as_joined() -> None:
     )  # fmt: skip
     _report(session, before=0, reached=90, seconds=0.04)
     assert shown == ["the workers have changed; 2 workers continue from step 90, after 0.04 s"]
+
+
+def test_recovery_has_no_method_that_the_loop_does_not_call() -> None:
+    public = {name for cls in (RankRecords, Recovery) for name in vars(cls) if not name.startswith("_")}
+    assert public <= set(dir(FaultTolerance))

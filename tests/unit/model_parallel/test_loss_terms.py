@@ -57,6 +57,9 @@ MASKED_MEANS: dict[str, Any] = {
     "mean squared error": lambda used: F.mse_loss(LOGITS[used], LOGITS.detach()[used]),
     "cross entropy of probabilities": lambda used: F.cross_entropy(LOGITS[used], LOGITS.softmax(-1).detach()[used]),
     "margin": lambda used: F.triplet_margin_loss(LOGITS[used], LOGITS[used] + 1, LOGITS[used] + 2),
+    "nanmean": lambda used: LOGITS.where(used[:, None], torch.nan).nanmean(),
+    "batchmean": lambda used: F.kl_div(LOGITS[used], LOGITS.softmax(-1).detach()[used], reduction="batchmean"),
+    "elements by a number of terms": lambda used: (ERRORS * used / used.sum()).sum(),
     "sum by a number of terms": lambda used: (ERRORS * used).sum() / used.sum(),
     "sum by a number of terms in place": lambda used: (ERRORS * used).sum().div_(used.sum().item()),
     "within a sum": lambda used: 0.5 * (ERRORS[used].mean() + LOGITS.sum()),
@@ -105,3 +108,45 @@ def test_a_selection_among_samples_is_refused(loss: Any) -> None:
     compute(lambda target: (loss(ERRORS), ERRORS.sum())[1], FULL, FULL)  # a metric
     compute(lambda target: loss(ERRORS.detach()) + ERRORS.sum(), FULL, FULL)
     compute(lambda target: LOGITS.topk(2, dim=1)[0].sum() + loss(LOGITS[0]), FULL, FULL)  # within a sample
+
+
+def test_loops_over_samples_are_not_refused() -> None:
+    def loop(lengths: Any) -> Tensor:
+        return sum(F.mse_loss(LOGITS[row, :n], LOGITS.detach()[row, :n]) for row, n in enumerate(lengths)) / SAMPLES
+
+    def pooled(lengths: Any) -> Tensor:
+        return torch.stack([LOGITS[:n].mean(0) for n in lengths]).pow(2).sum() / SAMPLES
+
+    def hardest(lengths: Any) -> Tensor:
+        return torch.stack([torch.cat([row, row[:1]]).topk(2)[0].sum() for row in LOGITS]).mean()
+
+    for loss in (loop, pooled, hardest):
+        compute(loss, (1, 2, 3, 1), (3, 3, 3, 3))
+
+
+def test_a_term_of_some_microbatches_only_is_refused() -> None:
+    def guarded(used: Tensor) -> Tensor:
+        return ERRORS.sum() + (ERRORS[used].mean() if used.any() else 0.0)
+
+    used = torch.tensor([True, True, False, False])
+    with pytest.raises(ValueError, match="is a mean over 2, 0"):
+        compute(guarded, used, used & False)
+    with pytest.raises(ValueError, match="is a mean over 0, 2"):
+        compute(guarded, used & False, used)
+    compute(guarded, used, used)
+
+
+@pytest.mark.filterwarnings("ignore:size_average and reduce args")
+def test_selections_among_parameters_and_sums_by_former_arguments_are_not_refused() -> None:
+    knots = torch.nn.Parameter(torch.zeros(8))
+    compute(lambda target: knots.sort()[0].sum() + ERRORS.sum() + knots.abs().quantile(0.5), FULL, FULL)
+    used = torch.tensor([True, True, False, False])
+    compute(lambda used: F.mse_loss(ERRORS[used], ERRORS[used] + 1, False) / SAMPLES, used | True, used)
+    compute(lambda used: F.mse_loss(ERRORS[used], ERRORS[used] + 1, size_average=False) / SAMPLES, used | True, used)
+
+
+def test_a_count_that_changes_in_place_is_that_of_its_microbatch() -> None:
+    number = torch.zeros(())
+    used = torch.tensor([True, True, False, False])
+    with pytest.raises(ValueError, match="is a mean over 4, 2"):
+        compute(lambda used: (ERRORS * used).sum() / number.copy_(used.sum()), used | True, used)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,6 +105,25 @@ def test_a_submodule_or_tensor_with_two_names_that_setup_has_replaced_by_a_copy_
     assert module.average is not module.model
     assert module.average[0].bias is module.average[1].bias
     assert module.model[0].bias is module.model[1].bias
+
+
+def test_a_weak_reference_stays_that_of_the_caller() -> None:
+    module, target = TinyModule(), {1, 2}
+    module.reference = weakref.ref(target)
+    sent = Outcome().portable(module, [], [], [], fx.Trainer(**QUIET).records, {})
+    assert "reference" not in sent.attributes
+
+
+def test_names_of_a_submodule_that_cannot_be_copied_are_a_warning() -> None:
+    class Fixed(nn.Linear):
+        def __deepcopy__(self, memo: object) -> None:
+            raise RuntimeError("only graph leaves")
+
+    module = TinyModule()
+    module.first = module.second = Fixed(2, 2, bias=False)
+    trained = {name: value.clone() + name.startswith("second") for name, value in module.state_dict().items()}
+    with pytest.warns(UserWarning, match=r"second.weight and first.weight .* can't be copied .*only graph leaves"):
+        absorbed(module, trained)
 
 
 def test_tied_weights_that_have_become_nan_stay_tied() -> None:
