@@ -21,7 +21,7 @@ class Served(Strategy, HasServers):
     """One rank whose weights would be a server's."""
 
     traits = Traits(max_ranks=1)
-    weight_pulls, servers_step = 0, True
+    weight_pulls = 0
     overwrites = True
 
 
