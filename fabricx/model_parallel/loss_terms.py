@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import operator
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, Final, final
 
 import torch
@@ -202,7 +201,7 @@ _RECORDED: Final = (
 def _calls() -> tuple[Any, ...]:
     """Return the calls of the user's code that are being executed, from the innermost; alike in each pass of a loop."""
     calls: list[Any] = []
-    frame: FrameType | None = sys._getframe(2)
+    frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename != _PIPELINE:
         calls.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
