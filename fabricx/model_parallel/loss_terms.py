@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, final
@@ -152,7 +152,7 @@ class LossTerms(TorchFunctionMode):
         if not isinstance(loss, Tensor) or loss.grad_fn is None or not share:
             return
         for site, calls in _by_site(selected).items():
-            if _is_loop(len(calls), samples):
+            if _is_loop([len(calls)], [samples]):
                 continue
             for values, node in calls:
                 if values % samples == 0 and _depends(loss.grad_fn, node) and not _of_parameters(node):
@@ -169,7 +169,7 @@ class LossTerms(TorchFunctionMode):
         shares = torch.tensor([microbatch.share for microbatch in recorded], dtype=torch.float64)
         for site in dict.fromkeys(site for microbatch in recorded for site in microbatch.terms):
             calls = [microbatch.terms.get(site, []) for microbatch in recorded]
-            if all(_is_loop(len(of), microbatch.samples) for of, microbatch in zip(calls, recorded, strict=True)):
+            if _is_loop([len(of) for of in calls], [microbatch.samples for microbatch in recorded]):
                 continue  # over the samples: a mean of each
             counts, precision = _sums([[count for count, _ in of] for of in calls])
             if torch.allclose(counts * shares.sum(), shares * counts.sum(), rtol=precision, atol=0.0):
@@ -214,9 +214,10 @@ def _is_mean(options: Mapping[str, Any]) -> bool:
     return options.get("reduction", "mean") == "mean" and not sums
 
 
-def _is_loop(calls: int, samples: int) -> bool:
-    """Return whether a site is called for each sample of a microbatch."""
-    return samples > 1 and calls > 0 and calls % samples == 0
+def _is_loop(calls: Sequence[int], samples: Sequence[int]) -> bool:
+    """Return whether a site is called for each sample, by its calls in microbatches; unknown for single samples."""
+    whole = all(count and count % size == 0 for count, size in zip(calls, samples, strict=True))
+    return whole and max(samples) > 1
 
 
 def _by_site(terms: Sequence[_Terms]) -> dict[_Site, list[tuple[Any, Any]]]:
@@ -237,30 +238,26 @@ def _sums(counts: Sequence[Sequence[Any]]) -> tuple[Tensor, float]:
     return torch.tensor([sum(next(values) for _ in of) for of in counts], dtype=torch.float64), precision
 
 
-def _depends(loss: Any, node: Any) -> bool:
-    """Return whether a loss depends on a result, by their nodes in the graph of autograd; a metric may not."""
-    seen, following = {loss}, [loss]
+def _nodes(result: Any) -> Iterator[Any]:
+    """Yield the nodes of autograd's graph on which a result depends, by its node, which is the first."""
+    seen, following = {result}, [result]
     while following:
         present = following.pop()
-        if present is node:
-            return True
+        yield present
         new = [other for other, _ in present.next_functions if other is not None and other not in seen]
         seen.update(new)
         following += new
-    return False
+
+
+def _depends(loss: Any, node: Any) -> bool:
+    """Return whether a loss depends on a result, by their nodes; a metric may not."""
+    return any(present is node for present in _nodes(loss))
 
 
 def _of_parameters(node: Any) -> bool:
-    """Return whether a result depends on parameters of the module only, by its node in the graph of autograd."""
-    seen, following = {node}, [node]
-    while following:
-        present = following.pop()
-        if not isinstance(getattr(present, "variable", nn.Parameter()), nn.Parameter):
-            return False
-        new = [other for other, _ in present.next_functions if other is not None and other not in seen]
-        seen.update(new)
-        following += new
-    return True
+    """Return whether a result depends on parameters of the module only, by its node."""
+    leaves = (getattr(present, "variable", None) for present in _nodes(node))
+    return all(leaf is None or isinstance(leaf, nn.Parameter) for leaf in leaves)
 
 
 def _shown(numbers: Sequence[float]) -> str:

@@ -125,6 +125,15 @@ def test_loops_over_samples_are_not_refused() -> None:
         compute(loss, (1, 2, 3, 1), (3, 3, 3, 3))
 
 
+def test_loops_over_microbatches_of_two_samples_and_one_are_not_refused() -> None:
+    terms = LossTerms(weighted=False)
+    for lengths in ((1, 2), (3,)):
+        with terms:
+            loss = torch.stack([LOGITS[row, :n].mean() for row, n in enumerate(lengths)]).mean()
+        terms.end_microbatch(len(lengths) / 3, loss, len(lengths))
+    terms.check()
+
+
 def test_a_term_of_some_microbatches_only_is_refused() -> None:
     def guarded(used: Tensor) -> Tensor:
         return ERRORS.sum() + (ERRORS[used].mean() if used.any() else 0.0)
