@@ -27,17 +27,17 @@ class Microbatch:
         last: last microbatch of the epoch, if that is known already.
         empty: this rank has no samples, but other ranks have.
         planned: microbatches of the window, as assumed by `loss_factor`.
-        position: samples of the epoch's global order that are trained after this microbatch's window.
-        start: samples that are trained before the window; None for a source without a global order.
+        window_end: samples of the epoch's global order that are trained after this microbatch's window.
         leased: of a lease: this rank works at its own pace until the next microbatch that `synchronises`.
         synchronises: has no data; ranks that worked at their own pace synchronise here.
         done: if it `synchronises`, leases of the epoch that are trained.
         begin: position of the first sample in the global order.
+        end: position after the last sample of a leased microbatch, in an order of the data; None otherwise.
         incomplete: completes no batch: more microbatches with the same index follow; or, if it `synchronises`, no lease
             was trained since the ranks synchronised before.
+        window_begin: samples that are trained before the window; None for a source without a global order.
         idle: ranks without a sample in this microbatch.
         window_weight: weight of this microbatch in the window, in microbatches; a full window has a sum of `planned`.
-        end: position after the last sample of a leased microbatch, in an order of the data; None otherwise.
         user_batch: the item of the data set is a batch that the user made (`batch_size=None`): `size` counts 1 for it,
             and the number of its samples is the weight of logged values.
         completes: numbers of the batches that this microbatch completes, as counted by the ranks with which the run
@@ -53,16 +53,16 @@ class Microbatch:
     last: bool
     planned: int
     empty: bool = False
-    position: int = 0
+    window_end: int = 0
     leased: bool = False
     synchronises: bool = False
     done: int = 0
     begin: int = 0
+    end: int | None = None
     incomplete: bool = False
-    start: int | None = None
+    window_begin: int | None = None
     idle: tuple[int, ...] = ()
     window_weight: float = 1.0
-    end: int | None = None
     user_batch: bool = False
     completes: range | None = None
 

@@ -178,7 +178,7 @@ class ListFeed(Feed):
             more, before = any(continues for continues, _, _ in states), done
             done = sum(trained for _, trained, _ in states)
             yield Microbatch(
-                None, max(index - 1, 0 if done else -1), 0, 0.0, True, True, not more, 1, empty=True, position=index,
+                None, max(index - 1, 0 if done else -1), 0, 0.0, True, True, not more, 1, empty=True, window_end=index,
                 synchronises=True, done=done, incomplete=more and done == before,
             )  # fmt: skip
 

@@ -337,8 +337,8 @@ class OrderedFeed(Feed):
                 self._check_dropped(batch, size)
             yield Microbatch(
                 batch, index, size, size / (whole * self._beside),
-                share.opens, share.closes, share.last, share.planned, empty=size == 0, position=share.window_end,
-                begin=share.begin, incomplete=share.incomplete, start=share.window_begin,
+                share.opens, share.closes, share.last, share.planned, empty=size == 0, window_end=share.window_end,
+                begin=share.begin, incomplete=share.incomplete, window_begin=share.window_begin,
                 # With an order per rank, no rank waits for this one.
                 idle=self._world.ranks_of_run(share.idle) if self._world.size > 1 else (),
                 user_batch=self._singly,
@@ -398,8 +398,8 @@ class OrderedFeed(Feed):
             index = -(-position // (batch * dealer.planned)) - 1
             yield Microbatch(
                 None, index, 0, 0.0, True, True, position >= items, 1,
-                empty=True, position=position, synchronises=True, done=-(-position // (batch * accumulate)),
-                start=start, incomplete=position == start,
+                empty=True, window_end=position, synchronises=True, done=-(-position // (batch * accumulate)),
+                window_begin=start, incomplete=position == start,
             )  # fmt: skip
 
     def _fetches(self, deal: LeasedSection, order: Any) -> Iterator[tuple[int, Any]]:

@@ -174,7 +174,7 @@ class RankRecords(FaultTolerance):
     def _record_batch(self, batch: Microbatch) -> None:
         """Write a batch that the other ranks may count before this rank does."""
         key = progress(self._session)._replace(
-            batch=batch.index + 1, samples=batch.position, meeting=False, drained=False,
+            batch=batch.index + 1, samples=batch.window_end, meeting=False, drained=False,
             epoch_step=int(EpochStep.BATCH_WATCHERS), validated=False, closing=False,
         )  # fmt: skip
         self._write(key, None)

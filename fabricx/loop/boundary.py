@@ -57,7 +57,7 @@ def advance(session: Session, micro: Microbatch) -> None:
         micro: the last microbatch of a window.
     """
     state = session.state
-    state.advance(micro.index + 1, micro.start, micro.position)
+    state.advance(micro.index + 1, micro.window_begin, micro.window_end)
     state.last = micro.last
     if micro.idle or state.buffer_source:
         idle, data = set(micro.idle), session.world.axis("data")
@@ -65,7 +65,6 @@ def advance(session: Session, micro: Microbatch) -> None:
         state.buffer_source = next(ranks, 0)
         session.set_buffer_source()
     state.validating = state.validated = validation_due(session, micro)
-    session.batch.in_step = False
     session.fault_tolerance.after_batch()
 
 

@@ -14,20 +14,20 @@ from fabricx.loop.evaluation import validate_in_fit
 from fabricx.loop.lr_schedules import step_plateaus
 from fabricx.loop.manual_optimization import check_options
 from fabricx.session.checkpoint import recount_batches, report_global_batch
-from fabricx.session.schedule import agree_at_boundary, epoch_pending, limit_reached
+from fabricx.session.schedule import agree_at_boundary, limit_reached
 
 if TYPE_CHECKING:
     from fabricx.session.session import Session
 
 
-def begin_epoch(session: Session) -> bool | None:
+def begin_epoch(session: Session) -> bool:
     """Prepare an epoch, or the rest of it.
 
     Args:
         session: of this rank.
 
     Returns:
-        None if its batches are to be trained; else whether the epoch is complete.
+        whether batches are to be trained.
     """
     session.fault_tolerance.begin_epoch()
     session.check_callbacks()
@@ -55,12 +55,12 @@ def begin_epoch(session: Session) -> bool | None:
         validate_in_fit(session)
     step_plateaus(session)
     if (unfinished and agree_at_boundary(session)) or limit_reached(session):
-        return epoch_pending(session)
+        return False
     if not session.state.batch and agree_at_boundary(session):  # a hook of the epoch's start has requested the stop
         return False
     session.fault_tolerance.begin_batches(saved_within=_saved_within_batches(session))
     session.window.accumulate = session.options.accumulate_grad_batches
-    return None
+    return True
 
 
 def _reset_logs_and_loaders(session: Session) -> None:

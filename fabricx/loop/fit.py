@@ -125,8 +125,7 @@ def train_epoch(session: Session, train_rest: Callable[[Session], bool]) -> None
     state.cut_short = False
     if not state.drained and ft.epoch_step < EpochStep.EPOCH_ENDS:
         state.ended_early = False
-        complete = begin_epoch(session)
-        state.drained = train_rest(session) if complete is None else complete
+        state.drained = train_rest(session) if begin_epoch(session) else epoch_pending(session)
         state.validating = validation_due_at_end(session, state.drained)
         state.validated = state.validated or state.validating
         # The end of a run changes the sums of an incomplete epoch: a checkpoint contains the sums before.

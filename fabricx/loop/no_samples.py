@@ -34,6 +34,8 @@ def train_without_samples(session: Session, micro: Microbatch) -> bool:
     session.batch.in_step = True
     _compute(session, micro)
     session.batch.in_step = False
+    if micro.closes:
+        advance(session, micro)
     follow_end_hooks(session, micro)
     return False
 
@@ -49,7 +51,6 @@ def _compute(session: Session, micro: Microbatch) -> None:
     if not session.module.automatic_optimization:
         train_without_data(session, micro, example_batch(micro, session.to_device))
         session.fault_tolerance.after_own_update(micro)
-        advance(session, micro)
         return
     with session.metrics.logbook.muted():  # hooks of an update log values of ranks with samples
         if micro.opens:
@@ -60,5 +61,3 @@ def _compute(session: Session, micro: Microbatch) -> None:
             update(session, micro, None)
         elif micro.closes:
             skip_update(session, micro)
-    if micro.closes:
-        advance(session, micro)

@@ -212,7 +212,7 @@ def validation_due(session: Session, micro: Microbatch) -> bool:
     done: float = micro.index + 1
     if micro.synchronises and not micro.last:  # this may be in the middle of a batch of each rank
         done = micro.done / _leases_per_batch(session)
-    elif micro.synchronises and micro.start is None:  # streams: each rank has trained another number of batches
+    elif micro.synchronises and micro.window_begin is None:  # streams: each rank has trained another number of batches
         done = session.data.batches.training
     return (done + _batches_before(session)) % every == 0 and _epoch_validates(session)
 

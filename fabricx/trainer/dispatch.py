@@ -6,7 +6,8 @@ import contextlib
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, Final
 
@@ -36,8 +37,9 @@ from fabricx.trainer.worker_run import elastic_policy, run_in_workers
 
 if TYPE_CHECKING:
     from fabricx.core.strategy import Strategy
+    from fabricx.fault_tolerance.controller import ElasticPolicy
     from fabricx.trainer.interface import TrainerInterface
-    from fabricx.trainer.result import RunRecords
+    from fabricx.trainer.run_records import RunRecords
 
 _USES: Final = {"fit": "continues from", "validate": "validates", "test": "tests", "predict": "predicts with"}
 
@@ -59,74 +61,128 @@ def dispatch(trainer: TrainerInterface, job: Job) -> Any:
             immediately in an evaluation.
         KeyboardInterrupt: Ctrl-C in an evaluation.
     """
-    trainer.state.fn, trainer.state.status = TrainerFn(job.stage), TrainerStatus.RUNNING
+    with _running(trainer, job.stage), contextlib.ExitStack() as stack:
+        check_job(job)
+        check_callbacks(trainer, job)
+        trainer.records.begin(fits=job.stage == "fit")
+        _check_started(trainer.launcher)
+        if _serve_launch(trainer, job):
+            return []  # a server has no results
+        processes = _select_processes(trainer, job)
+        elastic, aggregator = _open_run(trainer, job, processes, stack)
+        if not processes.new_workers:
+            return _run_here(trainer, job, processes, stack)
+        if processes.launcher is not None:
+            stack.enter_context(processes.launcher.starts())
+        return run_in_workers(trainer, job, aggregator, elastic)
+
+
+@contextlib.contextmanager
+def _running(trainer: TrainerInterface, stage: str) -> Iterator[None]:
+    """Context of a run, which sets `trainer.state` and ends the program if a signal has ended the run."""
+    trainer.state.fn, trainer.state.status = TrainerFn(stage), TrainerStatus.RUNNING
     try:
-        results = _run(trainer, job)
+        yield
     except BaseException:
         trainer.state.status = TrainerStatus.INTERRUPTED
         raise
     trainer.state.status = TrainerStatus.FINISHED
     if trainer.terminated:
         raise SystemExit(TERMINATED)
-    return results
 
 
-def _run(trainer: TrainerInterface, job: Job) -> Any:
-    """Validate a job, find or start its processes, open the folder and records of the run, and execute it."""
-    check_job(job)
-    check_callbacks(trainer, job)
-    strategy, callbacks, records, fits = trainer.strategy, trainer.callbacks, trainer.records, job.stage == "fit"
-    records.begin(fits=fits)
+@dataclass(frozen=True)
+class _Processes:
+    """The processes of a run.
+
+    Attributes:
+        here: the world of which this process is a rank; None if this process is no rank yet.
+        alone: this process is no rank of a launch, or of a world that the user's program has joined.
+        new_workers: workers are started; otherwise this process runs the job.
+        launcher: starts the workers; None for workers of this process.
+    """
+
+    here: World | None
+    alone: bool
+    new_workers: bool
+    launcher: Launcher | None
+
+    @property
+    def main(self) -> bool:
+        """Return whether this process writes the files of the run."""
+        return self.here is None or self.here.main_rank
+
+
+def _serve_launch(trainer: TrainerInterface, job: Job) -> bool:
+    """Serve the run if this process is a server of a launch; returns whether it was."""
+    launched = cluster_run.launched_server(as_part(trainer.strategy, HasServers).servers)
+    if launched is None:
+        return False
+    server = trainer.serve_as(World(rank=launched.rank, local_rank=launched.local_rank, job=next_job()))
+    cluster_run.serve_launch(trainer.strategy, launched, server.job, fits=job.stage == "fit")
+    return True
+
+
+def _select_processes(trainer: TrainerInterface, job: Job) -> _Processes:
+    """Join the world of a launch, or decide whether workers are started."""
+    strategy, fits = trainer.strategy, job.stage == "fit"
     servers = as_part(strategy, HasServers).servers
-    _check_started(trainer.launcher)
-    if (launched := cluster_run.launched_server(servers)) is not None:
-        server = trainer.serve_as(World(rank=launched.rank, local_rank=launched.local_rank, job=next_job()))
-        cluster_run.serve_launch(strategy, launched, server.job, fits=fits)
-        return []  # a server has no results
     launcher = trainer.launcher if isinstance(trainer.launcher, Launcher) else None
     if launcher is not None:
         check_launcher_use(launcher, strategy)
     here = worlds.current() or (None if launcher is not None else cluster_run.join_launch(trainer, strategy))
     alone = here is None or (here.size == 1 and not cluster_run.is_launched())
-    needs_workers = alone and (
-        launcher is not None or len(trainer.device_ids) * trainer.num_nodes > 1 or (fits and servers > 0)
-    )
-    if needs_workers and fits:
+    several = len(trainer.device_ids) * trainer.num_nodes > 1 or (fits and servers > 0)
+    new_workers = alone and (launcher is not None or several)
+    if new_workers and fits:
         check_before_pickling(job.module)
     if not alone and fits and servers and not cluster_run.is_launched():
         _refuse_missing_servers(strategy, servers)
-    writes, main = fits and trainer.writes, here is None or here.main_rank
-    with contextlib.ExitStack() as stack:
-        root = Path(trainer.default_root_dir)
-        if fits and here is not None and (policy := recovery_policy_of(callbacks)) is not None and policy.snapshots:
-            trainer.failure_log.errors = _continue_launch(records, job, here, root, strategy, stack)
-        elastic = elastic_policy(strategy, callbacks) if needs_workers and fits and launcher is None else None
+    return _Processes(here, alone, new_workers, launcher)
 
-        def lock(run_dir: Path) -> None:
-            if writes and main:
-                stack.enter_context(exclusive_run(run_dir, "" if elastic is None else ELASTIC))
 
-        _prepare_run_dir(records, job, here, root, trainer.checkpoint_callback, lock)
-        aggregator = None
-        if writes and trainer.enable_telemetry:
-            if main:
-                board = any(logger.shows_telemetry for logger in trainer.loggers)
-                aggregator = _aggregate(records, stack, board=board, separate=needs_workers)
-            decided_by_main_rank(here, lambda: None)  # other ranks continue when the records of the run exist
-        if needs_workers:
-            if launcher is not None:
-                stack.enter_context(launcher.starts())
-            return run_in_workers(trainer, job, aggregator, elastic)
-        signals = (signal.SIGINT, *termination_signals())
-        stack.enter_context(interruptible(job.stage, trainer.request_stop, signals))
-        if here is None or alone:
-            here = World(device=device_of(trainer.device_ids[0], trainer.accelerator))
-            return execute(trainer, job, here).results
-        with cluster_run.watched(here), cluster.shows_rank(here):
-            results = execute(trainer, job, here).results
-        if strategy.traits.lockstep:  # else ranks end independently of each other
-            await_departure(trainer.world)  # the script may exit now, and no supervisor keeps this process alive
-        return results
+def _open_run(
+    trainer: TrainerInterface, job: Job, processes: _Processes, stack: contextlib.ExitStack
+) -> tuple[ElasticPolicy | None, Aggregator | None]:  # fmt: skip
+    """Find and lock the folder of the run, resolve its checkpoint, and open its records until the end of the run.
+
+    Returns:
+        how lost workers are replaced, None if they are not; and the aggregator of telemetry, None without.
+    """
+    strategy, callbacks, records, here = trainer.strategy, trainer.callbacks, trainer.records, processes.here
+    fits, root = job.stage == "fit", Path(trainer.default_root_dir)
+    writes = fits and trainer.writes
+    if fits and here is not None and (policy := recovery_policy_of(callbacks)) is not None and policy.snapshots:
+        trainer.failure_log.errors = _continue_launch(records, job, here, root, strategy, stack)
+    replaced = processes.new_workers and fits and processes.launcher is None
+    elastic = elastic_policy(strategy, callbacks) if replaced else None
+
+    def lock(run_dir: Path) -> None:
+        if writes and processes.main:
+            stack.enter_context(exclusive_run(run_dir, "" if elastic is None else ELASTIC))
+
+    _prepare_run_dir(records, job, here, root, trainer.checkpoint_callback, lock)
+    aggregator = None
+    if writes and trainer.enable_telemetry:
+        if processes.main:
+            board = any(logger.shows_telemetry for logger in trainer.loggers)
+            aggregator = _aggregate(records, stack, board=board, separate=processes.new_workers)
+        decided_by_main_rank(here, lambda: None)  # other ranks continue when the records of the run exist
+    return elastic, aggregator
+
+
+def _run_here(trainer: TrainerInterface, job: Job, processes: _Processes, stack: contextlib.ExitStack) -> Any:
+    """Execute the job in this process, alone or as a rank of a launch; returns its results."""
+    signals, here = (signal.SIGINT, *termination_signals()), processes.here
+    stack.enter_context(interruptible(job.stage, trainer.request_stop, signals))
+    if here is None or processes.alone:
+        here = World(device=device_of(trainer.device_ids[0], trainer.accelerator))
+        return execute(trainer, job, here).results
+    with cluster_run.watched(here), cluster.shows_rank(here):
+        results = execute(trainer, job, here).results
+    if trainer.strategy.traits.lockstep:  # else ranks end independently of each other
+        await_departure(trainer.world)  # the script may exit now, and no supervisor keeps this process alive
+    return results
 
 
 def _check_started(launcher: object) -> None:

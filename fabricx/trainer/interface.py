@@ -33,8 +33,8 @@ from fabricx.session.session import Session
 from fabricx.session.status import FailureLog, StopStatus
 from fabricx.trainer.factory import choose_callbacks, choose_launcher, choose_strategy, launched, several_ranks
 from fabricx.trainer.names import TrainerNames
-from fabricx.trainer.result import RunRecords
 from fabricx.trainer.run_dir import new_run_dir
+from fabricx.trainer.run_records import RunRecords
 from fabricx.trainer.sessions import Returned, Sessions
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fabricx.data.run_data import BatchCounts
     from fabricx.distributed.world import World
     from fabricx.session.status import StopStatus
-    from fabricx.trainer.result import RunRecords
+    from fabricx.trainer.run_records import RunRecords
     from fabricx.trainer.sessions import Sessions
 
 _LIMITS: Final = ("max_epochs", "min_epochs", "max_steps", "min_steps")

@@ -39,9 +39,9 @@ from fabricx.session.checkpoint import restore_requested
 from fabricx.session.session import Session
 from fabricx.telemetry.recorder import NoopRecorder
 from fabricx.trainer.factory import checkpoints_last, listed
+from fabricx.trainer.logging_set_up import open_loggers, open_telemetry
 from fabricx.trainer.module_set_up import check_not_lazy, set_up_evaluation, set_up_module
 from fabricx.trainer.result import Outcome, added_layers, holders
-from fabricx.trainer.run_records import open_loggers, open_telemetry
 from fabricx.trainer.training_set_up import set_up_training
 
 if TYPE_CHECKING:

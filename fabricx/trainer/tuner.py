@@ -31,8 +31,8 @@ from fabricx.launch import cluster
 from fabricx.lightning import adapt_data, adapt_module
 from fabricx.session.status import FailureLog
 from fabricx.trainer.lr_finder import SWEEPS, LRFinder, RateSweep, Sweep
-from fabricx.trainer.result import RunRecords
 from fabricx.trainer.run_dir import newest_checkpoints
+from fabricx.trainer.run_records import RunRecords
 from fabricx.trainer.sessions import Sessions
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ def trained(sampler: Any, ranks: int, position: int = 0, epoch: int = 0, began_w
         feed = make_feed(loader, World(rank=rank, size=ranks), seed=5, began_with=began_with)
         for micro in feed.epoch(epoch, position=position):
             if not micro.empty:
-                batches.setdefault(micro.position, []).extend(micro.data.tolist())
+                batches.setdefault(micro.window_end, []).extend(micro.data.tolist())
     return [set(batches[key]) for key in sorted(batches)]
 
 

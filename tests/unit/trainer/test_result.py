@@ -18,7 +18,8 @@ from fabricx.callbacks import EarlyStopping, ModelCheckpoint
 from fabricx.core.strategy_parts import ShardsWeights
 from fabricx.testing import QUIET, TinyModule
 from fabricx.trainer import attributes as attributes_module
-from fabricx.trainer.result import Outcome, RunRecords, picklable_part
+from fabricx.trainer.result import Outcome, picklable_part
+from fabricx.trainer.run_records import RunRecords
 
 
 def test_what_cannot_be_sent_stays_in_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,15 +134,6 @@ def test_tied_weights_that_have_become_nan_stay_tied() -> None:
     absorbed(module, {name: torch.full_like(value, torch.nan) for name, value in module.state_dict().items()})
     assert module.second.weight is module.first.weight
     assert module.first.weight.isnan().all()
-
-
-def test_the_callers_trainer_adopts_the_records_of_a_run() -> None:
-    ran, caller, module = fx.Trainer(**QUIET), fx.Trainer(**QUIET), TinyModule()
-    ran.state.step, ran.stop.interrupted = 7, True
-    caller.records.adopt(ran.records)
-    caller.attach(module, None)
-    assert (caller.global_step, caller.interrupted, caller.module, caller.datamodule) == (7, True, module, None)
-    assert module.trainer is caller  # as after a run in this process
 
 
 class Stateful(TinyModule):
