@@ -63,7 +63,7 @@ class Averages(Callback):
     def _join_ranks(self) -> None:
         """Make the averages equal on all ranks: collective, called when all ranks hold equal weights."""
 
-    def check_fit(self, trainer: TrainerProtocol, module: Module, global_batch: int | None) -> None:
+    def check_fit(self, trainer: TrainerProtocol, pl_module: Module, global_batch: int | None) -> None:
         several = [type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, Averages)]
         if len(several) > 1:
             raise ValueError(
@@ -71,13 +71,13 @@ class Averages(Callback):
                 "remove all callbacks but one"
             )
 
-    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerProtocol, pl_module: Module, stage: str) -> None:
         self._trains = stage == "fit"
         if self._trains:  # discard the averages of an earlier fit; a checkpoint is restored after `setup`
             self.averages, self._live, self.updates = {}, {}, 0
 
-    def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
-        self._find_tensors(trainer, module)
+    def on_train_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
+        self._find_tensors(trainer, pl_module)
         self._trainer = trainer
         self._start_averaging(trainer)
         if self._live:  # a checkpoint was loaded, which stores the averages as the module's weights
@@ -169,41 +169,41 @@ class Averages(Callback):
                 tensors[number] = buffers[key] = torch.empty_like(written[number], dtype=tensors[number].dtype)
         torch._foreach_copy_(local(tensors), local(written))
 
-    def on_validation_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_validation_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         if self._validate:
             self._join_ranks()
             self._swap_in()
 
-    def on_validation_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_validation_end(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         self._swap_out()
 
-    def on_train_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_end(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         self._join_ranks()
         if self.apply_at_end:
             self._swap_in()
 
-    def on_exception(self, trainer: TrainerProtocol, module: Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: TrainerProtocol, pl_module: Module, exception: BaseException) -> None:
         self._swap_out()
         self._parameters, self._buffers, self._trainer = [], [], None
 
-    def teardown(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def teardown(self, trainer: TrainerProtocol, pl_module: Module, stage: str) -> None:
         self._parameters, self._buffers, self._live, self._trainer = [], [], {}, None
 
     # -- checkpoints --------------------------------------------------------------------------------------------
 
-    def on_save_checkpoint(self, trainer: TrainerProtocol, module: Module, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: TrainerProtocol, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         if self._trainer is None or self._live:  # between runs, or the module holds the averages already
             return
         self._join_ranks()  # in place: the tensors that `state_dict` returned are updated too
         weights = _weights(checkpoint)
         state = checkpoint.get("callbacks", {}).get(self.state_key)  # None if the checkpoint has only weights
-        for name, alias in _aliases(module, self.averages):
+        for name, alias in _aliases(pl_module, self.averages):
             if alias in weights:
                 if state is not None:
                     state["live"][name] = weights[alias]
                 weights[alias] = self.averages[name].to(weights[alias].dtype)
 
-    def on_load_checkpoint(self, trainer: TrainerProtocol, module: Module, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: TrainerProtocol, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         """Resume training from the trained weights, not the averages: servers copy the module's weights at start."""
         state = checkpoint.get("callbacks", {}).get(self.state_key)
         if not self._trains or not state:
@@ -219,7 +219,7 @@ class Averages(Callback):
             return
         weights, live = _weights(checkpoint), state["live"]
         averages = {name: tensor for name, tensor in state["averages"].items() if name in live}
-        for name, alias in _aliases(module, averages):
+        for name, alias in _aliases(pl_module, averages):
             if alias in weights:
                 weights[alias] = live[name]
         state["live"] = {}

@@ -63,5 +63,5 @@ class BatchSizeFinder(Callback):
                 call["module"], call["train_dataloaders"], datamodule=call["datamodule"], **self._arguments
             )
 
-    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerProtocol, pl_module: Module, stage: str) -> None:
         check_tried(self, stage, tried=self._tried)

@@ -37,7 +37,7 @@ class DeviceStatsMonitor(Callback):
         self.cpu_stats = cpu_stats
         self._logged = (-1, "")
 
-    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerProtocol, pl_module: Module, stage: str) -> None:
         if stage != "fit":
             return
         if not trainer.loggers and not trainer.fast_dev_run:
@@ -52,11 +52,11 @@ class DeviceStatsMonitor(Callback):
                     "DeviceStatsMonitor: statistics of the CPU need psutil: pip install psutil, or set cpu_stats=False"
                 ) from None
 
-    def on_train_batch_start(self, trainer: TrainerProtocol, module: Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: TrainerProtocol, pl_module: Module, batch: Any, batch_idx: int) -> None:
         self._log(trainer, "on_train_batch_start", trainer.global_step + 1)
 
     def on_train_batch_end(
-        self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: TrainerProtocol, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._log(trainer, "on_train_batch_end", trainer.global_step)
 

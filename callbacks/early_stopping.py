@@ -87,7 +87,7 @@ def judge(rule: Rule, score: float, best: float, checks_waited: int) -> Decision
         return Decision(best, checks_waited, reason, kinds.NON_FINITE_METRIC)
     if rule.stopping_threshold is not None and sign * score > sign * rule.stopping_threshold:
         reason = f"{score:.4g} is better than the threshold of {rule.stopping_threshold:.4g}"
-        return Decision(score, 0, reason, kinds.STOPPING_THRESHOLD)
+        return Decision(best, checks_waited, reason, kinds.STOPPING_THRESHOLD)
     if rule.divergence_threshold is not None and sign * score < sign * rule.divergence_threshold:
         reason = f"{score:.4g} is worse than the threshold of {rule.divergence_threshold:.4g}"
         return Decision(best, checks_waited, reason, kinds.DIVERGENCE_THRESHOLD)
@@ -197,22 +197,22 @@ class EarlyStopping(Callback):
         """Return a key that distinguishes several `EarlyStopping` callbacks of the same run."""
         return f"EarlyStopping(monitor={self.monitor!r}, mode={self.mode!r})"
 
-    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerProtocol, pl_module: Module, stage: str) -> None:
         self._fitting = stage == "fit"
 
-    def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         if self._stopped_before:
             trainer.print(f"the resumed run had stopped early ({self.reason}); change `patience` to continue training")
             trainer.should_stop, self._stopped_before = True, False
 
-    def on_validation_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_validation_end(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         if not self._fitting or trainer.sanity_checking:
             return
         self._validated = True
         if not reads_at_epoch_end(trainer, self.check_on_train_epoch_end):
             self._check(trainer)
 
-    def on_train_epoch_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_epoch_end(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         if reads_at_epoch_end(trainer, self.check_on_train_epoch_end):
             self._check(trainer)
 

@@ -76,9 +76,9 @@ class EMA(Averages):
 
     # -- averaging ----------------------------------------------------------------------------------------------
 
-    def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
-        self._check_buffers(trainer, module)
-        super().on_train_start(trainer, module)
+    def on_train_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
+        self._check_buffers(trainer, pl_module)
+        super().on_train_start(trainer, pl_module)
 
     def _check_buffers(self, trainer: TrainerProtocol, module: Module) -> None:
         """Refuse to average buffers under an asynchronous strategy, where no rank sees the buffers of every update."""
@@ -95,11 +95,11 @@ class EMA(Averages):
         self._step_seen, self._updates_before = trainer.global_step, self.updates
         self._kept = as_part(trainer.strategy, HasServers).keep_average(self._rule, self._step_seen, self.averages)
 
-    def on_train_batch_start(self, trainer: TrainerProtocol, module: Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: TrainerProtocol, pl_module: Module, batch: Any, batch_idx: int) -> None:
         self._update()  # under asynchronous strategies, a rank receives new weights before a batch
 
     def on_train_batch_end(
-        self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: TrainerProtocol, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._update()
 

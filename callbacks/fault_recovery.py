@@ -216,7 +216,7 @@ class FaultRecovery(Callback):
             self._step_saved, self._step_compared = state_dict["saved"], state_dict["compared"]
             self._next, self._estimated = state_dict["next"]
 
-    def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         hidden = as_part(trainer.strategy, HidesGradients).hides_gradients
         if self.bad_gradients == "skip" and hidden and not trainer.strategy.traits.synchronous:
             raise ValueError(
@@ -233,9 +233,9 @@ class FaultRecovery(Callback):
             again = max(0, trainer.session.failures.step_reached - step)
             trainer.session.metrics.loggers.event("recovery", text, step, steps_again=again, seconds=seconds)
 
-    def _check_gradients(self, trainer: TrainerProtocol, module: Module, optimizer: Optimizer) -> None:
+    def _check_gradients(self, trainer: TrainerProtocol, pl_module: Module, optimizer: Optimizer) -> None:
         optimizers = [optimizer]
-        if module.automatic_optimization:  # an update of all optimizers is skipped as a whole
+        if pl_module.automatic_optimization:  # an update of all optimizers is skipped as a whole
             if optimizer is not trainer.optimizers[0]:
                 return
             optimizers = trainer.optimizers
@@ -249,7 +249,7 @@ class FaultRecovery(Callback):
         if not bool(any_bad):
             return
         if self.bad_gradients != "skip":
-            names = [name for name, parameter in module.named_parameters() if any(parameter is p for p in bad)]
+            names = [name for name, parameter in pl_module.named_parameters() if any(parameter is p for p in bad)]
             where = ", ".join(names) or "another rank"
             _forget_copies(trainer)
             raise FloatingPointError(
@@ -260,16 +260,16 @@ class FaultRecovery(Callback):
         as_part(trainer.strategy, HidesGradients).drop_gradients(parameters)
 
     def on_train_batch_end(
-        self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: TrainerProtocol, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step, every = trainer.global_step, self.compare_every_n_steps
         if every and step % every == 0 and step != self._step_compared:
-            _compare(trainer, module)
+            _compare(trainer, pl_module)
             self._step_compared = step
         if self._due(trainer) and not self._must_skip(trainer):
             self._save(trainer)
 
-    def on_train_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_end(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         trainer.finish_checkpoint()
         if trainer.interrupted or trainer.fast_dev_run:
             return
@@ -277,7 +277,7 @@ class FaultRecovery(Callback):
             shutil.rmtree(self._folder(trainer), ignore_errors=True)  # including incomplete files of killed processes
         if trainer.failures:
             times = f"{len(trainer.failures)} time{'s' if len(trainer.failures) > 1 else ''}"
-            text = f"recovered {times}{_account(trainer, module)}"
+            text = f"recovered {times}{_account(trainer, pl_module)}"
             lost = as_part(trainer.strategy, HasServers).lost_with_worker
             if not trainer.strategy.traits.lockstep and trainer.session.fault_tolerance.metric_objects:
                 lost = ["updates of torchmetrics objects in an epoch", *lost]

@@ -170,23 +170,23 @@ class BaseFinetuning(Callback):
 
     # -- hooks --------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerProtocol, pl_module: Module, stage: str) -> None:
         if stage != "fit":
             return
         _check_strategy(self, trainer)
         self._newest_epoch = -1
-        self.freeze_before_training(module)
+        self.freeze_before_training(pl_module)
 
-    def on_fit_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_fit_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         for optimizer in trainer.optimizers:
-            let_groups_grow(optimizer, module)
+            let_groups_grow(optimizer, pl_module)
 
-    def on_train_epoch_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_epoch_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         epoch = trainer.current_epoch
         if epoch > self._newest_epoch:  # not if a run resumes within the epoch
             self._newest_epoch = epoch
             for optimizer in trainer.optimizers:
-                self.finetune_function(module, epoch, optimizer)
+                self.finetune_function(pl_module, epoch, optimizer)
         for schedule in trainer.lr_schedulers:
             extend_schedule(schedule.scheduler)
 
@@ -244,13 +244,13 @@ class BackboneFinetuning(BaseFinetuning):
         self.verbose, self.rounding = verbose, rounding
         self.previous_backbone_lr: float | None = None
 
-    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
-        if stage == "fit" and not isinstance(getattr(module, "backbone", None), nn.Module):
+    def setup(self, trainer: TrainerProtocol, pl_module: Module, stage: str) -> None:
+        if stage == "fit" and not isinstance(getattr(pl_module, "backbone", None), nn.Module):
             raise ValueError(
-                f"BackboneFinetuning: {type(module).__name__} has no `backbone`: assign the layers to self.backbone in "
-                "__init__, or derive from BaseFinetuning"
+                f"BackboneFinetuning: {type(pl_module).__name__} has no `backbone`: assign the layers to self.backbone "
+                "in __init__, or derive from BaseFinetuning"
             )
-        super().setup(trainer, module, stage)
+        super().setup(trainer, pl_module, stage)
 
     def freeze_before_training(self, module: Any) -> None:
         self.freeze(module.backbone, train_bn=self.train_bn)
@@ -276,9 +276,9 @@ class BackboneFinetuning(BaseFinetuning):
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "previous_backbone_lr": self.previous_backbone_lr}
 
-    def on_fit_start(self, trainer: TrainerProtocol, module: Module) -> None:
-        super().on_fit_start(trainer, module)
-        backbone: Any = module.backbone
+    def on_fit_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
+        super().on_fit_start(trainer, pl_module)
+        backbone: Any = pl_module.backbone
         frozen = {id(p): f"backbone.{name}" for name, p in backbone.named_parameters() if not p.requires_grad}
         for optimizer in trainer.optimizers:
             known = [frozen[id(p)] for group in optimizer.param_groups for p in group["params"] if id(p) in frozen]

@@ -62,7 +62,7 @@ class GradientAccumulation(Callback):
         """
         return next((n for start, n in reversed(self.scheduling.items()) if start <= epoch), 1)
 
-    def check_fit(self, trainer: Any, module: Module, global_batch: int | None) -> None:
+    def check_fit(self, trainer: Any, pl_module: Module, global_batch: int | None) -> None:
         if trainer.accumulate_grad_batches != 1 and not self._applies:  # an error has ended the fit before
             raise ValueError(
                 f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and GradientAccumulation("
@@ -70,17 +70,17 @@ class GradientAccumulation(Callback):
                 "or the callback"
             )
 
-    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerProtocol, pl_module: Module, stage: str) -> None:
         self._applies = self._applies or stage == "fit"
 
-    def on_load_checkpoint(self, trainer: TrainerProtocol, module: Module, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: TrainerProtocol, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         if self._applies:  # the data position within an epoch depends on it
             trainer.accumulate_grad_batches = self.batches_at(checkpoint["state"]["epoch"])
 
-    def on_train_epoch_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_epoch_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         trainer.accumulate_grad_batches = self.batches_at(trainer.current_epoch)
 
-    def teardown(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def teardown(self, trainer: TrainerProtocol, pl_module: Module, stage: str) -> None:
         if stage == "fit" and self._applies:
             trainer.accumulate_grad_batches, self._applies = 1, False
 

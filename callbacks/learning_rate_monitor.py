@@ -127,7 +127,7 @@ class LearningRateMonitor(Callback):
         self._logged_step = -1
         self._in_batch = False
 
-    def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         if not trainer.loggers and not trainer.fast_dev_run:
             raise ValueError(
                 "LearningRateMonitor: the run has no logger (logger=False); enable a logger or remove the callback"
@@ -167,17 +167,17 @@ class LearningRateMonitor(Callback):
         names = rate_names(trainer.optimizers, self._schedule_names)
         return [[f"{self.log_key_prefix}{name}" for name in of_groups] for of_groups in names]
 
-    def on_train_batch_start(self, trainer: TrainerProtocol, module: Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: TrainerProtocol, pl_module: Module, batch: Any, batch_idx: int) -> None:
         # Before the step, because a scheduler may change the rate directly after it.
         self._in_batch = True
         self._log_step(trainer)
 
     def on_train_batch_end(
-        self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: TrainerProtocol, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._in_batch = False
 
-    def on_before_optimizer_step(self, trainer: TrainerProtocol, module: Module, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: TrainerProtocol, pl_module: Module, optimizer: Any) -> None:
         if not self._in_batch:  # a rank without a sample of the batch, which may be the main rank
             self._log_step(trainer)
 
@@ -187,7 +187,7 @@ class LearningRateMonitor(Callback):
             self._logged_step = step
             self._log(trainer, step, "step")
 
-    def on_train_epoch_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_epoch_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         # A batch number above 0 means that the resumed run began this epoch, and logged it.
         if self.logging_interval != "step" and not trainer.state.batch:
             self._log(trainer, trainer.global_step, "epoch")

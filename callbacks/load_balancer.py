@@ -100,7 +100,7 @@ class LoadBalancer(Callback):
 
     # -- before training --------------------------------------------------------------------------------------------
 
-    def check_fit(self, trainer: TrainerProtocol, module: Module, global_batch: int | None) -> None:
+    def check_fit(self, trainer: TrainerProtocol, pl_module: Module, global_batch: int | None) -> None:
         strategy, ranks = trainer.strategy, len(trainer.device_ids) * trainer.num_nodes
         ranks = max(ranks, trainer.world.axis("data").size)
         if ranks == 1 or not strategy.traits.lockstep:
@@ -113,7 +113,7 @@ class LoadBalancer(Callback):
                 f"LoadBalancer: {name} computes the samples of a data rank on several ranks, whose speeds can't be "
                 "balanced separately; remove the callback"
             )
-        if not module.automatic_optimization:
+        if not pl_module.automatic_optimization:
             raise ValueError(
                 "LoadBalancer: manual optimization doesn't weight losses by the samples of a rank; use automatic "
                 "optimization, or remove the callback"
@@ -123,7 +123,7 @@ class LoadBalancer(Callback):
                 "LoadBalancer: the global batches of this data can't be divided; use a map-style DataLoader with "
                 "batch_size and without batch_sampler, and use_distributed_sampler=True"
             )
-        together = trainer.sync_batchnorm or synchronised(module)
+        together = trainer.sync_batchnorm or synchronised(pl_module)
         if together and (self.max_batch_size is not None or trainer.accumulate_grad_batches > 1):
             raise ValueError(
                 "LoadBalancer: SyncBatchNorm normalises the samples that ranks compute at a time, which depend on the "
@@ -137,10 +137,10 @@ class LoadBalancer(Callback):
         if isinstance(self.shares, list) and len(self.shares) != ranks:
             raise ValueError(f"LoadBalancer: {len(self.shares)} shares for {ranks} ranks; pass a share for each rank")
 
-    def on_fit_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_fit_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         self._generation = -1
-        self.check_fit(trainer, module, trainer.session.data.train_feed.global_batch)
-        if trainer.world.main_rank and has_own_statistics(module):
+        self.check_fit(trainer, pl_module, trainer.session.data.train_feed.global_batch)
+        if trainer.world.main_rank and has_own_statistics(pl_module):
             warnings.warn(
                 "LoadBalancer: batch normalisation uses the statistics of each rank's samples, whose number will "
                 "differ between ranks, so that results differ from those with equal shares; "
@@ -148,7 +148,7 @@ class LoadBalancer(Callback):
                 stacklevel=2,
             )
 
-    def on_train_epoch_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_epoch_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         if self._inactive(trainer) or self._generation == trainer.world.generation:
             return
         resumed = self._saved if self._generation < 0 and trainer.world.generation == 0 else []
@@ -213,13 +213,13 @@ class LoadBalancer(Callback):
         self._computing: deque[tuple[int, list[_Computed]]] = deque()
         self._ended = _clock()
 
-    def on_train_batch_start(self, trainer: TrainerProtocol, module: Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: TrainerProtocol, pl_module: Module, batch: Any, batch_idx: int) -> None:
         if self._policy is not None:
             self._pauses.clear()
             self._begun = _now(trainer)
             self._samples += trainer.session.metrics.logbook.size or 0
 
-    def on_before_backward(self, trainer: TrainerProtocol, module: Module, loss: Tensor) -> None:
+    def on_before_backward(self, trainer: TrainerProtocol, pl_module: Module, loss: Tensor) -> None:
         if self._begun is None or not loss.requires_grad:
             return
         begun, self._begun = self._begun, None
@@ -231,7 +231,7 @@ class LoadBalancer(Callback):
         loss.register_hook(lambda _: Variable._execution_engine.queue_callback(computed))  # type: ignore[attr-defined]
 
     def on_train_batch_end(
-        self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: TrainerProtocol, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         policy = self._policy
         if policy is None or trainer.global_step == self._step:
@@ -296,10 +296,10 @@ class LoadBalancer(Callback):
         measurement = [speed, spread, statistics.median(self._steps)]
         return torch.tensor(measurement, dtype=torch.float32, device=trainer.world.device)
 
-    def on_exception(self, trainer: TrainerProtocol, module: Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: TrainerProtocol, pl_module: Module, exception: BaseException) -> None:
         self._start_alarm(None)
 
-    def on_train_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_end(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         if self._alarm is not None:
             trainer.world.barrier()  # a peer may still wait for this rank's answer to a request
         self._start_alarm(None)

@@ -58,15 +58,15 @@ class LearningRateFinder(Callback):
             early_stop_threshold=self.early_stop_threshold, update_attr=self.update_attr, attr_name=self.attr_name,
         )  # fmt: skip
 
-    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerProtocol, pl_module: Module, stage: str) -> None:
         check_tried(self, stage, tried=self._tried)
 
-    def lr_find(self, trainer: Any, module: Any) -> None:
+    def lr_find(self, trainer: Any, pl_module: Any) -> None:
         """Raise an error: a search within a run is not supported.
 
         Args:
             trainer: the run's trainer.
-            module: the run's module.
+            pl_module: the run's module.
         """
         raise ValueError(
             "LearningRateFinder.lr_find can't search within a run: call fx.Tuner(trainer).lr_find(module, ...) "

@@ -200,7 +200,7 @@ class ModelCheckpoint(Checkpoint, NameParts):
 
     # -- schedule -----------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerProtocol, pl_module: Module, stage: str) -> None:
         self._fitting, self._resumed = stage == "fit", False
         if self._fitting:
             folder = trainer.run_dir or trainer.default_root_dir
@@ -209,7 +209,7 @@ class ModelCheckpoint(Checkpoint, NameParts):
             if saves and trainer.world.main_rank and is_local(self._folder):
                 check_writable(self._folder)
 
-    def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         if trainer.world.main_rank and self.save_top_k and not trainer.fast_dev_run and is_local(self._folder):
             resumes = trainer.global_step or trainer.state.attempt or self._resumed
             if not resumes and self._chosen_dirpath is not None:
@@ -229,7 +229,7 @@ class ModelCheckpoint(Checkpoint, NameParts):
             self._on_step(trainer)
 
     def on_train_batch_end(
-        self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: TrainerProtocol, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if trainer.global_step != self._step_handled:  # else within an accumulation window
             self._on_step(trainer)
@@ -245,11 +245,11 @@ class ModelCheckpoint(Checkpoint, NameParts):
             self._save_or_wait(trainer, complain=trainer.current_epoch > 0 and validated)
         self._step_handled = step
 
-    def on_validation_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_validation_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         if self._fitting and self.monitor is not None:
             self._metric.validation_starts(trainer.callback_metrics.get(self.monitor))
 
-    def on_validation_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_validation_end(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         if not self._fitting or trainer.sanity_checking:
             return
         self._metric.validation_ends(trainer.callback_metrics.get(self.monitor or ""), trainer.global_step)
@@ -258,14 +258,14 @@ class ModelCheckpoint(Checkpoint, NameParts):
             # Metrics of a training epoch exist only after its end. An epoch of unknown length may never end: complain.
             self._save_or_wait(trainer, complain=trainer.num_training_batches == math.inf)
 
-    def on_train_epoch_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_epoch_end(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         at_epoch_end = reads_at_epoch_end(trainer, self.save_on_train_epoch_end)
         if self._waiting or (at_epoch_end and self._epoch_due(trainer)) or self._interval_passed(trainer):
             complete = trainer.state.closing  # False: the run stops in the middle of the epoch
             validated = self._metric.validated_step >= 0 or not has_validation(trainer)
             self._save_or_wait(trainer, complain=complete and validated)
 
-    def on_train_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_end(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         if trainer.fast_dev_run:
             return
         lost = self._finish(trainer)
@@ -288,7 +288,7 @@ class ModelCheckpoint(Checkpoint, NameParts):
         elif self.save_last:
             self._save_last_alone(trainer)
 
-    def on_exception(self, trainer: TrainerProtocol, module: Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: TrainerProtocol, pl_module: Module, exception: BaseException) -> None:
         # Saving is collective, whereas an error usually occurs on a single rank.
         saves = self.save_on_exception and (self.save_top_k or self.save_last) and self._fitting
         if not saves or trainer.world.size > 1 or trainer.fast_dev_run or trainer.global_step == self._step_saved:
@@ -299,7 +299,7 @@ class ModelCheckpoint(Checkpoint, NameParts):
         except Exception as error:  # warn only, so that the user sees the first error
             warnings.warn(f"could not save a checkpoint after the error: {error}", stacklevel=2)
 
-    def teardown(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def teardown(self, trainer: TrainerProtocol, pl_module: Module, stage: str) -> None:
         self._fitting = False
         self._metric.forget_validation()
 
@@ -373,7 +373,9 @@ class ModelCheckpoint(Checkpoint, NameParts):
             return
         self.current_score = torch.tensor(score) if self.monitor is not None else None
         self._names.warn_of_absent(metrics)
-        path = self._free_path(trainer, self._ranked_name(metrics), displaced)
+        # Without a monitor, a name that stays the same is the newest checkpoint, also if all are kept.
+        replaced = self._records.best_path if self.monitor is None else displaced
+        path = self._free_path(trainer, self._ranked_name(metrics), replaced)
         before = self._records.copy()
         # The checkpoint contains this callback's state, which must already list the new checkpoint.
         others = {other: value for other, value in self._records.models.items() if other != displaced}

@@ -268,20 +268,20 @@ class ModelSummary(Callback):
         summarize(nn.Module(), max_depth)  # report an invalid depth now, not when training begins
         self.max_depth = max_depth
 
-    def on_fit_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_fit_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         if not trainer.world.main_rank:
             return
         # The forward of a divided model needs all ranks, and this is the main rank only.
-        example = getattr(module, "example_input_array", None) if trainer.world.size == 1 else None
+        example = getattr(pl_module, "example_input_array", None) if trainer.world.size == 1 else None
         if example is not None:
             convert = trainer.session.precision.convert_batch()
             example = to_device(example, trainer.session.world.device)
             example = example if convert is None else convert(example)
 
         def forward(*args: Any, **options: Any) -> Any:
-            return trainer.session.precision.wrap_step(functools.partial(module, **options))(*args)
+            return trainer.session.precision.wrap_step(functools.partial(pl_module, **options))(*args)
 
-        summary = summarize(module, self.max_depth, forward=forward, example=example)
+        summary = summarize(pl_module, self.max_depth, forward=forward, example=example)
         if sys.stdout.isatty():
             _print_table(summary)
         else:

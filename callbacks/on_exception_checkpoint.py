@@ -50,25 +50,25 @@ class OnExceptionCheckpoint(Callback):
         """Return the path of the checkpoint."""
         return str(as_path(self.dirpath) / f"{self.filename}{self.FILE_EXTENSION}")
 
-    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerProtocol, pl_module: Module, stage: str) -> None:
         self._fitting = stage == "fit" and not trainer.fast_dev_run
 
-    def on_train_batch_start(self, trainer: TrainerProtocol, module: Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: TrainerProtocol, pl_module: Module, batch: Any, batch_idx: int) -> None:
         self._updating = False
 
-    def on_before_optimizer_step(self, trainer: TrainerProtocol, module: Module, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: TrainerProtocol, pl_module: Module, optimizer: Any) -> None:
         self._updating = True  # weights may be half updated until the next batch
 
     def on_train_batch_end(
-        self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: TrainerProtocol, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._updating = False
 
-    def on_train_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_end(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         if trainer.interrupted and self._fitting:
             self._save(trainer)
 
-    def on_exception(self, trainer: TrainerProtocol, module: Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: TrainerProtocol, pl_module: Module, exception: BaseException) -> None:
         if not self._fitting or trainer.world.size > 1:
             return
         try:

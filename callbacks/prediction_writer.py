@@ -56,7 +56,7 @@ class BasePredictionWriter(Callback):
     def write_on_batch_end(
         self,
         trainer: Any,
-        module: Any,
+        pl_module: Any,
         prediction: Any,
         batch_indices: Sequence[int] | None,
         batch: Any,
@@ -67,7 +67,7 @@ class BasePredictionWriter(Callback):
 
         Args:
             trainer: the run's trainer.
-            module: module that predicts.
+            pl_module: module that predicts.
             prediction: result of `predict_step`.
             batch_indices: positions of the batch's samples in the data set; None for data without positions, such as an
                 `IterableDataset`.
@@ -80,7 +80,7 @@ class BasePredictionWriter(Callback):
     def write_on_epoch_end(
         self,
         trainer: Any,
-        module: Any,
+        pl_module: Any,
         predictions: Sequence[Any],
         batch_indices: Sequence[Sequence[Sequence[int] | None]],
     ) -> None:
@@ -88,13 +88,13 @@ class BasePredictionWriter(Callback):
 
         Args:
             trainer: the run's trainer.
-            module: module that predicts.
+            pl_module: module that predicts.
             predictions: result of `predict_step` for each batch; with several loaders a list for each loader.
             batch_indices: for each loader a list with the positions of each batch's samples in the data set.
         """
         raise NotImplementedError
 
-    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerProtocol, pl_module: Module, stage: str) -> None:
         if stage != "predict":
             return
         hooks = {"batch": "write_on_batch_end", "epoch": "write_on_epoch_end"}
@@ -105,18 +105,18 @@ class BasePredictionWriter(Callback):
                     f"write_interval={str(self.interval)!r}, but {type(self).__name__} has no {name}: define it"
                 )
 
-    def on_predict_epoch_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_predict_epoch_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         self._outputs, self._indices = [], []
 
     def on_predict_batch_end(
-        self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int,
+        self, trainer: TrainerProtocol, pl_module: Module, outputs: Any, batch: Any, batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:  # fmt: skip
         if not trainer.world.represents:  # ranks of a mesh that compute a share together have the same outputs
             return
         indices = trainer.session.batch.indices
         if self.interval.on_batch:
-            self.write_on_batch_end(trainer, module, outputs, indices, batch, batch_idx, dataloader_idx)
+            self.write_on_batch_end(trainer, pl_module, outputs, indices, batch, batch_idx, dataloader_idx)
         if self.interval.on_epoch:
             while len(self._outputs) <= dataloader_idx:
                 self._outputs.append([])
@@ -124,11 +124,11 @@ class BasePredictionWriter(Callback):
             self._outputs[dataloader_idx].append(cpu(outputs))
             self._indices[dataloader_idx].append(indices)
 
-    def on_predict_epoch_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_predict_epoch_end(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         if not self.interval.on_epoch or not trainer.world.represents:
             return
         loaders = len(trainer.num_predict_batches)
         outputs = self._outputs + [[] for _ in range(loaders - len(self._outputs))]  # loaders without a batch here
         indices = self._indices + [[] for _ in range(loaders - len(self._indices))]
         self._outputs, self._indices = [], []
-        self.write_on_epoch_end(trainer, module, outputs if loaders > 1 else outputs[0], indices)
+        self.write_on_epoch_end(trainer, pl_module, outputs if loaders > 1 else outputs[0], indices)

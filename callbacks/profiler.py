@@ -23,7 +23,7 @@ class Profiler(Callback):
 
     needs_all_ranks: ClassVar[bool] = True
 
-    def check_fit(self, trainer: TrainerProtocol, module: Module, global_batch: int | None) -> None:
+    def check_fit(self, trainer: TrainerProtocol, pl_module: Module, global_batch: int | None) -> None:
         if not trainer.enable_telemetry or not trainer.writes:
             warnings.warn(
                 "Profiler: nothing is recorded in this run, so no table is printed; set enable_telemetry=True, and a "
@@ -31,7 +31,7 @@ class Profiler(Callback):
                 stacklevel=2,
             )
 
-    def on_train_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_end(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         if not trainer.enable_telemetry or not trainer.writes:
             return
         by_rank = trainer.world.gather_objects(trainer.session.recorder.totals())

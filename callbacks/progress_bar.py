@@ -149,14 +149,14 @@ class ProgressBar(Callback):
         self._enabled = False
         self._close()
 
-    def get_metrics(self, trainer: Any, module: Any) -> dict[str, Any]:
+    def get_metrics(self, trainer: Any, pl_module: Any) -> dict[str, Any]:
         """Return the values to show; called on the main rank when the display is updated.
 
         The first value, `v_num`, is the version of the logger (of a text, the last 4 characters), if it has one.
 
         Args:
             trainer: the run's trainer.
-            module: module that is trained.
+            pl_module: module that is trained.
         """
         return {**_version(trainer.loggers), **trainer.progress_bar_metrics}
 
@@ -172,7 +172,7 @@ class ProgressBar(Callback):
 
     # -- stages -------------------------------------------------------------------------------------------------
 
-    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerProtocol, pl_module: Module, stage: str) -> None:
         self._close()
         self._trainer = trainer
         self._open(trainer)
@@ -183,10 +183,10 @@ class ProgressBar(Callback):
             usual = _LINES_S if isinstance(self._screen, Lines) else _TERMINAL_S
             self._every_s = usual if self._chosen_s is None else self._chosen_s
 
-    def teardown(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def teardown(self, trainer: TrainerProtocol, pl_module: Module, stage: str) -> None:
         self._close()
 
-    def on_exception(self, trainer: TrainerProtocol, module: Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: TrainerProtocol, pl_module: Module, exception: BaseException) -> None:
         self._close()
 
     def _close(self) -> None:
@@ -224,7 +224,7 @@ class ProgressBar(Callback):
 
     # -- training -----------------------------------------------------------------------------------------------
 
-    def on_train_epoch_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_epoch_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         if self._screen is None:  # this rank may have become the main rank after the death of a worker
             self._open(trainer)
         self._stages.clear()  # remove stages that a failure interrupted
@@ -234,26 +234,26 @@ class ProgressBar(Callback):
         self._begin(label, trainer.num_training_batches, trainer.state.batch)
 
     def on_train_batch_end(
-        self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: TrainerProtocol, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if time.monotonic() >= self._next:
-            self._draw(batch_idx + 1, self.get_metrics(trainer, module))
+            self._draw(batch_idx + 1, self.get_metrics(trainer, pl_module))
 
-    def on_train_epoch_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_epoch_end(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         if self._screen is not None:
-            self._end(trainer.state.batch, self.get_metrics(trainer, module))
+            self._end(trainer.state.batch, self.get_metrics(trainer, pl_module))
 
     # -- evaluation ---------------------------------------------------------------------------------------------
 
-    def on_validation_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_validation_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         self._begin_evaluation(
             trainer, self.sanity_check_description if trainer.sanity_checking else self.validation_description
         )
 
-    def on_test_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_test_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         self._begin_evaluation(trainer, self.test_description)
 
-    def on_predict_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_predict_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         self._begin_evaluation(trainer, self.predict_description)
 
     def _begin_evaluation(self, trainer: TrainerProtocol, label: str) -> None:
@@ -271,7 +271,7 @@ class ProgressBar(Callback):
     def on_validation_batch_end(
         self,
         trainer: TrainerProtocol,
-        module: Module,
+        pl_module: Module,
         outputs: Any,
         batch: Any,
         batch_idx: int,
@@ -282,7 +282,7 @@ class ProgressBar(Callback):
     def on_test_batch_end(
         self,
         trainer: TrainerProtocol,
-        module: Module,
+        pl_module: Module,
         outputs: Any,
         batch: Any,
         batch_idx: int,
@@ -293,7 +293,7 @@ class ProgressBar(Callback):
     def on_predict_batch_end(
         self,
         trainer: TrainerProtocol,
-        module: Module,
+        pl_module: Module,
         outputs: Any,
         batch: Any,
         batch_idx: int,
@@ -301,13 +301,13 @@ class ProgressBar(Callback):
     ) -> None:
         self._evaluated(trainer, batch_idx, dataloader_idx)
 
-    def on_validation_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_validation_end(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         self._end_evaluation(trainer)
 
-    def on_test_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_test_end(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         self._end_evaluation(trainer)
 
-    def on_predict_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_predict_end(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         self._end_evaluation(trainer)
 
     def _end_evaluation(self, trainer: TrainerProtocol) -> None:

@@ -108,7 +108,7 @@ class StochasticWeightAveraging(Callback):
         start = self.swa_epoch_start
         return max(0, (int(max_epochs * start) if isinstance(start, float) else start) - 1)
 
-    def check_fit(self, trainer: TrainerProtocol, module: Module, global_batch: int | None) -> None:
+    def check_fit(self, trainer: TrainerProtocol, pl_module: Module, global_batch: int | None) -> None:
         others = [type(callback).__name__ for callback in trainer.callbacks if isinstance(callback, Averages)]
         if others:
             raise ValueError(
@@ -116,7 +116,7 @@ class StochasticWeightAveraging(Callback):
                 "that one of the averages would be lost: remove one of them"
             )
 
-    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerProtocol, pl_module: Module, stage: str) -> None:
         if stage != "fit":
             return
         strategy = trainer.strategy
@@ -132,7 +132,7 @@ class StochasticWeightAveraging(Callback):
             )
         if trainer.max_epochs is None or trainer.max_epochs < 1:
             raise ValueError("StochasticWeightAveraging averages the last epochs: set max_epochs")
-        if any(isinstance(part, _BatchNorm) for part in module.modules()):
+        if any(isinstance(part, _BatchNorm) for part in pl_module.modules()):
             raise ValueError(
                 "StochasticWeightAveraging: the statistics of batch normalisation belong to the weights of the last "
                 "step and not to the average; use EMA(use_buffers=True), or GroupNorm"
@@ -147,7 +147,7 @@ class StochasticWeightAveraging(Callback):
         self._first_rates, self._rates = [], []
 
     @torch.no_grad()
-    def on_train_epoch_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_epoch_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         start, epoch = self.swa_start(trainer.max_epochs or 0), trainer.current_epoch
         # A run that resumes within an epoch has its rates from the checkpoint, where schedules may have changed them.
         if epoch < start or epoch <= self._newest_epoch:
@@ -167,9 +167,9 @@ class StochasticWeightAveraging(Callback):
         ]
         self._set_rates(groups)
         self._newest_epoch = epoch
-        self._add(module)
+        self._add(pl_module)
 
-    def on_before_optimizer_step(self, trainer: TrainerProtocol, module: Module, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: TrainerProtocol, pl_module: Module, optimizer: Any) -> None:
         # At each step, since schedules change the rates, and on all ranks, also without a sample of the batch.
         if self._rates:
             self._set_rates([group for other in trainer.optimizers for group in other.param_groups])
@@ -191,10 +191,10 @@ class StochasticWeightAveraging(Callback):
         self.n_averaged += 1
 
     @torch.no_grad()
-    def on_train_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_end(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         if trainer.interrupted:  # the checkpoint of an interrupted run has the trained weights
             return
-        for name, parameter in module.named_parameters():
+        for name, parameter in pl_module.named_parameters():
             if name in self.averages:
                 parameter.copy_(self.averages[name])
 

@@ -117,7 +117,7 @@ class Timer(Callback):
         if stage in self._begun:
             self._ended[stage] = time.monotonic()
 
-    def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         self._begin("train")
         remaining = self.time_remaining()
         self._stopped = False
@@ -127,13 +127,13 @@ class Timer(Callback):
             trainer.request_stop(self._announce(trainer))
 
     def on_train_batch_end(
-        self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: TrainerProtocol, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self.interval == "step" and time.monotonic() >= self._limit and not self._stopped:
             self._stopped = True
             trainer.request_stop(self._announce(trainer))
 
-    def on_train_epoch_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_epoch_end(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         # A single broadcast per epoch: the main rank's clock decides for all ranks.
         if self.interval == "epoch" and self.duration is not None and not self._stopped:
             self._stopped = bool(trainer.world.broadcast_object(time.monotonic() >= self._limit))
@@ -147,34 +147,34 @@ class Timer(Callback):
             trainer.print(text)
         return text
 
-    def on_train_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_end(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         self._end("train")
         self._limit = float("inf")
 
-    def on_sanity_check_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_sanity_check_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         self._begin("sanity_check")
 
-    def on_sanity_check_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_sanity_check_end(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         self._end("sanity_check")
 
-    def on_validation_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_validation_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         if not trainer.sanity_checking:
             self._begin("validate")
 
-    def on_validation_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_validation_end(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         if not trainer.sanity_checking:
             self._end("validate")
 
-    def on_test_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_test_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         self._begin("test")
 
-    def on_test_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_test_end(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         self._end("test")
 
-    def on_predict_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_predict_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         self._begin("predict")
 
-    def on_predict_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_predict_end(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         self._end("predict")
 
     def state_dict(self) -> dict[str, Any]:

@@ -37,16 +37,16 @@ class Tracing(Callback):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_profiler": None}
 
-    def check_fit(self, trainer: TrainerProtocol, module: Module, global_batch: int | None) -> None:
+    def check_fit(self, trainer: TrainerProtocol, pl_module: Module, global_batch: int | None) -> None:
         if not trainer.enable_telemetry or not trainer.writes:
             raise ValueError(
                 "Tracing: nothing is recorded in this run; set enable_telemetry=True and enable a logger or checkpoints"
             )
 
-    def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         trainer.session.recorder.trace_laps(on=self.steps is None)
 
-    def on_train_batch_start(self, trainer: TrainerProtocol, module: Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: TrainerProtocol, pl_module: Module, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step + 1  # the weight update that this batch contributes to
         if self.steps is not None:
             trainer.session.recorder.trace_laps(on=self.steps[0] <= step <= self.steps[1])
@@ -59,16 +59,16 @@ class Tracing(Callback):
         self._profiler.start()
 
     def on_train_batch_end(
-        self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: TrainerProtocol, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if self._profiler is not None and self.operators is not None and trainer.global_step >= self.operators[1]:
             self._end(trainer)
 
-    def on_train_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_end(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         self._end(trainer)
         self._profiled = False
 
-    def on_exception(self, trainer: TrainerProtocol, module: Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: TrainerProtocol, pl_module: Module, exception: BaseException) -> None:
         self._end(trainer)
 
     def _end(self, trainer: TrainerProtocol) -> None:

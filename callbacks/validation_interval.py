@@ -37,10 +37,10 @@ class ValidationInterval(Callback):
         self._step = 0
         self._fitting = False
 
-    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
+    def setup(self, trainer: TrainerProtocol, pl_module: Module, stage: str) -> None:
         self._fitting = stage == "fit"
 
-    def on_train_start(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         if not trainer.strategy.traits.lockstep and trainer.world.size > 1:
             raise ValueError(
                 f"val_check_interval={self.interval}: ranks of this strategy train at their own pace, and meet for a "
@@ -53,7 +53,7 @@ class ValidationInterval(Callback):
         self._clock.start(self._step)
 
     def on_train_batch_end(
-        self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: TrainerProtocol, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         step, every = trainer.global_step, trainer.check_val_every_n_epoch
         if step == self._step:  # within an accumulation window
@@ -64,7 +64,7 @@ class ValidationInterval(Callback):
         if sum(trainer.num_val_batches) and self._clock.due(step, trainer.world):
             trainer.session.state.request_validation()
 
-    def on_validation_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_validation_end(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         if self._fitting and not trainer.sanity_checking:
             self._start(trainer)
 

@@ -60,8 +60,8 @@ class WeightAveraging(Averages):
         """
         return step_idx is not None
 
-    def setup(self, trainer: TrainerProtocol, module: Module, stage: str) -> None:
-        super().setup(trainer, module, stage)
+    def setup(self, trainer: TrainerProtocol, pl_module: Module, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
         self._newest = [0, -1] if stage == "fit" else self._newest
         strategy = trainer.strategy
         if stage == "fit" and (isinstance(strategy, HasServers) or not strategy.traits.synchronous):
@@ -74,11 +74,11 @@ class WeightAveraging(Averages):
         self._move_averages()
 
     def on_train_batch_end(
-        self, trainer: TrainerProtocol, module: Module, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: TrainerProtocol, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._update()
 
-    def on_train_epoch_end(self, trainer: TrainerProtocol, module: Module) -> None:
+    def on_train_epoch_end(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         epoch = trainer.current_epoch
         if epoch > self._newest[1] and self.should_update(epoch_idx=epoch):
             self._average()

@@ -124,6 +124,10 @@ class CheckpointError(FabricxError):
             )
 
 
+class MissingCheckpoint(CheckpointError, FileNotFoundError, ValueError):
+    """There is no checkpoint at a path."""
+
+
 class NotPicklable(TypeError):
     """An object for the worker processes cannot be pickled; the message names the attribute."""
 

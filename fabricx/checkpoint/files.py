@@ -20,7 +20,7 @@ import torch
 from fabricx.checkpoint import archive
 from fabricx.checkpoint.storage import Place, as_path, discard, is_local
 from fabricx.distributed import plain_data
-from fabricx.errors import CheckpointError
+from fabricx.errors import CheckpointError, MissingCheckpoint
 
 FORMAT: Final = 3  # written only if there are objects, whose places earlier versions would take for dicts
 _WITHOUT_OBJECTS: Final = 2
@@ -165,10 +165,13 @@ def read_manifest(path: Place) -> dict[str, Any]:
         path: path of the checkpoint.
 
     Raises:
+        MissingCheckpoint: there is no such file or folder.
         CheckpointError: the checkpoint is incomplete, has a newer format, or names files outside of its folder.
     """
     path = as_path(path)
     if not is_committed(path):
+        if not path.exists():
+            raise MissingCheckpoint(f"there is no checkpoint {path}")
         raise CheckpointError(f"{path} is not a complete checkpoint: it has no {MARKER}, which is written last")
     if path.is_file():
         return _of_this_format(path, archive.read_record(path))

@@ -171,12 +171,12 @@ class Callback(NamesChecked):
 
     # the run as a whole
 
-    def check_fit(self, trainer: AnyTrainer, module: Module, global_batch: int | None) -> None:
+    def check_fit(self, trainer: AnyTrainer, pl_module: Module, global_batch: int | None) -> None:
         """Raise an error if the callback doesn't support the run, before worker processes start.
 
         Args:
             trainer: the run's trainer.
-            module: the run's module.
+            pl_module: the run's module.
             global_batch: samples of a global batch; 0 if it can't be divided over ranks, None if it is unknown yet.
         """
 
@@ -188,34 +188,34 @@ class Callback(NamesChecked):
             call: arguments of `fit`, by name.
         """
 
-    def setup(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
+    def setup(self, trainer: AnyTrainer, pl_module: Module, stage: str) -> None:
         """First hook of every rank.
 
         Args:
             stage: "fit", "validate", "test" or "predict".
         """
 
-    def teardown(self, trainer: AnyTrainer, module: Module, stage: str) -> None:
+    def teardown(self, trainer: AnyTrainer, pl_module: Module, stage: str) -> None:
         """Last hook of every rank.
 
         Args:
             stage: "fit", "validate", "test" or "predict".
         """
 
-    def on_fit_start(self, trainer: AnyTrainer, module: Module) -> None:
+    def on_fit_start(self, trainer: AnyTrainer, pl_module: Module) -> None:
         """The strategy has set up the model and the optimizers exist."""
 
-    def on_fit_end(self, trainer: AnyTrainer, module: Module) -> None:
+    def on_fit_end(self, trainer: AnyTrainer, pl_module: Module) -> None:
         """After `on_train_end`."""
 
-    def on_exception(self, trainer: AnyTrainer, module: Module, exception: BaseException) -> None:
+    def on_exception(self, trainer: AnyTrainer, pl_module: Module, exception: BaseException) -> None:
         """An exception was raised in this rank's process.
 
         Args:
             exception: error that ends the run; it is raised again after the hooks.
         """
 
-    def on_save_checkpoint(self, trainer: AnyTrainer, module: Module, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: AnyTrainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         """Add entries to a checkpoint before it is written; called on every rank, and rank 0's entries are saved.
 
         If the callback has `on_load_checkpoint`, too, both hooks also bring the entries to the replacement of a dead
@@ -226,7 +226,7 @@ class Callback(NamesChecked):
                 and entries of fabricx. Add plain data and tensors under other names.
         """
 
-    def on_load_checkpoint(self, trainer: AnyTrainer, module: Module, checkpoint: dict[str, Any]) -> None:
+    def on_load_checkpoint(self, trainer: AnyTrainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         """Read from a checkpoint that is being restored.
 
         Args:
@@ -267,25 +267,25 @@ class Callback(NamesChecked):
         """
         return False
 
-    def on_sanity_check_start(self, trainer: AnyTrainer, module: Module) -> None:
+    def on_sanity_check_start(self, trainer: AnyTrainer, pl_module: Module) -> None:
         """Before the validation batches that precede training."""
 
-    def on_sanity_check_end(self, trainer: AnyTrainer, module: Module) -> None:
+    def on_sanity_check_end(self, trainer: AnyTrainer, pl_module: Module) -> None:
         """After the validation batches that precede training; metrics and random states have been restored."""
 
-    def on_train_start(self, trainer: AnyTrainer, module: Module) -> None:
+    def on_train_start(self, trainer: AnyTrainer, pl_module: Module) -> None:
         """Training begins, after the sanity check and after a checkpoint was restored."""
 
-    def on_train_end(self, trainer: AnyTrainer, module: Module) -> None:
+    def on_train_end(self, trainer: AnyTrainer, pl_module: Module) -> None:
         """Training has ended by its limits or by a request to stop."""
 
-    def on_train_epoch_start(self, trainer: AnyTrainer, module: Module) -> None:
+    def on_train_epoch_start(self, trainer: AnyTrainer, pl_module: Module) -> None:
         """An epoch begins."""
 
-    def on_train_epoch_end(self, trainer: AnyTrainer, module: Module) -> None:
+    def on_train_epoch_end(self, trainer: AnyTrainer, pl_module: Module) -> None:
         """An epoch has ended; its metrics are in `trainer.callback_metrics`."""
 
-    def on_train_batch_start(self, trainer: AnyTrainer, module: Module, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: AnyTrainer, pl_module: Module, batch: Any, batch_idx: int) -> None:
         """Before `training_step` of a batch.
 
         Args:
@@ -293,7 +293,9 @@ class Callback(NamesChecked):
             batch_idx: index of the batch in its epoch.
         """
 
-    def on_train_batch_end(self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(
+        self, trainer: AnyTrainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """After a batch, and after the weight update if the batch completes an accumulation window.
 
         Args:
@@ -303,7 +305,7 @@ class Callback(NamesChecked):
             batch_idx: index of the batch in its epoch.
         """
 
-    def on_before_zero_grad(self, trainer: AnyTrainer, module: Module, optimizer: Optimizer) -> None:
+    def on_before_zero_grad(self, trainer: AnyTrainer, pl_module: Module, optimizer: Optimizer) -> None:
         """Before gradients are reset, at the first batch of an accumulation window.
 
         Gradients are None in the first window of a run, also of a run that resumes: checkpoints contain no gradients.
@@ -312,17 +314,17 @@ class Callback(NamesChecked):
             optimizer: optimizer whose gradients are reset.
         """
 
-    def on_before_backward(self, trainer: AnyTrainer, module: Module, loss: Tensor) -> None:
+    def on_before_backward(self, trainer: AnyTrainer, pl_module: Module, loss: Tensor) -> None:
         """Before `backward`.
 
         Args:
             loss: loss of the microbatch, shape []; neither divided by the accumulation nor scaled for float16.
         """
 
-    def on_after_backward(self, trainer: AnyTrainer, module: Module) -> None:
+    def on_after_backward(self, trainer: AnyTrainer, pl_module: Module) -> None:
         """After `backward`."""
 
-    def on_before_optimizer_step(self, trainer: AnyTrainer, module: Module, optimizer: Optimizer) -> None:
+    def on_before_optimizer_step(self, trainer: AnyTrainer, pl_module: Module, optimizer: Optimizer) -> None:
         """Gradients are the global mean, unscaled and not yet clipped.
 
         Args:
@@ -331,20 +333,20 @@ class Callback(NamesChecked):
 
     # validation
 
-    def on_validation_start(self, trainer: AnyTrainer, module: Module) -> None:
+    def on_validation_start(self, trainer: AnyTrainer, pl_module: Module) -> None:
         """Before validation begins."""
 
-    def on_validation_end(self, trainer: AnyTrainer, module: Module) -> None:
+    def on_validation_end(self, trainer: AnyTrainer, pl_module: Module) -> None:
         """After validation; metrics are logged."""
 
-    def on_validation_epoch_start(self, trainer: AnyTrainer, module: Module) -> None:
+    def on_validation_epoch_start(self, trainer: AnyTrainer, pl_module: Module) -> None:
         """Before the first batch of validation."""
 
-    def on_validation_epoch_end(self, trainer: AnyTrainer, module: Module) -> None:
+    def on_validation_epoch_end(self, trainer: AnyTrainer, pl_module: Module) -> None:
         """After the last batch of validation."""
 
     def on_validation_batch_start(
-        self, trainer: AnyTrainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: AnyTrainer, pl_module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Before `validation_step` of a batch.
 
@@ -355,7 +357,7 @@ class Callback(NamesChecked):
         """
 
     def on_validation_batch_end(
-        self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: AnyTrainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """After `validation_step` of a batch.
 
@@ -368,20 +370,20 @@ class Callback(NamesChecked):
 
     # the test
 
-    def on_test_start(self, trainer: AnyTrainer, module: Module) -> None:
+    def on_test_start(self, trainer: AnyTrainer, pl_module: Module) -> None:
         """Before the test begins."""
 
-    def on_test_end(self, trainer: AnyTrainer, module: Module) -> None:
+    def on_test_end(self, trainer: AnyTrainer, pl_module: Module) -> None:
         """After the test; metrics are logged."""
 
-    def on_test_epoch_start(self, trainer: AnyTrainer, module: Module) -> None:
+    def on_test_epoch_start(self, trainer: AnyTrainer, pl_module: Module) -> None:
         """Before the first batch of the test."""
 
-    def on_test_epoch_end(self, trainer: AnyTrainer, module: Module) -> None:
+    def on_test_epoch_end(self, trainer: AnyTrainer, pl_module: Module) -> None:
         """After the last batch of the test."""
 
     def on_test_batch_start(
-        self, trainer: AnyTrainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: AnyTrainer, pl_module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Before `test_step` of a batch.
 
@@ -392,7 +394,7 @@ class Callback(NamesChecked):
         """
 
     def on_test_batch_end(
-        self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: AnyTrainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """After `test_step` of a batch.
 
@@ -405,20 +407,20 @@ class Callback(NamesChecked):
 
     # prediction
 
-    def on_predict_start(self, trainer: AnyTrainer, module: Module) -> None:
+    def on_predict_start(self, trainer: AnyTrainer, pl_module: Module) -> None:
         """Before prediction begins."""
 
-    def on_predict_end(self, trainer: AnyTrainer, module: Module) -> None:
+    def on_predict_end(self, trainer: AnyTrainer, pl_module: Module) -> None:
         """After prediction; metrics are logged."""
 
-    def on_predict_epoch_start(self, trainer: AnyTrainer, module: Module) -> None:
+    def on_predict_epoch_start(self, trainer: AnyTrainer, pl_module: Module) -> None:
         """Before the first batch of prediction."""
 
-    def on_predict_epoch_end(self, trainer: AnyTrainer, module: Module) -> None:
+    def on_predict_epoch_end(self, trainer: AnyTrainer, pl_module: Module) -> None:
         """After the last batch of prediction."""
 
     def on_predict_batch_start(
-        self, trainer: AnyTrainer, module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: AnyTrainer, pl_module: Module, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Before `predict_step` of a batch.
 
@@ -429,7 +431,7 @@ class Callback(NamesChecked):
         """
 
     def on_predict_batch_end(
-        self, trainer: AnyTrainer, module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: AnyTrainer, pl_module: Module, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """After `predict_step` of a batch.
 

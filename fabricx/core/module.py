@@ -474,7 +474,8 @@ class _Alias:
 
 
 class LightningModule(Module):
-    """A module with the defaults of Lightning's class of this name: its checkpoints are single files.
+    """A module with the defaults of Lightning's class of this name: checkpoints are single files, and `predict_step`
+    calls the module with the whole batch.
 
     Attributes:
         CHECKPOINT_HYPER_PARAMS_KEY: key of the hyperparameters in `on_save_checkpoint` and `torch.load`.
@@ -483,3 +484,13 @@ class LightningModule(Module):
     CHECKPOINT_HYPER_PARAMS_KEY = "hyper_parameters"
     single_file_checkpoints = True
     _device, _dtype = _Alias("device"), _Alias("dtype")
+
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        """Return the result of the module for a whole batch, also for a list or tuple.
+
+        Args:
+            batch: batch on the device.
+            batch_idx: index of the batch.
+            dataloader_idx: number of the data loader.
+        """
+        return self(batch)

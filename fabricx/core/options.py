@@ -228,9 +228,9 @@ class TrainerOptions:
 
     def _set_length(self, max_epochs: Any, min_epochs: Any, max_steps: Any, min_steps: Any, max_time: Any) -> None:
         self.max_epochs = -1 if max_epochs == -1 else check_count("max_epochs", max_epochs, "epoch")
-        self.min_epochs = check_count("min_epochs", min_epochs, "epoch") or 0
+        self.min_epochs = check_count("min_epochs", min_epochs, "epoch")
         self.max_steps = -1 if max_steps in (-1, None) else check_count("max_steps", max_steps, "step") or 0
-        self.min_steps = check_count("min_steps", min_steps, "step") or 0
+        self.min_steps = check_count("min_steps", min_steps, "step")
         self.max_time = check_max_time(max_time)
         self.length_given = self.max_epochs is not None or self.max_steps != -1 or bool(self.max_time)
         if self.max_epochs is None:

@@ -9,7 +9,7 @@ from typing import Any, Final
 from torch import nn
 
 from fabricx.checkpoint import is_committed
-from fabricx.core.module import Module
+from fabricx.core.module import LightningModule, Module
 from fabricx.core.module_hooks import RUN_ATTRIBUTES
 from fabricx.lightning.classes import Absent, adapted_class, form, is_lightning, lightning_base
 
@@ -89,7 +89,7 @@ def module_class(cls: type) -> type:
 @functools.cache
 def _bridge(base: type) -> type:
     kept = {name: inspect.getattr_static(base, name) for name in _KEPT}
-    kept["single_file_checkpoints"] = True
+    kept |= {"single_file_checkpoints": True, "predict_step": LightningModule.predict_step}
     kept["__jit_unused_properties__"] = [*base.__jit_unused_properties__, *Module.__jit_unused_properties__]  # type: ignore[attr-defined]
     return type("FabricxModule", (Module, base), {**kept, **{name: Absent() for name in _EMPTY}})
 

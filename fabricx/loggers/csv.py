@@ -34,7 +34,7 @@ class CSVLogger(FolderLogger[TextIO]):
     Args:
         save_dir: parent folder; default: the run's folder.
         name: subfolder of `save_dir`.
-        version: subfolder of `name`; default with a `save_dir`: the first unused of "version_0", "version_1", ...
+        version: subfolder of `name`; default with a `save_dir`: the next of "version_0", "version_1", ...
         prefix: prefix of the names of metrics.
         flush_logs_every_n_steps: without an effect; each row is written at once.
     """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import itertools
 import json
 import os
 import uuid
@@ -44,7 +43,7 @@ class LoggerFolder:
         save_dir: parent folder; None for the run's folder, with subfolders only for explicit names and versions.
         name: subfolder of `save_dir`.
         version: subfolder of `name`: text, or a number n for "version_n". With a `save_dir` and without a version, the
-            first unused number, so that two runs never share a folder. All runs with the same logger have its folder.
+            next number, so that two runs never share a folder. All runs with the same logger have its folder.
         sub_dir: subfolder below the version.
 
     Attributes:
@@ -85,7 +84,7 @@ class LoggerFolder:
             return self.make(None)
         parent = self._parent(self.save_dir)
         if self.version is None:
-            self.version = next(n for n in itertools.count() if not (parent / f"version_{n}").exists())
+            self.version = _next_version(parent)
         return self._below(parent)
 
     def _parent(self, root: str | os.PathLike[str]) -> Path:
@@ -290,9 +289,15 @@ def with_updates(metrics: Mapping[str, float], updates: int | None) -> Mapping[s
     return metrics if updates is None else {UPDATES: updates, **metrics}
 
 
+def _next_version(parent: Path) -> int:
+    """Return the number after the last folder version_0, version_1, ...; numbers of deleted folders are not reused."""
+    numbers = (folder.name.removeprefix("version_") for folder in parent.glob("version_*"))
+    return max((int(number) for number in numbers if number.isdecimal()), default=-1) + 1
+
+
 def _first_unused(parent: Path) -> int:
-    """Create the first unused folder version_0, version_1, ... and return its number."""
-    number = 0
+    """Create the folder of the next version, after all that exist, and return its number."""
+    number = _next_version(parent)
     while True:
         try:
             (parent / f"version_{number}").mkdir(parents=True)

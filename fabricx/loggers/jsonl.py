@@ -33,7 +33,7 @@ class JSONLogger(FolderLogger[TextIO]):
     Args:
         save_dir: parent folder; default: the run's folder.
         name: subfolder of `save_dir`.
-        version: subfolder of `name`; default with a `save_dir`: the first unused of "version_0", "version_1", ...
+        version: subfolder of `name`; default with a `save_dir`: the next of "version_0", "version_1", ...
     """
 
     def __init__(

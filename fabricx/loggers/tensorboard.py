@@ -43,7 +43,7 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
     Args:
         save_dir: parent folder; default: the run's folder.
         name: subfolder of `save_dir`.
-        version: subfolder of `name`; default with a `save_dir`: the first unused of "version_0", "version_1", ...
+        version: subfolder of `name`; default with a `save_dir`: the next of "version_0", "version_1", ...
         log_graph: also write the module's graph, traced with its `example_input_array`.
         default_hp_metric: without an effect; the HPARAMS page has the last value of every metric.
         prefix: prefix of the names of metrics.
@@ -86,6 +86,8 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
         if self._writer is None:
             return
         metrics = prefixed(metrics, self._prefix)
+        for name in [name for name, value in metrics.items() if isinstance(value, Mapping)]:
+            self._writer.add_scalars(name, metrics.pop(name), step)
         for name, value in with_updates(metrics, self.updates_of_row).items():
             if self._kept and (row := (step, name, _single(value))) in self._kept:
                 self._kept.remove(row)  # already written: callbacks after the checkpoint repeat it

@@ -97,7 +97,8 @@ def delays_stop(session: Session) -> bool:
     Args:
         session: between two batches.
     """
-    return session.state.epoch < session.options.min_epochs or session.state.step < session.options.min_steps
+    options = session.options
+    return session.state.epoch < (options.min_epochs or 0) or session.state.step < (options.min_steps or 0)
 
 
 def agree_at_boundary(session: Session) -> bool:

@@ -48,7 +48,7 @@ class Fault(Callback):
         self.moment, self.step, self.attempt = moment, step, -1 if attempt is None else attempt
         return self
 
-    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Refuse a fault without a moment, which would never occur."""
         if not self.moment:
             raise ValueError(
@@ -69,34 +69,34 @@ class Fault(Callback):
         while self.kind == "hang":
             time.sleep(1.0)
 
-    def on_train_start(self, trainer: Any, module: Any) -> None:
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Trigger a fault at "start"."""
         self._now(trainer, "start")
 
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Trigger a fault at "forward"."""
         self._now(trainer, "forward")
 
-    def on_before_backward(self, trainer: Any, module: Any, loss: Tensor) -> None:
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Tensor) -> None:
         """Trigger a fault at "backward"."""
         self._now(trainer, "backward")
 
-    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         """Trigger a fault at "optimizer"."""
         self._now(trainer, "optimizer")
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Trigger a fault at "batch end"."""
         self._now(trainer, "batch end")
 
     def on_validation_batch_start(
-        self, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
     ) -> None:
         """Trigger a fault at "validation"."""
         if not trainer.sanity_checking:
             self._now(trainer, "validation")
 
-    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Trigger a fault at "checkpoint"."""
         self._now(trainer, "checkpoint")
 

@@ -194,7 +194,7 @@ class SavesAtEnd(Callback):
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def on_train_end(self, trainer: Any, module: Any) -> None:
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Save the checkpoint."""
         trainer.save_checkpoint(self.path)
 
@@ -210,7 +210,7 @@ class SavesAtStep(Callback):
     def __init__(self, path: Path, step: int) -> None:
         self.path, self.step = path, step
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Save the checkpoint."""
         if trainer.global_step == self.step:
             trainer.save_checkpoint(self.path)

@@ -127,20 +127,20 @@ class RateSweep(Callback):
         self._average = 0.0
         self._least = math.inf
 
-    def check_fit(self, trainer: Any, module: Any, global_batch: int | None) -> None:
+    def check_fit(self, trainer: Any, pl_module: Any, global_batch: int | None) -> None:
         if not trainer.strategy.traits.lockstep:
             raise ValueError(
                 f"lr_find: under {type(trainer.strategy).__name__} ranks work at their own pace, so no loss has "
                 "a single learning rate: call lr_find with a Trainer(strategy='ddp', devices=...) or with one device"
             )
 
-    def on_train_start(self, trainer: Any, module: Any) -> None:
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._step = trainer.global_step
-        if module.automatic_optimization:  # else the module may read them
+        if pl_module.automatic_optimization:  # else the module may read them
             trainer.lr_schedulers.clear()  # they would set other rates, or need metrics that a trial does not have
         self._set_rate(trainer.optimizers)
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, torch.Tensor):
             size = float(batch_size_of(batch) or 1)

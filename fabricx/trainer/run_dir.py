@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from fabricx.checkpoint import is_committed, is_foreign, list_committed, read_foreign, read_manifest, verify
 from fabricx.checkpoint.files import oldest_first
 from fabricx.checkpoint.storage import as_path, is_local
-from fabricx.errors import CheckpointError, did_you_mean
+from fabricx.errors import CheckpointError, MissingCheckpoint, did_you_mean
 from fabricx.launch.run_lock import lock_owner
 from fabricx.telemetry.events import FOLDER
 from fabricx.telemetry.reader import open_untrusted
@@ -84,7 +84,7 @@ def resolve_checkpoint(
         listing = f"\n  complete checkpoints: {near[0]}{others}" if near else ""
         hint = did_you_mean(str(path), ["last", "best", *near]) if not checkpoint.is_dir() else ""
         hint = " 'last' is the newest checkpoint, also of a job that is submitted again." if path == "hpc" else hint
-        raise ValueError(f"ckpt_path={str(path)!r}: there is no complete checkpoint.{hint}{listing}")
+        raise MissingCheckpoint(f"ckpt_path={str(path)!r}: there is no complete checkpoint.{hint}{listing}")
     verify(checkpoint)
     return checkpoint.resolve()
 

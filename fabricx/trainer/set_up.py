@@ -16,14 +16,14 @@ from fabricx.checkpoint import is_foreign, read_manifest
 from fabricx.checkpoint.storage import as_path
 from fabricx.consistency import comparison
 from fabricx.consistency.shared_settings import OwnSettings
-from fabricx.core.callback import attach
+from fabricx.core.callback import Callback, attach
 from fabricx.core.datamodule import DataModule
 from fabricx.core.hooks import check_hooks, fitted
 from fabricx.core.hparams import plain
 from fabricx.core.logger import Ending
 from fabricx.core.rank_zero import set_rank
 from fabricx.core.rng import RandomState, seed_generators
-from fabricx.core.state import Phase, TrainerStatus
+from fabricx.core.state import Phase, TrainerFn, TrainerStatus
 from fabricx.core.strategy_parts import ModelParallel, as_part
 from fabricx.data.shared_memory import note_on
 from fabricx.distributed.world import World
@@ -45,7 +45,6 @@ from fabricx.trainer.result import Outcome, added_layers, holders
 from fabricx.trainer.training_set_up import set_up_training
 
 if TYPE_CHECKING:
-    from fabricx.core.callback import Callback
     from fabricx.core.module import Module
     from fabricx.core.options import TrainerOptions
     from fabricx.core.state import RunState
@@ -93,8 +92,8 @@ def execute(trainer: TrainerInterface, job: Job, world: World, logs: LogSettings
         outcome = _set_up(session, job)
         outcome.results = _work(session, job)()
         if session.datamodule is not None:
-            fitted(session.datamodule, "teardown", DataModule)(job.stage)
-        _call(session.hooks.teardown, job.stage)
+            fitted(session.datamodule, "teardown", DataModule)(TrainerFn(job.stage))
+        _call(session.hooks.teardown, TrainerFn(job.stage))
         if session.divided and job.stage == "fit":
             _restore_whole(session)
         ending = "interrupted" if session.stop.interrupted else "success"
@@ -222,8 +221,8 @@ def _set_up(session: Session, job: Job) -> Outcome:
             owner.prepare_data()
     session.world.barrier()
     if session.datamodule is not None:
-        fitted(session.datamodule, "setup", DataModule)(job.stage)
-    _call(session.hooks.setup, job.stage)
+        fitted(session.datamodule, "setup", DataModule)(TrainerFn(job.stage))
+    _call(session.hooks.setup, TrainerFn(job.stage))
     filled = job.ckpt_path is not None or session.world.newcomer
     with session.sharding.init_context(filled=filled) if job.stage == "fit" else contextlib.nullcontext():
         session.module.configure_model()
@@ -298,13 +297,14 @@ def _backend_flags(options: TrainerOptions, *, on: bool = True) -> None:
 
 
 def _with_module_callbacks(callbacks: list[Callback], module: Module) -> list[Callback]:
-    """Return the callbacks, with those of the module in place of callbacks of the same class."""
-    configured = module.configure_callbacks()
-    for callback in listed(configured):
+    """Return the callbacks, with those of the module in place of callbacks of the same class or a base class of it."""
+    added = listed(module.configure_callbacks())
+    for callback in added:
         adapt_callback(callback)
         check_hooks(callback)
-        callbacks = [*(other for other in callbacks if type(other) is not type(callback)), callback]
-    return checkpoints_last(callbacks)
+    replaced = tuple({type(other) for other in callbacks} - {Callback})
+    replaced = tuple(cls for cls in replaced if any(isinstance(callback, cls) for callback in added))
+    return checkpoints_last([*(other for other in callbacks if type(other) not in replaced), *added])
 
 
 def _undo_build(strategy: Strategy, state: RunState, options: TrainerOptions) -> None:

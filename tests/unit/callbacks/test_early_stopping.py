@@ -48,6 +48,11 @@ def test_the_reason_is_told() -> None:
     assert judge(Rule(), 0.3, 0.4, 2) == Decision(0.3, 0)
 
 
+def test_a_score_beyond_the_threshold_is_not_the_best_score() -> None:
+    decision = judge(Rule(stopping_threshold=0.35), 0.3, 0.4, 2)  # as in Lightning
+    assert (decision.best, decision.checks_waited) == (0.4, 2)
+
+
 @pytest.mark.parametrize(
     ("rule", "score", "kind"),
     [

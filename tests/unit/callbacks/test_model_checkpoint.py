@@ -475,6 +475,15 @@ def test_without_a_counter_of_versions_a_name_is_overwritten(trainer: Any, tmp_p
     assert checkpoint.read_manifest(tmp_path / "checkpoints" / "fixed.ckpt")["step"] == 8
 
 
+def test_a_name_that_stays_the_same_is_the_newest_checkpoint(trainer: Any, tmp_path: Path) -> None:
+    callback = ModelCheckpoint(filename="fixed", save_top_k=-1)
+    run = trainer(callback).start()
+    run.epoch()
+    run.epoch()
+    assert names(tmp_path / "checkpoints") == ["fixed.ckpt"]
+    assert checkpoint.read_manifest(Path(callback.best_model_path))["step"] == 8
+
+
 def test_without_a_counter_of_versions_the_checkpoint_of_another_callback_is_kept(trainer: Any, tmp_path: Path) -> None:
     options: dict[str, Any] = {"filename": "fixed", "monitor": "val_loss", "enable_version_counter": False}
     lowest, highest = ModelCheckpoint(**options), ModelCheckpoint(**options, mode="max")

@@ -48,6 +48,8 @@ def test_without_its_marker_it_is_neither_listed_nor_loaded(place: Path) -> None
     assert checkpoint.list_committed(place) == []
     with pytest.raises(CheckpointError, match="not a complete checkpoint"):
         checkpoint.load(path)
+    with pytest.raises(FileNotFoundError, match=r"there is no checkpoint .*two"):
+        checkpoint.load(place / "two")
 
 
 @pytest.mark.parametrize("file", ["state.pt", "index.json", "manifest.json", "COMMITTED", "rank-00000.safetensors"])

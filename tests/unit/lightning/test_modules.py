@@ -148,3 +148,10 @@ def test_plain_objects_are_returned_as_they_are():
     layer = nn.Linear(1, 1)
     assert type(adapt_module(layer)) is nn.Linear
     assert adapt_module(None) is None
+
+
+def test_a_prediction_by_default_has_the_whole_batch():
+    for base in (L.LightningModule, fx.LightningModule):
+        count: Any = type("Count", (base,), {"forward": lambda self, batch: len(batch)})
+        pairs = DataLoader(TensorDataset(torch.ones(4, 3), torch.ones(4)), 4)
+        assert fx.Trainer(**QUIET).predict(count(), pairs) == [2]

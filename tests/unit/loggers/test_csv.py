@@ -89,6 +89,8 @@ def test_a_folder_of_its_own_is_numbered(tmp_path: Path) -> None:
         logger.close()
     assert folders == [str(tmp_path / "logs" / "mine" / f"version_{number}") for number in range(2)]
     assert not (tmp_path / "run").exists()
+    (tmp_path / "logs" / "mine" / "version_0").rename(tmp_path / "logs" / "mine" / "version_6")
+    assert CSVLogger(tmp_path / "logs", name="mine").version == 7  # the newest has the largest number
 
 
 def test_names_have_the_prefix(tmp_path: Path) -> None:

@@ -44,6 +44,13 @@ def test_scalars_go_straight_into_the_runs_folder(tmp_path: Path) -> None:
     assert [(event.step, event.value) for event in events(tmp_path).Scalars("loss")] == [(10, 0.5), (20, 0.25)]
 
 
+def test_several_values_of_a_name_are_in_one_chart(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path, version="a")
+    logger.log_metrics({"loss": {"train": 0.5, "val": 0.25}}, step=10)  # type: ignore[dict-item]
+    logger.close()
+    assert events(tmp_path / "a" / "loss_val").Scalars("loss")[0].value == 0.25
+
+
 def test_arguments_are_those_of_lightning(tmp_path: Path) -> None:
     logger = TensorBoardLogger(
         tmp_path, "net", 3, default_hp_metric=False, prefix="first", sub_dir="part", flush_secs=10

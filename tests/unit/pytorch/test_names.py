@@ -146,5 +146,22 @@ def test_methods_of_a_module_have_lightnings_arguments_in_the_same_order(name: s
         assert here == expected
 
 
+HOOKS = [name for name in vars(theirs.Callback) if name.startswith("on_") or name in ("setup", "teardown")]
+
+
+@pytest.mark.parametrize(
+    "name", ["Callback", "BasePredictionWriter", "EarlyStopping", "ModelCheckpoint", "TQDMProgressBar"]
+)
+def test_hooks_may_be_called_by_the_keywords_of_lightning(name: str) -> None:
+    our_class, their_class = lookup("callbacks", name), getattr(theirs.callbacks, name)
+    for hook in HOOKS:
+        expected = inspect.signature(getattr(theirs.Callback, hook)).parameters
+        here = inspect.signature(getattr(our_class, hook)).parameters
+        assert list(here)[: len(expected)] == list(expected), hook
+    for method in {"write_on_batch_end", "write_on_epoch_end", "get_metrics"} & set(dir(their_class)):
+        expected = inspect.signature(getattr(their_class, method)).parameters
+        assert list(inspect.signature(getattr(our_class, method)).parameters) == list(expected), method
+
+
 def test_the_module_has_lightnings_version() -> None:
     assert ours.__version__.split(".")[0] == theirs.__version__.split(".")[0]

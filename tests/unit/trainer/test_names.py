@@ -143,7 +143,7 @@ def test_the_limits_of_the_fit_loop_are_those_of_the_trainer(quiet: dict[str, An
     steps = trainer.fit_loop.epoch_loop
     assert (steps._batches_that_stepped, steps.global_step) == (8, 8)
     steps.max_steps = 6
-    assert (trainer.max_steps, trainer.fit_loop.epoch_loop.max_steps, steps.min_steps) == (6, 6, 0)
+    assert (trainer.max_steps, trainer.fit_loop.epoch_loop.max_steps, steps.min_steps) == (6, 6, None)
     with pytest.raises(AttributeError, match=r"epoch_loop\.batch_progress can't be set: .*trainer\.fit_loop: it has"):
         steps.batch_progress = None
     with pytest.raises(AttributeError, match=r"epoch_loop has no attribute 'val_loop'.*trainer\.enable_validation"):

@@ -109,7 +109,7 @@ def test_a_path_without_a_checkpoint_names_those_beside_it(tmp_path: Path) -> No
     for wrong in (tmp_path, tmp_path / "checkpoints", tmp_path / "checkpoints" / "epoch=2.ckpt"):
         with pytest.raises(ValueError, match=r"there is no complete checkpoint.*\n  complete checkpoints: .*epoch=1"):
             resolved(tmp_path, wrong)
-    with pytest.raises(ValueError, match="Did you mean 'last'"):
+    with pytest.raises(FileNotFoundError, match="Did you mean 'last'"):
         resolved(tmp_path, "lats")
     damage(good)
     with pytest.raises(CheckpointError):
