@@ -85,7 +85,7 @@ class Callback(NamesChecked):
     Arguments of all hooks:
 
     - `trainer`: this rank's trainer.
-    - `module`: the run's module.
+    - `pl_module`: the run's module.
     """
 
     watches_metrics: ClassVar[bool] = False
