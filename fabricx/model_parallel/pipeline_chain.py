@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ from fabricx.model_parallel.pipeline_trace import Trace, tracing, undisturbed
 Blocks = list[tuple[str, nn.Module]]
 CANDIDATES: Final = 8  # chains that "auto" examines
 REPEATS: Final = 3  # runs that are timed; the shortest times count
+_CONTAINERS: Final = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 SAMPLES: Final = 2  # samples of the batch of `run`
 
 
@@ -51,6 +52,7 @@ class Chain:
         sizes: bytes of the parameters at each position, in the order of `costs`.
         saved: bytes per sample that autograd stores at each position, in the order of `costs`.
         notes: differences of several microbatches from training in a single process, for the user.
+        outside: blocks whose arguments the code after the block uses, too.
     """
 
     blocks: tuple[str, ...]
@@ -64,6 +66,7 @@ class Chain:
     sizes: tuple[int, ...]
     saved: tuple[float, ...]
     notes: tuple[str, ...] = ()
+    outside: frozenset[int] = frozenset()
 
     def stages_of(self, name: str, cuts: Sequence[tuple[int, int]], stages: int) -> tuple[int, ...]:
         """Return the stages that hold a parameter or buffer.
@@ -96,7 +99,9 @@ def chunk_of(position: int, cuts: Sequence[tuple[int, int]]) -> int:
 # -- which blocks -----------------------------------------------------------------------------------------------------
 
 
-def find_blocks(module: nn.Module, blocks: str | Sequence[str], run: Callable[[], Any]) -> Blocks:
+def find_blocks(
+    module: nn.Module, blocks: str | Sequence[str], run: Callable[[], Any], *, outside: bool = False
+) -> Blocks:  # fmt: skip
     """Return the blocks of a module, in their order.
 
     Args:
@@ -105,13 +110,14 @@ def find_blocks(module: nn.Module, blocks: str | Sequence[str], run: Callable[[]
             or of the same class, that are called in sequence in the step: the run for which the largest part of
             the module that can't be divided is smallest.
         run: computes a training step.
+        outside: the code after a block may use the arguments of the block, such as `x = block(x) + x`.
 
     Raises:
         LookupError: the module or class does not exist.
         ValueError: fewer than two blocks, or no chain.
     """
     if blocks == "auto":
-        return _detect(module, run)
+        return _detect(module, run, outside=outside)
     submodules = dict(module.named_modules())
     if isinstance(blocks, str):
         matches = [
@@ -140,25 +146,25 @@ def _did_you_mean(name: str, known: Any) -> str:
     return f". Did you mean {close!r}?" if close else f"; it has {', '.join(sorted(filter(None, known))[:20])}"
 
 
-def _detect(module: nn.Module, run: Callable[[], Any]) -> Blocks:
+def _detect(module: nn.Module, run: Callable[[], Any], *, outside: bool) -> Blocks:
     calls = _calls(module, run)
     candidates = _candidates(module, calls)
     best: tuple[int, Blocks] | None = None
     refused = "" if candidates else _repeated(module, calls)
     for blocks in candidates[:CANDIDATES]:
+        if best is not None and best[0] <= _largest_part(module, blocks, calls):
+            break
         names = [name for name, _ in blocks]
         try:
-            with undisturbed(module), tracing(module, names) as trace:
+            with undisturbed(module), tracing(module, names, outside=range(outside * len(names))) as trace:
                 run()
         except ValueError as error:
             refused = refused or str(error)
             continue
-        possible = len(blocks) - 1 - len(trace.joined)
-        if possible and (best is None or possible > best[0]):
-            best = (possible, blocks)
-        if not trace.joined:
-            break
-        refused = refused or next(iter(trace.joined.values()))
+        largest = _largest_part(module, blocks, calls, trace.joined)
+        if len(trace.joined) < len(blocks) - 1 and (best is None or largest < best[0]):
+            best = (largest, blocks)
+        refused = refused or next(iter(trace.joined.values()), "")
     if best is None:
         passed = "pass such tensors on from block to block, use strategy=tensor or fsdp, or " if candidates else ""
         raise ValueError(
@@ -200,9 +206,9 @@ def _candidates(module: nn.Module, calls: dict[nn.Module, list[tuple[int, int]]]
     """Return runs of modules that are called in sequence, the most promising first."""
     matches: list[Blocks] = []
     for path, parent in module.named_modules():
-        mixed = isinstance(parent, (nn.ModuleList, nn.Sequential, nn.ModuleDict))
+        mixed = isinstance(parent, _CONTAINERS)
         runs: list[Blocks] = [[]]
-        for name, child in parent.named_children():
+        for name, child in _members(parent, calls):
             after = calls[runs[-1][-1][1]][0][1] if runs[-1] else 0
             once = len(calls.get(child, ())) == 1
             alike = mixed or not runs[-1] or type(child) is type(runs[-1][-1][1])
@@ -212,6 +218,15 @@ def _candidates(module: nn.Module, calls: dict[nn.Module, list[tuple[int, int]]]
                 runs[-1].append((f"{path}.{name}" if path else name, child))
         matches += [blocks for blocks in runs if sum(_size(block) > 0 for _, block in blocks) > 1]
     return sorted(matches, key=lambda blocks: (_largest_part(module, blocks, calls), -len(blocks)))
+
+
+def _members(parent: nn.Module, calls: Mapping[nn.Module, Any]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the children of a module, with those of lists that are not called in the place of the lists."""
+    for name, child in parent.named_children():
+        if isinstance(child, _CONTAINERS) and isinstance(parent, _CONTAINERS) and child not in calls:
+            yield from ((f"{name}.{inner}", part) for inner, part in _members(child, calls))
+        else:
+            yield name, child
 
 
 def _repeated(module: nn.Module, calls: dict[nn.Module, list[tuple[int, int]]]) -> str:
@@ -226,10 +241,18 @@ def _repeated(module: nn.Module, calls: dict[nn.Module, list[tuple[int, int]]]) 
     return ""
 
 
-def _largest_part(module: nn.Module, blocks: Blocks, calls: dict[nn.Module, list[tuple[int, int]]]) -> int:
+def _largest_part(
+    module: nn.Module, blocks: Blocks, calls: dict[nn.Module, list[tuple[int, int]]], joined: Collection[int] = ()
+) -> int:  # fmt: skip
     """Return the elements of the parameters in the largest part that a pipeline of these blocks can't divide.
 
     Code before the blocks runs on all stages, so it counts twice.
+
+    Args:
+        module: root module.
+        blocks: blocks of the pipeline.
+        calls: result of `_calls`.
+        joined: boundaries without a cut.
     """
     inside = {part for _, block in blocks for part in block.modules()}
     begin = calls[blocks[0][1]][0][0]
@@ -241,7 +264,13 @@ def _largest_part(module: nn.Module, blocks: Blocks, calls: dict[nn.Module, list
                 before += size
             else:
                 after += size
-    return max(2 * before, after, *(_size(block) for _, block in blocks))
+    parts: list[int] = []
+    for number, (_, block) in enumerate(blocks):
+        if number in joined:
+            parts[-1] += _size(block)
+        else:
+            parts.append(_size(block))
+    return max(2 * before, after, *parts)
 
 
 def _size(part: nn.Module, *, deep: bool = True) -> int:
@@ -276,7 +305,7 @@ def trace_chain(module: nn.Module, blocks: Blocks, run: Callable[[], Any]) -> Ch
         )
     names = [name for name, _ in blocks]
     with undisturbed(module):
-        with tracing(module, names) as trace:
+        with tracing(module, names, outside=range(len(names))) as trace:
             run()
         costs = _measure(module, names, run)
     places = range(-1, len(names) + 1)
@@ -292,6 +321,7 @@ def trace_chain(module: nn.Module, blocks: Blocks, run: Callable[[], Any]) -> Ch
         entries=tuple(trace.entries),
         outputs=tuple(mapped(output, _slot) for output in trace.outputs),
         joined=dict(sorted(_nested(module, names, trace).items())),
+        outside=frozenset(trace.used_outside),
         changing=trace.changing,
         costs=costs,
         sizes=tuple(sizes.values()),

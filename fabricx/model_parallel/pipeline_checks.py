@@ -34,7 +34,7 @@ def check_evaluation(
     """
     remedy = "Change the step, or set other blocks (blocks=...) or fewer stages (pipeline=...)"
     try:
-        with undisturbed(module), tracing(module, chain.blocks, calls_blocks=False) as trace:
+        with undisturbed(module), tracing(module, chain.blocks, calls_blocks=False, outside=chain.outside) as trace:
             run()
     except ValueError as error:
         raise ValueError(

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fabricx.model_parallel.pipeline_chain import Chain
 
 Cuts = list[tuple[int, int]]
+UNEVEN: Final = 1.5  # time of the slowest stage, in parts of the mean, from which a note is printed
 STATE: Final = 4  # copies of a weight: itself, its gradient and two moments
 
 
@@ -152,7 +153,8 @@ def describe(
     idle = simulate(kind, stages, virtual, microbatches, costs=times_of(chain, cuts)).idle
     name = f"interleaved {kind}" if virtual > 1 else kind
     yield f"pipeline: {stages} stages, {name}, {microbatches} microbatches, predicted idle time {idle:.0%}"
-    for rank, stage in enumerate(stages_of(chain, cuts, stages, kind, virtual, microbatches, rows)):
+    loads = stages_of(chain, cuts, stages, kind, virtual, microbatches, rows)
+    for rank, stage in enumerate(loads):
         blocks = ", ".join(
             chain.blocks[first] if first == last else f"{chain.blocks[first]} to {chain.blocks[last]}"
             for first, last in stage.blocks
@@ -160,6 +162,13 @@ def describe(
         yield (
             f"  stage {rank}: {blocks}; {stage.cost:.0%} of the time, weights {stage.parameters / 2**20:.1f} MiB, "
             f"memory about {stage.memory / 2**20:.1f} MiB"
+        )
+    slowest = max(range(stages), key=lambda rank: loads[rank].cost)
+    if loads[slowest].cost * stages > UNEVEN:
+        why = next(iter(chain.joined.values()), "")
+        yield (
+            f"  note: stage {slowest} has {loads[slowest].cost:.0%} of the time{f', because {why}' * bool(why)}; if "
+            "other modules are called one after another, name them by blocks=CLASS or a list of names"
         )
     if microbatches > 1:
         yield from (f"  note: {note}" for note in chain.notes)

@@ -58,7 +58,7 @@ def find_chain(whole: Divided, trial: Trial, *, shared: bool) -> Chain:
 
     # Outside of the traces, in which this context would use all buffers.
     with trial.undisturbed(), unchanged_weights(whole.module):
-        chain = trace_chain(whole.module, find_blocks(whole.module, whole.settings.blocks, run), run)
+        chain = trace_chain(whole.module, find_blocks(whole.module, whole.settings.blocks, run, outside=True), run)
     return replace(chain, costs=whole.world.broadcast_object(chain.costs)) if shared else chain  # times differ
 
 

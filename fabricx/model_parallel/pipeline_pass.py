@@ -212,8 +212,12 @@ class Pass:
             arguments = dict(leaves((args, kwargs)))
             for path, value in zip(begin, self._received_arguments(), strict=True):
                 self._values[path] = value
-                if isinstance(arguments.get(path), Tensor):
-                    self._replaced[id(arguments[path])] = (arguments[path], value)
+                own = arguments.get(path)
+                if isinstance(own, Tensor):
+                    if self._begin in self._chain.outside and not isinstance(value, ShardedTensor):
+                        self._values[path] = self._become(own, value)
+                    else:
+                        self._replaced[id(own)] = (own, value)
         replaced = set()
 
         def change(path: Any, leaf: Any) -> Any:
@@ -227,6 +231,34 @@ class Pass:
                 "model in the same way in all steps"
             )
         return changed
+
+    def _become(self, own: Tensor, value: Tensor) -> Tensor:
+        """Make an argument the received tensor, as the code after the block uses the argument, too; returns it.
+
+        Args:
+            own: argument that the user's code has passed to the first block.
+            value: received; a leaf, or without a gradient.
+
+        Raises:
+            ValueError: the argument is a view that autograd has stored.
+        """
+        if any(own is other for other in self._values.values()):  # passed as two arguments
+            return own
+        received = value.detach().requires_grad_(value.requires_grad)  # no transfer refers to this object
+        try:
+            torch.utils.swap_tensors(own, received)
+        except RuntimeError:  # autograd refers to the object
+            try:
+                own.detach_().data = received
+            except RuntimeError:  # a view
+                raise ValueError(
+                    f"{self._chain.blocks[self._begin]} takes a view that the step uses before and after the block, "
+                    "and that a stage can't replace by the tensor of the stage before: pass a copy (tensor.clone()), "
+                    "or set other blocks (blocks=...)"
+                ) from None
+            own.requires_grad_(value.requires_grad)
+        self.received = [own if tensor is value else tensor for tensor in self.received]
+        return own
 
     def _replacement(self, path: Any, leaf: Any) -> Any:
         """Return the received tensor for a tensor that the user's code passes to several blocks."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fabricx.core.buffers import BufferMark
@@ -35,8 +36,10 @@ class Trace(TorchDispatchMode):
     Args:
         names: names of the blocks, in the order of their calls.
         parameters, buffers: of the module, by name.
+        outside: boundaries b for which the code after block b may use the arguments of block b, as `x = block(x) + x`.
 
     Attributes:
+        used_outside: such boundaries, for which it does.
         uses: positions of each parameter and buffer that the step uses.
         entries: for each block, the paths of its derived arguments, as (0, number, ...) and (1, name, ...).
         outputs: for each block, its output.
@@ -46,7 +49,8 @@ class Trace(TorchDispatchMode):
     """
 
     def __init__(
-        self, names: Sequence[str], parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
+        self, names: Sequence[str], parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor],
+        outside: Collection[int] = (),
     ) -> None:  # fmt: skip
         super().__init__()  # type: ignore[no-untyped-call]
         self.uses: dict[str, set[int]] = {}
@@ -64,6 +68,10 @@ class Trace(TorchDispatchMode):
         self._counted: set[int] = set()
         self._made: dict[int, int] = {}  # position at which each derived storage was written last
         self._entered: list[set[int]] = [set() for _ in names]  # storages of the derived arguments of each block
+        self._arguments: list[dict[int, Tensor]] = [{} for _ in names]  # derived arguments of each block, by id
+        self._views: dict[int, tuple[Tensor, int, list[Tensor]]] = {}  # view, position at which it was made, bases
+        self._current: list[Tensor] = []  # tensors of the code between blocks that a function of torch receives
+        self._outside, self.used_outside = outside, set[int]()
         self._derived: set[str] = set()  # buffers with derived values
         self._values: dict[str, Tensor] = {}
         self._written: dict[str, set[int]] = {}
@@ -123,9 +131,10 @@ class Trace(TorchDispatchMode):
                 self._hooks.append(leaf.register_hook(_refuse_derivative))
 
     def close(self) -> None:
-        """Remove the hooks of the tensors between blocks."""
+        """Remove the hooks of the tensors between blocks, and forget tensors that have a graph."""
         for hook in self._hooks:
             hook.remove()
+        self._arguments, self._views, self._current = [{} for _ in self._names], {}, []
 
     def _enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         paths = []
@@ -143,6 +152,8 @@ class Trace(TorchDispatchMode):
                         f"but {self._names[boundary]} doesn't take it",
                     )  # fmt: skip
             self._entered[number].add(_storage(leaf))
+            if number in self._outside and not isinstance(leaf, ShardedTensor):
+                self._arguments[number][id(leaf)] = leaf
         self.entries[number] = tuple(paths)
 
     def _move(self, position: int) -> None:
@@ -183,6 +194,32 @@ class Trace(TorchDispatchMode):
 
     # -- tensors ------------------------------------------------------------------------------------------------------
 
+    def call_function(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function of torch for the code of the step; note its tensors, and which views of them it returns.
+
+        Args:
+            func: function or method of torch.
+            args, kwargs: its arguments.
+        """
+        if self._inside or self._paused or not self._outside:
+            return func(*args, **kwargs)
+        self._current = [leaf for _, leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        output = func(*args, **kwargs)
+        for _, leaf in leaves(output):
+            if isinstance(leaf, Tensor) and self._made.get(_storage(leaf), self._position) < self._position:
+                bases = [tensor for tensor in self._current if _storage(tensor) == _storage(leaf)]
+                if not any(leaf is tensor for tensor in bases):
+                    self._views[id(leaf)] = (leaf, self._position, bases)
+        self._current = []
+        return output
+
+    def _available(self, tensor: Tensor, boundary: int) -> bool:
+        """Return whether a stage that begins at a boundary has a tensor: an argument of its first block, or a view."""
+        if id(tensor) in self._arguments[boundary]:
+            return True
+        _, made, bases = self._views.get(id(tensor), (None, -1, []))
+        return made >= boundary and bool(bases) and all(self._available(base, boundary) for base in bases)
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:  # fmt: skip
@@ -213,11 +250,15 @@ class Trace(TorchDispatchMode):
         if made is None:
             return False
         if made < self._position and not (self._inside and key in self._entered[self._position]):
+            objects = [tensor for tensor in self._current if _storage(tensor) == key and not func._schema.is_mutable]
             for boundary in self._between(made, self._position):
-                self._join(
-                    boundary, f"a tensor computed {self._place(made)} is used {self._place(self._position)} "
-                    f"({func.__name__.partition('.')[0]}), but is not an argument of the blocks between",
-                )  # fmt: skip
+                if objects and all(self._available(tensor, boundary) for tensor in objects):
+                    self.used_outside.add(boundary)
+                else:
+                    self._join(
+                        boundary, f"a tensor computed {self._place(made)} is used {self._place(self._position)} "
+                        f"({func.__name__.partition('.')[0]}), but is not an argument of the blocks between",
+                    )  # fmt: skip
         return True
 
     def _write(self, tensor: Tensor, in_place: bool) -> None:
@@ -275,16 +316,33 @@ class Trace(TorchDispatchMode):
         return f"in {self._names[position]}" if position < len(self._names) else "after the blocks"
 
 
+@final
+class _Functions(TorchFunctionMode):
+    """Passes calls of functions of torch to a trace."""
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self._trace = trace
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:  # fmt: skip
+        return self._trace.call_function(func, args, kwargs or {})
+
+
 @contextlib.contextmanager
-def tracing(module: nn.Module, names: Sequence[str], *, calls_blocks: bool = True) -> Iterator[Trace]:
+def tracing(
+    module: nn.Module, names: Sequence[str], *, calls_blocks: bool = True, outside: Collection[int] = ()
+) -> Iterator[Trace]:  # fmt: skip
     """Observe the step that runs in this context.
 
     Args:
         module: the user's module.
         names: names of its blocks, in the order of their calls.
         calls_blocks: the step has to call the blocks.
+        outside: see `Trace`.
     """
-    trace = Trace(names, dict(module.named_parameters()), dict(module.named_buffers()))
+    trace = Trace(names, dict(module.named_parameters()), dict(module.named_buffers()), outside)
     with contextlib.ExitStack() as stack:
         for number, name in enumerate(names):
             call = functools.partial(trace.call, number)
@@ -292,6 +350,7 @@ def tracing(module: nn.Module, names: Sequence[str], *, calls_blocks: bool = Tru
         stack.callback(trace.close)
         stack.enter_context(log_calls(module, trace.logged))
         stack.enter_context(trace)
+        stack.enter_context(_Functions(trace))
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(trace.pack, lambda tensor: tensor))
         yield trace
     trace.finish(calls_blocks=calls_blocks)

@@ -94,7 +94,7 @@ def divided(
     world = worlds.current()
     assert world is not None
     run = lambda: module.training_step(first(batch, 2), 0)  # noqa: E731
-    chain = world.broadcast_object(trace_chain(module, find_blocks(module, blocks, run), run))
+    chain = world.broadcast_object(trace_chain(module, find_blocks(module, blocks, run, outside=True), run))
     equal = [0.0, *[1.0] * len(chain.blocks), 0.0]
     cuts = divide(chain.costs if by_time else equal, world.size * virtual, chain.joined)
     if channels:  # as for NCCL, whose groups have neither tags nor operations beside each other

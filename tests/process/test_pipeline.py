@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from fabricx.model_parallel.traffic import boundary_elements
 from fabricx.testing import run_ranks
@@ -84,3 +86,82 @@ def train_skips() -> dict[str, Any]:
 def test_a_tensor_that_all_blocks_take_passes_through_all_stages() -> None:
     """The stage in the middle of three passes on what it has received."""
     compare(run_ranks(train_skips, 3), alone(make(Skips), batches(6)))
+
+
+def residual(block: nn.Module, x: Tensor) -> Any:
+    return block(x) + x
+
+
+class Outside(Language):
+    """Residual connections are outside of the blocks; the scales are used between a block and the next."""
+
+    def __init__(self, *, checkpoints: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())])
+            for _ in range(2)
+        )
+        self.scales, self.checkpoints = nn.Parameter(torch.ones(3)), checkpoints
+
+    def body(self, x: Tensor, mask: Tensor) -> Tensor:
+        for number, (first, second) in enumerate(self.blocks):  # type: ignore[misc]
+            x = first(x) + x.flip(1)
+            add = functools.partial(residual, second)
+            x = checkpoint(add, x, use_reentrant=False) if self.checkpoints else add(x)
+            x = x * self.scales[number]
+        return x * self.scales[2]
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, normed: Tensor) -> Any:
+        return self.inner(normed) + 0.5 * x
+
+
+class Normed(Language):
+    """Autograd has stored an argument of each block before the block is called; `view`: the argument is a view."""
+
+    def __init__(self, *, view: bool = False, residual: float = 1.0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Pair() for _ in range(4))
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(4))
+        self.view, self.residual = view, residual
+
+    def body(self, x: Tensor, mask: Tensor) -> Tensor:
+        for block, norm in zip(self.blocks, self.norms, strict=True):
+            x = (x * 1.5)[:] if self.view else x * 1.5
+            x = block(x, norm(x)) + self.residual * x if self.residual else block(x, norm(x))
+        return x
+
+
+OUTSIDE: list[dict[str, Any]] = [{}, {"schedule": "zero_bubble"}, {"virtual": 2}]
+
+
+def train_outside() -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    runs = [staged(make(Outside), batches(8), **options) for options in OUTSIDE]
+    runs += [staged(make(Outside, checkpoints=True), batches(8)), staged(make(Normed), batches(8))]
+    return [*runs, staged(make(Normed, view=True, residual=0.0), batches(8))]
+
+
+def test_the_code_after_a_block_uses_the_arguments_of_the_block() -> None:
+    modules = [*[make(Outside) for _ in OUTSIDE], make(Outside), make(Normed), make(Normed, residual=0.0)]
+    for module, found in zip(modules, zip(*run_ranks(train_outside, 2), strict=True), strict=True):
+        compare(list(found), alone(module, batches(8)))
+
+
+def train_stored_view() -> str:
+    try:
+        staged(make(Normed, view=True), batches(8))
+    except ValueError as error:
+        return str(error)
+    except Exception:
+        return "the other rank has ended"
+    return ""
+
+
+def test_a_view_that_is_used_after_the_block_and_stored_before_is_an_error() -> None:
+    assert any("blocks.2 takes a view" in text and "tensor.clone()" in text for text in run_ranks(train_stored_view, 2))

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
 from fabricx.model_parallel.pipeline_chain import Slot, find_blocks, trace_chain
+from fabricx.model_parallel.pipeline_trace import tracing
 from fabricx.testing import LayeredModule
 
 WIDTH = 8
@@ -53,7 +56,7 @@ class Model(nn.Module):
 def observe(model, blocks="auto"):
     ids = torch.arange(10).view(2, 5)
     run = lambda: model.training_step(ids)  # noqa: E731
-    return trace_chain(model, find_blocks(model, blocks, run), run)
+    return trace_chain(model, find_blocks(model, blocks, run, outside=True), run)
 
 
 def test_a_chain_says_where_each_parameter_and_buffer_is_used():
@@ -245,8 +248,8 @@ def test_no_cut_where_a_tensor_passes_the_blocks_by():
             first = self.blocks[0](x)
             return self.blocks[2](self.blocks[1](first)) + first
 
-    assert list(joined(Skips())) == [1, 2]
-    assert "computed in blocks.0 is used after the blocks (add)" in joined(Skips())[1]
+    assert list(joined(Skips())) == [2], "blocks.1 takes it, blocks.2 does not"
+    assert "computed in blocks.0 is used after the blocks (add)" in joined(Skips())[2]
 
     class Auxiliary(Model):
         def body(self, x):
@@ -261,6 +264,100 @@ def test_no_cut_where_a_tensor_passes_the_blocks_by():
     model = Auxiliary()
     model.blocks[1] = Router()
     assert list(joined(model)) == [2]
+
+
+class Outside(Model):
+    """Residual connections are outside of the blocks, which are in lists in a list."""
+
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__(0)
+        self.layers: Any = nn.ModuleList(
+            nn.ModuleList([nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]) for _ in range(layers)
+        )
+
+    def body(self, x):
+        for attention, inner in self.layers:
+            x = attention(x) + x
+            x = inner(x).transpose(0, 1) + x.transpose(0, 1)
+            x = x.transpose(0, 1)
+        return x
+
+
+def test_code_after_a_block_may_use_the_arguments_of_the_block():
+    chain = observe(Outside())
+    assert chain.blocks == ("layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1")
+    assert chain.entries[1:] == (((0, 0),),) * 3
+    assert (chain.joined, chain.outside) == ({}, {1, 2, 3})
+    assert not observe(Model()).outside
+    names = list(chain.blocks)
+    with tracing(model := Outside(), names) as trace:
+        model.training_step(torch.arange(10).view(2, 5))
+    assert list(trace.joined) == [1, 2, 3], "without a stage that receives the arguments"
+
+    class View(Outside):
+        def body(self, x):
+            for attention, inner in self.layers:
+                x = attention(x) + x
+                before = x.transpose(0, 1)  # not the tensor that the next stage receives
+                x = (inner(x).transpose(0, 1) + before).transpose(0, 1)
+            return x
+
+    assert list(observe(View(), names).joined) == [1, 3]
+
+    class Shift(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.shift = nn.Parameter(torch.ones(WIDTH))
+
+        def forward(self, x):
+            return x + self.shift
+
+    class InPlace(Outside):
+        def __init__(self) -> None:
+            super().__init__()
+            for pair in self.layers:
+                pair[1] = Shift()
+
+        def body(self, x):
+            for attention, inner in self.layers:
+                x = attention(x) + x
+                x += inner(x)
+            return x
+
+    assert list(observe(InPlace(), names).joined) == [1, 3], "a received tensor is a leaf of the graph"
+
+    class Normalised(Outside):
+        def body(self, x):
+            for attention, inner in self.layers:
+                x = x + inner(attention(x))
+            return x
+
+    assert list(observe(Normalised(), names).joined) == [1, 3]
+
+
+def test_auto_takes_the_blocks_that_can_be_divided_best():
+    class Stem(Outside):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(5)])
+
+        def body(self, x):
+            return super().body(self.stem(x))
+
+    assert observe(Stem()).blocks[0] == "stem.0"
+
+    class Small(Outside):
+        def __init__(self) -> None:
+            super().__init__(layers=4)
+            self.stem = nn.Sequential(*[nn.LayerNorm(WIDTH) for _ in range(9)])
+
+        def body(self, x):
+            x = self.stem(x)
+            for attention, inner in self.layers:
+                x = x + inner(attention(x))
+            return x
+
+    assert observe(Small()).blocks[0] == "layers.0.0", "three boundaries, but between equal parts"
 
 
 def test_arguments_that_all_blocks_take_are_sent_with_the_stream():

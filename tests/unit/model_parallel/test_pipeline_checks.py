@@ -23,10 +23,10 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def evaluate(run):
+def evaluate(run, trained=None):
     model, ids = Model(), torch.arange(6).view(2, 3)
-    train = lambda: model(ids).sum()  # noqa: E731
-    chain = trace_chain(model, find_blocks(model, "auto", train), train)
+    train = lambda: (trained or Model.forward)(model, ids).sum()  # noqa: E731
+    chain = trace_chain(model, find_blocks(model, "auto", train, outside=True), train)
     with torch.no_grad():
         check_evaluation(model.eval(), chain, [(0, 2), (2, 4)], 2, "validation_step", lambda: run(model, ids))
 
@@ -77,3 +77,15 @@ def test_a_tensor_that_passes_the_cut_by_is_refused():
 
     with pytest.raises(ValueError, match=r"can.t be divided before blocks.2: a tensor computed in blocks.0"):
         evaluate(run)
+
+
+def test_the_code_after_a_block_may_use_the_arguments_of_the_block_if_it_does_so_in_training():
+    def residual(model, ids):
+        x = model.embed(ids)
+        for block in model.blocks:
+            x = block(x) + x
+        return model.head(x)
+
+    evaluate(residual, trained=residual)
+    with pytest.raises(ValueError, match=r"can.t be divided before blocks.2: a tensor computed in blocks.1 is used"):
+        evaluate(residual)

@@ -71,3 +71,7 @@ def test_the_description_names_blocks_memory_and_notes():
     assert lines[2].startswith("  stage 1: blocks.3; 50% of the time")
     assert lines[-1] == "  note: batch statistics"
     assert "note" not in "".join(describe(chain(), divide(chain().costs, 2), 2, "1f1b", 1, 1, 8))
+    uneven = chain(costs=(0.0, 1.0, 1.0, 1.0, 1.0, 12.0), joined={3: "a tensor passes by"})
+    assert "  note: stage 1 has 88% of the time, because a tensor passes by; if other modules" in "\n".join(
+        describe(uneven, divide(uneven.costs, 2, uneven.joined), 2, "1f1b", 1, 1, 8)
+    )
