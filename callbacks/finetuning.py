@@ -179,7 +179,7 @@ class BaseFinetuning(Callback):
 
     def on_fit_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         for optimizer in trainer.optimizers:
-            let_groups_grow(optimizer, pl_module)
+            let_groups_grow(optimizer, schedules=True)
 
     def on_train_epoch_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         epoch = trainer.current_epoch

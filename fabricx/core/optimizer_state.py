@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -10,7 +12,8 @@ from torch.optim import Optimizer
 
 from fabricx.core.held_gradients import HELD, held_gradients
 
-_GROWS: Final = "_fabricx_grows"  # attribute of an optimizer: module, and number of groups at the start
+_AT_START: Final = "_fabricx_groups_at_start"  # attribute of an optimizer: number of groups when training begins
+_EXTENDS: Final = "_fabricx_extends_schedules"  # attribute of an optimizer, if a callback extends its schedules
 _LISTS: Final = (  # attributes of schedules with a value for each group
     "base_lrs", "max_lrs", "base_momentums", "max_momentums", "lr_lambdas", "min_lrs",
 )  # fmt: skip
@@ -18,53 +21,76 @@ OTHER_STATE: Final = (
     "Resume with the optimizers and schedules of the checkpoint; or convert the checkpoint in on_load_checkpoint; or "
     "start a new run from its weights: Module.load_from_checkpoint(path), and fit without ckpt_path"
 )
-_ADDED: Final = (
-    "If a hook of the module adds them during training (add_param_group), add them in configure_optimizers, with "
-    "requires_grad=False until they are trained; or add them by a callback that derives from BaseFinetuning, whose "
-    "groups are restored"
-)
 
 
-def let_groups_grow(optimizer: Optimizer, module: nn.Module) -> None:
-    """Let a loaded state add groups of a module's parameters to an optimizer, or remove them.
+def let_groups_grow(optimizer: Optimizer, *, schedules: bool = False) -> None:
+    """Let a loaded state add groups to an optimizer, or remove them, as hooks have done after the start of training.
 
     Args:
-        optimizer: optimizer to which a callback adds groups during training.
-        module: has the parameters.
+        optimizer: optimizer of a module, with the groups of `configure_optimizers` and `on_fit_start`.
+        schedules: a callback extends the schedules of the optimizer for each group that it adds.
     """
-    vars(optimizer)[_GROWS] = (module, len(optimizer.param_groups))
+    vars(optimizer)[_AT_START] = len(optimizer.param_groups)
+    if schedules:
+        vars(optimizer)[_EXTENDS] = True
 
 
-def _grow(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Make the groups of an optimizer those of a saved state, if they may grow."""
-    module, least = vars(optimizer).get(_GROWS, (None, 0))
-    if module is None:
+def _grow(optimizer: Optimizer, names: Mapping[int, str], parameters: Mapping[str, nn.Parameter], saved: Any) -> None:
+    """Make the groups that hooks have added to an optimizer those of a saved state."""
+    least = vars(optimizer).get(_AT_START)
+    if least is None:
         return
-    parameters: dict[str, nn.Parameter] = dict(module.named_parameters())
-    names = {id(parameter): name for name, parameter in parameters.items()}
     kept = {frozenset(group["params"]) for group in saved["param_groups"]}
-    for group in optimizer.param_groups[least:]:
+    for number in reversed(range(least, len(optimizer.param_groups))):
+        group = optimizer.param_groups[number]
         if frozenset(names.get(id(parameter), "") for parameter in group["params"]) not in kept:
-            optimizer.param_groups.remove(group)  # the state is that before the group was added
+            del optimizer.param_groups[number]  # the state is that before the group was added
             for parameter in group["params"]:
                 parameter.requires_grad = False
                 optimizer.state.pop(parameter, None)
     known = {names.get(id(parameter)) for group in optimizer.param_groups for parameter in group["params"]}
-    for group in saved["param_groups"]:
-        if known.isdisjoint(group["params"]) and set(group["params"]) <= set(parameters):
+    # A state of an earlier version doesn't have the number.
+    first = saved.get("groups_at_start", least if grows(optimizer) else len(saved["param_groups"]))
+    for group in saved["param_groups"][first:]:
+        if known.isdisjoint(group["params"]) and parameters.keys() >= set(group["params"]):
             added = [parameters[name] for name in group["params"]]
             for parameter in added:
                 parameter.requires_grad = True
             optimizer.add_param_group({**group, "params": added})
 
 
+@contextmanager
+def added_once(optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Context of hooks that have run before: `add_param_group` ignores parameters that an optimizer has already.
+
+    Args:
+        optimizers: optimizers of the module, which may have a loaded state.
+    """
+    changed = [optimizer for optimizer in optimizers if "add_param_group" not in vars(optimizer)]
+    for optimizer in changed:
+        vars(optimizer)["add_param_group"] = functools.partial(_add, optimizer, optimizer.add_param_group)
+    try:
+        yield
+    finally:
+        for optimizer in changed:
+            del vars(optimizer)["add_param_group"]
+
+
+def _add(optimizer: Optimizer, add: Callable[[dict[str, Any]], None], param_group: dict[str, Any]) -> None:
+    given = param_group["params"]
+    given = [given] if isinstance(given, Tensor) else list(given)
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not all(id(entry[1] if isinstance(entry, tuple) else entry) in known for entry in given):
+        add({**param_group, "params": given})
+
+
 def grows(optimizer: Optimizer) -> bool:
-    """Return whether a callback adds groups to an optimizer.
+    """Return whether a callback adds groups to an optimizer and its schedules.
 
     Args:
         optimizer: optimizer of a module.
     """
-    return _GROWS in vars(optimizer)
+    return _EXTENDS in vars(optimizer)
 
 
 def extend_schedule(scheduler: Any) -> None:
@@ -115,20 +141,24 @@ def by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
         name = names.get(id(parameter), "")
         values[name] = {**values.get(name, {}), HELD: gradient}
     values.pop("", None)  # a parameter outside of the module
+    least = vars(optimizer).get(_AT_START)
     return {
         **state,
+        **({} if least is None else {"groups_at_start": least}),
         "class": type(optimizer).__qualname__,
         "state": values,
         "param_groups": [{**g, "params": [ordered[number] for number in g["params"]]} for g in state["param_groups"]],
     }
 
 
-def by_number(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]) -> dict[str, Any]:
+def by_number(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], saved: Mapping[str, Any]) -> dict[str, Any]:
     """Return the inverse of `by_name`, for an optimizer of the same class and the same groups, in any order.
+
+    Groups that hooks had added to the optimizer of the state are added.
 
     Args:
         optimizer: optimizer to which the state will be loaded.
-        names: names of the module's parameters, by `id`.
+        parameters: the module's parameters, by name.
         saved: result of `by_name`.
 
     Raises:
@@ -137,16 +167,16 @@ def by_number(optimizer: Optimizer, names: Mapping[int, str], saved: Mapping[str
     now_class = type(optimizer).__qualname__
     if (before := saved.get("class", now_class)) != now_class:
         raise ValueError(f"the optimizer of the checkpoint is {before}, and the module's is {now_class}. {OTHER_STATE}")
-    _grow(optimizer, saved)
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    _grow(optimizer, names, parameters, saved)
     order = _parameter_names(optimizer, names)
     numbers = {name: number for number, name in enumerate(order)}
     known = {name for group in saved["param_groups"] for name in group["params"]}
     if known != set(numbers):
         missing, more = sorted(set(numbers) - known), sorted(known - set(numbers))
-        remedy = OTHER_STATE if missing else f"{_ADDED}. {OTHER_STATE}"
         raise ValueError(
             f"the optimizer of the checkpoint has other parameters than the module's: it lacks "
-            f"{', '.join(missing) or 'none'}, and additionally has {', '.join(more) or 'none'}. {remedy}"
+            f"{', '.join(missing) or 'none'}, and additionally has {', '.join(more) or 'none'}. {OTHER_STATE}"
         )
     groups = {frozenset(group["params"]): group for group in saved["param_groups"]}
     now = optimizer.state_dict()["param_groups"]

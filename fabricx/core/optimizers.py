@@ -189,6 +189,12 @@ def load_schedules(
     for schedule, state in zip(schedules, states, strict=True):
         if isinstance(of := getattr(schedule.scheduler, "optimizer", None), Optimizer) and grows(of):
             extend_schedule(schedule.scheduler)
+        if len(state.get("lr_lambdas") or ()) > len(getattr(schedule.scheduler, "lr_lambdas", ())):
+            raise ValueError(
+                f"a hook has added a function to {schedule.described} for another group of the optimizer, and "
+                "functions can't be restored: add the group in configure_optimizers, with requires_grad=False until "
+                "it is trained; or by a callback that derives from BaseFinetuning"
+            )
         schedule.scheduler.load_state_dict(state)
 
 

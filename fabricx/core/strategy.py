@@ -360,9 +360,9 @@ class Strategy(StrategyNames, NamesChecked, ABC):
                 f"the checkpoint holds {len(state['optimizers'])} optimizers and the module has {len(optimizers)}. "
                 + OTHER_STATE
             )
-        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        parameters = dict(module.named_parameters())
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(by_number(optimizer, names, saved))
+            optimizer.load_state_dict(by_number(optimizer, parameters, saved))
             take_from_state(optimizer, loaded=True)
 
     def _load_weights(self, module: nn.Module, weights: Mapping[str, Any]) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from fabricx.consistency.optimizer_changes import RepeatedHook
 from fabricx.core.hooks import call
+from fabricx.core.optimizer_state import added_once
 from fabricx.core.rng import random_kept
 from fabricx.core.state import EpochStep
 from fabricx.loop.boundary import call_last_hooks
@@ -34,7 +36,7 @@ def begin_epoch(session: Session) -> bool:
     _reset_logs_and_loaders(session)
     rates = session.checks.local_hyperparameters()
     repeated = RepeatedHook(session.module, session.optimizers) if session.state.batch else None
-    with repeated_hooks(session.state.batch):
+    with repeated_hooks(session, session.state.batch):
         call(session.hooks.on_train_epoch_start)
     if repeated is not None and (changes := repeated.changes()):
         session.print(
@@ -99,13 +101,21 @@ def end_epoch(session: Session) -> None:
     session.metrics.publish_epoch(ended=True)  # values that the hooks have logged
 
 
-def repeated_hooks(repeated: object) -> AbstractContextManager[None]:
-    """Return a context for hooks that run once more than in a run without interruption: random states are kept.
+@contextmanager
+def repeated_hooks(session: Session, repeated: object) -> Iterator[None]:
+    """Context for hooks that run once more than in a run without interruption.
+
+    Random states are kept, and groups that the hooks have added to the optimizers are not added again.
 
     Args:
+        session: session of a fit.
         repeated: true if the hooks have run before.
     """
-    return random_kept() if repeated else nullcontext()
+    if not repeated:
+        yield
+        return
+    with random_kept(), added_once(session.optimizers):
+        yield
 
 
 def _saved_within_batches(session: Session) -> bool:

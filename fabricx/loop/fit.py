@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fabricx.core.hooks import call
+from fabricx.core.optimizer_state import let_groups_grow
 from fabricx.core.rng import seed_generators
 from fabricx.core.state import EpochStep, Phase
 from fabricx.data import Microbatch
@@ -48,6 +49,8 @@ def fit(session: Session, train_rest: Callable[[Session], bool]) -> None:
     state, ft, newcomer = session.state, session.fault_tolerance, session.world.newcomer
     call(session.hooks.on_fit_start)
     note_set_up(session)
+    for optimizer in session.optimizers:
+        let_groups_grow(optimizer)
     session.checks.note_parameters()
     if not newcomer and not ft.restore():  # in-memory checkpoints have the state of servers, too
         restore_requested(session)
@@ -66,7 +69,7 @@ def fit(session: Session, train_rest: Callable[[Session], bool]) -> None:
         call(session.hooks.on_fit_end)
         return
     session.metrics.collect(session.metrics.training)
-    with repeated_hooks(resumed or newcomer):
+    with repeated_hooks(session, resumed or newcomer):
         call(session.hooks.on_train_start)
     if not newcomer:  # hooks of the start, or a callback of an earlier run, may have requested the stop
         if session.checkpoints.delayed_stop:

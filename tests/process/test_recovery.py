@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 import fabricx as fx
@@ -61,20 +62,30 @@ def test_options_of_other_callbacks_are_none_of_the_recovery_s(
     assert "all workers restart" not in capfd.readouterr().err
 
 
-class LimitsOnce(fx.Callback):
-    """Changes a limit of the trainer when training starts; a replacement begins later."""
+class ChangesLimits(Ledger):
+    """Changes a limit of the trainer when training starts, and trains another layer from the second epoch on."""
 
-    def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
-        if not trainer.global_step:
-            trainer.log_every_n_steps = 7
+    def __init__(self) -> None:
+        super().__init__(SAMPLES, BATCH)
+        self.other = nn.Linear(6, 1).requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        if not self.trainer.global_step:
+            self.trainer.log_every_n_steps = 7  # a replacement begins later
+        if self.current_epoch == 1:
+            self.trainer.optimizers[0].add_param_group({"params": self.other.requires_grad_().parameters(), "lr": 0.1})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.other(batch[0]).square().mean()
 
 
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_a_replacement_has_the_limits_that_hooks_have_set(way: str, tmp_path: Path) -> None:
-    fault = kill(rank=1).during("backward", step=5)
-    module, trainer = train(WAYS[way](), [LimitsOnce(), fault], tmp_path, recovery=FaultRecovery(snapshots=False))
+def test_a_replacement_has_the_limits_and_groups_that_hooks_have_set(way: str, tmp_path: Path) -> None:
+    fault, quick = kill(rank=1).during("backward", step=5), FaultRecovery(snapshots=False)
+    module, trainer = train(WAYS[way](), [fault], tmp_path, recovery=quick, module=ChangesLimits())
     assert exact(module)
     assert len(trainer.failures) == 1
+    assert module.other.weight.abs().max() < 0.1  # trained for two epochs
 
 
 STORM = [

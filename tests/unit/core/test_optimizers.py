@@ -99,6 +99,10 @@ def test_a_state_belongs_to_schedules_of_the_same_description() -> None:
     for states, described in (([state], ["StepLR by epoch"]), ([], []), ([state] * 2, None)):
         with pytest.raises(ValueError, match="the module's are: StepLR by 3 steps"):
             load_schedules(schedules, states, described)
+    by_rule = Schedule(torch.optim.lr_scheduler.LambdaLR(ONE, lambda epoch: 0.5))
+    more = {**by_rule.scheduler.state_dict(), "lr_lambdas": [None, None]}
+    with pytest.raises(ValueError, match="added a function to LambdaLR"):
+        load_schedules([by_rule], [more], None)
 
 
 @pytest.mark.parametrize(("interval", "each_step"), [("step", True), ("epoch", False)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import warnings
 from collections.abc import Iterator
@@ -80,6 +81,33 @@ def test_an_optimizer_whose_state_would_mean_something_else_is_refused(
     with pytest.raises(ValueError, match=message) as raised:
         resumed(own_folder, first, second)
     assert "load_from_checkpoint" in str(raised.value)
+
+
+class TrainsMore(TinyModule):
+    """Adds a group of parameters to its optimizer in the second epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(4, 1).requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.trainer.optimizers[0].add_param_group({"params": self.more.requires_grad_().parameters(), "lr": 0.2})
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs) + self.more(inputs)
+
+    def configure_optimizers(self) -> Any:
+        return SGD(self.layer.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_a_resumed_run_has_the_groups_that_hooks_have_added(own_folder: Path) -> None:
+    whole, rest = (copy.deepcopy(module) for module in [TrainsMore()] * 2)
+    saved = own_folder / "six.ckpt"  # of 8 batches in two epochs
+    fx.Trainer(max_epochs=3, callbacks=SavesAtStep(saved, 6), **QUIET).fit(whole, tiny_loader())
+    fx.Trainer(max_epochs=3, **QUIET).fit(rest, tiny_loader(), ckpt_path=saved)
+    assert torch.equal(rest.more.weight, whole.more.weight)
+    assert torch.equal(rest.layer.weight, whole.layer.weight)
 
 
 class SavesIn(fx.Callback):
