@@ -6,9 +6,12 @@ from collections.abc import Callable
 from typing import Any, final
 
 from fabricx.core.dealer import Dealer
-from fabricx.parameter_server.wire.messages import LeaseReply
+from fabricx.parameter_server.wire.messages import Groups, LeaseReply
 from fabricx.parameter_server.worker.asynchronous import Asynchronous
 from fabricx.parameter_server.worker.lease_state import LeaseState
+from fabricx.parameter_server.worker.update_numbers import EarlierGroups
+
+Position = tuple[int, int, int, int, Groups, EarlierGroups]
 
 
 @final
@@ -171,17 +174,25 @@ class LeaseDealer(LeaseState, Dealer):
 
     # -- other workers --------------------------------------------------------------------------------------------
 
-    def position(self) -> tuple[int, int, int, int]:
-        """Return the state of leases for `take_position` of a worker that joins later."""
-        return self.section, self.planned, self._protocol.settings.workers, self.scheduled
+    def position(self) -> Position:
+        """Return the state of leases for `take_position` of a worker that joins later.
 
-    def take_position(self, position: tuple[int, int, int, int]) -> None:
+        It includes the hyperparameters that belong to the step of the schedules.
+        """
+        protocol = self._protocol
+        groups = protocol.optimizers.present_groups(), protocol.numbers.all_earlier_groups()
+        return self.section, self.planned, protocol.settings.workers, self.scheduled, *groups
+
+    def take_position(self, position: Position) -> None:
         """Continue at the position of another worker.
 
         Args:
             position: result of `position`.
         """
-        self.section, self.planned, self._protocol.settings.workers, self.scheduled = position
+        protocol = self._protocol
+        self.section, self.planned, protocol.settings.workers, self.scheduled, groups, earlier = position
+        protocol.optimizers.set_groups(groups)
+        protocol.numbers.take_earlier_groups(earlier)
 
     def forget_weights(self) -> None:
         """Pull complete weights next: this worker has joined later or has missed a section."""

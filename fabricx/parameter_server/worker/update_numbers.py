@@ -7,6 +7,8 @@ from typing import Final, final
 
 from fabricx.parameter_server.wire.messages import Groups, Reply
 
+EarlierGroups = list[tuple[int, Groups]]  # numbers of updates, and hyperparameters before these
+
 EARLIER: Final = 256  # changes of hyperparameters that are kept for late gradients
 
 
@@ -79,3 +81,16 @@ class UpdateNumbers:
         if not self._earlier or update >= self._earlier[-1][0]:
             return None
         return next(groups for changed, groups in self._earlier if update < changed)
+
+    def all_earlier_groups(self) -> EarlierGroups:
+        """Return all saved hyperparameters, for `take_earlier_groups` of another worker."""
+        return list(self._earlier)
+
+    def take_earlier_groups(self, earlier: EarlierGroups) -> None:
+        """Replace all saved hyperparameters by those of another worker.
+
+        Args:
+            earlier: result of `all_earlier_groups`.
+        """
+        self._earlier.clear()
+        self._earlier.extend(earlier)

@@ -44,6 +44,10 @@ class WorkerOptimizers:
             return groups_of(self._every)
         return [self._stepped.get(id(optimizer)) or groups_of([optimizer])[0] for optimizer in self._every]
 
+    def present_groups(self) -> Groups:
+        """Return the present hyperparameters of each group of each optimizer."""
+        return groups_of(self._every)
+
     def keep_groups(self, optimizer: Optimizer) -> None:
         """Keep the hyperparameters with which an optimizer steps; `optimizer_step` may set new values afterwards.
 

@@ -6,10 +6,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from fabricx.parameter_server.wire.messages import LeaseReply, Reply, Settings
 from fabricx.parameter_server.worker.asynchronous import Asynchronous
 from fabricx.parameter_server.worker.dealer import LeaseDealer
+from fabricx.parameter_server.worker.worker_optimizers import WorkerOptimizers
 
 
 class Requests:
@@ -102,6 +104,15 @@ def test_a_section_begins_at_the_version_that_the_worker_knows() -> None:
 
 def test_a_worker_that_joins_takes_the_position_of_another() -> None:
     (first, protocol, _), (second, other, _) = dealer(), dealer()
-    first.section, first.planned, protocol.settings.workers, first.scheduled = 2, 3, 4, 5
+    optimizers = [torch.optim.SGD([torch.zeros(1)], lr=0.1) for _ in range(2)]
+    for each, optimizer in zip((protocol, other), optimizers, strict=True):
+        each._optimizers = WorkerOptimizers([optimizer], [])
+    first.section, first.planned, protocol.settings.workers = 2, 3, 4
+    first.passes(5)
+    optimizers[0].param_groups[0]["lr"] = 0.05  # a schedule has stepped
     second.take_position(first.position())
     assert (second.section, second.planned, other.settings.workers, second.scheduled) == (2, 3, 4, 5)
+    assert optimizers[1].param_groups[0]["lr"] == 0.05
+    earlier = other.numbers.earlier_groups(4)  # of an update whose worker has died
+    assert earlier is not None
+    assert earlier[0][0]["lr"] == 0.1
