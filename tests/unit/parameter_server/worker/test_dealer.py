@@ -106,7 +106,7 @@ def test_a_worker_that_joins_takes_the_position_of_another() -> None:
     (first, protocol, _), (second, other, _) = dealer(), dealer()
     optimizers = [torch.optim.SGD([torch.zeros(1)], lr=0.1) for _ in range(2)]
     for each, optimizer in zip((protocol, other), optimizers, strict=True):
-        each._optimizers = WorkerOptimizers([optimizer], [])
+        each.optimizers = WorkerOptimizers([optimizer], [])
     first.section, first.planned, protocol.settings.workers = 2, 3, 4
     first.passes(5)
     optimizers[0].param_groups[0]["lr"] = 0.05  # a schedule has stepped
