@@ -294,6 +294,16 @@ def new_reference(target: Any) -> Any:
     return weakref.ref(set() if target is None else target)
 
 
+def new_enumerator(module: str, name: str, value: int) -> Any:
+    """Return an enumerator of a compiled enumeration.
+
+    Args:
+        module, name: of the enumeration.
+        value: of the enumerator.
+    """
+    return getattr(importlib.import_module(module), name)(value)
+
+
 def new_cached(maxsize: int | None, typed: bool) -> Any:
     """Return a function with an empty `functools.lru_cache`, whose `__wrapped__` is set later: it may call itself.
 

@@ -38,6 +38,7 @@ _SENTINELS: Final = {dataclasses.MISSING: "MISSING", dataclasses.KW_ONLY: "KW_ON
 _WEAK: Final = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 _OF_SCRIPT: Final = ("__file__", "__package__", "__path__")  # variables of the script that functions may rely on
 _Reduced = tuple[Callable[..., Any], tuple[Any, ...], Any, Callable[[Any, Any], None]]
+_COMPILED: Final = "pybind11_builtins"
 _PARAMETRIZE: Final = "torch.nn.utils.parametrize"
 _HEAP_TYPE: Final = 1 << 9  # flag of a class that was made by a class statement
 
@@ -118,6 +119,12 @@ def is_importable(value: Any) -> bool:
     return imported is value
 
 
+def _public_name(kind: type) -> str:
+    """Return the name by which a compiled class is imported, if it is not its own name; otherwise ""."""
+    name = kind.__name__.lstrip("_")
+    return name if not is_importable(kind) and getattr(sys.modules.get(kind.__module__), name, None) is kind else ""
+
+
 def variables_of(function: types.FunctionType) -> list[str]:
     """Return the names of the script's variables that a function uses, and which are copied with it.
 
@@ -169,6 +176,8 @@ class Reducer:
         if kind is types.MethodType:  # pickle would look it up in a class that may be incomplete
             owner = value.__self__ if isinstance(value.__self__, type) else type(value.__self__)
             return NotImplemented if is_importable(owner) else (kind, (value.__func__, value.__self__))
+        if type(kind).__module__ == _COMPILED and _public_name(kind):  # such as torch.nn.attention.SDPBackend
+            return definitions.new_enumerator, (kind.__module__, _public_name(kind), int(value))
         if kind is weakref.ref:  # such as those of averages of weights to their parameters
             return definitions.new_reference, (value(),)
         if kind is functools.cached_property:  # has a lock up to Python 3.11

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import pickle
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import cloudpickle.cloudpickle
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fabricx import by_value
 from fabricx.by_value import definitions
@@ -187,6 +189,11 @@ def test_functions_of_a_module_in_a_file_use_its_variables(receive: Receive) -> 
 
     assert receive(local).__globals__ is globals()
     assert receive(Definitions) is Definitions
+
+
+def test_enumerators_of_torch_are_found_by_the_public_name_of_their_class(receive: Receive) -> None:
+    backends = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
+    assert receive({"call": functools.partial(sdpa_kernel, backends)})["call"].args == (backends,)
 
 
 def test_weak_references_refer_to_the_copies_that_are_sent_with_them(receive: Receive) -> None:
