@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import warnings
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from fabricx import by_value
@@ -26,7 +28,7 @@ _MATMUL: Final = (
 
 @dataclass(frozen=True)
 class ProcessSettings:
-    """Environment, warning filters and global settings of torch, as they were when a run started.
+    """Environment, warning filters and global settings of Python, numpy and torch, as they were when a run started.
 
     Attributes:
         environment: environment variables.
@@ -40,6 +42,8 @@ class ProcessSettings:
         anomalies: whether backward detects anomalies.
         sharing: how torch shares tensors of processes.
         cudnn: flags of `torch.backends.cudnn`, by name.
+        recursion: greatest depth of Python's stack.
+        numerics: what numpy does in case of an error of floating-point numbers (`np.seterr`).
     """
 
     environment: dict[str, str] = field(repr=False)
@@ -53,6 +57,8 @@ class ProcessSettings:
     anomalies: bool
     sharing: str
     cudnn: dict[str, bool]
+    recursion: int
+    numerics: dict[str, Any]
 
     @classmethod
     def of_this_process(cls) -> ProcessSettings:
@@ -69,6 +75,8 @@ class ProcessSettings:
             torch.is_anomaly_enabled(),
             torch.multiprocessing.get_sharing_strategy(),
             _cudnn(),
+            sys.getrecursionlimit(),
+            dict(np.geterr()),
         )
 
     def apply(self) -> None:
@@ -98,6 +106,8 @@ class ProcessSettings:
         for name, flag in self.cudnn.items():
             if _cudnn().get(name) != flag:
                 setattr(torch.backends.cudnn, name, flag)
+        sys.setrecursionlimit(self.recursion)
+        np.seterr(**self.numerics)
 
 
 def _determinism() -> str:

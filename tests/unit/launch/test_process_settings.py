@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,8 +21,9 @@ def test_settings_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_float32_matmul_precision("high")
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.backends.cudnn.benchmark = True
+    sys.setrecursionlimit(before.recursion + 1)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), np.errstate(divide="raise"):
             warnings.filterwarnings("ignore", "noise")
             settings = pickle.loads(pickle.dumps(ProcessSettings.of_this_process()))
         before.apply()
@@ -34,6 +37,8 @@ def test_settings_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.get_float32_matmul_precision() == "high"
         assert torch.is_deterministic_algorithms_warn_only_enabled()
         assert torch.backends.cudnn.benchmark
+        assert sys.getrecursionlimit() == before.recursion + 1
+        assert np.geterr()["divide"] == "raise"
     finally:
         with warnings.catch_warnings():
             before.apply()
