@@ -113,15 +113,20 @@ class Timer(Callback):
         self._begun[stage] = time.monotonic()
         self._ended.pop(stage, None)
 
+    def _start_limit(self) -> None:
+        """Set the end of the training; a request to stop before is forgotten, since it may be lost with a rank."""
+        remaining = self.time_remaining()
+        self._stopped = False
+        self._limit = float("inf") if remaining is None else time.monotonic() + remaining
+
     def _end(self, stage: str) -> None:
         if stage in self._begun:
             self._ended[stage] = time.monotonic()
 
     def on_train_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         self._begin("train")
+        self._start_limit()
         remaining = self.time_remaining()
-        self._stopped = False
-        self._limit = float("inf") if remaining is None else time.monotonic() + remaining
         if remaining is not None and remaining <= 0:  # a duration of 0, or the resumed run used it up
             self._stopped = True
             trainer.request_stop(self._announce(trainer))
@@ -180,10 +185,19 @@ class Timer(Callback):
     def state_dict(self) -> dict[str, Any]:
         return {"time_elapsed": {stage: self.time_elapsed(stage) for stage in STAGES}}
 
+    def on_exception(self, trainer: TrainerProtocol, pl_module: Module, exception: BaseException) -> None:
+        for stage in self._begun.keys() - self._ended.keys():
+            self._end(stage)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._begun.clear()
+        running = self._begun.keys() - self._ended.keys()  # not empty: other ranks have died, and training continues
+        own = {stage: self.time_elapsed(stage) for stage in running}
         self._ended.clear()
         self._before = dict(state_dict["time_elapsed"])
+        self._before.update({stage: max(self._before.get(stage, 0.0), own[stage]) for stage in running})
+        self._begun = dict.fromkeys(running, time.monotonic())
+        if "train" in running:
+            self._start_limit()
 
 
 def _checked(stage: str) -> str:

@@ -63,6 +63,35 @@ def test_a_resumed_run_has_less_time_left(trainer: Any, clock: Any) -> None:
     assert trainer(again).start().stop_reasons == [f"reached the time limit of {again.duration} after 0 steps"]
 
 
+def test_the_death_of_a_rank_does_not_give_more_time(trainer: Any, clock: Any) -> None:
+    survivor, replacement = Timer("10s"), Timer("10s")
+    trainer(survivor).start()
+    clock.now += 7
+    run = trainer(replacement).start()
+    clock.now += 1
+    for each in (survivor, replacement):  # all ranks load the state of the most advanced rank
+        each.load_state_dict({"time_elapsed": {"train": 7.5}})
+    assert (survivor.time_remaining(), replacement.time_remaining()) == (2, 2.5)
+    clock.now += 2
+    assert survivor.state_dict()["time_elapsed"]["train"] == 10
+    run.step()
+    assert run.stop_reasons == []
+    clock.now += 1
+    run.step()
+    assert len(run.stop_reasons) == 1
+
+
+def test_time_after_an_error_is_not_counted(trainer: Any, clock: Any) -> None:
+    callback = Timer("10s")
+    run = trainer(callback).start()
+    clock.now += 7
+    run.call("on_exception", ValueError())
+    clock.now += 100
+    callback.load_state_dict(callback.state_dict())
+    trainer(callback).start()
+    assert callback.time_remaining() == 3
+
+
 def test_a_duration_of_0_stops_before_the_first_step(trainer: Any, clock: Any) -> None:
     assert len(trainer(Timer(timedelta(0))).start().stop_reasons) == 1
 
