@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from fabricx import plugins
 from fabricx.core.callback import Callback
-from fabricx.lightning.classes import Absent, adapted_class, form, is_lightning, lightning_base
+from fabricx.lightning.classes import Absent, adapted_class, form, is_lightning, lightning_base, local_name
 
 _AS_IT_IS: Final = ("LambdaCallback",)  # callbacks of Lightning that use only hooks
 _CONTRACTS: Final = ("Callback", "Checkpoint", "ProgressBar")  # of Lightning; contracts without machinery
@@ -86,7 +86,8 @@ def callback_class(cls: type) -> type:
 def _bridge(base: type, contract: type) -> type:
     # Lightning's properties would precede the attributes that the contract's constructor has set.
     hidden = {name: Absent() for name in dir(base) if not name.startswith("__") and not hasattr(contract, name)}
-    return type(contract.__name__, (contract, base), {} if contract is Callback else hidden)
+    name = contract.__name__
+    return type(name, (contract, base), {**({} if contract is Callback else hidden), "__qualname__": local_name(name)})
 
 
 def _provided(cls: type) -> type | None:

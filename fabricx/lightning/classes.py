@@ -57,6 +57,18 @@ class _First:
         pass
 
 
+def local_name(name: str) -> str:
+    """Return the qualified name of a bridge: of a local class, whose subclasses are no choices of a command line.
+
+    A command line accepts the short names of subclasses of a contract, and the adapted class of a user's or
+    Lightning's class has the same name as that class.
+
+    Args:
+        name: of the bridge.
+    """
+    return f"adapted_class.<locals>.{name}"
+
+
 def _class(kind: str, cls: type) -> type:
     return _FORMED[kind](cls)
 

@@ -7,7 +7,7 @@ import inspect
 from typing import Any, Final
 
 from fabricx.core.datamodule import DataModule
-from fabricx.lightning.classes import adapted_class, form, lightning_base
+from fabricx.lightning.classes import adapted_class, form, lightning_base, local_name
 
 _KEPT: Final = ("save_hyperparameters", "hparams", "hparams_initial", "_set_hparams")
 
@@ -43,4 +43,4 @@ def data_class(cls: type) -> type:
 @functools.cache
 def _bridge(base: type) -> type:
     kept = {name: inspect.getattr_static(base, name) for name in _KEPT}
-    return type("FabricxDataModule", (DataModule, base), kept)
+    return type("FabricxDataModule", (DataModule, base), {**kept, "__qualname__": local_name("FabricxDataModule")})

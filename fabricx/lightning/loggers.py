@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from fabricx.core.logger import STATUS, Ending, Logger, Silent
-from fabricx.lightning.classes import adapted_class, form, lightning_base
+from fabricx.lightning.classes import adapted_class, form, lightning_base, local_name
 
 
 def adapt_logger(logger: Any) -> Any:
@@ -56,6 +56,8 @@ def logger_class(cls: type) -> type:
 
 class _Contract(Logger):
     """Methods of fabricx that loggers of Lightning lack; all other methods are Lightning's."""
+
+    __qualname__ = local_name("_Contract")
 
     def open(self, run_dir: Path) -> None:
         vars(self)["_opened"] = True

@@ -11,7 +11,7 @@ from torch import nn
 from fabricx.checkpoint import is_committed
 from fabricx.core.module import LightningModule, Module
 from fabricx.core.module_hooks import RUN_ATTRIBUTES
-from fabricx.lightning.classes import Absent, adapted_class, form, is_lightning, lightning_base
+from fabricx.lightning.classes import Absent, adapted_class, form, is_lightning, lightning_base, local_name
 
 # State that Lightning's constructor creates and users' constructors change, before fabricx has seen the object.
 _KEPT: Final = (
@@ -91,6 +91,7 @@ def _bridge(base: type) -> type:
     kept = {name: inspect.getattr_static(base, name) for name in _KEPT}
     kept |= {"single_file_checkpoints": True, "predict_step": LightningModule.predict_step}
     kept["__jit_unused_properties__"] = [*base.__jit_unused_properties__, *Module.__jit_unused_properties__]  # type: ignore[attr-defined]
+    kept["__qualname__"] = local_name("FabricxModule")
     return type("FabricxModule", (Module, base), {**kept, **{name: Absent() for name in _EMPTY}})
 
 

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping as LightningEarlyStopping
 
 import fabricx as fx
 from fabricx.callbacks import EarlyStopping
 from fabricx.cli.lightning.parser import LightningArgumentParser
+from fabricx.lightning.callbacks import callback_class
 from fabricx.testing import TinyModule
 
 
@@ -24,6 +26,7 @@ def _trainer(words: list[str]) -> Any:
 
 @pytest.mark.parametrize("package", ["", "lightning.pytorch.callbacks.", "pytorch_lightning.callbacks."])
 def test_short_names_and_lightnings_paths_are_classes_of_fabricx(package: str) -> None:
+    callback_class(LightningEarlyStopping)  # adapted in this process, under the same name
     words = [f"--trainer.callbacks+={package}EarlyStopping", "--trainer.callbacks.monitor=loss"]
     [callback] = _trainer(words).trainer.callbacks
     assert isinstance(callback, EarlyStopping)
