@@ -444,16 +444,16 @@ class ModelCheckpoint(Checkpoint, NameParts):
         """Wait for the newest checkpoint; undo its registration if it is missing. Collective.
 
         Returns:
-            whether the checkpoint was lost because a worker died during the write.
+            whether the checkpoint was lost because the workers changed during the write.
         """
         trainer.finish_checkpoint()
         pending = self._records.pending
         if pending is None:
             return False
         if not trainer.world.broadcast_object(step_of(pending.path) == pending.step):
-            trainer.session.metrics.loggers.event(
-                "checkpoint", f"{pending.path} was lost: a worker died while it was written", pending.step
-            )
+            text = f"{pending.path} was lost: it was being written when a worker died, or when its replacement joined"
+            trainer.session.metrics.loggers.event("checkpoint", text, pending.step)
+            trainer.print(text)
             self._undo()
             return True
         self._records.pending = None

@@ -204,13 +204,15 @@ class Trace(TorchDispatchMode):
         if self._inside or self._paused or not self._outside:
             return func(*args, **kwargs)
         self._current = [leaf for _, leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        output = func(*args, **kwargs)
+        try:
+            output = func(*args, **kwargs)
+        finally:
+            current, self._current = self._current, []
         for _, leaf in leaves(output):
             if isinstance(leaf, Tensor) and self._made.get(_storage(leaf), self._position) < self._position:
-                bases = [tensor for tensor in self._current if _storage(tensor) == _storage(leaf)]
+                bases = [tensor for tensor in current if _storage(tensor) == _storage(leaf)]
                 if not any(leaf is tensor for tensor in bases):
                     self._views[id(leaf)] = (leaf, self._position, bases)
-        self._current = []
         return output
 
     def _available(self, tensor: Tensor, boundary: int) -> bool:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import math
 import pickle
+import shutil
 import tempfile
 import threading
 from datetime import timedelta
@@ -586,3 +587,17 @@ def test_a_metric_may_be_logged_on_the_main_rank_only(trainer: Any, tmp_path: Pa
     run.epoch(validation={"other": 1.0})
     assert callback.best_model_path == path
     assert number(callback.best_model_score) == 0.5
+
+
+def test_a_checkpoint_that_is_missing_is_named_and_removed_from_the_records(trainer: Any, tmp_path: Path) -> None:
+    """As after in-place recovery of a run in which a rank died before it had written its part."""
+    callback = ModelCheckpoint(save_top_k=-1)
+    run = trainer(callback).start()
+    run.epoch()
+    missing = Path(callback.best_model_path)
+    shutil.rmtree(missing)
+    run.epoch()
+    run.end()
+    [text] = run.printed
+    assert text.startswith(f"{missing} was lost: it was being written when a worker died")
+    assert [Path(path).name for path in callback.best_k_models] == names(tmp_path / "checkpoints")
