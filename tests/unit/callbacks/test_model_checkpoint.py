@@ -600,4 +600,4 @@ def test_a_checkpoint_that_is_missing_is_named_and_removed_from_the_records(trai
     run.end()
     [text] = run.printed
     assert text.startswith(f"{missing} was lost: it was being written when a worker died")
-    assert [Path(path).name for path in callback.best_k_models] == names(tmp_path / "checkpoints")
+    assert [Path(callback.best_model_path).name] == names(tmp_path / "checkpoints")
