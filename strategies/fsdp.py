@@ -37,6 +37,7 @@ from fabricx.distributed.unused_shards import UnusedShards
 from fabricx.distributed.world import World
 from fabricx.model_parallel.division import Division
 from fabricx.model_parallel.hook_weights import FAILED_APART, HookWeights, paused
+from fabricx.model_parallel.optimizer_checks import check_with_shards
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -256,6 +257,9 @@ class FSDP(Strategy, Elastic, HidesGradients, MeasuresWaiting, ShardsWeights, Wr
         if self.data_ranks.size > 1 and any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
             raise ValueError("LBFGS needs the whole gradient on a rank, and fsdp keeps it in shards; use strategy=ddp")
         self._optimizers, self._parameters = optimizers, dict(self.module.named_parameters())
+        for sharded in list(filter(is_dtensor, self._parameters.values()))[:1]:
+            for optimizer in optimizers:
+                check_with_shards(optimizer, sharded)
         self._measure_size()
 
     def world_changed(self, world: World) -> None:

@@ -35,7 +35,6 @@ from fabricx.model_parallel import placeholders
 from fabricx.model_parallel.axes import sizes_of, with_axes
 from fabricx.model_parallel.divided import Settings
 from fabricx.model_parallel.divider import divide
-from fabricx.model_parallel.elementwise import check_elementwise
 from fabricx.model_parallel.expert_sums import ExpertSums
 from fabricx.model_parallel.gradient_norm import clip_norm
 from fabricx.model_parallel.gradient_sums import GradientSums
@@ -50,6 +49,7 @@ from fabricx.model_parallel.hook_weights import (
 )  # fmt: skip
 from fabricx.model_parallel.island_steps import IslandSteps
 from fabricx.model_parallel.mesh_report import axes_line, parameter_bytes, weights_line
+from fabricx.model_parallel.optimizer_checks import check_elementwise, check_separate
 from fabricx.model_parallel.option_checks import (
     check_axes,
     check_island,
@@ -330,8 +330,11 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         divided = [
             f"{axis}={size}" for axis in ("tensor", "expert", "shard") if (size := self.world.axis(axis).size) > 1
         ]
-        for optimizer in optimizers if divided else ():
-            check_elementwise(optimizer, divided[0])
+        for optimizer in optimizers:
+            if divided:
+                check_elementwise(optimizer, divided[0])
+            elif (stages := self.world.axis("pipeline").size) > 1:
+                check_separate(optimizer, f"pipeline={stages}")
         self.data_strategy.attach_optimizers(optimizers)
 
     def restore_whole(self, module: nn.Module) -> None:

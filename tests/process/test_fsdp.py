@@ -469,3 +469,21 @@ def test_terms_of_the_loss_that_shards_cant_give_are_explained(term: str, messag
     with pytest.raises(WorkerFailed, match=rf"training_step (?s:.*){message}(?s:.*)strategy=ddp"):
         fx.Trainer(devices=2, strategy=FSDP(wrap=["Linear"]), max_epochs=1, **QUIET).fit(module, loader(3))
     fx.Trainer(devices=2, strategy=DDP(), max_epochs=1, **QUIET).fit(module, loader(3))
+
+
+class OfNumbers(torch.optim.SGD):
+    """Divides the gradients by their norm, which it computes as a number in Python."""
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = sum(float(p.grad.pow(2).sum()) for p in parameters) ** 0.5
+        for parameter in parameters:
+            parameter.grad.div_(norm or 1.0)
+        return super().step(closure)
+
+
+def test_an_optimizer_that_reads_shards_as_numbers_is_refused() -> None:
+    module = Layers()
+    module.configure_optimizers = lambda: OfNumbers(module.parameters(), 0.1)  # type: ignore[method-assign]
+    with pytest.raises(WorkerFailed, match=r"OfNumbers makes another update with the sharded parameters of fsdp"):
+        fx.Trainer(devices=2, strategy=FSDP(wrap=["Linear"]), max_epochs=1, **QUIET).fit(module, loader(3))

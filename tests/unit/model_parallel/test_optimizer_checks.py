@@ -1,4 +1,4 @@
-"""Optimizers that step a part of a parameter alone, and those that don't."""
+"""Optimizers that step a part of a parameter, or a parameter, alone, and those that don't."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fabricx.model_parallel.elementwise import check_elementwise
+from fabricx.model_parallel.optimizer_checks import check_elementwise, check_separate, is_coupled
 
 
 @pytest.mark.parametrize(
@@ -57,3 +57,37 @@ def test_a_users_optimizer_of_norms_is_refused_as_is_one_that_cannot_be_tried() 
         check_elementwise(OfNorms([nn.Parameter(torch.ones(2, 2))]), "tensor=2")
     with pytest.raises(ValueError, match="OfFour fails in a test with a part of a parameter"):
         check_elementwise(OfFour([nn.Parameter(torch.ones(4, 2))]), "tensor=2")
+
+
+class OfAll(torch.optim.Optimizer):
+    """Scales each update by the norm of all gradients; `steps` is changed in place."""
+
+    def __init__(self, parameters: Any, *, closure: bool = False) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.closure, self.steps = closure, [0]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.closure:
+            closure()
+        self.steps[0] += 1
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        norm = float(torch.stack([p.grad.norm() for p in parameters]).norm())
+        for p in parameters:
+            p.sub_(p.grad / norm)
+
+
+def test_a_users_optimizer_of_all_parameters_is_refused_where_these_are_on_several_ranks() -> None:
+    optimizer = OfAll([nn.Parameter(torch.ones(2, 2))])
+    with pytest.raises(ValueError, match="OfAll computes the update of a parameter from several"):
+        check_separate(optimizer, "pipeline=2")
+    with pytest.raises(ValueError, match="OfAll computes an update from a whole matrix or from several parameters"):
+        check_elementwise(optimizer, "tensor=2")
+    assert optimizer.steps == [0], "copies of it have stepped"
+
+
+def test_optimizers_of_separate_parameters_and_those_that_cannot_be_tried_pass() -> None:
+    parameters = [nn.Parameter(torch.ones(2, 2))]
+    check_separate(OfNorms(parameters), "pipeline=2")
+    check_separate(torch.optim.AdamW(parameters), "pipeline=2")
+    assert not is_coupled(OfAll(parameters, closure=True))
