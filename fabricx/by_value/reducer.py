@@ -176,7 +176,8 @@ class Reducer:
         if kind is types.MethodType:  # pickle would look it up in a class that may be incomplete
             owner = value.__self__ if isinstance(value.__self__, type) else type(value.__self__)
             return NotImplemented if is_importable(owner) else (kind, (value.__func__, value.__self__))
-        if type(kind).__module__ == _COMPILED and _public_name(kind):  # such as torch.nn.attention.SDPBackend
+        if type(kind).__module__ == _COMPILED and hasattr(kind, "__members__") and _public_name(kind):
+            # An enumeration such as torch.nn.attention.SDPBackend.
             return definitions.new_enumerator, (kind.__module__, _public_name(kind), int(value))
         if kind is weakref.ref:  # such as those of averages of weights to their parameters
             return definitions.new_reference, (value(),)

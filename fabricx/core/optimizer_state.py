@@ -46,7 +46,8 @@ def _grow(optimizer: Optimizer, names: Mapping[int, str], parameters: Mapping[st
         if frozenset(names.get(id(parameter), "") for parameter in group["params"]) not in kept:
             del optimizer.param_groups[number]  # the state is that before the group was added
             for parameter in group["params"]:
-                parameter.requires_grad = False
+                if grows(optimizer):  # a hook of the user may add parameters that were never frozen
+                    parameter.requires_grad = False
                 optimizer.state.pop(parameter, None)
     known = {names.get(id(parameter)) for group in optimizer.param_groups for parameter in group["params"]}
     # A state of an earlier version doesn't have the number.

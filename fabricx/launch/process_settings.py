@@ -43,7 +43,8 @@ class ProcessSettings:
         sharing: how torch shares tensors of processes.
         cudnn: flags of `torch.backends.cudnn`, by name.
         recursion: greatest depth of Python's stack.
-        numerics: what numpy does in case of an error of floating-point numbers (`np.seterr`).
+        numerics: what numpy does in case of an error of floating-point numbers (`np.seterr`); a warning in place of a
+            call of a function of the script (`np.seterrcall`).
     """
 
     environment: dict[str, str] = field(repr=False)
@@ -76,7 +77,7 @@ class ProcessSettings:
             torch.multiprocessing.get_sharing_strategy(),
             _cudnn(),
             sys.getrecursionlimit(),
-            dict(np.geterr()),
+            {kind: "warn" if how in ("call", "log") else how for kind, how in np.geterr().items()},
         )
 
     def apply(self) -> None:

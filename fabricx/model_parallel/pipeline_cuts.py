@@ -165,7 +165,8 @@ def describe(
         )
     slowest = max(range(stages), key=lambda rank: loads[rank].cost)
     if loads[slowest].cost * stages > UNEVEN:
-        why = next(iter(chain.joined.values()), "")
+        within = {block for first, last in loads[slowest].blocks for block in range(first + 1, last + 1)}
+        why = next((reason for boundary, reason in chain.joined.items() if boundary in within), "")
         yield (
             f"  note: stage {slowest} has {loads[slowest].cost:.0%} of the time{f', because {why}' * bool(why)}; if "
             "other modules are called one after another, name them by blocks=CLASS or a list of names"

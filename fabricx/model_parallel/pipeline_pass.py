@@ -9,6 +9,7 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor
+from torch._C import _autograd
 
 from fabricx.distributed.dtensors import is_dtensor
 from fabricx.distributed.point_to_point import Expected, Transfers
@@ -214,10 +215,12 @@ class Pass:
                 self._values[path] = value
                 own = arguments.get(path)
                 if isinstance(own, Tensor):
-                    if self._begin in self._chain.outside and not isinstance(value, ShardedTensor):
-                        self._values[path] = self._become(own, value)
-                    else:
-                        self._replaced[id(own)] = (own, value)
+                    self._values[path] = self._replace(own, value)
+        else:  # tensors of the code that a checkpoint contains are other objects when it computes again
+            for path, own in leaves((args, kwargs)):
+                value = self._values.get(path)
+                if isinstance(own, Tensor) and isinstance(value, Tensor) and own is not value:
+                    self._check_outside(replaced=self._receive_into(own, value))
         replaced = set()
 
         def change(path: Any, leaf: Any) -> Any:
@@ -232,33 +235,59 @@ class Pass:
             )
         return changed
 
-    def _become(self, own: Tensor, value: Tensor) -> Tensor:
-        """Make an argument the received tensor, as the code after the block uses the argument, too; returns it.
+    def _replace(self, own: Tensor, value: Any) -> Any:
+        """Replace an argument of the user's code by what was received; returns the value of the argument.
+
+        The argument itself becomes the received tensor, since the code after the block may use it, too. If this is
+        impossible, and the trial run has not shown such a use, blocks of this stage receive the tensor in its place.
 
         Args:
             own: argument that the user's code has passed to the first block.
             value: received; a leaf, or without a gradient.
 
         Raises:
-            ValueError: the argument is a view that autograd has stored.
+            ValueError: the code after the block uses the argument, and it can't be replaced.
         """
         if any(own is other for other in self._values.values()):  # passed as two arguments
             return own
+        if self._receive_into(own, value):
+            self.received = [own if tensor is value else tensor for tensor in self.received]
+            return own
+        self._check_outside(replaced=False)
+        self._replaced[id(own)] = (own, value)
+        return value
+
+    def _check_outside(self, *, replaced: bool) -> None:
+        if not replaced and self._begin in self._chain.outside:
+            raise ValueError(
+                f"{self._chain.blocks[self._begin]} takes a tensor that the code after the block uses, too, and that "
+                "autograd has stored before, as activation checkpointing does. A stage can't replace it by the tensor "
+                "of the stage before: pass a copy (tensor.clone()), checkpoint only the block, or set other blocks "
+                "(blocks=...)"
+            )
+
+    def _receive_into(self, own: Tensor, value: Any) -> bool:
+        """Make a tensor of the user's code the received tensor; returns whether that was possible.
+
+        Args:
+            own: placeholder.
+            value: received.
+        """
+        if isinstance(own, ShardedTensor) or isinstance(value, ShardedTensor):
+            return False
         received = value.detach().requires_grad_(value.requires_grad)  # no transfer refers to this object
         try:
             torch.utils.swap_tensors(own, received)
         except RuntimeError:  # autograd refers to the object
+            checkpointed = _autograd._top_saved_tensors_default_hooks(True) is not None
+            if self._begin not in self._chain.outside or (checkpointed and own.grad_fn is not None):
+                return False
             try:
                 own.detach_().data = received
             except RuntimeError:  # a view
-                raise ValueError(
-                    f"{self._chain.blocks[self._begin]} takes a view that the step uses before and after the block, "
-                    "and that a stage can't replace by the tensor of the stage before: pass a copy (tensor.clone()), "
-                    "or set other blocks (blocks=...)"
-                ) from None
+                return False
             own.requires_grad_(value.requires_grad)
-        self.received = [own if tensor is value else tensor for tensor in self.received]
-        return own
+        return True
 
     def _replacement(self, path: Any, leaf: Any) -> Any:
         """Return the received tensor for a tensor that the user's code passes to several blocks."""

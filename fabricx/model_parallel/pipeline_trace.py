@@ -233,6 +233,12 @@ class Trace(TorchDispatchMode):
             derived |= self._use(_storage(tensor), func)
         if self._position < len(self._names) and any(tag in func.tags for tag in _CHANGING):
             self.changing = self.changing or _depends_on_values(func.__name__, inputs)
+        if derived and not self._inside and torch.Tag.data_dependent_output in func.tags:
+            for boundary in range(max(self._position + 1, 1), len(self._names)):
+                self._join(
+                    boundary, f"the step reads a value {self._place(self._position)} in Python, in a condition or by "
+                    "item(), and later stages don't have this value",
+                )  # fmt: skip
         output = func(*args, **(kwargs or {}))
         if derived:
             for _, leaf in leaves(output):

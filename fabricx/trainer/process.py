@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import torch
 
 from fabricx.distributed.world import World
-from fabricx.errors import CheckpointError
+from fabricx.errors import CheckpointError, MissingCheckpoint
 from fabricx.launch.signals import call_own, stop_now
 
 if TYPE_CHECKING:
     from fabricx.core.options import TrainerOptions
 
 T = TypeVar("T")
+_KINDS = (MissingCheckpoint, CheckpointError, ValueError)  # errors of decisions, the most special first
 
 
 def device_of(number: int, accelerator: str) -> torch.device:
@@ -88,7 +89,7 @@ def decided_by_main_rank(here: World | None, decide: Callable[[], T]) -> T:
         decide: called on the main rank; returns plain data.
 
     Raises:
-        ValueError, CheckpointError: raised by the decision, on all ranks.
+        ValueError, CheckpointError, MissingCheckpoint: raised by the decision, on all ranks.
     """
     if here is None or here.size == 1:
         return decide()
@@ -99,10 +100,10 @@ def decided_by_main_rank(here: World | None, decide: Callable[[], T]) -> T:
             decided = decide()
         except (ValueError, CheckpointError) as caught:
             error = caught
-    damaged, text = isinstance(error, CheckpointError), None if error is None else str(error)
-    decided, damaged, text = here.broadcast_object((decided, damaged, text))
-    if text is not None:
-        raise error or (CheckpointError if damaged else ValueError)(text)
+    kind = next((number for number, kind in enumerate(_KINDS) if isinstance(error, kind)), None)
+    decided, kind, text = here.broadcast_object((decided, kind, str(error)))  # plain data, also without a secret
+    if kind is not None:
+        raise error or _KINDS[kind](text)
     return cast(T, decided)
 
 

@@ -66,6 +66,7 @@ def test_groups_that_hooks_have_added_are_part_of_a_state() -> None:
     assert len(second.param_groups) == 2
     second.load_state_dict(by_number(second, others, before))
     assert len(second.param_groups) == 1
+    assert others["bias"].requires_grad, "only a callback that unfreezes parameters freezes them again"
     with added_once([second]):
         second.add_param_group({"params": others["bias"]})
     assert len(second.param_groups) == 2

@@ -326,6 +326,16 @@ def test_code_after_a_block_may_use_the_arguments_of_the_block():
 
     assert list(observe(InPlace(), names).joined) == [1, 3], "a received tensor is a leaf of the graph"
 
+    class Branches(Outside):
+        def body(self, x):
+            for number, (attention, inner) in enumerate(self.layers):
+                x = attention(x) + x
+                x = inner(x) + (x if number or x.sum().item() > 0 else 2 * x)
+            return x
+
+    assert list(observe(Branches(), names).joined) == [2, 3], "later stages don't know the condition"
+    assert "in a condition or by item()" in observe(Branches(), names).joined[2]
+
     class Normalised(Outside):
         def body(self, x):
             for attention, inner in self.layers:
