@@ -104,7 +104,7 @@ def check_with_shards(optimizer: Optimizer, like: DTensor) -> None:
         like: parameter with the mesh and the placements of the run.
 
     Raises:
-        ValueError: the updates differ, or the optimizer fails with DTensors.
+        ValueError: the updates differ.
     """
     if type(optimizer).__module__.startswith("torch.optim."):
         return
@@ -126,10 +126,8 @@ def check_with_shards(optimizer: Optimizer, like: DTensor) -> None:
     )
     try:
         found = _stepped(optimizer, [_MATRICES], sharded)
-    except Exception as error:
-        raise ValueError(
-            f"{name} fails in a test with the sharded parameters of fsdp: {type(error).__name__}: {error}. {remedy}"
-        ) from error
+    except Exception:  # its first step explains the error
+        return
     if not _close(expected, found):
         raise ValueError(f"{name} makes another update with the sharded parameters of fsdp. {remedy}")
 

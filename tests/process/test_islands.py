@@ -375,7 +375,10 @@ def test_what_shards_do_not_support_is_refused() -> None:
         run_ranks(fitted, 4, Manual().double(), "shard")
     with pytest.raises(fx.errors.WorkerFailed, match="SyncBatchNorm with shard"):
         run_ranks(functools.partial(fitted, sync_batchnorm=True), 4, Normed().double(), "shard")
-    with pytest.raises(fx.errors.WorkerFailed, match="Muon computes an update from a whole matrix, and shard=2"):
+    with pytest.raises(
+        fx.errors.WorkerFailed,
+        match="Muon computes an update from a whole matrix or from several parameters, and shard=2",
+    ):
         run_ranks(fitted, 4, WholeMatrices().double(), "shard")
 
 

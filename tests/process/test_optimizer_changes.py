@@ -342,7 +342,7 @@ class ComputesAgain(Net):
         (Reproducible(), [ComputesAgain], "computes the loss again for a step of SGD, but deterministic='elastic'"),
         (TensorMesh(), [GradientHook], "this gradient is divided over ranks, and a rank has only its part"),
         (TensorMesh(), [ReplacedStep], "the step of SGD is replaced by another function, and tensor=2 divides param"),
-        (TensorMesh(), [StepOfRows], "OfRows computes an update from a whole matrix, and tensor=2 divides matrices"),
+        (TensorMesh(), [StepOfRows], "OfRows computes an update from a whole matrix or from several parameters, and"),
     ],
 )  # fmt: skip
 def test_what_ranks_would_do_otherwise_is_refused(strategy: Any, kinds: list[type[Net]], message: str) -> None:

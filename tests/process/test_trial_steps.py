@@ -128,7 +128,7 @@ CASES: dict[str, tuple[Any, Callable[[], Any], list[int], str]] = {
     "number of a weight": (PipelineMesh(), lambda: Steps("", "number of a weight"), EQUAL, "the logged 'val' has"),
     "number of a weight, tensor": (TensorMesh(), lambda: Steps("", "number of a weight"), EQUAL, ""),
     "list of a hook": (PipelineMesh(), lambda: Steps("", "list"), EQUAL, ""),
-    "list, number": (PipelineMesh(), lambda: Steps("", "list, number"), EQUAL, "the logged 'val' has"),
+    "list, number": (PipelineMesh(), lambda: Steps("", "list, number"), EQUAL, "the step reads a value before"),
 }
 
 
