@@ -259,7 +259,7 @@ class FSDP(Strategy, Elastic, HidesGradients, MeasuresWaiting, ShardsWeights, Wr
         self._optimizers, self._parameters = optimizers, dict(self.module.named_parameters())
         for sharded in list(filter(is_dtensor, self._parameters.values()))[:1]:
             for optimizer in optimizers:
-                check_with_shards(optimizer, sharded)
+                check_with_shards(optimizer, sharded, self.data_ranks)
         self._measure_size()
 
     def world_changed(self, world: World) -> None:

@@ -18,6 +18,8 @@ from fabricx.model_parallel.step_hooks import HOOKS
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+    from fabricx.distributed.world import World
+
 _ROWS: Final = [(slice(0, 2),), (slice(2, 4),)]
 _COLUMNS: Final = [(slice(None), slice(0, 3)), (slice(None), slice(3, 6))]
 _MATRICES: Final = [(slice(0, 1),), (slice(1, 4),)]  # of different sizes, as two parameters
@@ -85,7 +87,7 @@ def is_coupled(optimizer: Optimizer) -> bool:
     Args:
         optimizer: the user's optimizer; unchanged.
     """
-    if type(optimizer).__module__.startswith("torch.optim."):
+    if _is_of_torch(optimizer):
         return False
     try:
         return not _close(_stepped(optimizer, [_MATRICES]), _stepped(optimizer, [[part] for part in _MATRICES]))
@@ -93,43 +95,46 @@ def is_coupled(optimizer: Optimizer) -> bool:
         return False
 
 
-def check_with_shards(optimizer: Optimizer, like: DTensor) -> None:
+def check_with_shards(optimizer: Optimizer, like: DTensor, ranks: World) -> None:
     """Refuse a user's optimizer whose update differs if the parameters are DTensors. Collective.
 
     The sum of a DTensor as a number in Python (`float(gradient.sum())`), for example, is that of the shard. An
-    optimizer that can't be tried, as it needs a closure, for example, is not refused.
+    optimizer that can't be tried, as it needs a closure, for example, is not refused: its first step explains an error.
 
     Args:
         optimizer: the user's optimizer; unchanged.
-        like: parameter with the mesh and the placements of the run.
+        like: parameter with the mesh of the run, sharded along dimension 0.
+        ranks: the ranks of the mesh.
 
     Raises:
-        ValueError: the updates differ.
+        ValueError: the updates differ, on any rank.
     """
-    if type(optimizer).__module__.startswith("torch.optim."):
+    if _is_of_torch(optimizer):
         return
-    try:
-        expected = _stepped(optimizer, [_MATRICES])
-    except Exception:
-        return
-    from torch.distributed.tensor import distribute_tensor
-
-    name = type(optimizer).__name__
+    from torch.distributed.tensor import DTensor
 
     def sharded(tensor: Tensor) -> Tensor:
-        return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
+        replicated = DTensor.from_local(tensor.to(like.device), like.device_mesh, run_check=False)
+        return replicated.redistribute(placements=like.placements).detach()
 
-    remedy = (
-        "Compute norms and sums by functions of torch whose results are DTensors, as in "
-        "torch.stack([p.grad.norm() for p in parameters]).norm(), not as numbers in Python; or use AdamW or SGD, or "
-        "strategy=ddp"
-    )
+    half = 2 * ranks.size  # rows of each parameter: no shard is empty, so that all ranks run the same operations
+    matrices = [[(slice(0, half),), (slice(half, 2 * half),)]]
     try:
-        found = _stepped(optimizer, [_MATRICES], sharded)
-    except Exception:  # its first step explains the error
-        return
-    if not _close(expected, found):
-        raise ValueError(f"{name} makes another update with the sharded parameters of fsdp. {remedy}")
+        expected = _stepped(optimizer, matrices, rows=2 * half)
+        differs = not _close(expected, _stepped(optimizer, matrices, sharded, rows=2 * half))
+    except Exception:
+        differs = False
+    if any(ranks.gather_objects(differs)):
+        raise ValueError(
+            f"{type(optimizer).__name__} makes another update with the sharded parameters of fsdp. Compute norms and "
+            "sums by functions of torch whose results are DTensors, as in "
+            "torch.stack([p.grad.norm() for p in parameters]).norm(), not as numbers in Python; or use AdamW or SGD, "
+            "or strategy=ddp"
+        )
+
+
+def _is_of_torch(optimizer: Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def _close(expected: Tensor, found: Tensor) -> bool:
@@ -138,19 +143,20 @@ def _close(expected: Tensor, found: Tensor) -> bool:
 
 def _stepped(
     optimizer: Optimizer, groups: Sequence[Sequence[tuple[slice, ...]]],
-    placed: Callable[[Tensor], Tensor] = torch.clone,
+    placed: Callable[[Tensor], Tensor] = torch.clone, *, rows: int = 4,
 ) -> Tensor:  # fmt: skip
-    """Return a matrix of shape [4, 6] after several steps, in which separate optimizers step groups of its parts.
+    """Return a matrix of shape [rows, 6] after several steps, in which separate optimizers step groups of its parts.
 
     Args:
         optimizer: the user's optimizer; copies of it step.
         groups: parts of the matrix that are the parameters of each copy.
         placed: returns a parameter or gradient for a part of the matrix.
+        rows: rows of the matrix.
     """
     generator = torch.Generator().manual_seed(0)
-    begin = torch.randn(4, 6, generator=generator)
-    noise = torch.randn(len(_SCALES), 4, 6, generator=generator)
-    gradients = (torch.randn(4, 6, generator=generator) + 0.3 * noise) * torch.tensor(_SCALES).view(-1, 1, 1)
+    begin = torch.randn(rows, 6, generator=generator)
+    noise = torch.randn(len(_SCALES), rows, 6, generator=generator)
+    gradients = (torch.randn(rows, 6, generator=generator) + 0.3 * noise) * torch.tensor(_SCALES).view(-1, 1, 1)
     result = begin.clone()
     for parts in groups:
         parameters = [nn.Parameter(placed(begin[part])) for part in parts]

@@ -9,7 +9,6 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor
-from torch._C import _autograd
 
 from fabricx.distributed.dtensors import is_dtensor
 from fabricx.distributed.point_to_point import Expected, Transfers
@@ -17,6 +16,7 @@ from fabricx.model_parallel.block_calls import seeds_of
 from fabricx.model_parallel.nested import leaves, mapped
 from fabricx.model_parallel.pipeline_chain import Chain
 from fabricx.model_parallel.pipeline_cuts import Cuts
+from fabricx.model_parallel.recomputation import is_checkpointed
 from fabricx.model_parallel.sharded_tensor import ShardedTensor
 
 _TAGS: Final = {"header": 0, "activation": 1, "gradient": 2}
@@ -279,8 +279,7 @@ class Pass:
         try:
             torch.utils.swap_tensors(own, received)
         except RuntimeError:  # autograd refers to the object
-            checkpointed = _autograd._top_saved_tensors_default_hooks(True) is not None
-            if self._begin not in self._chain.outside or (checkpointed and own.grad_fn is not None):
+            if self._begin not in self._chain.outside or (is_checkpointed() and own.grad_fn is not None):
                 return False
             try:
                 own.detach_().data = received

@@ -8,11 +8,17 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
+import torch
 from torch.utils import checkpoint
 
 _FORMER: Final = checkpoint._checkpoint_without_reentrant_generator.__name__
 _GENERATOR: Final = f"{_FORMER}_impl" if hasattr(checkpoint, f"{_FORMER}_impl") else _FORMER  # from torch 2.14 on
 _SIGNATURE: Final = inspect.signature(getattr(checkpoint, _GENERATOR))
+
+
+def is_checkpointed() -> bool:
+    """Return whether the present code is within a function that activation checkpointing computes again."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # type: ignore[attr-defined]
 
 
 @contextmanager

@@ -11,8 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
 from fabricx.distributed.grad_hooks import number_of_hooks
-
-_autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
+from fabricx.model_parallel.recomputation import is_checkpointed
 
 
 @final
@@ -50,7 +49,7 @@ def _argument(args: tuple[Any, ...], options: dict[str, Any], number: int, name:
 def _deferrable(weight: Any) -> bool:
     return (
         torch.is_grad_enabled()
-        and _autograd._top_saved_tensors_default_hooks(True) is None
+        and not is_checkpointed()
         and type(weight) is nn.Parameter
         and weight.requires_grad
         and weight.layout is torch.strided
