@@ -35,9 +35,9 @@ from fabricx.distributed.heap import LARGE, release_freed_memory
 from fabricx.distributed.meta_values import meta_device
 from fabricx.distributed.unused_shards import UnusedShards
 from fabricx.distributed.world import World
-from fabricx.model_parallel.division import Division
 from fabricx.model_parallel.hook_weights import FAILED_APART, HookWeights, paused
-from fabricx.model_parallel.optimizer_checks import check_with_shards
+from fabricx.model_parallel.set_up.division import Division
+from fabricx.model_parallel.set_up.optimizer_checks import check_with_shards
 
 Dtype = Literal["bf16", "fp16", "fp32"]
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

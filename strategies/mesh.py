@@ -31,13 +31,13 @@ from fabricx.core.strategy_parts import (
 )  # fmt: skip
 from fabricx.distributed.world import World
 from fabricx.errors import check_choice
-from fabricx.model_parallel import placeholders
 from fabricx.model_parallel.axes import sizes_of, with_axes
-from fabricx.model_parallel.divided import Settings
-from fabricx.model_parallel.divider import divide
-from fabricx.model_parallel.expert_sums import ExpertSums
+from fabricx.model_parallel.data_parallel.gradient_sums import GradientSums
+from fabricx.model_parallel.data_parallel.island_steps import IslandSteps
+from fabricx.model_parallel.data_parallel.sharded_islands import ShardedIslands
+from fabricx.model_parallel.data_parallel.sharded_sums import ShardedSums
+from fabricx.model_parallel.experts.expert_sums import ExpertSums
 from fabricx.model_parallel.gradient_norm import clip_norm
-from fabricx.model_parallel.gradient_sums import GradientSums
 from fabricx.model_parallel.hidden_gradients import HiddenGradients
 from fabricx.model_parallel.hook_weights import (
     FAILED_APART,
@@ -47,10 +47,14 @@ from fabricx.model_parallel.hook_weights import (
     paused,
     resumed,
 )  # fmt: skip
-from fabricx.model_parallel.island_steps import IslandSteps
-from fabricx.model_parallel.mesh_report import axes_line, parameter_bytes, weights_line
-from fabricx.model_parallel.optimizer_checks import check_elementwise, check_separate
-from fabricx.model_parallel.option_checks import (
+from fabricx.model_parallel.pipeline import placeholders
+from fabricx.model_parallel.pipeline.checks import CLOSURE
+from fabricx.model_parallel.pipeline.schedule import SCHEDULES
+from fabricx.model_parallel.set_up.divided import Settings
+from fabricx.model_parallel.set_up.divider import divide
+from fabricx.model_parallel.set_up.mesh_report import axes_line, parameter_bytes, weights_line
+from fabricx.model_parallel.set_up.optimizer_checks import check_elementwise, check_separate
+from fabricx.model_parallel.set_up.option_checks import (
     check_axes,
     check_island,
     check_options,
@@ -58,18 +62,14 @@ from fabricx.model_parallel.option_checks import (
     data_parallelism,
     refuse_manual_optimization,
 )  # fmt: skip
-from fabricx.model_parallel.pipeline_checks import CLOSURE
-from fabricx.model_parallel.pipeline_schedule import SCHEDULES
-from fabricx.model_parallel.same_batches import SameBatches
-from fabricx.model_parallel.sharded_islands import ShardedIslands
-from fabricx.model_parallel.sharded_sums import ShardedSums
+from fabricx.model_parallel.set_up.same_batches import SameBatches
 from fabricx.model_parallel.step_hooks import step_beside_hooks
 
 if TYPE_CHECKING:
     from fabricx.core.trial import Trial
-    from fabricx.model_parallel.divided import Divided
-    from fabricx.model_parallel.division import Division
-    from fabricx.model_parallel.pipeline import Pipeline
+    from fabricx.model_parallel.pipeline.stages import Pipeline
+    from fabricx.model_parallel.set_up.divided import Divided
+    from fabricx.model_parallel.set_up.division import Division
 
 Data = Literal["ddp", "fsdp", "local_sgd"]
 _LAYOUT: Final = "layout"  # key of the run's layout in the store, for replacements of dead workers

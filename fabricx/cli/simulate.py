@@ -8,9 +8,9 @@ from dataclasses import fields, replace
 from typing import Any, Final
 
 from fabricx.errors import did_you_mean
-from fabricx.model_parallel.dimensions import Cluster, Layout, Transformer
-from fabricx.model_parallel.pipeline_schedule import SCHEDULES
-from fabricx.model_parallel.scaling import chart, fastest, layouts, table, traffic_table
+from fabricx.model_parallel.pipeline.schedule import SCHEDULES
+from fabricx.model_parallel.scaling.dimensions import Cluster, Layout, Transformer
+from fabricx.model_parallel.scaling.search import chart, fastest, layouts, table, traffic_table
 
 USAGE: Final = """\
 fabricx simulate [KEY=VALUE ...]

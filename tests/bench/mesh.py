@@ -15,7 +15,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import DataLoader, TensorDataset
 
 import fabricx as fx
-from fabricx.model_parallel.traffic import tensor_exchange
+from fabricx.model_parallel.scaling.traffic import tensor_exchange
 from fabricx.strategies import Mesh
 from fabricx.testing import QUIET, run_ranks
 

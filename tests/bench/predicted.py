@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 import fabricx as fx
-from fabricx.model_parallel.cost import FULL, UPDATE, Prediction, predict
-from fabricx.model_parallel.dimensions import Cluster, Layout, Transformer
+from fabricx.model_parallel.scaling.cost import FULL, UPDATE, Prediction, predict
+from fabricx.model_parallel.scaling.dimensions import Cluster, Layout, Transformer
 from fabricx.strategies import DDP, Mesh
 from fabricx.testing import QUIET, run_ranks
 from tests.bench.table import Row, show

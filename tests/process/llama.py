@@ -10,7 +10,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 import fabricx as fx
-from fabricx.model_parallel.dimensions import Transformer
+from fabricx.model_parallel.scaling.dimensions import Transformer
 
 MODEL = Transformer(layers=3, hidden=32, heads=4, kv_heads=2, ffn=64, vocabulary=64, sequence=16)
 

@@ -13,10 +13,10 @@ from torch.nn import functional as F  # noqa: N812
 from fabricx.core.rng import seed_often
 from fabricx.distributed import world as worlds
 from fabricx.distributed.point_to_point import open_channels
-from fabricx.model_parallel.pipeline import Pipeline
-from fabricx.model_parallel.pipeline_chain import find_blocks, trace_chain
-from fabricx.model_parallel.pipeline_cuts import divide
-from fabricx.model_parallel.placeholders import tensors_by_name
+from fabricx.model_parallel.pipeline.chain import find_blocks, trace_chain
+from fabricx.model_parallel.pipeline.cuts import divide
+from fabricx.model_parallel.pipeline.placeholders import tensors_by_name
+from fabricx.model_parallel.pipeline.stages import Pipeline
 from tests.soak import SOAK
 
 WORDS, WIDTH, LENGTH, LIMIT = 29, 16, 8, 0.5

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import fabricx as fx
 from fabricx.distributed.dtensors import own_part
-from fabricx.model_parallel.island_steps import IslandSteps
+from fabricx.model_parallel.data_parallel.island_steps import IslandSteps
 from fabricx.strategies import LocalSGD, Mesh
 from fabricx.testing import QUIET, kill, run_ranks
 from tests.process.meshes import GPT, RUNS, recovered, train

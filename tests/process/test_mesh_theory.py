@@ -14,11 +14,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 import fabricx as fx
-from fabricx.model_parallel.cost import predicted_parts, sent_bytes
-from fabricx.model_parallel.dimensions import Cluster, Layout
-from fabricx.model_parallel.pipeline_cuts import STATE, stages_of
-from fabricx.model_parallel.pipeline_schedule import replay
-from fabricx.model_parallel.traffic import Exchange, data_exchange
+from fabricx.model_parallel.pipeline.cuts import STATE, stages_of
+from fabricx.model_parallel.pipeline.schedule import replay
+from fabricx.model_parallel.scaling.cost import predicted_parts, sent_bytes
+from fabricx.model_parallel.scaling.dimensions import Cluster, Layout
+from fabricx.model_parallel.scaling.traffic import Exchange, data_exchange
 from fabricx.strategies import DDP, Mesh
 from fabricx.testing import QUIET, run_ranks
 from tests.process.llama import MODEL, Llama

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fabricx.model_parallel.traffic import boundary_elements
+from fabricx.model_parallel.scaling.traffic import boundary_elements
 from fabricx.testing import run_ranks
 from tests.process.stages import LENGTH, STEPS, WIDTH, WORDS, Block, Language, alone, batches, compare, make, staged
 from tests.soak import params

@@ -18,8 +18,8 @@ from fabricx.distributed import world as worlds
 from fabricx.distributed.point_to_point import Transfers
 from fabricx.distributed.world import World
 from fabricx.errors import PeerLost
-from fabricx.model_parallel.block_calls import seeded
 from fabricx.model_parallel.microbatches import split
+from fabricx.model_parallel.pipeline.block_calls import seeded
 from fabricx.strategies import Mesh
 from fabricx.testing import run_ranks
 from tests.process import meshes

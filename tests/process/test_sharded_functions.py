@@ -12,9 +12,9 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 from fabricx.distributed import world as worlds
-from fabricx.model_parallel.sharded_activations import Activations
-from fabricx.model_parallel.sharded_functions import ShardedFunctions
-from fabricx.model_parallel.sharded_tensor import ShardedTensor
+from fabricx.model_parallel.tensor.sharded_activations import Activations
+from fabricx.model_parallel.tensor.sharded_functions import ShardedFunctions
+from fabricx.model_parallel.tensor.sharded_tensor import ShardedTensor
 from fabricx.testing import run_ranks
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")

@@ -18,9 +18,15 @@ from torch.utils._pytree import tree_leaves
 
 from fabricx.distributed import world as worlds
 from fabricx.model_parallel.gradient_norm import clip_norm
-from fabricx.model_parallel.tensor_parallel import TensorParallel
-from fabricx.model_parallel.tensor_plan import find_tensor_plan
-from fabricx.model_parallel.traffic import Passes, embedding_exchange, head_exchange, sequence_ends, tensor_exchange
+from fabricx.model_parallel.scaling.traffic import (
+    Passes,
+    embedding_exchange,
+    head_exchange,
+    sequence_ends,
+    tensor_exchange,
+)
+from fabricx.model_parallel.tensor.plan import find_tensor_plan
+from fabricx.model_parallel.tensor.tensor_parallel import TensorParallel
 from fabricx.model_parallel.trial import StepChanged, check_unchanged, fingerprint, recorded_step
 from fabricx.testing import run_ranks
 from tests.process.parallel_models import (

@@ -5,7 +5,7 @@ from dataclasses import asdict
 import pytest
 
 from fabricx.cli.simulate import KEYS, UNITS, main, simulated
-from fabricx.model_parallel.dimensions import Cluster, Transformer
+from fabricx.model_parallel.scaling.dimensions import Cluster, Transformer
 
 SMALL = ["layers=4", "hidden=64", "heads=4", "kv_heads=2", "ffn=128", "vocabulary=100", "sequence=64", "batch=16"]
 

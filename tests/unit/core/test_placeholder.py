@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fabricx.core.placeholder import is_placeholder
-from fabricx.model_parallel import placeholders
+from fabricx.model_parallel.pipeline import placeholders
 
 
 def test_released_tensors_are_placeholders_and_others_are_not() -> None:

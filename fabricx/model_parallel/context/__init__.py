@@ -1,0 +1,1 @@
+"""Context parallelism: ranks that compute parts of each sequence."""

@@ -1,0 +1,1 @@
+"""Data parallelism of pipelines and islands: sums of gradients after the last backward, and local steps."""

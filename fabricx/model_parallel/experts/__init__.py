@@ -1,0 +1,1 @@
+"""Expert parallelism: experts of a mixture on different ranks."""

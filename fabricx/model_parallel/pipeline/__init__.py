@@ -1,0 +1,1 @@
+"""Pipeline parallelism: stages of consecutive blocks of a module."""

@@ -1,0 +1,481 @@
+"""One forward of a chunk: the user's step, entered at the first block of the chunk and ended after its last."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+
+from fabricx.distributed.dtensors import is_dtensor
+from fabricx.distributed.point_to_point import Expected, Transfers
+from fabricx.model_parallel.nested import leaves, mapped
+from fabricx.model_parallel.pipeline.block_calls import seeds_of
+from fabricx.model_parallel.pipeline.chain import Chain
+from fabricx.model_parallel.pipeline.cuts import Cuts
+from fabricx.model_parallel.recomputation import is_checkpointed
+from fabricx.model_parallel.tensor.sharded_tensor import ShardedTensor
+
+_TAGS: Final = {"header": 0, "activation": 1, "gradient": 2}
+_PLAIN: Final = (bool, int, float, str, type(None))
+_SENT: Final = ("tensor", "shard")  # kinds of arguments that have a message
+Header = dict[str, Any]
+
+
+class StageEnd(BaseException):
+    """Ends the user's step after the last block of a stage; no `Exception`, which users' code may catch."""
+
+
+@final
+class Links:
+    """Messages between neighbouring chunks of a pipeline.
+
+    Args:
+        transfers: between the ranks of the pipeline.
+        rank, stages: of the pipeline.
+        device: device of the tensors.
+
+    Attributes:
+        headers: shapes by chunk and signature of the batch, announced once.
+    """
+
+    def __init__(self, transfers: Transfers, rank: int, stages: int, device: torch.device) -> None:
+        self.transfers, self.rank, self.stages, self.device = transfers, rank, stages, device
+        self.headers: dict[tuple[int, Any], Header] = {}
+
+    def post(self, tensor: Tensor, kind: str, chunk: int, to: int, microbatch: int) -> int:
+        """Begin to send a tensor to a neighbouring chunk; returns the number of the send.
+
+        Args:
+            tensor: without a graph.
+            kind: "header", "activation" or "gradient".
+            chunk: chunk of the sender.
+            to: chunk of the receiver.
+            microbatch: microbatch for error messages.
+        """
+        event = f"send of the {kind} of microbatch {microbatch} from stage {self.rank} to stage {to % self.stages}"
+        return self.transfers.begin_send(tensor, to % self.stages, self._channel(chunk, to), self._tag(kind, to), event)
+
+    def expect(self, tensor: Tensor, kind: str, source: int, chunk: int, microbatch: int) -> Expected:
+        """Begin to receive a tensor from a neighbouring chunk.
+
+        Args:
+            tensor: written when `transfers.complete` returns.
+            kind: same as at the sender.
+            source: chunk of the sender.
+            chunk: chunk of the receiver.
+            microbatch: microbatch for error messages.
+        """
+        rank = source % self.stages
+        event = f"receive of the {kind} of microbatch {microbatch} at stage {self.rank} from stage {rank}"
+        return self.transfers.expect(tensor, rank, self._channel(source, chunk), self._tag(kind, chunk), event)
+
+    def post_header(self, header: Header, chunk: int, microbatch: int) -> None:
+        """Send the shapes of a chunk's activations to the next chunk.
+
+        Args:
+            header: plain data.
+            chunk: chunk of the sender.
+            microbatch: microbatch for error messages.
+        """
+        text = torch.frombuffer(bytearray(json.dumps(header).encode()), dtype=torch.uint8).to(self.device)
+        length = torch.tensor([text.numel()], device=self.device)
+        self.post(length, "header", chunk, chunk + 1, microbatch)
+        self.post(text, "header", chunk, chunk + 1, microbatch)
+
+    def receive_header(self, chunk: int, microbatch: int) -> Header:
+        """Receive the shapes of the activations for a chunk.
+
+        Args:
+            chunk: chunk of the receiver.
+            microbatch: microbatch for error messages.
+        """
+        length = self._received(torch.zeros(1, dtype=torch.int64, device=self.device), chunk, microbatch)
+        text = self._received(torch.zeros(int(length), dtype=torch.uint8, device=self.device), chunk, microbatch)
+        header: Header = json.loads(bytes(text.tolist()))
+        return header
+
+    def _received(self, tensor: Tensor, chunk: int, microbatch: int) -> Tensor:
+        return self.transfers.complete(self.expect(tensor, "header", chunk - 1, chunk, microbatch))
+
+    def _channel(self, source: int, to: int) -> str:
+        wraps = source % self.stages != to % self.stages - (1 if to > source else -1)
+        return ("forward" if to > source else "backward") + (" wrap" if wraps else "")
+
+    def _tag(self, kind: str, to: int) -> int:
+        return _TAGS[kind] + len(_TAGS) * to
+
+
+@final
+class Pass:
+    """The forward of a chunk for one microbatch, with the tensors that its backward needs.
+
+    Args:
+        chain: chain of the module.
+        cuts: blocks of all chunks.
+        chunk: number of the chunk in the pipeline.
+        microbatch: number of the microbatch.
+        links: links to the neighbouring chunks.
+        key: signature of the microbatch; None if shapes are announced in each pass.
+        seed: seeds random numbers, by a number of `seeds_of`.
+    """
+
+    def __init__(
+        self, chain: Chain, cuts: Cuts, chunk: int, microbatch: int, links: Links, key: Any,
+        seed: Callable[[int], None],
+    ) -> None:  # fmt: skip
+        self.chunk, self.microbatch = chunk, microbatch
+        self.ended = False  # whether the step was left after the last block
+        self.output: Any = None  # of the step, on the last stage
+        self.sent: list[Tensor] = []  # derived arguments of the next chunk
+        self.received: list[Tensor] = []
+        self._sends: list[int] = []  # numbers of the sends of `sent`
+        self._chain, self._links, self._key, self._seed = chain, links, key, seed
+        self._begin, self._end = cuts[chunk]
+        self._last = chunk == len(cuts) - 1
+        self._next = 0  # block that is expected next
+        self._again = False  # in the backward: checkpointed blocks compute again
+        # None before the receive has begun, which a schedule does ahead of the computation where shapes are known.
+        self._header: Header | None = None  # of the chunk before
+        self._arguments: list[Expected] | None = None  # tensors on the way from the chunk before
+        self._gradients: list[Expected | None] | None = None  # of `sent`, on the way from the chunk after
+        self._outputs: dict[int, list[Any]] = {}  # description of the outputs of own blocks
+        self._values: dict[Any, Any] = {}  # received arguments by path
+        self._replaced: dict[int, tuple[Any, Any]] = {}  # arguments of the user's code, and what was received instead
+
+    @property
+    def reached(self) -> bool:
+        """Return whether the step has called the blocks."""
+        return self._next > self._begin
+
+    def call(self, number: int, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute a block of this chunk; return substitutes for the outputs of any other block.
+
+        Args:
+            number: number of the block.
+            call: call of the block.
+            args, kwargs: arguments.
+
+        Raises:
+            StageEnd: all blocks of the chunk were computed.
+            ValueError: the blocks are called in another order than in the trial run.
+        """
+        if not self._again:
+            self._check_order(number)
+        before, after = seeds_of(number)
+        if number < self._begin:
+            output = self._stand_in(number, args, kwargs)
+            self._seed(after)
+            return output
+        if number == self._begin and self.chunk:
+            args, kwargs = self._enter(args, kwargs)
+        elif self._replaced:
+            args, kwargs = mapped((args, kwargs), self._replacement)
+        if number == self._end:
+            self._send(args, kwargs)
+            self.ended = True
+            raise StageEnd
+        self._seed(before)  # also where a checkpointed block computes again
+        output = call(*args, **kwargs)
+        self._seed(after)
+        if not self._again and not self._last and self._announces():
+            self._outputs[number] = [_described(leaf) for _, leaf in leaves(output)]
+        return output
+
+    @contextlib.contextmanager
+    def computing_again(self) -> Iterator[None]:
+        """Context of the backward, in which checkpointed blocks may compute again."""
+        self._again = True
+        try:
+            yield
+        finally:
+            self._again = False
+
+    def _check_order(self, number: int) -> None:
+        if number != self._next:
+            names = self._chain.blocks
+            raise ValueError(
+                f"the step calls {names[number]} where {names[self._next] if self._next < len(names) else 'no block'} "
+                "was expected: in a pipeline each block is called once in a step, in the order of the trial run. Call "
+                "the model once in each training, validation, test and predict step; generate text in one process"
+            )
+        self._next += 1
+
+    # -- arguments from the chunk before --------------------------------------------------------------------------
+
+    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the arguments of the first block with received tensors."""
+        begin = self._chain.entries[self._begin]
+        if not self._again:
+            arguments = dict(leaves((args, kwargs)))
+            for path, value in zip(begin, self._received_arguments(), strict=True):
+                self._values[path] = value
+                own = arguments.get(path)
+                if isinstance(own, Tensor):
+                    self._values[path] = self._replace(own, value)
+        else:  # tensors of the code that a checkpoint contains are other objects when it computes again
+            for path, own in leaves((args, kwargs)):
+                value = self._values.get(path)
+                if isinstance(own, Tensor) and isinstance(value, Tensor) and own is not value:
+                    self._check_outside(replaced=self._receive_into(own, value))
+        replaced = set()
+
+        def change(path: Any, leaf: Any) -> Any:
+            replaced.add(path)
+            return self._values.get(path, leaf)
+
+        changed = mapped((args, kwargs), change)
+        if not replaced >= self._values.keys():
+            raise ValueError(
+                f"{self._chain.blocks[self._begin]} is called with other arguments than in the trial run; call the "
+                "model in the same way in all steps"
+            )
+        return changed
+
+    def _replace(self, own: Tensor, value: Any) -> Any:
+        """Replace an argument of the user's code by what was received; returns the value of the argument.
+
+        The argument itself becomes the received tensor, since the code after the block may use it, too. If this is
+        impossible, and the trial run has not shown such a use, blocks of this stage receive the tensor in its place.
+
+        Args:
+            own: argument that the user's code has passed to the first block.
+            value: received; a leaf, or without a gradient.
+
+        Raises:
+            ValueError: the code after the block uses the argument, and it can't be replaced.
+        """
+        if any(own is other for other in self._values.values()):  # passed as two arguments
+            return own
+        if self._receive_into(own, value):
+            self.received = [own if tensor is value else tensor for tensor in self.received]
+            return own
+        self._check_outside(replaced=False)
+        self._replaced[id(own)] = (own, value)
+        return value
+
+    def _check_outside(self, *, replaced: bool) -> None:
+        if not replaced and self._begin in self._chain.outside:
+            raise ValueError(
+                f"{self._chain.blocks[self._begin]} takes a tensor that the code after the block uses, too, and that "
+                "autograd has stored before, as activation checkpointing does. A stage can't replace it by the tensor "
+                "of the stage before: pass a copy (tensor.clone()), checkpoint only the block, or set other blocks "
+                "(blocks=...)"
+            )
+
+    def _receive_into(self, own: Tensor, value: Any) -> bool:
+        """Make a tensor of the user's code the received tensor; returns whether that was possible.
+
+        Args:
+            own: placeholder.
+            value: received.
+        """
+        if isinstance(own, ShardedTensor) or isinstance(value, ShardedTensor):
+            return False
+        received = value.detach().requires_grad_(value.requires_grad)  # no transfer refers to this object
+        try:
+            torch.utils.swap_tensors(own, received)
+        except RuntimeError:  # autograd refers to the object
+            if self._begin not in self._chain.outside or (is_checkpointed() and own.grad_fn is not None):
+                return False
+            try:
+                own.detach_().data = received
+            except RuntimeError:  # a view
+                return False
+            own.requires_grad_(value.requires_grad)
+        return True
+
+    def _replacement(self, path: Any, leaf: Any) -> Any:
+        """Return the received tensor for a tensor that the user's code passes to several blocks."""
+        before, value = self._replaced.get(id(leaf), (None, None))
+        return value if before is leaf and before is not None else leaf
+
+    def expect_arguments(self) -> bool:
+        """Begin to receive the arguments of the first block; returns False if their shapes are not known yet."""
+        if self._arguments is None and self.chunk:
+            known = self._links.headers.get((self.chunk - 1, self._key)) if self._key is not None else None
+            if known is None:
+                return False
+            self._arguments = self._expected(known)
+        return True
+
+    def _expected(self, header: Header) -> list[Expected]:
+        tensors = [
+            torch.empty(content[0], dtype=getattr(torch, content[1]), device=self._links.device)
+            for kind, *content in header["arguments"]
+            if kind in _SENT
+        ]
+        return [
+            self._links.expect(tensor, "activation", self.chunk - 1, self.chunk, self.microbatch) for tensor in tensors
+        ]
+
+    def _received_arguments(self) -> list[Any]:
+        """Return the tensors and values that the previous chunk has sent, by the entries of the chain."""
+        header = self._received_header()
+        arriving = self._arguments if self._arguments is not None else self._expected(header)
+        self._arguments, values = arriving, []
+        rest = iter(arriving)
+        for kind, *content in header["arguments"]:
+            if kind == "value":
+                values.append(content[0])
+                continue
+            tensor = self._links.transfers.complete(next(rest))
+            if content[2]:
+                tensor.requires_grad_()
+            self.received.append(tensor)
+            values.append(tensor if kind == "tensor" else _sharded(tensor, *content[3:]))
+        return values
+
+    def _received_header(self) -> Header:
+        if self._header is None:
+            known = self._links.headers.get((self.chunk - 1, self._key)) if self._key is not None else None
+            self._header = known or self._links.receive_header(self.chunk, self.microbatch)
+            if self._key is not None:
+                self._links.headers[self.chunk - 1, self._key] = self._header
+        return self._header
+
+    def _stand_in(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return an output with the structure and the shapes of a block that another stage computes."""
+        described = list(self._received_header()["outputs"][number])
+        arguments = [leaf for _, leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        template = self._chain.outputs[number]
+        if len(described) != sum(1 for _ in leaves(template)):
+            raise ValueError(
+                f"{self._chain.blocks[number]} returns another structure than in the trial run; call the model in the "
+                "same way in all steps"
+            )
+        rest = iter(described)
+
+        def change(path: Any, leaf: Any) -> Any:
+            kind, *content = next(rest)
+            if kind == "value":
+                return content[0]
+            if kind == "other":
+                return leaf
+            shape = content[3] if kind == "shard" else content[0]
+            return _like(arguments, shape, getattr(torch, content[1]), self._links.device)
+
+        return mapped(template, change)
+
+    def pass_by(self) -> None:
+        """Exchange the messages of a step that has not called the blocks, which the next stage may expect already."""
+        if self._key is None:
+            return
+        if self.chunk and (self.chunk - 1, self._key) in self._links.headers:
+            self.expect_arguments()
+            for arriving in self._arguments or ():
+                self._links.transfers.complete(arriving)
+        if not self._last and (self.chunk, self._key) in self._links.headers:
+            for kind, *content in self._links.headers[self.chunk, self._key]["arguments"]:
+                if kind in _SENT:
+                    empty = torch.zeros(content[0], dtype=getattr(torch, content[1]), device=self._links.device)
+                    self._links.post(empty, "activation", self.chunk, self.chunk + 1, self.microbatch)
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def expect_gradients(self) -> None:
+        """Begin to receive the gradients of the sent tensors, if they were sent."""
+        if self._gradients is None and self.ended:
+            self._gradients = [
+                self._links.expect(
+                    torch.empty_like(tensor, memory_format=torch.contiguous_format), "gradient", self.chunk + 1,
+                    self.chunk, self.microbatch,
+                ) if tensor.requires_grad else None
+                for tensor in self.sent
+            ]  # fmt: skip
+
+    def gradients(self) -> list[Tensor | None]:
+        """Receive the gradients of the tensors that were sent."""
+        self.expect_gradients()
+        gradients = [expected and self._links.transfers.complete(expected) for expected in self._gradients or ()]
+        if any(gradient is not None for gradient in gradients):  # the next stage has received what was sent before
+            while self._sends:
+                self._links.transfers.end_send(self._sends.pop())
+        return gradients
+
+    def send_gradients(self) -> None:
+        """Send the gradients of the received tensors, and forget all tensors."""
+        for tensor in self.received:
+            if tensor.requires_grad:
+                gradient = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
+                self._links.post(gradient, "gradient", self.chunk, self.chunk - 1, self.microbatch)
+        self.sent, self.received, self._gradients, self._arguments = [], [], None, None
+        self._values, self._replaced = {}, {}
+
+    def take_output(self) -> Any:
+        """Return the output of the step without its graph, and forget it."""
+        output, self.output = mapped(self.output, _detached), None
+        return output
+
+    # -- arguments for the chunk after ----------------------------------------------------------------------------
+
+    def _announces(self) -> bool:
+        return self._key is None or (self.chunk, self._key) not in self._links.headers
+
+    def _send(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Send the derived arguments of the first block of the next chunk."""
+        arguments = dict(leaves((args, kwargs)))
+        values = [arguments.get(path) for path in self._chain.entries[self._end]]
+        described = [_described(value) for value in values]
+        if any(entry[0] == "other" for entry in described):
+            raise ValueError(
+                f"{self._chain.blocks[self._end]} has an argument that can't be sent to another stage; pass tensors, "
+                "numbers and strings to blocks"
+            )
+        if self._announces():
+            outputs = [*self._received_header()["outputs"]] if self.chunk else []
+            outputs += [self._outputs[number] for number in range(self._begin, self._end)]
+            header = {"arguments": described, "outputs": outputs}
+            self._links.post_header(header, self.chunk, self.microbatch)
+            if self._key is not None:
+                self._links.headers[self.chunk, self._key] = header
+        elif self._links.headers[self.chunk, self._key]["arguments"] != described:
+            raise ValueError(
+                f"the arguments of {self._chain.blocks[self._end]} are {described}, and were "
+                f"{self._links.headers[self.chunk, self._key]['arguments']} for an earlier batch of the same shapes: "
+                "in a pipeline, shapes may depend on the shapes of the batch only; pad the tensors to a fixed size"
+            )
+        for value in values:
+            if isinstance(value, Tensor):
+                local = value.local if isinstance(value, ShardedTensor) else value
+                send = self._links.post(local, "activation", self.chunk, self.chunk + 1, self.microbatch)
+                self._sends.append(send)
+                self.sent.append(local)
+
+
+def _described(leaf: Any) -> list[Any]:
+    """Return plain data about a leaf: ["tensor", shape, dtype, has a gradient], ["value", value] or ["other"].
+
+    A tensor of which this tensor rank has a shard is ["shard", shape, dtype, has a gradient, whole shape, dim, parts]:
+    the shard is sent to the same tensor rank of the other stage.
+    """
+    if isinstance(leaf, ShardedTensor):
+        leaf.check_usable()
+        return ["shard", *_described(leaf.local)[1:], list(leaf.shape), leaf.sharded_dim, list(leaf.parts)]
+    if isinstance(leaf, Tensor):
+        if leaf.is_nested or leaf.layout is not torch.strided or is_dtensor(leaf):
+            raise ValueError(
+                "a block takes or returns a nested, sparse or distributed tensor, which a pipeline can't send; for "
+                "nn.TransformerEncoder set enable_nested_tensor=False"
+            )
+        return ["tensor", list(leaf.shape), str(leaf.dtype).removeprefix("torch."), leaf.requires_grad]
+    return ["value", leaf] if isinstance(leaf, _PLAIN) else ["other"]
+
+
+def _sharded(local: Tensor, shape: Sequence[int], dim: int, parts: Sequence[int]) -> ShardedTensor:
+    return ShardedTensor(local, dim, tuple(shape), tuple(parts))
+
+
+def _detached(path: Any, leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+def _like(arguments: Sequence[Tensor], shape: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a stand-in for a tensor: an argument of the same shape, else zeros."""
+    for tensor in arguments:
+        if list(tensor.shape) == shape and tensor.dtype == dtype:
+            return tensor.detach()
+    return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,0 +1,1 @@
+"""Tensor parallelism: ranks that hold parts of each weight."""

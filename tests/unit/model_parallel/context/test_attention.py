@@ -1,0 +1,100 @@
+"""Attention of a shard's queries, compared with the whole sequence; the other ranks' keys are known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from fabricx.distributed.world import World
+from fabricx.model_parallel.context.attention import own_stream, scaled_dot_product_attention
+from fabricx.model_parallel.context.sequence_shard import SequenceShard
+
+RANKS, LENGTH = 2, 8
+
+
+class Known:
+    """The ranks along a context axis; `all_gather` finds a tensor's shards in the whole tensors."""
+
+    size = RANKS
+
+    def __init__(self, rank: int, wholes: list[Tensor]) -> None:
+        self.rank, self._wholes = rank, wholes
+
+    def all_gather(self, local: Tensor, sync_grads: bool = False) -> Tensor:
+        for whole in self._wholes:
+            for dim in range(whole.dim()):
+                if whole.shape[dim] == LENGTH:
+                    parts = [SequenceShard(LENGTH, RANKS, rank).part(whole, dim) for rank in range(RANKS)]
+                    if parts[self.rank].shape == local.shape and torch.equal(parts[self.rank], local):
+                        return torch.stack(parts)
+        raise AssertionError("an unknown tensor is gathered")
+
+
+def tensors() -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    shapes = [(2, 4, LENGTH, 3), (2, 2, LENGTH, 3), (2, 2, LENGTH, 5)]
+    query, key, value = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
+    return query, key, value
+
+
+ROWS = torch.rand(LENGTH, LENGTH) > 0.3
+ROWS.fill_diagonal_(True)
+KEYS = torch.tensor([True] * 6 + [False] * 2)
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize("kind", ["plain", "causal", "rows", "whole rows", "keys", "added keys"])
+def test_a_shard_attends_as_the_whole_sequence(rank: int, kind: str) -> None:
+    query, key, value = tensors()
+    added = torch.randn(2, 1, 1, LENGTH, dtype=torch.float64)
+    whole: dict[str, Any] = {
+        "plain": {}, "causal": {"is_causal": True}, "rows": {"attn_mask": ROWS},
+        "whole rows": {"attn_mask": ROWS[None, None]}, "keys": {"attn_mask": KEYS[None]},
+        "added keys": {"attn_mask": added},
+    }[kind]  # fmt: skip
+    expected = F.scaled_dot_product_attention(query, key, value, enable_gqa=True, scale=0.3, **whole)
+    shard = SequenceShard(LENGTH, RANKS, rank)
+    options = dict(whole)
+    if kind == "rows":
+        options["attn_mask"] = shard.part(ROWS, 0)
+    elif kind in ("keys", "added keys"):  # divided as other arguments of a block are
+        options["attn_mask"] = shard.part(whole["attn_mask"], whole["attn_mask"].dim() - 1)
+    both = [key, value, torch.cat((key, value), -1), KEYS[None].to(torch.uint8), added]
+    world: Any = Known(rank, both)
+    q, k, v = (shard.part(tensor, 2) for tensor in (query, key, value))
+    found = scaled_dot_product_attention(world, shard, q, k, v, enable_gqa=True, scale=0.3, **options)
+    assert torch.allclose(found, shard.part(expected, 2), atol=1e-12)
+
+
+def test_keys_of_another_sequence_are_not_gathered() -> None:
+    query, _, _ = tensors()
+    memory = torch.randn(2, 4, 7, 3, dtype=torch.float64)
+    shard, world = SequenceShard(LENGTH, RANKS, 0), Known(0, [])
+    q = shard.part(query, 2)
+    found = scaled_dot_product_attention(world, shard, q, memory, memory)  # type: ignore[arg-type]
+    assert torch.equal(found, F.scaled_dot_product_attention(q, memory, memory))
+
+
+def test_a_mask_of_the_shard_only_is_an_error_with_the_remedy() -> None:
+    query, key, value = tensors()
+    shard = SequenceShard(LENGTH, RANKS, 0)
+    q, k, v = (shard.part(tensor, 2) for tensor in (query, key, value))
+    world: Any = Known(0, [torch.cat((key, value), -1)])
+    with pytest.raises(ValueError, match=r"mask of shape \(4, 4\).*compute the mask before the blocks"):
+        scaled_dot_product_attention(world, shard, q, k, v, torch.ones(4, 4, dtype=torch.bool), enable_gqa=True)
+
+
+def test_ranks_draw_other_numbers_for_dropout_and_have_drawn_the_same_afterwards() -> None:
+    drawn = []
+    with torch.random.fork_rng():
+        for rank in range(2):
+            torch.manual_seed(5)
+            with own_stream(World(rank=rank, size=2), torch.empty(1), 0.1):
+                inside = torch.rand(3)
+            drawn.append((inside, torch.rand(3)))
+    assert not torch.equal(drawn[0][0], drawn[1][0])
+    assert torch.equal(drawn[0][1], drawn[1][1])

@@ -1,0 +1,42 @@
+"""Ranks that compute a batch together have read the same batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fabricx.distributed.world import World
+from fabricx.errors import RanksDisagree
+from fabricx.model_parallel.set_up.same_batches import SameBatches
+
+
+def digests(monkeypatch: pytest.MonkeyPatch, batch: Any) -> list[int]:
+    """Return the pair of numbers that a rank contributes."""
+    found: list[int] = []
+
+    def all_reduce(world: World, tensor: Tensor, op: str) -> Tensor:
+        assert op == "max"
+        found.extend(tensor.tolist())
+        return tensor
+
+    monkeypatch.setattr(World, "all_reduce", all_reduce)
+    SameBatches(World(size=2)).check(batch)
+    return found
+
+
+def test_values_shapes_and_places_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    four = torch.arange(4)
+    batches = [four, four + 1, four.view(2, 2), four.flip(0), {"x": torch.zeros(4)}]
+    seen = [tuple(digests(monkeypatch, batch)) for batch in batches]
+    assert len(set(seen)) == len(batches)
+    assert all(low == -high for high, low in seen)
+    assert digests(monkeypatch, torch.arange(4)) == list(seen[0])
+
+
+def test_another_batch_on_a_rank_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(World, "all_reduce", lambda world, tensor, op: tensor + torch.tensor([1, 0]))
+    with pytest.raises(RanksDisagree, match="have read different samples"):
+        SameBatches(World(size=2)).check([torch.zeros(2)])
