@@ -154,6 +154,19 @@ class InCheckpoint(Language):
         return checkpoint(self.layer, x, use_reentrant=False) if self.checkpoints else self.layer(x)
 
 
+class InPlace(Language):
+    """Each block changes its argument in place, and the code after the block uses the changed tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)) for _ in range(4))
+
+    def body(self, x: Tensor, mask: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x) + x
+        return x
+
+
 OUTSIDE: list[dict[str, Any]] = [{}, {"schedule": "zero_bubble"}, {"virtual": 2}]
 
 
@@ -161,13 +174,13 @@ def train_outside() -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     runs = [staged(make(Outside), batches(8), **options) for options in OUTSIDE]
     runs += [staged(make(Outside, checkpoints=True), batches(8)), staged(make(Normed), batches(8))]
-    runs += [staged(make(InCheckpoint, checkpoints=True), batches(8))]
+    runs += [staged(make(InCheckpoint, checkpoints=True), batches(8)), staged(make(InPlace), batches(8))]
     return [*runs, staged(make(Normed, view=True, residual=0.0), batches(8))]
 
 
 def test_the_code_after_a_block_uses_the_arguments_of_the_block() -> None:
     modules = [make(Outside) for _ in OUTSIDE]
-    modules += [make(Outside), make(Normed), make(InCheckpoint), make(Normed, residual=0.0)]
+    modules += [make(Outside), make(Normed), make(InCheckpoint), make(InPlace), make(Normed, residual=0.0)]
     for module, found in zip(modules, zip(*run_ranks(train_outside, 2), strict=True), strict=True):
         compare(list(found), alone(module, batches(8)))
 

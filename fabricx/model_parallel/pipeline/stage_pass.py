@@ -110,6 +110,55 @@ class Links:
 
 
 @final
+class Received:
+    """The gradient of a tensor that a chunk has received."""
+
+    def __init__(self) -> None:
+        self._gradient: Tensor | None = None
+
+    def attach(self, tensor: Tensor) -> None:
+        """Make a tensor the received tensor in the graph; no leaf, so that a block may change its argument in place.
+
+        Args:
+            tensor: without a graph; has the received values.
+        """
+        root = torch.zeros((), device=tensor.device, requires_grad=True)
+        with torch.enable_grad():
+            _Enter.apply(root, tensor, self)  # type: ignore[no-untyped-call]
+
+    def add(self, gradient: Tensor) -> None:
+        """Add a gradient; called within the backward.
+
+        Args:
+            gradient: in the shape of the tensor.
+        """
+        self._gradient = gradient if self._gradient is None else self._gradient + gradient
+
+    def gradient(self, tensor: Tensor) -> Tensor:
+        """Return the gradient; zeros if nothing depends on the tensor.
+
+        Args:
+            tensor: a tensor of the same shape.
+        """
+        return torch.zeros_like(tensor) if self._gradient is None else self._gradient
+
+
+class _Enter(torch.autograd.Function):
+    """Makes a tensor part of a graph that begins with it."""
+
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, tensor: Tensor, received: Received) -> Tensor:
+        ctx.received = received
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        ctx.received.add(gradients[0])
+        return None, None, None
+
+
+@final
 class Pass:
     """The forward of a chunk for one microbatch, with the tensors that its backward needs.
 
@@ -131,7 +180,7 @@ class Pass:
         self.ended = False  # whether the step was left after the last block
         self.output: Any = None  # of the step, on the last stage
         self.sent: list[Tensor] = []  # derived arguments of the next chunk
-        self.received: list[Tensor] = []
+        self._received: list[tuple[Tensor, Received]] = []  # tensors that have a gradient
         self._sends: list[int] = []  # numbers of the sends of `sent`
         self._chain, self._links, self._key, self._seed = chain, links, key, seed
         self._begin, self._end = cuts[chunk]
@@ -243,7 +292,7 @@ class Pass:
 
         Args:
             own: argument that the user's code has passed to the first block.
-            value: received; a leaf, or without a gradient.
+            value: received.
 
         Raises:
             ValueError: the code after the block uses the argument, and it can't be replaced.
@@ -251,7 +300,7 @@ class Pass:
         if any(own is other for other in self._values.values()):  # passed as two arguments
             return own
         if self._receive_into(own, value):
-            self.received = [own if tensor is value else tensor for tensor in self.received]
+            self._received = [(own if tensor is value else tensor, gradient) for tensor, gradient in self._received]
             return own
         self._check_outside(replaced=False)
         self._replaced[id(own)] = (own, value)
@@ -275,7 +324,7 @@ class Pass:
         """
         if isinstance(own, ShardedTensor) or isinstance(value, ShardedTensor):
             return False
-        received = value.detach().requires_grad_(value.requires_grad)  # no transfer refers to this object
+        received = value.detach()  # no transfer refers to this object
         try:
             torch.utils.swap_tensors(own, received)
         except RuntimeError:  # autograd refers to the object
@@ -285,8 +334,16 @@ class Pass:
                 own.detach_().data = received
             except RuntimeError:  # a view
                 return False
-            own.requires_grad_(value.requires_grad)
+            if value.requires_grad:  # a leaf: another node in the graph would change the version that autograd stored
+                own.requires_grad_().register_hook(self._gradient_of(value).add)
+            return True
+        if value.requires_grad:
+            self._gradient_of(value).attach(own)
         return True
+
+    def _gradient_of(self, value: Tensor) -> Received:
+        [gradient] = [gradient for tensor, gradient in self._received if tensor is value]
+        return gradient
 
     def _replacement(self, path: Any, leaf: Any) -> Any:
         """Return the received tensor for a tensor that the user's code passes to several blocks."""
@@ -324,8 +381,8 @@ class Pass:
                 continue
             tensor = self._links.transfers.complete(next(rest))
             if content[2]:
-                tensor.requires_grad_()
-            self.received.append(tensor)
+                self._received.append((tensor, Received()))
+                self._received[-1][1].attach(tensor)
             values.append(tensor if kind == "tensor" else _sharded(tensor, *content[3:]))
         return values
 
@@ -398,11 +455,9 @@ class Pass:
 
     def send_gradients(self) -> None:
         """Send the gradients of the received tensors, and forget all tensors."""
-        for tensor in self.received:
-            if tensor.requires_grad:
-                gradient = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
-                self._links.post(gradient, "gradient", self.chunk, self.chunk - 1, self.microbatch)
-        self.sent, self.received, self._gradients, self._arguments = [], [], None, None
+        for tensor, received in self._received:
+            self._links.post(received.gradient(tensor), "gradient", self.chunk, self.chunk - 1, self.microbatch)
+        self.sent, self._received, self._gradients, self._arguments = [], [], None, None
         self._values, self._replaced = {}, {}
 
     def take_output(self) -> Any:
