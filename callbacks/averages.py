@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fabricx.core.callback import Callback
 from fabricx.core.placeholder import is_placeholder
@@ -94,7 +94,7 @@ class Averages(Callback):
             if name in self.averages:
                 trainer.world.axis("data").broadcast(self.averages[name])
 
-    def _find_tensors(self, trainer: TrainerProtocol, module: Module) -> None:
+    def _find_tensors(self, trainer: TrainerProtocol, module: nn.Module) -> None:
         """Find the tensors that have averages; averages that were loaded for different tensors begin anew."""
         parameters: dict[str, Tensor] = {name: p for name, p in module.named_parameters() if averageable(p)}
         buffers = {name: b for name, b in module.named_buffers() if averageable(b)} if self.use_buffers else {}

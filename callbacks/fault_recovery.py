@@ -22,7 +22,6 @@ from fabricx.distributed.lost_peers import is_peer_lost
 from fabricx.errors import CopiesLost, did_you_mean
 
 if TYPE_CHECKING:
-    from fabricx.checkpoint import Writer
     from fabricx.core.module import Module
     from fabricx.core.trainer import TrainerProtocol
 
@@ -308,7 +307,7 @@ class FaultRecovery(Callback):
         Snapshots at user-defined steps are not skipped if they affect the weights.
         """
         required = trainer.strategy.traits.checkpoint_averages and self.every_n_train_steps is not None
-        writer: Writer | None = trainer.session.checkpoints.writer
+        writer = trainer.session.checkpoints.writer
         return writer is not None and not required and writer.busy()
 
     @property

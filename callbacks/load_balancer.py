@@ -334,7 +334,7 @@ class LoadBalancer(Callback):
 
 
 def _samples(trainer: TrainerProtocol) -> int:
-    samples: int = trainer.session.data.train_feed.global_batch * trainer.accumulate_grad_batches
+    samples = trainer.session.data.train_feed.global_batch * trainer.accumulate_grad_batches
     return samples
 
 

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from fabricx.core.checkpoint_io import TorchCheckpointIO
     from fabricx.core.logger import Logger
     from fabricx.core.optimizers import OptimizerHandle, Schedule
+    from fabricx.core.run_parts import RunParts
     from fabricx.core.state import RunState
     from fabricx.core.strategy import Strategy
     from fabricx.distributed.world import World
@@ -42,8 +43,8 @@ class TrainerProtocol(Protocol):
     enable_telemetry: bool
 
     @property
-    def session(self) -> Any:
-        """Return the parts of the present run, a `fabricx.session.session.Session`."""
+    def session(self) -> RunParts:
+        """Return the parts of the present run, for callbacks of fabricx."""
         ...
 
     @property
