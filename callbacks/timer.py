@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fabricx.core.module import Module
     from fabricx.core.trainer import TrainerProtocol
 
+_REACHED = "reached the time limit"
 STAGES = ("train", "sanity_check", "validate", "test", "predict")
 
 
@@ -147,7 +148,7 @@ class Timer(Callback):
                 trainer.should_stop = True
 
     def _announce(self, trainer: TrainerProtocol) -> str:
-        text = f"reached the time limit of {self.duration} after {trainer.global_step} steps"
+        text = f"{_REACHED} of {self.duration} after {trainer.global_step} steps"
         if self.verbose:
             trainer.print(text)
         return text
@@ -155,6 +156,8 @@ class Timer(Callback):
     def on_train_end(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         self._end("train")
         self._limit = float("inf")
+        if not self._stopped and trainer.session.stop.reason.startswith(_REACHED):  # by the clock of another rank
+            self._announce(trainer)
 
     def on_sanity_check_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         self._begin("sanity_check")

@@ -372,14 +372,17 @@ def sweep(folder: Place) -> None:
 
 
 def remove(path: Place) -> None:
-    """Delete a checkpoint, the marker first, so that a partly deleted checkpoint is not valid.
+    """Delete a checkpoint. What is left by a process that is killed meanwhile is not valid, and `sweep` deletes it.
 
     Args:
         path: folder of the checkpoint.
     """
     path = as_path(path)
-    if not path.is_file():
+    if not path.is_file() and not is_local(path):
         (path / MARKER).unlink(missing_ok=True)
+    elif path.is_dir():
+        with contextlib.suppress(FileNotFoundError):
+            path = path.rename(folder_to_write(path, hidden=True))
     discard(path)
 
 

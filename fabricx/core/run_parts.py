@@ -130,6 +130,12 @@ class PresentBatch(Protocol):
         ...
 
 
+class Stop(Protocol):
+    """Stops that were requested, and that all ranks have agreed on."""
+
+    reason: str
+
+
 class NewestFailure(Protocol):
     """The newest failure; `fabricx.session.status.FailureLog` describes the attributes."""
 
@@ -199,6 +205,11 @@ class RunParts(Protocol):
     @property
     def batch(self) -> PresentBatch:
         """Return the present batch."""
+        ...
+
+    @property
+    def stop(self) -> Stop:
+        """Return the requested stop; its reason is that of all ranks once they have agreed."""
         ...
 
     @property

@@ -77,7 +77,8 @@ class Feed(ABC):
         order_before: `order` as recorded in the checkpoint of this epoch.
         chosen: digest of the items that a `Subset` has; "" for other data sets.
         drawn: values of the sampler that drawing the newest order has changed, before and after.
-        at_first: original values of everything that drawing orders has changed in the sampler.
+        at_first: original values of everything that drawing orders has changed in the sampler, or that iterating may
+            change in a stream.
         reads_again: to start within an epoch, the data before the position are read again.
         global_batch: samples of a global batch without accumulation; 0 if the shares can't be changed.
         ahead: maximum number of global batches whose shares may be fixed already while a batch is trained.

@@ -16,7 +16,14 @@ from fabricx.data.epochs import set_epoch_of_loader
 from fabricx.data.feed import Feed, Microbatch
 from fabricx.data.leasing import Section
 from fabricx.data.own_draws import Drawn, OwnDraws
-from fabricx.data.own_state import find_generators, set_generators, states_of_generators
+from fabricx.data.own_state import (
+    changes,
+    find_generators,
+    iterated_values,
+    put_back_sampler,
+    set_generators,
+    states_of_generators,
+)
 from fabricx.distributed.world import World
 from fabricx.errors import PeerLost
 
@@ -30,8 +37,9 @@ class ListFeed(Feed):
     random states of its own.
 
     If the source has `state_dict` and `load_state_dict`, these save and restore its position. Otherwise the trained
-    batches of the epoch are read again, with the random state of the epoch's begin. If a limit has ended an epoch, its
-    last batch is read again: the next `iter(source)` begins anew or continues, as in a run without the interruption.
+    batches of the epoch are read again, with the random state and the counters of the source at the epoch's begin. If
+    a limit has ended an epoch, its last batch is read again: the next `iter(source)` begins anew or continues, as in a
+    run without the interruption.
 
     Args:
         source: iterable of batches, such as a DataLoader.
@@ -56,7 +64,10 @@ class ListFeed(Feed):
         self._limit = limit
         self._stateful = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
         self.reads_again = not self._stateful
-        self._began: Any = None  # random state when the epoch's first batch was requested
+        self.at_first: dict[str, Any] = self._values()
+        self._began: Any = (
+            None  # random state, and changed values of the source, when the epoch's first batch was requested
+        )
         self._drawn: Drawn | None = None  # random states of the present iterator, if it draws random numbers
         self._ahead: Any = _NOTHING  # the source's state before the batch that was prefetched
         self._last: Any = None  # the source's state before the last batch that the limit permits, when it is drawn
@@ -70,7 +81,7 @@ class ListFeed(Feed):
     def state_dict(self) -> Any:
         trained = {"trained": list(self._own)} if self._own[0] >= 0 else {}
         if not self._stateful:
-            return None if self._began is None else {"began": self._began, **trained}
+            return None if self._began is None else {"began": self._began, "now": self._changed(), **trained}
         state, draws = self._present() if self._ahead is _NOTHING else self._ahead
         drawn = {} if draws is None else {"draws": draws.state_dict()}
         last = {} if self._last is None or self._ahead is not _NOTHING else {"last": self._last}
@@ -82,12 +93,15 @@ class ListFeed(Feed):
 
     def load_state_dict(self, state: Any) -> None:
         if state is None:
+            self._put_back({})  # other ranks have died before the first batch
             return
         epoch, trained = state.get("trained", (-1, 0))
         self._own = epoch, trained
         if self._stateful and "source" in state:
             self._restored = state
         self._began = state.get("began")
+        if "now" in state:
+            self._put_back(state["now"])
 
     def generators(self) -> dict[str, Any]:
         if self._stateful:
@@ -97,8 +111,26 @@ class ListFeed(Feed):
         return find_generators(self._source, "data")
 
     def _random(self) -> dict[str, Any]:
-        """Return the state of all generators that a source in this process may draw from."""
-        return RandomState().state_dict() | {"own": states_of_generators(self.generators())}
+        """Return the state of all generators that a source in this process may draw from, and of its counters."""
+        return RandomState().state_dict() | {
+            "own": states_of_generators(self.generators()), "values": self._changed()
+        }  # fmt: skip
+
+    def _values(self) -> dict[str, Any]:
+        """Return the values that iterating may change in the source, if it is iterated in this process."""
+        elsewhere = bool(getattr(self._source, "num_workers", 0))
+        return {} if self._stateful or elsewhere or not self.of_rank else iterated_values(self._source)
+
+    def _changed(self) -> dict[str, Any]:
+        return changes(self.at_first, self._values())[1]
+
+    def _put_back(self, changed: dict[str, Any]) -> None:
+        """Set the values of the source to those of a former moment.
+
+        Args:
+            changed: result of `_changed` at that moment.
+        """
+        put_back_sampler(self._source, {**self.at_first, **changed})
 
     def _length(self) -> int | float:
         try:
@@ -206,6 +238,8 @@ class ListFeed(Feed):
             with random_kept():  # reading again must not change the restored random state of this run
                 RandomState.of(self._began).restore()
                 set_generators(self.generators(), self._began.get("own", {}))
+                if "values" in self._began:
+                    self._put_back(self._began["values"])
                 data = self._iterator()
                 for batch in itertools.islice(data, first):
                     self._keep(batch)

@@ -14,7 +14,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Sampler
+from torch.utils.data import IterableDataset, Sampler
 
 from fabricx.core.nested_items import items_of
 from fabricx.data.plain_values import is_plain, packed, same, unpacked
@@ -24,6 +24,7 @@ Values = dict[str, Any]
 _GENERATORS: Final = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _DEPTH: Final = 6  # nesting of datasets and transforms
 _NOT_SEARCHED: Final = (type, ModuleType, FunctionType, MethodType, Tensor, np.ndarray)
+_SMALL: Final = 4096  # items of a list or a dictionary, or bytes of an array
 _ITEMS: Final = 64  # longer lists are assumed to hold samples, not transforms or datasets, and are not searched
 
 
@@ -58,6 +59,19 @@ def put_back_sampler(sampler: Any, values: Values) -> None:
             value[...] = saved.numpy() if isinstance(value, np.ndarray) else saved
         else:
             owner[name] = saved.numpy() if isinstance(value, np.ndarray) else saved
+
+
+def iterated_values(source: Any) -> Values:
+    """Copy the small values that iterating may change in a loader and in its sampler or stream, by path.
+
+    Generators are left out, which `states_of_generators` copies, and values of a size of data.
+
+    Args:
+        source: any iterable, such as a DataLoader.
+    """
+    values = ((path, value) for path, _, _, value in _attributes(source) if not isinstance(value, _GENERATORS))
+    small = ((path, value) for path, value in values if _size(value) <= _SMALL)
+    return {path: copy_ for path, value in small if (copy_ := _packed(value)) is not None}
 
 
 def copied_state(datamodule: Any) -> Any:
@@ -220,9 +234,15 @@ def _attributes(owner: Any) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
                 yield prefix + name, vars(part), name, value
 
 
+def _size(value: Any) -> int:
+    if isinstance(value, (Tensor, np.ndarray)):
+        return int(value.nbytes)
+    return len(value) if isinstance(value, (list, dict)) else 0
+
+
 def _draws(part: Any) -> bool:
-    """Return whether an object is a sampler, by class or behaviour: iterable without indexing, unlike data."""
-    return isinstance(part, Sampler) or (
+    """Return whether an object is a sampler or a stream, by class or behaviour: iterable without indexing."""
+    return isinstance(part, (Sampler, IterableDataset)) or (
         hasattr(part, "__dict__") and hasattr(part, "__iter__") and not hasattr(part, "__getitem__")
         and not isinstance(part, (type, nn.Module))
     )  # fmt: skip

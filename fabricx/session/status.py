@@ -19,7 +19,7 @@ class StopStatus:
 
     Attributes:
         requested: a stop was requested on this rank.
-        reason: reason of the request.
+        reason: reason of this rank's request, and of all ranks once they have agreed.
         agreed: all ranks have agreed to stop.
         interrupted: a signal (Ctrl-C, SIGTERM) has stopped the run.
         terminated: the signal was SIGTERM or the notice of a scheduler.
@@ -50,6 +50,7 @@ class StopStatus:
             reason: reason of the request.
         """
         self.agreed = self.requested = True
+        self.reason = reason
         self.terminated, self.interrupted = reason == "terminated", reason in SIGNALS
 
 

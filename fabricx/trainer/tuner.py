@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, final
@@ -45,7 +46,7 @@ _STAGES: Final = ("fit", "validate", "test", "predict")
 _OUT_OF_MEMORY: Final = (
     "out of memory", "CUDNN_STATUS_NOT_SUPPORTED", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory", "MemoryError",
 )  # fmt: skip
-_KILLED: Final = -9  # exit code of a process that the system has ended for want of memory
+_KILLED: Final = -signal.SIGKILL  # exit code of a process that the system has ended for want of memory
 
 
 @final
@@ -233,6 +234,8 @@ class Tuner:
         except Exception as error:
             if not out_of_memory(error):
                 raise
+            return False, True
+        if any(signal.SIGKILL.name in failure for failure in trial.failures):  # asynchronous strategies went on
             return False, True
         if method == "fit":
             return True, trial.batches.training > 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +61,21 @@ def test_a_batch_that_is_too_large_for_one_rank_is_too_large(tmp_path: Path) -> 
     module = Tuned()
     trainer = fx.Trainer(devices=2, **QUIET | {"default_root_dir": tmp_path})
     assert fx.Tuner(trainer).scale_batch_size(module, steps_per_trial=1) == module.batch_size == 8
+
+
+class Killed(Tuned):
+    """The system kills rank 1 for a batch of more than 8 samples."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if len(batch[0]) > 8 and self.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return TinyModule.training_step(self, batch, batch_idx)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "async_sgd"])
+def test_a_batch_for_which_a_rank_is_killed_is_too_large(strategy: str, tmp_path: Path) -> None:
+    """Asynchronous strategies train without the rank, and replace it."""
+    module = Killed()
+    trainer = fx.Trainer(devices=2, strategy=strategy, **QUIET | {"default_root_dir": tmp_path})
+    assert fx.Tuner(trainer).scale_batch_size(module, steps_per_trial=1) == module.batch_size == 8
+    assert trainer.failures == []

@@ -18,7 +18,7 @@ from fabricx.core.state import RunState
 from fabricx.core.strategy import Strategy
 from fabricx.metrics.logger_dispatcher import LoggerDispatcher
 from fabricx.session.saving import weights_as_state_dict
-from fabricx.session.status import BatchStatus, CheckpointStatus, FailureLog
+from fabricx.session.status import BatchStatus, CheckpointStatus, FailureLog, StopStatus
 from fabricx.strategies import Single
 
 
@@ -76,6 +76,7 @@ class FakeTrainer:
     printed: list[str] = field(default_factory=list)
     stop_reasons: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    stop: StopStatus = field(default_factory=StopStatus)
     strategy: Strategy = field(default_factory=Single)
 
     @property
@@ -83,7 +84,7 @@ class FakeTrainer:
         loggers = LoggerDispatcher(self.loggers if self.is_global_zero else (), self.run_dir)
         return SimpleNamespace(
             metrics=SimpleNamespace(loggers=loggers), module=self.module, failures=FailureLog(self.failures),
-            checkpoints=CheckpointStatus(), batch=BatchStatus(),
+            checkpoints=CheckpointStatus(), batch=BatchStatus(), stop=self.stop,
             warn_once=lambda _, text: warnings.warn(text, stacklevel=2),
         )  # fmt: skip
 

@@ -37,6 +37,20 @@ def test_steps_stop_when_time_is_up(trainer: Any, clock: Any) -> None:
     assert "0:00:10" in run.stop_reasons[0]
 
 
+def test_the_limit_is_printed_if_another_rank_reaches_it_first(trainer: Any, clock: Any) -> None:
+    """The main rank stops with it, before its own clock shows the limit."""
+    run = trainer(Timer("10s")).start()
+    clock.now += 9
+    run.step()
+    run.stop.agree("reached the time limit of 0:00:10 after 1 steps")
+    run.end()
+    assert run.printed == ["reached the time limit of 0:00:10 after 1 steps"]
+    other = trainer(Timer("10s")).start()
+    other.stop.agree("should_stop")
+    other.end()
+    assert other.printed == []
+
+
 def test_epochs_stop_when_time_is_up(trainer: Any, clock: Any) -> None:
     run = trainer(Timer("00:00:00:10", interval="epoch")).start()
     clock.now += 8

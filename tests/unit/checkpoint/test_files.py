@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 import fabricx as fx
 from fabricx import checkpoint
 from fabricx.callbacks import ModelCheckpoint
+from fabricx.checkpoint import files
 from fabricx.checkpoint.command import main
 from fabricx.checkpoint.files import oldest_first
 from fabricx.checkpoint.storage import as_path, discard
@@ -116,6 +117,18 @@ def test_what_a_killed_run_left_is_swept_away_and_nothing_else(place: Path) -> N
     checkpoint.sweep(place)
     assert {entry.name for entry in place.iterdir()} == {"whole", "notes"}
     checkpoint.verify(whole)
+
+
+def test_a_deletion_that_is_killed_halfway_is_completed_by_a_sweep(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = (checkpoint.save(place / name, STATE, {}) for name in ("old", "new"))
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "discard", lambda path: None)
+        checkpoint.remove(old)
+    assert checkpoint.list_committed(place) == [new]
+    checkpoint.sweep(place)
+    assert [entry.name for entry in place.iterdir()] == ["new"]
 
 
 def test_they_are_listed_by_the_time_of_writing_even_if_copied(tmp_path: Path) -> None:

@@ -345,3 +345,52 @@ def test_batches_beyond_the_length_of_a_stream_in_several_processes_are_a_warnin
         read = [micro.data.tolist() for epoch in range(2) for micro in feed.epoch(epoch)]
     assert len(read) == 6
     assert len(warned) == 1
+
+
+class Counts(IterableDataset[Any]):
+    """A stream that continues at its position, and counts its epochs."""
+
+    def __init__(self) -> None:
+        self.at, self.epoch, self.level = 0, 0, 0
+        self.order = [3, 1, 2, 0, 5, 4]
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch += 1
+        self.order.append(self.order.pop(0))
+        while self.at < 6:
+            self.at += 1
+            yield torch.tensor([self.level, self.epoch, self.order[self.at - 1]])
+        self.at = 0
+
+
+@pytest.mark.parametrize("survives", [True, False])
+@pytest.mark.parametrize("trained", [0, 2])
+def test_a_stream_is_read_again_with_its_counters_of_that_epoch(survives: bool, trained: int) -> None:
+    """Also by a rank that has trained on, when all go back because another has died."""
+
+    def read(feed: ListFeed, data: Counts, epoch: int, first: int = 0) -> Iterator[Any]:
+        data.level = epoch  # as a hook at the epoch's begin
+        for microbatch in feed.epoch(epoch, first=first):
+            yield microbatch.data.tolist()
+
+    def feed_of(data: Counts) -> ListFeed:
+        return ListFeed(DataLoader(data, batch_size=None), World(), float("inf"))
+
+    data = Counts()
+    feed = feed_of(data)
+    before = list(read(feed, data, 0))
+    saved = feed.state_dict()
+    whole = []
+    for batch in read(feed, data, 1):
+        whole.append(batch)
+        if len(whole) == trained:
+            saved = feed.state_dict()
+    whole += read(feed, data, 2)
+    data, first = (data, feed.at_first) if survives else (Counts(), None)
+    feed = feed_of(data)  # each generation of ranks has its own
+    feed.at_first = first or feed.at_first
+    feed.load_state_dict(saved)
+    assert [*read(feed, data, 1, trained), *read(feed, data, 2)] == whole[trained:]
+    feed.load_state_dict(None)  # from the start
+    if survives:
+        assert list(read(feed, data, 0)) == before
