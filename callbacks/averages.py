@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fabricx.core.callback import Callback
 from fabricx.core.placeholder import is_placeholder
-from fabricx.distributed.dtensors import is_dtensor
+from fabricx.distributed.sharding.dtensors import is_dtensor
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from fabricx.core.callback import Callback, RecoveryPolicy
 from fabricx.core.strategy_parts import DealsData, HasServers, HidesGradients, KeepsLocalState, as_part
-from fabricx.distributed.lost_peers import is_peer_lost
+from fabricx.distributed.membership.lost_peers import is_peer_lost
 from fabricx.errors import CopiesLost, did_you_mean
 
 if TYPE_CHECKING:

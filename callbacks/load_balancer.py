@@ -17,8 +17,8 @@ from torch.autograd import Variable
 from fabricx.callbacks.balancing_policy import Measurement, SharePolicy, share_batch
 from fabricx.core.callback import Callback
 from fabricx.core.strategy_parts import MeasuresWaiting, ModelParallel, as_part
+from fabricx.distributed.statistics.sync_batchnorm import has_own_statistics, synchronised
 from fabricx.distributed.stop_consensus import Agreement
-from fabricx.distributed.sync_batchnorm import has_own_statistics, synchronised
 from fabricx.errors import did_you_mean
 
 if TYPE_CHECKING:

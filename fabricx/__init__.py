@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fabricx.core.rng import seed_everything
     from fabricx.core.strategy import Strategy, Traits
     from fabricx.data.combined import CombinedLoader
-    from fabricx.distributed.codecs import Codec
+    from fabricx.distributed.compression.codecs import Codec
     from fabricx.trainer.trainer import Trainer
     from fabricx.trainer.tuner import Tuner
 
@@ -41,7 +41,7 @@ __all__ = [
 
 _MODULES = {
     "Callback": "fabricx.core.callback",
-    "Codec": "fabricx.distributed.codecs",
+    "Codec": "fabricx.distributed.compression.codecs",
     "CombinedLoader": "fabricx.data.combined",
     "DataModule": "fabricx.core.datamodule",
     "LightningCLI": "fabricx.cli.lightning.app",

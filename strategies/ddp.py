@@ -18,11 +18,17 @@ from torch.optim import Optimizer
 from fabricx.core.gradient_checks import check_dense, warn_of_lost_residuals
 from fabricx.core.strategy import Strategy, Traits
 from fabricx.core.strategy_parts import Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep
-from fabricx.distributed.codecs import CODECS, POWERSGD, SUMMED, SumCompression
-from fabricx.distributed.compressed_buckets import LowRankAverager, average_as, average_as_factors
-from fabricx.distributed.shared_buckets import SharedMemoryAverager, average_in_shared_memory
-from fabricx.distributed.torch_ddp import BUFFERS_ARGUMENT, BufferSourceDDP, StepModule, check_dtypes
-from fabricx.distributed.unused_parameters import UnusedParameters, reached, requiring_grad, with_sparse_gradients, zero
+from fabricx.distributed.compression.codecs import CODECS, POWERSGD, SUMMED, SumCompression
+from fabricx.distributed.ddp.compressed_buckets import LowRankAverager, average_as, average_as_factors
+from fabricx.distributed.ddp.shared_buckets import SharedMemoryAverager, average_in_shared_memory
+from fabricx.distributed.ddp.torch_ddp import BUFFERS_ARGUMENT, BufferSourceDDP, StepModule, check_dtypes
+from fabricx.distributed.ddp.unused_parameters import (
+    UnusedParameters,
+    reached,
+    requiring_grad,
+    with_sparse_gradients,
+    zero,
+)
 from fabricx.distributed.world import World
 from fabricx.errors import check_choice
 

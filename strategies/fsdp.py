@@ -17,10 +17,11 @@ from fabricx.core.gradient_checks import check_dense
 from fabricx.core.strategy import Strategy, Traits
 from fabricx.core.strategy_parts import Elastic, HidesGradients, MeasuresWaiting, ShardsWeights, WrapsStep
 from fabricx.distributed.collective_order import CollectiveOrder
-from fabricx.distributed.dtensors import is_dtensor
-from fabricx.distributed.fsdp_errors import explained
-from fabricx.distributed.fsdp_internals import CollectiveTimer, DeviceWaits, UnshardedModule
-from fabricx.distributed.fsdp_units import (
+from fabricx.distributed.heap import LARGE, release_freed_memory
+from fabricx.distributed.sharding.dtensors import is_dtensor
+from fabricx.distributed.sharding.fsdp_errors import explained
+from fabricx.distributed.sharding.fsdp_internals import CollectiveTimer, DeviceWaits, UnshardedModule
+from fabricx.distributed.sharding.fsdp_units import (
     Policy,
     blocks,
     check_owned,
@@ -29,11 +30,10 @@ from fabricx.distributed.fsdp_units import (
     outermost_owners,
     tied_parameters,
 )  # fmt: skip
-from fabricx.distributed.gathered import GatheredWeights
-from fabricx.distributed.grad_hooks import check_before_sharding, check_sharded, keep_hooks
-from fabricx.distributed.heap import LARGE, release_freed_memory
-from fabricx.distributed.meta_values import meta_device
-from fabricx.distributed.unused_shards import UnusedShards
+from fabricx.distributed.sharding.gathered import GatheredWeights
+from fabricx.distributed.sharding.grad_hooks import check_before_sharding, check_sharded, keep_hooks
+from fabricx.distributed.sharding.meta_values import meta_device
+from fabricx.distributed.sharding.unused_shards import UnusedShards
 from fabricx.distributed.world import World
 from fabricx.model_parallel.hook_weights import FAILED_APART, HookWeights, paused
 from fabricx.model_parallel.set_up.division import Division

@@ -18,11 +18,11 @@ from fabricx.core.held_gradients import keep_in_state, take_from_state
 from fabricx.core.placeholder import is_placeholder
 from fabricx.core.strategy import Strategy, Traits
 from fabricx.core.strategy_parts import Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, WrapsStep
-from fabricx.distributed.dtensors import is_dtensor, own_part, with_part
-from fabricx.distributed.fragments import Fragment, in_fragments
-from fabricx.distributed.fsdp_internals import shard_like
-from fabricx.distributed.joint_statistics import JointStatistics
-from fabricx.distributed.optimizer_moments import average_moments, furthest, is_moment
+from fabricx.distributed.sharding.dtensors import is_dtensor, own_part, with_part
+from fabricx.distributed.sharding.fragments import Fragment, in_fragments
+from fabricx.distributed.sharding.fsdp_internals import shard_like
+from fabricx.distributed.statistics.joint_statistics import JointStatistics
+from fabricx.distributed.statistics.optimizer_moments import average_moments, furthest, is_moment
 from fabricx.distributed.world import World
 from fabricx.errors import check_choice
 

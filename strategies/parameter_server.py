@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, final
 
-from fabricx.distributed.codecs import POWERSGD
+from fabricx.distributed.compression.codecs import POWERSGD
 from fabricx.errors import check_choice
 from fabricx.parameter_server.strategy import ServedStrategy
 from fabricx.parameter_server.worker.asynchronous import Asynchronous

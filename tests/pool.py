@@ -33,9 +33,9 @@ import torch
 
 from fabricx import by_value
 from fabricx.by_value.definitions import DEFINITIONS
-from fabricx.distributed import heartbeat
 from fabricx.distributed import world as worlds
-from fabricx.distributed.store_server import StoreServer
+from fabricx.distributed.activity import heartbeat
+from fabricx.distributed.store.server import StoreServer
 from fabricx.distributed.world import World
 from fabricx.launch import supervisor, worker
 from fabricx.launch.worker import WorkerSpec

@@ -19,7 +19,7 @@ import torch
 
 from fabricx.checkpoint import archive
 from fabricx.checkpoint.storage import Place, as_path, discard, is_local
-from fabricx.distributed import plain_data
+from fabricx.distributed.messages import plain_data
 from fabricx.errors import CheckpointError, MissingCheckpoint
 
 FORMAT: Final = 3  # written only if there are objects, whose places earlier versions would take for dicts

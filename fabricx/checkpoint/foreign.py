@@ -26,7 +26,7 @@ from fabricx.checkpoint.archive import is_single_file
 from fabricx.checkpoint.files import MANIFEST, MARKER, SHARDS, member
 from fabricx.checkpoint.storage import Place, as_path, local_copy
 from fabricx.checkpoint.unread import PERMISSION, is_unread
-from fabricx.distributed.plain_data import check_sizes, reason
+from fabricx.distributed.messages.plain_data import check_sizes, reason
 from fabricx.errors import CheckpointError
 
 _SAFETENSORS: Final = ".safetensors"

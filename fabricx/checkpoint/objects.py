@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fabricx.checkpoint.tree import escape, is_atom, is_key
 from fabricx.checkpoint.unread import Unread, is_unread
-from fabricx.distributed.dtensors import is_dtensor
+from fabricx.distributed.sharding.dtensors import is_dtensor
 from fabricx.errors import CheckpointError
 
 PLACE: Final = "__object__"

@@ -32,8 +32,8 @@ from fabricx.checkpoint.storage import Place, as_path, is_local
 from fabricx.checkpoint.unread import names_in, permission_needed
 from fabricx.core.checkpoint_io import TorchCheckpointIO
 from fabricx.core.hparams import CLASS_PATH, INSTANTIATOR, Form, without_origin
-from fabricx.distributed.authentication import tag
-from fabricx.distributed.fsdp_internals import shard_like
+from fabricx.distributed.messages.authentication import tag
+from fabricx.distributed.sharding.fsdp_internals import shard_like
 from fabricx.errors import CheckpointError, did_you_mean
 from fabricx.redaction import masked_keys
 

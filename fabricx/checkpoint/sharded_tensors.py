@@ -39,7 +39,7 @@ from fabricx.checkpoint.direct_io import DirectFile
 from fabricx.checkpoint.files import BLOCK, member
 from fabricx.checkpoint.index import AS_PAIRS, DTYPES, Chunk, Index
 from fabricx.checkpoint.storage import is_local, local_copy
-from fabricx.distributed.tensor_bytes import as_bytes
+from fabricx.distributed.messages.tensor_bytes import as_bytes
 from fabricx.distributed.world import World
 from fabricx.errors import CheckpointError
 

@@ -19,10 +19,10 @@ import torch
 
 from fabricx.checkpoint import files, objects, sharded_tensors, single_file, tree
 from fabricx.checkpoint.storage import Place, as_path, discard
-from fabricx.distributed.authentication import tag
-from fabricx.distributed.dtensors import is_dtensor
-from fabricx.distributed.generations import SAVING, membership
-from fabricx.distributed.store import PrivateStore
+from fabricx.distributed.membership.generations import SAVING, membership
+from fabricx.distributed.messages.authentication import tag
+from fabricx.distributed.sharding.dtensors import is_dtensor
+from fabricx.distributed.store.client import PrivateStore
 from fabricx.distributed.world import World
 from fabricx.errors import CheckpointError, PeerLost, is_full
 

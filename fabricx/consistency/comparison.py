@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabricx.distributed.dtensors import is_dtensor
-from fabricx.distributed.generations import membership
-from fabricx.distributed.grad_hooks import number_of_hooks
-from fabricx.distributed.tensor_bytes import as_bytes
+from fabricx.distributed.membership.generations import membership
+from fabricx.distributed.messages.tensor_bytes import as_bytes
+from fabricx.distributed.sharding.dtensors import is_dtensor
+from fabricx.distributed.sharding.grad_hooks import number_of_hooks
 from fabricx.distributed.world import World
 from fabricx.errors import RanksDisagree
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fabricx.consistency.weight_changes import digest
 from fabricx.core.placeholder import is_placeholder
-from fabricx.distributed.dtensors import own_part
+from fabricx.distributed.sharding.dtensors import own_part
 from fabricx.distributed.world import World
 
 _READ_FIRST: Final = 4  # joins in which values are compared, and then each of these:

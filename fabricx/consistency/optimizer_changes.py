@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from fabricx.consistency.weight_changes import digest
 from fabricx.core.placeholder import is_placeholder
-from fabricx.distributed.dtensors import is_dtensor, own_part
+from fabricx.distributed.sharding.dtensors import is_dtensor, own_part
 
 _ACCESSES: Final = (
     "__contains__", "__delitem__", "__getitem__", "__iter__", "__len__", "__setitem__", "clear", "get", "items",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, final
 
 from fabricx.consistency.comparison import LIMITS, NO_CONDITION, differences
 from fabricx.core.strategy_parts import ShardsWeights, as_part
-from fabricx.distributed.generations import membership
+from fabricx.distributed.membership.generations import membership
 from fabricx.distributed.stop_consensus import Agreement
 from fabricx.errors import RanksDisagree
 

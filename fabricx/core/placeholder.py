@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fabricx.distributed.dtensors import is_dtensor
+from fabricx.distributed.sharding.dtensors import is_dtensor
 
 
 def is_placeholder(tensor: Tensor) -> bool:

@@ -22,7 +22,7 @@ from fabricx.core.optimizer_state import OTHER_STATE, by_name, by_number
 from fabricx.core.placeholder import is_placeholder, load_present
 from fabricx.core.strategy_names import StrategyNames
 from fabricx.core.strategy_parts import HoldsPart, as_part, check_parts
-from fabricx.distributed.lost_peers import raise_peer_lost
+from fabricx.distributed.membership.lost_peers import raise_peer_lost
 from fabricx.distributed.world import World
 from fabricx.errors import NamesChecked
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from fabricx.core.averaging import AverageRule
 from fabricx.core.dealer import Dealer
-from fabricx.distributed.dtensors import is_dtensor
+from fabricx.distributed.sharding.dtensors import is_dtensor
 from fabricx.distributed.world import World
 
 if TYPE_CHECKING:

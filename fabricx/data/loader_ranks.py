@@ -9,7 +9,7 @@ from typing import Any, final
 from torch.utils.data import DataLoader
 
 from fabricx.distributed import world as worlds
-from fabricx.distributed.process_groups import set_loader_rank
+from fabricx.distributed.membership.process_groups import set_loader_rank
 
 
 def give_rank(source: Any) -> None:

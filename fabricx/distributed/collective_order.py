@@ -10,8 +10,8 @@ from typing import Final, Protocol, final
 import torch
 from torch import Tensor
 
-from fabricx.distributed.generations import membership
-from fabricx.distributed.shared_memory_group import SharedMemoryGroup, detects_lost_ranks
+from fabricx.distributed.membership.generations import membership
+from fabricx.distributed.shared_memory.group import SharedMemoryGroup, detects_lost_ranks
 from fabricx.distributed.world import OPERATION, World
 from fabricx.errors import RanksDisagree
 

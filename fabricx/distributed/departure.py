@@ -8,9 +8,9 @@ from typing import Final
 
 import torch.distributed as dist
 
-from fabricx.distributed.deaths import Deaths
-from fabricx.distributed.generations import membership
-from fabricx.distributed.store import PrivateStore
+from fabricx.distributed.membership.deaths import Deaths
+from fabricx.distributed.membership.generations import membership
+from fabricx.distributed.store.client import PrivateStore
 from fabricx.distributed.world import World
 
 LIMIT_S: Final = 60.0  # all ranks have run the same collectives: they differ by moments, and by users' hooks

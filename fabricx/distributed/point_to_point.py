@@ -10,10 +10,10 @@ from typing import Any, Final, final
 import torch.distributed as dist
 from torch import Tensor
 
-from fabricx.distributed import collective_trace, heartbeat
-from fabricx.distributed.collective_trace import Route
-from fabricx.distributed.lost_peers import raise_peer_lost
-from fabricx.distributed.tensor_bytes import as_bytes
+from fabricx.distributed.activity import collective_trace, heartbeat
+from fabricx.distributed.activity.collective_trace import Route
+from fabricx.distributed.membership.lost_peers import raise_peer_lost
+from fabricx.distributed.messages.tensor_bytes import as_bytes
 from fabricx.distributed.world import OPERATION, WAITED_S, World
 
 Transfer = tuple[str, Route, int]  # "send" or "receive", route and number

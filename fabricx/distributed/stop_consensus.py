@@ -8,10 +8,10 @@ from typing import Final, final
 
 from torch.distributed import DistError, Store
 
-from fabricx.distributed.authentication import AuthenticationError
-from fabricx.distributed.deaths import Deaths
-from fabricx.distributed.generations import membership
-from fabricx.distributed.store import PrivateStore
+from fabricx.distributed.membership.deaths import Deaths
+from fabricx.distributed.membership.generations import membership
+from fabricx.distributed.messages.authentication import AuthenticationError
+from fabricx.distributed.store.client import PrivateStore
 from fabricx.distributed.world import World
 from fabricx.errors import PeerLost
 

@@ -14,10 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fabricx.distributed import autograd_collectives, heartbeat, lost_operations, object_messages, peers, process_groups
-from fabricx.distributed.generations import membership
-from fabricx.distributed.lost_peers import raise_peer_lost
-from fabricx.distributed.tensor_bytes import as_bytes
+from fabricx.distributed import autograd_collectives
+from fabricx.distributed.activity import heartbeat
+from fabricx.distributed.membership import lost_operations, process_groups
+from fabricx.distributed.membership.generations import membership
+from fabricx.distributed.membership.lost_peers import raise_peer_lost
+from fabricx.distributed.messages import object_messages, peers
+from fabricx.distributed.messages.tensor_bytes import as_bytes
 from fabricx.errors import check_choice
 
 P = ParamSpec("P")

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from fabricx.consistency.comparison import LIMITS
 from fabricx.core.rng import seed_generators
-from fabricx.distributed import heartbeat
-from fabricx.distributed.generations import membership
+from fabricx.distributed.activity import heartbeat
+from fabricx.distributed.membership.generations import membership
 from fabricx.fault_tolerance.hook_entries import load_hook_entries, report_failed_hooks
 from fabricx.session.checkpoint import restore_run
 from fabricx.session.saving import run_state

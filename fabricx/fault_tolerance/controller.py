@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, final
 
-from fabricx.distributed.generations import Generation, WorkerMessage
+from fabricx.distributed.membership.generations import Generation, WorkerMessage
 
 SETTLE_S: Final = 0.05  # wait for a notice of a death after connections broke
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, final
 
-from fabricx.distributed.collective_trace import GroupTrace, Route
-from fabricx.distributed.heartbeat import Diagnosis
+from fabricx.distributed.activity.collective_trace import GroupTrace, Route
+from fabricx.distributed.activity.heartbeat import Diagnosis
 from fabricx.fault_tolerance.hang_report import explain
 
 AFTER_S: Final = 10.0  # without progress, after which the ranks are asked for the first time

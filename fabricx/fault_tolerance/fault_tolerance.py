@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, final
 
 from fabricx.core.callback import recovery_policy_of
-from fabricx.distributed.generations import WorkerMessage, membership
+from fabricx.distributed.membership.generations import WorkerMessage, membership
 from fabricx.fault_tolerance.memory_checkpointer import MemoryCheckpointer
 from fabricx.fault_tolerance.rank_record import Slot
 from fabricx.fault_tolerance.records import RankRecords

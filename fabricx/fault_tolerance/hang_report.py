@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from fabricx.distributed.heartbeat import Diagnosis, informative_frame
+from fabricx.distributed.activity.heartbeat import Diagnosis, informative_frame
 
 
 def explain(diagnoses: Mapping[int, Diagnosis | None]) -> str:

@@ -11,7 +11,7 @@ import torch
 from fabricx.core.callback import Callback
 from fabricx.core.hooks import fitted, overrides
 from fabricx.core.module_hooks import ModuleHooks
-from fabricx.distributed.lost_peers import may_be_cut
+from fabricx.distributed.membership.lost_peers import may_be_cut
 from fabricx.session.callback_states import by_key
 from fabricx.session.same_parameters import same_parameters
 from fabricx.session.saving import weights_as_state_dict

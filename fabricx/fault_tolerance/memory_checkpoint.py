@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fabricx import by_value
 from fabricx.checkpoint import tree
-from fabricx.distributed.fsdp_internals import own_block
+from fabricx.distributed.sharding.fsdp_internals import own_block
 
 # Bytes of the tensors; bytes of the pickled part behind them; CRC-32 of the pickled part; checksum of the tensors.
 HEADER: Final = struct.Struct("<QQIq")

@@ -15,8 +15,8 @@ import torch
 
 from fabricx import by_value
 from fabricx.core.strategy_parts import KeepsLocalState, ModelParallel, as_part
-from fabricx.distributed.authentication import TAG_BYTES, sign, tag, verify
-from fabricx.distributed.generations import membership
+from fabricx.distributed.membership.generations import membership
+from fabricx.distributed.messages.authentication import TAG_BYTES, sign, tag, verify
 from fabricx.distributed.world import World
 from fabricx.fault_tolerance import memory_checkpoint
 from fabricx.fault_tolerance.common_state import common_state

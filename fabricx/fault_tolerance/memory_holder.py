@@ -80,7 +80,9 @@ def is_kept(folder: Path, names: list[str]) -> bool:
 
 def _is_own(folder: Path) -> bool:
     """Return whether only this user owns and can write to a folder, because its name is predictable."""
-    from fabricx.distributed.authentication import check_private  # local import: the holder runs without fabricx
+    from fabricx.distributed.messages.authentication import (
+        check_private,  # local import: the holder runs without fabricx
+    )
 
     with contextlib.suppress(OSError):
         check_private(folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fabricx.core.state import EpochStep
-from fabricx.distributed.generations import Membership, WorkerMessage, membership
+from fabricx.distributed.membership.generations import Membership, WorkerMessage, membership
 from fabricx.fault_tolerance.progress import Progress, after_publishing, progress, record_of
 from fabricx.fault_tolerance.rank_record import Slot
 from fabricx.session.fault_tolerance import FaultTolerance

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from fabricx.core.state import Phase
-from fabricx.distributed.generations import Generation, WorkerMessage, membership
-from fabricx.distributed.lost_peers import is_peer_lost, may_be_cut
+from fabricx.distributed.membership.generations import Generation, WorkerMessage, membership
+from fabricx.distributed.membership.lost_peers import is_peer_lost, may_be_cut
 from fabricx.distributed.world import World
 from fabricx.fault_tolerance.member_states import MemberStates
 from fabricx.fault_tolerance.rollback import Rollback

@@ -20,7 +20,7 @@ import torch
 
 from fabricx.checkpoint import read_manifest, tree
 from fabricx.core.strategy_parts import KeepsLocalState
-from fabricx.distributed.generations import Generation, membership
+from fabricx.distributed.membership.generations import Generation, membership
 from fabricx.distributed.world import World
 from fabricx.errors import CopiesLost
 from fabricx.fault_tolerance import memory_checkpoint

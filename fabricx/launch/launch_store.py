@@ -23,11 +23,11 @@ from typing import Any, Final
 
 from torch.distributed import DistStoreError, Store, TCPStore
 
-from fabricx.distributed import authentication
-from fabricx.distributed.authentication import AuthenticationError, sign, tag, verify
-from fabricx.distributed.deaths import DEATHS
-from fabricx.distributed.store import PrivateStore
-from fabricx.distributed.store_server import SOCKET
+from fabricx.distributed.membership.deaths import DEATHS
+from fabricx.distributed.messages import authentication
+from fabricx.distributed.messages.authentication import AuthenticationError, sign, tag, verify
+from fabricx.distributed.store.client import PrivateStore
+from fabricx.distributed.store.server import SOCKET
 from fabricx.distributed.world import World
 from fabricx.launch import store_host
 from fabricx.launch.cluster import address, detect, environment, job, launch, on_one_machine

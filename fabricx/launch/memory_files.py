@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from fabricx.distributed.shared_vectors import anonymous_file
+from fabricx.distributed.shared_memory.vectors import anonymous_file
 from fabricx.fault_tolerance import memory_checkpoint
 
 

@@ -22,8 +22,8 @@ from typing import Final, Protocol
 import torch
 
 from fabricx import by_value
-from fabricx.distributed import authentication
 from fabricx.distributed import world as worlds
+from fabricx.distributed.messages import authentication
 from fabricx.fault_tolerance.memory_checkpointer import newest_step
 from fabricx.launch import preloaded, worker_process
 from fabricx.launch.fork_server import fork_for_children, starting_without_script, without_script

@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from fabricx.distributed.authentication import write_private
-from fabricx.distributed.store_server import StoreServer
+from fabricx.distributed.messages.authentication import write_private
+from fabricx.distributed.store.server import StoreServer
 from fabricx.scratch import private_folder
 
 COMPLETE: Final = "complete"  # key of the store, set when all ranks have joined

@@ -18,12 +18,12 @@ from types import FrameType
 from typing import Any, Literal, Protocol
 
 from fabricx import by_value
-from fabricx.distributed import authentication
-from fabricx.distributed.deaths import DEATHS
-from fabricx.distributed.generations import SAVING, WorkerMessage
-from fabricx.distributed.heartbeat import Diagnosis
+from fabricx.distributed.activity.heartbeat import Diagnosis
+from fabricx.distributed.membership.deaths import DEATHS
+from fabricx.distributed.membership.generations import SAVING, WorkerMessage
+from fabricx.distributed.messages import authentication
 from fabricx.distributed.stop_consensus import STOP_KEY
-from fabricx.distributed.store_server import StoreServer
+from fabricx.distributed.store.server import StoreServer
 from fabricx.errors import RanksDisagree, WorkerFailed
 from fabricx.fault_tolerance.controller import ElasticController, ElasticPolicy
 from fabricx.fault_tolerance.deadlock import DeadlockDetector, explanation

@@ -19,9 +19,11 @@ from typing import Any
 
 from fabricx import by_value
 from fabricx.core.rank_zero import set_rank
-from fabricx.distributed import authentication, generations, heartbeat
-from fabricx.distributed.lost_operations import BlockedMainThread
-from fabricx.distributed.lost_peers import is_peer_lost
+from fabricx.distributed.activity import heartbeat
+from fabricx.distributed.membership import generations
+from fabricx.distributed.membership.lost_operations import BlockedMainThread
+from fabricx.distributed.membership.lost_peers import is_peer_lost
+from fabricx.distributed.messages import authentication
 from fabricx.errors import brief_traceback, is_full
 from fabricx.launch import signals
 from fabricx.launch.fork_server import fork_for_children, without_script
@@ -195,7 +197,7 @@ def _run(spec: WorkerSpec) -> Any:
     import torch
 
     from fabricx.distributed import world as worlds
-    from fabricx.distributed.store import PrivateStore
+    from fabricx.distributed.store.client import PrivateStore
 
     # Called even if the number does not change: torch replaces its thread pool at the first such call after a fork, and
     # two autograd threads that make this call simultaneously fail with "Invalid thread pool!".

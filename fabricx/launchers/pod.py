@@ -26,7 +26,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final, final
 
-from fabricx.distributed import authentication
+from fabricx.distributed.messages import authentication
 from fabricx.launch.launcher import Ended, Program, torchrun_variables
 from fabricx.launch.ranks import Ranks
 from fabricx.launch.worker import Failure, failure_of

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fabricx.core.state import EpochStep
 from fabricx.core.transfer import with_own_move
 from fabricx.data import Microbatch
-from fabricx.distributed import heartbeat
+from fabricx.distributed.activity import heartbeat
 from fabricx.loop.evaluation import validate_in_fit
 from fabricx.loop.lr_schedules import step_plateaus
 from fabricx.session.schedule import agree_at_boundary, limit_reached, validation_due

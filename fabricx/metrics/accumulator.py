@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fabricx.core.reductions import Reduction
-from fabricx.distributed.metric_sums import merge_sums, plain
+from fabricx.distributed.statistics.metric_sums import merge_sums, plain
 from fabricx.distributed.world import World
 from fabricx.errors import RanksDisagree
 from fabricx.metrics.series import VALUES, Series, join

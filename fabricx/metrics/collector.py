@@ -14,7 +14,7 @@ from torch import Tensor
 from fabricx.core.reductions import check_reduction
 from fabricx.core.strategy import Strategy
 from fabricx.core.transfer import batch_size_of
-from fabricx.distributed.dtensors import is_dtensor
+from fabricx.distributed.sharding.dtensors import is_dtensor
 from fabricx.distributed.world import World
 from fabricx.metrics.accumulator import Metrics
 from fabricx.metrics.objects import computed_alone, computed_together, metric_objects, set_states, states_of

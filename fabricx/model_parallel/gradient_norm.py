@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fabricx.core.complex_numbers import as_real
 from fabricx.core.gradient_checks import SPARSE_CLIPPED
-from fabricx.distributed.dtensors import is_dtensor
+from fabricx.distributed.sharding.dtensors import is_dtensor
 from fabricx.distributed.world import World
 
 

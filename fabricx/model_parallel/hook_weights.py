@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from fabricx.core.rng import RandomState
 from fabricx.core.tensor_properties import PROPERTIES, SIZES
-from fabricx.distributed.dtensors import is_dtensor
+from fabricx.distributed.sharding.dtensors import is_dtensor
 from fabricx.model_parallel.hidden_gradients import DividedGradient, HiddenGradient, hidden
 from fabricx.model_parallel.set_up.division import Division
 from fabricx.model_parallel.tensor.sharded_functions import AUTOGRAD

@@ -11,7 +11,7 @@ from typing import Any, final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabricx.distributed.generations import membership
+from fabricx.distributed.membership.generations import membership
 from fabricx.distributed.world import World
 from fabricx.parameter_server.design import Design
 from fabricx.parameter_server.divisible import needs_whole_tensors

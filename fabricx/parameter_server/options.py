@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from fabricx.distributed.codecs import check_codec
+from fabricx.distributed.compression.codecs import check_codec
 from fabricx.errors import check_choice
 from fabricx.parameter_server.wire.messages import Settings
 

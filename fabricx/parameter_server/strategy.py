@@ -26,7 +26,7 @@ from fabricx.core.strategy_parts import (
     MeasuresWaiting,
     WrapsStep,
 )
-from fabricx.distributed.sync_batchnorm import synchronised
+from fabricx.distributed.statistics.sync_batchnorm import synchronised
 from fabricx.distributed.world import World
 from fabricx.parameter_server.connection import Connection, Trained, connect, parameters_of
 from fabricx.parameter_server.design import Design

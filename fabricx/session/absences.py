@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Final
 
-from fabricx.distributed.generations import membership
+from fabricx.distributed.membership.generations import membership
 from fabricx.errors import RanksDisagree
 
 if TYPE_CHECKING:

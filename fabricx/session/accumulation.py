@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fabricx.data import Microbatch
-from fabricx.distributed.sync_batchnorm import synchronised
+from fabricx.distributed.statistics.sync_batchnorm import synchronised
 from fabricx.session.absences import NO_BATCH, NO_LOSS, Absences
 from fabricx.session.rank_state import LoggedMark
 

@@ -11,8 +11,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from fabricx.core.buffers import BufferMark
 from fabricx.core.rng import RandomState
 from fabricx.data.own_state import states_of_generators
-from fabricx.distributed.metric_sums import merge_sums, plain
-from fabricx.distributed.tensor_bytes import as_bytes
+from fabricx.distributed.messages.tensor_bytes import as_bytes
+from fabricx.distributed.statistics.metric_sums import merge_sums, plain
 from fabricx.metrics.objects import (
     has_first_state,
     merge_states,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from fabricx.distributed.dtensors import is_dtensor
+from fabricx.distributed.sharding.dtensors import is_dtensor
 
 
 @contextlib.contextmanager

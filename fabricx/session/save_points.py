@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from fabricx.core.state import Phase
-from fabricx.distributed.generations import membership
+from fabricx.distributed.membership.generations import membership
 from fabricx.errors import RanksApart, RanksDisagree
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from fabricx.consistency.optimizer_changes import not_watched
 from fabricx.core.hparams import Form, plain, storable
 from fabricx.core.state import Phase
 from fabricx.core.strategy_parts import ModelParallel, as_part
-from fabricx.distributed.fsdp_internals import class_before_fsdp
+from fabricx.distributed.sharding.fsdp_internals import class_before_fsdp
 from fabricx.errors import PossibleUserWarning
 from fabricx.redaction import masked
 from fabricx.session.callback_states import by_key, constructed

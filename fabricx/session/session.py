@@ -30,7 +30,7 @@ from fabricx.core.strategy_parts import (
     as_part,
 )
 from fabricx.core.transfer import with_own_move
-from fabricx.distributed import heartbeat
+from fabricx.distributed.activity import heartbeat
 from fabricx.distributed.stop_consensus import StopRequests
 from fabricx.session.accumulation import AccumulationWindow
 from fabricx.session.callback_states import states_before

@@ -18,8 +18,8 @@ from typing import Any, Final, Protocol, final
 
 import torch
 
-from fabricx.distributed import heartbeat
-from fabricx.distributed.generations import membership
+from fabricx.distributed.activity import heartbeat
+from fabricx.distributed.membership.generations import membership
 from fabricx.distributed.world import WAITED_S, World
 from fabricx.telemetry.events import EventFile, Span, finite, interval_s
 from fabricx.telemetry.logs import LogSettings, logging_to

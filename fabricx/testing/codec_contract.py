@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fabricx.distributed.codecs import Codec
+from fabricx.distributed.compression.codecs import Codec
 from fabricx.testing.broken import BrokenContract
 
 SIZES: Final = (1, 7, 800)

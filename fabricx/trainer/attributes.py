@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from fabricx import by_value
 from fabricx.core.module_hooks import RUN_ATTRIBUTES
-from fabricx.distributed.dtensors import is_dtensor
-from fabricx.distributed.tensor_bytes import as_bytes
+from fabricx.distributed.messages.tensor_bytes import as_bytes
+from fabricx.distributed.sharding.dtensors import is_dtensor
 from fabricx.metrics.objects import attributes_of_metrics
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ import torch
 from fabricx.core.rng import RandomState
 from fabricx.core.strategy_parts import HasServers, as_part
 from fabricx.distributed import world as worlds
-from fabricx.distributed.generations import Membership
-from fabricx.distributed.generations import enter as enter_membership
+from fabricx.distributed.membership.generations import Membership
+from fabricx.distributed.membership.generations import enter as enter_membership
 from fabricx.distributed.world import World
 from fabricx.fault_tolerance import memory_checkpoint, memory_holder
 from fabricx.launch import cluster, launch_store, launch_watch

@@ -17,7 +17,7 @@ from fabricx.core.state import TrainerFn, TrainerStatus
 from fabricx.core.strategy_parts import HasServers, as_part
 from fabricx.distributed import world as worlds
 from fabricx.distributed.departure import await_departure
-from fabricx.distributed.grad_hooks import check_before_pickling
+from fabricx.distributed.sharding.grad_hooks import check_before_pickling
 from fabricx.distributed.world import World
 from fabricx.errors import full_disk_costs
 from fabricx.fault_tolerance import memory_holder

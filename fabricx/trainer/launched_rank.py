@@ -16,8 +16,8 @@ from typing import Any
 from fabricx import by_value
 from fabricx.core.rank_zero import set_launched_rank
 from fabricx.core.strategy_parts import HasServers, as_part
-from fabricx.distributed import authentication
 from fabricx.distributed import world as worlds
+from fabricx.distributed.messages import authentication
 from fabricx.launch import cluster
 from fabricx.launch.ranks import COPIES
 from fabricx.launch.signals import EarlySignals, termination_signals

@@ -15,7 +15,7 @@ from fabricx.core.hooks import fitted, overrides
 from fabricx.core.module_hooks import ModuleHooks
 from fabricx.core.precision import make_precision
 from fabricx.core.transfer import to_device
-from fabricx.distributed.sync_batchnorm import synchronise
+from fabricx.distributed.statistics.sync_batchnorm import synchronise
 from fabricx.metrics.objects import reduce_along, reduced_metrics
 from fabricx.session.status import Overridden
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from fabricx import by_value
-from fabricx.distributed.tensor_bytes import as_bytes
+from fabricx.distributed.messages.tensor_bytes import as_bytes
 from fabricx.metrics.objects import attributes_of_metrics, metric_objects, set_states, states_of, states_on_cpu
 from fabricx.trainer.attributes import Changed, refuse_shards
 from fabricx.trainer.run_records import RunRecords

@@ -15,7 +15,7 @@ from fabricx.core.hooks import check_hooks, overrides
 from fabricx.core.module import Module
 from fabricx.core.module_hooks import ModuleHooks
 from fabricx.data import make_feed, training_source
-from fabricx.distributed.authentication import new_key
+from fabricx.distributed.messages.authentication import new_key
 from fabricx.distributed.world import World
 from fabricx.errors import did_you_mean
 from fabricx.lightning import adapt_data, adapt_module

@@ -15,7 +15,7 @@ from fabricx.core.held_gradients import KeptGradients
 from fabricx.core.optimizers import OptimizerHandle, need_metrics_each_step, needs_closure, parse_optimizers
 from fabricx.core.strategy_parts import ModelParallel, as_part
 from fabricx.data.advice import advise_on_length, advise_on_logging
-from fabricx.distributed.sync_batchnorm import synchronised
+from fabricx.distributed.statistics.sync_batchnorm import synchronised
 from fabricx.fault_tolerance import fault_tolerance
 from fabricx.fault_tolerance.rollback import former_layout
 from fabricx.loop import manual_optimization

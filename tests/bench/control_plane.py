@@ -21,17 +21,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from fabricx.distributed.deaths import DEATHS
 from fabricx.distributed.departure import await_departure
+from fabricx.distributed.membership.deaths import DEATHS
 from fabricx.distributed.stop_consensus import Agreement
-from fabricx.distributed.store import PrivateStore
+from fabricx.distributed.store.client import PrivateStore
 from fabricx.distributed.world import World
 
 KEY = b"k" * 32
 STEPS = 200
 SERVER = """
 import json, resource, sys, time
-from fabricx.distributed.store_server import StoreServer
+from fabricx.distributed.store.server import StoreServer
 server = StoreServer(sys.argv[1] or None, b"k" * 32)
 print(json.dumps([server.path, server.port]), flush=True)
 for line in sys.stdin:

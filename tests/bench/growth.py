@@ -21,11 +21,11 @@ from torch import Tensor
 
 from fabricx.checkpoint import sharded_tensors
 from fabricx.core.rng import RandomState
-from fabricx.distributed.deaths import DEATHS
 from fabricx.distributed.departure import await_departure
-from fabricx.distributed.generations import WorkerMessage
-from fabricx.distributed.store import PrivateStore
-from fabricx.distributed.store_server import StoreServer
+from fabricx.distributed.membership.deaths import DEATHS
+from fabricx.distributed.membership.generations import WorkerMessage
+from fabricx.distributed.store.client import PrivateStore
+from fabricx.distributed.store.server import StoreServer
 from fabricx.distributed.world import World
 from fabricx.fault_tolerance.controller import ElasticController, ElasticPolicy
 from fabricx.telemetry.events import FOLDER, interval_s

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fabricx.demo.digits import DigitsData
-from fabricx.distributed.codecs import make_codec
+from fabricx.distributed.compression.codecs import make_codec
 from fabricx.parameter_server.optimizer_parts import sliced
 from fabricx.parameter_server.wire.messages import ServerInit, Settings
 from fabricx.parameter_server.wire.partition import divide

@@ -26,12 +26,13 @@ from unittest.mock import patch
 
 from greenlet import getcurrent, greenlet
 
-from fabricx.distributed import departure, stop_consensus, store
+from fabricx.distributed import departure, stop_consensus
 from fabricx.distributed.departure import await_departure
 from fabricx.distributed.stop_consensus import Agreement
-from fabricx.distributed.store import PrivateStore
-from fabricx.distributed.store_server import UNPROVEN
-from fabricx.distributed.store_state import StoreState, Wait
+from fabricx.distributed.store import client as store
+from fabricx.distributed.store.client import PrivateStore
+from fabricx.distributed.store.server import UNPROVEN
+from fabricx.distributed.store.state import StoreState, Wait
 from fabricx.distributed.world import World
 from fabricx.launch import launch_store
 from fabricx.launch.launch_store import Launch, meet

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fabricx.distributed.store_server import UNPROVEN
+from fabricx.distributed.store.server import UNPROVEN
 from tests.bench.simulation import Costs, Launched, simulated
 
 

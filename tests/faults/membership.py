@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import fabricx as fx
 from fabricx.callbacks import FaultRecovery
-from fabricx.distributed.generations import membership
+from fabricx.distributed.membership.generations import membership
 from fabricx.launch.resize import request_workers
 from fabricx.strategies import DDP, FSDP, AsyncSGD, ParameterServer, Reproducible
 from fabricx.testing import QUIET, Ledger, kill

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import fabricx as fx
 from fabricx.callbacks import ModelCheckpoint
-from fabricx.distributed import plain_data
+from fabricx.distributed.messages import plain_data
 from fabricx.testing import QUIET, LayeredModule, layered_data
 from tests.process.attack import Exploit
 

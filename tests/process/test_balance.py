@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import fabricx as fx
 from fabricx.callbacks import FaultRecovery, LoadBalancer, load_balancer
-from fabricx.distributed.fsdp_internals import DeviceWaits
+from fabricx.distributed.sharding.fsdp_internals import DeviceWaits
 from fabricx.loggers import JSONLogger
 from fabricx.strategies import DDP, FSDP, AsyncSGD, ParameterServer, Single
 from fabricx.testing import QUIET, Ledger, kill

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 import fabricx as fx
 from fabricx.callbacks import FaultRecovery
 from fabricx.distributed import world as worlds
-from fabricx.distributed.generations import membership
+from fabricx.distributed.membership.generations import membership
 from fabricx.launch.resize import request_workers
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer
 from fabricx.testing import QUIET, Ledger, SavesAtEnd, TinyModule, cut, kill, run_ranks, tiny_loader

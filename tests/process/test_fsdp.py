@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 import fabricx as fx
 from fabricx import checkpoint
 from fabricx.callbacks import ModelCheckpoint
-from fabricx.distributed.fsdp_internals import units_of
+from fabricx.distributed.sharding.fsdp_internals import units_of
 from fabricx.errors import WorkerFailed
 from fabricx.strategies import DDP, FSDP, Single, fsdp
 from fabricx.testing import QUIET, LayeredModule, SavesAtEnd, assert_same_state, layered_data, run_ranks

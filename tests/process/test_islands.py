@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import fabricx as fx
-from fabricx.distributed.dtensors import own_part
+from fabricx.distributed.sharding.dtensors import own_part
 from fabricx.model_parallel.data_parallel.island_steps import IslandSteps
 from fabricx.strategies import LocalSGD, Mesh
 from fabricx.testing import QUIET, kill, run_ranks

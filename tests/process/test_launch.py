@@ -16,7 +16,7 @@ import torch
 
 import fabricx as fx
 from fabricx.distributed.departure import await_departure
-from fabricx.distributed.generations import WorkerMessage, membership
+from fabricx.distributed.membership.generations import WorkerMessage, membership
 from fabricx.distributed.stop_consensus import Agreement
 from fabricx.distributed.world import World, current
 from fabricx.errors import NotPicklable, WorkerFailed

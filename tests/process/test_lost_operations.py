@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, TensorDataset
 import fabricx as fx
 from fabricx.callbacks import FaultRecovery
 from fabricx.distributed import world as worlds
-from fabricx.distributed.generations import membership
-from fabricx.distributed.group_connections import GroupConnections
+from fabricx.distributed.membership.generations import membership
+from fabricx.distributed.membership.group_connections import GroupConnections
 from fabricx.testing import QUIET, LayeredModule, kill, layered_data, run_ranks
 from tests.soak import params, rounds
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 import fabricx as fx
 from fabricx.callbacks import LoadBalancer
 from fabricx.distributed import world
-from fabricx.distributed.sync_batchnorm import SyncBatchNorm, synchronise
+from fabricx.distributed.statistics.sync_batchnorm import SyncBatchNorm, synchronise
 from fabricx.errors import WorkerFailed
 from fabricx.strategies import DDP, FSDP, ParameterServer
 from fabricx.testing import QUIET, Ledger, kill, run_ranks

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
-from fabricx.distributed import collective_trace, heartbeat
 from fabricx.distributed import world as worlds
+from fabricx.distributed.activity import collective_trace, heartbeat
 from fabricx.distributed.point_to_point import Transfers
 from fabricx.distributed.world import World
 from fabricx.errors import PeerLost

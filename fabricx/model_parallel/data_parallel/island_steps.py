@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from fabricx.core.gradient_checks import check_dense
 from fabricx.core.strategy import Strategy
 from fabricx.core.strategy_parts import Elastic, HoldsPart, KeepsLocalState, WrapsStep, as_part
-from fabricx.distributed.sync_batchnorm import synchronised
+from fabricx.distributed.statistics.sync_batchnorm import synchronised
 from fabricx.distributed.world import World
 from fabricx.model_parallel.data_parallel.gradient_sums import GradientSums
 

@@ -22,7 +22,7 @@ from fabricx.core.strategy_parts import (
     WrapsStep,
     as_part,
 )  # fmt: skip
-from fabricx.distributed.sync_batchnorm import synchronised
+from fabricx.distributed.statistics.sync_batchnorm import synchronised
 from fabricx.distributed.world import World
 
 

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from fabricx.core.placeholder import is_placeholder
 from fabricx.core.strategy import Traits
 from fabricx.core.strategy_parts import ShardsWeights
-from fabricx.distributed.dtensors import is_dtensor
-from fabricx.distributed.grad_hooks import check_before_sharding
-from fabricx.distributed.sharded_parameters import ShardedParameters
+from fabricx.distributed.sharding.dtensors import is_dtensor
+from fabricx.distributed.sharding.grad_hooks import check_before_sharding
+from fabricx.distributed.sharding.sharded_parameters import ShardedParameters
 from fabricx.model_parallel.data_parallel.gradient_sums import GradientSums
 
 

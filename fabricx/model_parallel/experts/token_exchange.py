@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fabricx.distributed.lost_peers import raise_peer_lost
+from fabricx.distributed.membership.lost_peers import raise_peer_lost
 from fabricx.distributed.world import World
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from fabricx.distributed.grad_hooks import number_of_hooks
-from fabricx.distributed.sync_batchnorm import synchronised
+from fabricx.distributed.sharding.grad_hooks import number_of_hooks
+from fabricx.distributed.statistics.sync_batchnorm import synchronised
 from fabricx.errors import nearest
 from fabricx.model_parallel.nested import Path, leaves, mapped
 from fabricx.model_parallel.pipeline.block_calls import intercept

@@ -10,8 +10,8 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
-from fabricx.distributed.dtensors import is_dtensor
 from fabricx.distributed.point_to_point import Expected, Transfers
+from fabricx.distributed.sharding.dtensors import is_dtensor
 from fabricx.model_parallel.nested import leaves, mapped
 from fabricx.model_parallel.pipeline.block_calls import seeds_of
 from fabricx.model_parallel.pipeline.chain import Chain

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from fabricx.consistency.weight_changes import WeightChanges, refused_change
 from fabricx.core.rng import random_kept
-from fabricx.distributed.dtensors import is_dtensor
-from fabricx.distributed.lost_peers import raise_peer_lost
+from fabricx.distributed.membership.lost_peers import raise_peer_lost
 from fabricx.distributed.point_to_point import Transfers
+from fabricx.distributed.sharding.dtensors import is_dtensor
 from fabricx.distributed.world import World
 from fabricx.errors import PeerLost
 from fabricx.model_parallel import microbatches as rows

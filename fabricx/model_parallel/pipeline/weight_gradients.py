@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
-from fabricx.distributed.grad_hooks import number_of_hooks
+from fabricx.distributed.sharding.grad_hooks import number_of_hooks
 from fabricx.model_parallel.recomputation import is_checkpointed
 
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabricx.distributed.collective_guard import check_joined
-from fabricx.distributed.dtensors import is_dtensor
-from fabricx.distributed.fsdp_internals import shard_like
-from fabricx.distributed.generations import membership
+from fabricx.distributed.membership.generations import membership
+from fabricx.distributed.sharding.dtensors import is_dtensor
+from fabricx.distributed.sharding.fsdp_internals import shard_like
 from fabricx.distributed.world import World
 from fabricx.errors import RanksApart
 from fabricx.model_parallel.pipeline.stage_states import of_all_stages, without

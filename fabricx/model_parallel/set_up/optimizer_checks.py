@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabricx.core.rng import random_kept
-from fabricx.distributed.dtensors import is_dtensor
+from fabricx.distributed.sharding.dtensors import is_dtensor
 from fabricx.model_parallel.step_hooks import HOOKS
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
-from fabricx.distributed.tensor_bytes import as_bytes
+from fabricx.distributed.messages.tensor_bytes import as_bytes
 from fabricx.distributed.world import World
 from fabricx.errors import RanksDisagree
 from fabricx.model_parallel.nested import leaves

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fabricx.distributed.lost_peers import raise_peer_lost
-from fabricx.distributed.tensor_bytes import as_bytes
+from fabricx.distributed.membership.lost_peers import raise_peer_lost
+from fabricx.distributed.messages.tensor_bytes import as_bytes
 from fabricx.distributed.world import World
 from fabricx.model_parallel.placement import Placement, share
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fabricx import by_value
-from fabricx.distributed.codecs import make_codec
+from fabricx.distributed.compression.codecs import make_codec
 from fabricx.parameter_server.server.handlers import HANDLERS
 from fabricx.parameter_server.server.server import Server
 from fabricx.parameter_server.wire.messages import Push, ServerInit

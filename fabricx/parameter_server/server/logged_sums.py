@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, final
 
-from fabricx.distributed.metric_sums import merge_sums
+from fabricx.distributed.statistics.metric_sums import merge_sums
 
 
 @final

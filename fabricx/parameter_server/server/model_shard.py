@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fabricx.core.averaging import AverageRule, FlatAverage
-from fabricx.distributed.codecs import make_codec
+from fabricx.distributed.compression.codecs import make_codec
 from fabricx.parameter_server.gradients import Gradient
 from fabricx.parameter_server.optimizer_parts import ServerOptimizers
 from fabricx.parameter_server.sample_ledger import SampleLedger, Span

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import Any, Final, final
 
-from fabricx.distributed.authentication import AuthenticationError
-from fabricx.distributed.generations import membership
+from fabricx.distributed.membership.generations import membership
+from fabricx.distributed.messages.authentication import AuthenticationError
 from fabricx.fault_tolerance import memory_checkpoint
 from fabricx.parameter_server.server.journal import Journal
 from fabricx.parameter_server.server.records import ServerRecords

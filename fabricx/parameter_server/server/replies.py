@@ -7,7 +7,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from fabricx.distributed.codecs import Codec, make_codec
+from fabricx.distributed.compression.codecs import Codec, make_codec
 from fabricx.parameter_server.gradients import Gradient
 from fabricx.parameter_server.server.changed_rows import ChangedRows
 from fabricx.parameter_server.wire.messages import INITIAL_HISTORY, Pull, Reply, ServerInit

@@ -17,9 +17,9 @@ from typing import Any, Final, final
 
 import torch.distributed as dist
 
-from fabricx.distributed import authentication, peers
-from fabricx.distributed.shared_memory_group import SOCKET_NAME
-from fabricx.distributed.shared_vectors import anonymous_file, map_vector
+from fabricx.distributed.messages import authentication, peers
+from fabricx.distributed.shared_memory.group import SOCKET_NAME
+from fabricx.distributed.shared_memory.vectors import anonymous_file, map_vector
 from fabricx.parameter_server.wire.link import GlooLink, Handshake, Link, SharedMemoryLink
 from fabricx.scratch import private_folder
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fabricx import by_value
-from fabricx.distributed import authentication
+from fabricx.distributed.messages import authentication
 
 LINK_ERRORS: Final = (EOFError, OSError, RuntimeError)  # errors of a link whose peer has died
 MAX_GLOO_BYTES: Final = 1 << 22  # maximum bytes of a gloo operation

@@ -8,7 +8,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from fabricx.distributed.powersgd import LowRankMatrix, is_compressible
+from fabricx.distributed.compression.powersgd import LowRankMatrix, is_compressible
 
 
 @final

@@ -9,7 +9,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar, final
 import torch
 from torch import Tensor
 
-from fabricx.distributed.codecs import Codec
+from fabricx.distributed.compression.codecs import Codec
 from fabricx.parameter_server.optimizer_parts import part_of
 from fabricx.parameter_server.wire.messages import Reply
 from fabricx.parameter_server.wire.partition import Rows, Shard, merge_spans

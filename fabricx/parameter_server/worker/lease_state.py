@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fabricx.distributed.metric_sums import merge_sums
+from fabricx.distributed.statistics.metric_sums import merge_sums
 from fabricx.parameter_server.wire.messages import LeaseReply
 
 

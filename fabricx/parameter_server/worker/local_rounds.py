@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabricx.distributed.optimizer_moments import average_moments
+from fabricx.distributed.statistics.optimizer_moments import average_moments
 from fabricx.distributed.world import World
 from fabricx.parameter_server.wire.messages import Push, Settings
 from fabricx.parameter_server.worker.asynchronous import Asynchronous

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabricx.distributed import heartbeat
-from fabricx.distributed.message_counts import MessageCounts
+from fabricx.distributed.activity import heartbeat
+from fabricx.distributed.activity.message_counts import MessageCounts
 from fabricx.distributed.world import World
 from fabricx.parameter_server.wire.messages import Push, Settings
 from fabricx.parameter_server.wire.powersgd import LowRank

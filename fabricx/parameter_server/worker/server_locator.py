@@ -7,7 +7,7 @@ import time
 from datetime import timedelta
 from typing import Final, final
 
-from fabricx.distributed.generations import membership
+from fabricx.distributed.membership.generations import membership
 from fabricx.errors import ServerLost
 from fabricx.parameter_server.wire.connecting import NETWORK, READY, Store, connect, meet_over_gloo
 from fabricx.parameter_server.wire.link import LINK_ERRORS, Handshake, Link, SharedMemoryLink

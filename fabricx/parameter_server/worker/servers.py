@@ -8,7 +8,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from fabricx.distributed.codecs import make_codec
+from fabricx.distributed.compression.codecs import make_codec
 from fabricx.parameter_server.wire.link import GlooLink, Handshake
 from fabricx.parameter_server.wire.partition import Shard, divide
 from fabricx.parameter_server.wire.request_channel import Channel

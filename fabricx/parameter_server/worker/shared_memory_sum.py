@@ -9,7 +9,7 @@ from typing import final
 
 from torch import Tensor
 
-from fabricx.distributed.shared_memory_group import RemappableBuffer, SharedMemoryGroup
+from fabricx.distributed.shared_memory.group import RemappableBuffer, SharedMemoryGroup
 from fabricx.distributed.world import World
 from fabricx.errors import ServerLost
 from fabricx.parameter_server.gradients import add_up, merge_rows

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabricx.distributed.shared_memory_group import RemappableBuffer
+from fabricx.distributed.shared_memory.group import RemappableBuffer
 from fabricx.distributed.world import World
 from fabricx.parameter_server.gradients import add_up
 from fabricx.parameter_server.optimizer_parts import Hyperparameters, ServerOptimizers, pack, sliced

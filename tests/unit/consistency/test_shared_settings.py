@@ -17,8 +17,8 @@ from fabricx.consistency.comparison import LIMITS
 from fabricx.consistency.shared_settings import SharedSettings
 from fabricx.core.strategy import Traits
 from fabricx.distributed.stop_consensus import Agreement
-from fabricx.distributed.store import PrivateStore
-from fabricx.distributed.store_server import StoreServer
+from fabricx.distributed.store.client import PrivateStore
+from fabricx.distributed.store.server import StoreServer
 from fabricx.distributed.world import World
 from fabricx.errors import RanksDisagree
 

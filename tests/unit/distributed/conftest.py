@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fabricx.distributed.store_server import StoreServer
+from fabricx.distributed.store.server import StoreServer
 
 KEY = b"k" * 32
 

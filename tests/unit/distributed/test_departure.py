@@ -7,10 +7,10 @@ import time
 
 import pytest
 
-from fabricx.distributed.deaths import DEATHS
 from fabricx.distributed.departure import await_departure
-from fabricx.distributed.store import PrivateStore
-from fabricx.distributed.store_server import StoreServer
+from fabricx.distributed.membership.deaths import DEATHS
+from fabricx.distributed.store.client import PrivateStore
+from fabricx.distributed.store.server import StoreServer
 from fabricx.distributed.world import World
 from tests.unit.distributed.conftest import KEY
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from fabricx.distributed.deaths import DEATHS
+from fabricx.distributed.membership.deaths import DEATHS
 from fabricx.distributed.stop_consensus import Agreement, StopRequests
-from fabricx.distributed.store import PrivateStore
-from fabricx.distributed.store_server import StoreServer
+from fabricx.distributed.store.client import PrivateStore
+from fabricx.distributed.store.server import StoreServer
 from fabricx.distributed.world import World
 from fabricx.errors import PeerLost
 from tests.unit.distributed.conftest import KEY

@@ -22,9 +22,9 @@ from torch import Tensor
 import fabricx as fx
 from fabricx.core.strategy import Strategy, Traits
 from fabricx.core.strategy_parts import Elastic
-from fabricx.distributed import generations
-from fabricx.distributed.generations import Membership
-from fabricx.distributed.store import PrivateStore
+from fabricx.distributed.membership import generations
+from fabricx.distributed.membership.generations import Membership
+from fabricx.distributed.store.client import PrivateStore
 from fabricx.distributed.world import World
 from fabricx.fault_tolerance.controller import ElasticController, ElasticPolicy
 from fabricx.trainer.run_request import Job

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fabricx.distributed.generations import Generation, WorkerMessage
+from fabricx.distributed.membership.generations import Generation, WorkerMessage
 from fabricx.fault_tolerance.controller import ElasticController, ElasticPolicy
 from tests.soak import rounds
 

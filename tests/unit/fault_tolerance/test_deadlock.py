@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from fabricx.distributed.collective_trace import GroupTrace, Route, TransferTrace
-from fabricx.distributed.heartbeat import Diagnosis
-from fabricx.distributed.message_counts import MessageCounts
+from fabricx.distributed.activity.collective_trace import GroupTrace, Route, TransferTrace
+from fabricx.distributed.activity.heartbeat import Diagnosis
+from fabricx.distributed.activity.message_counts import MessageCounts
 from fabricx.fault_tolerance.deadlock import AFTER_S, AGAIN_S, DeadlockDetector, blocked, explanation
 
 ALL = (0, 1)

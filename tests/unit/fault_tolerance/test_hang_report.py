@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from fabricx.distributed import heartbeat
-from fabricx.distributed.heartbeat import Diagnosis
+from fabricx.distributed.activity import heartbeat
+from fabricx.distributed.activity.heartbeat import Diagnosis
 from fabricx.fault_tolerance.hang_report import explain, from_dump
 
 

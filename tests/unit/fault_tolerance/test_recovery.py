@@ -13,9 +13,9 @@ import torch
 from torch.utils.data import DataLoader
 
 import fabricx as fx
-from fabricx.distributed.generations import Membership
-from fabricx.distributed.store import PrivateStore
-from fabricx.distributed.store_server import StoreServer
+from fabricx.distributed.membership.generations import Membership
+from fabricx.distributed.store.client import PrivateStore
+from fabricx.distributed.store.server import StoreServer
 from fabricx.distributed.world import World
 from fabricx.fault_tolerance.fault_tolerance import Recovery
 from fabricx.fault_tolerance.records import RankRecords

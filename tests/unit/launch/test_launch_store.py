@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fabricx.distributed.authentication import AuthenticationError, new_key
+from fabricx.distributed.messages.authentication import AuthenticationError, new_key
 from fabricx.distributed.world import World
 from fabricx.launch import launch_store, store_host
 from fabricx.launch.launch_store import PLACE, Launch, meet, user_key

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from fabricx.distributed import heartbeat
-from fabricx.distributed.collective_trace import GroupTrace, Route, TransferTrace
-from fabricx.distributed.heartbeat import Diagnosis
+from fabricx.distributed.activity import heartbeat
+from fabricx.distributed.activity.collective_trace import GroupTrace, Route, TransferTrace
+from fabricx.distributed.activity.heartbeat import Diagnosis
 from fabricx.distributed.world import World
 from fabricx.errors import RanksDisagree
 from fabricx.launch.launch_watch import LOOK_S, Post, Watch, packed, unpacked

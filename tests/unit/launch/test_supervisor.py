@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fabricx.distributed.generations import SAVING, WorkerMessage
+from fabricx.distributed.membership.generations import SAVING, WorkerMessage
 from fabricx.fault_tolerance.controller import ElasticController, ElasticPolicy
 from fabricx.launch.supervisor import _Workers
 from fabricx.launch.worker import Failure

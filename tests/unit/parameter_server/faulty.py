@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from fabricx.distributed.codecs import make_codec
+from fabricx.distributed.compression.codecs import make_codec
 from fabricx.parameter_server.optimizer_parts import sliced
 from fabricx.parameter_server.server.journal import Journal
 from fabricx.parameter_server.server.server import Server

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fabricx.distributed.compressed_buckets import LowRankAverager
+from fabricx.distributed.ddp.compressed_buckets import LowRankAverager
 from fabricx.distributed.world import World
 from fabricx.strategies import DDP
 

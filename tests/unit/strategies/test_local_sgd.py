@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fabricx.distributed import fragments
+from fabricx.distributed.sharding import fragments
 from fabricx.distributed.world import World
 from fabricx.fault_tolerance.memory_checkpoint import bytes_of
 from fabricx.strategies import LocalSGD, local_sgd

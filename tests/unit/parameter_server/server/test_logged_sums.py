@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fabricx.distributed.metric_sums import merge_sums
+from fabricx.distributed.statistics.metric_sums import merge_sums
 from fabricx.parameter_server.server.logged_sums import LoggedSums
 
 

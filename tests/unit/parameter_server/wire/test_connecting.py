@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fabricx.distributed.authentication import KEY_BYTES, TAG_BYTES, tag
-from fabricx.distributed.store import PrivateStore
-from fabricx.distributed.store_server import StoreServer
+from fabricx.distributed.messages.authentication import KEY_BYTES, TAG_BYTES, tag
+from fabricx.distributed.store.client import PrivateStore
+from fabricx.distributed.store.server import StoreServer
 from fabricx.parameter_server.wire.connecting import LinkListener, connect, meet_over_gloo
 from fabricx.parameter_server.wire.link import Handshake
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fabricx.distributed.codecs import make_codec
+from fabricx.distributed.compression.codecs import make_codec
 from fabricx.distributed.world import World
 from fabricx.errors import ServerLost
 from fabricx.parameter_server.connection import Connection

@@ -1,0 +1,1 @@
+"""What each rank is doing, for reports of hangs."""

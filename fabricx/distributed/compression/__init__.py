@@ -1,0 +1,1 @@
+"""Compression of gradients and weights."""

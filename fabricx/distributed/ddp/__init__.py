@@ -1,0 +1,1 @@
+"""Data parallelism with whole weights: torch's DDP and what completes it."""

@@ -1,0 +1,1 @@
+"""Ranks that form a process group, its generations, and lost peers."""

@@ -1,0 +1,1 @@
+"""Messages between processes, with proof of the run's key."""

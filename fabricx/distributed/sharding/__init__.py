@@ -1,0 +1,1 @@
+"""Weights in parts on the ranks: FSDP and what completes it."""

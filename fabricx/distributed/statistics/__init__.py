@@ -1,0 +1,1 @@
+"""Statistics over ranks: batch normalisation, metrics, moments."""

@@ -1,0 +1,1 @@
+"""The run's store: client, server and connections."""

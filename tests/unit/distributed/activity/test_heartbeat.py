@@ -1,0 +1,124 @@
+"""Where a process stands, for the report of a hang."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from types import FrameType
+
+import pytest
+
+from fabricx.distributed.activity import heartbeat
+
+
+@pytest.fixture(autouse=True)
+def counted() -> object:
+    before = heartbeat.reached()
+    yield
+    heartbeat.set_reached(before)
+
+
+def test_finished_batches_are_counted_from_where_the_run_was() -> None:
+    heartbeat.set_reached(7)
+    heartbeat.advance()
+    assert heartbeat.reached() == 8
+
+
+def test_the_line_is_the_users_innermost_one_also_from_another_thread() -> None:
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.append(heartbeat.where()))
+    thread.start()
+    thread.join()  # a line of python's own, which this test calls
+    assert "test_heartbeat.py" in found[0]
+    assert "in test_the_line_is_the_users_innermost_one" in found[0]
+    assert "thread.join()" in found[0] or "thread.start()" in found[0]
+
+
+def test_files_of_python_torch_and_fabricx_are_not_the_users() -> None:
+    import torch
+
+    assert heartbeat.is_users(__file__)
+    assert not any(map(heartbeat.is_users, (threading.__file__, torch.__file__, heartbeat.__file__, "<string>")))
+
+
+def test_a_diagnosis_has_the_stacks_of_other_threads_by_name() -> None:
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait, name="waits in a test")
+    thread.start()
+    try:
+        diagnosis = heartbeat.diagnosis()
+    finally:
+        stop.set()
+        thread.join()
+    assert "thread waits in a test:\n" in diagnosis.stacks
+    assert "thread MainThread:" not in diagnosis.stacks  # the caller's own
+    assert (diagnosis.pending, diagnosis.done) == ("", "")
+    assert not heartbeat.waits()
+
+
+@pytest.mark.parametrize("look", [heartbeat.where, heartbeat.waits, heartbeat.diagnosis])
+def test_variables_of_a_thread_end_with_their_function_though_its_stack_was_taken(look: Callable[[], object]) -> None:
+    began, go_on = threading.Event(), threading.Event()
+    batches: list[weakref.ref[Sampled]] = []
+
+    def train() -> None:
+        batch = Sampled()
+        batches.append(weakref.ref(batch))
+        began.set()
+        go_on.wait()
+
+    limits = gc.get_threshold()
+    gc.set_threshold(0)  # no collection, but it counts as enabled
+    try:
+        thread = threading.Thread(target=train)
+        thread.start()
+        began.wait()
+        look()
+        go_on.set()
+        thread.join()
+        assert batches[0]() is None
+    finally:
+        gc.set_threshold(*limits)
+
+
+class Sampled:
+    """Such as a batch, which can be large."""
+
+
+def test_no_garbage_is_collected_while_the_stacks_of_all_threads_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    collects: list[bool] = []
+    take = sys._current_frames
+
+    def taken() -> dict[int, FrameType]:
+        collects.append(gc.isenabled())
+        return take()
+
+    monkeypatch.setattr(sys, "_current_frames", taken)
+    heartbeat.where()
+    heartbeat.waits()
+    heartbeat.diagnosis()
+    assert collects == [sys.version_info >= (3, 12)] * 4
+    assert gc.isenabled()
+    gc.disable()  # by the user
+    try:
+        assert not heartbeat.waits()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_the_cpu_time_is_known_in_a_process_that_the_c_library_has_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    usual = heartbeat.cpu_time()
+
+    def fail(ident: int) -> int:
+        raise OSError("Invalid argument")
+
+    monkeypatch.setattr(time, "pthread_getcpuclockid", fail)
+    other = heartbeat.cpu_time()
+    assert usual is not None
+    assert other is not None
+    assert other > usual - 0.1  # ticks of 10 ms

@@ -1,0 +1,23 @@
+"""Messages of all ranks to each other, as a report of a hang has them."""
+
+from __future__ import annotations
+
+from fabricx.distributed.activity import heartbeat, message_counts
+from fabricx.distributed.activity.collective_trace import GroupTrace
+from fabricx.distributed.activity.message_counts import MessageCounts
+
+
+def test_messages_are_counted_until_their_group_is_closed() -> None:
+    counts = MessageCounts("gradients", [1, 3], "exchange")
+    assert message_counts.traces() == (GroupTrace((1, 3), "gradients", {0: "exchange"}, ()),)
+    counts.sent, counts.awaited = 4, 4
+    assert message_counts.traces() == (GroupTrace((1, 3), "gradients", {4: "exchange"}, (4,)),)
+    assert message_counts.traces()[0] in heartbeat.diagnosis().groups
+    counts.close()
+    assert message_counts.traces() == ()
+
+
+def test_a_new_process_group_forgets_the_messages_of_the_former() -> None:
+    MessageCounts("gradients", [0, 1], "exchange")
+    message_counts.forget()
+    assert message_counts.traces() == ()

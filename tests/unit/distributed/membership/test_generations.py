@@ -1,0 +1,96 @@
+"""How a group ends that has lost somebody, where its library gives no error: as NCCL, with groups that only note it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.distributed import distributed_c10d as c10d
+
+from fabricx.distributed.membership.generations import Generation, Membership, enter, membership
+from fabricx.distributed.world import World
+from fabricx.errors import PeerLost
+
+
+class Group:
+    """Notes what is done with it."""
+
+    def __init__(self, name: str, calls: list[str]) -> None:
+        self.name, self.calls = name, calls
+
+    def abort(self) -> None:
+        assert membership().outdated(0), "who sees the result has to know that it may be anything"
+        self.calls.append(f"abort {self.name}")
+
+    def _get_backend(self, device: Any) -> Any:
+        return SimpleNamespace(
+            _group_start=lambda: self.calls.append("begin"), _group_end=lambda: self.calls.append("end")
+        )
+
+
+@pytest.fixture
+def own() -> Iterator[Membership]:
+    before = membership()
+    enter(Membership(0, "", lambda kind, content: None))
+    membership().building(0, None, silent=True)
+    yield membership()
+    enter(before)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+    names = {Group("0", found): "0", Group("1", found): "1"}
+    monkeypatch.setattr(c10d, "_world", SimpleNamespace(pg_names=names))
+    monkeypatch.setattr(c10d, "is_nccl_available", lambda: True)
+    return found
+
+
+def test_all_groups_are_aborted_in_one_go_and_each_once(own: Membership, calls: list[str]) -> None:
+    assert not own.shut_broken()
+    own.on_message("broken", 0)
+    assert own.shut_broken()
+    assert calls == ["begin", "abort 1", "abort 0", "end"]
+    c10d._world.pg_names[Group("2", calls)] = "2"  # type: ignore[index]
+    assert own.shut_broken()  # while a worker is busy with it still
+    assert calls[4:] == ["begin", "abort 2", "end"]
+    own.shut()
+    assert len(calls) == 7
+    assert not own.shut_broken()
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_who_leaves_without_being_lost_is_waited_for_by_nobody(
+    own: Membership, calls: list[str], *, silent: bool
+) -> None:
+    own.building(0, None, silent=silent)
+    own.on_message("generation", Generation(1, (0, 2)))
+    assert own.shut_broken() is silent  # else an error comes when the others end their links
+    assert bool(calls) is silent
+
+
+def test_what_a_collective_gives_is_only_believed_if_nobody_has_left(own: Membership) -> None:
+    silent, loud = World(size=2, backend="cpu:gloo,cuda:nccl"), World(size=2)
+    silent.settle()
+    with pytest.raises(ValueError, match="process group"):
+        silent.gather_objects("an error of any kind")
+    own.on_message("broken", 0)
+    with pytest.raises(PeerLost):
+        silent.settle()
+    with pytest.raises(PeerLost):
+        silent.gather_objects("an error of any kind")
+    loud.settle()
+    with pytest.raises(ValueError, match="process group"):
+        loud.gather_objects("there is no group")
+
+
+def test_a_worker_that_builds_a_group_is_known(own: Membership) -> None:
+    """Its wait for a dead worker ends by a time-out, and is no lost operation."""
+    assert not own.joins
+    with own.opening():
+        assert own.joins
+    assert not own.joins
+    own.shut()
+    assert not own.joins

@@ -1,0 +1,38 @@
+"""A main thread that waits for a lost operation is told from a main thread that works, computes or reads a file."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from fabricx.distributed.activity import heartbeat
+from fabricx.distributed.membership.lost_operations import CHECKS, BlockedMainThread
+
+
+@pytest.mark.parametrize(
+    ("used", "waits", "found"),
+    [
+        (itertools.repeat(1.0), True, True),
+        (itertools.repeat(1.0), False, False),  # such as a loader's batch, or a file
+        (itertools.count(), True, False),  # such as a long backward
+        (itertools.repeat(None), True, False),
+    ],
+)
+def test_only_a_wait_without_cpu_time_in_an_operation_is_lost(
+    used: itertools.repeat[float | None], *, waits: bool, found: bool
+) -> None:
+    blocked = BlockedMainThread(lambda: next(used), lambda: waits)
+    assert not any(blocked.found() for _ in range(CHECKS))
+    assert blocked.found() is found
+
+
+def test_progress_starts_the_count_again() -> None:
+    used = itertools.chain(itertools.repeat(1.0, CHECKS), itertools.repeat(2.0))
+    blocked = BlockedMainThread(lambda: next(used), lambda: True)
+    assert not any(blocked.found() for _ in range(2 * CHECKS))
+    assert blocked.found()
+
+
+def test_this_test_is_no_operation() -> None:
+    assert not heartbeat.communicates()
