@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.unit.distributed.messages.test_authentication import KEY, Exploit
 
 from fabricx.distributed.messages import authentication
 from fabricx.distributed.messages.object_messages import pack, unpack
+from tests.unit.distributed.messages.test_authentication import KEY, Exploit
 
 
 @pytest.mark.parametrize("secret", [b"", KEY], ids=["keyless", "key"])
