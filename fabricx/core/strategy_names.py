@@ -2,13 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from fabricx.core.transfer import to_device
 from fabricx.distributed.world import World
+from fabricx.errors import did_you_mean
+
+_CHECKPOINTS: Final = "trainer.save_checkpoint(path) and fit(ckpt_path=...) write and read checkpoints"
+_DEVICES: Final = "trainer.device_ids, trainer.num_devices and trainer.num_nodes describe the devices"
+_STEPS: Final = "the loop calls the steps of the module"
+
+# Attributes of Lightning's strategies that fabricx doesn't have, with their successors.
+_SUCCESSORS: Final[Mapping[str, str]] = {
+    "setup_optimizers": "a hook trains new parameters by trainer.optimizers[0].add_param_group({'params': [...]}), and "
+    "changes rates in param_groups; for other optimizers, train in two fits",
+    "accelerator": "trainer.accelerator is its name", "precision_plugin": "trainer.precision is its name",
+    "load_checkpoint": f"{_CHECKPOINTS}; torch.load(path, weights_only=True) reads a file",
+    "checkpoint_io": _CHECKPOINTS, "save_checkpoint": _CHECKPOINTS,
+    "remove_checkpoint": "ModelCheckpoint(save_top_k=...) removes checkpoints, and shutil or os a single one",
+    "load_model_state_dict": "trainer.lightning_module.load_state_dict(checkpoint['state_dict'])",
+    "lightning_module_state_dict": "trainer.lightning_module.state_dict()",
+    "optimizer_state": "optimizer.state_dict()", "load_optimizer_state_dict": "optimizer.load_state_dict(state)",
+    "distributed_sampler_kwargs": "trainer.distributed_sampler_kwargs",
+    "node_rank": "trainer.node_rank", "num_nodes": "trainer.num_nodes", "num_processes": "trainer.num_devices",
+    "is_distributed": "trainer.world_size > 1", "parallel_devices": _DEVICES, "cluster_environment": _DEVICES,
+    "process_dataloader": "train_dataloader and val_dataloader return the loaders",
+    "training_step": _STEPS, "validation_step": _STEPS, "test_step": _STEPS, "predict_step": _STEPS,
+}  # fmt: skip
 
 
 class StrategyNames:
@@ -136,3 +160,16 @@ class StrategyNames:
             sync_grads: propagate gradients to the rank of each part.
         """
         return tensor if self.traits.max_ranks == 1 else self.world.axis("data").all_gather(tensor, sync_grads)
+
+    if not TYPE_CHECKING:  # type checkers know the attributes
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise an error with the successor of an attribute; Python calls this for missing attributes only."""
+            owner = type(self)
+            if hasattr(owner, name):
+                return object.__getattribute__(self, name)  # the error within a property
+            if name in _SUCCESSORS:
+                hint = f": {_SUCCESSORS[name]}"
+            else:
+                hint = "" if name[0] == "_" else f".{did_you_mean(name, [n for n in dir(owner) if n[0] != '_'])}"
+            raise AttributeError(f"{owner.__name__} has no attribute {name!r}{hint}")

@@ -99,6 +99,7 @@ class RunData:
         self.train_dataloader = earlier
         self.val_dataloaders: Any = None
         self._train_feed: Feed | None = None  # None in an evaluation
+        self._creating = False  # the user's method that returns a loader is running
         self.val_feeds: list[Feed] = []
         self.several_loaders = False
         self.val_every = float("inf")
@@ -135,14 +136,31 @@ class RunData:
         """
         fits = self.stage == "fit"
         if fits:
-            self._create_training()
-            self._make_train_feed(world)
+            early = self._train_feed
+            if early is None:
+                self._create_training()
+            self._make_train_feed(world)  # also after `count_early`: later hooks may have changed the module
+            if early is not None:
+                self.train_feed.at_first = early.at_first
         self._load_evaluation(world)
         if fits:
             self.set_validation_interval()
         self._read = {name: getattr(self._options, name) for name in (*READ_BY_LOADERS, *READ_AT_SET_UP)}
         if world.main_rank and not world.newcomer:
             self._advise()
+
+    def count_early(self, world: World) -> None:
+        """Create the training loader and count its batches, for a hook of the set-up that precedes `load`.
+
+        Args:
+            world: the ranks.
+
+        Raises:
+            ValueError: there is no batch to train on, or a limit does not fit the loader.
+        """
+        if self.stage == "fit" and self._train_feed is None and not self._creating:
+            self._create_training()
+            self._make_train_feed(world)
 
     def check_options(self) -> None:
         """Refuse options that a hook has changed after they were read.
@@ -396,7 +414,9 @@ class RunData:
                 continue
             if (method := getattr(owner, name)) is None:  # assigned by the user: the owner has no such loader
                 continue
+            self._creating = True
             loader = method()
+            self._creating = False
             if loader is not None:
                 return loader
             if overrides(owner, name, contract):

@@ -54,6 +54,7 @@ _DIFFERS: Final[Mapping[str, str]] = {
     "trainer.model": "the module; no strategy wraps it",
     "trainer.accelerator": "a name, not an object",
     "trainer.profiler": "a name; its `profile`, `start` and `stop` measure nothing",
+    "trainer.is_last_batch in an evaluation": "that of the evaluation; in Lightning that of the training",
     "trainer.strategy": (
         "has `root_device`, `barrier`, `broadcast`, `reduce`, `reduce_boolean_decision`, `all_gather`, "
         "`batch_to_device` and `model`"

@@ -21,6 +21,7 @@ from fabricx.core.module_hooks import RUN_ATTRIBUTES
 from fabricx.distributed.messages.tensor_bytes import as_bytes
 from fabricx.distributed.sharding.dtensors import is_dtensor
 from fabricx.metrics.objects import attributes_of_metrics
+from fabricx.trainer.hooks_of_layers import Hook, keys_of_hooks, new_hooks, register
 
 if TYPE_CHECKING:
     from fabricx.core.datamodule import DataModule
@@ -182,11 +183,13 @@ class Changed:
 
     Attributes:
         module: of the module and its submodules, by path and name.
+        hooks: that the run has registered on the module and its submodules.
         data: of the data module.
         remaining: reasons why other changed attributes of the data module are not sent, by name.
     """
 
     module: dict[str, dict[str, Any]] = field(default_factory=dict)
+    hooks: list[Hook] = field(default_factory=list)
     data: dict[str, Any] = field(default_factory=dict)
     remaining: dict[str, str] = field(default_factory=dict)
 
@@ -208,6 +211,7 @@ class Changed:
                     buffer.data = value.to(buffer.device)  # the same object: other attributes may refer to it
                 else:
                     part._buffers[name] = value
+        register(module, self.hooks)
         if data is not None:
             vars(data).update(self.data)
             vars(data)["_in_workers"] = self.remaining
@@ -224,6 +228,7 @@ class AttributesBefore:
 
     def __init__(self, module: nn.Module, data: DataModule | None) -> None:
         self._module = {path: _digests(attributes) for path, attributes in _of_module(module)}
+        self._hooks = keys_of_hooks(module)
         self._data = _digests(_of_data(data))
 
     def changed(
@@ -248,6 +253,7 @@ class AttributesBefore:
                     left = _add(kept, name, value, before.get(name), left)
                 if kept:
                     changed.module[path] = kept
+            changed.hooks = new_hooks(module, self._hooks, lambda hook: not isinstance(_digest_of(hook), _Unsent))
         if data is None:
             return changed
         now = _digests(_of_data(data))

@@ -360,7 +360,10 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Return the number of steps of a schedule, a step for each global batch; infinity for a run without limit."""
+        """Return the number of steps of a schedule, a step for each global batch; infinity for a run without limit.
+
+        In a hook that precedes the data, such as `setup`, it creates the training loader.
+        """
         by_epochs = 0 if self.max_epochs == 0 else float("inf")
         if self.max_epochs not in (-1, 0, None):
             scheduled = [callback for callback in self.callbacks if callback.accumulates > 1]
@@ -378,6 +381,8 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
 
     def _windows(self, accumulate: int) -> int | float:
         """Return the number of global batches of an epoch, with a number of batches per update."""
+        if self._sessions.newest is not None and self._sessions.newest.running:
+            self._sessions.newest.data.count_early(self._sessions.newest.world)
         if self.num_training_batches == float("inf"):
             return float("inf")
         windows = -(-self.num_training_batches // accumulate)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -73,12 +72,21 @@ _SUCCESSORS: Final[Mapping[str, str]] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Progress:
-    """Numbers of epochs, as programs read them from `trainer.fit_loop.epoch_progress.current`.
+class _Counters:
+    """Counters of a run under Lightning's names; a program can read them only."""
 
-    Attributes:
-        ready, started, processed, completed: number of epochs that have reached this state.
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(
+            f"{name} of the counters of trainer.fit_loop can't be set: they are the position of the run; "
+            "fit(ckpt_path=...) begins at that of a checkpoint, and a second fit continues that of the first"
+        )
+
+
+class Progress(_Counters):
+    """Numbers of epochs or batches, as programs read them from `trainer.fit_loop.epoch_progress.current`.
+
+    Args:
+        ready, started, processed, completed: number of epochs or batches that have reached this state.
     """
 
     ready: int
@@ -86,24 +94,28 @@ class Progress:
     processed: int
     completed: int
 
+    def __init__(self, ready: int, started: int, processed: int, completed: int) -> None:
+        self.__dict__.update(ready=ready, started=started, processed=processed, completed=completed)
 
-@dataclass(frozen=True)
-class EpochProgress:
-    """The epochs of a run under Lightning's names; a program can read them only.
 
-    Attributes:
+class EpochProgress(_Counters):
+    """The epochs of a run under Lightning's names.
+
+    Args:
         current, total: the epochs, counted from the start of the run; both are equal.
     """
 
     current: Progress
     total: Progress
 
+    def __init__(self, current: Progress, total: Progress) -> None:
+        self.__dict__.update(current=current, total=total)
 
-@dataclass(frozen=True)
-class BatchProgress:
-    """The training batches of a run under Lightning's names; a program can read them only.
 
-    Attributes:
+class BatchProgress(_Counters):
+    """The training batches of a run under Lightning's names.
+
+    Args:
         current: batches of the epoch.
         total: batches of the run.
         is_last_batch: the newest batch is the last of its epoch.
@@ -112,6 +124,9 @@ class BatchProgress:
     current: Progress
     total: Progress
     is_last_batch: bool
+
+    def __init__(self, current: Progress, total: Progress, is_last_batch: bool) -> None:
+        self.__dict__.update(current=current, total=total, is_last_batch=is_last_batch)
 
 
 class EpochLoopSteps:

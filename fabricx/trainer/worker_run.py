@@ -28,6 +28,7 @@ from fabricx.telemetry.logs import LogSettings
 from fabricx.trainer import process, provenance
 from fabricx.trainer.attributes import AttributesBefore, Changed
 from fabricx.trainer.cluster_run import memory_checkpoints_held
+from fabricx.trainer.hooks_of_layers import reserve_numbers
 from fabricx.trainer.result import holders, shared_names
 from fabricx.trainer.run_dir import checkpoints_of, newest_whole
 from fabricx.trainer.sessions import returned
@@ -147,6 +148,7 @@ def work(
     """
     world, callbacks, job.copied = process.enter(trainer, world), list(trainer.callbacks), True
     built = {name for name, _ in job.module.named_modules()}
+    reserve_numbers(job.module)
     shared = _shared(trainer, job, callbacks)
     with by_value.shared_objects(shared):
         before = AttributesBefore(job.module, job.datamodule)

@@ -185,3 +185,33 @@ def test_lazy_layers_train_in_one_process_after_a_validation_and_are_refused_on_
             fx.Trainer(strategy=strategy, max_epochs=1, **QUIET | {"devices": 2}).fit(Lazy(), tiny_loader())
     with pytest.raises(WorkerFailed, match=r"layer\.weight has no shape before the first forward"):
         fx.Trainer(strategy=DDP(), **QUIET | {"devices": 2}).validate(Lazy(), tiny_loader())
+
+
+class Records(TinyModule):
+    """Registers a hook in the first forward, and an attribute then prevents others, as models of transformers 5."""
+
+    def record(self) -> int:
+        kept: list[Any] = []
+        if not getattr(self.layer, "_hooked", False):
+            self.layer.register_forward_hook(lambda module, arguments, output: module.kept.append(output.detach()))
+            self.layer._hooked = True
+        self.layer.kept = kept
+        self.layer(torch.ones(1, 4))
+        self.layer.kept = []
+        return len(kept)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        assert self.record() == 1
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        assert self.record() == 1
+
+
+@pytest.mark.parametrize("strategy", params([DDP], [FSDP]))
+def test_a_hook_that_the_first_forward_registers_is_in_the_script_and_in_the_next_run(strategy: Any) -> None:
+    module, trainer = Records(), fx.Trainer(strategy=strategy(), max_epochs=1, **QUIET | {"devices": 2})
+    trainer.fit(module, tiny_loader())
+    assert module.record() == 1
+    trainer.validate(module, tiny_loader(), verbose=False)
+    assert module.record() == 1

@@ -46,6 +46,43 @@ def test_a_schedule_is_planned_for_the_accumulation_of_each_epoch() -> None:
     assert module.planned == trainer.global_step == 8 + 2 + 3  # 8 batches in an epoch
 
 
+class _PlansEarly(Counts):
+    """Plans in `setup`, before the data is loaded, and in the method that returns the loader."""
+
+    early: int | float = 0
+    within: int | float = 0
+    created = 0
+
+    def setup(self, stage: str) -> None:
+        assert self.trainer is not None
+        if stage == "fit":
+            self.early = self.trainer.estimated_stepping_batches
+            self.generator = torch.Generator()  # found although it is newer than the loader
+
+    def train_dataloader(self) -> Any:
+        assert self.trainer is not None
+        self.created, self.within = self.created + 1, self.trainer.estimated_stepping_batches
+        return tiny_loader(shuffle=True)
+
+
+def test_a_schedule_may_be_planned_in_setup_before_the_data_is_loaded() -> None:
+    module, plain, order = _PlansEarly(), Counts(), []
+    for each in (module, plain):
+        fx.seed_everything(3)
+        trainer = fx.Trainer(max_epochs=3, accumulate_grad_batches=3, **QUIET)
+        trainer.fit(each, None if each is module else tiny_loader(shuffle=True))
+        order.append(torch.cat(each.seen["train"]))
+    assert module.early == trainer.global_step == trainer.estimated_stepping_batches == 6
+    assert module.within == float("inf")  # the loader, which it is asked for, does not exist yet
+    assert module.created == 1
+    assert torch.equal(*order)
+    longer = fx.Trainer(max_epochs=2, limit_train_batches=2, **QUIET)
+    longer.fit(module)
+    assert module.early == longer.global_step == 4  # not that of the run before
+    with pytest.raises(ValueError, match="there is no batch to train on"):
+        fx.Trainer(max_epochs=1, **QUIET).fit(module, tiny_loader(samples=0))
+
+
 def test_limits_count_batches_or_parts() -> None:
     module, trainer = fitted(
         limit_train_batches=0.5, limit_val_batches=1, limit_test_batches=3, limit_predict_batches=0.25
