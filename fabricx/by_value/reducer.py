@@ -92,10 +92,29 @@ def dumps_for_peer(value: object) -> bytes:
 
 
 def supply_children() -> None:
-    """Send definitions to the child processes of this worker, such as loader processes, after its job was read."""
+    """Send definitions to the child processes of this worker, such as loader processes, after its job was read.
+
+    Random generators of torch are sent, too, which torch's own form loses if the process is not forked.
+    """
+    import torch
+
     DEFINITIONS.reads_job = False
+    ForkingPickler.register(torch.Generator, _reduced_generator)
     if DEFINITIONS.home:
         ForkingPickler.reducer_override = _with_definitions  # type: ignore[method-assign, assignment]
+
+
+def _reduced_generator(generator: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Reduce a generator to bytes: torch's tensor of its state is released before a spawned process opens it."""
+    return _generator, (str(generator.device), generator.get_state().numpy().tobytes())
+
+
+def _generator(device: str, state: bytes) -> Any:
+    import torch
+
+    generator = torch.Generator(device)
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    return generator
 
 
 def _is_imported(module: types.ModuleType) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -237,6 +238,8 @@ class OptimizerHandle:
         optimizer: of the module.
         step: updates the weights of an optimizer, which it receives with the closure or None, and further arguments.
         toggled: context in which only the parameters of an optimizer get gradients.
+        called: calls a method that the optimizer's class adds to those of torch, and that may update weights; it
+            receives the optimizer, the method and its arguments.
     """
 
     def __init__(
@@ -244,8 +247,10 @@ class OptimizerHandle:
         optimizer: Optimizer,
         step: Callable[..., Any],
         toggled: Callable[[Optimizer], AbstractContextManager[Any]] = nullcontext,
+        called: Callable[..., Any] | None = None,
     ) -> None:
         self.__dict__["optimizer"] = optimizer
+        self.__dict__["_called"] = called
         self.__dict__["_step"] = step
         self.__dict__["_toggled"] = toggled
 
@@ -291,7 +296,10 @@ class OptimizerHandle:
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["optimizer"], name)
+        optimizer, called = self.__dict__["optimizer"], self.__dict__["_called"]
+        value = getattr(optimizer, name)
+        added = inspect.ismethod(value) and not name.startswith("_") and not hasattr(Optimizer, name)
+        return functools.partial(called, optimizer, value) if added and called is not None else value
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self.optimizer, name, value)

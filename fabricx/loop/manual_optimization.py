@@ -112,12 +112,15 @@ def train_without_data(session: Session, micro: Microbatch, example: tuple[Any, 
 def count_manual_steps(session: Session) -> None:
     """Count the weight updates of a manual batch: the steps of the optimizer that stepped most often.
 
+    Without a step, other methods of an optimizer that have changed weights are an update together.
+
     Args:
         session: this rank's session.
     """
     steps = session.user_steps.manual_steps
-    if steps:
-        count = max(steps.values())
+    if steps or session.user_steps.other_update:
+        count = max(steps.values(), default=1)
+        session.user_steps.other_update = False
         steps.clear()  # first: a rank that waits for a dead rank in `after_update` repeats the batch
         for _ in range(count):
             count_update(session)
@@ -148,6 +151,7 @@ def _can_be_repeated(session: Session) -> Iterator[None]:
         for parameter, before in required:
             parameter.requires_grad_(before)
         session.user_steps.manual_steps.clear()
+        session.user_steps.other_update = False
         raise
 
 

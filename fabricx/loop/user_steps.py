@@ -7,8 +7,10 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
+from fabricx.consistency.weight_changes import WeightChanges
 from fabricx.loop import manual_optimization
 from fabricx.loop.update import clip
 
@@ -51,6 +53,48 @@ def step_optimizer(
             session.precision.step(optimizer, session.strategy.optimizer_step, used)
             return None
         return manual_optimization.step(session, optimizer, closure)
+
+
+def call_method(
+    session: Session, optimizer: Optimizer, method: Callable[..., Any], *args: Any, **options: Any
+) -> Any:  # fmt: skip
+    """Call a method of an optimizer that is none of torch's, such as `first_step` of SAM; it may update weights.
+
+    Args:
+        session: this rank's session.
+        optimizer: optimizer of the module.
+        method: of the optimizer.
+        args: of the method.
+        options: of the method.
+
+    Returns:
+        the result of the method.
+
+    Raises:
+        ValueError: it has changed weights, and a rank has only shards of these, or gradients are scaled.
+    """
+    session.fault_tolerance.settle()
+    changes = WeightChanges(_weights(optimizer), values=True)
+    result = method(*args, **options)
+    if session.batch.in_step and changes.first(_weights(optimizer)) is not None:
+        name = f"{type(optimizer).__name__}.{method.__name__}"
+        if session.strategy.traits.sharded:
+            raise ValueError(
+                f"{name} updates weights, and {type(session.strategy).__name__} has only shards of these outside of "
+                "optimizer.step(): use strategy=ddp"
+            )
+        if session.precision.scaler is not None:
+            raise ValueError(
+                f"{name} updates weights with the gradients of a scaled loss: use precision='bf16-mixed' or '32-true', "
+                "or define step(self, closure) in the optimizer, which calls the closure for each gradient"
+            )
+        session.fault_tolerance.begin_update()
+        session.user_steps.other_update = not session.module.automatic_optimization
+    return result
+
+
+def _weights(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _step_early(session: Session, optimizer: Optimizer, closure: Callable[[], Any] | None) -> Any:

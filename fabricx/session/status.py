@@ -180,6 +180,7 @@ class UserSteps:
 
     Attributes:
         manual_steps: steps of each optimizer (by id) that `training_step` has made itself in the current batch.
+        other_update: `training_step` has updated weights by methods of an optimizer other than `step`.
         held: gradients that the module's own steps leave for later batches; None with automatic optimization.
         kept: gradients that the module's `optimizer_zero_grad` keeps; None if it can keep none.
         in_optimizer_step: the module's `optimizer_step` is running.
@@ -187,6 +188,7 @@ class UserSteps:
     """
 
     manual_steps: dict[int, int] = field(default_factory=dict)
+    other_update: bool = False
     held: HeldGradients | None = None
     kept: KeptGradients | None = None
     in_optimizer_step: bool = False

@@ -19,7 +19,7 @@ from fabricx.distributed.statistics.sync_batchnorm import synchronised
 from fabricx.fault_tolerance import fault_tolerance
 from fabricx.fault_tolerance.rollback import former_layout
 from fabricx.loop import manual_optimization
-from fabricx.loop.user_steps import step_optimizer
+from fabricx.loop.user_steps import call_method, step_optimizer
 from fabricx.metrics.objects import metric_objects
 from fabricx.session.accumulation import accumulation_set
 from fabricx.session.checkpoint import load_imported_weights
@@ -125,9 +125,9 @@ def _set_up_optimizers(session: Session) -> None:
         session.dealer.keeps_state = has_buffers or bool(metric_objects(module))
     session.strategy.attach_optimizers(session.optimizers)
     session.checks.guard_weights(session.hooks)
-    step = functools.partial(step_optimizer, session)
+    step, called = functools.partial(step_optimizer, session), functools.partial(call_method, session)
     session.optimizer_handles += [
-        OptimizerHandle(optimizer, step, module.toggled_optimizer) for optimizer in optimizers
+        OptimizerHandle(optimizer, step, module.toggled_optimizer, called) for optimizer in optimizers
     ]
     if not module.automatic_optimization:
         manual_optimization.watch_gradients(session)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -359,3 +361,69 @@ def test_steps_without_manual_optimization_are_refused_on_several_ranks():
     loader = DataLoader(TensorDataset(torch.randn(8, 6).double(), torch.randn(8, 1).double()), 4)
     with pytest.raises(WorkerFailed, match=r"calls the step of SGD itself.*self\.automatic_optimization = False"):
         fx.Trainer(max_steps=1, devices=2, **QUIET).fit(StepsItself(), loader)
+
+
+class TwoSteps(torch.optim.SGD):
+    """Sharpness-aware minimization (SAM), whose two steps the module calls."""
+
+    @torch.no_grad()
+    def first_step(self) -> None:
+        weights = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in weights]).norm()
+        for p in weights:
+            self.state[p]["before"] = p.clone()
+            p.add_(p.grad / norm, alpha=0.3)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.copy_(self.state[p]["before"])
+        super().step()
+        self.zero_grad()
+
+
+class SharpnessAware(fx.Module):
+    """Calls both steps; `dies` is killed between those of the fourth batch, the first time."""
+
+    def __init__(self, dies: int | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.automatic_optimization, self.dies, self.batches = False, dies, 0
+        self.net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.batches += 1
+        self.manual_backward(mse(self.net(batch[0]), batch[1]))
+        optimizer.first_step()
+        if self.batches == 4 and self.dies == self.global_rank and not self.trainer.failures:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.manual_backward(mse(self.net(batch[0]), batch[1]))
+        optimizer.second_step()
+
+    def configure_optimizers(self) -> Any:
+        return TwoSteps(self.parameters(), lr=0.2, momentum=0.5)
+
+
+def sharpness_aware(ranks: int, strategy: Any = "auto", dies: int | None = None) -> tuple[SharpnessAware, fx.Trainer]:
+    x = torch.randn(42, 6, generator=torch.Generator().manual_seed(1)).double()
+    module = SharpnessAware(dies)
+    trainer = fx.Trainer(devices=ranks, strategy=strategy, max_epochs=2, **QUIET)
+    trainer.fit(module, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), GLOBAL_BATCH // ranks))
+    return module, trainer
+
+
+def test_methods_of_an_optimizer_that_update_weights_are_an_update_of_the_batch() -> None:
+    one, alone = sharpness_aware(1)
+    assert alone.global_step == 8
+    for dies in (None, 1, 0):
+        two, trainer = sharpness_aware(2, "ddp", dies)
+        assert trainer.global_step == 8
+        assert len(trainer.failures) == (dies is not None)
+        assert all(
+            torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(one.parameters(), two.parameters(), strict=True)
+        )
+    with pytest.raises(WorkerFailed, match=r"TwoSteps\.first_step updates weights, and FSDP has only shards"):
+        sharpness_aware(2, "fsdp")

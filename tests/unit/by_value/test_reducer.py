@@ -9,6 +9,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import cloudpickle.cloudpickle
@@ -292,3 +293,14 @@ def test_a_parametrized_module_has_its_class_in_another_process() -> None:
         assert other.state_dict().keys() == model.state_dict().keys()
     received[0].weight = torch.full((4, 4), 2.0)  # by the inverse of the parametrization
     assert torch.allclose(received[0].weight, torch.full((4, 4), 2.0))
+
+
+def test_a_generator_is_sent_to_loader_processes_by_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch sends a shared tensor, which is released before a process that isn't forked opens it."""
+    monkeypatch.setattr(ForkingPickler, "_extra_reducers", dict(ForkingPickler._extra_reducers))
+    monkeypatch.setattr(DEFINITIONS, "reads_job", False)
+    by_value.supply_children()
+    generator = torch.Generator().manual_seed(4)
+    sent = bytes(ForkingPickler.dumps(generator))
+    assert b"storage" not in sent
+    assert torch.equal(torch.rand(3, generator=pickle.loads(sent)), torch.rand(3, generator=generator))
