@@ -28,7 +28,7 @@ class Validation(NamedTuple):
 
 @dataclass(frozen=True)
 class Trial:
-    """The training step on two samples, which changes neither metrics, buffers nor random numbers.
+    """The training step on two samples, which changes neither metrics, buffers, attributes nor random numbers.
 
     Attributes:
         step: step of the module; called with a batch and its index.
@@ -39,8 +39,8 @@ class Trial:
         validation: returns the validation step of a copy of the module, which shares its parameters, its buffers
             and the given objects; None if the run has none, or if the module can't be copied.
         others: returns further batches of two samples, which may differ in the number of terms of their losses.
-        undisturbed: returns a context in which values of `self.log` are discarded; buffers and random numbers are
-            restored at its end.
+        undisturbed: returns a context in which values of `self.log` are discarded; buffers, attributes and random
+            numbers are restored at its end.
     """
 
     step: Callable[..., Any]

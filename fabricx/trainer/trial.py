@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from fabricx.core.attributes import AttributeMark
 from fabricx.core.buffers import BufferMark
 from fabricx.core.module_hooks import RUN_ATTRIBUTES
 from fabricx.core.rng import generators_of, random_kept
@@ -101,8 +102,8 @@ def _sizes(loader: Any) -> tuple[int | None, int]:
 
 @contextlib.contextmanager
 def _undisturbed(session: Session) -> Iterator[None]:
-    """Context of a trial: discards logged values, and restores buffers and random numbers."""
-    buffers = BufferMark(session.module)
+    """Context of a trial: discards logged values, and restores buffers, attributes and random numbers."""
+    buffers, attributes = BufferMark(session.module), AttributeMark(session.module)
     restores = [*generators_of(session.module)]
     logbook, before = session.metrics.training, vars(session.module).get("_log_to")
     session.metrics.collect(logbook)
@@ -114,6 +115,7 @@ def _undisturbed(session: Session) -> Iterator[None]:
         for restore in restores:
             restore()
         buffers.restore()
+        attributes.restore()
 
 
 def other_batches(loader: Any) -> list[Any]:

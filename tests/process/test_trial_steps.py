@@ -12,6 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.data import DataLoader
 
 import fabricx as fx
+from fabricx.errors import WorkerFailed
 from fabricx.strategies import PipelineMesh, TensorMesh
 from fabricx.testing import QUIET, run_ranks
 from tests.soak import SOAK
@@ -39,6 +40,8 @@ class Steps(fx.Module):
         self.inputs, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(Block(training == "dropout") for _ in range(2))
         self.found: list[Any] | None = None
+        self.state, self.outputs = {"steps": 0}, list[Tensor]()
+        self.inputs.requires_grad_(training != "unfreezes")
 
     def forward(self, x: Tensor, noise: Tensor | float = 0.0) -> Tensor:
         x = self.inputs(x)
@@ -48,8 +51,15 @@ class Steps(fx.Module):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, labels = batch
+        if self.kinds[0] == "count":
+            x = x * 0.9 ** self.state["steps"]  # type: ignore[operator]
         noise = torch.randn(x.shape) if "noise" in self.kinds[0] else torch.zeros(x.shape)
         outputs = self(x + noise)
+        if self.kinds[0] == "count":
+            self.state["steps"] += 1  # type: ignore[operator]
+            self.outputs.append(outputs.detach())
+        if self.kinds[0] == "unfreezes":
+            self.inputs.requires_grad_(self.global_step > 0)
         if self.kinds[0] == "masks":  # a mean over other numbers of elements in each sample
             return ((outputs - noise) * (torch.rand(len(x), LENGTH, 1) < 0.5)).square().sum() / 7
         if self.kinds[0] == "noise":
@@ -108,6 +118,7 @@ ALWAYS = (
     "nan later",
     "nan",
     "contrast, weights",
+    "count",
 )
 EQUAL, LATER = [LENGTH] * 8, [LENGTH] * 7 + [2]  # the first samples have equally many words
 # name -> strategy, module, words of the samples, part of the message; "" for a run that begins
@@ -123,6 +134,7 @@ CASES: dict[str, tuple[Any, Callable[[], Any], list[int], str]] = {
     "contrast, weights": (PipelineMesh(), lambda: Weighted("contrast"), EQUAL, "weighted by batch_weight, has"),
     "nan later": (PipelineMesh(), Steps, [*EQUAL[1:], 0], ""),
     "nan": (PipelineMesh(), Steps, [0] * 8, "for the first two samples of the loader the loss is nan"),
+    "count": (PipelineMesh(), lambda: Steps("count"), EQUAL, "training_step changes state.steps of the module"),
     "dropout": (PipelineMesh(), lambda: Steps("dropout"), EQUAL, ""),
     "dropout, tensor": (TensorMesh(), lambda: Steps("dropout"), EQUAL, ""),
     "number of a weight": (PipelineMesh(), lambda: Steps("", "number of a weight"), EQUAL, "the logged 'val' has"),
@@ -155,6 +167,29 @@ def test_steps_that_a_division_would_change_are_refused_and_no_others() -> None:
         for name in names:
             said = CASES[name][3]
             assert (said in found[name]) if said else not found[name], (name, found[name])
+
+
+def counted(strategy: Any, devices: int) -> dict[str, Any]:
+    """Return the state after a step that counts in an attribute."""
+    torch.manual_seed(0)
+    module = Steps("count").double()
+    data = [(x.double(), labels) for x, labels in samples(EQUAL)]
+    fx.Trainer(devices=devices, strategy=strategy, **{**QUIET, "max_epochs": 1}).fit(module, DataLoader(data, 4))  # type: ignore[arg-type]
+    assert module.state == {"steps": 2}
+    assert len(module.outputs) == 2
+    return module.state_dict()
+
+
+def test_the_trial_does_not_count_in_attributes_of_the_module() -> None:
+    found, expected = counted(TensorMesh(), 2), counted("single", 1)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12)
+
+
+def test_a_step_that_changes_requires_grad_on_the_last_stage_only_is_an_error() -> None:
+    trainer = fx.Trainer(devices=2, strategy=PipelineMesh(), **{**QUIET, "max_epochs": 1})  # type: ignore[arg-type]
+    with pytest.raises(WorkerFailed, match="changes requires_grad after it has called the blocks"):
+        trainer.fit(Steps("unfreezes"), DataLoader(samples(EQUAL), 4))
 
 
 class Averages(fx.Module):

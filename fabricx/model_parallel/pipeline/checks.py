@@ -7,6 +7,9 @@ from typing import Any, Final
 
 from torch import nn
 
+from fabricx.core.attributes import lists_of, numbers_of
+from fabricx.core.rng import seed_generators
+from fabricx.core.trial import Trial
 from fabricx.model_parallel.pipeline.chain import Chain, chunk_of
 from fabricx.model_parallel.pipeline.trace import tracing, undisturbed
 
@@ -14,6 +17,62 @@ CLOSURE: Final = (
     "an optimizer that computes the loss again in its step, such as LBFGS, can't be used in a pipeline: use an "
     "optimizer without a closure, or another strategy"
 )
+
+
+def check_counters(module: nn.Module, blocks: Sequence[str], trial: Trial, microbatches: int) -> list[str]:
+    """Refuse a step that counts, in attributes or buffers of the module; returns the names of lists that it extends.
+
+    Stages would have other numbers: the step runs for each microbatch, and on most stages it ends before the code after
+    the blocks. Attributes that a second step on the same samples leaves as they are, such as the size of a table, pass.
+
+    Args:
+        module: the user's module, not divided yet.
+        blocks: names of the blocks.
+        trial: the training step.
+        microbatches: runs of the step for a batch; with one, code before the blocks and within them may count.
+
+    Raises:
+        ValueError: names the attributes.
+    """
+    entry: dict[str, Any] = {}  # numbers at the call of the first block
+    first = module.get_submodule(blocks[0])
+    hook = first.register_forward_pre_hook(lambda *_: entry.update(_counts(module, blocks)))
+    try:
+        with trial.undisturbed():
+            states, lengths = [_counts(module, blocks)], lists_of(module)
+            for _ in range(2):
+                seed_generators(0)
+                trial.step(trial.batch, 0)
+                states.append(_counts(module, blocks))
+                if states[-1] == states[-2]:
+                    break
+            lists = [name for name, length in lists_of(module).items() if length > lengths.get(name, length)]
+    finally:
+        hook.remove()
+    alone = microbatches == 1
+    before, after = entry if alone else states[1], states[-1]
+    changed = [name for name in after if before.get(name) != after[name] and not (alone and _inside(name, blocks))]
+    if not changed:
+        return lists
+    raise ValueError(
+        f"training_step changes {', '.join(changed[:3])}{', ...' * (len(changed) > 3)} of the module. Under a pipeline "
+        "it runs for each microbatch, and on most stages it ends before the code after the blocks, so that stages "
+        "would have different values: use self.trainer.global_step, or change it in on_train_batch_start or "
+        "on_train_batch_end, which run once for a batch on all stages"
+    )
+
+
+def _counts(module: nn.Module, blocks: Sequence[str]) -> dict[str, Any]:
+    """Return the numbers of a module by name: of attributes, of single elements in buffers, and of replaced buffers."""
+    numbers = {name: None if value != value else value for name, value in numbers_of(module).items()}
+    for name, buffer in module.named_buffers():
+        if not name.endswith("num_batches_tracked") and not _inside(name, blocks):
+            numbers[name] = id(buffer), buffer.item() if buffer.numel() == 1 else None
+    return numbers
+
+
+def _inside(name: str, blocks: Sequence[str]) -> bool:
+    return any(name.startswith(f"{block}.") for block in blocks)
 
 
 def check_evaluation(

@@ -49,6 +49,10 @@ _NO_BLOCKS: Final = (
     "training_step returned a loss without a call of the model; the other stages of the pipeline can't compute such a "
     "batch. Return None to skip a batch"
 )
+_UNFROZEN: Final = (
+    "training_step changes requires_grad after it has called the blocks; the other stages of the pipeline end the step "
+    "before. Change it in on_train_batch_start or on_train_epoch_start"
+)
 _ZERO_BUBBLE_FSDP: Final = (
     "schedule=zero_bubble computes gradients of weights after their backward, and fsdp reduces them in the backward: "
     "use schedule=1f1b, or data=ddp"
@@ -111,6 +115,7 @@ class Pipeline:
             for number, name in enumerate(chain.blocks)
         ]
         self._pass: Pass | None = None
+        self._trained: tuple[bool, ...] = ()  # `requires_grad` of all parameters at the call of the last block
 
     def world_changed(self, pipeline: World, channels: Mapping[str, Any] | None = None) -> None:
         """Use another process group, and forget interrupted transfers.
@@ -160,8 +165,8 @@ class Pipeline:
         parts = rows.split(batch, self.microbatches)
         shares = rows.shares(parts, self._weight)
         actions = schedule(self.schedule, self.world.rank, self.world.size, self.virtual, len(parts))
-        flags = tuple(parameter.requires_grad for parameter in self.module.parameters())
-        keys = [None if self.chain.changing else (flags, _signature(part)) for part in parts]
+        trained = self._trained_now()
+        keys = [None if self.chain.changing else (trained, _signature(part)) for part in parts]
         passes = {action[1:]: self._new_pass(action, keys, seed) for action in actions if action.kind == "forward"}
         delayed: dict[tuple[int, int], list[Callable[[], None]]] = {}
         outputs: list[Any] = [None] * len(parts)
@@ -229,8 +234,13 @@ class Pipeline:
             elif planned is not None and planned.kind != "weight_gradient":
                 passes[planned[1:]].expect_gradients()
 
+    def _trained_now(self) -> tuple[bool, ...]:
+        return tuple(parameter.requires_grad for parameter in self.module.parameters())
+
     def _check_output(self, now: Pass) -> None:
-        """Refuse results of a training step with gradients that other stages would not have."""
+        """Refuse results and changes of a training step that other stages would not have."""
+        if now.reached and self._is_last(now) and self._trained_now() != self._trained:
+            raise ValueError(_UNFROZEN)
         if now.reached and now.output is None and self._is_last(now):
             raise ValueError(_NO_LOSS)
         if not now.reached and now.output is not None:
@@ -350,6 +360,8 @@ class Pipeline:
             )
         if number == 0 and self._pass.chunk and self._begin is not None:
             self._begin((args, kwargs))
+        if number == len(self.chain.blocks) - 1:
+            self._trained = self._trained_now()
         return self._pass.call(number, call, args, kwargs)
 
     # -- state --------------------------------------------------------------------------------------------------------

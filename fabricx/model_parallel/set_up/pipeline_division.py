@@ -19,7 +19,7 @@ from fabricx.model_parallel.context.context_parallel import ContextParallel
 from fabricx.model_parallel.microbatches import rows_of
 from fabricx.model_parallel.pipeline.block_calls import seeded
 from fabricx.model_parallel.pipeline.chain import Chain, find_blocks, trace_chain
-from fabricx.model_parallel.pipeline.checks import check_evaluation
+from fabricx.model_parallel.pipeline.checks import check_counters, check_evaluation
 from fabricx.model_parallel.pipeline.cuts import Cuts, describe
 from fabricx.model_parallel.pipeline.cuts import divide as divide_chain
 from fabricx.model_parallel.pipeline.stages import Pipeline
@@ -59,6 +59,9 @@ def find_chain(whole: Divided, trial: Trial, *, shared: bool) -> Chain:
     # Outside of the traces, in which this context would use all buffers.
     with trial.undisturbed(), unchanged_weights(whole.module):
         chain = trace_chain(whole.module, find_blocks(whole.module, whole.settings.blocks, run, outside=True), run)
+    if shared and (lists := check_counters(whole.module, chain.blocks, trial, _microbatches(whole))):
+        note = f"training_step extends {', '.join(lists)}: of stages, only the last does, once for each microbatch"
+        chain = replace(chain, notes=(*chain.notes, note))
     return replace(chain, costs=whole.world.broadcast_object(chain.costs)) if shared else chain  # times differ
 
 
