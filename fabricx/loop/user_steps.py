@@ -80,8 +80,9 @@ def call_method(
         name = f"{type(optimizer).__name__}.{method.__name__}"
         if session.strategy.traits.sharded:
             raise ValueError(
-                f"{name} updates weights, and {type(session.strategy).__name__} has only shards of these outside of "
-                "optimizer.step(): use strategy=ddp"
+                f"{name} updates weights outside of optimizer.step(), where {type(session.strategy).__name__} has only "
+                "shards of these, which assignments such as `p.data = old` do not change: use strategy=ddp, or an "
+                "optimizer whose step(closure) makes all updates"
             )
         if session.precision.scaler is not None:
             raise ValueError(
