@@ -5,15 +5,13 @@ from __future__ import annotations
 import functools
 import operator
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
 
-from fabricx.core.module_hooks import RUN_ATTRIBUTES
-
-_ELSEWHERE: Final = frozenset(("_parameters", "_buffers", "_modules", *RUN_ATTRIBUTES))  # other code restores these
+_ELSEWHERE: Final = frozenset(("_parameters", "_buffers", "_modules"))  # other code restores these
 _NUMBERS: Final = (bool, int, float, complex)
 _CONSTANTS: Final = (*_NUMBERS, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size)
 _DICTS: Final = (dict, OrderedDict, defaultdict)
@@ -30,15 +28,17 @@ class AttributeMark:
 
     Args:
         module: the module; parameters and buffers are not included.
+        ignored: names of attributes that are not restored.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, ignored: Collection[str] = ()) -> None:
         self._module, self._parts = module, list(module.modules())
+        ignored = _ELSEWHERE | set(ignored)
         self._restores: list[Callable[[], None]] = []
         seen: set[int] = set()
         for part in self._parts:
-            values = {name: value for name, value in vars(part).items() if name not in _ELSEWHERE}
-            self._restores.append(functools.partial(_restore_names, vars(part), values))
+            values = {name: value for name, value in vars(part).items() if name not in ignored}
+            self._restores.append(functools.partial(_restore_names, vars(part), values, ignored))
             for value in values.values():
                 self._restores += _marks(value, seen, _DEPTH)
 
@@ -63,12 +63,20 @@ def numbers_of(module: nn.Module) -> dict[str, Any]:
     >>> numbers["seen"], numbers["meter.sum"]
     (3, 0.5)
     """
-    found: dict[str, Any] = {}
-    for prefix, part in module.named_modules():
-        for name, value in vars(part).items():
-            if name not in _ELSEWHERE and not hasattr(part, "_update_count"):
-                found.update(_numbers(f"{prefix}.{name}" if prefix else name, value, 2))
-    return found
+    return {name: own[key] for name, own, key in _places(module)}
+
+
+def extrapolate(module: nn.Module, before: Mapping[str, Any], steps: int) -> None:
+    """Change the numbers in attributes as further steps may do: each by the same difference.
+
+    Args:
+        module: the module, after a step.
+        before: result of `numbers_of` before that step.
+        steps: number of further steps.
+    """
+    for name, own, key in list(_places(module)):
+        if name in before and own[key] != before[name]:
+            own[key] = own[key] + steps * (own[key] - before[name])
 
 
 def lists_of(module: nn.Module) -> dict[str, int]:
@@ -82,14 +90,21 @@ def lists_of(module: nn.Module) -> dict[str, int]:
     return {name: len(value) for name, value in values if type(value) in (list, deque)}
 
 
-def _numbers(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, _NUMBERS):
-        yield name, value
-    elif depth:
-        inner = value if type(value) in _DICTS else vars(value) if _is_record(value) else {}
-        for key, item in inner.items():
-            if isinstance(key, str):
-                yield from _numbers(f"{name}.{key}", item, depth - 1)
+def _places(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield the name of each number, the dictionary that has it, and its key."""
+    for prefix, part in module.named_modules():
+        if not hasattr(part, "_update_count"):
+            yield from _within(f"{prefix}." if prefix else "", vars(part), 2)
+
+
+def _within(prefix: str, own: dict[str, Any], depth: int) -> Iterator[tuple[str, dict[str, Any], str]]:
+    for key, value in own.items():
+        if not isinstance(key, str) or key in _ELSEWHERE:
+            continue
+        if isinstance(value, _NUMBERS):
+            yield prefix + key, own, key
+        elif depth and (type(value) in _DICTS or _is_record(value)):
+            yield from _within(f"{prefix}{key}.", value if type(value) in _DICTS else vars(value), depth - 1)
 
 
 def _marks(value: Any, seen: set[int], depth: int) -> list[Callable[[], None]]:
@@ -135,8 +150,8 @@ def _is_array(value: Any) -> bool:
     return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
 
 
-def _restore_names(own: dict[Any, Any], before: dict[Any, Any]) -> None:
-    for name in [name for name in own if name not in before and name not in _ELSEWHERE]:
+def _restore_names(own: dict[Any, Any], before: dict[Any, Any], ignored: Collection[Any] = ()) -> None:
+    for name in [name for name in own if name not in before and name not in ignored]:
         del own[name]
     for name, value in before.items():
         if name not in own or own[name] is not value:

@@ -65,9 +65,8 @@ class ListFeed(Feed):
         self._stateful = hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
         self.reads_again = not self._stateful
         self.at_first: dict[str, Any] = self._values()
-        self._began: Any = (
-            None  # random state, and changed values of the source, when the epoch's first batch was requested
-        )
+        self._began: Any = None  # random state, and counters of the source, when the epoch's first batch was requested
+        self._now: dict[str, Any] | None = None  # counters of the source in the checkpoint that was loaded
         self._drawn: Drawn | None = None  # random states of the present iterator, if it draws random numbers
         self._ahead: Any = _NOTHING  # the source's state before the batch that was prefetched
         self._last: Any = None  # the source's state before the last batch that the limit permits, when it is drawn
@@ -100,8 +99,9 @@ class ListFeed(Feed):
         if self._stateful and "source" in state:
             self._restored = state
         self._began = state.get("began")
-        if "now" in state:
-            self._put_back(state["now"])
+        self._now = state.get("now")
+        if self._now is not None:
+            self._put_back(self._now)
 
     def generators(self) -> dict[str, Any]:
         if self._stateful:
@@ -131,6 +131,15 @@ class ListFeed(Feed):
             changed: result of `_changed` at that moment.
         """
         put_back_sampler(self._source, {**self.at_first, **changed})
+
+    def _put_back_hooks_values(self) -> None:
+        """Set the counters that reading again has not moved to those of the checkpoint: hooks have changed these."""
+        now, self._now = self._now, None
+        if now is None or "values" not in self._began:
+            return
+        began, read = {**self.at_first, **self._began["values"]}, self._values()
+        kept = changes(read, {**self.at_first, **now})[1]
+        put_back_sampler(self._source, {path: kept[path] for path in kept if not changes(began, {path: read[path]})[1]})
 
     def _length(self) -> int | float:
         try:
@@ -243,6 +252,7 @@ class ListFeed(Feed):
                 data = self._iterator()
                 for batch in itertools.islice(data, first):
                     self._keep(batch)
+                self._put_back_hooks_values()
             return itertools.islice(data, remaining)
         source: Any = self._source
         saved, self._restored = self._restored, None

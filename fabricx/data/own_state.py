@@ -24,7 +24,7 @@ Values = dict[str, Any]
 _GENERATORS: Final = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _DEPTH: Final = 6  # nesting of datasets and transforms
 _NOT_SEARCHED: Final = (type, ModuleType, FunctionType, MethodType, Tensor, np.ndarray)
-_SMALL: Final = 4096  # items of a list or a dictionary, or bytes of an array
+_COUNTERS: Final = 64  # values in nested lists and dictionaries; more are assumed to be data
 _ITEMS: Final = 64  # longer lists are assumed to hold samples, not transforms or datasets, and are not searched
 
 
@@ -62,16 +62,16 @@ def put_back_sampler(sampler: Any, values: Values) -> None:
 
 
 def iterated_values(source: Any) -> Values:
-    """Copy the small values that iterating may change in a loader and in its sampler or stream, by path.
+    """Copy the counters that iterating may change in a loader and in its sampler or stream, by path.
 
-    Generators are left out, which `states_of_generators` copies, and values of a size of data.
+    They are numbers, texts, and small lists and dictionaries of these. Tensors and arrays are left out, which may be
+    data or belong to a module, and generators, which `states_of_generators` copies.
 
     Args:
         source: any iterable, such as a DataLoader.
     """
-    values = ((path, value) for path, _, _, value in _attributes(source) if not isinstance(value, _GENERATORS))
-    small = ((path, value) for path, value in values if _size(value) <= _SMALL)
-    return {path: copy_ for path, value in small if (copy_ := _packed(value)) is not None}
+    counters = ((path, value) for path, _, _, value in _attributes(source) if _counters(value, _COUNTERS) >= 0)
+    return {path: copy_ for path, value in counters if (copy_ := _packed(value)) is not None}
 
 
 def copied_state(datamodule: Any) -> Any:
@@ -234,10 +234,16 @@ def _attributes(owner: Any) -> Iterator[tuple[str, dict[str, Any], str, Any]]:
                 yield prefix + name, vars(part), name, value
 
 
-def _size(value: Any) -> int:
-    if isinstance(value, (Tensor, np.ndarray)):
-        return int(value.nbytes)
-    return len(value) if isinstance(value, (list, dict)) else 0
+def _counters(value: Any, limit: int) -> int:
+    """Return the limit less the number of values in a nested list or dictionary; negative if these are no counters."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return limit - 1
+    if not isinstance(value, (list, tuple, dict)) or len(value) > limit:
+        return -1
+    for item in value.values() if isinstance(value, dict) else value:
+        if (limit := _counters(item, limit)) < 0:
+            return -1
+    return limit
 
 
 def _draws(part: Any) -> bool:

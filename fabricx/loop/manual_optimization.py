@@ -112,7 +112,7 @@ def train_without_data(session: Session, micro: Microbatch, example: tuple[Any, 
 def count_manual_steps(session: Session) -> None:
     """Count the weight updates of a manual batch: the steps of the optimizer that stepped most often.
 
-    Without a step, other methods of an optimizer that have changed weights are an update together.
+    Without a step, other methods of an optimizer that have stepped an optimizer are an update together.
 
     Args:
         session: this rank's session.

@@ -9,8 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.overrides import TorchFunctionMode
 
 from fabricx.consistency.weight_changes import WeightChanges
+from fabricx.distributed.sharding.dtensors import is_dtensor
 from fabricx.loop import manual_optimization
 from fabricx.loop.update import clip
 
@@ -71,27 +74,64 @@ def call_method(
         the result of the method.
 
     Raises:
-        ValueError: it has changed weights, and a rank has only shards of these, or gradients are scaled.
+        ValueError: it has stepped with gradients of a scaled loss, or has assigned to the data of a shard.
     """
     session.fault_tolerance.settle()
     changes = WeightChanges(_weights(optimizer), values=True)
-    result = method(*args, **options)
+    steps: list[Any] = []
+    name = f"{type(optimizer).__name__}.{method.__name__}"
+    with _noting_steps(optimizer, steps), _RefusesAssignments(name):
+        result = method(*args, **options)
     if session.batch.in_step and changes.first(_weights(optimizer)) is not None:
-        name = f"{type(optimizer).__name__}.{method.__name__}"
-        if session.strategy.traits.sharded:
-            raise ValueError(
-                f"{name} updates weights outside of optimizer.step(), where {type(session.strategy).__name__} has only "
-                "shards of these, which assignments such as `p.data = old` do not change: use strategy=ddp, or an "
-                "optimizer whose step(closure) makes all updates"
-            )
-        if session.precision.scaler is not None:
+        if session.precision.scaler is not None and steps:
             raise ValueError(
                 f"{name} updates weights with the gradients of a scaled loss: use precision='bf16-mixed' or '32-true', "
                 "or define step(self, closure) in the optimizer, which calls the closure for each gradient"
             )
         session.fault_tolerance.begin_update()
-        session.user_steps.other_update = not session.module.automatic_optimization
+        if steps and not session.module.automatic_optimization:
+            session.user_steps.other_update = True
     return result
+
+
+@contextlib.contextmanager
+def _noting_steps(optimizer: Optimizer, steps: list[Any]) -> Iterator[None]:
+    """Append to a list when an optimizer steps, also by `super().step()`, for which torch calls no hooks."""
+
+    def noting(step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def noted(*args: Any, **options: Any) -> Any:
+            steps.append(args)
+            return step(*args, **options)
+
+        return noted
+
+    watch = register_optimizer_step_post_hook(lambda stepped, args, options: steps.append(stepped))
+    own = [(part, vars(part)["step"]) for part in type(optimizer).__mro__ if "step" in vars(part)]
+    for part, step in own:
+        part.step = noting(step)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        watch.remove()
+        for part, step in own:
+            part.step = step  # type: ignore[attr-defined]
+
+
+class _RefusesAssignments(TorchFunctionMode):
+    """Refuses `parameter.data = values` of sharded parameters, which torch does not pass to the shards."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == Tensor.data.__set__ and is_dtensor(args[0]):  # type: ignore[attr-defined]
+            raise ValueError(
+                f"{self._name} assigns to the data of a sharded parameter, which its shard does not receive: use "
+                "parameter.copy_(values) in no_grad, or strategy=ddp"
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def _weights(optimizer: Optimizer) -> list[Tensor]:

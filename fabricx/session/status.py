@@ -180,7 +180,7 @@ class UserSteps:
 
     Attributes:
         manual_steps: steps of each optimizer (by id) that `training_step` has made itself in the current batch.
-        other_update: `training_step` has updated weights by methods of an optimizer other than `step`.
+        other_update: `training_step` has stepped an optimizer by another of its methods than `step`.
         held: gradients that the module's own steps leave for later batches; None with automatic optimization.
         kept: gradients that the module's `optimizer_zero_grad` keeps; None if it can keep none.
         in_optimizer_step: the module's `optimizer_step` is running.

@@ -103,7 +103,7 @@ def _sizes(loader: Any) -> tuple[int | None, int]:
 @contextlib.contextmanager
 def _undisturbed(session: Session) -> Iterator[None]:
     """Context of a trial: discards logged values, and restores buffers, attributes and random numbers."""
-    buffers, attributes = BufferMark(session.module), AttributeMark(session.module)
+    buffers, attributes = BufferMark(session.module), AttributeMark(session.module, RUN_ATTRIBUTES)
     restores = [*generators_of(session.module)]
     logbook, before = session.metrics.training, vars(session.module).get("_log_to")
     session.metrics.collect(logbook)

@@ -366,6 +366,8 @@ def test_steps_without_manual_optimization_are_refused_on_several_ranks():
 class TwoSteps(torch.optim.SGD):
     """Sharpness-aware minimization (SAM), whose two steps the module calls."""
 
+    assigns = False
+
     @torch.no_grad()
     def first_step(self) -> None:
         weights = [p for group in self.param_groups for p in group["params"]]
@@ -379,7 +381,10 @@ class TwoSteps(torch.optim.SGD):
     def second_step(self) -> None:
         for group in self.param_groups:
             for p in group["params"]:
-                p.copy_(self.state[p]["before"])
+                if self.assigns:
+                    p.data = self.state[p]["before"]
+                else:
+                    p.copy_(self.state[p]["before"])
         super().step()
         self.zero_grad()
 
@@ -387,8 +392,9 @@ class TwoSteps(torch.optim.SGD):
 class SharpnessAware(fx.Module):
     """Calls both steps; `dies` is killed between those of the fourth batch, the first time."""
 
-    def __init__(self, dies: int | None = None) -> None:
+    def __init__(self, dies: int | None = None, *, assigns: bool = False) -> None:
         super().__init__()
+        self.assigns = assigns
         torch.manual_seed(3)
         self.automatic_optimization, self.dies, self.batches = False, dies, 0
         self.net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).double()
@@ -404,12 +410,16 @@ class SharpnessAware(fx.Module):
         optimizer.second_step()
 
     def configure_optimizers(self) -> Any:
-        return TwoSteps(self.parameters(), lr=0.2, momentum=0.5)
+        optimizer = TwoSteps(self.parameters(), lr=0.2, momentum=0.5)
+        optimizer.assigns = self.assigns
+        return optimizer
 
 
-def sharpness_aware(ranks: int, strategy: Any = "auto", dies: int | None = None) -> tuple[SharpnessAware, fx.Trainer]:
+def sharpness_aware(
+    ranks: int, strategy: Any = "auto", dies: int | None = None, *, assigns: bool = False
+) -> tuple[SharpnessAware, fx.Trainer]:
     x = torch.randn(42, 6, generator=torch.Generator().manual_seed(1)).double()
-    module = SharpnessAware(dies)
+    module = SharpnessAware(dies, assigns=assigns)
     trainer = fx.Trainer(devices=ranks, strategy=strategy, max_epochs=2, **QUIET)
     trainer.fit(module, DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), GLOBAL_BATCH // ranks))
     return module, trainer
@@ -418,12 +428,12 @@ def sharpness_aware(ranks: int, strategy: Any = "auto", dies: int | None = None)
 def test_methods_of_an_optimizer_that_update_weights_are_an_update_of_the_batch() -> None:
     one, alone = sharpness_aware(1)
     assert alone.global_step == 8
-    for dies in (None, 1, 0):
-        two, trainer = sharpness_aware(2, "ddp", dies)
+    for strategy, dies in (("ddp", None), ("ddp", 1), ("ddp", 0), ("fsdp", None)):
+        two, trainer = sharpness_aware(2, strategy, dies)
         assert trainer.global_step == 8
         assert len(trainer.failures) == (dies is not None)
         assert all(
             torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(one.parameters(), two.parameters(), strict=True)
         )
-    with pytest.raises(WorkerFailed, match=r"TwoSteps\.first_step updates weights outside of .* FSDP has only shards"):
-        sharpness_aware(2, "fsdp")
+    with pytest.raises(WorkerFailed, match=r"TwoSteps\.second_step assigns to the data of a sharded parameter"):
+        sharpness_aware(2, "fsdp", assigns=True)

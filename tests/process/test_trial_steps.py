@@ -134,7 +134,7 @@ CASES: dict[str, tuple[Any, Callable[[], Any], list[int], str]] = {
     "contrast, weights": (PipelineMesh(), lambda: Weighted("contrast"), EQUAL, "weighted by batch_weight, has"),
     "nan later": (PipelineMesh(), Steps, [*EQUAL[1:], 0], ""),
     "nan": (PipelineMesh(), Steps, [0] * 8, "for the first two samples of the loader the loss is nan"),
-    "count": (PipelineMesh(), lambda: Steps("count"), EQUAL, "training_step changes state.steps of the module"),
+    "count": (PipelineMesh(), lambda: Steps("count"), EQUAL, "depends on state.steps of the module"),
     "dropout": (PipelineMesh(), lambda: Steps("dropout"), EQUAL, ""),
     "dropout, tensor": (TensorMesh(), lambda: Steps("dropout"), EQUAL, ""),
     "number of a weight": (PipelineMesh(), lambda: Steps("", "number of a weight"), EQUAL, "the logged 'val' has"),

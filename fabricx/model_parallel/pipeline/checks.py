@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 
-from fabricx.core.attributes import lists_of, numbers_of
+from fabricx.core.attributes import extrapolate, lists_of, numbers_of
 from fabricx.core.rng import seed_generators
 from fabricx.core.trial import Trial
 from fabricx.model_parallel.pipeline.chain import Chain, chunk_of
@@ -18,9 +19,11 @@ CLOSURE: Final = (
     "optimizer without a closure, or another strategy"
 )
 
+FURTHER: Final = 1000  # steps after which the loss is compared
+
 
 def check_counters(module: nn.Module, blocks: Sequence[str], trial: Trial, microbatches: int) -> list[str]:
-    """Refuse a step that counts, in attributes or buffers of the module; returns the names of lists that it extends.
+    """Refuse a step whose loss depends on numbers that it changes, in attributes or buffers of the module.
 
     Stages would have other numbers: the step runs for each microbatch, and on most stages it ends before the code after
     the blocks. Attributes that a second step on the same samples leaves as they are, such as the size of a table, pass.
@@ -31,6 +34,9 @@ def check_counters(module: nn.Module, blocks: Sequence[str], trial: Trial, micro
         trial: the training step.
         microbatches: runs of the step for a batch; with one, code before the blocks and within them may count.
 
+    Returns:
+        names of other numbers that the step changes, and of lists that it extends.
+
     Raises:
         ValueError: names the attributes.
     """
@@ -39,10 +45,10 @@ def check_counters(module: nn.Module, blocks: Sequence[str], trial: Trial, micro
     hook = first.register_forward_pre_hook(lambda *_: entry.update(_counts(module, blocks)))
     try:
         with trial.undisturbed():
-            states, lengths = [_counts(module, blocks)], lists_of(module)
+            states, numbers, lengths = [_counts(module, blocks)], numbers_of(module), lists_of(module)
+            losses = []
             for _ in range(2):
-                seed_generators(0)
-                trial.step(trial.batch, 0)
+                losses.append(_loss(trial))
                 states.append(_counts(module, blocks))
                 if states[-1] == states[-2]:
                     break
@@ -54,11 +60,36 @@ def check_counters(module: nn.Module, blocks: Sequence[str], trial: Trial, micro
     changed = [name for name in after if before.get(name) != after[name] and not (alone and _inside(name, blocks))]
     if not changed:
         return lists
+    if not _differ(*losses):
+        with trial.undisturbed():
+            _loss(trial)
+            extrapolate(module, numbers, FURTHER)
+            losses[1] = _loss(trial)
+        if not _differ(*losses):
+            return [*changed, *lists]
     raise ValueError(
-        f"training_step changes {', '.join(changed[:3])}{', ...' * (len(changed) > 3)} of the module. Under a pipeline "
-        "it runs for each microbatch, and on most stages it ends before the code after the blocks, so that stages "
-        "would have different values: use self.trainer.global_step, or change it in on_train_batch_start or "
-        "on_train_batch_end, which run once for a batch on all stages"
+        f"the loss of training_step depends on {', '.join(changed[:3])}{', ...' * (len(changed) > 3)} of the module, "
+        "which the step changes. Under a pipeline it runs for each microbatch, and on most stages it ends before the "
+        "code after the blocks, so that stages would have different values: use self.trainer.global_step, or change it "
+        "in on_train_batch_start or on_train_batch_end, which run once for a batch on all stages"
+    )
+
+
+def _loss(trial: Trial) -> float | None:
+    """Return the loss of the step with the same random numbers at each call; None without, or after an error."""
+    seed_generators(0)
+    try:
+        outputs = trial.step(trial.batch, 0)
+    except Exception:  # of numbers that no step has reached
+        return None
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    return float(loss.detach()) if isinstance(loss, Tensor) else None
+
+
+def _differ(first: float | None, *others: float | None) -> bool:
+    return any(
+        other != first if first is None or other is None else not math.isclose(first, other, rel_tol=1e-6)
+        for other in others
     )
 
 

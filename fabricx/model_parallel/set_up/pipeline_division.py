@@ -59,8 +59,11 @@ def find_chain(whole: Divided, trial: Trial, *, shared: bool) -> Chain:
     # Outside of the traces, in which this context would use all buffers.
     with trial.undisturbed(), unchanged_weights(whole.module):
         chain = trace_chain(whole.module, find_blocks(whole.module, whole.settings.blocks, run, outside=True), run)
-    if shared and (lists := check_counters(whole.module, chain.blocks, trial, _microbatches(whole))):
-        note = f"training_step extends {', '.join(lists)}: of stages, only the last does, once for each microbatch"
+    if shared and (names := check_counters(whole.module, chain.blocks, trial, _microbatches(whole))):
+        note = (
+            f"training_step changes {', '.join(names)}: in a pipeline for each microbatch, and after the call of the "
+            "blocks on the last stage only"
+        )
         chain = replace(chain, notes=(*chain.notes, note))
     return replace(chain, costs=whole.world.broadcast_object(chain.costs)) if shared else chain  # times differ
 
