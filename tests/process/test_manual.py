@@ -437,3 +437,34 @@ def test_methods_of_an_optimizer_that_update_weights_are_an_update_of_the_batch(
         )
     with pytest.raises(WorkerFailed, match=r"TwoSteps\.second_step assigns to the data of a sharded parameter"):
         sharpness_aware(2, "fsdp", assigns=True)
+
+
+class Limited(torch.optim.SGD):
+    """Has a method that changes weights and belongs to no update."""
+
+    @torch.no_grad()
+    def limit(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.clamp_(-0.1, 0.1)
+
+
+class StepsEachSecondBatch(SharpnessAware):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        self.manual_backward(mse(self.net(batch[0]), batch[1]))
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            optimizer.limit()
+
+    def configure_optimizers(self) -> Any:
+        return Limited(self.parameters(), lr=0.2)
+
+
+def test_a_method_of_an_optimizer_that_makes_no_step_is_no_update() -> None:
+    x = torch.randn(24, 6, generator=torch.Generator().manual_seed(1)).double()
+    trainer = fx.Trainer(max_epochs=1, **QUIET)
+    trainer.fit(StepsEachSecondBatch(), DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 6))
+    assert trainer.global_step == 2

@@ -394,3 +394,33 @@ def test_a_stream_is_read_again_with_its_counters_of_that_epoch(survives: bool, 
     feed.load_state_dict(None)  # from the start
     if survives:
         assert list(read(feed, data, 0)) == before
+
+
+def test_a_counter_that_a_hook_changes_within_an_epoch_keeps_its_value_on_resume() -> None:
+    def read(data: Counts, state: Any = None, first: int = 0, stop: int = 6) -> tuple[list[Any], Any]:
+        feed = ListFeed(DataLoader(data, batch_size=None), World(), float("inf"))
+        if state is not None:
+            feed.load_state_dict(state)
+        found = []
+        for microbatch in feed.epoch(0, first=first):
+            data.level += 1  # as a hook
+            found.append(microbatch.data.tolist())
+            state = feed.state_dict()
+            if len(found) == stop:
+                break
+        return found, state
+
+    whole, _ = read(Counts())
+    before, saved = read(Counts(), stop=2)
+    after, _ = read(Counts(), saved, first=2)
+    assert [*before, *after[1:]] == [*whole[:2], *whole[3:]]  # the batch that was prefetched has the level of before
+    assert [batch[1:] for batch in after] == [batch[1:] for batch in whole[2:]]
+
+
+def test_data_in_attributes_of_a_stream_is_not_recorded() -> None:
+    data: Any = Counts()
+    data.files, data.table, data.nested = list(range(65)), torch.zeros(2), [list(range(40)), list(range(40))]
+    feed = ListFeed(DataLoader(data, batch_size=None), World(), float("inf"))
+    recorded = {path.rpartition(".")[2] for path in feed.at_first}
+    assert {"at", "epoch", "level", "order"} <= recorded
+    assert not {"files", "table", "nested"} & recorded
