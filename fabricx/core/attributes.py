@@ -63,7 +63,7 @@ def numbers_of(module: nn.Module) -> dict[str, Any]:
     >>> numbers["seen"], numbers["meter.sum"]
     (3, 0.5)
     """
-    return {name: own[key] for name, own, key in _places(module)}
+    return {name: current[key] for name, current, key in _places(module)}
 
 
 def extrapolate(module: nn.Module, before: Mapping[str, Any], steps: int) -> None:
@@ -74,9 +74,9 @@ def extrapolate(module: nn.Module, before: Mapping[str, Any], steps: int) -> Non
         before: result of `numbers_of` before that step.
         steps: number of further steps.
     """
-    for name, own, key in list(_places(module)):
-        if name in before and own[key] != before[name]:
-            own[key] = own[key] + steps * (own[key] - before[name])
+    for name, current, key in list(_places(module)):
+        if name in before and current[key] != before[name]:
+            current[key] = current[key] + steps * (current[key] - before[name])
 
 
 def lists_of(module: nn.Module) -> dict[str, int]:
@@ -97,12 +97,12 @@ def _places(module: nn.Module) -> Iterator[tuple[str, dict[str, Any], str]]:
             yield from _within(f"{prefix}." if prefix else "", vars(part), 2)
 
 
-def _within(prefix: str, own: dict[str, Any], depth: int) -> Iterator[tuple[str, dict[str, Any], str]]:
-    for key, value in own.items():
+def _within(prefix: str, current: dict[str, Any], depth: int) -> Iterator[tuple[str, dict[str, Any], str]]:
+    for key, value in current.items():
         if not isinstance(key, str) or key in _ELSEWHERE:
             continue
         if isinstance(value, _NUMBERS):
-            yield prefix + key, own, key
+            yield prefix + key, current, key
         elif depth and (type(value) in _DICTS or _is_record(value)):
             yield from _within(f"{prefix}{key}.", value if type(value) in _DICTS else vars(value), depth - 1)
 
@@ -150,18 +150,18 @@ def _is_array(value: Any) -> bool:
     return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
 
 
-def _restore_names(own: dict[Any, Any], before: dict[Any, Any], ignored: Collection[Any] = ()) -> None:
-    for name in [name for name in own if name not in before and name not in ignored]:
-        del own[name]
+def _restore_names(current: dict[Any, Any], before: dict[Any, Any], ignored: Collection[Any] = ()) -> None:
+    for name in [name for name in current if name not in before and name not in ignored]:
+        del current[name]
     for name, value in before.items():
-        if name not in own or own[name] is not value:
-            own[name] = value
+        if name not in current or current[name] is not value:
+            current[name] = value
 
 
-def _restore_items(own: Any, before: list[Any]) -> None:
-    if len(own) != len(before) or any(item is not old for item, old in zip(own, before, strict=True)):
-        own.clear()
-        (own.update if isinstance(own, set) else own.extend)(before)
+def _restore_items(current: Any, before: list[Any]) -> None:
+    if len(current) != len(before) or any(item is not old for item, old in zip(current, before, strict=True)):
+        current.clear()
+        (current.update if isinstance(current, set) else current.extend)(before)
 
 
 def _write(tensor: Tensor, values: Tensor) -> None:

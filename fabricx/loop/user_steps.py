@@ -107,14 +107,14 @@ def _noting_steps(optimizer: Optimizer, steps: list[Any]) -> Iterator[None]:
         return noted
 
     watch = register_optimizer_step_post_hook(lambda stepped, args, options: steps.append(stepped))
-    own = [(part, vars(part)["step"]) for part in type(optimizer).__mro__ if "step" in vars(part)]
-    for part, step in own:
+    patched = [(part, vars(part)["step"]) for part in type(optimizer).__mro__ if "step" in vars(part)]
+    for part, step in patched:
         part.step = noting(step)  # type: ignore[attr-defined]
     try:
         yield
     finally:
         watch.remove()
-        for part, step in own:
+        for part, step in patched:
             part.step = step  # type: ignore[attr-defined]
 
 
