@@ -42,6 +42,7 @@ class Steps(fx.Module):
         self.found: list[Any] | None = None
         self.state, self.outputs = {"steps": 0}, list[Tensor]()
         self.inputs.requires_grad_(training != "unfreezes")
+        self.in_step = False
 
     def forward(self, x: Tensor, noise: Tensor | float = 0.0) -> Tensor:
         x = self.inputs(x)
@@ -51,10 +52,12 @@ class Steps(fx.Module):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, labels = batch
+        self.in_step = True
         if self.kinds[0] == "count":
             x = x * 0.9 ** self.state["steps"]  # type: ignore[operator]
         noise = torch.randn(x.shape) if "noise" in self.kinds[0] else torch.zeros(x.shape)
         outputs = self(x + noise)
+        self.in_step = False
         if self.kinds[0] == "count":
             self.state["steps"] += 1  # type: ignore[operator]
             self.outputs.append(outputs.detach())
@@ -109,6 +112,7 @@ def samples(lengths: list[int]) -> list[tuple[Tensor, Tensor]]:
 
 # In `make test`; `make soak` has all.
 ALWAYS = (
+    "one microbatch",
     "fewer words later",
     "weights",
     "noise",

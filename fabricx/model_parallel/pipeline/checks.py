@@ -55,6 +55,8 @@ def check_counters(module: nn.Module, blocks: Sequence[str], trial: Trial, micro
             lists = [name for name, length in lists_of(module).items() if length > lengths.get(name, length)]
     finally:
         hook.remove()
+    if len(losses) < 2:  # flags that the step sets and resets
+        return lists
     alone = microbatches == 1
     before, after = entry if alone else states[1], states[-1]
     changed = [name for name in after if before.get(name) != after[name] and not (alone and _inside(name, blocks))]
