@@ -334,8 +334,7 @@ class LoadBalancer(Callback):
 
 
 def _samples(trainer: TrainerProtocol) -> int:
-    samples = trainer.session.data.train_feed.global_batch * trainer.accumulate_grad_batches
-    return samples
+    return trainer.session.data.train_feed.global_batch * trainer.accumulate_grad_batches
 
 
 def _assumed(speeds: Sequence[float]) -> list[float]:

@@ -415,8 +415,10 @@ class RunData:
             if (method := getattr(owner, name)) is None:  # assigned by the user: the owner has no such loader
                 continue
             self._creating = True
-            loader = method()
-            self._creating = False
+            try:
+                loader = method()
+            finally:
+                self._creating = False
             if loader is not None:
                 return loader
             if overrides(owner, name, contract):
