@@ -93,9 +93,7 @@ def dumps(key: bytes, context: Sequence[object], message: Any) -> bytes:
     """
     if key:
         return sign(key, context, by_value.dumps_for_peer(message))
-    from fabricx.distributed.messages import (
-        plain_data,  # local import: the host process of a launch's store runs without torch
-    )
+    from fabricx.distributed.messages import plain_data  # here: the host process of a launch's store has no torch
 
     return sign(key, context, plain_data.dumps(message))
 
