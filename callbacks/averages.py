@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fabricx.core.callback import Callback
-from fabricx.core.placeholder import is_placeholder
+from fabricx.core.module_state.placeholder import is_placeholder
 from fabricx.distributed.sharding.dtensors import is_dtensor
 
 if TYPE_CHECKING:

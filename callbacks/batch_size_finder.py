@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from fabricx.callbacks.trials import check_tried
 from fabricx.core.callback import Callback
-from fabricx.core.former_names import renamed
+from fabricx.core.hook_calls.former_names import renamed
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fabricx.callbacks.metric_timing import has_validation, reads_at_epoch_end
 from fabricx.core.callback import Callback
-from fabricx.core.former_names import renamed
+from fabricx.core.hook_calls.former_names import renamed
 from fabricx.errors import did_you_mean
 
 if TYPE_CHECKING:

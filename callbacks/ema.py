@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from fabricx.callbacks.averages import Averages, averageable, local
-from fabricx.core.averaging import AverageRule
 from fabricx.core.strategy_parts import HasServers, as_part
+from fabricx.core.strategy_support.averaging import AverageRule
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module

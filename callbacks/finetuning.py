@@ -11,9 +11,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from fabricx.core.callback import Callback
-from fabricx.core.former_names import renamed
-from fabricx.core.optimizer_state import extend_schedule, let_groups_grow
+from fabricx.core.hook_calls.former_names import renamed
 from fabricx.core.strategy_parts import HasServers
+from fabricx.core.strategy_support.optimizer_state import extend_schedule, let_groups_grow
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fabricx.core.rng import random_kept
+from fabricx.core.module_state.rng import random_kept
 
 UNKNOWN = "?"  # of a submodule that the forward does not call, and of an object without a shape
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from fabricx.core.callback import Callback
-from fabricx.core.former_names import renamed
+from fabricx.core.hook_calls.former_names import renamed
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module

@@ -9,7 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from fabricx.core.callback import Callback
-from fabricx.core.former_names import renamed
+from fabricx.core.hook_calls.former_names import renamed
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module

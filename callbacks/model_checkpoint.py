@@ -25,8 +25,8 @@ from fabricx.callbacks.time_interval import TimeInterval
 from fabricx.checkpoint import sweep
 from fabricx.checkpoint.storage import as_path, is_local
 from fabricx.core.callback import Callback
-from fabricx.core.duration import parse_duration
-from fabricx.core.former_names import renamed
+from fabricx.core.hook_calls.former_names import renamed
+from fabricx.core.options.duration import parse_duration
 from fabricx.errors import did_you_mean
 
 if TYPE_CHECKING:

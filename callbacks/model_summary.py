@@ -13,8 +13,8 @@ from torch.nn.parameter import is_lazy
 
 from fabricx.callbacks.forward_sizes import UNKNOWN, forward_sizes
 from fabricx.core.callback import Callback
-from fabricx.core.former_names import renamed
-from fabricx.core.transfer import to_device
+from fabricx.core.hook_calls.former_names import renamed
+from fabricx.core.tensors.transfer import to_device
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module

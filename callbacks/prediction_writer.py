@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
 
 from fabricx.core.callback import Callback
-from fabricx.core.transfer import cpu
+from fabricx.core.tensors.transfer import cpu
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module

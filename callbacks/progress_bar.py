@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from fabricx.callbacks.progress_screen import Lines, Screen, Speed, Terminal, View, open_screen
 from fabricx.core.callback import Callback
-from fabricx.core.former_names import renamed
+from fabricx.core.hook_calls.former_names import renamed
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fabricx.callbacks.averages import Averages, precise
 from fabricx.core.callback import Callback
-from fabricx.core.former_names import renamed
+from fabricx.core.hook_calls.former_names import renamed
 from fabricx.core.strategy_parts import HasServers
 
 if TYPE_CHECKING:

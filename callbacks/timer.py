@@ -8,8 +8,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, final
 
 from fabricx.core.callback import Callback
-from fabricx.core.duration import parse_duration
-from fabricx.core.former_names import renamed
+from fabricx.core.hook_calls.former_names import renamed
+from fabricx.core.options.duration import parse_duration
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from fabricx.callbacks.time_interval import TimeInterval
 from fabricx.core.callback import Callback
-from fabricx.core.duration import parse_duration
+from fabricx.core.options.duration import parse_duration
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fabricx.callbacks.averages import Averages, local
-from fabricx.core.former_names import renamed
+from fabricx.core.hook_calls.former_names import renamed
 from fabricx.core.strategy_parts import HasServers
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fabricx.core.logger import Logger
     from fabricx.core.module import LightningModule as LightningModule
     from fabricx.core.module import Module
-    from fabricx.core.rng import seed_everything
+    from fabricx.core.module_state.rng import seed_everything
     from fabricx.core.strategy import Strategy, Traits
     from fabricx.data.combined import CombinedLoader
     from fabricx.distributed.compression.codecs import Codec
@@ -54,7 +54,7 @@ _MODULES = {
     "Traits": "fabricx.core.strategy",
     "Tuner": "fabricx.trainer.tuner",
     "main": "fabricx.cli.hydra_app",
-    "seed_everything": "fabricx.core.rng",
+    "seed_everything": "fabricx.core.module_state.rng",
 }
 
 _PACKAGES = ("callbacks", "launchers", "loggers", "pytorch", "strategies")  # imported at first access

@@ -15,8 +15,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from fabricx import plugins
-from fabricx.core.annotations import check_value
-from fabricx.core.options import LAUNCHERS, TrainerOptions
+from fabricx.core.options.annotations import check_value
+from fabricx.core.options.trainer_options import LAUNCHERS, TrainerOptions
 from fabricx.errors import did_you_mean, nearest_key
 from fabricx.redaction import masked, masked_keys
 from fabricx.trainer import provenance

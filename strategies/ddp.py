@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.optim import Optimizer
 
-from fabricx.core.gradient_checks import check_dense, warn_of_lost_residuals
 from fabricx.core.strategy import Strategy, Traits
 from fabricx.core.strategy_parts import Elastic, KeepsLocalState, MeasuresWaiting, WrapsStep
+from fabricx.core.strategy_support.gradient_checks import check_dense, warn_of_lost_residuals
 from fabricx.distributed.compression.codecs import CODECS, POWERSGD, SUMMED, SumCompression
 from fabricx.distributed.ddp.compressed_buckets import LowRankAverager, average_as, average_as_factors
 from fabricx.distributed.ddp.shared_buckets import SharedMemoryAverager, average_in_shared_memory

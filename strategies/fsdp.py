@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from fabricx.core.gradient_checks import check_dense
 from fabricx.core.strategy import Strategy, Traits
 from fabricx.core.strategy_parts import Elastic, HidesGradients, MeasuresWaiting, ShardsWeights, WrapsStep
+from fabricx.core.strategy_support.gradient_checks import check_dense
 from fabricx.distributed.collective_order import CollectiveOrder
 from fabricx.distributed.heap import LARGE, release_freed_memory
 from fabricx.distributed.sharding.dtensors import is_dtensor

@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 
 from fabricx.checkpoint import tree
 from fabricx.consistency.frozen_means import FrozenMeans
-from fabricx.core.gradient_checks import check_frozen
-from fabricx.core.held_gradients import keep_in_state, take_from_state
-from fabricx.core.placeholder import is_placeholder
+from fabricx.core.module_state.placeholder import is_placeholder
 from fabricx.core.strategy import Strategy, Traits
 from fabricx.core.strategy_parts import Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, WrapsStep
+from fabricx.core.strategy_support.gradient_checks import check_frozen
+from fabricx.core.strategy_support.held_gradients import keep_in_state, take_from_state
 from fabricx.distributed.sharding.dtensors import is_dtensor, own_part, with_part
 from fabricx.distributed.sharding.fragments import Fragment, in_fragments
 from fabricx.distributed.sharding.fsdp_internals import shard_like

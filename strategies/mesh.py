@@ -15,9 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabricx import plugins
-from fabricx.core.gradient_checks import check_dense
+from fabricx.core.module_state.rng import seed_often
 from fabricx.core.optimizers import needs_closure
-from fabricx.core.rng import seed_often
 from fabricx.core.strategy import Strategy, Traits
 from fabricx.core.strategy_parts import (
     Elastic,
@@ -29,6 +28,7 @@ from fabricx.core.strategy_parts import (
     WrapsStep,
     as_part,
 )  # fmt: skip
+from fabricx.core.strategy_support.gradient_checks import check_dense
 from fabricx.distributed.world import World
 from fabricx.errors import check_choice
 from fabricx.model_parallel.axes import sizes_of, with_axes
@@ -66,7 +66,7 @@ from fabricx.model_parallel.set_up.same_batches import SameBatches
 from fabricx.model_parallel.step_hooks import step_beside_hooks
 
 if TYPE_CHECKING:
-    from fabricx.core.trial import Trial
+    from fabricx.core.strategy_support.trial import Trial
     from fabricx.model_parallel.pipeline.stages import Pipeline
     from fabricx.model_parallel.set_up.divided import Divided
     from fabricx.model_parallel.set_up.division import Division

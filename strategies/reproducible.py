@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabricx.core.complex_numbers import as_real
-from fabricx.core.gradient_checks import check_dense, check_frozen
 from fabricx.core.strategy import Strategy, Traits
 from fabricx.core.strategy_parts import Elastic
+from fabricx.core.strategy_support.gradient_checks import check_dense, check_frozen
+from fabricx.core.tensors.complex_numbers import as_real
 from fabricx.distributed.world import World
 
 HEADROOM: Final = 16  # powers of two by which a gradient may exceed all gradients of the previous update

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from fabricx import plugins
 from fabricx.cli.mistakes import Composition
-from fabricx.core.options import TrainerOptions
+from fabricx.core.options.trainer_options import TrainerOptions
 
 _WIDTH: Final = 79
 _REFERENCE: Final = re.compile(r"see `\w+`")

@@ -338,7 +338,7 @@ def run(command: str, config: dict[str, Any], run_dir: Path | None = None) -> tu
     check_settings(config)
     _check_checkpoint(command, config, resumes=run_dir is not None)
     if config["seed"] is not None:
-        from fabricx.core.rng import seed_everything
+        from fabricx.core.module_state.rng import seed_everything
 
         seed_everything(config["seed"])
     trainer, module, data = build(config)

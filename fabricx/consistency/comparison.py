@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fabricx.core.callback import Callback
     from fabricx.core.module import Module
     from fabricx.core.optimizers import Schedule
-    from fabricx.core.options import TrainerOptions
+    from fabricx.core.options.trainer_options import TrainerOptions
     from fabricx.core.strategy import Strategy
     from fabricx.data import Feed
 

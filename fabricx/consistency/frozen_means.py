@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fabricx.consistency.weight_changes import digest
-from fabricx.core.placeholder import is_placeholder
+from fabricx.core.module_state.placeholder import is_placeholder
 from fabricx.distributed.sharding.dtensors import own_part
 from fabricx.distributed.world import World
 

@@ -20,16 +20,16 @@ from torch import Tensor, nn
 from fabricx.consistency.comparison import CHANGE_ALIKE, LIMITS, compare, of_hooks, of_optimizers
 from fabricx.consistency.optimizer_changes import KnownParameters, cleared_gradients, watched_states
 from fabricx.consistency.weight_changes import SavedValues, WeightChanges, digest
-from fabricx.core.placeholder import is_placeholder
+from fabricx.core.module_state.placeholder import is_placeholder
 from fabricx.core.strategy_parts import HasServers, as_part
 from fabricx.errors import RanksDisagree
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from fabricx.core.hooks import Hooks
+    from fabricx.core.hook_calls.hooks import Hooks
     from fabricx.core.module import Module
-    from fabricx.core.options import TrainerOptions
+    from fabricx.core.options.trainer_options import TrainerOptions
     from fabricx.core.state import RunState
     from fabricx.core.strategy import Strategy
     from fabricx.data.run_data import RunData

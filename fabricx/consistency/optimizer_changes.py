@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabricx.consistency.weight_changes import digest
-from fabricx.core.placeholder import is_placeholder
+from fabricx.core.module_state.placeholder import is_placeholder
 from fabricx.distributed.sharding.dtensors import is_dtensor, own_part
 
 _ACCESSES: Final = (

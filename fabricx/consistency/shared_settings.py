@@ -19,7 +19,7 @@ from fabricx.errors import RanksDisagree
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
-    from fabricx.core.options import TrainerOptions
+    from fabricx.core.options.trainer_options import TrainerOptions
     from fabricx.core.state import RunState
     from fabricx.core.strategy import Strategy
     from fabricx.data import Microbatch

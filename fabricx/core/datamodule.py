@@ -149,7 +149,7 @@ class DataModule(HyperParameters):
             device: device of this rank.
             dataloader_idx: index of the loader.
         """
-        from fabricx.core.transfer import to_device
+        from fabricx.core.tensors.transfer import to_device
 
         return to_device(batch, device)
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fabricx.core.evaluation_mode import evaluation_mode
 from fabricx.core.module_hooks import RUN_ATTRIBUTES
-from fabricx.core.transfer import to_device
+from fabricx.core.module_state.evaluation_mode import evaluation_mode
+from fabricx.core.tensors.transfer import to_device
 
 
 def to_onnx(module: Any, file_path: Any, input_sample: Any, **options: Any) -> Any:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from fabricx.core.hparams import HyperParameters, of_class
 from fabricx.core.module_hooks import RUN_ATTRIBUTES, ModuleHooks
 from fabricx.core.rank_zero import set_launched_rank
-from fabricx.core.reductions import Reduction
+from fabricx.core.tensors.reductions import Reduction
 
 if TYPE_CHECKING:
     from os import PathLike

@@ -168,7 +168,7 @@ class ModuleHooks:
             device: this rank's device.
             dataloader_idx: number of the data loader.
         """
-        from fabricx.core.transfer import to_device
+        from fabricx.core.tensors.transfer import to_device
 
         return to_device(batch, device)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, final
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from fabricx.core.optimizer_state import OTHER_STATE, extend_schedule, grows
+from fabricx.core.strategy_support.optimizer_state import OTHER_STATE, extend_schedule, grows
 from fabricx.errors import PossibleUserWarning, did_you_mean
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from fabricx.core.transfer import to_dtype
+from fabricx.core.tensors.transfer import to_dtype
 from fabricx.errors import did_you_mean
 
 _ALIASES: Final = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed"}

@@ -16,12 +16,12 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabricx.core.gradient_checks import SPARSE_CLIPPED
-from fabricx.core.held_gradients import take_from_state
-from fabricx.core.optimizer_state import OTHER_STATE, by_name, by_number
-from fabricx.core.placeholder import is_placeholder, load_present
-from fabricx.core.strategy_names import StrategyNames
+from fabricx.core.module_state.placeholder import is_placeholder, load_present
 from fabricx.core.strategy_parts import HoldsPart, as_part, check_parts
+from fabricx.core.strategy_support.gradient_checks import SPARSE_CLIPPED
+from fabricx.core.strategy_support.held_gradients import take_from_state
+from fabricx.core.strategy_support.lightning_names import StrategyNames
+from fabricx.core.strategy_support.optimizer_state import OTHER_STATE, by_name, by_number
 from fabricx.distributed.membership.lost_peers import raise_peer_lost
 from fabricx.distributed.world import World
 from fabricx.errors import NamesChecked

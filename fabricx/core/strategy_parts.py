@@ -15,13 +15,13 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabricx.core.averaging import AverageRule
-from fabricx.core.dealer import Dealer
+from fabricx.core.strategy_support.averaging import AverageRule
+from fabricx.core.strategy_support.dealer import Dealer
 from fabricx.distributed.sharding.dtensors import is_dtensor
 from fabricx.distributed.world import World
 
 if TYPE_CHECKING:
-    from fabricx.core.trial import Trial
+    from fabricx.core.strategy_support.trial import Trial
 
 Part = TypeVar("Part")
 

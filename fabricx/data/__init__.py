@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fabricx.core.transfer import batch_size_of, to_device
+from fabricx.core.tensors.transfer import batch_size_of, to_device
 from fabricx.data.combined import CombinedLoader
 from fabricx.data.factory import make_feed
 from fabricx.data.feed import Feed, Microbatch

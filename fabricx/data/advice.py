@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import RandomSampler
 
-from fabricx.core.options import DEFAULT_EPOCHS
+from fabricx.core.options.trainer_options import DEFAULT_EPOCHS
 from fabricx.errors import PossibleUserWarning
 
 

@@ -9,7 +9,7 @@ from typing import Any, final
 
 import numpy as np
 
-from fabricx.core.rng import random_kept, seed_torch
+from fabricx.core.module_state.rng import random_kept, seed_torch
 
 
 @final

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, final
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader
 
-from fabricx.core.rng import random_kept
+from fabricx.core.module_state.rng import random_kept
 from fabricx.data.epochs import set_epoch_of_loader
 from fabricx.errors import did_you_mean
 

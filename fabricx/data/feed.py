@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fabricx.core.dealer import Dealer
+from fabricx.core.strategy_support.dealer import Dealer
 from fabricx.data.leasing import Section
 from fabricx.distributed.world import World
 

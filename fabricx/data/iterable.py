@@ -10,8 +10,8 @@ from typing import Any, cast, final
 import torch
 from torch.utils.data import DataLoader
 
-from fabricx.core.dealer import Dealer
-from fabricx.core.rng import RandomState, random_kept
+from fabricx.core.module_state.rng import RandomState, random_kept
+from fabricx.core.strategy_support.dealer import Dealer
 from fabricx.data.epochs import set_epoch_of_loader
 from fabricx.data.feed import Feed, Microbatch
 from fabricx.data.leasing import Section

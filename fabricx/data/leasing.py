@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, final
 
-from fabricx.core.dealer import Dealer
+from fabricx.core.strategy_support.dealer import Dealer
 from fabricx.data.order import Share
 
 Section = Callable[[int, int | float], int]  # (trained leases, remaining leases) -> leases until the ranks meet

@@ -20,9 +20,9 @@ from torch.utils.data import (
     default_collate,
 )
 
-from fabricx.core.dealer import Dealer
-from fabricx.core.rng import random_kept, seed_generators, seed_torch
-from fabricx.core.transfer import common_size
+from fabricx.core.module_state.rng import random_kept, seed_generators, seed_torch
+from fabricx.core.strategy_support.dealer import Dealer
+from fabricx.core.tensors.transfer import common_size
 from fabricx.data.batch_seeding import BatchSeededDataset
 from fabricx.data.epochs import set_epoch
 from fabricx.data.feed import Feed, Microbatch

@@ -8,7 +8,7 @@ from typing import Any, final
 
 import torch
 
-from fabricx.core.rng import RandomState, random_kept, seed_often
+from fabricx.core.module_state.rng import RandomState, random_kept, seed_often
 
 
 @final

@@ -1,6 +1,6 @@
 """State inside samplers and datasets: their own generators, counters, orders that are shuffled in place.
 
-The global generators of torch, numpy and python are seeded and saved in `fabricx/core/rng.py`.
+The global generators of torch, numpy and python are seeded and saved in `fabricx/core/module_state/rng.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, Sampler
 
-from fabricx.core.nested_items import items_of
+from fabricx.core.tensors.nested_items import items_of
 from fabricx.data.plain_values import is_plain, packed, same, unpacked
 
 Values = dict[str, Any]

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import torch
 
 from fabricx.core.datamodule import DataModule
-from fabricx.core.duration import check_count
-from fabricx.core.hooks import overrides
+from fabricx.core.hook_calls.hooks import overrides
 from fabricx.core.module_hooks import ModuleHooks
-from fabricx.core.rng import RandomState, random_kept, seed_often
+from fabricx.core.module_state.rng import RandomState, random_kept, seed_often
+from fabricx.core.options.duration import check_count
 from fabricx.core.strategy_parts import ModelParallel, as_part
 from fabricx.data.advice import advise_on_overfitting, advise_on_shuffling, advise_on_validation
 from fabricx.data.factory import make_feed
@@ -27,7 +27,7 @@ from fabricx.distributed.world import World
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
-    from fabricx.core.options import TrainerOptions
+    from fabricx.core.options.trainer_options import TrainerOptions
     from fabricx.core.state import RunState
     from fabricx.core.strategy import Strategy
 

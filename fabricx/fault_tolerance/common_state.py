@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fabricx.consistency.comparison import LIMITS
-from fabricx.core.rng import seed_generators
+from fabricx.core.module_state.rng import seed_generators
 from fabricx.distributed.activity import heartbeat
 from fabricx.distributed.membership.generations import membership
 from fabricx.fault_tolerance.hook_entries import load_hook_entries, report_failed_hooks

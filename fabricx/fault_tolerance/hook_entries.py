@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from fabricx.core.callback import Callback
-from fabricx.core.hooks import fitted, overrides
+from fabricx.core.hook_calls.hooks import fitted, overrides
 from fabricx.core.module_hooks import ModuleHooks
 from fabricx.distributed.membership.lost_peers import may_be_cut
 from fabricx.session.callback_states import by_key

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fabricx.core.rng import random_kept
+from fabricx.core.module_state.rng import random_kept
 from fabricx.errors import PossibleUserWarning
 
 

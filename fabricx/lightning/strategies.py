@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from fabricx import plugins
-from fabricx.core.former_arguments import former_strategy
+from fabricx.core.options.former_arguments import former_strategy
 from fabricx.core.strategy import Strategy
 
 _DDP: Final = re.compile(r"ddp(_spawn|_fork|_notebook|)(_find_unused_parameters_(true|false))?")

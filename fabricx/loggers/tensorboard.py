@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, final
 import torch
 from torch import nn
 
-from fabricx.core.evaluation_mode import evaluation_mode
 from fabricx.core.logger import Ending
-from fabricx.core.rng import random_kept
+from fabricx.core.module_state.evaluation_mode import evaluation_mode
+from fabricx.core.module_state.rng import random_kept
 from fabricx.loggers.files import (
     UPDATES,
     FolderLogger,

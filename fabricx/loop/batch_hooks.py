@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from fabricx.core.steps import detached
+from fabricx.core.hook_calls.steps import detached
 from fabricx.data import Microbatch
 from fabricx.distributed.collective_guard import ALL_JOIN, without_sample
 from fabricx.session.save_points import follow_hooks, publish_hooks_done

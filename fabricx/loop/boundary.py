@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fabricx.core.state import EpochStep
-from fabricx.core.transfer import with_own_move
+from fabricx.core.tensors.transfer import with_own_move
 from fabricx.data import Microbatch
 from fabricx.distributed.activity import heartbeat
 from fabricx.loop.evaluation import validate_in_fit

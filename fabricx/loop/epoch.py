@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from fabricx.consistency.optimizer_changes import RepeatedHook
-from fabricx.core.hooks import call
-from fabricx.core.optimizer_state import added_once
-from fabricx.core.rng import random_kept
+from fabricx.core.hook_calls.hooks import call
+from fabricx.core.module_state.rng import random_kept
 from fabricx.core.state import EpochStep
+from fabricx.core.strategy_support.optimizer_state import added_once
 from fabricx.loop.boundary import call_last_hooks
 from fabricx.loop.evaluation import validate_in_fit
 from fabricx.loop.lr_schedules import step_plateaus

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fabricx.core.hooks import Hook, call
-from fabricx.core.rng import random_kept
+from fabricx.core.hook_calls.hooks import Hook, call
+from fabricx.core.module_state.rng import random_kept
 from fabricx.core.state import Phase, TrainerFn
-from fabricx.core.transfer import cpu
+from fabricx.core.tensors.transfer import cpu
 from fabricx.data import Feed, Microbatch
 from fabricx.distributed.collective_guard import ALL_JOIN, along, without_sample
 from fabricx.telemetry.events import Span

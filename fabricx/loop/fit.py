@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from fabricx.core.hooks import call
-from fabricx.core.optimizer_state import let_groups_grow
-from fabricx.core.rng import seed_generators
+from fabricx.core.hook_calls.hooks import call
+from fabricx.core.module_state.rng import seed_generators
 from fabricx.core.state import EpochStep, Phase
+from fabricx.core.strategy_support.optimizer_state import let_groups_grow
 from fabricx.data import Microbatch
 from fabricx.data.order import epoch_seed
 from fabricx.loop.batch_hooks import call_end_hooks, call_start_hooks

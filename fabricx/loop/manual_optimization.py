@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabricx.core.complex_numbers import as_real
-from fabricx.core.held_gradients import HeldGradients
+from fabricx.core.strategy_support.held_gradients import HeldGradients
+from fabricx.core.tensors.complex_numbers import as_real
 from fabricx.distributed.collective_guard import ALL_JOIN, along, together
 from fabricx.errors import RanksDisagree
 from fabricx.loop.no_batch import no_batch_step

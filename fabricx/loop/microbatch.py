@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from fabricx.core.hooks import call
-from fabricx.core.loss import checked_loss
+from fabricx.core.hook_calls.hooks import call
+from fabricx.core.hook_calls.loss import checked_loss
 from fabricx.data import Microbatch
 from fabricx.distributed.collective_guard import ALL_JOIN, along, without_sample
 from fabricx.loop.no_batch import no_batch_step

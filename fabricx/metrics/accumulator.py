@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fabricx.core.reductions import Reduction
+from fabricx.core.tensors.reductions import Reduction
 from fabricx.distributed.statistics.metric_sums import merge_sums, plain
 from fabricx.distributed.world import World
 from fabricx.errors import RanksDisagree

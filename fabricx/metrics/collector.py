@@ -11,9 +11,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fabricx.core.reductions import check_reduction
 from fabricx.core.strategy import Strategy
-from fabricx.core.transfer import batch_size_of
+from fabricx.core.tensors.reductions import check_reduction
+from fabricx.core.tensors.transfer import batch_size_of
 from fabricx.distributed.sharding.dtensors import is_dtensor
 from fabricx.distributed.world import World
 from fabricx.metrics.accumulator import Metrics

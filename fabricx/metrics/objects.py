@@ -10,7 +10,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
-from fabricx.core.nested_items import items_of
+from fabricx.core.tensors.nested_items import items_of
 from fabricx.distributed.world import World
 
 _DTYPES: Final = (

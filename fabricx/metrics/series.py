@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fabricx.core.reductions import Reduction
+from fabricx.core.tensors.reductions import Reduction
 
 EXACT: Final = (torch.float32, torch.float64)  # dtypes whose sums neither overflow nor stop growing
 VALUES: Final = ("step", "value", "weight", "total", "weights")  # attributes that `Series.add` changes

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fabricx.core.rng import RandomState
+from fabricx.core.module_state.rng import RandomState
 
 _DRAWS: Final = frozenset(
     f"aten::{name}{ending}"

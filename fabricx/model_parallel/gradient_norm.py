@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fabricx.core.complex_numbers import as_real
-from fabricx.core.gradient_checks import SPARSE_CLIPPED
+from fabricx.core.strategy_support.gradient_checks import SPARSE_CLIPPED
+from fabricx.core.tensors.complex_numbers import as_real
 from fabricx.distributed.sharding.dtensors import is_dtensor
 from fabricx.distributed.world import World
 

@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fabricx.core.rng import RandomState
-from fabricx.core.tensor_properties import PROPERTIES, SIZES
+from fabricx.core.module_state.rng import RandomState
+from fabricx.core.tensors.tensor_properties import PROPERTIES, SIZES
 from fabricx.distributed.sharding.dtensors import is_dtensor
 from fabricx.model_parallel.hidden_gradients import DividedGradient, HiddenGradient, hidden
 from fabricx.model_parallel.set_up.division import Division

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from fabricx.core.buffers import BufferMark
-from fabricx.core.complex_numbers import as_real
+from fabricx.core.module_state.buffers import BufferMark
+from fabricx.core.tensors.complex_numbers import as_real
 from fabricx.distributed.world import World
 from fabricx.errors import FabricxError
 

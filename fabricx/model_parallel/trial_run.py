@@ -10,8 +10,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from fabricx.core.loss import loss_of
-from fabricx.core.trial import Trial
+from fabricx.core.hook_calls.loss import loss_of
+from fabricx.core.strategy_support.trial import Trial
 from fabricx.model_parallel.batch_draws import BatchDraws
 from fabricx.model_parallel.microbatches import rows_of, shares, split
 

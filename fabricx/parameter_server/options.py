@@ -1,6 +1,6 @@
 """Options that all strategies with servers have."""
 
-# Annotations are objects in this module: `fabricx.core.annotations` evaluates text in the module of a subclass.
+# Annotations are objects in this module: `fabricx.core.options.annotations` evaluates text in the module of a subclass.
 
 from collections.abc import Sequence
 from dataclasses import dataclass

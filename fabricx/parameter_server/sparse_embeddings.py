@@ -12,7 +12,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from fabricx.core.tensor_properties import PROPERTIES
+from fabricx.core.tensors.tensor_properties import PROPERTIES
 
 C = TypeVar("C", bound=Callable[..., Any])
 _MAX_NORM: Final = "max_norm changes rows on a worker, and servers don't receive the change: remove max_norm"

@@ -13,9 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabricx.consistency.weight_changes import WeightChanges
-from fabricx.core.averaging import AverageRule
-from fabricx.core.dealer import Dealer
-from fabricx.core.gradient_checks import warn_of_lost_residuals
 from fabricx.core.strategy import Strategy
 from fabricx.core.strategy_parts import (
     DealsData,
@@ -26,6 +23,9 @@ from fabricx.core.strategy_parts import (
     MeasuresWaiting,
     WrapsStep,
 )
+from fabricx.core.strategy_support.averaging import AverageRule
+from fabricx.core.strategy_support.dealer import Dealer
+from fabricx.core.strategy_support.gradient_checks import warn_of_lost_residuals
 from fabricx.distributed.statistics.sync_batchnorm import synchronised
 from fabricx.distributed.world import World
 from fabricx.parameter_server.connection import Connection, Trained, connect, parameters_of

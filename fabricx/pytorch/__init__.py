@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fabricx.core.callback import Callback as Callback
     from fabricx.core.datamodule import DataModule as LightningDataModule
     from fabricx.core.module import LightningModule as LightningModule
-    from fabricx.core.rng import seed_everything as seed_everything
+    from fabricx.core.module_state.rng import seed_everything as seed_everything
     from fabricx.trainer.trainer import Trainer as Trainer
 
 __version__ = "2.6.0"  # of Lightning, whose names these are

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping
 from typing import Final
 
-from fabricx.core.former_arguments import FORMER_ARGUMENTS
-from fabricx.core.former_names import FORMER_DATA_HOOKS, FORMER_HOOKS
+from fabricx.core.hook_calls.former_names import FORMER_DATA_HOOKS, FORMER_HOOKS
+from fabricx.core.options.former_arguments import FORMER_ARGUMENTS
 from fabricx.pytorch.modules import available
 from fabricx.pytorch.names import TREE, names_of
 

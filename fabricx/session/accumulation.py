@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fabricx.consistency.shared_settings import OwnSettings
     from fabricx.core.callback import Callback
     from fabricx.core.module import Module
-    from fabricx.core.options import TrainerOptions
+    from fabricx.core.options.trainer_options import TrainerOptions
     from fabricx.core.state import RunState
     from fabricx.core.strategy import Strategy
     from fabricx.data.run_data import RunData

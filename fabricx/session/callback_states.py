@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from fabricx.core.callback import Callback
 from fabricx.core.datamodule import DataModule
-from fabricx.core.hooks import overrides
+from fabricx.core.hook_calls.hooks import overrides
 from fabricx.data.own_state import tensor_bytes
 
 _LARGE: Final = 1 << 24  # bytes of tensors

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Final
 from torch.optim import Optimizer
 
 from fabricx import checkpoint
-from fabricx.core.hooks import overrides
+from fabricx.core.hook_calls.hooks import overrides
 from fabricx.core.module_hooks import ModuleHooks
+from fabricx.core.module_state.rng import RandomState
 from fabricx.core.optimizers import load_schedules
-from fabricx.core.rng import RandomState
 from fabricx.core.state import Phase
 from fabricx.core.strategy_parts import ModelParallel, as_part
 from fabricx.data.own_state import set_generators

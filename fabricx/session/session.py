@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 
 from fabricx.consistency.hook_effects import HookChecks
 from fabricx.consistency.shared_settings import OwnSettings, SharedSettings
-from fabricx.core.hooks import Hooks
+from fabricx.core.hook_calls.hooks import Hooks
+from fabricx.core.hook_calls.steps import wrap_steps
 from fabricx.core.module import batch_weight
 from fabricx.core.optimizers import OptimizerHandle, Schedule
 from fabricx.core.precision import Precision
-from fabricx.core.steps import wrap_steps
 from fabricx.core.strategy_parts import (
     DealsData,
     Elastic,
@@ -29,7 +29,7 @@ from fabricx.core.strategy_parts import (
     WrapsStep,
     as_part,
 )
-from fabricx.core.transfer import with_own_move
+from fabricx.core.tensors.transfer import with_own_move
 from fabricx.distributed.activity import heartbeat
 from fabricx.distributed.stop_consensus import StopRequests
 from fabricx.session.accumulation import AccumulationWindow
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from fabricx.core.datamodule import DataModule
     from fabricx.core.logger import Logger
     from fabricx.core.module import Module
-    from fabricx.core.options import TrainerOptions
+    from fabricx.core.options.trainer_options import TrainerOptions
     from fabricx.core.state import RunState
     from fabricx.core.strategy import Strategy
     from fabricx.core.trainer import TrainerProtocol

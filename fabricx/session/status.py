@@ -10,7 +10,7 @@ from fabricx.distributed.stop_consensus import SIGNALS
 
 if TYPE_CHECKING:
     from fabricx.checkpoint import Writer
-    from fabricx.core.held_gradients import HeldGradients, KeptGradients
+    from fabricx.core.strategy_support.held_gradients import HeldGradients, KeptGradients
 
 
 @dataclass

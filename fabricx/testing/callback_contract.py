@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader
 
 from fabricx import checkpoint
 from fabricx.core.callback import Callback
-from fabricx.core.hooks import check_hooks
-from fabricx.core.rng import RandomState, random_kept, seed_generators
+from fabricx.core.hook_calls.hooks import check_hooks
+from fabricx.core.module_state.rng import RandomState, random_kept, seed_generators
 from fabricx.errors import RanksApart, RanksDisagree, WorkerFailed
 from fabricx.testing.broken import BrokenContract
 from fabricx.testing.faults import kill

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from fabricx.core.rng import RandomState
+from fabricx.core.module_state.rng import RandomState
 from fabricx.core.strategy_parts import HasServers, as_part
 from fabricx.distributed import world as worlds
 from fabricx.distributed.membership.generations import Membership
@@ -31,7 +31,7 @@ from fabricx.trainer import process
 from fabricx.trainer.run_dir import checkpoints_of, new_run_dir, newest_whole
 
 if TYPE_CHECKING:
-    from fabricx.core.options import TrainerOptions
+    from fabricx.core.options.trainer_options import TrainerOptions
     from fabricx.core.strategy import Strategy
 
 _FITS: Final = itertools.count()  # calls of `fit` in this process

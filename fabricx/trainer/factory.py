@@ -6,11 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from fabricx import plugins
-from fabricx.core.arguments import described
 from fabricx.core.callback import Callback
-from fabricx.core.hooks import check_hooks
+from fabricx.core.hook_calls.hooks import check_hooks
 from fabricx.core.logger import Adapted, FourMethods, Logger
-from fabricx.core.options import LAUNCHERS
+from fabricx.core.options.arguments import described
+from fabricx.core.options.trainer_options import LAUNCHERS
 from fabricx.core.strategy import Strategy
 from fabricx.core.strategy_parts import Elastic, ModelParallel, as_part, check_implemented
 from fabricx.launch.cluster import detect

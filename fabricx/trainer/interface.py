@@ -14,9 +14,9 @@ from torch import Tensor
 
 from fabricx import plugins
 from fabricx.checkpoint.storage import as_path
-from fabricx.core.arguments import non_defaults
-from fabricx.core.former_arguments import FORMER_ARGUMENTS
-from fabricx.core.options import TrainerOptions
+from fabricx.core.options.arguments import non_defaults
+from fabricx.core.options.former_arguments import FORMER_ARGUMENTS
+from fabricx.core.options.trainer_options import TrainerOptions
 from fabricx.core.state import Phase, RunState, TrainerStatus
 from fabricx.core.strategy_parts import HasServers, as_part
 from fabricx.data.order import Balance

@@ -11,7 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from fabricx.core.callback import Callback
-from fabricx.core.transfer import batch_size_of
+from fabricx.core.tensors.transfer import batch_size_of
 
 Sweep = Literal["exponential", "linear"]
 SWEEPS: Final = ("exponential", "linear")

@@ -11,10 +11,10 @@ from torch import nn
 from fabricx.checkpoint.storage import as_path
 from fabricx.consistency import comparison
 from fabricx.core.datamodule import DataModule
-from fabricx.core.hooks import fitted, overrides
+from fabricx.core.hook_calls.hooks import fitted, overrides
 from fabricx.core.module_hooks import ModuleHooks
 from fabricx.core.precision import make_precision
-from fabricx.core.transfer import to_device
+from fabricx.core.tensors.transfer import to_device
 from fabricx.distributed.statistics.sync_batchnorm import synchronise
 from fabricx.metrics.objects import reduce_along, reduced_metrics
 from fabricx.session.status import Overridden

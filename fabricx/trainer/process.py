@@ -20,7 +20,7 @@ from fabricx.errors import CheckpointError, MissingCheckpoint
 from fabricx.launch.signals import call_own, stop_now
 
 if TYPE_CHECKING:
-    from fabricx.core.options import TrainerOptions
+    from fabricx.core.options.trainer_options import TrainerOptions
 
 T = TypeVar("T")
 _KINDS = (MissingCheckpoint, CheckpointError, ValueError)  # errors of decisions, the most special first

@@ -11,7 +11,7 @@ from torch import nn
 
 from fabricx.core.callback import Callback
 from fabricx.core.datamodule import DataModule
-from fabricx.core.hooks import check_hooks, overrides
+from fabricx.core.hook_calls.hooks import check_hooks, overrides
 from fabricx.core.module import Module
 from fabricx.core.module_hooks import ModuleHooks
 from fabricx.data import make_feed, training_source

@@ -18,11 +18,11 @@ from fabricx.consistency import comparison
 from fabricx.consistency.shared_settings import OwnSettings
 from fabricx.core.callback import Callback, attach
 from fabricx.core.datamodule import DataModule
-from fabricx.core.hooks import check_hooks, fitted
+from fabricx.core.hook_calls.hooks import check_hooks, fitted
 from fabricx.core.hparams import plain
 from fabricx.core.logger import Ending
+from fabricx.core.module_state.rng import RandomState, seed_generators
 from fabricx.core.rank_zero import set_rank
-from fabricx.core.rng import RandomState, seed_generators
 from fabricx.core.state import Phase, TrainerFn, TrainerStatus
 from fabricx.core.strategy_parts import ModelParallel, as_part
 from fabricx.data.shared_memory import note_on
@@ -46,7 +46,7 @@ from fabricx.trainer.training_set_up import set_up_training
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
-    from fabricx.core.options import TrainerOptions
+    from fabricx.core.options.trainer_options import TrainerOptions
     from fabricx.core.state import RunState
     from fabricx.core.strategy import Strategy
     from fabricx.telemetry.logs import LogSettings

@@ -10,10 +10,10 @@ from torch import nn
 
 from fabricx.checkpoint import is_foreign, read_manifest
 from fabricx.consistency import comparison
-from fabricx.core.gradient_checks import SPARSE_CLIPPED, sparse_tables
-from fabricx.core.held_gradients import KeptGradients
 from fabricx.core.optimizers import OptimizerHandle, need_metrics_each_step, needs_closure, parse_optimizers
 from fabricx.core.strategy_parts import ModelParallel, as_part
+from fabricx.core.strategy_support.gradient_checks import SPARSE_CLIPPED, sparse_tables
+from fabricx.core.strategy_support.held_gradients import KeptGradients
 from fabricx.data.advice import advise_on_length, advise_on_logging
 from fabricx.distributed.statistics.sync_batchnorm import synchronised
 from fabricx.fault_tolerance import fault_tolerance

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from fabricx.core.attributes import AttributeMark
-from fabricx.core.buffers import BufferMark
+from fabricx.core.hook_calls.steps import wrap_steps
 from fabricx.core.module_hooks import RUN_ATTRIBUTES
-from fabricx.core.rng import generators_of, random_kept
-from fabricx.core.steps import wrap_steps
-from fabricx.core.trial import Trial, Validation
+from fabricx.core.module_state.attributes import AttributeMark
+from fabricx.core.module_state.buffers import BufferMark
+from fabricx.core.module_state.rng import generators_of, random_kept
+from fabricx.core.strategy_support.trial import Trial, Validation
 from fabricx.data.combined import CombinedLoader
 from fabricx.data.loader_classes import fetches_lists
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.data import Sampler
 
 from fabricx.core.datamodule import DataModule
-from fabricx.core.rng import random_kept
+from fabricx.core.module_state.rng import random_kept
 from fabricx.core.state import RunState
 from fabricx.data.combined import CombinedLoader
 from fabricx.data.order import Balance

@@ -15,7 +15,7 @@ from fabricx import by_value
 from fabricx.checkpoint import is_committed, read_manifest
 from fabricx.checkpoint.storage import as_path
 from fabricx.core.callback import recovery_policy_of
-from fabricx.core.rng import RandomState
+from fabricx.core.module_state.rng import RandomState
 from fabricx.core.strategy_parts import HasServers, ModelParallel, ShardsWeights, as_part
 from fabricx.distributed.departure import await_departure
 from fabricx.distributed.world import OPERATION, World

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fabricx.checkpoint import sharded_tensors
-from fabricx.core.rng import RandomState
+from fabricx.core.module_state.rng import RandomState
 from fabricx.distributed.departure import await_departure
 from fabricx.distributed.membership.deaths import DEATHS
 from fabricx.distributed.membership.generations import WorkerMessage

@@ -40,7 +40,7 @@ from fabricx.callbacks import (
     WeightAveraging,
 )
 from fabricx.core.callback import Callback
-from fabricx.core.hooks import check_hooks
+from fabricx.core.hook_calls.hooks import check_hooks
 
 CALLBACKS: dict[str, Callable[[], Callback]] = {
     "BackboneFinetuning": BackboneFinetuning,

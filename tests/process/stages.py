@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from fabricx.core.rng import seed_often
+from fabricx.core.module_state.rng import seed_often
 from fabricx.distributed import world as worlds
 from fabricx.distributed.point_to_point import open_channels
 from fabricx.model_parallel.pipeline.chain import find_blocks, trace_chain

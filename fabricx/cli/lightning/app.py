@@ -21,7 +21,7 @@ from fabricx.cli.lightning.saving import SaveConfigCallback
 from fabricx.core.callback import Callback
 from fabricx.core.datamodule import DataModule
 from fabricx.core.module import Module
-from fabricx.core.rng import seed_everything
+from fabricx.core.module_state.rng import seed_everything
 from fabricx.lightning.functions import is_overridden
 from fabricx.lightning.schedules import LRSchedulerTypeTuple, ReduceLROnPlateau
 from fabricx.trainer.trainer import Trainer

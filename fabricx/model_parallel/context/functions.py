@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 
-from fabricx.core.tensor_properties import PROPERTIES
+from fabricx.core.tensors.tensor_properties import PROPERTIES
 from fabricx.distributed.world import World
 from fabricx.model_parallel.context.attention import own_stream, scaled_dot_product_attention, whole_mask
 from fabricx.model_parallel.context.sequence_shard import SequenceShard, gathered

@@ -8,10 +8,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from fabricx.core.gradient_checks import check_dense
-from fabricx.core.placeholder import is_placeholder
+from fabricx.core.module_state.placeholder import is_placeholder
 from fabricx.core.strategy import Strategy, Traits
 from fabricx.core.strategy_parts import Elastic, HoldsPart
+from fabricx.core.strategy_support.gradient_checks import check_dense
 from fabricx.distributed.world import World
 
 BUCKET_BYTES: Final = 25 * 2**20  # gradients that are summed in a single collective

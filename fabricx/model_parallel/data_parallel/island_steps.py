@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabricx.core.gradient_checks import check_dense
 from fabricx.core.strategy import Strategy
 from fabricx.core.strategy_parts import Elastic, HoldsPart, KeepsLocalState, WrapsStep, as_part
+from fabricx.core.strategy_support.gradient_checks import check_dense
 from fabricx.distributed.statistics.sync_batchnorm import synchronised
 from fabricx.distributed.world import World
 from fabricx.model_parallel.data_parallel.gradient_sums import GradientSums

@@ -8,7 +8,7 @@ from typing import Any, final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabricx.core.placeholder import is_placeholder
+from fabricx.core.module_state.placeholder import is_placeholder
 from fabricx.core.strategy import Traits
 from fabricx.core.strategy_parts import ShardsWeights
 from fabricx.distributed.sharding.dtensors import is_dtensor

@@ -8,9 +8,9 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from fabricx.core.attributes import extrapolate, lists_of, numbers_of
-from fabricx.core.rng import seed_generators
-from fabricx.core.trial import Trial
+from fabricx.core.module_state.attributes import extrapolate, lists_of, numbers_of
+from fabricx.core.module_state.rng import seed_generators
+from fabricx.core.strategy_support.trial import Trial
 from fabricx.model_parallel.pipeline.chain import Chain, chunk_of
 from fabricx.model_parallel.pipeline.trace import tracing, undisturbed
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fabricx.consistency.weight_changes import WeightChanges, refused_change
-from fabricx.core.rng import random_kept
+from fabricx.core.module_state.rng import random_kept
 from fabricx.distributed.membership.lost_peers import raise_peer_lost
 from fabricx.distributed.point_to_point import Transfers
 from fabricx.distributed.sharding.dtensors import is_dtensor

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fabricx.core.buffers import BufferMark
-from fabricx.core.rng import random_kept
+from fabricx.core.module_state.buffers import BufferMark
+from fabricx.core.module_state.rng import random_kept
 from fabricx.errors import FabricxError
 from fabricx.model_parallel.nested import Path, leaves, mapped, named
 from fabricx.model_parallel.pipeline.block_calls import intercept

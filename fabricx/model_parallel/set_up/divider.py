@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from fabricx.consistency.weight_changes import unchanged_weights
-from fabricx.core.evaluation_mode import evaluation_mode
+from fabricx.core.module_state.evaluation_mode import evaluation_mode
 from fabricx.distributed.world import World
 from fabricx.model_parallel.set_up.divided import Divided, Settings
 
 if TYPE_CHECKING:
-    from fabricx.core.trial import Trial
+    from fabricx.core.strategy_support.trial import Trial
     from fabricx.model_parallel.pipeline.chain import Blocks
 
 

@@ -11,9 +11,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from fabricx.core.complex_numbers import as_real
-from fabricx.core.rng import seed_often
-from fabricx.core.trial import Trial, Validation
+from fabricx.core.module_state.rng import seed_often
+from fabricx.core.strategy_support.trial import Trial, Validation
+from fabricx.core.tensors.complex_numbers import as_real
 from fabricx.errors import FabricxError
 from fabricx.model_parallel.nested import leaves
 from fabricx.model_parallel.pipeline.block_calls import seeded

@@ -7,7 +7,7 @@ from typing import Final
 
 from torch import nn
 
-from fabricx.core.placeholder import is_placeholder
+from fabricx.core.module_state.placeholder import is_placeholder
 from fabricx.distributed.world import World
 
 MOST_RANKS: Final = 16  # with more ranks, the line has the least and the most instead of each rank's bytes

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabricx.core.rng import random_kept
+from fabricx.core.module_state.rng import random_kept
 from fabricx.distributed.sharding.dtensors import is_dtensor
 from fabricx.model_parallel.step_hooks import HOOKS
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from fabricx.consistency.weight_changes import unchanged_weights
-from fabricx.core.loss import loss_of
-from fabricx.core.rng import seed_often
-from fabricx.core.trial import Trial
+from fabricx.core.hook_calls.loss import loss_of
+from fabricx.core.module_state.rng import seed_often
+from fabricx.core.strategy_support.trial import Trial
 from fabricx.model_parallel.context.context_parallel import ContextParallel
 from fabricx.model_parallel.microbatches import rows_of
 from fabricx.model_parallel.pipeline.block_calls import seeded

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 
-from fabricx.core.placeholder import is_placeholder
+from fabricx.core.module_state.placeholder import is_placeholder
 from fabricx.model_parallel.placement import Placement, share
 from fabricx.model_parallel.tensor.collectives import copied, scattered_sum, summed
 from fabricx.model_parallel.tensor.parallel_layers import Layer

@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from fabricx.core.tensor_properties import PROPERTIES
+from fabricx.core.tensors.tensor_properties import PROPERTIES
 from fabricx.model_parallel.placement import Placement
 from fabricx.model_parallel.tensor.collectives import sliced
 from fabricx.model_parallel.tensor.fused_outputs import fused_output

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils._pytree import tree_map
 
-from fabricx.core.placeholder import is_placeholder
-from fabricx.core.tensor_properties import SIZES
+from fabricx.core.module_state.placeholder import is_placeholder
+from fabricx.core.tensors.tensor_properties import SIZES
 from fabricx.distributed.world import World
 from fabricx.errors import PeerLost
 from fabricx.model_parallel.nested import leaves, mapped

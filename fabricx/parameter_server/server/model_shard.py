@@ -8,7 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from fabricx.core.averaging import AverageRule, FlatAverage
+from fabricx.core.strategy_support.averaging import AverageRule, FlatAverage
 from fabricx.distributed.compression.codecs import make_codec
 from fabricx.parameter_server.gradients import Gradient
 from fabricx.parameter_server.optimizer_parts import ServerOptimizers

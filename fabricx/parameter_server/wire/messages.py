@@ -23,7 +23,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
-from fabricx.core.averaging import AverageRule
+from fabricx.core.strategy_support.averaging import AverageRule
 from fabricx.parameter_server.wire.partition import Shard
 
 INITIAL_HISTORY: Final = "begun"  # history of the tables with which all workers have begun; see `Pull.since`

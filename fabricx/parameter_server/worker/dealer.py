@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, final
 
-from fabricx.core.dealer import Dealer
+from fabricx.core.strategy_support.dealer import Dealer
 from fabricx.parameter_server.wire.messages import Groups, LeaseReply
 from fabricx.parameter_server.worker.asynchronous import Asynchronous
 from fabricx.parameter_server.worker.lease_state import LeaseState

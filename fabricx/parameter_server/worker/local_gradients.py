@@ -8,7 +8,7 @@ from typing import final
 
 from torch import Tensor
 
-from fabricx.core.gradient_checks import SPARSE_CLIPPED
+from fabricx.core.strategy_support.gradient_checks import SPARSE_CLIPPED
 from fabricx.parameter_server.worker.unreduced_gradients import unreduced
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, NoReturn, final
 import torch
 from torch import Tensor
 
-from fabricx.core.averaging import AverageRule
+from fabricx.core.strategy_support.averaging import AverageRule
 from fabricx.parameter_server.optimizer_parts import ServerOptimizers, flat_part, part_of
 from fabricx.parameter_server.sample_ledger import SampleLedger
 from fabricx.parameter_server.wire.messages import Counts, ReadState, RuleState, StartAverage

@@ -10,7 +10,7 @@ import pytest
 
 import fabricx as fx
 from fabricx.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar, progress_bar
-from fabricx.core.hooks import check_hooks
+from fabricx.core.hook_calls.hooks import check_hooks
 from fabricx.testing import TinyModule, tiny_loader
 
 

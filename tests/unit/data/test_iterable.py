@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from fabricx.core.rng import RandomState
+from fabricx.core.module_state.rng import RandomState
 from fabricx.data.iterable import ListFeed
 from fabricx.distributed.world import World
 from fabricx.errors import PeerLost

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Sampler, SequentialSampler
 
-from fabricx.core.dealer import Dealer
+from fabricx.core.strategy_support.dealer import Dealer
 from fabricx.data import CombinedLoader, make_feed
 from fabricx.data.map_style import OrderedFeed
 from fabricx.distributed.world import World

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from fabricx.core.rng import RandomState
+from fabricx.core.module_state.rng import RandomState
 from fabricx.data.own_draws import OwnDraws
 
 

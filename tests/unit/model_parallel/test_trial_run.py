@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from fabricx.core.rng import random_kept
-from fabricx.core.trial import Trial
+from fabricx.core.module_state.rng import random_kept
+from fabricx.core.strategy_support.trial import Trial
 from fabricx.model_parallel.batch_draws import DifferentDraws
 from fabricx.model_parallel.trial_run import Measured, gradients_in_parts, measure
 

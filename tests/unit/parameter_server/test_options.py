@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fabricx import plugins
-from fabricx.core.annotations import check_value
+from fabricx.core.options.annotations import check_value
 from fabricx.parameter_server.options import ServerOptions
 from fabricx.strategies import AsyncSGD, ParameterServer
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fabricx.core.trial import Trial
+from fabricx.core.strategy_support.trial import Trial
 from fabricx.distributed.world import World
 from fabricx.model_parallel.set_up.divided import Settings
 from fabricx.model_parallel.set_up.divider import divide

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
-from fabricx.core.trial import Trial, Validation
+from fabricx.core.strategy_support.trial import Trial, Validation
 from fabricx.model_parallel.set_up.evaluation_trial import Evaluated, check_evaluated, evaluate_whole
 from fabricx.model_parallel.trial import StepChanged
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fabricx.core.averaging import AverageRule
+from fabricx.core.strategy_support.averaging import AverageRule
 from fabricx.parameter_server.wire.messages import Counts, ReadState, Reply, RuleState, StartAverage
 from fabricx.parameter_server.wire.partition import divide
 from fabricx.parameter_server.worker.remote_state import RemoteState

@@ -1,0 +1,1 @@
+"""Which hooks and steps of the user's objects the loop calls, and with which arguments."""

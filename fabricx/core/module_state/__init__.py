@@ -1,0 +1,1 @@
+"""State of a module and of random generators: recorded, restored, replaced."""

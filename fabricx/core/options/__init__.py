@@ -1,0 +1,1 @@
+"""The options of a Trainer: definition, defaults, and checks."""

@@ -1,0 +1,1 @@
+"""Classes and functions that implementations of strategies share."""

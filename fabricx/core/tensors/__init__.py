@@ -1,0 +1,1 @@
+"""Functions of tensors and of nested batches."""

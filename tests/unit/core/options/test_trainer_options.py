@@ -1,0 +1,74 @@
+"""Validation of the Trainer's options."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fabricx as fx
+from fabricx.core.options.trainer_options import TrainerOptions
+from fabricx.testing import QUIET
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"val_check_interval": 1.5}, "val_check_interval=1.5: set a fraction of an epoch"),
+        ({"val_check_interval": 0}, "val_check_interval=0: "),
+        (
+            {"check_val_every_n_epoch": None, "val_check_interval": 0.5},
+            "val_check_interval=0.5 is a fraction of an epoch: set a number of batches",
+        ),
+        ({"val_check_interval": -3}, "val_check_interval=-3: "),
+        ({"num_sanity_val_steps": -2}, "num_sanity_val_steps=-2: set an integer number of batches, -1 or more"),
+        ({"num_sanity_val_steps": True}, "num_sanity_val_steps=True: set an integer number of batches"),
+        ({"fast_dev_run": -1}, "fast_dev_run=-1: "),
+        ({"deterministic": 1}, "deterministic=1: set False, True, 'warn' or 'elastic'"),
+        ({"deterministic": 0}, "deterministic=0: "),
+        ({"gradient_clip_val": "low"}, "gradient_clip_val='low': set a limit of 0 or more"),
+        ({"gradient_clip_val": float("nan")}, "gradient_clip_val=nan: "),
+        ({"reload_dataloaders_every_n_epochs": -1}, "reload_dataloaders_every_n_epochs=-1: "),
+    ],
+)
+def test_an_invalid_value_is_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        fx.Trainer(**options, **QUIET)
+
+
+@pytest.mark.parametrize(
+    ("options", "epochs", "steps"),
+    [
+        ({}, 1000, -1), ({"max_steps": 5}, -1, 5), ({"max_time": "1h"}, -1, -1), ({"max_epochs": 3}, 3, -1),
+        ({"max_epochs": -1}, -1, -1), ({"max_epochs": 2, "max_steps": 5}, 2, 5), ({"max_epochs": "2ep"}, 2, -1),
+        ({"max_steps": "5st"}, -1, 5), ({"max_epochs": 0}, 0, -1), ({"fast_dev_run": 3, "max_epochs": 9}, 1, 3),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_run_without_any_limit_ends_after_1000_epochs(options: dict[str, Any], epochs: int, steps: int) -> None:
+    given = TrainerOptions(**options)
+    assert (given.max_epochs, given.max_steps) == (epochs, steps)
+
+
+def test_a_fast_run_limits_each_loader_and_writes_nothing() -> None:
+    given = TrainerOptions(fast_dev_run=True, limit_val_batches=0.5, check_val_every_n_epoch=5, val_check_interval=7)
+    assert given.limit_train_batches == given.limit_val_batches == given.limit_test_batches == 1
+    assert (given.num_sanity_val_steps, given.check_val_every_n_epoch, given.val_check_interval) == (0, 1, 1.0)
+    assert not given.enable_checkpointing
+    assert not given.enable_telemetry
+
+
+def test_an_unknown_accelerator_or_a_url_is_answered_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match="Did you mean 'cuda'"):
+        TrainerOptions(accelerator="cdua")
+    with pytest.raises(ValueError, match=r"to write checkpoints to a URL, set ModelCheckpoint\(dirpath="):
+        TrainerOptions(default_root_dir="s3://bucket/runs")
+    assert TrainerOptions(default_root_dir="~/runs").default_root_dir == str(Path.home() / "runs")
+
+
+def test_text_is_no_switch_and_a_schedule_no_number() -> None:
+    with pytest.raises(ValueError, match="enable_progress_bar='no': set True or False"):
+        TrainerOptions(enable_progress_bar="no")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"pass GradientAccumulationScheduler\(\{0: 2\}\)"):
+        TrainerOptions(accumulate_grad_batches={0: 2})  # type: ignore[arg-type]
