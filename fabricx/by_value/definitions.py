@@ -294,6 +294,21 @@ def new_reference(target: Any) -> Any:
     return weakref.ref(set() if target is None else target)
 
 
+def set_handle(handle: Any, state: tuple[int, list[Any]]) -> None:
+    """Set the state of a handle of torch, which removes a hook.
+
+    Args:
+        handle: without state.
+        state: number of the hook; and the dictionaries that have an item of this number: a dictionary, or the object
+            and the name of its attribute.
+    """
+    number, places = state
+    found = [getattr(*place) if isinstance(place, tuple) else place for place in places]
+    hooks, *others = [new_reference(items) for items in found]
+    handle.id, handle.hooks_dict_ref, handle.extra_dict_ref = number, hooks, tuple(others)
+    type(handle).next_id = max(type(handle).next_id, number + 1)
+
+
 def new_enumerator(module: str, name: str, value: int) -> Any:
     """Return an enumerator of a compiled enumeration.
 

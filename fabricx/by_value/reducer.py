@@ -39,6 +39,7 @@ _WEAK: Final = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 _OF_SCRIPT: Final = ("__file__", "__package__", "__path__")  # variables of the script that functions may rely on
 _Reduced = tuple[Callable[..., Any], tuple[Any, ...], Any, Callable[[Any, Any], None]]
 _COMPILED: Final = "pybind11_builtins"
+_HOOKS: Final = "torch.utils.hooks"
 _PARAMETRIZE: Final = "torch.nn.utils.parametrize"
 _HEAP_TYPE: Final = 1 << 9  # flag of a class that was made by a class statement
 
@@ -177,6 +178,7 @@ class Reducer:
         self._shared = shared or {}
         self._defines = defines
         self._cloudpickle: Any = None  # imported when needed
+        self._hooks: dict[int, tuple[Any, str]] | None = None  # dictionaries of shared modules, built when needed
         self._script = _Namespace("__main__")
 
     def __call__(self, value: Any) -> Any:
@@ -200,6 +202,8 @@ class Reducer:
             return definitions.new_enumerator, (kind.__module__, _public_name(kind), int(value))
         if kind is weakref.ref:  # such as those of averages of weights to their parameters
             return definitions.new_reference, (value(),)
+        if kind.__name__ == "RemovableHandle" and kind.__module__ == _HOOKS:
+            return object.__new__, (kind,), self._handle(value), None, None, definitions.set_handle
         if kind is functools.cached_property:  # has a lock up to Python 3.11
             return kind, (value.func,), {"attrname": value.attrname, "__doc__": value.__doc__}
         if kind.__module__ == _PARAMETRIZE and "__getstate__" in vars(kind):  # a class of its own for each module
@@ -223,6 +227,15 @@ class Reducer:
             value: object that a pickle refers to.
         """
         return id(value) in self._shared
+
+    def _handle(self, value: Any) -> tuple[int, list[Any]]:
+        """Return the state of a handle: dictionaries of hooks of shared objects are those of the receiver."""
+        if self._hooks is None:
+            parts = [part for _, part in self._shared.values() if hasattr(part, "_forward_hooks")]
+            items = [(part, name, held) for part in parts for name, held in vars(part).items()]
+            self._hooks = {id(held): (part, name) for part, name, held in items if isinstance(held, dict)}
+        held = [reference() for reference in (value.hooks_dict_ref, *value.extra_dict_ref)]
+        return value.id, [self._hooks.get(id(hooks), hooks) for hooks in held]
 
     def _definition(self, value: Any) -> Any:
         if isinstance(value, type):

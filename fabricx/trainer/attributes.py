@@ -21,7 +21,7 @@ from fabricx.core.module_hooks import RUN_ATTRIBUTES
 from fabricx.distributed.messages.tensor_bytes import as_bytes
 from fabricx.distributed.sharding.dtensors import is_dtensor
 from fabricx.metrics.objects import attributes_of_metrics
-from fabricx.trainer.hooks_of_layers import Hook, keys_of_hooks, new_hooks, register
+from fabricx.trainer.hooks_of_layers import Hook, Key, keys_of_hooks, new_hooks, register, removed_hooks
 
 if TYPE_CHECKING:
     from fabricx.core.datamodule import DataModule
@@ -184,12 +184,14 @@ class Changed:
     Attributes:
         module: of the module and its submodules, by path and name.
         hooks: that the run has registered on the module and its submodules.
+        removed: keys of hooks that the run has removed from them.
         data: of the data module.
         remaining: reasons why other changed attributes of the data module are not sent, by name.
     """
 
     module: dict[str, dict[str, Any]] = field(default_factory=dict)
     hooks: list[Hook] = field(default_factory=list)
+    removed: list[Key] = field(default_factory=list)
     data: dict[str, Any] = field(default_factory=dict)
     remaining: dict[str, str] = field(default_factory=dict)
 
@@ -211,7 +213,7 @@ class Changed:
                     buffer.data = value.to(buffer.device)  # the same object: other attributes may refer to it
                 else:
                     part._buffers[name] = value
-        register(module, self.hooks)
+        register(module, self.hooks, self.removed)
         if data is not None:
             vars(data).update(self.data)
             vars(data)["_in_workers"] = self.remaining
@@ -254,6 +256,7 @@ class AttributesBefore:
                 if kept:
                     changed.module[path] = kept
             changed.hooks = new_hooks(module, self._hooks, lambda hook: not isinstance(_digest_of(hook), _Unsent))
+            changed.removed = removed_hooks(module, self._hooks)
         if data is None:
             return changed
         now = _digests(_of_data(data))

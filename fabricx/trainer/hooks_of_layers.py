@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from torch import nn
@@ -17,7 +17,7 @@ _METHODS: Final = {  # by the attribute of a module that has the hooks
 }
 
 Key = tuple[str, str, int]  # path of a module, attribute with its hooks, number of a hook
-Hook = tuple[str, str, Any, dict[str, bool]]  # path of a module, method that registers the hook, hook, options
+Hook = tuple[Key, Any, dict[str, bool]]  # a hook, and the options with which it is registered
 
 
 def _hooks(module: nn.Module) -> Iterator[tuple[Key, nn.Module, Any]]:
@@ -27,13 +27,13 @@ def _hooks(module: nn.Module) -> Iterator[tuple[Key, nn.Module, Any]]:
                 yield (path, attribute, number), part, hook
 
 
-def keys_of_hooks(module: nn.Module) -> set[Key]:
-    """Return the keys of all hooks of a module and its submodules.
+def keys_of_hooks(module: nn.Module) -> dict[Key, bool]:
+    """Return the keys of all hooks of a module and its submodules, and whether the hook is the user's.
 
     Args:
         module: of the user.
     """
-    return {key for key, _, _ in _hooks(module)}
+    return {key: _of_user(hook) for key, _, hook in _hooks(module)}
 
 
 def reserve_numbers(module: nn.Module) -> None:
@@ -48,7 +48,7 @@ def reserve_numbers(module: nn.Module) -> None:
     RemovableHandle.next_id = max([RemovableHandle.next_id, *numbers])
 
 
-def new_hooks(module: nn.Module, before: set[Key], can_be_sent: Callable[[Any], bool]) -> list[Hook]:
+def new_hooks(module: nn.Module, before: Container[Key], can_be_sent: Callable[[Any], bool]) -> list[Hook]:
     """Return the hooks that a run has registered, without those of fabricx and torch, which each run registers.
 
     Without them, attributes that return would tell a program that its hooks exist: transformers 5 registers hooks in
@@ -61,7 +61,7 @@ def new_hooks(module: nn.Module, before: set[Key], can_be_sent: Callable[[Any], 
     """
     found: list[Hook] = []
     for key, part, hook in _hooks(module):
-        path, attribute, number = key
+        _, attribute, number = key
         partial_backward = attribute == "_backward_hooks" and not part._is_full_backward_hook
         if key in before or partial_backward or not _of_user(hook) or not can_be_sent(hook):
             continue
@@ -73,21 +73,41 @@ def new_hooks(module: nn.Module, before: set[Key], can_be_sent: Callable[[Any], 
                 "with_kwargs": number in part._forward_hooks_with_kwargs,
                 "always_call": number in part._forward_hooks_always_called,
             }
-        found.append((path, _METHODS[attribute], hook, options))
+        found.append((key, hook, options))
     return found
 
 
-def register(module: nn.Module, hooks: list[Hook]) -> None:
-    """Register the hooks of `new_hooks` on the caller's module.
+def removed_hooks(module: nn.Module, before: Mapping[Key, bool]) -> list[Key]:
+    """Return the keys of the user's hooks that a run has removed from layers which the module still has.
+
+    Args:
+        module: of the run.
+        before: result of `keys_of_hooks` at the beginning of the run.
+    """
+    now, parts = keys_of_hooks(module), dict(module.named_modules())
+    return [key for key, of_user in before.items() if of_user and key not in now and key[0] in parts]
+
+
+def register(module: nn.Module, hooks: list[Hook], removed: Iterable[Key] = ()) -> None:
+    """Register and remove hooks of the caller's module as the run has done.
 
     Args:
         module: of the caller.
-        hooks: in the order of their calls.
+        hooks: from `new_hooks`. Their numbers remain, by which handles in attributes find them.
+        removed: from `removed_hooks`.
     """
     parts = dict(module.named_modules())
-    for path, method, hook, options in hooks:
+    for path, attribute, number in removed:
         if path in parts:
-            getattr(parts[path], method)(hook, **options)
+            for items in (attribute, f"{attribute}_with_kwargs", f"{attribute}_always_called"):
+                getattr(parts[path], items, {}).pop(number, None)
+    following = RemovableHandle.next_id
+    for (path, attribute, number), hook, options in hooks:
+        if path in parts:
+            RemovableHandle.next_id = number if number not in getattr(parts[path], attribute) else following
+            getattr(parts[path], _METHODS[attribute])(hook, **options)
+            following = max(following, RemovableHandle.next_id)
+    RemovableHandle.next_id = following
 
 
 def _of_user(hook: Any) -> bool:
