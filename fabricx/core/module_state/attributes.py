@@ -14,7 +14,9 @@ from torch import Tensor, nn
 _ELSEWHERE: Final = frozenset(("_parameters", "_buffers", "_modules"))  # other code restores these
 _NUMBERS: Final = (bool, int, float, complex)
 _CONSTANTS: Final = (*_NUMBERS, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size)
+_PLAIN: Final = frozenset((bool, int, float, str, type(None)))
 _DICTS: Final = (dict, OrderedDict, defaultdict)
+_COLLECTIONS: Final = frozenset((list, deque, set, *_DICTS))
 _DEPTH: Final = 4  # of collections and objects in an attribute
 
 
@@ -35,18 +37,24 @@ class AttributeMark:
         self._module, self._parts = module, list(module.modules())
         ignored = _ELSEWHERE | set(ignored)
         self._restores: list[Callable[[], None]] = []
+        self._empty: list[Any] = []  # most attributes of a layer are empty dictionaries of hooks
         seen: set[int] = set()
         for part in self._parts:
             values = {name: value for name, value in vars(part).items() if name not in ignored}
             self._restores.append(functools.partial(_restore_names, vars(part), values, ignored))
             for value in values.values():
-                self._restores += _marks(value, seen, _DEPTH)
+                if type(value) in _COLLECTIONS and not value:
+                    self._empty.append(value)
+                elif type(value) not in _PLAIN:
+                    self._restores += _marks(value, seen, _DEPTH)
 
     def restore(self) -> None:
         """Restore the attributes and what they contain."""
         now = list(self._module.modules())
         if len(now) != len(self._parts) or not all(map(operator.is_, now, self._parts)):
             return
+        for filled in filter(None, self._empty):
+            filled.clear()
         for restore in self._restores:
             restore()
 
