@@ -19,6 +19,7 @@ from fabricx.core.module_state.rng import seed_often
 from fabricx.core.optimizers import needs_closure
 from fabricx.core.strategy import Strategy, Traits
 from fabricx.core.strategy_parts import (
+    AddsAxes,
     Elastic,
     HidesGradients,
     HoldsPart,
@@ -75,7 +76,7 @@ Data = Literal["ddp", "fsdp", "local_sgd"]
 _LAYOUT: Final = "layout"  # key of the run's layout in the store, for replacements of dead workers
 
 
-class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, ShardsWeights, WrapsStep):
+class Mesh(Strategy, AddsAxes, Elastic, HidesGradients, KeepsLocalState, ModelParallel, ShardsWeights, WrapsStep):
     """Train a module on a mesh of ranks: ranks along the model's axes compute a share of the data together.
 
     The axes from outer to inner are data (islands x replicas x shard), pipeline, context, tensor. `batch_size` is that
@@ -164,7 +165,6 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
 
     def _forget(self) -> None:
         self._parts: Divided | None = None  # None for a module that is whole on each rank
-        self._half = False
         self._late: tuple[Callable[[], Trial], bool] | None = None  # trial, and an argument of `setup`
         self._batches = SameBatches(World())
         self._hidden = HiddenGradients()
@@ -266,7 +266,6 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
     def check_options(
         self, *, precision: str, compiles: bool, synchronises_batchnorm: bool, automatic_optimization: bool
     ) -> None:  # fmt: skip
-        self._half = "16" in precision
         if self._divided:
             check_options(self._called, precision, compiles=compiles, synchronises_batchnorm=synchronises_batchnorm)
         if not automatic_optimization and (self._divided or self.replicas * self.shard > 1):
@@ -296,7 +295,7 @@ class Mesh(Strategy, Elastic, HidesGradients, KeepsLocalState, ModelParallel, Sh
         self._batches = SameBatches(self.world.axis("model"))
         settings = Settings(
             self._called, self.plan, self.sequence, self.sequence_dim, self.context_method, self.blocks,
-            self.microbatches, self.schedule, self.virtual, self.experts, self._half,
+            self.microbatches, self.schedule, self.virtual, self.experts, trial.half,
             apart=not self.data_strategy.traits.synchronous, sharded=self.data_strategy.traits.sharded,
         )  # fmt: skip
         whole = {name: parameter.numel() for name, parameter in module.named_parameters()}

@@ -34,12 +34,12 @@ def as_part(strategy: object, part: type[Part]) -> Part:
         part: class of the part.
 
     Returns:
-        the strategy; or its `data_strategy`, if only that implements the part; or an object with the part's defaults.
+        the strategy; or its `data_strategy` (`AddsAxes`), if only that implements the part; or an object with the
+        part's defaults.
     """
     if isinstance(strategy, part):
         return strategy
-    data = getattr(strategy, "data_strategy", None)  # of a strategy that adds axes of parallelism to another
-    return part() if data is None else as_part(data, part)
+    return as_part(strategy.data_strategy, part) if isinstance(strategy, AddsAxes) else part()
 
 
 def check_parts(strategy: type) -> None:
@@ -82,6 +82,16 @@ def check_implemented(strategy: object) -> None:
                 raise ValueError(
                     f"{type(strategy).__name__} inherits {part.__name__}: implement {name}, or don't inherit it"
                 )
+
+
+class AddsAxes:
+    """A strategy that adds axes of parallelism to another strategy, which has the parts that this one does not have.
+
+    Attributes:
+        data_strategy: the other strategy; set in the constructor.
+    """
+
+    data_strategy: Any
 
 
 class Elastic:

@@ -46,7 +46,8 @@ def trial_of(session: Session) -> Trial:
     undisturbed = functools.partial(_undisturbed, session)
     validation = functools.partial(_validation_of, session)
     others = functools.partial(_others, session)
-    return Trial(step, batch, undisturbed, samples, rows, session.weigh, validation, others)
+    half = "16" in session.precision.name
+    return Trial(step, batch, undisturbed, samples, rows, session.weigh, validation, others, half)
 
 
 def _others(session: Session) -> list[Any]:

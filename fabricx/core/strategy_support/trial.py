@@ -38,6 +38,7 @@ class Trial:
         weight: returns the weight of a batch; None if that is the number of samples.
         validation: returns the validation step of a copy of the module, which shares its parameters, its buffers
             and the given objects; None if the run has none, or if the module can't be copied.
+        half: the run computes in 16 bits.
         others: returns further batches of two samples, which may differ in the number of terms of their losses.
         undisturbed: returns a context in which values of `self.log` are discarded; buffers, attributes and random
             numbers are restored at its end.
@@ -51,6 +52,7 @@ class Trial:
     weight: Callable[[Any], float] | None = None
     validation: Callable[[Iterable[object]], Validation | None] = lambda shared: None
     others: Callable[[], list[Any]] = list
+    half: bool = False
 
     def run(self) -> Any:
         """Return the outputs of the step for the two samples."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabricx.core.strategy import Strategy
-from fabricx.core.strategy_parts import Elastic, HoldsPart, KeepsLocalState, WrapsStep, as_part
+from fabricx.core.strategy_parts import AddsAxes, Elastic, HoldsPart, KeepsLocalState, WrapsStep, as_part
 from fabricx.core.strategy_support.gradient_checks import check_dense
 from fabricx.distributed.statistics.sync_batchnorm import synchronised
 from fabricx.distributed.world import World
@@ -18,7 +18,7 @@ from fabricx.model_parallel.data_parallel.gradient_sums import GradientSums
 
 
 @final
-class IslandSteps(GradientSums, KeepsLocalState):
+class IslandSteps(GradientSums, AddsAxes, KeepsLocalState):
     """Make local steps in each island, and combine the weights of the islands periodically.
 
     An island is a model group (ranks with stages, shards of matrices or of the sequence), or several (replicas) with
@@ -33,7 +33,7 @@ class IslandSteps(GradientSums, KeepsLocalState):
 
     def __init__(self, data_strategy: Strategy) -> None:
         super().__init__()
-        self.data_strategy = data_strategy
+        self.data_strategy: Strategy = data_strategy
         self.traits = data_strategy.traits
         self._staged = False  # a pipeline, which calls `backward` for each microbatch, and `end_backward` at the end
         self._replicated = False  # replicas, of which some may have no sample or loss

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from fabricx.core.strategy import Strategy
 from fabricx.core.strategy_parts import (
+    AddsAxes,
     Elastic,
     HoldsPart,
     KeepsLocalState,
@@ -27,7 +28,7 @@ from fabricx.distributed.world import World
 
 
 @final
-class ShardedIslands(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, WrapsStep):
+class ShardedIslands(Strategy, AddsAxes, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, WrapsStep):
     """Make local steps in islands that shard weights, gradients and optimizer states, and combine their shards.
 
     A rank combines its shards with the ranks at its place of all islands, so that no rank has whole weights.
@@ -42,7 +43,8 @@ class ShardedIslands(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWait
 
     def __init__(self, rounds: Strategy, sharding: Strategy) -> None:
         super().__init__()
-        self.rounds, self.data_strategy = rounds, sharding
+        self.rounds = rounds
+        self.data_strategy: Strategy = sharding
         self.traits = replace(rounds.traits, sharded=True)
 
     # -- set up --------------------------------------------------------------------------------------------------

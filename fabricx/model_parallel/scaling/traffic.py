@@ -19,20 +19,18 @@ class Exchange:
         scattered: elements of the inputs of reduce-scatters.
         collectives: number of all-reduces, all-gathers and reduce-scatters; an all-reduce counts twice, as ring
             algorithms do it in two passes.
-        passed: elements sent to the next rank.
     """
 
     reduced: float = 0.0
     gathered: float = 0.0
     scattered: float = 0.0
     collectives: float = 0.0
-    passed: float = 0.0
 
     def __add__(self, other: Exchange) -> Exchange:
         """Return the sum of two exchanges."""
         return Exchange(
             self.reduced + other.reduced, self.gathered + other.gathered, self.scattered + other.scattered,
-            self.collectives + other.collectives, self.passed + other.passed,
+            self.collectives + other.collectives,
         )  # fmt: skip
 
     def in_bytes(self, reduced: int, gathered: int) -> Exchange:
@@ -40,11 +38,10 @@ class Exchange:
 
         Args:
             reduced: bytes of an element that is reduced, or reduced and scattered.
-            gathered: bytes of an element that is gathered, or sent to the next rank.
+            gathered: bytes of an element that is gathered.
         """
         return Exchange(
             self.reduced * reduced, self.gathered * gathered, self.scattered * reduced, self.collectives,
-            self.passed * gathered,
         )  # fmt: skip
 
     def sent(self, ranks: int) -> float:
@@ -56,7 +53,7 @@ class Exchange:
         >>> Exchange(reduced=8).sent(4)
         12.0
         """
-        return (2 * self.reduced + self.gathered + self.scattered) * (ranks - 1) / ranks + self.passed
+        return (2 * self.reduced + self.gathered + self.scattered) * (ranks - 1) / ranks
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,7 @@ def tensor_exchange(
         pairs: pairs of colwise and rowwise layers in a block.
 
     >>> tensor_exchange(2, 10.0).total
-    Exchange(reduced=80.0, gathered=0.0, scattered=0.0, collectives=16, passed=0.0)
+    Exchange(reduced=80.0, gathered=0.0, scattered=0.0, collectives=16)
     """
     again = blocks * recompute
 
@@ -155,25 +152,6 @@ def context_exchange(blocks: int, keys: float, *, recompute: bool = False) -> Pa
     return Passes(gather, reduce + gather if recompute else reduce)
 
 
-def ring_exchange(blocks: int, keys: float, ranks: int, *, recompute: bool = False) -> Passes:
-    """Return the exchange of blocks along the context axis with ring attention.
-
-    Keys and values of a rank visit all others, forward and backward; their gradients also return to it.
-
-    Args:
-        blocks: number of blocks.
-        keys: see `context_exchange`.
-        ranks: ranks along the axis.
-        recompute: whether blocks are computed again in the backward.
-
-    >>> ring_exchange(1, 8.0, ranks=2).total.sent(2)
-    16.0
-    """
-    once = Exchange(collectives=blocks, passed=blocks * keys * (ranks - 1) / ranks)
-    gradients = Exchange(collectives=blocks, passed=blocks * keys)
-    return Passes(once, once + gradients + (once if recompute else Exchange()))
-
-
 def context_end(stream: float) -> Passes:
     """Return the exchange at the end of the blocks along the context axis.
 
@@ -207,7 +185,7 @@ def data_exchange(
         kept: elements outside of blocks, which fsdp gathers once for each batch.
 
     >>> data_exchange(5.0, sharded=True, kept=1.0).total
-    Exchange(reduced=0.0, gathered=9.0, scattered=5.0, collectives=3, passed=0.0)
+    Exchange(reduced=0.0, gathered=9.0, scattered=5.0, collectives=3)
     """
     if not sharded:
         return Passes(backward=Exchange(reduced=weights, collectives=2))
