@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from fabricx.core.datamodule import DataModule
 from fabricx.core.module import LightningModule
@@ -31,6 +32,48 @@ class RandomDataset(Dataset[Tensor]):
 
     def __len__(self) -> int:
         return self.len
+
+
+class RandomDictDataset(Dataset[dict[str, Tensor]]):
+    """Dicts of two random vectors, of which the second is the first plus 2.
+
+    Args:
+        size: elements of a vector.
+        length: number of dicts.
+    """
+
+    def __init__(self, size: int, length: int) -> None:
+        self.len = length
+        self.data = torch.randn(length, size)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"a": self.data[index], "b": self.data[index] + 2}
+
+    def __len__(self) -> int:
+        return self.len
+
+
+class RandomIterableDataset(IterableDataset[Tensor]):
+    """A stream of random vectors, without a length.
+
+    Args:
+        size: elements of a vector.
+        count: number of vectors.
+    """
+
+    def __init__(self, size: int, count: int) -> None:
+        self.count = count
+        self.size = size
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (torch.randn(self.size) for _ in range(self.count))
+
+
+class RandomIterableDatasetWithLen(RandomIterableDataset):
+    """The same, with a length."""
+
+    def __len__(self) -> int:
+        return self.count
 
 
 def _loader() -> DataLoader[Tensor]:

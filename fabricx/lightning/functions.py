@@ -262,3 +262,18 @@ def get_filesystem(path: str | os.PathLike[str], **options: Any) -> Any:
     from upath import UPath
 
     return UPath(str(path), **options).fs
+
+
+def get_human_readable_count(number: int) -> str:
+    """Format a count as Lightning's function does: with one decimal below 100 of its unit, which is always written.
+
+    Args:
+        number: 0 or more.
+
+    >>> get_human_readable_count(123), get_human_readable_count(12_345), get_human_readable_count(123_456)
+    ('123  ', '12.3 K', '123 K')
+    """
+    units = (" ", "K", "M", "B", "T")
+    group = min((len(str(number)) - 1) // 3, len(units) - 1)
+    amount = number / 1000**group
+    return f"{int(amount):,d} {units[group]}" if not group or amount >= 100 else f"{amount:,.1f} {units[group]}"

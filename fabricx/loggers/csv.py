@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO, final
 
+from fabricx.core.logger import Silent
 from fabricx.loggers.files import (
     UPDATES,
     FolderLogger,
@@ -24,6 +25,50 @@ from fabricx.loggers.files import (
 
 
 @final
+class Table:
+    """The table of a `CSVLogger`, with the methods of Lightning's `CSVLogger.experiment`, and those of the open file.
+
+    Args:
+        logger: writes the table.
+
+    Attributes:
+        log_dir: folder of the table.
+        hparams: the logged hyperparameters.
+    """
+
+    def __init__(self, logger: CSVLogger) -> None:
+        self._logger = logger
+        self.log_dir = logger.log_dir
+        self.hparams: dict[str, Any] = {}
+
+    def log_metrics(self, metrics_dict: Mapping[str, float], step: int | None = None) -> None:
+        """Write a row.
+
+        Args:
+            metrics_dict: values by name.
+            step: step of the row; None for 0.
+        """
+        self._logger.log_metrics(metrics_dict, step)
+
+    def log_hparams(self, params: Mapping[str, Any]) -> None:
+        """Write hyperparameters to `hparams.yaml`.
+
+        Args:
+            params: values by name.
+        """
+        self.hparams.update(params)
+        self._logger.log_hyperparams(params)
+
+    def save(self) -> None:
+        """Write buffered data; each row is written at once."""
+        self._logger.save()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # while it is copied, it has no logger
+            raise AttributeError(name)
+        return getattr(self._logger._writer, name)
+
+
 class CSVLogger(FolderLogger[TextIO]):
     """Write `metrics.csv`, with a row for each call of `log_metrics`, and `hparams.yaml`.
 
@@ -51,6 +96,7 @@ class CSVLogger(FolderLogger[TextIO]):
         self._prefix = prefix
         self._folder: Path | None = None
         self._columns: list[str] = []
+        self._table: Table | None = None
         self._kept: list[dict[str, str]] = []  # rows of the step that a rollback returned to
 
     def _start(self, folder: Path) -> TextIO:
@@ -58,6 +104,15 @@ class CSVLogger(FolderLogger[TextIO]):
         truncate_partial_line(folder / "metrics.csv")
         self._columns = _header(folder / "metrics.csv")
         return (folder / "metrics.csv").open("a", newline="")
+
+    @property
+    def experiment(self) -> Any:
+        """Return the table, as Lightning's logger does; see `FolderLogger.experiment` for other ranks."""
+        writer = super().experiment
+        if isinstance(writer, Silent):
+            return writer
+        self._table = self._table or Table(self)
+        return self._table
 
     @of_open_logger
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = 0) -> None:

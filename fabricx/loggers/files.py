@@ -131,7 +131,8 @@ class FolderLogger(Logger, Generic[W]):
         if self._writer is None:
             self._writer = self._start(self._location.make(run_dir))
             # A script may have replaced the method of the object, after it has logged its own hyperparameters.
-            type(self).log_hyperparams(self, self._waiting)
+            if self._waiting:
+                type(self).log_hyperparams(self, self._waiting)
 
     def flush(self) -> None:
         if self._writer is not None:

@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Final, final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 import torch
 from torch import nn
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 _SESSION: Final = ".hparams"  # suffix of the file with the HPARAMS session
 
 
-@final
 class TensorBoardLogger(FolderLogger["SummaryWriter"]):
     """Write an event file and `hparams.yaml`; `tensorboard --logdir runs` shows all runs by the names of their folders.
 
@@ -69,6 +68,7 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
         self._graph_enabled = log_graph
         self._folder: Path | None = None
         self._params: dict[str, float | str] = {}
+        self._hparams: dict[str, Any] = {}
         self._final: dict[str, float] = {}
         self._kept: list[tuple[int, str, float]] = []  # rows of the step that a rollback returned to
 
@@ -108,9 +108,15 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
             began = messages.SessionLog(status=messages.SessionLog.START)
             self._writer._get_file_writer().add_event(messages.Event(step=max(before) + 1, session_log=began))  # type: ignore[no-untyped-call]
 
+    @property
+    def hparams(self) -> dict[str, Any]:
+        """Return the logged hyperparameters, nested as they were passed."""
+        return self._hparams
+
     def log_hyperparams(
         self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None, step: int | None = None
     ) -> None:
+        self._hparams.update(by_name(params))
         if self._writer is None:
             self._waiting.update(by_name(params))
             return

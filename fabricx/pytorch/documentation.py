@@ -61,7 +61,9 @@ _DIFFERS: Final[Mapping[str, str]] = {
     ),
     "trainer.lr_schedulers, lr_scheduler_configs": "the same list of schedules",
     "trainer.logger.log_dir": "a folder of the run, by default in `runs/`",
-    "TensorBoardLogger(save_dir), CSVLogger(save_dir)": "without `name`, no subfolder `lightning_logs`",
+    "fabricx.loggers.TensorBoardLogger(save_dir), CSVLogger(save_dir)": (
+        "without `name`, no subfolder `lightning_logs`, which those of `fabricx.pytorch.loggers` have"
+    ),
     "on_fit_start of a resumed run": (
         "precedes the checkpoint, so that the run equals one without the interruption; in Lightning it follows weights "
         "and states of callbacks"
@@ -73,7 +75,19 @@ _DIFFERS: Final[Mapping[str, str]] = {
     "callback_metrics in hooks at the end of an epoch": (
         "has what these hooks have logged, on several ranks only after they have ended, as reading does not communicate"
     ),
-    "on_load_checkpoint": "an error if it sets `optimizer_states`, `lr_schedulers` or `loops` and the training resumes",
+    "on_load_checkpoint": (
+        "an error if it changes `optimizer_states`, `lr_schedulers` or `loops` and the training resumes"
+    ),
+    "entries of a checkpoint": "`loops` is absent; `fabricx` has the state from which a run resumes",
+    "train_dataloader, val_dataloader": "are called before `configure_optimizers`; in Lightning after `on_fit_start`",
+    "lr in checkpoints of an epoch's end": "that of the epoch; in Lightning that of the next",
+    "training_step that returns None": "is no step: `global_step` remains; in Lightning it counts",
+    "a data module without val_dataloader": "that of the module is used; in Lightning none",
+    "an empty training loader": "an error; in Lightning a warning",
+    "test(ckpt_path='last') without a checkpoint": "an error; in Lightning a warning, and the present weights",
+    "ModelCheckpoint(save_top_k=2) without monitor": "keeps the newest two; in Lightning an error",
+    "ModelCheckpoint(every_n_train_steps=, every_n_epochs=)": "may be combined; in Lightning an error",
+    "precision='16-mixed' on a CPU": "`trainer.precision` remains; as in Lightning, it computes in bf16",
     "configure_optimizers of a resumed run": "precedes `on_load_checkpoint`; in Lightning it follows",
     "rows of loggers, a name that a batch doesn't log": "is absent from the row; in Lightning its last value remains",
     "callback_metrics, a name that the newest batch doesn't log": "may be absent, in Lightning its last value remains: "

@@ -133,7 +133,9 @@ TREE: Final[Mapping[str, Names]] = {
     "loggers": Names(
         "fabricx.loggers",
         {
+            "CSVLogger": "fabricx.loggers.lightning_logs:CSVLogger",
             "DummyLogger": f"{_CORE}.logger:DummyLogger",
+            "TensorBoardLogger": "fabricx.loggers.lightning_logs:TensorBoardLogger",
             "Logger": "fabricx.lightning.loggers:LightningLogger",
             "LightningLoggerBase": "fabricx.lightning.loggers:LightningLogger",
             "rank_zero_experiment": "fabricx.lightning.loggers:rank_zero_experiment",
@@ -176,7 +178,7 @@ TREE: Final[Mapping[str, Names]] = {
         names={
             "ModelSummary": f"{_FUNCTIONS}:summary",
             "summarize": f"{_FUNCTIONS}:summary",
-            "get_human_readable_count": "fabricx.callbacks.model_summary:readable",
+            "get_human_readable_count": f"{_FUNCTIONS}:get_human_readable_count",
         },
         absent={
             "DeepSpeedSummary": "ModelSummary",
@@ -377,7 +379,15 @@ TREE: Final[Mapping[str, Names]] = {
     "demos": Names(
         names={
             name: f"fabricx.demo.boring:{name}"
-            for name in ("BoringDataModule", "BoringModel", "ManualOptimBoringModel", "RandomDataset")
+            for name in (
+                "BoringDataModule",
+                "BoringModel",
+                "ManualOptimBoringModel",
+                "RandomDataset",
+                "RandomDictDataset",
+                "RandomIterableDataset",
+                "RandomIterableDatasetWithLen",
+            )
         },
         absent=_each(
             "DemoModel LightningLSTM LightningTransformer SequenceSampler SimpleLSTM Transformer WikiText2 "
@@ -471,8 +481,8 @@ TREE: Final[Mapping[str, Names]] = {
     ),
     "fabric.loggers": Names(
         names={
-            "CSVLogger": "fabricx.loggers:CSVLogger",
-            "TensorBoardLogger": "fabricx.loggers:TensorBoardLogger",
+            "CSVLogger": "fabricx.loggers.lightning_logs:CSVLogger",
+            "TensorBoardLogger": "fabricx.loggers.lightning_logs:TensorBoardLogger",
             "Logger": "fabricx.lightning.loggers:LightningLogger",
             "rank_zero_experiment": "fabricx.lightning.loggers:rank_zero_experiment",
         },

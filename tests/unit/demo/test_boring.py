@@ -23,3 +23,13 @@ def test_the_models_of_reports_of_defects_run(name: str, quiet: dict[str, Any]) 
     reference.load_state_dict(model.state_dict())
     batch = ours.RandomDataset(32, 2)[0]
     assert model.test_step(batch, 0) == reference.test_step(batch, 0)
+
+
+def test_streams_and_dicts_of_random_vectors_have_lightning_s_shapes() -> None:
+    for name in ("RandomIterableDataset", "RandomIterableDatasetWithLen"):
+        mine, reference = getattr(ours, name)(32, 3), getattr(theirs, name)(32, 3)
+        assert [item.shape for item in mine] == [item.shape for item in reference]
+        assert hasattr(mine, "__len__") == hasattr(reference, "__len__")
+    pair, other = ours.RandomDictDataset(4, 2)[1], theirs.RandomDictDataset(4, 2)[1]
+    assert {name: value.shape for name, value in pair.items()} == {name: value.shape for name, value in other.items()}
+    assert pair["b"].equal(pair["a"] + 2)

@@ -124,3 +124,15 @@ def test_a_program_without_a_run_writes_numbers_of_tensors_and_its_hyperparamete
     assert (tmp_path / "version_0" / "hparams.yaml").read_text() == "lr: 0.1\n"
     logger.log_metrics({"loss": torch.tensor([0.5]), "epoch": torch.tensor(1.0)}, step=2)  # type: ignore[dict-item]
     assert (tmp_path / "version_0" / "metrics.csv").read_text().split() == ["step,loss,epoch", "2,0.5,1"]
+
+
+def test_the_experiment_writes_rows_and_hyperparameters_as_lightning_s(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, "mine")
+    logger.experiment.log_metrics({"loss": 0.5}, step=3)
+    logger.experiment.log_hparams({"lr": 0.1})
+    logger.experiment.save()
+    assert logger.experiment.hparams == {"lr": 0.1}
+    folder = tmp_path / "mine" / "version_0"
+    assert rows(folder) == [{"step": "3", "loss": "0.5"}]
+    assert yaml.safe_load((folder / "hparams.yaml").read_text()) == {"lr": 0.1}
+    logger.close()

@@ -186,3 +186,9 @@ def test_it_can_be_opened_again_for_another_run(tmp_path: Path) -> None:
 
 def test_nested_hyperparameters_become_flat() -> None:
     assert flatten({"a": {"b": {"c": 1}}, "d": [1, 2], "e": True}) == {"a/b/c": 1, "d": "[1, 2]", "e": True}
+
+
+def test_hyperparameters_of_the_board_can_be_read(own_folder: Any) -> None:
+    logger = TensorBoardLogger(own_folder)
+    logger.log_hyperparams({"lr": 0.1, "net": {"width": 3}})
+    assert logger.hparams == {"lr": 0.1, "net": {"width": 3}}

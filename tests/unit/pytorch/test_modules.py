@@ -84,7 +84,8 @@ def test_names_are_the_objects_of_fabricx() -> None:
     assert issubclass(fx.LightningModule, fx.Module)
     assert (pl.LightningDataModule, fx.LightningDataModule, pl.Trainer) == (fx.DataModule, fx.DataModule, fx.Trainer)
     assert pl.callbacks.ModelCheckpoint is fx.callbacks.ModelCheckpoint is pl.callbacks.model_checkpoint.ModelCheckpoint
-    assert pl.loggers.CSVLogger is fx.loggers.CSVLogger
+    assert pl.loggers.MLFlowLogger is fx.loggers.MLFlowLogger
+    assert issubclass(pl.loggers.CSVLogger, fx.loggers.CSVLogger)  # with Lightning's default of `name`
     assert pl.utilities.rank_zero.rank_zero_only is pl.utilities.rank_zero_only
     assert "EarlyStopping" in dir(pl.callbacks)
     assert {"callbacks", "LightningModule"} <= set(dir(pl))
