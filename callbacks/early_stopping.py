@@ -13,7 +13,7 @@ from torch import Tensor
 from fabricx.callbacks.metric_timing import has_validation, reads_at_epoch_end
 from fabricx.core.callback import Callback
 from fabricx.core.hook_calls.former_names import renamed
-from fabricx.errors import did_you_mean
+from fabricx.errors import MissingMetric, did_you_mean
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
@@ -195,7 +195,8 @@ class EarlyStopping(Callback):
     @property
     def state_key(self) -> str:
         """Return a key that distinguishes several `EarlyStopping` callbacks of the same run."""
-        return f"EarlyStopping(monitor={self.monitor!r}, mode={self.mode!r})"
+        values = {"monitor": self.monitor, "mode": self.mode}
+        return f"EarlyStopping{values}"
 
     def setup(self, trainer: TrainerProtocol, pl_module: Module, stage: str) -> None:
         self._fitting = stage == "fit"
@@ -225,7 +226,7 @@ class EarlyStopping(Callback):
         if score is None:
             # A run that ends in the middle of its first epoch has not validated yet, which is not an error.
             if self.strict and (self._validated or not has_validation(trainer)):
-                raise ValueError(
+                raise MissingMetric(
                     f"EarlyStopping(monitor={self.monitor!r}): no metric of that name was logged."
                     f"{did_you_mean(self.monitor, logged)}\n  logged: {', '.join(sorted(logged)) or 'nothing'}\n"
                     "  log it with self.log(...), or pass strict=False to skip the check until it is logged"

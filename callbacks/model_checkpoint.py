@@ -192,11 +192,9 @@ class ModelCheckpoint(Checkpoint, NameParts):
     @property
     def state_key(self) -> str:
         """Return a key that distinguishes several `ModelCheckpoint` callbacks of the same run."""
-        return (
-            f"ModelCheckpoint(monitor={self.monitor!r}, mode={self.mode!r}, every_n_train_steps="
-            f"{self.every_n_train_steps}, every_n_epochs={self.every_n_epochs}, "
-            f"train_time_interval={self.train_time_interval})"
-        )
+        named = ("monitor", "mode", "every_n_train_steps", "every_n_epochs", "train_time_interval")
+        values = {name: getattr(self, name) for name in named}
+        return f"ModelCheckpoint{values}"
 
     # -- schedule -----------------------------------------------------------------------------------------------
 

@@ -128,6 +128,42 @@ class MissingCheckpoint(CheckpointError, FileNotFoundError, ValueError):
     """There is no checkpoint at a path."""
 
 
+class MissingArguments(CheckpointError, TypeError):
+    """A constructor has parameters without a default that a checkpoint does not contain."""
+
+
+class Interrupted(KeyboardInterrupt, SystemExit):
+    """A run ended by a KeyboardInterrupt; also a SystemExit, as in Lightning.
+
+    Attributes:
+        code: exit code of the program, if it does not catch the exception: 130, as after Ctrl-C.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = 130
+
+
+class WrongArgument(ValueError, TypeError):
+    """An argument is not of a kind that the call accepts; a TypeError in Lightning."""
+
+
+class WrongLoss(ValueError, RuntimeError):
+    """The loss of a training step has no gradient, or is not a single number; a RuntimeError in torch."""
+
+
+class MissingMetric(ValueError, RuntimeError):
+    """A callback monitors a metric that was not logged."""
+
+
+class MissingAttribute(ValueError, AttributeError):
+    """An object lacks an attribute that a call needs."""
+
+
+class UnknownName(LookupError, ValueError):
+    """There is no strategy, callback or logger of a name."""
+
+
 class NotPicklable(TypeError):
     """An object for the worker processes cannot be pickled; the message names the attribute."""
 

@@ -23,6 +23,7 @@ from fabricx.checkpoint.foreign import torch_load
 from fabricx.checkpoint.storage import is_local
 from fabricx.core.checkpoint_io import TorchCheckpointIO, read_by
 from fabricx.core.hparams import Form
+from fabricx.core.optimizer_state import numbered
 from fabricx.errors import CheckpointError
 from fabricx.scratch import private_folder
 
@@ -73,7 +74,7 @@ def written(
     Returns:
         context with a function that moves the file to its path, or uploads it, and replaces an existing file.
     """
-    content = {**{name: state[name] for name in shown}, **_entries(state, manifest), ENTRY: dict(state)}
+    content = {**_entries(state, manifest), **{name: state[name] for name in shown}, ENTRY: dict(state)}
     if not is_local(path):
         with private_folder() as folder:
             file = Path(folder) / "archive"
@@ -118,7 +119,15 @@ def _entries(state: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str,
     """Return the entries of Lightning, which share their tensors with the state of fabricx."""
     strategy, form = state.get("strategy"), Form.read(state.get("hparams_form"))
     of_data, data_form = manifest.get("datamodule_hparams"), Form.read(manifest.get("datamodule_hparams_form"))
+    training: dict[str, Any] = {}
+    if "schedules" in state and isinstance(strategy, Mapping):
+        training = {
+            "callbacks": {key: of_callback for key, of_callback in state.get("callbacks", {}).items() if of_callback},
+            "optimizer_states": [numbered(saved) for saved in strategy.get("optimizers", [])],
+            "lr_schedulers": state["schedules"],
+        }
     return {
+        **training,
         **({"hparams_name": form.argument} if form.argument else {}),
         **({"datamodule_hyper_parameters": state.get("datamodule_hparams", of_data)} if of_data else {}),
         **({"datamodule_hparams_name": data_form.argument} if data_form.argument else {}),
@@ -126,5 +135,5 @@ def _entries(state: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str,
         "global_step": manifest.get("step", 0),
         "pytorch-lightning_version": _LIGHTNING,
         "state_dict": strategy.get("module", {}) if isinstance(strategy, Mapping) else {},
-        "hyper_parameters": state.get("hparams", {}),
+        **({"hyper_parameters": state["hparams"]} if state.get("hparams") else {}),
     }

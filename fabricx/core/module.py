@@ -130,8 +130,9 @@ class Module(ModuleHooks, HyperParameters, nn.Module):
         if log_to is None:
             raise ValueError(
                 f"self.log({name!r}, ...) was called where metrics can't be logged, such as in predict_step, "
-                "on_fit_start, on_validation_end or on_train_end; call it in a training or evaluation step, or in a "
-                "hook between on_train_start and on_train_epoch_end, or on_validation_start and on_validation_epoch_end"
+                "on_fit_start, on_validation_end, on_save_checkpoint or on_train_end; call it in a training or "
+                "evaluation step, or in a hook between on_train_start and on_train_epoch_end, or on_validation_start "
+                "and on_validation_epoch_end"
             )
         return log_to
 

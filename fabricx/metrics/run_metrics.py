@@ -135,6 +135,16 @@ class RunMetrics:
         self._module.__dict__["_log_to"] = logbook
 
     @contextmanager
+    def not_collecting(self) -> Iterator[None]:
+        """Return a context in which `self.log` of the module is an error."""
+        before = self._module.__dict__.get("_log_to")
+        self.collect(None)
+        try:
+            yield
+        finally:
+            self.collect(before)
+
+    @contextmanager
     def evaluation(self) -> Iterator[Logbook]:
         """Return a context of an evaluation, which has a collector of its own."""
         before, self.logbook = self.logbook, self.new_logbook(training=False)

@@ -123,11 +123,12 @@ def restore(session: Session, path: Path, *, weights_only: bool) -> None:
     )  # fmt: skip
     weights_of(state, path)  # an error if there are none
     state = as_part(session.strategy, ModelParallel).own_state(state)
-    before = {name: state.get(name) for name in _NOT_RESTORED}
     kept = contextlib.nullcontext() if weights_only else same_parameters(session.module, keep_layers=False)
     with kept, weights_as_state_dict(state):
+        before = {name: state.get(name) for name in _NOT_RESTORED}
         for hook in session.hooks.on_load_checkpoint:
             hook(state)
+        replaced = [name for name, value in before.items() if state.get(name) is not value]
     if weights_only:
         load_weights(session.module, weights_of(state, path), path, strict=session.module.strict_loading is not False)
         return
@@ -141,10 +142,10 @@ def restore(session: Session, path: Path, *, weights_only: bool) -> None:
             f"{path} lacks {', '.join(missing)}, so training can't continue from it. To begin a new run with its "
             "weights: Module.load_from_checkpoint(path)"
         )
-    if replaced := [name for name, value in before.items() if state.get(name) is not value]:
+    if replaced:
         raise CheckpointError(
-            f"on_load_checkpoint has set {', '.join(map(repr, replaced))} of the checkpoint, and a resumed run "
-            "restores its own states of optimizers, schedules and loops. Remove the assignment; to begin with new "
+            f"on_load_checkpoint has changed {', '.join(map(repr, replaced))} of the checkpoint, and a resumed run "
+            "restores its own states of optimizers, schedules and loops. Remove this change; to begin with new "
             "optimizers, do not resume: trainer.fit(Module.load_from_checkpoint(path)); or change optimizer.state and "
             "optimizer.param_groups in on_train_start"
         )

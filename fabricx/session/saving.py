@@ -17,6 +17,7 @@ from fabricx.checkpoint.objects import is_storable
 from fabricx.consistency.comparison import of_added
 from fabricx.consistency.optimizer_changes import not_watched
 from fabricx.core.hparams import Form, plain, storable
+from fabricx.core.optimizer_state import numbered
 from fabricx.core.state import Phase
 from fabricx.core.strategy_parts import ModelParallel, as_part
 from fabricx.distributed.sharding.fsdp_internals import class_before_fsdp
@@ -143,7 +144,7 @@ def _content(session: Session, path: Path, *, weights_only: bool) -> tuple[dict[
     known = set(state)
     session.checkpoints.collecting = True
     try:
-        with weights_as_state_dict(state):
+        with weights_as_state_dict(state), session.metrics.not_collecting():
             for hook in session.hooks.on_save_checkpoint:
                 hook(state)
     finally:
@@ -196,9 +197,10 @@ def _manifest(session: Session, *, weights_only: bool) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def weights_as_state_dict(state: dict[str, Any]) -> Iterator[None]:
-    """Add entries during hooks by which hooks of Lightning read them: position, hyperparameters, and weights.
+    """Add entries during hooks by which hooks of Lightning read them: position, hyperparameters, weights, optimizers.
 
-    Hooks may change or replace hyperparameters and weights, and remove hyperparameters.
+    Hooks may change or replace hyperparameters and weights, and remove hyperparameters. States of optimizers and
+    schedules are copies to read.
 
     Args:
         state: content of a checkpoint; changed in place, and by the hooks.
@@ -207,10 +209,15 @@ def weights_as_state_dict(state: dict[str, Any]) -> Iterator[None]:
     position = {"epoch": state["state"]["epoch"], "global_step": state["state"]["step"]} if "state" in state else {}
     hparams = state.get("hparams")
     state.update(position)
+    copies: dict[str, Any] = {}
+    if "schedules" in state and "optimizer_states" not in state:
+        copies["optimizer_states"] = [numbered(saved) for saved in state["strategy"].get("optimizers", [])]
+        copies["lr_schedulers"] = list(state["schedules"])
+    state.update(copies)
     if hparams is not None:
         state["hyper_parameters"] = hparams
     yield
-    for name in position:
+    for name in [*position, *(name for name, value in copies.items() if state.get(name) is value)]:
         state.pop(name, None)
     if hparams is not None:
         state["hparams"] = state.pop("hyper_parameters", None) or {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
@@ -150,6 +151,26 @@ def by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
         "state": values,
         "param_groups": [{**g, "params": [ordered[number] for number in g["params"]]} for g in state["param_groups"]],
     }
+
+
+def numbered(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an optimizer's state as `Optimizer.state_dict` of torch has it, from its state keyed by names.
+
+    Args:
+        saved: result of `by_name`.
+    """
+    numbers, groups = itertools.count(), []
+    by_parameter: dict[str, int] = {}
+    for group in saved["param_groups"]:
+        of_group = {number: name for name, number in zip(group["params"], numbers, strict=False)}
+        by_parameter |= {name: number for number, name in of_group.items()}
+        groups.append({**group, "params": list(of_group)})
+    values = {
+        by_parameter[name]: {key: value for key, value in of_parameter.items() if key != HELD}
+        for name, of_parameter in saved["state"].items()
+        if name in by_parameter
+    }
+    return {"state": {number: value for number, value in values.items() if value}, "param_groups": groups}
 
 
 def by_number(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], saved: Mapping[str, Any]) -> dict[str, Any]:

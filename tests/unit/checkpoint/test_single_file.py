@@ -254,3 +254,19 @@ def test_the_error_of_a_full_disk_is_that_of_the_system(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="No space left") as failure:
         single_file._write_archive(tmp_path / "full", {"weight": torch.zeros(100_000)}, {}, b"")
     assert is_full(failure.value)
+
+
+def test_torch_s_optimizer_loads_its_state_and_callbacks_have_theirs(tmp_path: Path) -> None:
+    module = OfLightningsUser()
+    trainer, saver = fit(tmp_path, module, 2)
+    content = torch.load(saver.last_model_path)
+    optimizer = module.configure_optimizers()
+    optimizer.load_state_dict(content["optimizer_states"][0])
+    [trained] = trainer.optimizers
+    for mine, theirs in zip(optimizer.state.values(), trained.state.values(), strict=True):
+        assert mine["step"] == 10
+        assert mine["exp_avg"].equal(theirs["exp_avg"])
+    assert content["callbacks"][saver.state_key]["dirpath"] == str(tmp_path)
+    assert content["lr_schedulers"] == []
+    trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+    assert not {"optimizer_states", "callbacks"} & set(torch.load(tmp_path / "weights.ckpt"))

@@ -446,7 +446,7 @@ class _Resets(Optimized):
 
 
 def test_states_that_a_hook_sets_and_a_resumed_run_does_not_restore_are_refused(own_folder: Path) -> None:
-    remedy = r"has set 'optimizer_states', 'lr_schedulers' of.*fit\(Module.load_from_checkpoint\(path\)\)"
+    remedy = r"has changed 'optimizer_states', 'lr_schedulers' of.*fit\(Module.load_from_checkpoint\(path\)\)"
     with pytest.raises(CheckpointError, match=remedy):
         resumed(own_folder, Optimized(), _Resets())
     fx.Trainer(**QUIET).validate(_Resets(), tiny_loader(), ckpt_path=own_folder / "two.ckpt", verbose=False)
