@@ -34,7 +34,7 @@ class BatchSizeFinder(Callback):
         max_val: largest size.
 
     Raises:
-        ValueError: an argument is invalid (when a search begins), or the module created the callback.
+        ValueError: an argument is invalid (most are checked when a search begins), or the module created the callback.
     """
 
     former_methods: ClassVar = renamed("scale_batch_size", "on_fit_start, which calls its super()")
@@ -49,6 +49,8 @@ class BatchSizeFinder(Callback):
         margin: float = 0.05,
         max_val: int = 8192,
     ) -> None:
+        if mode not in ("power", "binsearch"):
+            raise ValueError(f"BatchSizeFinder(mode={mode!r}): must be 'power' or 'binsearch'")
         self.optimal_batch_size: int | None = None
         self._arguments: dict[str, Any] = {
             "mode": mode, "steps_per_trial": steps_per_trial, "init_val": init_val, "max_trials": max_trials,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from fabricx.core.callback import Callback
 from fabricx.core.hook_calls.former_names import renamed
+from fabricx.errors import WrongArgument
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
@@ -37,7 +38,7 @@ class GradientAccumulation(Callback):
 
     def __init__(self, scheduling: Mapping[int, int]) -> None:
         if not scheduling:
-            raise ValueError("GradientAccumulation: the schedule is empty; pass a mapping such as {0: 1, 5: 4}")
+            raise WrongArgument("GradientAccumulation: the schedule is empty; pass a mapping such as {0: 1, 5: 4}")
         self.scheduling = dict(sorted((_whole(epoch), _whole(batches)) for epoch, batches in scheduling.items()))
         for epoch, batches in self.scheduling.items():
             if epoch < 0 or batches < 1:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, final
 
 from fabricx.core.callback import Callback
-from fabricx.errors import did_you_mean
+from fabricx.errors import WrongArgument, did_you_mean
 
 
 @final
@@ -28,7 +28,7 @@ class LambdaCallback(Callback):
         known = [name for name in vars(Callback) if name.startswith("on_") or name in ("setup", "teardown")]
         for name, function in hooks.items():
             if name not in known:
-                raise ValueError(
+                raise WrongArgument(
                     f"LambdaCallback({name}=...): there is no hook of that name.{did_you_mean(name, known)}"
                 )
             if function is not None and not callable(function):

@@ -30,7 +30,7 @@ class LearningRateFinder(Callback):
         attr_name: attribute of the module or its `hparams`; default: "lr" or "learning_rate".
 
     Raises:
-        ValueError: an argument is invalid (when a search begins), or the module created the callback.
+        ValueError: an argument is invalid (most are checked when a search begins), or the module created the callback.
     """
 
     def __init__(
@@ -43,6 +43,8 @@ class LearningRateFinder(Callback):
         update_attr: bool = True,
         attr_name: str = "",
     ) -> None:
+        if mode not in ("exponential", "linear"):
+            raise ValueError(f"LearningRateFinder(mode={mode!r}): must be 'exponential' or 'linear'")
         self.min_lr, self.max_lr, self.num_training_steps, self.mode = min_lr, max_lr, num_training_steps, mode
         self.early_stop_threshold, self.update_attr, self.attr_name = early_stop_threshold, update_attr, attr_name
         self.optimal_lr: Any = None

@@ -90,6 +90,8 @@ class StochasticWeightAveraging(Callback):
                 f"StochasticWeightAveraging(annealing_epochs={annealing_epochs}, annealing_strategy="
                 f'{annealing_strategy!r}): must be 0 or more epochs, and "cos" or "linear"'
             )
+        if avg_fn is not None and not callable(avg_fn):
+            raise ValueError(f"StochasticWeightAveraging(avg_fn={avg_fn!r}): must be a function, or None for the mean")
         self.swa_lrs, self.swa_epoch_start, self.annealing_epochs = swa_lrs, swa_epoch_start, annealing_epochs
         self.annealing_strategy, self.avg_fn = annealing_strategy, avg_fn
         self.averages: dict[str, Tensor] = {}

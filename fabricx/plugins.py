@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from importlib import metadata
 from typing import Any, Final
 
-from fabricx.errors import did_you_mean
+from fabricx.errors import UnknownName, did_you_mean
 
 # The only module with names of plugins; as strings, so that a plugin is imported only when it is used.
 _BUILT_IN: Final[Mapping[str, Mapping[str, str]]] = {
@@ -120,7 +120,7 @@ def find(kind: str, name: str) -> Any:
     if "." in name:
         return load(_SINGULAR[kind], name)
     singular = _SINGULAR[kind]
-    raise LookupError(
+    raise UnknownName(
         f"there is no {singular} called {name!r}.{did_you_mean(name, names(kind))}\n"
         f"  known: {', '.join(names(kind))}\n"
         f"  your own: give its dotted path instead, e.g. {_KEYS[kind]}._target_=my_project.{singular}.Mine"

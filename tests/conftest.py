@@ -39,6 +39,7 @@ LIBRARIES_SET = {
     "KMP_DUPLICATE_LIB_OK",
     "TORCHINDUCTOR_CACHE_DIR",
     "PL_GLOBAL_SEED",  # by seed_everything, as Lightning does
+    "PL_SEED_WORKERS",
     "PYTORCH_NVML_BASED_CUDA_CHECK",  # by the import of lightning
 }
 

@@ -248,7 +248,8 @@ class _Fresh:
         found += [f"process {child}" for child in children(os.getpid()) if child not in kept]
         found += ["a process group"] if torch.distributed.is_initialized() else []
         allowed = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}  # of each job
-        allowed |= {"GLOO_SOCKET_IFNAME", "CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_CACHE_DIR", "PL_GLOBAL_SEED"}
+        allowed |= {"GLOO_SOCKET_IFNAME", "CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_CACHE_DIR"}
+        allowed |= {"PL_GLOBAL_SEED", "PL_SEED_WORKERS"}
         changed = {name for name, value in {*os.environ.items()} ^ {*self._environment.items()}} - allowed
         found += [f"environment: {name}" for name in sorted(changed)]
         return found + [f"{name} is {value}" for name, value in _switches().items() if value != self._switches[name]]

@@ -34,7 +34,7 @@ from fabricx.core.checkpoint_io import TorchCheckpointIO
 from fabricx.core.hparams import CLASS_PATH, INSTANTIATOR, Form, without_origin
 from fabricx.distributed.messages.authentication import tag
 from fabricx.distributed.sharding.fsdp_internals import shard_like
-from fabricx.errors import CheckpointError, did_you_mean
+from fabricx.errors import CheckpointError, MissingArguments, did_you_mean
 from fabricx.redaction import masked_keys
 
 T = TypeVar("T")
@@ -406,7 +406,7 @@ def _arguments(
     if needed:
         saved = f"it has {', '.join(known)}" if known else "self.save_hyperparameters() in __init__ saves them"
         passed = ", ".join(f"{name}=..." for name in needed)
-        raise CheckpointError(
+        raise MissingArguments(
             f"{cls.__name__} needs {', '.join(needed)}, which the checkpoint doesn't hold: call load_from_checkpoint("
             f"..., {passed})\n  hyperparameters of the checkpoint: {saved}; secrets and ignored ones are never saved"
         )

@@ -23,7 +23,7 @@ from fabricx.checkpoint.foreign import torch_load
 from fabricx.checkpoint.storage import is_local
 from fabricx.core.checkpoint_io import TorchCheckpointIO, read_by
 from fabricx.core.hparams import Form
-from fabricx.core.optimizer_state import numbered
+from fabricx.core.strategy_support.optimizer_state import numbered
 from fabricx.errors import CheckpointError
 from fabricx.scratch import private_folder
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import IntEnum, StrEnum
+from enum import Enum, IntEnum, StrEnum
 from typing import Any, Final
 
 
@@ -20,7 +20,8 @@ class Phase(StrEnum):
     PREDICT = "predict"
 
 
-class TrainerFn(StrEnum):
+# str() of the enumerations of Lightning is the name of the member, as in Lightning; they equal their value.
+class TrainerFn(str, Enum):  # noqa: UP042
     """Newest call of the Trainer."""
 
     FITTING = "fit"
@@ -29,7 +30,7 @@ class TrainerFn(StrEnum):
     PREDICTING = "predict"
 
 
-class TrainerStatus(StrEnum):
+class TrainerStatus(str, Enum):  # noqa: UP042
     """Progress of the newest call of the Trainer."""
 
     INITIALIZING = "initializing"
@@ -43,7 +44,7 @@ class TrainerStatus(StrEnum):
         return self in (TrainerStatus.FINISHED, TrainerStatus.INTERRUPTED)
 
 
-class RunningStage(StrEnum):
+class RunningStage(str, Enum):  # noqa: UP042
     """Present activity of the Trainer, as Lightning names it."""
 
     TRAINING = "train"

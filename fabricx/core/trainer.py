@@ -35,11 +35,11 @@ class TrainerProtocol(Protocol):
     accumulate_grad_batches: int
     val_check_interval: Any
     check_val_every_n_epoch: int | None
-    num_sanity_val_steps: int
+    num_sanity_val_steps: int | float
     log_every_n_steps: int
     sync_batchnorm: bool
     gradient_clip_val: float | None
-    gradient_clip_algorithm: str
+    gradient_clip_algorithm: str | None
     enable_telemetry: bool
 
     @property

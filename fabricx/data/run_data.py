@@ -24,6 +24,7 @@ from fabricx.data.order import Balance, epoch_seed
 from fabricx.data.own_state import copied_state, equal_states, find_generators
 from fabricx.data.sources import evaluation_sources, training_source
 from fabricx.distributed.world import World
+from fabricx.errors import WrongArgument
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
@@ -195,10 +196,12 @@ class RunData:
     def _load_evaluation(self, world: World) -> None:
         """Build the feeds of the evaluation loaders."""
         options, fits, word = self._options, self.stage == "fit", _SOURCES[self.stage]
-        source = self._passed[1] if self._passed[1] is not None else self._create(1, f"{word}_dataloader")
         limit = _limit(getattr(options, f"limit_{word}_batches"))
-        has_step = not fits or callable(getattr(self._module, "validation_step", None))
-        loaders = evaluation_sources(source) if has_step and limit != 0 else []
+        reads = limit != 0 and (not fits or callable(getattr(self._module, "validation_step", None)))
+        source = self._passed[1]
+        if source is None and reads:
+            source = self._create(1, f"{word}_dataloader")
+        loaders = evaluation_sources(source) if reads else []
         self.val_dataloaders, self.several_loaders = source, len(loaders) > 1
         self.val_feeds = [self._evaluation_feed(world, loader, limit) for loader in loaders]
         self.batches.evaluation[word] = [feed.batches() for feed in self.val_feeds]
@@ -350,8 +353,7 @@ class RunData:
         Args:
             world: the ranks.
         """
-        few = self._options.num_sanity_val_steps
-        limits = [min(float("inf") if few == -1 else few, feed.batches()) for feed in self.val_feeds]
+        limits = [min(self._options.num_sanity_val_steps, feed.batches()) for feed in self.val_feeds]
         loaders = evaluation_sources(self.val_dataloaders)
         return [self._evaluation_feed(world, *arguments) for arguments in zip(loaders, limits, strict=True)]
 
@@ -484,7 +486,7 @@ class RunData:
             )
         if not hasattr(source, "__iter__") or isinstance(source, torch.Tensor):
             what = "is a batch" if isinstance(source, torch.Tensor) else "is not iterable"
-            raise ValueError(f"{type(source).__name__} {what}: pass a DataLoader or an iterable of batches")
+            raise WrongArgument(f"{type(source).__name__} {what}: pass a DataLoader or an iterable of batches")
         world = world.axis("data")
         if world.newcomer:  # the ranks that it will join: same number of batches as on the other ranks
             size = as_part(self._strategy, ModelParallel).data_ranks_of(world.local_size)

@@ -19,9 +19,14 @@ def training_source(source: Any) -> Any:
 
     Raises:
         TypeError: a dict or list has loaders and other objects.
-        ValueError: a CombinedLoader has limits.
+        ValueError: a CombinedLoader has limits, or is sequential.
     """
     source = _checked(source)
+    if isinstance(source, CombinedLoader) and source.mode == "sequential":
+        raise ValueError(
+            'CombinedLoader(mode="sequential") is for evaluations: for training choose "min_size", "max_size_cycle" or '
+            '"max_size"; or join the data sets by torch.utils.data.ConcatDataset'
+        )
     if not isinstance(source, (Mapping, list, tuple)) or not source:
         return source
     if isinstance(source, Mapping) or _has_loaders(source):

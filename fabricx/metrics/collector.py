@@ -16,6 +16,7 @@ from fabricx.core.tensors.reductions import check_reduction
 from fabricx.core.tensors.transfer import batch_size_of
 from fabricx.distributed.sharding.dtensors import is_dtensor
 from fabricx.distributed.world import World
+from fabricx.errors import WrongArgument
 from fabricx.metrics.accumulator import Metrics
 from fabricx.metrics.objects import computed_alone, computed_together, metric_objects, set_states, states_of
 from fabricx.metrics.series import EXACT, Series, as_single, as_value
@@ -159,7 +160,7 @@ class Logbook:
         series = self.metrics.series.get(name)
         if series is None:
             if not isinstance(name, str):
-                raise ValueError(f"self.log({name!r}, ...): the name must be text, such as {str(name)!r}")
+                raise WrongArgument(f"self.log({name!r}, ...): the name must be text, such as {str(name)!r}")
             if name.count(_LOADER) > (self.loader is not None and add_dataloader_idx):
                 raise ValueError(
                     f"self.log({name!r}, ...): names with {_LOADER!r} are those of values of several loaders, which "

@@ -19,7 +19,7 @@ from fabricx.distributed import world as worlds
 from fabricx.distributed.departure import await_departure
 from fabricx.distributed.sharding.grad_hooks import check_before_pickling
 from fabricx.distributed.world import World
-from fabricx.errors import full_disk_costs
+from fabricx.errors import Interrupted, full_disk_costs
 from fabricx.fault_tolerance import memory_holder
 from fabricx.launch import cluster
 from fabricx.launch.launcher import Launcher
@@ -59,7 +59,7 @@ def dispatch(trainer: TrainerInterface, job: Job) -> Any:
         WorkerFailed: a worker failed, and the run did not recover.
         SystemExit: with code 143, after SIGTERM or a scheduler's notice: when a training run is stopped and saved, or
             immediately in an evaluation.
-        KeyboardInterrupt: Ctrl-C in an evaluation.
+        Interrupted: Ctrl-C in an evaluation, or a KeyboardInterrupt of a hook.
     """
     with _running(trainer, job.stage), contextlib.ExitStack() as stack:
         check_job(job)
@@ -83,6 +83,9 @@ def _running(trainer: TrainerInterface, stage: str) -> Iterator[None]:
     trainer.state.fn, trainer.state.status = TrainerFn(stage), TrainerStatus.RUNNING
     try:
         yield
+    except KeyboardInterrupt as error:
+        trainer.state.status = TrainerStatus.INTERRUPTED
+        raise Interrupted().with_traceback(error.__traceback__) from None
     except BaseException:
         trainer.state.status = TrainerStatus.INTERRUPTED
         raise

@@ -24,7 +24,7 @@ from fabricx.data.run_data import BatchCounts, RunData
 from fabricx.data.sources import as_passed
 from fabricx.distributed.collective_guard import check_users_collective, together
 from fabricx.distributed.world import World
-from fabricx.errors import NamesChecked
+from fabricx.errors import MissingAttribute, NamesChecked
 from fabricx.loop import manual_optimization
 from fabricx.metrics.run_metrics import Published, RunMetrics
 from fabricx.session.checkpoint import finish_checkpoint
@@ -479,7 +479,7 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         if self._sessions.fit is not None:
             return self._sessions.fit
         if self.module is None:
-            raise ValueError(
+            raise MissingAttribute(
                 "save_checkpoint: this trainer has not run yet, so there is nothing to save; call it after fit, or "
                 "in a hook"
             )

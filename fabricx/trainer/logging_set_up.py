@@ -61,15 +61,19 @@ def open_loggers(session: Session, stage: str, arguments: Mapping[str, Any]) -> 
     if stage == "predict" or not session.world.main_rank or session.options.fast_dev_run:
         return
     assert session.run_dir is not None
-    if session.loggers or stage == "fit":
+    records = stage == "fit" and session.writes
+    if session.loggers or records:
         session.run_dir.mkdir(parents=True, exist_ok=True)
     session.metrics.loggers = LoggerDispatcher(session.loggers, session.run_dir, session.recorder)
-    if stage == "fit":
+    params = _hparams_to_log(session.module, session.datamodule) if stage == "fit" else {}
+    if records:
         _record_arguments(session, session.run_dir, arguments)
+    if params and session.options.enable_autolog_hparams:
+        session.metrics.loggers.each(lambda logger: logger.log_hyperparams(masked(params)))
 
 
 def _record_arguments(session: Session, run_dir: Path, arguments: Mapping[str, Any]) -> None:
-    """Write command, versions and arguments to the run's folder, and log them with the hyperparameters."""
+    """Write command, versions and arguments to the run's folder, and log them."""
     provenance.write(run_dir, None)
     recorded: dict[str, Any] = {"trainer": arguments}
     for name, owner in (("module", session.module), ("datamodule", session.datamodule)):
@@ -80,9 +84,6 @@ def _record_arguments(session: Session, run_dir: Path, arguments: Mapping[str, A
         if (file := run_dir / name).is_file():
             text = (file.stem, file.read_text())
             session.metrics.loggers.each(lambda logger, text=text: logger.log_text(*text))  # type: ignore[misc]
-    params = _hparams_to_log(session.module, session.datamodule) if session.options.enable_autolog_hparams else {}
-    if params:
-        session.metrics.loggers.each(lambda logger: logger.log_hyperparams(masked(params)))
 
 
 def _hparams_to_log(module: Module, data: DataModule | None) -> dict[str, Any]:

@@ -250,7 +250,7 @@ class TrainerNames:
         records: RunRecords
         module: Module | None
         device_ids: list[int]
-        num_sanity_val_steps: int
+        num_sanity_val_steps: int | float
         limit_val_batches: int | float
         precision: str
         strategy: Strategy
@@ -367,8 +367,7 @@ class TrainerNames:
     @property
     def num_sanity_val_batches(self) -> list[int | float]:
         """Return the number of batches of each validation loader before training."""
-        most = float("inf") if self.num_sanity_val_steps == -1 else self.num_sanity_val_steps
-        return [min(most, batches) for batches in self.batches.of("val")]
+        return [min(self.num_sanity_val_steps, batches) for batches in self.batches.of("val")]
 
     @property
     def num_val_batches(self) -> list[int | float]:

@@ -12,12 +12,12 @@ from torch import nn
 from fabricx.core.callback import Callback
 from fabricx.core.datamodule import DataModule
 from fabricx.core.hook_calls.hooks import check_hooks, overrides
-from fabricx.core.module import Module
+from fabricx.core.module import LightningModule, Module
 from fabricx.core.module_hooks import ModuleHooks
 from fabricx.data import make_feed, training_source
 from fabricx.distributed.messages.authentication import new_key
 from fabricx.distributed.world import World
-from fabricx.errors import did_you_mean
+from fabricx.errors import WrongArgument, did_you_mean
 from fabricx.lightning import adapt_data, adapt_module
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def check_job(job: Job) -> None:
     module, stage = job.module, job.stage
     _check_instances(job)
     if not isinstance(module, Module):
-        raise ValueError(
+        raise WrongArgument(
             f"trainer.{stage}({type(module).__name__}): the first argument is the module; pass an instance of a "
             "subclass of fabricx.Module"
         )
@@ -93,7 +93,8 @@ def check_job(job: Job) -> None:
     if needed and not callable(getattr(module, needed, None)):
         near = did_you_mean(needed, {name for name in dir(type(module)) if name[0] != "_"} - set(dir(Module)))
         raise ValueError(f"{type(module).__name__} has no {needed}, which trainer.{stage} calls: define it.{near}")
-    if stage == "predict" and not overrides(module, "predict_step", ModuleHooks) and _lacks_forward(module):
+    steps = all(overrides(module, "predict_step", contract) for contract in (ModuleHooks, LightningModule))
+    if stage == "predict" and (module.predict_step is None or (not steps and _lacks_forward(module))):
         raise ValueError(
             f"{type(module).__name__} has neither predict_step nor forward, which trainer.predict calls: define one of "
             "them"
@@ -105,14 +106,15 @@ def check_job(job: Job) -> None:
     loaders = job.train if stage == "fit" else job.evaluate
     if loaders is None and not any(_has(owner, source) for owner in (data, module)):
         argument = "train_dataloaders" if stage == "fit" else "dataloaders"
-        raise ValueError(
+        raise WrongArgument(
             f"trainer.{stage} has no data: pass {argument}=... or datamodule=..., or define "
             f"{type(module).__name__}.{source}"
         )
-    if stage == "fit" and not overrides(module, "configure_optimizers", Module) and module.automatic_optimization:
-        import warnings
-
-        warnings.warn(f"{type(module).__name__} has no configure_optimizers: no weights will be trained", stacklevel=4)
+    if stage == "fit" and module.automatic_optimization and not _has(module, "configure_optimizers"):
+        raise ValueError(
+            f"{type(module).__name__} has no configure_optimizers, so no weight would be trained: define it; for a "
+            "module without optimizers it returns None"
+        )
 
 
 def _uncalled(job: Job, owner: object) -> set[str]:
@@ -136,7 +138,7 @@ def _check_instances(job: Job) -> None:
     """
     for argument in (job.module, job.train, job.evaluate, job.datamodule):
         if isinstance(argument, type):
-            raise ValueError(
+            raise WrongArgument(
                 f"trainer.{job.stage} got the class {argument.__name__}: pass an object of it, {argument.__name__}(...)"
             )
 

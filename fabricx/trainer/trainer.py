@@ -10,6 +10,8 @@ from torch import nn
 from fabricx.core.callback import Callback
 from fabricx.core.datamodule import DataModule
 from fabricx.core.module import Module
+from fabricx.core.options.trainer_options import DEFAULT_EPOCHS
+from fabricx.errors import WrongArgument
 from fabricx.trainer.dispatch import dispatch
 from fabricx.trainer.interface import TrainerInterface
 from fabricx.trainer.run_request import Job
@@ -53,8 +55,10 @@ class Trainer(TrainerInterface):
         """
         chosen = self._module_of(model, module, "fit")
         if chosen is None:
-            raise ValueError("trainer.fit() has no module: pass an instance of a subclass of fabricx.Module")
+            raise WrongArgument("trainer.fit() has no module: pass an instance of a subclass of fabricx.Module")
         path = self._chosen_ckpt_path if ckpt_path is None else ckpt_path
+        if self.max_epochs is None:
+            self.max_epochs = -1 if self.length_given else DEFAULT_EPOCHS
         call = {
             "module": chosen, "train_dataloaders": train_dataloaders, "val_dataloaders": val_dataloaders,
             "datamodule": datamodule, "ckpt_path": path,
@@ -178,7 +182,7 @@ class Trainer(TrainerInterface):
         if module is None:
             module = self.module
             if module is None:
-                raise ValueError(f"trainer.{stage}() has no module: pass a module, or call fit first")
+                raise WrongArgument(f"trainer.{stage}() has no module: pass a module, or call fit first")
             saved = self.checkpoint_callback
             if path is None and saved is not None and saved.best_model_path:
                 path = "best"

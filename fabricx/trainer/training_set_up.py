@@ -147,7 +147,7 @@ def _check_options(session: Session) -> None:
         manual_optimization.check_options(session)
     if (
         session.options.gradient_clip_val is not None
-        and session.options.gradient_clip_algorithm == "norm"
+        and session.options.gradient_clip_algorithm != "value"
         and session.serving.norm_clipping_refused
     ):
         raise ValueError(session.serving.norm_clipping_refused)

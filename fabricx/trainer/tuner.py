@@ -27,7 +27,7 @@ from fabricx.data.own_state import (
     set_generators,
     states_of_generators,
 )
-from fabricx.errors import WorkerFailed, did_you_mean
+from fabricx.errors import MissingAttribute, WorkerFailed, did_you_mean
 from fabricx.launch import cluster
 from fabricx.lightning import adapt_data, adapt_module
 from fabricx.session.status import FailureLog
@@ -338,7 +338,7 @@ def _attribute(owners: list[Any], names: list[str]) -> str:
             return name
     cls = type(owners[0]).__name__
     known = [name for owner in owners for name in ([*owner] if isinstance(owner, dict) else vars(owner))]
-    raise ValueError(
+    raise MissingAttribute(
         f"{cls} has no attribute {' or '.join(names)}, in itself or in hparams, that can be set: define "
         f"self.{names[0]} and use it.{did_you_mean(names[0], known)}"
     )

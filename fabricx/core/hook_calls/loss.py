@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from fabricx.errors import WrongLoss
+
 
 def checked_loss(loss: Any) -> Tensor:
     """Return the loss of `training_step` with shape [].
@@ -21,11 +23,11 @@ def checked_loss(loss: Any) -> Tensor:
         kind = f"a dict without 'loss' ({sorted(loss)})" if isinstance(loss, Mapping) else type(loss).__name__
         raise ValueError(f"training_step returned {kind}; return a loss tensor, a dict with 'loss', or None")
     if loss.numel() != 1:
-        raise ValueError(
+        raise WrongLoss(
             f"training_step returned a loss of shape {tuple(loss.shape)}; return a single number, such as loss.mean()"
         )
     if not loss.requires_grad:
-        raise ValueError(
+        raise WrongLoss(
             "training_step returned a loss without a gradient: it doesn't depend on any parameter that requires a "
             "gradient. Check that it is not detached or computed under no_grad, and that not all parameters are frozen"
         )

@@ -29,7 +29,8 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
 
     Args:
         seed: an integer from 0 to 2**32 - 1; None for that of the environment variable PL_GLOBAL_SEED, else 0.
-        workers: ignored; accepted for compatibility with Lightning. DataLoader worker processes are always seeded.
+        workers: recorded in the environment variable PL_SEED_WORKERS, as Lightning does; worker processes of a
+            DataLoader are always seeded.
         verbose: log the seed, at level INFO.
 
     Returns:
@@ -46,6 +47,7 @@ def seed_everything(seed: int | None = None, workers: bool = False, verbose: boo
         raise ValueError(f"{source}={text!r}: must be an integer from 0 to {2**32 - 1}") from None
     seed_generators(chosen)
     os.environ[GLOBAL_SEED] = str(chosen)
+    os.environ["PL_SEED_WORKERS"] = str(int(workers))
     if verbose:
         _LOG.info("Seed set to %d", chosen)
     return chosen

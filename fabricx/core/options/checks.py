@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from fabricx.core.options.duration import check_count, parse_duration
 from fabricx.core.options.former_arguments import accelerator_name, profiler_name
+from fabricx.errors import WrongArgument
 
 _COUNTED: Final = re.compile(r"\s*\d[\d_]*\s*(st|ep|ba)?\s*")  # "500st"; other text is a duration
 _SWITCHES: Final = (
@@ -100,13 +101,13 @@ def check_devices(devices: Any, accelerator: str, *, elsewhere: bool = False) ->
         try:
             devices = [int(part) for part in devices.split(",") if part] if "," in devices else int(devices)
         except ValueError:
-            raise ValueError(f"devices={devices!r}: set 'auto', a number, or a list of numbers") from None
+            raise WrongArgument(f"devices={devices!r}: set 'auto', a number, or a list of numbers") from None
     if isinstance(devices, Sequence) and not isinstance(devices, str):
         chosen = [int(number) for number in devices]
     elif isinstance(devices, int) and not isinstance(devices, bool) and (devices > 0 or devices == -1):
         chosen = list(range((count or os.cpu_count() or 1) if devices == -1 else devices))
     else:
-        raise ValueError(f"devices={devices!r}: set 'auto', a positive number, -1 for all, or a list of numbers")
+        raise WrongArgument(f"devices={devices!r}: set 'auto', a positive number, -1 for all, or a list of numbers")
     if not chosen or len(set(chosen)) != len(chosen):
         raise ValueError(f"devices={devices!r}: list at least one device, and each device only once")
     if count is not None and max(chosen) >= count:
@@ -135,7 +136,7 @@ def check_limit(name: str, limit: Any) -> int | float:
         return int(limit)
     if isinstance(limit, float) and 0 <= limit <= 1:
         return limit
-    raise ValueError(f"{name}={limit!r}: set a number of batches (10), or a fraction (0.25; 1.0 for all batches)")
+    raise WrongArgument(f"{name}={limit!r}: set a number of batches (10), or a fraction (0.25; 1.0 for all batches)")
 
 
 def check_batches(name: str, value: Any, least: int) -> int:
@@ -229,12 +230,12 @@ def check_accumulation(batches: Any) -> int:
     return check_count("accumulate_grad_batches", batches, "batch", 1) or 1
 
 
-def check_clipping(limit: float | None, algorithm: str | None) -> tuple[float | None, str]:
+def check_clipping(limit: float | None, algorithm: str | None) -> tuple[float | None, str | None]:
     """Return the limit for gradients, and whether it applies to their "norm" or to each "value".
 
     Args:
         limit: None disables clipping.
-        algorithm: None is "norm".
+        algorithm: None stands for "norm".
 
     Raises:
         ValueError: the limit is no number or negative, or the algorithm is unknown.
@@ -242,8 +243,8 @@ def check_clipping(limit: float | None, algorithm: str | None) -> tuple[float | 
     if algorithm not in (None, "norm", "value"):
         raise ValueError(f"gradient_clip_algorithm={algorithm!r}: set 'norm' or 'value'")
     if limit is not None and (not isinstance(limit, (int, float)) or isinstance(limit, bool) or not limit >= 0):
-        raise ValueError(f"gradient_clip_val={limit!r}: set a limit of 0 or more, or None to disable clipping")
-    return limit, algorithm or "norm"
+        raise WrongArgument(f"gradient_clip_val={limit!r}: set a limit of 0 or more, or None to disable clipping")
+    return limit, algorithm
 
 
 def check_deterministic(value: bool | str) -> bool | str:

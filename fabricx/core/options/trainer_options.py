@@ -100,7 +100,7 @@ class TrainerOptions:
         log_every_n_steps: int | None = 50,
         accumulate_grad_batches: int | None = 1,
         gradient_clip_val: float | None = None,
-        gradient_clip_algorithm: str | None = "norm",
+        gradient_clip_algorithm: str | None = None,
         deterministic: bool | str | None = False,
         benchmark: bool | None = None,
         inference_mode: bool | None = True,
@@ -138,7 +138,7 @@ class TrainerOptions:
                 `Launcher` start the ranks on `num_nodes` machines of a cluster.
             precision: "32-true", "64-true", "16-true", "bf16-true", "16-mixed" (CUDA) or "bf16-mixed".
             max_epochs: number of epochs; -1 for no limit. Training ends at the first limit of epochs, steps and time
-                that is reached; if none is set, after 1000 epochs.
+                that is reached; if none is set, after 1000 epochs. It is None until a fit sets its default.
             min_epochs: a requested stop (early stopping, `trainer.should_stop`) is delayed until `min_epochs` and
                 `min_steps` are reached; a signal is not delayed.
             max_steps: number of weight updates after which training ends; -1 for no limit.
@@ -157,7 +157,7 @@ class TrainerOptions:
             log_every_n_steps: weight updates between two rows in the loggers.
             accumulate_grad_batches: batches of each rank for a weight update.
             gradient_clip_val: limit for clipping gradients; None disables clipping.
-            gradient_clip_algorithm: "norm" (of all parameters together) or "value" (of each element).
+            gradient_clip_algorithm: "norm" (of all parameters together; the default) or "value" (of each element).
             deterministic: use deterministic algorithms of torch; "warn" only warns where torch has none. "elastic"
                 produces bitwise identical weights for any number of ranks, by the strategy "reproducible" instead of
                 "ddp".
@@ -233,8 +233,6 @@ class TrainerOptions:
         self.min_steps = check_count("min_steps", min_steps, "step")
         self.max_time = check_max_time(max_time)
         self.length_given = self.max_epochs is not None or self.max_steps != -1 or bool(self.max_time)
-        if self.max_epochs is None:
-            self.max_epochs = -1 if self.length_given else DEFAULT_EPOCHS
 
     def _set_batches(self, train: Any, val: Any, test: Any, predict: Any) -> None:
         self.limit_train_batches = check_limit("limit_train_batches", train)
@@ -255,7 +253,8 @@ class TrainerOptions:
                 f"check_val_every_n_epoch=None counts batches across epochs, and val_check_interval={interval} is a "
                 "fraction of an epoch: set a number of batches (100), weight updates ('500st') or a duration ('30m')"
             )
-        self.num_sanity_val_steps = check_batches("num_sanity_val_steps", sanity_steps, -1)
+        few = check_batches("num_sanity_val_steps", sanity_steps, -1)
+        self.num_sanity_val_steps: int | float = float("inf") if few == -1 else few
         self.inference_mode = inference_mode
 
     def _set_updates(self, log_every: Any, accumulate: Any, clip_val: Any, clip_algorithm: Any) -> None:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from fabricx.callbacks import BatchSizeFinder
+from fabricx.callbacks import BatchSizeFinder, LearningRateFinder
 from fabricx.callbacks.trials import check_tried
 
 
@@ -11,3 +13,9 @@ def test_a_callback_that_could_not_try_is_refused() -> None:
         check_tried(BatchSizeFinder(), "fit", tried=False)
     check_tried(BatchSizeFinder(), "test", tried=False)
     check_tried(BatchSizeFinder(), "fit", tried=True)
+
+
+@pytest.mark.parametrize("finder", [BatchSizeFinder, LearningRateFinder])
+def test_an_unknown_mode_of_a_search_is_refused_where_it_is_set(finder: Any) -> None:
+    with pytest.raises(ValueError, match="mode='other'"):
+        finder(mode="other")

@@ -21,10 +21,10 @@ class Data(fx.DataModule):
         self.calls.append("prepare_data")
 
     def setup(self, stage: str) -> None:
-        self.calls.append(f"setup {stage}")
+        self.calls.append("setup " + stage)
 
     def teardown(self, stage: str) -> None:
-        self.calls.append(f"teardown {stage}")
+        self.calls.append("teardown " + stage)
 
     def train_dataloader(self) -> Any:
         return tiny_loader(self.hparams.samples, 4)

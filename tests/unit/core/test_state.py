@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fabricx.core.state import Phase, RunState
+from fabricx.core.state import Phase, RunningStage, RunState, TrainerFn, TrainerStatus
 
 
 def test_a_position_is_read_from_its_plain_data_also_where_a_newer_version_wrote_it() -> None:
@@ -37,3 +37,14 @@ def test_each_sample_that_is_not_trained_once_is_counted(windows: list[tuple[int
     assert trained + state.left_out - state.again == state.samples
     assert state.left_out >= 0
     assert state.again >= 0
+
+
+def test_text_of_stages_is_that_of_lightning() -> None:
+    from lightning.pytorch.trainer import states
+
+    for mine in (TrainerFn, TrainerStatus, RunningStage):
+        theirs = getattr(states, mine.__name__)
+        for member in mine:
+            assert member == member.value
+            assert str(member) == str(theirs(member.value))
+            assert f"{member}" == f"{theirs(member.value)}"

@@ -371,3 +371,21 @@ def test_a_fraction_of_a_stream_is_an_error_and_none_of_it_is_not(stage: str, qu
         fx.Trainer(max_epochs=1, **limit, **quiet).fit(TinyModule(), **data)
     nothing: dict[str, Any] = {f"limit_{stage}_batches": 0.0}
     fx.Trainer(max_epochs=1, **nothing, **quiet).fit(TinyModule(), **data)
+
+
+@pytest.mark.parametrize("step", [True, False])
+def test_a_validation_that_is_off_creates_no_loader(step: bool) -> None:
+    created = []
+
+    class Validates(TinyModule):
+        def val_dataloader(self) -> Any:
+            created.append(1)
+            return tiny_loader()
+
+    module = Validates()
+    if not step:
+        module.validation_step = None  # type: ignore[method-assign, assignment]
+    trainer = fx.Trainer(max_epochs=1, limit_val_batches=0 if step else 1.0, **QUIET)
+    trainer.fit(module, tiny_loader())
+    assert not created
+    assert trainer.num_val_batches == []

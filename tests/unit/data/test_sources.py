@@ -111,3 +111,10 @@ def test_a_loader_with_limits_of_its_own_is_refused_in_a_run() -> None:
         fx.Trainer(max_epochs=1, **QUIET).fit(Notes(), limited)
     with pytest.raises(ValueError, match="limit_val_batches"):
         fx.Trainer(**QUIET).validate(Notes(), limited)
+
+
+def test_training_doesn_t_read_loaders_one_after_the_other() -> None:
+    with pytest.raises(ValueError, match=r'mode="sequential"\) is for evaluations: for training choose "min_size"'):
+        fx.Trainer(max_epochs=1, **QUIET).fit(
+            TinyModule(), CombinedLoader([tiny_loader(), tiny_loader()], "sequential")
+        )

@@ -389,10 +389,10 @@ def test_the_phase_of_a_call_holds_from_its_set_up_to_its_end(quiet: dict[str, A
             seen.append((hook, " ".join(words)))
 
         def setup(self, stage: str) -> None:
-            self._look(f"setup {stage}")
+            self._look("setup " + stage)
 
         def teardown(self, stage: str) -> None:
-            self._look(f"teardown {stage}")
+            self._look("teardown " + stage)
 
         def on_fit_start(self) -> None:
             self._look("on_fit_start")

@@ -65,3 +65,8 @@ def test_an_evaluation_adds_its_results_to_the_records_of_a_fit_only(tmp_path: P
     before = {path.name for path in tmp_path.glob("**/telemetry/*")}
     trainer.validate(TinyModule(), tiny_loader(), verbose=False)
     assert {path.name for path in tmp_path.glob("**/telemetry/*")} > before
+
+
+def test_a_run_without_loggers_and_checkpoints_creates_no_folder(tmp_path: Path) -> None:
+    fx.Trainer(max_epochs=1, default_root_dir=tmp_path, **QUIET).fit(TinyModule(), tiny_loader())
+    assert list(tmp_path.iterdir()) == []

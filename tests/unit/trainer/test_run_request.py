@@ -75,13 +75,16 @@ def test_callbacks_check_a_fit_with_the_samples_of_its_global_batch() -> None:
     assert seen == [12, None]
 
 
-def test_a_module_that_trains_no_weights_is_a_warning_unless_it_steps_by_itself() -> None:
+def test_a_module_without_optimizers_says_so_by_a_method_that_returns_none() -> None:
     class Still(fx.Module):
         def training_step(self, batch: Any) -> torch.Tensor:
             return torch.zeros(())
 
-    with pytest.warns(UserWarning, match="Still has no configure_optimizers: no weights will be trained"):
-        check("fit", Still(), train=tiny_loader())
+    for module in (Still(), TinyModule()):
+        if isinstance(module, TinyModule):
+            module.configure_optimizers = None  # type: ignore[method-assign, assignment]
+        with pytest.raises(ValueError, match="has no configure_optimizers, so no weight would be trained"):
+            check("fit", module, train=tiny_loader())
     manual = Still()
     manual.automatic_optimization = False
     check("fit", manual, train=tiny_loader())
@@ -151,3 +154,26 @@ def test_loaders_of_a_data_module_replace_those_of_the_module() -> None:
 
     with pytest.warns(UserWarning, match=r"train_dataloader.*this run does not call it"):
         check("fit", OwnLoader(), data=Loaders())
+
+
+def test_errors_of_wrong_arguments_are_those_that_users_of_lightning_catch() -> None:
+    module, data = TinyModule(), tiny_loader()
+    for stage in ("fit", "validate", "test", "predict"):
+        with pytest.raises(TypeError, match="has no data"):
+            check(stage, module)
+    for wrong in (torch.nn.Linear(1, 1), TinyModule, None):
+        with pytest.raises(TypeError, match=r"module|TinyModule"):
+            fx.Trainer(max_epochs=1, **QUIET).fit(wrong, data)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="int is not iterable"):
+        fx.Trainer(max_epochs=1, **QUIET).fit(module, 5)
+
+
+@pytest.mark.parametrize("base", [fx.Module, fx.LightningModule])
+def test_a_prediction_needs_a_step_or_a_forward_in_each_class_of_modules(base: type[fx.Module]) -> None:
+    without = type("Without", (base,), {})()
+    with pytest.raises(ValueError, match="Without has neither predict_step nor forward"):
+        check("predict", without, evaluate=tiny_loader())
+    module = TinyModule()
+    module.predict_step = None  # type: ignore[method-assign, assignment]
+    with pytest.raises(ValueError, match="TinyModule has neither predict_step nor forward"):
+        check("predict", module, evaluate=tiny_loader())

@@ -136,3 +136,16 @@ def test_under_fast_dev_run_checkpoint_callbacks_are_there_and_save_nothing(tmp_
     assert trainer.checkpoint_callback is saver
     assert repr(trainer.val_check_batch) == "2"
     assert fx.Trainer(**{**options, "enable_checkpointing": False}).checkpoint_callback is None
+
+
+def test_a_keyboard_interrupt_of_a_hook_ends_the_program_as_in_lightning() -> None:
+    class Stops(TinyModule):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise KeyboardInterrupt
+
+    trainer = fx.Trainer(max_epochs=1, **QUIET)
+    for caught in (SystemExit, KeyboardInterrupt):
+        with pytest.raises(caught) as error:
+            trainer.fit(Stops(), tiny_loader())
+        assert trainer.interrupted
+        assert error.value.code == 130  # type: ignore[union-attr]

@@ -9,7 +9,7 @@ import pytest
 
 import fabricx as fx
 from fabricx.core.options.trainer_options import TrainerOptions
-from fabricx.testing import QUIET
+from fabricx.testing import QUIET, TinyModule, tiny_loader
 
 
 @pytest.mark.parametrize(
@@ -40,13 +40,13 @@ def test_an_invalid_value_is_refused(options: dict[str, Any], said: str) -> None
 @pytest.mark.parametrize(
     ("options", "epochs", "steps"),
     [
-        ({}, 1000, -1), ({"max_steps": 5}, -1, 5), ({"max_time": "1h"}, -1, -1), ({"max_epochs": 3}, 3, -1),
+        ({}, None, -1), ({"max_steps": 5}, None, 5), ({"max_time": "1h"}, None, -1), ({"max_epochs": 3}, 3, -1),
         ({"max_epochs": -1}, -1, -1), ({"max_epochs": 2, "max_steps": 5}, 2, 5), ({"max_epochs": "2ep"}, 2, -1),
-        ({"max_steps": "5st"}, -1, 5), ({"max_epochs": 0}, 0, -1), ({"fast_dev_run": 3, "max_epochs": 9}, 1, 3),
+        ({"max_steps": "5st"}, None, 5), ({"max_epochs": 0}, 0, -1), ({"fast_dev_run": 3, "max_epochs": 9}, 1, 3),
     ],
     ids=str,
 )  # fmt: skip
-def test_a_run_without_any_limit_ends_after_1000_epochs(options: dict[str, Any], epochs: int, steps: int) -> None:
+def test_limits_are_those_that_were_given(options: dict[str, Any], epochs: int | None, steps: int) -> None:
     given = TrainerOptions(**options)
     assert (given.max_epochs, given.max_steps) == (epochs, steps)
 
@@ -72,3 +72,16 @@ def test_text_is_no_switch_and_a_schedule_no_number() -> None:
         TrainerOptions(enable_progress_bar="no")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"pass GradientAccumulationScheduler\(\{0: 2\}\)"):
         TrainerOptions(accumulate_grad_batches={0: 2})  # type: ignore[arg-type]
+
+
+def test_values_that_lightning_s_trainer_has_before_a_fit() -> None:
+    endless = fx.Trainer(**QUIET)
+    with pytest.raises(TypeError, match="has no data"):
+        endless.fit(TinyModule())
+    assert endless.max_epochs == 1000
+    trainer = fx.Trainer(num_sanity_val_steps=-1, max_steps=1, **QUIET)
+    assert trainer.max_epochs is None
+    assert trainer.gradient_clip_algorithm is None
+    assert trainer.num_sanity_val_steps == float("inf")
+    trainer.fit(TinyModule(), tiny_loader())
+    assert trainer.max_epochs == -1
