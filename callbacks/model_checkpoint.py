@@ -60,6 +60,11 @@ class Checkpoint(Callback):
     watches_metrics: ClassVar[bool] = True
     best_model_path: str = ""
 
+    @property
+    def in_run_folder(self) -> bool:
+        """Return whether the checkpoints are in the run's folder."""
+        return True
+
 
 class ModelCheckpoint(Checkpoint, NameParts):
     """Save checkpoints by epochs, steps or time; keep the best by a metric, or the newest.
@@ -188,6 +193,10 @@ class ModelCheckpoint(Checkpoint, NameParts):
     @property
     def meeting_interval(self) -> int:
         return self.every_n_train_steps
+
+    @property
+    def in_run_folder(self) -> bool:
+        return self._chosen_dirpath is None
 
     @property
     def state_key(self) -> str:

@@ -7,6 +7,7 @@ import difflib
 import errno
 import inspect
 import os
+import signal
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -106,6 +107,21 @@ class CopiesLost(FabricxError, RuntimeError):
 
 class PossibleUserWarning(UserWarning):
     """Settings or data that are valid, and rarely intended; `disable_possible_user_warnings` hides them."""
+
+
+class ScheduleWarning(UserWarning, RuntimeWarning):
+    """A key or a schedule of `configure_optimizers` has no effect; a RuntimeWarning in Lightning."""
+
+
+class Terminated(SystemExit):
+    """SIGTERM, or the notice of a scheduler, has ended a run.
+
+    Attributes:
+        code: exit code of the program, if it does not catch the exception: 143, as shells and schedulers use it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(128 + signal.SIGTERM)
 
 
 class CheckpointError(FabricxError):

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from fabricx.core.strategy_support.optimizer_state import OTHER_STATE, extend_schedule, grows
-from fabricx.errors import PossibleUserWarning, did_you_mean
+from fabricx.errors import PossibleUserWarning, ScheduleWarning, did_you_mean
 
 if TYPE_CHECKING:
     from fabricx.core.strategy import Strategy
@@ -162,7 +162,7 @@ def _check_keys(config: Mapping[str, Any], needed: str, known: Sequence[str], ow
         text = f"{owner} has the key {key!r}.{meant}\n  known: {', '.join(known)}"
         if meant:
             raise ValueError(text)
-        warnings.warn(f"{text}\n  it is ignored", stacklevel=2)
+        warnings.warn(f"{text}\n  it is ignored", ScheduleWarning, stacklevel=2)
     if needed not in config:
         raise ValueError(f"{owner} has no {needed!r}\n  known: {', '.join(known)}")
 

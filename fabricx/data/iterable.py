@@ -144,7 +144,7 @@ class ListFeed(Feed):
     def _length(self) -> int | float:
         try:
             length: int | float = len(self._source)  # type: ignore[arg-type]
-        except TypeError:
+        except (TypeError, NotImplementedError):
             length = float("inf")
         if isinstance(self._limit, int):
             return min(length, self._limit)

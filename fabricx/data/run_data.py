@@ -519,7 +519,7 @@ def _has_length(loader: Any) -> bool:
     """Return whether the number of batches is defined; a DataLoader of a stream has `__len__`, and no length."""
     try:
         len(loader)
-    except TypeError:
+    except (TypeError, NotImplementedError):
         return False
     return True
 

@@ -11,6 +11,7 @@ from fabricx.core.state import EpochStep, Phase
 from fabricx.core.strategy_support.optimizer_state import let_groups_grow
 from fabricx.data import Microbatch
 from fabricx.data.order import epoch_seed
+from fabricx.errors import PossibleUserWarning
 from fabricx.loop.batch_hooks import call_end_hooks, call_start_hooks
 from fabricx.loop.boundary import advance, begin_batch, end_batch, skip_rest
 from fabricx.loop.epoch import begin_epoch, end_epoch, repeated_hooks
@@ -108,6 +109,7 @@ def _report_eval_modes(session: Session) -> None:
             "modes",
             f"training begins with {len(names)} module(s) in evaluation mode, which is kept: {listed}. Frozen batch "
             "normalisation needs this; otherwise call train() on the module before fit or in on_fit_start",
+            PossibleUserWarning,
         )
 
 

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from fabricx.core.optimizers import Schedule
-from fabricx.errors import missing_metric
+from fabricx.errors import ScheduleWarning, missing_metric
 
 if TYPE_CHECKING:
     from fabricx.distributed.world import World
@@ -76,7 +76,8 @@ def step_schedules(session: Session, interval: str, count: int, *, metrics: bool
                 text = missing_metric(str(schedule.monitor), session.metrics.published.metrics, "the scheduler")
                 if schedule.strict:
                     raise ValueError(text)
-                session.warn_once(f"metric {schedule.monitor}", f"{text}\n  strict=False: the scheduler makes no step")
+                text = f"{text}\n  strict=False: the scheduler makes no step"
+                session.warn_once(f"metric {schedule.monitor}", text, ScheduleWarning)
                 continue
         guard = session.checks.guarded("lr_scheduler_step") if session.overridden.lr_scheduler_step else nullcontext()
         with session.gradients.hooks_see_weights("lr_scheduler_step"), guard:

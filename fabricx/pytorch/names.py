@@ -76,7 +76,7 @@ _UTILITIES: Final = {
     "is_picklable": f"{_PARSING}:is_picklable",
     "CombinedLoader": "fabricx.data.combined:CombinedLoader",
     "grad_norm": f"{_FUNCTIONS}:grad_norm",
-    "move_data_to_device": f"{_CORE}.transfer:to_device",
+    "move_data_to_device": f"{_CORE}.tensors.transfer:to_device",
 }
 _LOGGED: Final = {
     f"_{name}": f"{_FABRIC}:{name}"
@@ -170,7 +170,7 @@ TREE: Final[Mapping[str, Names]] = {
     "utilities.seed": Names(
         names={
             "isolate_rng": f"{_FUNCTIONS}:isolate_rng",
-            "reset_seed": f"{_CORE}.rng:reset_seed",
+            "reset_seed": f"{_CORE}.module_state.rng:reset_seed",
             "seed_everything": "fabricx:seed_everything",
         },
     ),
@@ -190,7 +190,7 @@ TREE: Final[Mapping[str, Names]] = {
     ),
     "utilities.combined_loader": Names(names={"CombinedLoader": _UTILITIES["CombinedLoader"]}),
     "utilities.exceptions": Names(
-        names={"MisconfigurationException": "builtins:ValueError", "SIGTERMException": "builtins:SystemExit"}
+        names={"MisconfigurationException": "builtins:ValueError", "SIGTERMException": "fabricx.errors:Terminated"}
     ),
     "utilities.grads": Names(names={"grad_norm": _UTILITIES["grad_norm"]}),
     "utilities.parsing": Names(
@@ -224,7 +224,7 @@ TREE: Final[Mapping[str, Names]] = {
         names={"is_overridden": f"{_FUNCTIONS}:is_overridden"},
         absent={"get_torchvision_model": "torchvision.models.get_model(name, weights=...)"},
     ),
-    "utilities.data": Names(names={"extract_batch_size": f"{_CORE}.transfer:batch_size_of"}),
+    "utilities.data": Names(names={"extract_batch_size": f"{_CORE}.tensors.transfer:batch_size_of"}),
     "utilities.warnings": Names(names={"PossibleUserWarning": "fabricx.errors:PossibleUserWarning"}),
     "utilities.imports": Names(
         names={name: f"fabricx.lightning.imports:{name}" for name in _IMPORTS.split()},
@@ -459,7 +459,7 @@ TREE: Final[Mapping[str, Names]] = {
         names={
             "isolate_rng": f"{_FUNCTIONS}:isolate_rng",
             "pl_worker_init_function": f"{_FABRIC}:worker_init_function",
-            "reset_seed": f"{_CORE}.rng:reset_seed",
+            "reset_seed": f"{_CORE}.module_state.rng:reset_seed",
             "seed_everything": "fabricx:seed_everything",
         },
     ),

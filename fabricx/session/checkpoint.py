@@ -279,16 +279,16 @@ def _report_unused(session: Session, states: Mapping[str, Any]) -> None:
     """Report states of callbacks that this run doesn't have; without a callback for averages, weights are averages."""
     if not (names := ", ".join(key for key in states if key not in _OF_SEVERAL_RANKS)):
         return
-    session.print(f"the checkpoint has the state of {names}, and this run has no such callback: the state is not used")
+    text = f"the checkpoint has the state of {names}, and this run has no such callback: the state is not used"
     # With "live", the averages are the checkpoint's weights; other callbacks keep averages beside these.
     averaged = {key: kept for key, kept in states.items() if isinstance(kept, Mapping) and "live" in kept}
     averaging = [key for key, kept in averaged.items() if kept.get("averages")]
     if averaging:
-        session.warn_once(
-            "averaged weights",
-            f"the weights of the checkpoint are the averages of {averaging[0]}, and training continues from these with "
-            "optimizers of the weights that were averaged: pass the callback to continue as before",
+        text += (
+            f"; the weights of the checkpoint are the averages of {averaging[0]}, and training continues from these "
+            "with optimizers of the weights that were averaged: pass the callback to continue as before"
         )
+    session.warn_once("unused states", text)
 
 
 def report_global_batch(session: Session) -> None:

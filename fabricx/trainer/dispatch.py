@@ -19,13 +19,13 @@ from fabricx.distributed import world as worlds
 from fabricx.distributed.departure import await_departure
 from fabricx.distributed.sharding.grad_hooks import check_before_pickling
 from fabricx.distributed.world import World
-from fabricx.errors import Interrupted, full_disk_costs
+from fabricx.errors import Interrupted, Terminated, full_disk_costs
 from fabricx.fault_tolerance import memory_holder
 from fabricx.launch import cluster
 from fabricx.launch.launcher import Launcher
 from fabricx.launch.resize import ELASTIC
 from fabricx.launch.run_lock import exclusive_run
-from fabricx.launch.signals import TERMINATED, termination_signals
+from fabricx.launch.signals import termination_signals
 from fabricx.telemetry.aggregator import Aggregator
 from fabricx.trainer import cluster_run
 from fabricx.trainer.launcher_run import check_launcher_use
@@ -91,7 +91,7 @@ def _running(trainer: TrainerInterface, stage: str) -> Iterator[None]:
         raise
     trainer.state.status = TrainerStatus.FINISHED
     if trainer.terminated:
-        raise SystemExit(TERMINATED)
+        raise Terminated
 
 
 @dataclass(frozen=True)

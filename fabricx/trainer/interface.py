@@ -393,8 +393,13 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
 
     @property
     def writes(self) -> bool:
-        """Return whether a fit writes files to its folder."""
-        return not self.fast_dev_run and bool(self.loggers or self.checkpoint_callback)
+        """Return whether a fit writes files to its folder.
+
+        A single rank without loggers, whose checkpoints are in a folder of the user, writes nothing else.
+        """
+        several = several_ranks(len(self.device_ids), self.num_nodes)
+        saves = any(several or getattr(callback, "in_run_folder", True) for callback in self.checkpoint_callbacks)
+        return not self.fast_dev_run and (bool(self.loggers) or saves)
 
     @property
     def log_dir(self) -> str | None:

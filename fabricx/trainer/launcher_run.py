@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from fabricx import by_value
 from fabricx.core.strategy_parts import HasServers, as_part
-from fabricx.errors import WorkerFailed
+from fabricx.errors import Terminated, WorkerFailed
 from fabricx.launch import cluster
 from fabricx.launch.launcher import Program
 from fabricx.launch.pickling import check_picklable
@@ -97,5 +97,5 @@ def _first_failure(ended: Ended) -> BaseException:
     failed.__cause__ = None if first.error is None else pickle.loads(first.error)
     failed.__suppress_context__ = True
     if isinstance(failed.__cause__, SystemExit) and failed.__cause__.code == TERMINATED:
-        return SystemExit(TERMINATED)
+        return Terminated()
     return failed

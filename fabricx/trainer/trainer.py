@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,11 @@ class Trainer(TrainerInterface):
             saved = self.checkpoint_callback
             if path is None and saved is not None and saved.best_model_path:
                 path = "best"
+                warnings.warn(
+                    f"trainer.{stage}() without a model uses the best checkpoint of the fit; pass ckpt_path='best' to "
+                    "confirm this, or the model for its present weights",
+                    stacklevel=3,
+                )
             data = data or self.datamodule
         results: list[Any] = dispatch(self, Job(stage, module, None, loaders, data, path, flag, trusted))
         return results

@@ -19,7 +19,7 @@ from fabricx.core.module_state.rng import RandomState
 from fabricx.core.strategy_parts import HasServers, ModelParallel, ShardsWeights, as_part
 from fabricx.distributed.departure import await_departure
 from fabricx.distributed.world import OPERATION, World
-from fabricx.errors import PeerLost, WorkerFailed
+from fabricx.errors import PeerLost, Terminated, WorkerFailed
 from fabricx.fault_tolerance.controller import ElasticPolicy
 from fabricx.launch.launcher import Launcher
 from fabricx.launch.signals import TERMINATED, EarlySignals, termination_signals
@@ -99,7 +99,7 @@ def run_in_workers(
         except WorkerFailed as error:
             _report_lost_checkpoint(aggregator, error)
             if isinstance(error.__cause__, SystemExit) and error.__cause__.code == TERMINATED:
-                raise SystemExit(TERMINATED) from None  # a signal to a rank has ended an evaluation
+                raise Terminated from None  # a signal to a rank has ended an evaluation
             if not fits and error.__cause__ is None:  # killed: the failure may not recur, unlike an error
                 error.add_remedy(
                     f"{job.stage} does not recover from the failure of a worker: call it again. The weights and "

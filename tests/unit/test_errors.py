@@ -7,6 +7,7 @@ import pickle
 import pytest
 
 import fabricx as fx
+from fabricx import errors
 from fabricx.errors import ALL_FRAMES, CheckpointError, brief_traceback
 from fabricx.testing import QUIET, TinyModule, tiny_loader
 
@@ -55,3 +56,9 @@ def test_a_damaged_checkpoint_is_answered_with_the_way_to_another() -> None:
     again = pickle.loads(pickle.dumps(CheckpointError("a.ckpt is not a complete checkpoint")))
     assert again.__notes__ == [note]
     assert not hasattr(CheckpointError("the weights in a.ckpt are not those of the module"), "__notes__")
+
+
+def test_warnings_and_endings_are_of_lightning_s_classes_too() -> None:
+    assert issubclass(errors.ScheduleWarning, RuntimeWarning)
+    assert (errors.Terminated().code, errors.Interrupted().code) == (143, 130)
+    assert issubclass(errors.MissingMetric, RuntimeError)

@@ -74,7 +74,7 @@ def test_another_form_is_an_error_that_shows_the_right_one(result: Any, said: st
 
 
 def test_another_key_is_ignored_with_a_warning() -> None:
-    with pytest.warns(UserWarning, match="has the key 'foo'.*\n.*\n  it is ignored"):
+    with pytest.warns(RuntimeWarning, match="has the key 'foo'.*\n.*\n  it is ignored"):
         parsed = parse_optimizers({"optimizer": ONE, "lr_scheduler": {"scheduler": STEPS, "foo": 1}})
     assert parsed == ([ONE], [Schedule(STEPS)])
 

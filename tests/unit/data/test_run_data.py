@@ -389,3 +389,18 @@ def test_a_validation_that_is_off_creates_no_loader(step: bool) -> None:
     trainer.fit(module, tiny_loader())
     assert not created
     assert trainer.num_val_batches == []
+
+
+def test_a_loader_whose_length_is_not_implemented_is_a_stream() -> None:
+    class Loader:
+        def __len__(self) -> int:
+            raise NotImplementedError
+
+        def __iter__(self) -> Any:
+            return iter(tiny_loader())
+
+    trainer = fx.Trainer(max_epochs=1, **QUIET)
+    trainer.fit(TinyModule(), Loader())
+    assert (trainer.num_training_batches, trainer.global_step) == (float("inf"), 4)
+    with pytest.raises(ValueError, match="needs a loader with a length"):
+        fx.Trainer(max_epochs=1, limit_train_batches=0.5, **QUIET).fit(TinyModule(), Loader())

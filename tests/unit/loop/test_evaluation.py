@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 import fabricx as fx
 from fabricx.callbacks import LambdaCallback
+from fabricx.errors import PossibleUserWarning
 from fabricx.testing import QUIET, TinyModule, tiny_data, tiny_loader
 from tests.unit.trainer.counting import Counts
 
@@ -82,7 +83,9 @@ def test_a_mode_that_a_hook_sets_is_kept(hook: str, quiet: dict[str, Any]) -> No
 def test_a_module_in_evaluation_mode_stays_in_it(quiet: dict[str, Any]) -> None:
     module = _Frozen()
     module.eval()
-    with pytest.warns(UserWarning, match=r"3 module\(s\) in evaluation mode, which is kept: _Frozen, layer, norm"):
+    with pytest.warns(
+        PossibleUserWarning, match=r"3 module\(s\) in evaluation mode, which is kept: _Frozen, layer, norm"
+    ):
         fx.Trainer(max_epochs=1, **quiet).fit(module, tiny_loader(8, 4))
     assert set(module.modes) == {(False, False, False)}
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import fabricx as fx
+from fabricx.callbacks import ModelCheckpoint
 from fabricx.core.logger import Logger
 from fabricx.testing import QUIET, TinyModule, tiny_loader
 
@@ -70,3 +71,13 @@ def test_an_evaluation_adds_its_results_to_the_records_of_a_fit_only(tmp_path: P
 def test_a_run_without_loggers_and_checkpoints_creates_no_folder(tmp_path: Path) -> None:
     fx.Trainer(max_epochs=1, default_root_dir=tmp_path, **QUIET).fit(TinyModule(), tiny_loader())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_whose_checkpoints_have_a_folder_of_their_own_creates_no_other(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, filename="{epoch}")
+    trainer = fx.Trainer(max_epochs=1, default_root_dir=tmp_path, callbacks=[saver], **QUIET)
+    trainer.fit(TinyModule(), tiny_loader())
+    assert [path.name for path in tmp_path.iterdir()] == ["epoch=0.ckpt"]
+    assert not trainer.writes
+    assert fx.Trainer(callbacks=[ModelCheckpoint()], **QUIET).writes
+    assert fx.Trainer(callbacks=[saver], devices=2, **QUIET).writes

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import fabricx as fx
+from fabricx.callbacks import ModelCheckpoint
 from fabricx.core.callback import Callback
 from fabricx.testing import QUIET, TinyModule, tiny_loader
 from tests.unit.trainer.counting import Counts, fitted
@@ -149,3 +150,11 @@ def test_a_keyboard_interrupt_of_a_hook_ends_the_program_as_in_lightning() -> No
             trainer.fit(Stops(), tiny_loader())
         assert trainer.interrupted
         assert error.value.code == 130  # type: ignore[union-attr]
+
+
+def test_a_test_without_a_model_says_that_it_uses_the_best_checkpoint(own_folder: Any) -> None:
+    trainer = fx.Trainer(max_epochs=1, callbacks=[ModelCheckpoint(own_folder)], **QUIET)
+    trainer.fit(TinyModule(), tiny_loader())
+    with pytest.warns(UserWarning, match=r"trainer.test\(\) without a model uses the best checkpoint"):
+        trainer.test(dataloaders=tiny_loader(), verbose=False)
+    assert trainer.ckpt_path == trainer.checkpoint_callback.best_model_path
