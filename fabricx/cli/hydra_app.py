@@ -36,7 +36,7 @@ from fabricx.cli import help
 from fabricx.cli.mistakes import Composition, explain
 from fabricx.cli.overrides import arranged, parsed
 from fabricx.cli.run_log import own_logging
-from fabricx.errors import ALL_FRAMES, FabricxError, brief_traceback, is_user_module
+from fabricx.errors import ALL_FRAMES, FabricxError, WrongArgument, brief_traceback, is_user_module
 from fabricx.redaction import masked_text, records_masked
 from fabricx.trainer import provenance
 
@@ -151,7 +151,9 @@ def error_message(error: Exception) -> str:
 
 def _message(error: Exception, composition: Composition, arguments: Sequence[str], *, in_task: bool) -> str:
     error.__traceback__ = _within_task(error.__traceback__)
-    if isinstance(error, (HydraException, OmegaConfBaseException)) or (type(error) is ValueError and not in_task):
+    if isinstance(error, (HydraException, OmegaConfBaseException)) or (
+        type(error) in (ValueError, WrongArgument) and not in_task
+    ):
         return f"error: {explain(error, composition, arguments)}"
     if isinstance(error, OSError) and not in_task and error.filename:
         return f"error: {error.filename}: {error.strerror}; start in another folder, or set hydra.run.dir=FOLDER"

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TextIO, final
+from typing import Any, ClassVar, TextIO, final
 
 from fabricx.core.logger import Silent
 from fabricx.loggers.files import (
@@ -35,6 +35,9 @@ class Table:
         log_dir: folder of the table.
         hparams: the logged hyperparameters.
     """
+
+    NAME_HPARAMS_FILE: ClassVar[str] = "hparams.yaml"
+    NAME_METRICS_FILE: ClassVar[str] = "metrics.csv"
 
     def __init__(self, logger: CSVLogger) -> None:
         self._logger = logger

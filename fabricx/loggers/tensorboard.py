@@ -51,6 +51,7 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
     """
 
     shows_telemetry: ClassVar[bool] = True
+    NAME_HPARAMS_FILE: ClassVar[str] = "hparams.yaml"
 
     def __init__(
         self,
@@ -122,7 +123,7 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
             return
         self._params.update(flatten(by_name(params)))
         if self._folder is not None and params:
-            write_hyperparameters(self._folder / "hparams.yaml", by_name(params))
+            write_hyperparameters(self._folder / self.NAME_HPARAMS_FILE, by_name(params))
         for name, value in (metrics or {}).items():
             if name not in self._final:
                 self._writer.add_scalar(name, value, step or 0)  # the HPARAMS page reads values from the charts
