@@ -323,7 +323,8 @@ def _is_user_error(error: Exception) -> bool:
         return True
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     raised_in = frames[-1].f_globals.get("__name__", "") if frames else ""
-    return str(raised_in).startswith(("fabricx.", "hydra.", "omegaconf.")) and not isinstance(error, TypeError)
+    mistaken = isinstance(error, WrongArgument) or not isinstance(error, TypeError)
+    return mistaken and str(raised_in).startswith(("fabricx.", "hydra.", "omegaconf."))
 
 
 class ProjectPath(SearchPathPlugin):
