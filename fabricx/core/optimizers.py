@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal, final
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 
 from fabricx.core.strategy_support.optimizer_state import OTHER_STATE, extend_schedule, grows
 from fabricx.errors import PossibleUserWarning, ScheduleWarning, did_you_mean
@@ -89,6 +89,13 @@ def parse_optimizers(result: Any, *, manual: bool = False) -> tuple[list[Optimiz
                 f"interval, frequency and monitor of {type(schedule.scheduler).__name__} have no effect with "
                 "automatic_optimization = False: call self.lr_schedulers().step() in the module",
                 PossibleUserWarning,
+                stacklevel=2,
+            )
+        if isinstance(schedule.scheduler, OneCycleLR) and schedule.interval == "epoch" and not manual:
+            warnings.warn(
+                f"OneCycleLR makes a step each epoch, {schedule.scheduler.total_steps} in all: for a step each update "
+                'return {"scheduler": ..., "interval": "step"}',
+                ScheduleWarning,
                 stacklevel=2,
             )
         of = getattr(schedule.scheduler, "optimizer", None)

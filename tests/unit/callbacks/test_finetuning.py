@@ -143,7 +143,8 @@ def test_schedules_of_schedules_have_the_groups_that_were_added(quiet: dict[str,
     fx.Trainer(max_epochs=5, callbacks=Unfreezes(), **quiet).fit(module, tiny_loader())
     assert [rates[1] for rates in module.rates[2:]] == pytest.approx([0.01, 0.005, 0.0025])
     cycles = Cycles()
-    fx.Trainer(max_epochs=5, callbacks=Unfreezes(), **quiet).fit(cycles, tiny_loader())
+    with pytest.warns(RuntimeWarning, match="OneCycleLR makes a step each epoch"):
+        fx.Trainer(max_epochs=5, callbacks=Unfreezes(), **quiet).fit(cycles, tiny_loader())
     assert [rates[1] / rates[0] for rates in cycles.rates[3:]] == pytest.approx(
         [cycles.rates[2][1] / cycles.rates[2][0]] * 2
     )

@@ -79,6 +79,15 @@ def test_another_key_is_ignored_with_a_warning() -> None:
     assert parsed == ([ONE], [Schedule(STEPS)])
 
 
+def test_one_cycle_by_epochs_is_rarely_intended(recwarn: pytest.WarningsRecorder) -> None:
+    cycle = torch.optim.lr_scheduler.OneCycleLR(ONE, 0.1, total_steps=9)
+    parse_optimizers({"optimizer": ONE, "lr_scheduler": {"scheduler": cycle, "interval": "step"}})
+    parse_optimizers({"optimizer": ONE, "lr_scheduler": cycle}, manual=True)
+    assert not recwarn
+    with pytest.warns(RuntimeWarning, match="OneCycleLR makes a step each epoch, 9 in all"):
+        parse_optimizers({"optimizer": ONE, "lr_scheduler": cycle})
+
+
 def test_a_plateau_scheduler_of_manual_optimization_needs_no_metric() -> None:
     assert parse_optimizers({"optimizer": TWO, "lr_scheduler": PLATEAU}, manual=True) == ([TWO], [Schedule(PLATEAU)])
 
