@@ -170,7 +170,7 @@ class Metrics:
         names = [name for name, value in values.items() if value.numel() == 1]
         if self._size == 1 or alone or not names:
             return values
-        kind = torch.float32 if self._device.type == "mps" else torch.float64
+        kind = self._exact
         weights = torch.tensor([latest[name][1] for name in names], dtype=kind, device=self._device)
         local = torch.stack([values[name].detach().to(self._device, kind).reshape(()) for name in names])
         total, weight = self._reduce(torch.stack([torch.where(weights > 0, local * weights, 0.0), weights]), "sum")
@@ -178,10 +178,15 @@ class Metrics:
             values[name] = mean.to(torch.get_default_dtype()).reshape(values[name].shape)
         return values
 
+    @property
+    def _exact(self) -> torch.dtype:
+        """Return the dtype of sums. A number of Python has 53 bits, and the default dtype only 24."""
+        return torch.float32 if self._device.type == "mps" else torch.float64
+
     def _pack(self, names: list[str], *, epoch: bool) -> Tensor:
         pairs = [self._epoch_pair(name) if epoch else self.series[name].packed(epoch=False) for name in names]
-        kind = torch.float32 if self._device.type == "mps" else torch.float64
-        sums = torch.stack([torch.as_tensor(total).to(self._device, kind).reshape(()) for total, _ in pairs])
+        kind = self._exact
+        sums = torch.stack([torch.as_tensor(total, dtype=kind, device=self._device).reshape(()) for total, _ in pairs])
         weights = torch.tensor([weight for _, weight in pairs], dtype=kind, device=self._device)
         return torch.stack([sums, weights], dim=1)
 
@@ -255,7 +260,7 @@ class Metrics:
             for name, (kind, value) in known.items():
                 if name not in filled:
                     self.series.setdefault(name, Series.of_kind(kind))
-                    filled[name] = torch.tensor(value, device=self._device)
+                    filled[name] = torch.tensor(value, dtype=self._exact, device=self._device)
         return filled
 
     def _attributes(self) -> dict[str, tuple[str, bool]]:

@@ -164,7 +164,8 @@ def join(reduction: Reduction, old: Any, old_weight: float, new: Any, new_weight
     if reduction == "sum":
         return old + new
     pick: Callable[[Tensor, Tensor], Tensor] = torch.maximum if reduction == "max" else torch.minimum
-    return pick(torch.as_tensor(old), torch.as_tensor(new))
+    exact = [value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.float64) for value in (old, new)]
+    return pick(*exact)
 
 
 def join_latest(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -79,13 +80,24 @@ def test_a_batch_of_weight_zero_has_no_part_in_a_mean_alone(weigh: Any) -> None:
 
 def test_logged_integers_are_exact() -> None:
     number = 2**24 + 1  # float32 has 24 bits
-    for options in ({}, {"reduce_fx": "sum"}, {"reduce_fx": "max"}):
+    for options, value in itertools.product(
+        ({}, {"reduce_fx": "sum"}, {"reduce_fx": "max"}), (torch.tensor(number), number, float(number))
+    ):
         found = logbook()
         for size in (3, 3):
             found.begin_batch(None, size, step=1)
-            log(found, torch.tensor(number), **options, on_step=True)
+            log(found, value, **options, on_step=True)
         twice = 2 * number if options == {"reduce_fx": "sum"} else number
         assert float(found.step_values(1)["x"]) == float(found.epoch_values(ended=True)["x"]) == twice
+
+
+def test_sums_of_another_process_have_all_digits() -> None:
+    total = 205.0 + 2**-44
+    found = [logbook(), logbook()]
+    for one, sums in zip(found, (torch.tensor(total, dtype=torch.float64), total), strict=True):
+        one.metrics.add_sums({"x": [["mean", False, True, False, True, False], sums, 1.0]})
+    exact, given = [one.metrics._pack(["x"], epoch=True)[0, 0].item() for one in found]
+    assert given == exact == total
 
 
 @pytest.mark.parametrize(
