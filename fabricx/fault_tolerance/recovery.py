@@ -208,6 +208,7 @@ def _connect(session: Session, ft: RankRecords, generation: Generation) -> None:
     session.balance.changes.clear()
     session.recorder.became(world.rank, world.size, generation.number)
     session.recorder.begin()
+    session.metrics.loggers.repeat()
     if world.main_rank and not session.metrics.loggers and session.writes:
         session.metrics.loggers = LoggerDispatcher(session.loggers, session.run_dir, session.recorder)
         session.metrics.loggers.rewind(session.state.step)

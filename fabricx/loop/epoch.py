@@ -95,8 +95,8 @@ def end_epoch(session: Session) -> None:
         )
     session.fault_tolerance.before_publishing()
     session.metrics.publish_epoch(ended=False)
-    session.metrics.log_measured()
     call(session.hooks.train_epoch_end_others)
+    session.metrics.log_measured()  # after hooks that are repeated if a rank dies in them: its values would be others
     session.fault_tolerance.after_publishing()
     session.metrics.publish_epoch(ended=True)  # values that the hooks have logged
 

@@ -15,6 +15,7 @@ from fabricx.redaction import masked_values
 from fabricx.telemetry.recorder import NoopRecorder
 
 Event = tuple[str, str, int]  # name, text, step
+Row = tuple[int, int, Mapping[str, float]]  # weight updates, step, values
 
 
 @final
@@ -34,6 +35,8 @@ class LoggerDispatcher:
         self._loggers = list(loggers)
         self._run_dir = run_dir
         self._lost: dict[int, list[Event]] = {}  # loggers on a full disk, with events that they have not written yet
+        self._rows: list[Row] = []  # of the newest weight update
+        self._again: list[Row] = []  # rows that are written and may come again
         for logger in self._loggers:
             logger.open(self._folder)
 
@@ -66,8 +69,22 @@ class LoggerDispatcher:
             update: number of the weight update; None if it is `step`.
         """
         position = step if axis is None or not math.isfinite(axis) else int(axis)
-        self._write(values, position, step if update is None else update)
+        row = (step if update is None else update, position, values)
+        if self._again and self._is_written(row):
+            return
+        if self._rows and self._rows[0][0] != row[0]:
+            self._rows, self._again = [], []
+        self._rows.append(row)
+        self._write(values, position, row[0])
         self._recorder.metrics(values, step)
+
+    def _is_written(self, row: Row) -> bool:
+        """Return whether a row that may come again is such a row, which is expected once."""
+        text = repr(row)  # NaN is not equal to itself
+        position = next((number for number, other in enumerate(self._again) if repr(other) == text), None)
+        if position is not None:
+            del self._again[position]
+        return position is not None
 
     def measured(self, values: Mapping[str, float], step: int) -> None:
         """Write measurements of the training itself.
@@ -98,6 +115,11 @@ class LoggerDispatcher:
         """
         self.each(lambda logger: logger.rewind(step))
         self._recorder.rewind(step)
+        self._rows, self._again = [], []
+
+    def repeat(self) -> None:
+        """Omit rows of the newest weight update that come again, because hooks that were interrupted are repeated."""
+        self._again = list(self._rows)
 
     def event(self, name: str, text: str, step: int, **numbers: float) -> None:
         """Write an event; on a full disk, write it when there is space again.

@@ -402,6 +402,47 @@ def test_rows_and_checkpoints_are_those_of_one_run(tmp_path: Path) -> None:
     assert trainer.failures
 
 
+class LogsEpochs(Ledger):
+    """Logs a mean of the epoch, whose sums a rank that dies leaves in a record."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("mean", loss.detach().double() / 3, on_step=False, on_epoch=True)
+        return loss
+
+
+class DiesAtEpochEnd(fx.Callback):
+    """Kills a rank in a hook at the end of the second epoch, as often as given."""
+
+    def __init__(self, rank: int, times: int) -> None:
+        self.rank, self.times = rank, times
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        if trainer.current_epoch == 1 and trainer.world.rank == self.rank and len(trainer.failures) < self.times:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "rank", "times"),
+    params([("parameter_server", 1, 2), ("ddp", 0, 1)], [("ddp", 1, 2), ("parameter_server", 0, 1), ("fsdp", 1, 1)]),
+)
+def test_a_death_at_the_end_of_an_epoch_leaves_each_row_once(
+    strategy: str, rank: int, times: int, tmp_path: Path
+) -> None:
+    rows = []
+    for number, faults in enumerate(([], [DiesAtEpochEnd(rank, times)])):
+        _, trainer = train(
+            strategy, faults, tmp_path / f"{number}", module=LogsEpochs(SAMPLES, BATCH), logger=JSONLogger(),  # type: ignore[arg-type]
+            log_every_n_steps=1,
+        )  # fmt: skip
+        [log] = (tmp_path / f"{number}").rglob("metrics.jsonl")
+        found = [json.loads(line) for line in log.read_text().splitlines()]
+        rows.append([{n: v for n, v in row.items() if n != "time" and "exchange" not in n} for row in found])
+        assert sum("exchange/sent_mib" in row for row in found) == (strategy == "parameter_server") * EPOCHS
+        assert len(trainer.failures) == number * times
+    assert rows[0] == rows[1]
+
+
 def test_a_replacement_of_the_main_rank_logs_to_the_same_folder(tmp_path: Path) -> None:
     """It chose the next version, so that the rows of a run were in two folders."""
     loggers = [CSVLogger(tmp_path / "csv"), TensorBoardLogger(tmp_path / "board")]

@@ -155,3 +155,25 @@ def test_rows_of_evaluation_batches_are_rewound_by_updates(tmp_path: Path) -> No
     loggers.rewind(2)
     loggers.close("success")
     assert _steps(tmp_path) == [1, 2, 3, 4]
+
+
+def test_rows_that_come_again_after_a_recovery_are_written_once(tmp_path: Path) -> None:
+    tight = Tight(range(0))
+    rows = LoggerDispatcher([tight], tmp_path)
+    rows.metrics({"loss": 1.0}, 3)
+    rows.repeat()  # nothing of step 3 has to come again
+    rows.metrics({"loss": 1.0}, 4)
+    rows.metrics({"loss": 1.0}, 4)  # twice in a run without faults, too
+    rows.metrics({"val": float("nan")}, 4)
+    for _ in range(2):  # two ranks die after these rows
+        rows.repeat()
+        rows.metrics({"loss": 1.0}, 4)
+        rows.metrics({"loss": 1.0}, 4)
+        rows.metrics({"val": float("nan")}, 4)
+    rows.metrics({"val": 2.0}, 4)  # it had not come before
+    rows.metrics({"loss": 1.0}, 4)
+    assert tight.rows == [3, 4, 4, 4, 4, 4]
+    rows.repeat()
+    rows.rewind(2)  # its rows are deleted, and come again
+    rows.metrics({"loss": 1.0}, 4)
+    assert len(tight.rows) == 7
