@@ -70,7 +70,7 @@ class ModelCheckpoint(Checkpoint, NameParts):
     """Save checkpoints by epochs, steps or time; keep the best by a metric, or the newest.
 
     A checkpoint is deleted only after its replacement is complete, and no file outside `dirpath` is deleted. A NaN
-    value never becomes the best.
+    value never becomes the best. An epoch without a weight update is saved, too: its batches may have changed buffers.
 
     If the monitored metric is logged in validation, `every_n_train_steps` and `train_time_interval` delay the save to
     the end of the next validation, so that weights are never ranked by the score of older weights (`save_last` saves
@@ -176,8 +176,8 @@ class ModelCheckpoint(Checkpoint, NameParts):
         self._fitting = False
         self._resumed = False  # state was loaded from a checkpoint; a save of the same step may still be due
         self._step_handled = 0  # newest step for which a save was considered
-        self._step_saved = 0  # newest step with a checkpoint
-        self._step_ranked = 0  # newest step that was compared with the best checkpoints
+        self._saved = (0, 0)  # steps and epochs of the newest checkpoint; see `_trained`
+        self._ranked = (0, 0)  # of the newest comparison with the best checkpoints
         self._waiting = False  # a save is due, but the monitored metric was not logged yet
         self._metric = MetricAge()
 
@@ -222,7 +222,8 @@ class ModelCheckpoint(Checkpoint, NameParts):
             if not resumes and self._chosen_dirpath is not None:
                 warn_of_files(self._folder)
         if not self._resumed:
-            self._step_handled = self._step_saved = self._step_ranked = trainer.global_step
+            self._step_handled = trainer.global_step
+            self._saved = self._ranked = self._trained(trainer)
             self._waiting, self._metric.validated_step = False, -1
         self._resumed, self._records.pending = False, None
         if trainer.world.main_rank and trainer.state.attempt:  # resumed: delete incomplete checkpoints of that run
@@ -278,7 +279,7 @@ class ModelCheckpoint(Checkpoint, NameParts):
         lost = self._finish(trainer)
         if trainer.failures and trainer.is_global_zero:  # a writer on a hung disk may not have cleaned up
             sweep(self._folder)
-        if trainer.global_step == self._step_saved:
+        if self._is_newest(trainer, self._saved):
             if lost:  # a worker died during this write, and no later checkpoint is due
                 self._save(trainer)
             return
@@ -298,7 +299,7 @@ class ModelCheckpoint(Checkpoint, NameParts):
     def on_exception(self, trainer: TrainerProtocol, pl_module: Module, exception: BaseException) -> None:
         # Saving is collective, whereas an error usually occurs on a single rank.
         saves = self.save_on_exception and (self.save_top_k or self.save_last) and self._fitting
-        if not saves or trainer.world.size > 1 or trainer.fast_dev_run or trainer.global_step == self._step_saved:
+        if not saves or trainer.world.size > 1 or trainer.fast_dev_run or self._is_newest(trainer, self._saved):
             return
         try:
             path = self._save_aside(trainer, "exception")
@@ -317,12 +318,23 @@ class ModelCheckpoint(Checkpoint, NameParts):
     def _epoch_due(self, trainer: TrainerProtocol) -> bool:
         return self.every_n_epochs > 0 and (trainer.current_epoch + 1) % self.every_n_epochs == 0
 
+    @staticmethod
+    def _trained(trainer: TrainerProtocol) -> tuple[int, int]:
+        """Return the number of weight updates, and of the epochs whose last batch was trained."""
+        state = trainer.state
+        return trainer.global_step, state.epoch + (state.last or state.drained)
+
+    def _is_newest(self, trainer: TrainerProtocol, trained: tuple[int, int]) -> bool:
+        """Return whether nothing was trained since then. An epoch without updates may have changed buffers."""
+        steps, epochs = self._trained(trainer)
+        return steps == trained[0] and epochs <= trained[1]
+
     def _interval_passed(self, trainer: TrainerProtocol) -> bool:
         return self._clock is not None and self._clock.due(trainer.global_step, trainer.world, ask=True)
 
     def _save_or_wait(self, trainer: TrainerProtocol, *, complain: bool = False) -> None:
         """Save now, or once the metric of these weights is logged; if `complain`, raise if it is missing."""
-        if trainer.fast_dev_run or trainer.global_step == self._step_ranked:
+        if trainer.fast_dev_run or self._is_newest(trainer, self._ranked):
             self._waiting = False
             return
         missing, stale = self._age(trainer)
@@ -357,11 +369,11 @@ class ModelCheckpoint(Checkpoint, NameParts):
     def _save(self, trainer: TrainerProtocol) -> None:
         """Save if the checkpoint is among the best. Collective: every rank calls this at the same step."""
         self._finish(trainer)  # the ranking depends on whether the former checkpoint was completed
-        ranked, self._step_ranked = self._step_ranked, trainer.global_step
+        ranked, self._ranked = self._ranked, self._trained(trainer)
         try:
             self._save_if_good(trainer)
         except Exception:  # the surviving ranks may repeat this save after the death of a rank
-            self._step_ranked = ranked
+            self._ranked = ranked
             raise
 
     def _save_if_good(self, trainer: TrainerProtocol) -> None:
@@ -391,7 +403,7 @@ class ModelCheckpoint(Checkpoint, NameParts):
 
     def _save_last_alone(self, trainer: TrainerProtocol) -> None:
         """Save the newest checkpoint, which is not ranked, as "last.ckpt" or for a link of this name."""
-        if trainer.global_step == self._step_saved:
+        if self._is_newest(trainer, self._saved):
             return
         self._finish(trainer)
         if is_local(self._folder) and self._writes_files(trainer):
@@ -419,7 +431,7 @@ class ModelCheckpoint(Checkpoint, NameParts):
         weights_only: bool = False,
     ) -> str:  # fmt: skip
         """Save; after completion, update the link and delete superseded checkpoints. On failure, restore `before`."""
-        saved, self._step_saved = self._step_saved, trainer.global_step
+        saved, self._saved = self._saved, self._trained(trainer)
         links, link = is_local(self._folder), None
         if self.save_last:
             link = self._link_path(trainer) if links else path
@@ -432,7 +444,7 @@ class ModelCheckpoint(Checkpoint, NameParts):
                 failed=self._undo, single_file=self.single_file,
             )  # fmt: skip
         except Exception:
-            self._step_saved = saved
+            self._saved = saved
             self._undo()
             raise
         if self.verbose:
@@ -569,7 +581,8 @@ class ModelCheckpoint(Checkpoint, NameParts):
             **self._records.state(),
             "dirpath": self.dirpath,
             "current_score": self.current_score,
-            "steps": [self._step_handled, self._step_saved, self._step_ranked, self._metric.validated_step],
+            "steps": [self._step_handled, self._saved[0], self._ranked[0], self._metric.validated_step],
+            "epochs": [self._saved[1], self._ranked[1]],
             "waiting": [self._waiting, self._metric.from_validation],
             "clock": None if self._clock is None else self._clock.state(),
         }
@@ -581,7 +594,9 @@ class ModelCheckpoint(Checkpoint, NameParts):
         self._resumed = True
         # The following values determine when all ranks save.
         steps = state_dict.get("steps", [0, 0, 0, -1])
-        self._step_handled, self._step_saved, self._step_ranked, self._metric.validated_step = steps
+        self._step_handled, saved, ranked, self._metric.validated_step = steps
+        epochs = state_dict.get("epochs", [0, 0])
+        self._saved, self._ranked = (saved, epochs[0]), (ranked, epochs[1])
         self._waiting, self._metric.from_validation = state_dict.get("waiting", [False, False])
         if self._clock is not None and state_dict.get("clock") is not None:
             self._clock.set_state(state_dict["clock"])

@@ -76,7 +76,7 @@ def fit(session: Session, train_rest: Callable[[Session], bool]) -> None:
         if session.checkpoints.delayed_stop:
             session.trainer.request_stop(session.checkpoints.delayed_stop)
         agree_at_boundary(session)
-    first_step = state.step  # before a replacement has the state of the other ranks
+    first = (state.step, state.passed)  # before a replacement has the state of the other ranks
     ft.join_run()
     session.recorder.begin()
     complete = False
@@ -88,7 +88,7 @@ def fit(session: Session, train_rest: Callable[[Session], bool]) -> None:
                 session.checks.compare_weights()
             if state.batch and not session.stop.interrupted:  # also if an earlier run has ended it
                 state.cut_short = True
-            if first_step == state.step > 0 and not session.stop.interrupted:
+            if first == (state.step, state.passed) and state.step > 0 and not session.stop.interrupted:
                 session.print(already_complete(session))
             session.synchronize(ends=True)  # hooks and users now see the weights of all ranks
             session.metrics.collect(None)

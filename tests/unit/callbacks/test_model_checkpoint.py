@@ -601,3 +601,48 @@ def test_a_checkpoint_that_is_missing_is_named_and_removed_from_the_records(trai
     [text] = run.printed
     assert text.startswith(f"{missing} was lost: it was being written when a worker died")
     assert [Path(callback.best_model_path).name] == names(tmp_path / "checkpoints")
+
+
+class CountsSamples(TinyModule):
+    """Fits a buffer to the data; makes an update in each batch of its first epoch if told so."""
+
+    def __init__(self, updates: bool) -> None:
+        super().__init__()
+        self.updates = updates
+        self.register_buffer("samples", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.samples += len(batch[0])
+        return super().training_step(batch, batch_idx) if self.updates and self.current_epoch == 0 else None
+
+
+@pytest.mark.filterwarnings("ignore:training_step returned no loss")
+@pytest.mark.parametrize("updates", [False, True])
+@pytest.mark.parametrize("options", [{}, {"val_check_interval": 2}, {"limit_val_batches": 0}], ids=str)
+def test_epochs_without_an_update_are_saved(
+    options: dict[str, Any], updates: bool, tmp_path: Path, quiet: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fit(epochs: int, ckpt: Path | None = None) -> Path:
+        callback = ModelCheckpoint(tmp_path, "{epoch}", save_last=True, save_top_k=-1)
+        settings: dict[str, Any] = {**quiet, "callbacks": [callback], "max_epochs": epochs, **options}
+        fx.Trainer(**settings).fit(CountsSamples(updates), tiny_loader(), tiny_loader(4), ckpt_path=ckpt)
+        return Path(callback.best_model_path)
+
+    first = fit(2)
+    assert (first.name, names(tmp_path)) == ("epoch=1.ckpt", ["epoch=0.ckpt", "epoch=1.ckpt"])
+    assert checkpoint.load(first)["strategy"]["module"]["samples"] == 32
+    newest = fit(3, first)
+    assert names(tmp_path) == ["epoch=0.ckpt", "epoch=1.ckpt", "epoch=2.ckpt"]
+    assert checkpoint.load(newest)["strategy"]["module"]["samples"] == 48
+    assert (tmp_path / "last.ckpt").resolve() == newest
+    assert "already complete" not in capsys.readouterr().out
+    fit(3, newest)
+    assert len(names(tmp_path)) == 3
+
+
+@pytest.mark.filterwarnings("ignore:training_step returned no loss")
+def test_a_run_that_makes_no_update_has_a_last_checkpoint(tmp_path: Path, quiet: dict[str, Any]) -> None:
+    callback = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_last=True, single_file=True)
+    fx.Trainer(**{**quiet, "callbacks": [callback], "max_epochs": 1}).fit(CountsSamples(False), tiny_loader())
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["last.ckpt"]
+    assert checkpoint.load(Path(callback.last_model_path))["strategy"]["module"]["samples"] == 16
