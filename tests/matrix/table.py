@@ -144,7 +144,12 @@ LIMITS: Final = """
   batch counts the batches of its rank at their own pace.
 - **`local_sgd`: parameters that a rank's batch doesn't use** (`if mask.any(): ...`) get no momentum and no weight decay
   in that rank's step, since each rank makes a step of its own. Let the step use each parameter, with a weight of zero
-  where it has no effect, or use `ddp`."""
+  where it has no effect, or use `ddp`.
+- **LBFGS enlarges rounding**: it divides by products of differences of gradients, which lose digits as training
+  converges. Several ranks add up the loss of the global batch in another order: in float64 the weights of a small model
+  differ from those of one process by 2e-15 after 4 steps of 5 iterations, by 3e-8 after 4 steps with
+  `line_search_fn="strong_wolfe"` and 20 iterations, and by 0.1 after 8. A single process that adds up the two halves of
+  each batch differs by the same numbers. Each evaluation of the loss is that of the global batch."""
 
 
 def table() -> str:
