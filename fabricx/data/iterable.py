@@ -166,8 +166,8 @@ class ListFeed(Feed):
         self, epoch: int, *, accumulate: int = 1, position: int = 0, first: int = 0, together: bool = True
     ) -> Iterator[Microbatch]:
         self.begin(epoch)
-        data = self._data(first)
         lengths = self._world.gather_objects(self._length()) if self._world.size > 1 else [self._length()]
+        data = self._data(first, prefetched=max(lengths) == float("inf"))
         if max(lengths) == float("inf"):
             yield from self._until_all_end(data, accumulate, first, together=together)
         else:
@@ -190,7 +190,7 @@ class ListFeed(Feed):
         if resumes:  # the other ranks have trained other numbers of batches, and this rank perhaps none
             first = self._own[1]
         self._own = epoch, first
-        data, index, more = self._data(first, resumes=resumes), first, True
+        data, index, more = self._data(first, prefetched=True, resumes=resumes), first, True
         done, dropped = 0, dealer.not_used()
         upcoming = self._prefetch(data)
         while more:
@@ -230,11 +230,12 @@ class ListFeed(Feed):
         self._ahead, self._over = (_NOTHING, True) if batch is _NOTHING else (ahead, False)
         return batch
 
-    def _data(self, first: int, *, resumes: bool = False) -> Iterator[Any]:
+    def _data(self, first: int, *, prefetched: bool, resumes: bool = False) -> Iterator[Any]:
         """Return the source's batches from a position of the epoch.
 
         Args:
             first: position, in batches.
+            prefetched: a state of the source that was saved at this position is that after a batch more was read.
             resumes: the epoch has begun before, even if no batch of it was trained.
         """
         remaining = None if self._limit == float("inf") else _stop(self._length() - first)
@@ -252,8 +253,9 @@ class ListFeed(Feed):
                 data = self._iterator()
                 for batch in itertools.islice(data, first):
                     self._keep(batch)
+                ahead = list(itertools.islice(data, int(prefetched and remaining != 0)))
                 self._put_back_hooks_values()
-            return itertools.islice(data, remaining)
+            return itertools.islice(itertools.chain(ahead, data), remaining)
         source: Any = self._source
         saved, self._restored = self._restored, None
         source.load_state_dict(saved.get("last", saved["source"]))

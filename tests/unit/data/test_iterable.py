@@ -417,6 +417,50 @@ def test_a_counter_that_a_hook_changes_within_an_epoch_keeps_its_value_on_resume
     assert [batch[1:] for batch in after] == [batch[1:] for batch in whole[2:]]
 
 
+class Parts(IterableDataset[Any]):
+    """A stream of four batches that begins its next part before one of them, or at its end.
+
+    Args:
+        at: number of the batch.
+    """
+
+    def __init__(self, at: int) -> None:
+        self.at, self.part = at, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in range(5):
+            self.part += number == self.at
+            if number < 4:
+                yield torch.tensor([self.part, number])
+
+
+@pytest.mark.parametrize("own_pace", [False, True])
+@pytest.mark.parametrize("at", range(5))
+def test_a_counter_that_only_the_prefetched_batch_has_changed_is_not_taken_for_a_hooks(at: int, own_pace: bool) -> None:
+    def read(feed: ListFeed, epoch: int, first: int = 0, stop: int = 5) -> list[Any]:
+        leases: tuple[Any, Any] = Leases(stop), lambda done, limit: None
+        stream = feed.leased(*leases, epoch, first=first) if own_pace else feed.epoch(epoch, first=first)
+        found = []
+        for microbatch in stream:
+            if microbatch.synchronises or len(found) == stop:
+                break
+            found.append(microbatch.data.tolist())
+            if len(found) == stop and not own_pace:
+                break
+        return found
+
+    def feed_of() -> ListFeed:
+        return ListFeed(DataLoader(Parts(at), batch_size=None), World(), float("inf"))
+
+    undisturbed = feed_of()
+    whole = [read(undisturbed, epoch) for epoch in range(3)]
+    for trained in range(0 if own_pace else 1, 5):  # at its own pace, a rank may have trained none of the epoch
+        first, resumed = feed_of(), feed_of()
+        assert [read(first, 0), read(first, 1, stop=trained)] == [whole[0], whole[1][:trained]]
+        resumed.load_state_dict(first.state_dict())
+        assert [read(resumed, 1, first=trained), read(resumed, 2)] == [whole[1][trained:], whole[2]]
+
+
 def test_data_in_attributes_of_a_stream_is_not_recorded() -> None:
     data: Any = Counts()
     data.files, data.table, data.nested = list(range(65)), torch.zeros(2), [list(range(40)), list(range(40))]
