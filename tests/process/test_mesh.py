@@ -498,3 +498,25 @@ def test_blocks_of_fsdp_contain_both_layers_of_a_pair_or_the_error_says_so() -> 
     fx.Trainer(devices=4, strategy=Mesh(tensor=2, data=FSDP(wrap=1e6)), **options).fit(module, tiny_loader())
     for name, value in alone.state_dict().items():
         torch.testing.assert_close(module.state_dict()[name], value, rtol=0, atol=1e-6)
+
+
+class SavesWithinWindow(GPT):
+    """Saves a checkpoint after the first batch of the second accumulation window."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 2:
+            self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/within")
+
+
+def test_a_checkpoint_within_a_window_of_a_sharded_pipeline_has_all_names_and_the_window_goes_on(
+    tmp_path: Path,
+) -> None:
+    given, module = RUNS["SGD, accumulation"]
+    options = {**given, "max_epochs": 1, "max_steps": 3}
+    expected = train("single", 4, options, module)
+    mesh = Mesh(pipeline=2, data="fsdp")
+    found = run_ranks(train, 4, mesh, 2, options, module, str(tmp_path), None, False, 19, SavesWithinWindow)[0]
+    resumed = train("single", 2, options, module, "", f"{tmp_path}/within")  # its batch is half of the global one
+    for name, value in expected["weights"].items():
+        assert torch.allclose(found["weights"][name], value, rtol=0.0, atol=1e-12), name
+        assert torch.allclose(resumed["weights"][name], value, rtol=0.0, atol=1e-12), name

@@ -138,14 +138,19 @@ class ShardedParameters:
                 member.whole.grad = None
 
     @torch.no_grad()
-    def release(self) -> None:
-        """Restore the parts in the module; changes of this rank's rows by users' code are kept."""
+    def release(self, *, keep_gradients: bool = False) -> None:
+        """Restore the parts in the module; changes of this rank's rows by users' code are kept.
+
+        Args:
+            keep_gradients: of the whole parameters, to which backwards after the next `gather` add theirs.
+        """
         if not self.gathered:
             return
         for member in self._all:
             member.shard.requires_grad_(member.whole.requires_grad)
             _local(member.shard).copy_(self._own(member.whole.detach()))
-            member.whole.grad = None
+            if not keep_gradients:
+                member.whole.grad = None
             member.whole.data = member.whole.new_zeros(()).expand(member.whole.shape)
             _place(member, member.shard)
         self.gathered = False

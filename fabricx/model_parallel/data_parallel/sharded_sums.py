@@ -82,6 +82,10 @@ class ShardedSums(GradientSums, ShardsWeights):
         whole = {name: value.full_tensor() if is_dtensor(value) else value for name, value in state.items()}
         return {name: value.detach().cpu() if isinstance(value, Tensor) else value for name, value in whole.items()}
 
+    def reshard(self) -> None:
+        if self._parts is not None:  # within a window, whose next microbatch gathers the weights again
+            self._parts.release(keep_gradients=True)
+
     def unshard(self) -> None:
         """Reverse the sharding; the values of weights and optimizer states are lost."""
         if self._parts is not None:
