@@ -197,11 +197,11 @@ class RunData:
         """Build the feeds of the evaluation loaders."""
         options, fits, word = self._options, self.stage == "fit", _SOURCES[self.stage]
         limit = _limit(getattr(options, f"limit_{word}_batches"))
-        reads = limit != 0 and (not fits or callable(getattr(self._module, "validation_step", None)))
         source = self._passed[1]
-        if source is None and reads:
+        if source is None and limit != 0:
             source = self._create(1, f"{word}_dataloader")
-        loaders = evaluation_sources(source) if reads else []
+        has_step = not fits or callable(getattr(self._module, "validation_step", None))
+        loaders = evaluation_sources(source) if has_step and limit != 0 else []
         self.val_dataloaders, self.several_loaders = source, len(loaders) > 1
         self.val_feeds = [self._evaluation_feed(world, loader, limit) for loader in loaders]
         self.batches.evaluation[word] = [feed.batches() for feed in self.val_feeds]

@@ -29,6 +29,11 @@ class CSVLogger(csv.CSVLogger):
     ) -> None:
         super().__init__(save_dir, _below(save_dir, name), version, prefix, flush_logs_every_n_steps)
 
+    @classmethod
+    def __subclasshook__(cls, other: type) -> Any:
+        # The logger of `Trainer(logger=True)` is an instance.
+        return csv.CSVLogger in other.__mro__ if cls is CSVLogger else NotImplemented
+
     @property
     def name(self) -> str:
         return self._location.name or ""
@@ -56,6 +61,11 @@ class TensorBoardLogger(tensorboard.TensorBoardLogger):
     ) -> None:
         name = _below(save_dir, name)
         super().__init__(save_dir, name, version, log_graph, default_hp_metric, prefix, sub_dir, **kwargs)
+
+    @classmethod
+    def __subclasshook__(cls, other: type) -> Any:
+        # The logger of `Trainer(logger=True)` is an instance.
+        return tensorboard.TensorBoardLogger in other.__mro__ if cls is TensorBoardLogger else NotImplemented
 
     @property
     def name(self) -> str:

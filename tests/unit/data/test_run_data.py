@@ -373,8 +373,7 @@ def test_a_fraction_of_a_stream_is_an_error_and_none_of_it_is_not(stage: str, qu
     fx.Trainer(max_epochs=1, **nothing, **quiet).fit(TinyModule(), **data)
 
 
-@pytest.mark.parametrize("step", [True, False])
-def test_a_validation_that_is_off_creates_no_loader(step: bool) -> None:
+def test_a_validation_that_is_off_creates_no_loader() -> None:
     created = []
 
     class Validates(TinyModule):
@@ -383,12 +382,13 @@ def test_a_validation_that_is_off_creates_no_loader(step: bool) -> None:
             return tiny_loader()
 
     module = Validates()
-    if not step:
-        module.validation_step = None  # type: ignore[method-assign, assignment]
-    trainer = fx.Trainer(max_epochs=1, limit_val_batches=0 if step else 1.0, **QUIET)
+    trainer = fx.Trainer(max_epochs=1, limit_val_batches=0, **QUIET)
     trainer.fit(module, tiny_loader())
     assert not created
     assert trainer.num_val_batches == []
+    module.validation_step = None  # type: ignore[method-assign, assignment]
+    with pytest.warns(UserWarning, match="validation_step"):
+        fx.Trainer(max_epochs=1, **QUIET).fit(module, tiny_loader())
 
 
 def test_a_loader_whose_length_is_not_implemented_is_a_stream() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import loggers
 
+import fabricx as fx
 from fabricx.loggers import lightning_logs
 
 
@@ -24,3 +25,15 @@ def test_the_logger_at_lightning_s_path_has_lightning_s_folder(name: str, own_fo
     in_run.open(own_folder)
     assert in_run.log_dir == str(own_folder)
     in_run.close()
+
+
+def test_the_default_logger_is_an_instance_of_lightning_s_class() -> None:
+    trainer = fx.Trainer(accelerator="cpu")
+    assert isinstance(trainer.logger, lightning_logs.TensorBoardLogger)
+    assert not isinstance(trainer.logger, lightning_logs.CSVLogger)
+
+    class Mine(lightning_logs.TensorBoardLogger):
+        pass
+
+    assert isinstance(Mine(), lightning_logs.TensorBoardLogger)
+    assert not isinstance(trainer.logger, Mine)
