@@ -424,7 +424,7 @@ class RunData:
             if loader is not None:
                 return loader
             if overrides(owner, name, contract):
-                raise ValueError(
+                raise WrongArgument(
                     f"{type(owner).__name__}.{name}() returned None: return a loader, or [] for no "
                     "batches; remove the method where there is no such data"
                 )

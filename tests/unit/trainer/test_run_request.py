@@ -164,6 +164,10 @@ def test_errors_of_wrong_arguments_are_those_that_users_of_lightning_catch() -> 
     for wrong in (torch.nn.Linear(1, 1), TinyModule, None):
         with pytest.raises(TypeError, match=r"module|TinyModule"):
             fx.Trainer(max_epochs=1, **QUIET).fit(wrong, data)  # type: ignore[arg-type]
+    trains = TinyModule()
+    trains.train_dataloader = lambda: None  # type: ignore[method-assign]
+    with pytest.raises(TypeError, match="returned None"):
+        fx.Trainer(max_epochs=1, **QUIET).fit(trains)
     with pytest.raises(TypeError, match="int is not iterable"):
         fx.Trainer(max_epochs=1, **QUIET).fit(module, 5)
 
