@@ -61,7 +61,8 @@ def explanation(diagnoses: Mapping[int, Diagnosis | None]) -> str:
         f"the ranks wait for each other in different collectives, without end: {explain(diagnoses)}{places}\n"
         "All ranks have to run the same collectives in the same order: call them outside of conditions that hold on "
         "some ranks only, such as `if self.trainer.is_global_zero`. If weights are divided over ranks, as by fsdp, "
-        "tensor and pipeline, each forward is a matter of all, so call the module on all ranks, also in validation_step"
+        "tensor and pipeline, all ranks have to take part in each forward, and in each read of weights in a hook: call "
+        "the module on all ranks, also in validation_step; read weights on all ranks, and then write them on one"
     )
 
 

@@ -160,6 +160,30 @@ def test_ranks_in_different_collectives_are_an_error_with_both_positions(
     assert "call the module on all ranks" in text
 
 
+class SavesOnMainRank(OneSided):
+    """Reads a weight on rank 0 only, in a hook; the other ranks go on to the end of the run."""
+
+    def validation_step(self, batch: Any) -> None: ...
+
+    def on_train_end(self) -> None:
+        if self.trainer.is_global_zero:
+            self.net[0].weight.sum()
+
+
+@pytest.mark.parametrize("strategy", params([FSDP()], [Mesh(tensor=2), Mesh(pipeline=2)]))
+def test_a_hook_that_reads_divided_weights_on_one_rank_is_an_error(
+    strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deadlock, "AFTER_S", 1.0)
+    monkeypatch.setattr(deadlock, "AGAIN_S", 1.0)
+    trainer = fx.Trainer(**QUIET, devices=2, strategy=strategy, max_epochs=1, default_root_dir=tmp_path)
+    with pytest.raises(WorkerFailed) as error:
+        trainer.fit(SavesOnMainRank(), [torch.ones(2, 4)] * 2)
+    text = str(error.value)
+    assert "rank 0 waits in a read of net.0.weight, which is divided over ranks, rank 1 waits in " in text
+    assert "read weights on all ranks, and then write them on one" in text
+
+
 class GathersOnce(OneSided):
     """Gathers on rank 0 only, while the other ranks go on to the sum of gradients."""
 

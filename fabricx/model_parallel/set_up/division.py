@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fabricx.distributed.activity import collective_trace, heartbeat
+from fabricx.distributed.activity.collective_trace import Route
 from fabricx.distributed.collective_guard import check_joined
 from fabricx.distributed.membership.generations import membership
 from fabricx.distributed.sharding.dtensors import is_dtensor
@@ -59,6 +61,7 @@ class DividesTensors(Protocol):
 
 
 _MEET_S: Final = 300.0  # longer than a plot or a file that a single rank makes in a hook
+_SHOWN_S: Final = 1.0  # seconds of waiting, after which the wait is shown to the supervisor
 
 
 @final
@@ -254,22 +257,32 @@ class Division:
             return
         check_joined(world.group)  # ranks of the data axis have different data, and some may have no sample
         self._met += 1
+        awaited = _reads_of(world)
         prefix = f"hook/{self._world.generation}"
         world.store.set(world.key(f"{prefix}/{self._met}/{world.rank}"), name)
         if self._met > 2:
             world.store.delete_key(world.key(f"{prefix}/{self._met - 2}/{world.rank}"))
         keys = [world.key(f"{prefix}/{self._met}/{rank}") for rank in range(world.size)]
-        deadline = time.monotonic() + _MEET_S
-        while not world.store.check(keys):
-            if membership().outdated(self._world.generation):  # the collective reports the rank that has died
-                return
-            if time.monotonic() > deadline:
-                raise RanksApart(
-                    f"a hook on rank {world.rank} of {world.size} reads {name}, which is divided over "
-                    f"ranks, and other ranks have not read it within {_MEET_S:g} s: read weights on all ranks, outside "
-                    "of `if trainer.is_global_zero`, for example with weight.detach().cpu()"
-                )
-            time.sleep(0.0005)
+        began = time.monotonic()
+        try:
+            while not world.store.check(keys):
+                waited = time.monotonic() - began
+                if membership().outdated(self._world.generation):  # the collective reports the rank that has died
+                    return
+                if waited > _MEET_S:
+                    raise RanksApart(
+                        f"a hook on rank {world.rank} of {world.size} reads {name}, which is divided over "
+                        f"ranks, and other ranks have not read it within {_MEET_S:g} s: read weights on all ranks, "
+                        "outside of `if trainer.is_global_zero`, for example with weight.detach().cpu()"
+                    )
+                if waited > _SHOWN_S:  # the supervisor finds ranks that wait for each other
+                    heartbeat.waits_for(f"a read of {name}, which is divided over ranks")
+                    missing = next(rank for rank, key in enumerate(keys) if not world.store.check([key]))
+                    collective_trace.awaits(awaited.get(missing))
+                time.sleep(0.0005 if waited < _SHOWN_S else 0.1)
+        finally:
+            heartbeat.waits_for("")
+            collective_trace.awaits(None)
         names = {world.store.get(key).decode() for key in keys}
         if names != {name}:
             raise RanksApart(
@@ -359,3 +372,24 @@ def _placements(parameter: Any) -> Iterator[tuple[int, Any]]:
     """Return (number of ranks, placement) of each dim of the mesh over which a DTensor is placed."""
     if is_dtensor(parameter):
         yield from zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+
+
+def _reads_of(world: World) -> dict[int, tuple[str, Route, int]]:
+    """Record that this rank begins to read a weight with the other ranks, as a message to and from each.
+
+    Args:
+        world: the ranks that read weights together.
+
+    Returns:
+        the message from each other rank, by rank in the world.
+    """
+    members, awaited = world.members, {}
+    for rank in range(world.size):
+        if rank != world.rank:
+            sent, received = (
+                Route(members[source], members[to], "weights in hooks", 0)
+                for source, to in ((world.rank, rank), (rank, world.rank))
+            )
+            collective_trace.begins("send", sent)
+            awaited[rank] = "receive", received, collective_trace.begins("receive", received)
+    return awaited
