@@ -180,6 +180,9 @@ class _View(Tensor):
                 view.gathered.write()
             return result if _is_one_of(result, views) else _as_views(result, [view.gathered for view in views])
 
+    def __reduce_ex__(self, protocol: Any) -> Any:  # an ordinary tensor, for torch.save
+        return self.clone().__reduce_ex__(protocol)
+
 
 @final
 class HookWeights(TorchFunctionMode):
@@ -342,10 +345,11 @@ class HookWeights(TorchFunctionMode):
             for _, copy in gathered.values():
                 if copy.changed:
                     self._division.from_first(copy.whole)
+        changed = [(value, copy.whole) for value, copy in gathered.values() if copy.changed]
         for _, copy in gathered.values():
             copy.write()
-        for value, copy in gathered.values():
-            if result is copy.whole:
+        for value, whole in changed:
+            if result is whole:
                 return value
         return _as_views(result, [copy for _, copy in gathered.values()])
 

@@ -96,6 +96,21 @@ def test_a_hook_reads_whole_weights(absent: bool) -> None:
         assert plain(everything(half)) == wanted
 
 
+@torch.no_grad()
+def test_a_copy_on_the_cpu_is_read_without_the_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, half, division = divided(False)
+    with HookWeights(division):  # type: ignore[arg-type]
+        copies = [half.weight.cpu(), half.weight.detach().cpu(), half.weight.data.to(torch.float32)]
+        monkeypatch.setattr(division, "whole_weight", None)
+        file = io.BytesIO()
+        torch.save(copies, file)
+        file.seek(0)
+        for read in (*copies, *torch.load(file, weights_only=True)):
+            assert read.tolist() == whole.weight.tolist()
+        copies[1].mul_(2)  # as in one process, where it is the memory of the weight
+    assert half.weight.tolist() == (2 * whole.weight[:2]).tolist()
+
+
 def vector(layer: Any) -> None:
     nn.utils.vector_to_parameters(nn.utils.parameters_to_vector(layer.parameters()) * 0.5, layer.parameters())
 
