@@ -341,6 +341,7 @@ def test_thin_matrices_travel_in_the_place_of_gradients() -> None:
         ],
     ),
 )  # fmt: skip
+@pytest.mark.filterwarnings("ignore:the checkpoint has the state of ModelCheckpoint")
 def test_what_compression_has_kept_is_in_a_checkpoint(tmp_path: Path, strategy: Any) -> None:
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
     whole, _ = train(strategy, 2, callbacks=[saver], batch=6, enable_checkpointing=True)

@@ -81,6 +81,7 @@ def test_each_sample_is_trained_once_an_epoch_and_it_learns(outer: Any, workers:
 
 
 @pytest.mark.parametrize("outer", params(["elastic"], ["average"]))
+@pytest.mark.filterwarnings("ignore:the checkpoint has the state of ModelCheckpoint")
 def test_limits_validations_and_checkpoints_come_at_exact_steps(tmp_path: Path, outer: Any) -> None:
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1)
     options: dict[str, Any] = {"max_steps": 17, "max_epochs": -1, "val_check_interval": 2, "enable_checkpointing": True}

@@ -74,6 +74,7 @@ def test_a_stop_at_the_same_batch_validates_once(clock: Clock, quiet: dict[str, 
     assert (trainer.global_step, module.validations) == (5, [5])
 
 
+@pytest.mark.filterwarnings("ignore:the checkpoint has the state of ModelCheckpoint")
 def test_a_checkpoint_before_the_validation_continues_with_it(
     clock: Clock, quiet: dict[str, Any], tmp_path: Any
 ) -> None:

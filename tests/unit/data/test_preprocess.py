@@ -53,6 +53,7 @@ def test_samples_come_in_the_order_of_a_loader_without_processes(tmp_path: Path)
     assert mapped == [[2 * value for value in batch] for batch in plain]
 
 
+@pytest.mark.filterwarnings("ignore:the checkpoint has the state of ModelCheckpoint")
 def test_a_run_that_was_stopped_goes_on_with_the_same_draws(tmp_path: Path) -> None:
     def loader() -> Preprocess:
         return Preprocess(tiny_data(40), noisy, batch_size=4, shuffle=True, workers=1)
