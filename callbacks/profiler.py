@@ -22,6 +22,7 @@ class Profiler(Callback):
     """
 
     needs_all_ranks: ClassVar[bool] = True
+    needs_telemetry: ClassVar[bool] = True
 
     def check_fit(self, trainer: TrainerProtocol, pl_module: Module, global_batch: int | None) -> None:
         if not trainer.enable_telemetry or not trainer.writes:

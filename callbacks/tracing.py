@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from fabricx.core.callback import Callback
 
@@ -27,6 +27,7 @@ class Tracing(Callback):
             records no telemetry.
     """
 
+    needs_telemetry: ClassVar[bool] = True
     traces: bool = True
 
     def __init__(self, steps: Sequence[int] | None = None, operators: Sequence[int] | None = None) -> None:

@@ -155,8 +155,8 @@ class Interrupted(KeyboardInterrupt, SystemExit):
         code: exit code of the program, if it does not catch the exception: 130, as after Ctrl-C.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
         self.code = 130
 
 

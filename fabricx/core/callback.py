@@ -94,6 +94,7 @@ class Callback(NamesChecked):
     keeps_weights: ClassVar[bool] = False  # whether its state has tensors of weights, by the names of parameters
     sees_whole_weights: ClassVar[bool] = False  # a callback of fabricx that sees weights as hooks of users do
     trainer_role: ClassVar[Literal["checkpoint", "early_stopping", "progress_bar"] | None] = None  # use by the Trainer
+    needs_telemetry: ClassVar[bool] = False  # whether it reads what the run records; else a run may write no files
     traces: bool = False  # whether each process records all spans in a trace
     # Methods of Lightning's callback of the same name that fabricx does not call, with their successors.
     former_methods: ClassVar[Mapping[str, str]] = {}

@@ -210,7 +210,7 @@ def _connect(session: Session, ft: RankRecords, generation: Generation) -> None:
     session.recorder.begin()
     session.metrics.loggers.repeat()
     if world.main_rank and not session.metrics.loggers and session.writes:
-        session.metrics.loggers = LoggerDispatcher(session.loggers, session.run_dir, session.recorder)
+        session.metrics.loggers = LoggerDispatcher(session.loggers, session.run_dir, session.recorder, recovers=True)
         session.metrics.loggers.rewind(session.state.step)
     if ft.memory is not None:
         session.metrics.loggers.rewind(session.state.step)

@@ -114,7 +114,8 @@ class CSVLogger(FolderLogger[TextIO]):
         writer = super().experiment
         if isinstance(writer, Silent):
             return writer
-        self._table = self._table or Table(self)
+        if self._table is None or self._table.log_dir != self.log_dir:  # of another run
+            self._table = Table(self)
         return self._table
 
     @of_open_logger

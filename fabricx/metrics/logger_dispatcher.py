@@ -26,15 +26,18 @@ class LoggerDispatcher:
         loggers: the run's loggers.
         run_dir: the run's folder; required with loggers.
         recorder: receives the same values.
+        recovers: rows of the newest update may come again, since ranks can be replaced.
     """
 
     def __init__(
-        self, loggers: Sequence[Logger] = (), run_dir: Path | None = None, recorder: NoopRecorder | None = None
+        self, loggers: Sequence[Logger] = (), run_dir: Path | None = None, recorder: NoopRecorder | None = None, *,
+        recovers: bool = False,
     ) -> None:  # fmt: skip
         self._recorder = recorder or NoopRecorder()
         self._loggers = list(loggers)
         self._run_dir = run_dir
         self._lost: dict[int, list[Event]] = {}  # loggers on a full disk, with events that they have not written yet
+        self._recovers = recovers
         self._rows: list[Row] = []  # of the newest weight update
         self._again: list[Row] = []  # rows that are written and may come again
         for logger in self._loggers:
@@ -72,9 +75,10 @@ class LoggerDispatcher:
         row = (step if update is None else update, position, values)
         if self._again and self._is_written(row):
             return
-        if self._rows and self._rows[0][0] != row[0]:
-            self._rows, self._again = [], []
-        self._rows.append(row)
+        if self._recovers:
+            if self._rows and self._rows[0][0] != row[0]:
+                self._rows, self._again = [], []
+            self._rows.append(row)
         self._write(values, position, row[0])
         self._recorder.metrics(values, step)
 

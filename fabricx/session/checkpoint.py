@@ -125,10 +125,10 @@ def restore(session: Session, path: Path, *, weights_only: bool) -> None:
     state = as_part(session.strategy, ModelParallel).own_state(state)
     kept = contextlib.nullcontext() if weights_only else same_parameters(session.module, keep_layers=False)
     with kept, weights_as_state_dict(state):
-        before = {name: state.get(name) for name in _NOT_RESTORED}
+        before = {name: _comparable(state.get(name)) for name in _NOT_RESTORED}
         for hook in session.hooks.on_load_checkpoint:
             hook(state)
-        replaced = [name for name, value in before.items() if state.get(name) is not value]
+        replaced = [name for name, value in before.items() if _comparable(state.get(name)) != value]
     if weights_only:
         load_weights(session.module, weights_of(state, path), path, strict=session.module.strict_loading is not False)
         return
@@ -261,6 +261,16 @@ def restore_run(session: Session, state: dict[str, Any], *, rank: int | None, ho
         set_generators(session.data.own_generators, state["ranks"][index].get("own", {}))
 
 
+def _comparable(value: Any) -> Any:
+    """Return a copy of a state that differs after a change; tensors, which hooks may write to, are compared by `id`."""
+    if isinstance(value, Mapping):
+        return {key: _comparable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_comparable(item) for item in value]
+    plain = isinstance(value, (bool, int, float, str, type(None)))
+    return repr(value) if plain else id(value)  # NaN is not equal to itself
+
+
 def _report_other_items(session: Session, before: str) -> None:
     """Report a Subset whose items are not those of the checkpoint's run, such as a split that was drawn anew.
 
@@ -279,7 +289,10 @@ def _report_unused(session: Session, states: Mapping[str, Any]) -> None:
     """Report states of callbacks that this run doesn't have; without a callback for averages, weights are averages."""
     if not (names := ", ".join(key for key in states if key not in _OF_SEVERAL_RANKS)):
         return
-    text = f"the checkpoint has the state of {names}, and this run has no such callback: the state is not used"
+    text = (
+        f"the checkpoint has the state of {names}, and this run has no such callback with these arguments: the state "
+        "is not used"
+    )
     # With "live", the averages are the checkpoint's weights; other callbacks keep averages beside these.
     averaged = {key: kept for key, kept in states.items() if isinstance(kept, Mapping) and "live" in kept}
     averaging = [key for key, kept in averaged.items() if kept.get("averages")]

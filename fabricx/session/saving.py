@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -145,10 +146,18 @@ def _content(session: Session, path: Path, *, weights_only: bool) -> tuple[dict[
     session.checkpoints.collecting = True
     try:
         with weights_as_state_dict(state), session.metrics.not_collecting():
+            shown = [name for name in ("optimizer_states", "lr_schedulers") if name in state]
             for hook in session.hooks.on_save_checkpoint:
                 hook(state)
+            removed = [name for name in shown if name not in state]
     finally:
         session.checkpoints.collecting = False
+    if removed:
+        session.warn_once(
+            "removed states",
+            f"on_save_checkpoint has removed {', '.join(map(repr, removed))}, and the checkpoint keeps them, since a "
+            "run resumes from them: ModelCheckpoint(save_weights_only=True) saves without them",
+        )
     hparams, added_by_hooks = storable(state["hparams"], is_storable)
     omitted = {name: kind for name, kind in omitted.items() if name not in hparams} | added_by_hooks
     if omitted:
@@ -212,7 +221,7 @@ def weights_as_state_dict(state: dict[str, Any]) -> Iterator[None]:
     copies: dict[str, Any] = {}
     if "schedules" in state and "optimizer_states" not in state:
         copies["optimizer_states"] = [numbered(saved) for saved in state["strategy"].get("optimizers", [])]
-        copies["lr_schedulers"] = list(state["schedules"])
+        copies["lr_schedulers"] = copy.deepcopy(list(state["schedules"]))
     state.update(copies)
     if hparams is not None:
         state["hyper_parameters"] = hparams

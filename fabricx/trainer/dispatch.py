@@ -59,7 +59,7 @@ def dispatch(trainer: TrainerInterface, job: Job) -> Any:
         WorkerFailed: a worker failed, and the run did not recover.
         SystemExit: with code 143, after SIGTERM or a scheduler's notice: when a training run is stopped and saved, or
             immediately in an evaluation.
-        Interrupted: Ctrl-C in an evaluation, or a KeyboardInterrupt of a hook.
+        Interrupted: Ctrl-C in an evaluation, or a KeyboardInterrupt of a hook in this process.
     """
     with _running(trainer, job.stage), contextlib.ExitStack() as stack:
         check_job(job)
@@ -83,12 +83,12 @@ def _running(trainer: TrainerInterface, stage: str) -> Iterator[None]:
     trainer.state.fn, trainer.state.status = TrainerFn(stage), TrainerStatus.RUNNING
     try:
         yield
-    except KeyboardInterrupt as error:
+    except BaseException as error:
         trainer.state.status = TrainerStatus.INTERRUPTED
-        raise Interrupted().with_traceback(error.__traceback__) from None
-    except BaseException:
-        trainer.state.status = TrainerStatus.INTERRUPTED
-        raise
+        if type(error) is not KeyboardInterrupt:
+            raise
+        trainer.print(f"trainer.{stage}() was interrupted")
+        raise Interrupted(*error.args).with_traceback(error.__traceback__) from error
     trainer.state.status = TrainerStatus.FINISHED
     if trainer.terminated:
         raise Terminated

@@ -395,10 +395,11 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
     def writes(self) -> bool:
         """Return whether a fit writes files to its folder.
 
-        A single rank without loggers, whose checkpoints are in a folder of the user, writes nothing else.
+        A single rank without loggers, whose checkpoints are in a folder of the user, writes nothing else unless a
+        callback needs telemetry.
         """
-        several = several_ranks(len(self.device_ids), self.num_nodes)
-        saves = any(several or getattr(callback, "in_run_folder", True) for callback in self.checkpoint_callbacks)
+        records = several_ranks(len(self.device_ids), self.num_nodes) or any(c.needs_telemetry for c in self.callbacks)
+        saves = any(records or getattr(callback, "in_run_folder", True) for callback in self.checkpoint_callbacks)
         return not self.fast_dev_run and (bool(self.loggers) or saves)
 
     @property

@@ -64,7 +64,9 @@ def open_loggers(session: Session, stage: str, arguments: Mapping[str, Any]) -> 
     records = stage == "fit" and session.writes
     if session.loggers or records:
         session.run_dir.mkdir(parents=True, exist_ok=True)
-    session.metrics.loggers = LoggerDispatcher(session.loggers, session.run_dir, session.recorder)
+    session.metrics.loggers = LoggerDispatcher(
+        session.loggers, session.run_dir, session.recorder, recovers=stage == "fit"
+    )
     params = _hparams_to_log(session.module, session.datamodule) if stage == "fit" else {}
     if records:
         _record_arguments(session, session.run_dir, arguments)

@@ -3,13 +3,16 @@ from __future__ import annotations
 import csv
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 from omegaconf import OmegaConf
 
+import fabricx as fx
 from fabricx.loggers import CSVLogger
+from fabricx.testing import QUIET, TinyModule, tiny_loader
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
@@ -136,3 +139,13 @@ def test_the_experiment_writes_rows_and_hyperparameters_as_lightning_s(tmp_path:
     assert rows(folder) == [{"step": "3", "loss": "0.5"}]
     assert yaml.safe_load((folder / "hparams.yaml").read_text()) == {"lr": 0.1}
     logger.close()
+
+
+def test_the_experiment_is_that_of_the_present_run(tmp_path: Path) -> None:
+    logger, folders = CSVLogger(), []
+    for _ in range(2):
+        options: dict[str, Any] = {**QUIET, "logger": logger, "default_root_dir": tmp_path}
+        fx.Trainer(max_steps=1, **options).fit(TinyModule(), tiny_loader())
+        assert logger.experiment.log_dir == logger.log_dir
+        folders.append(logger.log_dir)
+    assert folders[0] != folders[1]

@@ -159,7 +159,7 @@ def test_rows_of_evaluation_batches_are_rewound_by_updates(tmp_path: Path) -> No
 
 def test_rows_that_come_again_after_a_recovery_are_written_once(tmp_path: Path) -> None:
     tight = Tight(range(0))
-    rows = LoggerDispatcher([tight], tmp_path)
+    rows = LoggerDispatcher([tight], tmp_path, recovers=True)
     rows.metrics({"loss": 1.0}, 3)
     rows.repeat()  # nothing of step 3 has to come again
     rows.metrics({"loss": 1.0}, 4)

@@ -81,3 +81,4 @@ def test_a_run_whose_checkpoints_have_a_folder_of_their_own_creates_no_other(tmp
     assert not trainer.writes
     assert fx.Trainer(callbacks=[ModelCheckpoint()], **QUIET).writes
     assert fx.Trainer(callbacks=[saver], devices=2, **QUIET).writes
+    assert fx.Trainer(callbacks=[saver], profiler="simple", **QUIET).writes  # which reads the records

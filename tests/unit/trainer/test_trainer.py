@@ -152,6 +152,23 @@ def test_a_keyboard_interrupt_of_a_hook_ends_the_program_as_in_lightning() -> No
         assert error.value.code == 130  # type: ignore[union-attr]
 
 
+def test_an_interrupt_keeps_its_arguments_and_a_class_of_the_user_stays_as_it_is() -> None:
+    class OwnInterrupt(KeyboardInterrupt): ...
+
+    class Stops(TinyModule):
+        def __init__(self, error: BaseException) -> None:
+            super().__init__()
+            self.error = error
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise self.error
+
+    for raised in (OwnInterrupt("now"), KeyboardInterrupt("now")):
+        with pytest.raises(type(raised)) as error:
+            fx.Trainer(max_epochs=1, **QUIET).fit(Stops(raised), tiny_loader())
+        assert error.value.args == ("now",)
+
+
 def test_a_test_without_a_model_says_that_it_uses_the_best_checkpoint(own_folder: Any) -> None:
     trainer = fx.Trainer(max_epochs=1, callbacks=[ModelCheckpoint(own_folder)], **QUIET)
     trainer.fit(TinyModule(), tiny_loader())
