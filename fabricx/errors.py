@@ -151,6 +151,9 @@ class MissingArguments(CheckpointError, TypeError):
 class Interrupted(KeyboardInterrupt, SystemExit):
     """A run ended by a KeyboardInterrupt; also a SystemExit, as in Lightning.
 
+    Args:
+        args: arguments of the KeyboardInterrupt.
+
     Attributes:
         code: exit code of the program, if it does not catch the exception: 130, as after Ctrl-C.
     """

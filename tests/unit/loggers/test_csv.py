@@ -90,6 +90,7 @@ def test_a_folder_of_its_own_is_numbered(tmp_path: Path) -> None:
         logger.open(tmp_path / "run")
         folders.append(logger.log_dir)
         logger.close()
+        logger.close()
     assert folders == [str(tmp_path / "logs" / "mine" / f"version_{number}") for number in range(2)]
     assert not (tmp_path / "run").exists()
     (tmp_path / "logs" / "mine" / "version_0").rename(tmp_path / "logs" / "mine" / "version_6")
