@@ -91,6 +91,7 @@ def test_a_folder_of_its_own_is_numbered(tmp_path: Path) -> None:
         folders.append(logger.log_dir)
         logger.close()
         logger.close()
+        logger.close()
     assert folders == [str(tmp_path / "logs" / "mine" / f"version_{number}") for number in range(2)]
     assert not (tmp_path / "run").exists()
     (tmp_path / "logs" / "mine" / "version_0").rename(tmp_path / "logs" / "mine" / "version_6")
@@ -149,4 +150,5 @@ def test_the_experiment_is_that_of_the_present_run(tmp_path: Path) -> None:
         fx.Trainer(max_steps=1, **options).fit(TinyModule(), tiny_loader())
         assert logger.experiment.log_dir == logger.log_dir
         folders.append(logger.log_dir)
+        logger.close()
     assert folders[0] != folders[1]
