@@ -277,8 +277,8 @@ class Division:
                     )
                 if waited > _SHOWN_S:  # the supervisor finds ranks that wait for each other
                     heartbeat.waits_for(f"a read of {name}, which is divided over ranks")
-                    missing = next(rank for rank, key in enumerate(keys) if not world.store.check([key]))
-                    collective_trace.awaits(awaited.get(missing))
+                    missing = [awaited[rank] for rank in awaited if not world.store.check([keys[rank]])]
+                    collective_trace.awaits(next(iter(missing), None))
                 time.sleep(0.0005 if waited < _SHOWN_S else 0.1)
         finally:
             heartbeat.waits_for("")
