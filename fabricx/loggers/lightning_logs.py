@@ -6,11 +6,26 @@ import os
 from typing import Any, Final
 
 from fabricx.loggers import csv, tensorboard
+from fabricx.loggers.files import LoggerFolder
 
 _NAME: Final = "lightning_logs"
 
 
-class CSVLogger(csv.CSVLogger):
+class _Named:
+    """The name of the subfolder as text. Instances of the second base, such as `Trainer(logger=True)` has, count."""
+
+    _location: LoggerFolder
+
+    @classmethod
+    def __subclasshook__(cls, other: type) -> Any:
+        return cls.__bases__[1] in other.__mro__ if _Named in cls.__bases__ else NotImplemented
+
+    @property
+    def name(self) -> str:
+        return self._location.name or ""
+
+
+class CSVLogger(_Named, csv.CSVLogger):
     """`fabricx.loggers.CSVLogger` with Lightning's default of `name`.
 
     Args:
@@ -29,17 +44,8 @@ class CSVLogger(csv.CSVLogger):
     ) -> None:
         super().__init__(save_dir, _below(save_dir, name), version, prefix, flush_logs_every_n_steps)
 
-    @classmethod
-    def __subclasshook__(cls, other: type) -> Any:
-        # The logger of `Trainer(logger=True)` is an instance.
-        return csv.CSVLogger in other.__mro__ if cls is CSVLogger else NotImplemented
 
-    @property
-    def name(self) -> str:
-        return self._location.name or ""
-
-
-class TensorBoardLogger(tensorboard.TensorBoardLogger):
+class TensorBoardLogger(_Named, tensorboard.TensorBoardLogger):
     """`fabricx.loggers.TensorBoardLogger` with Lightning's default of `name`.
 
     Args:
@@ -61,15 +67,6 @@ class TensorBoardLogger(tensorboard.TensorBoardLogger):
     ) -> None:
         name = _below(save_dir, name)
         super().__init__(save_dir, name, version, log_graph, default_hp_metric, prefix, sub_dir, **kwargs)
-
-    @classmethod
-    def __subclasshook__(cls, other: type) -> Any:
-        # The logger of `Trainer(logger=True)` is an instance.
-        return tensorboard.TensorBoardLogger in other.__mro__ if cls is TensorBoardLogger else NotImplemented
-
-    @property
-    def name(self) -> str:
-        return self._location.name or ""
 
 
 def _below(save_dir: str | os.PathLike[str] | None, name: str | None) -> str | None:

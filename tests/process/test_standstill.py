@@ -119,6 +119,13 @@ def test_processes_that_load_data_go_on_when_they_are_stopped(tmp_path: Path) ->
     assert trainer.failures == []
 
 
+@pytest.fixture
+def soon_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask the ranks after a second, and again after another."""
+    monkeypatch.setattr(deadlock, "AFTER_S", 1.0)
+    monkeypatch.setattr(deadlock, "AGAIN_S", 1.0)
+
+
 class OneSided(fx.Module):
     """Calls the module on rank 0 only, in a step of an evaluation."""
 
@@ -143,10 +150,8 @@ class OneSided(fx.Module):
 
 @pytest.mark.parametrize("strategy", params([FSDP(), Mesh(pipeline=2)], [Mesh(tensor=2)]))
 def test_ranks_in_different_collectives_are_an_error_with_both_positions(
-    strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    strategy: Any, tmp_path: Path, soon_found: None
 ) -> None:
-    monkeypatch.setattr(deadlock, "AFTER_S", 1.0)
-    monkeypatch.setattr(deadlock, "AGAIN_S", 1.0)
     data = [torch.ones(2, 4)] * 2
     trainer = fx.Trainer(
         **QUIET, devices=2, strategy=strategy, max_epochs=1, default_root_dir=tmp_path, num_sanity_val_steps=0
@@ -172,10 +177,8 @@ class SavesOnMainRank(OneSided):
 
 @pytest.mark.parametrize("strategy", params([FSDP()], [Mesh(tensor=2), Mesh(pipeline=2)]))
 def test_a_hook_that_reads_divided_weights_on_one_rank_is_an_error(
-    strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    strategy: Any, tmp_path: Path, soon_found: None
 ) -> None:
-    monkeypatch.setattr(deadlock, "AFTER_S", 1.0)
-    monkeypatch.setattr(deadlock, "AGAIN_S", 1.0)
     trainer = fx.Trainer(**QUIET, devices=2, strategy=strategy, max_epochs=1, default_root_dir=tmp_path)
     with pytest.raises(WorkerFailed) as error:
         trainer.fit(SavesOnMainRank(), [torch.ones(2, 4)] * 2)
@@ -200,10 +203,8 @@ class GathersOnce(OneSided):
     ),
 )
 def test_a_rank_that_waits_for_gradients_which_the_others_never_send_is_an_error(
-    strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    strategy: Any, tmp_path: Path, soon_found: None
 ) -> None:
-    monkeypatch.setattr(deadlock, "AFTER_S", 1.0)
-    monkeypatch.setattr(deadlock, "AGAIN_S", 1.0)
     trainer = fx.Trainer(**QUIET, devices=2, strategy=strategy, max_epochs=1, default_root_dir=tmp_path)
     with pytest.raises(WorkerFailed, match="the ranks wait for each other in different collectives") as error:
         trainer.fit(GathersOnce(), [torch.ones(2, 4)] * 6)
