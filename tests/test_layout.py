@@ -496,17 +496,6 @@ def test_the_readme_of_a_folder_names_each_of_its_modules(folder: Path) -> None:
     assert not absent, f"name these modules in the README of {folder.name}: {absent}"
 
 
-def test_all_pages_name_the_same_files_to_read_first():
-    whole = (ROOT / "README.md").read_text()
-    [listed] = re.findall(r"## Read first\n\n(.*?)\n\n", whole, re.DOTALL)
-    first = re.findall(r"`fabricx/([\w/]+\.py)`", listed)
-    assert len(first) == 5
-    inner = (ROOT / "fabricx" / "README.md").read_text()
-    assert re.findall(r"`([\w/]+\.py)`", re.findall(r"read first: (.*?)\n\n", inner, re.DOTALL)[0]) == first
-    design = (ROOT / "docs" / "design.md").read_text()
-    assert re.findall(r"`fabricx/([\w/]+\.py)`", re.findall(r"Read first(.*?)\. Your", design, re.DOTALL)[0]) == first
-
-
 def test_the_readme_compares_with_the_measured_figures_of_the_guide():
     [rows] = re.findall(
         r"^\| \| GPT.*?\n\n", (ROOT / "docs/guides/performance.md").read_text(), re.MULTILINE | re.DOTALL

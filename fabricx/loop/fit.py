@@ -6,27 +6,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from fabricx.core.hook_calls.hooks import call
-from fabricx.core.module_state.rng import seed_generators
 from fabricx.core.state import EpochStep, Phase
 from fabricx.core.strategy_support.optimizer_state import let_groups_grow
-from fabricx.data import Microbatch
-from fabricx.data.order import epoch_seed
 from fabricx.errors import PossibleUserWarning
-from fabricx.loop.batch_hooks import call_end_hooks, call_start_hooks
-from fabricx.loop.boundary import advance, begin_batch, end_batch, skip_rest
 from fabricx.loop.epoch import begin_epoch, end_epoch, repeated_hooks
 from fabricx.loop.evaluation import sanity_check
 from fabricx.loop.lr_schedules import step_schedules
-from fabricx.loop.manual_optimization import train_manually
-from fabricx.loop.microbatch import step_and_backward
-from fabricx.loop.no_samples import train_without_samples
-from fabricx.loop.update import skip_update, update
 from fabricx.session.checkpoint import finish_checkpoint, restore_requested
 from fabricx.session.schedule import (
     agree_at_boundary,
     already_complete,
     batches_of_epoch,
-    check_any_batch,
     end_pending,
     epoch_pending,
     limit_reached,
@@ -34,7 +24,6 @@ from fabricx.session.schedule import (
     validation_due_at_end,
 )
 from fabricx.session.trained_parameters import note_set_up
-from fabricx.telemetry.events import Span
 
 if TYPE_CHECKING:
     from fabricx.session.session import Session
@@ -158,74 +147,3 @@ def _close_epoch(session: Session) -> None:
     """Advance the schedules of a complete epoch, whose hooks have run, and count it."""
     step_schedules(session, "epoch", session.state.epoch + 1)
     session.state.next_epoch(batches_of_epoch(session))
-
-
-def train_batches(session: Session) -> bool:
-    """Train the rest of the epoch's batches, in lockstep with the other ranks.
-
-    Args:
-        session: this rank's session.
-
-    Returns:
-        whether the epoch is complete.
-    """
-    state, accumulate = session.state, session.options.accumulate_grad_batches
-    session.set_buffer_source()
-    for micro in session.data.train_feed.epoch(
-        state.epoch, accumulate=accumulate, position=state.samples, first=state.batch
-    ):
-        session.recorder.lap(Span.DATA)
-        session.window.begin(micro)
-        if (train_without_samples if micro.empty else train_batch)(session, micro):
-            return True  # the rest of the epoch is skipped
-        if end_batch(session, micro):
-            return micro.last
-    check_any_batch(session)
-    session.state.last = True  # also of an epoch with fewer batches than its length
-    return True
-
-
-def train_batch(session: Session, micro: Microbatch) -> bool:
-    """Train a microbatch with samples, from its first hook to its last.
-
-    Args:
-        session: this rank's session.
-        micro: the microbatch; the last of a window updates the weights.
-
-    Returns:
-        whether the rest of the epoch is skipped.
-    """
-    hooks = session.hooks
-    if session.strategy.traits.batch_parts:  # a part of a global batch draws the same numbers on every rank
-        seed_generators(epoch_seed(epoch_seed(session.state.seed, session.state.epoch), micro.begin) % 2**32)
-    batch = begin_batch(session, micro)
-    if (hooks.on_train_batch_start or micro.idle) and call_start_hooks(session, micro, batch):
-        skip_rest(session)
-        return True
-    session.settings_check.before_forward(micro)
-    if micro.opens and session.strategy.traits.batch_parts:
-        session.checks.begin_parts()
-    session.batch.in_step = True
-    if not session.module.automatic_optimization:
-        outputs = train_manually(session, micro, batch)
-        session.fault_tolerance.after_own_update(micro)
-    elif micro.closes:
-        step, backward = step_and_backward(session, micro, batch)
-        outputs = session.strategy.forward_backward(step, backward, batch, micro.index)
-        if session.window.finish_gradient():
-            update(session, micro, batch)
-        else:
-            skip_update(session, micro)
-    else:
-        # Includes the forward: DDP decides in it whether gradients will be reduced.
-        with session.strategy.accumulate():
-            step, backward = step_and_backward(session, micro, batch)
-            outputs = session.strategy.forward_backward(step, backward, batch, micro.index)
-    session.recorder.samples += session.metrics.logbook.size or session.metrics.logbook.count()
-    session.batch.in_step = False
-    if micro.closes:
-        advance(session, micro)
-    if hooks.on_train_batch_end or micro.idle:
-        call_end_hooks(session, micro, batch, outputs)
-    session.metrics.logbook.end_batch()
-    return False

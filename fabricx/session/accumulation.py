@@ -71,6 +71,7 @@ class AccumulationWindow:
         self.global_loss_factor: float | None = None  # the same factor with the weight of all ranks
         self.loss_factor = 1.0  # of each loss of a manually optimised batch
         self.computing = False  # whether a backward of the newest microbatch has begun
+        self.joined = False  # the gradient is added to those of other leases, and their sum divided by that of `share`
         self.mark: LoggedMark | None = None  # before a batch whose gradient may be dropped
         self._factors = self._factors_with_loss = 0.0  # sums of loss factors: all of this rank, and those with a loss
         self._weights: list[float] = []  # of this rank's batches
@@ -212,13 +213,10 @@ class AccumulationWindow:
             world.all_reduce(sums)
         return float(sums[0] / sums[1])
 
-    def finish_gradient(self, *, joined: bool = False) -> bool:
+    def finish_gradient(self) -> bool:
         """Divide the gradient by the samples that have a loss; return whether a weight update follows. Collective.
 
         Called after the last backward of all ranks: each rank without a gradient has published its reason by then.
-
-        Args:
-            joined: the gradient will be added to those of other windows, and their sum divided by the sum of `share`.
 
         Raises:
             RanksDisagree: only some ranks have a loss for a batch.
@@ -231,8 +229,8 @@ class AccumulationWindow:
         if self.taken == 0:
             return False
         if self.by_weight:
-            return self._divide_by_weight(joined=joined)
-        if self.taken != self.planned and not joined:  # fewer samples than the divisor of the loss
+            return self._divide_by_weight()
+        if self.taken != self.planned and not self.joined:  # fewer samples than the divisor of the loss
             if self._strategy.traits.batch_parts:
                 raise ValueError(
                     "training_step returned None for a part of a global batch, and under deterministic='elastic' a "
@@ -241,14 +239,14 @@ class AccumulationWindow:
             self._scale_gradients(1.0 / self.share)
         return True
 
-    def _divide_by_weight(self, *, joined: bool) -> bool:
+    def _divide_by_weight(self) -> bool:
         """Divide the gradient by the weight of the global batch; return whether an update follows."""
         share = 1.0
         if self._strategy.traits.synchronous:
             weight = self._global_weight()
         else:  # the gradient is of this rank only
             weight = math.fsum(self._weights)
-            share = self._share if joined else self._share / self.share  # without microbatches that have no loss
+            share = self._share if self.joined else self._share / self.share  # without microbatches that have no loss
         if weight:
             self.global_loss_factor = (self.factor or 0.0) * self._usual() * share / weight
             self._scale_gradients(self._usual() * share / weight)

@@ -28,9 +28,8 @@ from fabricx.core.strategy_parts import ModelParallel, as_part
 from fabricx.data.shared_memory import note_on
 from fabricx.distributed.world import World
 from fabricx.lightning import adapt_callback
-from fabricx.loop import evaluation
-from fabricx.loop import fit_asynchronous as asynchronous
-from fabricx.loop.fit import fit, train_batches
+from fabricx.loop import evaluation, lockstep, own_pace
+from fabricx.loop.fit import fit
 from fabricx.metrics.logger_dispatcher import LoggerDispatcher
 from fabricx.metrics.objects import has_first_state, held_metrics
 from fabricx.redaction import masked
@@ -171,8 +170,8 @@ def _evaluate(session: Session, job: Job) -> list[dict[str, float]]:
 def _work(session: Session, job: Job) -> Callable[[], Any]:
     """Return the function that executes a job; for `fit`, the synchronous or the asynchronous training loop."""
     if job.stage == "fit":
-        batches = train_batches if session.strategy.traits.lockstep else asynchronous.train_batches
-        return functools.partial(fit, session, batches)
+        pace = lockstep if session.strategy.traits.lockstep else own_pace
+        return functools.partial(fit, session, pace.train_batches)
     return functools.partial(_predict if job.stage == "predict" else _evaluate, session, job)
 
 

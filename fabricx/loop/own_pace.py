@@ -1,18 +1,16 @@
-"""The training loop of asynchronous ranks: servers deal leases of the data, and all ranks meet between sections."""
+"""The batches of an epoch on ranks at their own pace: servers deal leases, and all ranks meet between sections."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final
 
 from fabricx.data import Microbatch
-from fabricx.distributed.collective_guard import OWN_PACE
-from fabricx.loop.batch_hooks import call_end_hooks, call_start_hooks
-from fabricx.loop.boundary import advance, begin_batch, end_batch
+from fabricx.distributed import collective_guard
+from fabricx.loop.batch import Pace, train_batch
+from fabricx.loop.boundary import advance, end_batch
 from fabricx.loop.lr_schedules import follow_schedules
-from fabricx.loop.manual_optimization import train_manually
-from fabricx.loop.microbatch import step_and_backward
 from fabricx.loop.update import update
 from fabricx.session.rank_state import LoggedMark
 from fabricx.session.schedule import check_any_batch, count_without_update, next_section
@@ -35,8 +33,8 @@ def train_batches(session: Session) -> bool:
         session.recorder.lap(Span.DATA)
         session.window.begin(micro)
         if not micro.synchronises:
-            with OWN_PACE:
-                _train_batch(session, micro)
+            with collective_guard.OWN_PACE:
+                _train_leased(session, micro)
             _end_lease(session, micro)
             continue
         _meet(session, micro)
@@ -58,52 +56,21 @@ def _batches(session: Session) -> Iterator[Microbatch]:
     )  # fmt: skip
 
 
-def _train_batch(session: Session, micro: Microbatch) -> None:
+def _train_leased(session: Session, micro: Microbatch) -> None:
     """Train a batch of a lease."""
-    hooks = session.hooks
     if micro.opens:
         _begin_lease(session)
     if micro.end is not None:
         session.dealer.trains(session.state.epoch, micro.begin, micro.end)
     session.batch.asynchronous = True
-    batch = begin_batch(session, micro)
-    if hooks.on_train_batch_start and call_start_hooks(session, micro, batch):
-        raise ValueError(
-            "on_train_batch_start returned -1, which skips the rest of an epoch on all ranks; here each rank works "
-            "at its own pace: set trainer.should_stop, or limit_train_batches"
-        )
-    session.batch.in_step = True
-    if not session.module.automatic_optimization:
-        outputs = train_manually(session, micro, batch)
-    elif micro.closes:
-        step, backward = step_and_backward(session, micro, batch)
-        outputs = session.strategy.forward_backward(step, backward, batch, micro.index)
-        joined = session.dealer.leases_per_update > 1
-        if session.window.finish_gradient(joined=joined):
-            if joined:
-                session.dealer.lease.share *= session.window.share
-            _take_turn(session)
-            update(session, micro, batch)
-        else:  # the lease is complete and has no gradient
-            session.state.step = session.strategy.after_update(session.state.step)
-            count_without_update(session)
-    else:
-        with session.strategy.accumulate():
-            step, backward = step_and_backward(session, micro, batch)
-            outputs = session.strategy.forward_backward(step, backward, batch, micro.index)
-    session.recorder.samples += session.metrics.logbook.size or session.metrics.logbook.count()
-    session.batch.in_step = False
-    if hooks.on_train_batch_end:
-        call_end_hooks(session, micro, batch, outputs)
-    if micro.closes:
-        _take_back(session)
-    session.metrics.logbook.end_batch()
+    train_batch(session, micro, OWN_PACE)
 
 
 def _begin_lease(session: Session) -> None:
     """Begin an accumulation window with the newest weights and their hyperparameters."""
     dealer = session.dealer
     dealer.begin_lease(session.metrics.logbook.metrics.take_sums)
+    session.window.joined = dealer.leases_per_update > 1
     _reach(session, dealer.next_update())
     _take_back(session)  # a round ends if the next lease needs a separate round
     if dealer.may_drop and dealer.begins_update:
@@ -119,15 +86,39 @@ def _take_back(session: Session) -> None:
         session.window.mark = None
 
 
-def _take_turn(session: Session) -> None:
-    """Reserve the number of the next update and set its hyperparameters: other ranks make updates in between."""
+def _refuse_to_skip(session: Session) -> None:
+    raise ValueError(
+        "on_train_batch_start returned -1, which skips the rest of an epoch on all ranks; here each rank works "
+        "at its own pace: set trainer.should_stop, or limit_train_batches"
+    )
+
+
+def _update_in_turn(session: Session, micro: Microbatch, batch: Any) -> None:
+    """Reserve the number of the next update, set its hyperparameters, and make it: other ranks update in between."""
+    if session.window.joined:
+        session.dealer.lease.share *= session.window.share
     scheduled = any(schedule.interval == "step" for schedule in session.lr_schedulers)
     _reach(session, session.dealer.take_turn(ordered=scheduled))
+    update(session, micro, batch)
+
+
+def _return_lease(session: Session, micro: Microbatch) -> None:
+    """Count a complete lease without a gradient."""
+    session.state.step = session.strategy.after_update(session.state.step)
+    count_without_update(session)
+
+
+def _keep_position(session: Session, micro: Microbatch) -> None:
+    """The position in the data is set when all ranks meet."""
+
+
+OWN_PACE: Final = Pace(_refuse_to_skip, _update_in_turn, _return_lease, _keep_position)
 
 
 def _end_lease(session: Session, micro: Microbatch) -> None:
     """Log a step of this rank alone, and end its section early if all ranks are asked to meet."""
     if micro.closes:
+        _take_back(session)
         session.metrics.log_step_alone(session.recorder, session.optimizers)
         session.recorder.end_step(session.state.step)
         asked = session.stop_requests.reason is not None
