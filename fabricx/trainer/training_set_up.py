@@ -16,7 +16,7 @@ from fabricx.core.strategy_support.gradient_checks import SPARSE_CLIPPED, sparse
 from fabricx.core.strategy_support.held_gradients import KeptGradients
 from fabricx.data.advice import advise_on_length, advise_on_logging
 from fabricx.distributed.statistics.sync_batchnorm import synchronised
-from fabricx.fault_tolerance import fault_tolerance
+from fabricx.fault_tolerance import recovery
 from fabricx.fault_tolerance.rollback import former_layout
 from fabricx.loop import manual_optimization
 from fabricx.loop.user_steps import call_method, step_optimizer
@@ -50,7 +50,7 @@ def set_up_training(session: Session) -> None:
     session.recorder.update_attributes(
         loader_processes=session.data.train_feed.processes, cores=max(1, cores // max(1, session.world.local_size))
     )
-    session.fault_tolerance = fault_tolerance.set_up(session)
+    session.fault_tolerance = recovery.set_up(session)
     _check_options(session)
     comparison.compare_at_set_up(
         session.world,

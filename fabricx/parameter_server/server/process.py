@@ -12,8 +12,8 @@ from fabricx.distributed.membership.generations import membership
 from fabricx.distributed.messages.authentication import AuthenticationError
 from fabricx.fault_tolerance import memory_checkpoint
 from fabricx.parameter_server.server.journal import Journal
-from fabricx.parameter_server.server.records import ServerRecords
 from fabricx.parameter_server.server.server import Server
+from fabricx.parameter_server.server.telemetry import ServerTelemetry
 from fabricx.parameter_server.wire.connecting import NETWORK, READY, LinkListener, Store, meet_over_gloo
 from fabricx.parameter_server.wire.link import LINK_ERRORS, Handshake, Link
 from fabricx.parameter_server.wire.messages import Push, Reply
@@ -49,8 +49,8 @@ def serve(
         if folder is None
         else [memory_checkpoint.path_of(folder, slot, file) for file in range(memory_checkpoint.NEWEST)]
     )
-    records = ServerRecords(run_dir, number, traces=traces)
-    serving = _Serving(store, f"{prefix}/server/{number}", secret, workers, number == 0, files, records)
+    telemetry = ServerTelemetry(run_dir, number, traces=traces)
+    serving = _Serving(store, f"{prefix}/server/{number}", secret, workers, number == 0, files, telemetry)
     serving.run(generation, network=network)
 
 
@@ -60,9 +60,9 @@ class _Serving:
 
     def __init__(
         self, store: Store, key: str, secret: bytes, workers: int, grants: bool, files: list[Path],
-        records: ServerRecords,
+        telemetry: ServerTelemetry,
     ) -> None:  # fmt: skip
-        self._store, self._key, self._secret, self._records = store, key, secret, records
+        self._store, self._key, self._secret, self._telemetry = store, key, secret, telemetry
         self._workers, self._grants = workers, grants
         self._server, self._generation = Server(workers, grants=grants), 0  # server of the newest generation of workers
         self._folder = str(files[0].parent) if files else None
@@ -87,18 +87,18 @@ class _Serving:
         if network:
             self._in_thread(self._accept_remote, f"{self._key}/{generation}/from")
         self._in_thread(self._accept_local, listener)
-        self._in_thread(self._write_records)
+        self._in_thread(self._write_telemetry)
         self._store.set(self._key, f"{generation} {NETWORK if network else 'here'} {listener.address}")
         try:
             with self._changed:
                 self._changed.wait_for(lambda: self._error or self._finished())
         finally:
             self._over.set()
-            self._records.close()
+            self._telemetry.close()
             listener.close()
             for thread in self._threads:  # a daemon thread could otherwise be interrupted within a write
                 thread.join(JOIN_S)
-            self._records.end()
+            self._telemetry.end()
             if self._journal is not None:
                 self._journal.close()
         if self._error is not None:
@@ -113,8 +113,8 @@ class _Serving:
         thread.start()
         self._threads.append(thread)
 
-    def _write_records(self) -> None:
-        while self._records.wait_and_write(self._server.counts):
+    def _write_telemetry(self) -> None:
+        while self._telemetry.wait_and_write(self._server.counts):
             pass
 
     def _accept_local(self, listener: LinkListener) -> None:
@@ -162,7 +162,7 @@ class _Serving:
             if self._journal is not None:
                 self._journal.record_joined(worker, resumes=link.handshake.resumes)
             server.add_worker(worker, resumes=link.handshake.resumes)
-            self._records.joined(worker)
+            self._telemetry.joined(worker)
         try:
             while (received := link.recv()) is not None:
                 number, message = received
@@ -225,7 +225,7 @@ class _Serving:
                     self._journal.record_message(server, worker, number, message, link.inbox)
                 answer = server.handle_once(worker, number, message, link.inbox, link.outbox)
                 if isinstance(message, Push):
-                    self._records.applied(worker, begun)
+                    self._telemetry.applied(worker, begun)
                 if self._journal is not None:
                     self._journal.snapshot_if_due(server, message)
                 return answer

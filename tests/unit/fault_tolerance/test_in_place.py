@@ -17,9 +17,9 @@ from fabricx.distributed.membership.generations import Membership
 from fabricx.distributed.store.client import PrivateStore
 from fabricx.distributed.store.server import StoreServer
 from fabricx.distributed.world import World
-from fabricx.fault_tolerance.fault_tolerance import Recovery
+from fabricx.fault_tolerance.in_place import _report, recover
 from fabricx.fault_tolerance.records import RankRecords
-from fabricx.fault_tolerance.recovery import _report, recover
+from fabricx.fault_tolerance.recovery import Recovery
 from fabricx.session.fault_tolerance import FaultTolerance
 from fabricx.strategies import AsyncSGD
 from fabricx.testing import QUIET, Ledger
@@ -134,10 +134,10 @@ def test_an_error_between_two_meetings_is_never_taken_for_a_cut_link(
 ) -> None:
     said: list[Any] = []
     monkeypatch.setattr(
-        "fabricx.fault_tolerance.recovery.membership", lambda: Membership(send=lambda *what: said.append(what))
+        "fabricx.fault_tolerance.in_place.membership", lambda: Membership(send=lambda *what: said.append(what))
     )
-    monkeypatch.setattr("fabricx.fault_tolerance.recovery.ANSWER_S", 0.0)
-    monkeypatch.setattr("fabricx.fault_tolerance.recovery.NOTICE_S", 0.0)
+    monkeypatch.setattr("fabricx.fault_tolerance.in_place.ANSWER_S", 0.0)
+    monkeypatch.setattr("fabricx.fault_tolerance.in_place.NOTICE_S", 0.0)
     strategy: Any = AsyncSGD()
     strategy.dealer.within_section = True
     session: Any = SimpleNamespace(strategy=strategy, dealer=strategy.dealer, world=World(), callbacks=[])

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from fabricx.parameter_server.server.records import ServerRecords
+from fabricx.parameter_server.server.telemetry import ServerTelemetry
 from fabricx.parameter_server.wire.messages import Counts
 from fabricx.telemetry import events
 from fabricx.telemetry.reader import Files
 
 
 def test_a_server_tells_what_has_come_since_the_last_time(tmp_path: Path) -> None:
-    told = ServerRecords(tmp_path, 2, traces=True)
+    told = ServerTelemetry(tmp_path, 2, traces=True)
     told.write(Counts(1, 0, {0: 3, 1: 1}, 0, 8, 4))
     told.applied(0, 1.0)
     told.applied(1, 1.5)
@@ -29,7 +29,7 @@ def test_a_server_tells_what_has_come_since_the_last_time(tmp_path: Path) -> Non
 
 
 def test_a_worker_that_comes_again_counts_from_one(tmp_path: Path) -> None:
-    told = ServerRecords(tmp_path, 0, traces=True)
+    told = ServerTelemetry(tmp_path, 0, traces=True)
     told.applied(0, 1.0)
     told.joined(0)
     told.applied(0, 2.0)
@@ -45,7 +45,7 @@ def test_a_server_without_room_for_records_serves_all_the_same(tmp_path: Path, m
 
     monkeypatch.setattr(events.os, "open", full)
     with pytest.warns(UserWarning, match="the records of a server will be missing"):
-        told = ServerRecords(tmp_path, 0, traces=True)
+        told = ServerTelemetry(tmp_path, 0, traces=True)
     told.applied(0, 1.0)
     told.write(Counts(messages=1))
     told.end()

@@ -16,7 +16,7 @@ _EVERY_S: Final = 1.0
 
 
 @final
-class ServerRecords:
+class ServerTelemetry:
     """Telemetry records of a server.
 
     Args:
