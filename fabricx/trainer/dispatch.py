@@ -65,6 +65,7 @@ def dispatch(trainer: TrainerInterface, job: Job) -> Any:
         check_job(job)
         check_callbacks(trainer, job)
         trainer.records.begin(fits=job.stage == "fit")
+        trainer.show_loaders(None)
         _check_started(trainer.launcher)
         if _serve_launch(trainer, job):
             return []  # a server has no results

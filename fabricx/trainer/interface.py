@@ -35,7 +35,7 @@ from fabricx.trainer.factory import choose_callbacks, choose_launcher, choose_st
 from fabricx.trainer.names import TrainerNames
 from fabricx.trainer.run_dir import new_run_dir
 from fabricx.trainer.run_records import RunRecords
-from fabricx.trainer.sessions import Returned, Sessions
+from fabricx.trainer.sessions import LoaderMethods, Returned, Sessions
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -156,6 +156,14 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         module.trainer = self
         if datamodule is not None:
             datamodule.trainer = self
+
+    def show_loaders(self, methods: LoaderMethods | None) -> None:
+        """Show the loaders of a search in `train_dataloader` and `val_dataloaders`, until the next run begins.
+
+        Args:
+            methods: create the loaders; None when a run begins.
+        """
+        self._sessions.searched = methods
 
     @property
     def state(self) -> RunState:
@@ -345,7 +353,10 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
 
     @property
     def train_dataloader(self) -> Any:
-        """Return the training loader or loaders of the newest fit in this process."""
+        """Return the training loader or loaders of the newest fit, or search for a batch size, in this process."""
+        searched = self._sessions.searched
+        if searched is not None and searched.stage == "fit":
+            return searched.create("train_dataloader")
         return None if self._sessions.newest is None else as_passed(self._sessions.newest.data.train_dataloader)
 
     @property

@@ -395,19 +395,21 @@ class TrainerNames:
     @property
     def val_dataloaders(self) -> Any:
         """Return the validation loader or loaders of the newest fit or validation in this process."""
-        return self._loaders("fit", "validate")
+        return self._loaders("val_dataloader", "fit", "validate")
 
     @property
     def test_dataloaders(self) -> Any:
         """Return the loader or loaders of the newest run in this process, if it is a test."""
-        return self._loaders("test")
+        return self._loaders("test_dataloader", "test")
 
     @property
     def predict_dataloaders(self) -> Any:
         """Return the loader or loaders of the newest run in this process, if it is a prediction."""
-        return self._loaders("predict")
+        return self._loaders("predict_dataloader", "predict")
 
-    def _loaders(self, *stages: str) -> Any:
+    def _loaders(self, method: str, *stages: str) -> Any:
+        if (searched := self._sessions.searched) is not None and searched.stage in stages:
+            return searched.create(method)
         data = None if self._sessions.newest is None else self._sessions.newest.data
         return as_passed(data.val_dataloaders) if data is not None and data.stage in stages else None
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 from fabricx import by_value
+from fabricx.core.module_state.rng import random_kept
 from fabricx.session.session import Session
 from fabricx.trainer.attributes import Digest, NotSent, small
 
@@ -54,10 +55,38 @@ def returned(optimizers: Sequence[Optimizer], schedules: Sequence[Schedule], *, 
 
 
 @final
+class LoaderMethods:
+    """Creates loaders with a size that a search has found, for attributes that are read before the next run.
+
+    Args:
+        stage: call of the Trainer for which the size is.
+        owners: objects with the methods; the first that returns a loader counts.
+    """
+
+    def __init__(self, stage: str, *owners: Any) -> None:
+        self.stage = stage
+        self._owners = owners
+        self._created: dict[str, Any] = {}
+
+    def create(self, name: str) -> Any:
+        """Return the loaders of a method, which is called once.
+
+        Args:
+            name: method of a module or a data module.
+        """
+        if name not in self._created:
+            with random_kept():
+                found = (getattr(owner, name)() for owner in self._owners)
+                self._created[name] = next((loaders for loaders in found if loaders is not None), None)
+        return self._created[name]
+
+
+@final
 class Sessions:
     """The newest sessions of a trainer. Sessions belong to their process: a pickle, or a deep copy, has none.
 
     Attributes:
+        searched: creates the loaders after a search for a batch size, until the next run begins.
         newest: session of the newest run; None before the first run in this process.
         fit: session of the newest fit; None before the first fit in this process.
         returned: optimizers of the newest fit in workers.
@@ -67,6 +96,7 @@ class Sessions:
         self.newest: Session | None = None
         self.fit: Session | None = None
         self.returned = returned or Returned()
+        self.searched: LoaderMethods | None = None
 
     def __reduce__(self) -> tuple[type[Sessions], tuple[Returned]]:
         return Sessions, (Returned(self.returned.optimizers, self.returned.schedules),)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import logging
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, final
@@ -34,7 +36,7 @@ from fabricx.session.status import FailureLog
 from fabricx.trainer.lr_finder import SWEEPS, LRFinder, RateSweep, Sweep
 from fabricx.trainer.run_dir import newest_checkpoints
 from fabricx.trainer.run_records import RunRecords
-from fabricx.trainer.sessions import Sessions
+from fabricx.trainer.sessions import LoaderMethods, Sessions
 
 if TYPE_CHECKING:
     from fabricx.core.callback import Callback
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from fabricx.trainer.interface import TrainerInterface
 
 Stage = Literal["fit", "validate", "test", "predict"]
+_LOG: Final = logging.getLogger(__name__)
 _STAGES: Final = ("fit", "validate", "test", "predict")
 _OUT_OF_MEMORY: Final = (
     "out of memory", "CUDNN_STATUS_NOT_SUPPORTED", "CUBLAS_STATUS_ALLOC_FAILED", "can't allocate memory", "MemoryError",
@@ -55,7 +58,8 @@ class Tuner:
 
     A trial trains a copy of the module, on the ranks and under the strategy of the Trainer. The module, the position of
     the Trainer, random states, the position of samplers, and the state of the data module (`state_dict`) are as before;
-    only the attribute that was searched for is set. Under torchrun, each process makes the same calls.
+    only the attribute that was searched for is set, and the Trainer has the module and the data module, as after a
+    run. Under torchrun, each process makes the same calls.
 
     Args:
         trainer: its options are those of the trials, without its callbacks and loggers.
@@ -79,6 +83,7 @@ class Tuner:
         early_stop_threshold: float | None = 4.0,
         update_attr: bool = True,
         attr_name: str = "",
+        weights_only: bool | None = None,
     ) -> LRFinder | None:
         """Raise the learning rate at each step of a trial, and record the loss.
 
@@ -94,6 +99,7 @@ class Tuner:
                 never.
             update_attr: set the suggested rate in the model.
             attr_name: attribute of the model or of its `hparams` to set; default: "lr" or "learning_rate".
+            weights_only: without an effect: a trial reads no checkpoint.
 
         Returns:
             rates and losses, with `suggestion()` and `plot()`; None under `fast_dev_run`, without a trial.
@@ -116,6 +122,7 @@ class Tuner:
         trial = self._trial([sweep], max_steps=num_training, limit_val_batches=0)
         with _as_before(model, train_dataloaders, datamodule):
             trial.fit(_copied(model), train_dataloaders, datamodule=datamodule)
+        self._trainer.attach(model, datamodule)
         rate = sweep.finder.suggestion()
         if update_attr and rate is not None:
             _set(owners, name, rate)
@@ -189,6 +196,8 @@ class Tuner:
         if mode == "binsearch":
             size = max(1, int(size * (1 - margin)))
         _set(owners, batch_arg_name, size)
+        self._trainer.attach(model, datamodule)
+        self._trainer.show_loaders(LoaderMethods(method, *(o for o in (datamodule, model) if o is not None)))
         self._trainer.print(f"scale_batch_size: {batch_arg_name} = {size}")
         return size
 
@@ -211,8 +220,9 @@ class Tuner:
     def _skips(self, search: str, name: str) -> bool:
         """Return whether the Trainer only looks for errors, for which a search would take too long."""
         if self._trainer.fast_dev_run:
-            self._trainer.print(
-                f"{search}: no search, because fast_dev_run={self._trainer.fast_dev_run}; {name} is unchanged"
+            warnings.warn(
+                f"{search}: no search, because fast_dev_run={self._trainer.fast_dev_run}; {name} is unchanged",
+                stacklevel=3,
             )
         return bool(self._trainer.fast_dev_run)
 
@@ -271,17 +281,23 @@ def largest_fitting(
         fits: returns whether a size fits, and whether a larger size can differ from it.
         mode: "power" or "binsearch".
         size: initial size.
-        max_trials: maximum number of calls of `fits`.
+        max_trials: maximum number of calls of `fits`; 0 returns the initial size.
         max_val: largest size.
 
     Raises:
         ValueError: no size fits.
     """
     low, high, size = 0, None, min(size, max_val)
-    for _ in range(max_trials):
+    if max_trials < 1:
+        return size
+    for trial in range(max_trials):
+        if trial:
+            _LOG.info("scale_batch_size: trying batch size %d", size)
         good, more = fits(size)
         if good:
             low = size
+            if not more:
+                _LOG.info("scale_batch_size: %d is greater or equal than the length of the data", size)
             if not more or size >= max_val:
                 break
         else:

@@ -14,6 +14,7 @@ import fabricx as fx
 from fabricx.callbacks import BatchSizeFinder, EarlyStopping, LearningRateFinder
 from fabricx.errors import WorkerFailed
 from fabricx.testing import TinyModule, tiny_data, tiny_loader
+from fabricx.trainer import tuner
 from fabricx.trainer.tuner import largest_fitting, out_of_memory
 
 
@@ -188,6 +189,37 @@ def test_the_largest_batch_that_fits(quiet: dict[str, Any], mode: Any, size: int
     assert module.batch_size == module.hparams.batch_size == size
 
 
+def test_after_a_search_the_trainer_has_module_and_loaders(
+    quiet: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged: list[Any] = []
+    monkeypatch.setattr(tuner._LOG, "info", lambda text, *values: logged.append(values))
+
+    class Validated(Tuned):
+        created = 0
+
+        def train_dataloader(self) -> Any:
+            self.created += 1
+            return super().train_dataloader()
+
+        def val_dataloader(self) -> Any:
+            return DataLoader(tiny_data(32), batch_size=self.batch_size)
+
+    module, data = Validated(), fx.DataModule()
+    trainer = fx.Trainer(max_epochs=1, **quiet)
+    assert fx.Tuner(trainer).scale_batch_size(module, datamodule=data, steps_per_trial=1, max_trials=3) == 8
+    assert logged == [(4,), (8,)]
+    assert (trainer.model, trainer.datamodule, module.trainer) == (module, data, trainer)
+    loaders = [trainer.train_dataloader, trainer.val_dataloaders, trainer.train_dataloader]
+    assert [loader.batch_size for loader in loaders] == [8, 8, 8]
+    assert module.created == 1
+    trainer.fit(module)
+    assert trainer.train_dataloader is not loaders[0]
+    fx.Tuner(trainer).lr_find(other := Tuned(), num_training=3)
+    assert other.trainer is trainer
+    assert fx.Tuner(trainer).scale_batch_size(module, max_trials=0, init_val=5) == 5
+
+
 @pytest.mark.parametrize("method", ["validate", "test", "predict"])
 def test_the_largest_batch_of_an_evaluation_that_fits(quiet: dict[str, Any], method: Any) -> None:
     class Evaluated(Tuned):
@@ -254,18 +286,18 @@ def test_a_finder_of_the_module_is_refused(quiet: dict[str, Any]) -> None:
         LearningRateFinder().lr_find(None, None)
 
 
-def test_a_run_that_looks_for_errors_searches_nothing(
-    quiet: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_looks_for_errors_searches_nothing(quiet: dict[str, Any]) -> None:
     rate, size = LearningRateFinder(), BatchSizeFinder()
     module, trainer = Tuned(), fx.Trainer(fast_dev_run=True, callbacks=[size, rate], **quiet)
-    assert fx.Tuner(trainer).lr_find(module, tiny_loader()) is None
-    assert fx.Tuner(trainer).scale_batch_size(module) is None
-    trainer.fit(module)
+    with pytest.warns(UserWarning, match="lr_find: no search, because fast_dev_run=True; lr is unchanged"):
+        assert fx.Tuner(trainer).lr_find(module, tiny_loader()) is None
+    with pytest.warns(UserWarning, match="scale_batch_size: no search"):
+        assert fx.Tuner(trainer).scale_batch_size(module) is None
+    with pytest.warns(UserWarning, match="no search"):
+        trainer.fit(module)
     assert (module.calls, module.hparams.lr, module.batch_size) == (1, 1e-3, 4)
     assert rate.optimal_lr is None
     assert size.optimal_batch_size is None
-    assert "lr_find: no search, because fast_dev_run=True; lr is unchanged" in capsys.readouterr().out
 
 
 def test_schedules_of_the_module_do_not_change_the_rates_of_a_search(quiet: dict[str, Any]) -> None:
