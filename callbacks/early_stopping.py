@@ -55,7 +55,7 @@ class Decision:
     Attributes:
         best: best score so far.
         checks_waited: consecutive checks without improvement.
-        reason: why training stops, as a clause; None to continue.
+        reason: why training stops, a text after the name of the metric; None to continue.
         kind: kind of the reason.
     """
 
@@ -69,7 +69,7 @@ def judge(rule: Rule, score: float, best: float, checks_waited: int) -> Decision
     """Decide whether training stops after a new score.
 
     >>> judge(Rule(patience=2), 0.5, best=0.4, checks_waited=1)
-    Decision(best=0.4, checks_waited=2, reason='it has not improved on 0.4 in the last 2 checks')
+    Decision(best=0.4, checks_waited=2, reason='did not improve on 0.4 in the last 2 checks')
 
     Args:
         rule: the criteria.
@@ -83,13 +83,13 @@ def judge(rule: Rule, score: float, best: float, checks_waited: int) -> Decision
     sign = 1.0 if rule.mode == "max" else -1.0
     kinds = EarlyStoppingReason
     if rule.check_finite and not math.isfinite(score):
-        reason = f"it is {score}, which is not a finite number"
+        reason = f"= {score} is not finite"
         return Decision(best, checks_waited, reason, kinds.NON_FINITE_METRIC)
     if rule.stopping_threshold is not None and sign * score > sign * rule.stopping_threshold:
-        reason = f"{score:.4g} is better than the threshold of {rule.stopping_threshold:.4g}"
+        reason = f"= {score:.4g}. Stopping threshold reached: better than {rule.stopping_threshold:.4g}"
         return Decision(best, checks_waited, reason, kinds.STOPPING_THRESHOLD)
     if rule.divergence_threshold is not None and sign * score < sign * rule.divergence_threshold:
-        reason = f"{score:.4g} is worse than the threshold of {rule.divergence_threshold:.4g}"
+        reason = f"= {score:.4g}. Divergence threshold reached: worse than {rule.divergence_threshold:.4g}"
         return Decision(best, checks_waited, reason, kinds.DIVERGENCE_THRESHOLD)
     if sign * score - rule.min_delta > sign * best:
         return Decision(score, 0)
@@ -97,7 +97,7 @@ def judge(rule: Rule, score: float, best: float, checks_waited: int) -> Decision
     if checks_waited < rule.patience:
         return Decision(best, checks_waited)
     enough = f" by at least {rule.min_delta:.4g}" if rule.min_delta > 0 else ""
-    reason = f"it has not improved on {best:.4g}{enough} in the last {checks_waited} checks"
+    reason = f"did not improve on {best:.4g}{enough} in the last {checks_waited} checks"
     return Decision(best, checks_waited, reason, kinds.PATIENCE_EXHAUSTED)
 
 
@@ -184,8 +184,12 @@ class EarlyStopping(Callback):
 
     @property
     def stopping_reason_message(self) -> str | None:
-        """Return the sentence that explains why training stopped, or None."""
+        """Return the sentence that explains why training stopped, or None; it can be set, as `reason`."""
         return self.reason
+
+    @stopping_reason_message.setter
+    def stopping_reason_message(self, text: str | None) -> None:
+        self.reason = text
 
     @property
     def best_score(self) -> Tensor:
@@ -243,7 +247,7 @@ class EarlyStopping(Callback):
             trainer.print(f"{self.monitor} improved from {self._best:.4g} to {decision.best:.4g}")
         self._best, self.wait_count = decision.best, decision.checks_waited
         if decision.reason is not None:
-            self.reason, self.stopping_reason = f"{self.monitor}: {decision.reason}", decision.kind
+            self.reason, self.stopping_reason = f"{self.monitor} {decision.reason}", decision.kind
             self.stopped_epoch = trainer.current_epoch
             trainer.should_stop = True
             if self.verbose:
@@ -263,6 +267,6 @@ class EarlyStopping(Callback):
         self.wait_count = state_dict["wait_count"]
         self.stopped_epoch = state_dict["stopped_epoch"]
         self._best = float(state_dict["best_score"])
-        self.reason = state_dict["reason"]
+        self.reason = state_dict.get("reason")  # absent in a state of Lightning
         self.stopping_reason = EarlyStoppingReason(state_dict.get("stopping_reason", 0))
         self._stopped_before = self.reason is not None and state_dict.get("rule") == asdict(self.rule)

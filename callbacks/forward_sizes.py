@@ -54,14 +54,14 @@ def _keep(
 
 
 def shape(value: Any) -> Any:
-    """Return the shape of a tensor as a list; of a list or a tuple, the shapes of its elements.
+    """Return the shape of a tensor as a list; of a list or a tuple, the shapes of its elements; "?" without any.
 
     Args:
         value: any object.
 
-    >>> shape((torch.zeros(2, 3), [torch.zeros(1), "text"]))
-    [[2, 3], [[1], '?']]
+    >>> shape((torch.zeros(2, 3), [torch.zeros(1), "text"])), shape([]), shape(torch.tensor(0))
+    ([[2, 3], [[1], '?']], '?', '?')
     """
     if hasattr(value, "shape"):
-        return list(value.shape)
-    return [shape(element) for element in value] if isinstance(value, (list, tuple)) else UNKNOWN
+        return list(value.shape) or UNKNOWN
+    return ([shape(element) for element in value] if isinstance(value, (list, tuple)) else []) or UNKNOWN

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from fabricx.core.callback import Callback
 from fabricx.core.hook_calls.former_names import renamed
+from fabricx.errors import OptionWarning
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
@@ -161,6 +162,7 @@ class LearningRateMonitor(Callback):
                     f"LearningRateMonitor.{option}",
                     f"LearningRateMonitor({option}=True) logs 0 for {', '.join(lacking)}, which has no "
                     + " or ".join(sorted(keys)),
+                    OptionWarning,
                 )
 
     def _names(self, trainer: TrainerProtocol) -> list[list[str]]:

@@ -153,7 +153,7 @@ class ModelCheckpoint(Checkpoint, NameParts):
         for name, value in (("dirpath", dirpath), ("filename", filename), ("monitor", monitor)):
             if not isinstance(value, (str, os.PathLike, NoneType) if name == "dirpath" else (str, NoneType)):
                 raise ValueError(f"ModelCheckpoint({name}={value!r}): must be a string or None")
-        self._chosen_dirpath = None if dirpath is None else str(as_path(dirpath).expanduser().absolute())
+        self._chosen_dirpath = None if dirpath is None else str(as_path(os.path.expanduser(dirpath)).absolute())
         self.dirpath: str | None = self._chosen_dirpath
         self.filename, self.monitor = filename, monitor
         self.mode: Mode = mode

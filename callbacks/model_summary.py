@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, final
@@ -82,7 +83,13 @@ class Summary:
 
     @property
     def total_parameters(self) -> int:
-        """Return the number of parameters, under Lightning's name."""
+        """Return the number of parameters, under Lightning's name; warn of those without a shape."""
+        if self.unknown:
+            warnings.warn(
+                f"{self.unknown} lazy parameters have no shape before the first batch: the total number of parameters "
+                "may be inaccurate",
+                stacklevel=2,
+            )
         return self.total
 
     @property
@@ -182,8 +189,8 @@ def summarize(
     Raises:
         ValueError: `max_depth` is below -1.
     """
-    if max_depth < -1:
-        raise ValueError(f"ModelSummary(max_depth={max_depth}): must be -1 (everything), 0 (totals only), 1, 2, ...")
+    if not isinstance(max_depth, int) or max_depth < -1:
+        raise ValueError(f"ModelSummary(max_depth={max_depth!r}): must be -1 (everything), 0 (totals only), 1, 2, ...")
     parameters = list(module.parameters())
     shaped = [parameter for parameter in parameters if not is_lazy(parameter)]
     if forward is None:

@@ -316,7 +316,31 @@ class ProgressBar(Callback):
         self._end(int(total) if alone and total < math.inf else None)
 
 
-class TQDMProgressBar(ProgressBar):
+class _CountsBatches(ProgressBar):
+    """A bar with the arguments of Lightning, whose `refresh_rate` is a number of batches; only 0 has an effect.
+
+    Args:
+        refresh_rate: see the subclasses.
+
+    Raises:
+        ValueError: the rate is negative.
+    """
+
+    def __init__(self, refresh_rate: int) -> None:
+        super().__init__(0 if refresh_rate == 0 else None if refresh_rate > 0 else refresh_rate)
+        self._refresh_batches: float | None = refresh_rate
+
+    @property
+    def refresh_rate(self) -> float | None:
+        """Return the number of batches that was passed, or assigned later; 0 is off."""
+        return self._refresh_batches
+
+    @refresh_rate.setter
+    def refresh_rate(self, batches: float | None) -> None:
+        self._refresh_batches = batches
+
+
+class TQDMProgressBar(_CountsBatches):
     """The progress bar with the arguments of Lightning's `TQDMProgressBar`; it shows the same as `ProgressBar`.
 
     Args:
@@ -336,7 +360,7 @@ class TQDMProgressBar(ProgressBar):
     }
 
     def __init__(self, refresh_rate: int = 1, process_position: int = 0, leave: bool = False) -> None:
-        super().__init__(0 if refresh_rate == 0 else None if refresh_rate > 0 else refresh_rate)
+        super().__init__(refresh_rate)
 
 
 class RichProgressBarTheme:
@@ -350,7 +374,7 @@ class RichProgressBarTheme:
         self.styles = styles
 
 
-class RichProgressBar(ProgressBar):
+class RichProgressBar(_CountsBatches):
     """The progress bar with the arguments of Lightning's `RichProgressBar`; it shows the same as `ProgressBar`.
 
     Args:
@@ -373,7 +397,7 @@ class RichProgressBar(ProgressBar):
         self, refresh_rate: int = 1, leave: bool = False, theme: Any = None,
         console_kwargs: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        super().__init__(0 if refresh_rate == 0 else None if refresh_rate > 0 else refresh_rate)
+        super().__init__(refresh_rate)
 
 
 def _version(loggers: Sequence[Any]) -> dict[str, int | str]:

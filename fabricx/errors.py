@@ -113,6 +113,10 @@ class ScheduleWarning(UserWarning, RuntimeWarning):
     """A key or a schedule of `configure_optimizers` has no effect; a RuntimeWarning in Lightning."""
 
 
+class OptionWarning(UserWarning, RuntimeWarning):
+    """An option has no effect with the objects of the run; a RuntimeWarning in Lightning."""
+
+
 class Terminated(SystemExit):
     """SIGTERM, or the notice of a scheduler, has ended a run.
 

@@ -227,11 +227,12 @@ class RunParts(Protocol):
         """Return the records of this rank."""
         ...
 
-    def warn_once(self, subject: str, text: str) -> None:
+    def warn_once(self, subject: str, text: str, category: type[Warning] = UserWarning) -> None:
         """Warn on the main rank, once in a run.
 
         Args:
             subject: subject of the warning; later warnings with the same subject are omitted.
             text: text of the warning.
+            category: class of the warning.
         """
         ...

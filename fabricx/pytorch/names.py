@@ -129,7 +129,7 @@ TREE: Final[Mapping[str, Names]] = {
             "rich_model_summary spike stochastic_weight_avg throughput_monitor timer weight_averaging"
         ),
     ),
-    "callbacks.progress.tqdm_progress": Names("fabricx.callbacks", {"Tqdm": "tqdm:tqdm"}),
+    "callbacks.progress.tqdm_progress": Names("fabricx.callbacks", {"Tqdm": "fabricx.lightning.tqdm_bar:Tqdm"}),
     "loggers": Names(
         "fabricx.loggers",
         {

@@ -21,6 +21,20 @@ def test_the_load_of_the_machine_is_logged_before_and_after_batches(quiet: dict[
     assert [("batch_start/" in row, "batch_end/" in row) for row in rows] == [(True, False), (False, True)] * 2
 
 
+def test_statistics_are_filtered_and_logged_once_in_an_evaluation(quiet: dict[str, Any], tmp_path: Path) -> None:
+    options = quiet | {"logger": JSONLogger(tmp_path), "log_every_n_steps": 4}
+    monitor = DeviceStatsMonitor(filter_keys={"cpu_percent", "fans"})
+    trainer = fx.Trainer(max_steps=4, callbacks=monitor, **options)
+    with pytest.warns(UserWarning, match="filter_keys contains keys not found: fans"):
+        trainer.fit(TinyModule(), tiny_loader(), tiny_loader())
+    names = [
+        name for file in tmp_path.rglob("*.jsonl") for line in file.read_text().splitlines() for name in line.split('"')
+    ]
+    logged = [name for name in names if name.startswith("DeviceStatsMonitor.")]
+    hooks = ("train_batch_start", "train_batch_end", "validation_batch_start", "validation_batch_end")
+    assert logged == [f"DeviceStatsMonitor.on_{hook}/cpu_percent" for hook in hooks]
+
+
 def test_without_a_logger_it_is_refused(quiet: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="no logger"):
         fx.Trainer(max_steps=1, callbacks=DeviceStatsMonitor(), **quiet).fit(TinyModule(), tiny_loader())

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 from fabricx.callbacks import EarlyStopping
 from fabricx.callbacks.early_stopping import Decision, EarlyStoppingReason, Rule, judge
@@ -44,7 +45,7 @@ def test_when_it_stops(rule: Rule, scores: list[float], stop: int | None) -> Non
 
 
 def test_the_reason_is_told() -> None:
-    assert judge(Rule(patience=1), 0.5, 0.4, 0).reason == "it has not improved on 0.4 in the last 1 checks"
+    assert judge(Rule(patience=1), 0.5, 0.4, 0).reason == "did not improve on 0.4 in the last 1 checks"
     assert judge(Rule(), 0.3, 0.4, 2) == Decision(0.3, 0)
 
 
@@ -84,7 +85,12 @@ def test_training_is_asked_to_stop(trainer: Any) -> None:
     resumed = EarlyStopping("val_loss", patience=2)
     resumed.load_state_dict(callback.state_dict())
     assert resumed.stopping_reason is callback.stopping_reason
-    assert "has not improved" in str(resumed.stopping_reason_message)
+    assert str(resumed.stopping_reason_message) == "val_loss did not improve on 0.5 in the last 2 checks"
+    of_lightning = {"wait_count": 1, "stopped_epoch": 0, "best_score": torch.tensor(0.5), "patience": 2}
+    resumed.load_state_dict(of_lightning)
+    assert (resumed.reason, float(resumed.best_score)) == (None, 0.5)
+    resumed.stopping_reason_message = "mine"
+    assert resumed.state_dict()["reason"] == "mine"
     assert "val_loss" in run.printed[-1]
 
 

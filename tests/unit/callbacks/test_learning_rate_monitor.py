@@ -9,8 +9,11 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam
 
+import fabricx as fx
 from fabricx.callbacks import LearningRateMonitor
 from fabricx.callbacks.learning_rate_monitor import rate_names
+from fabricx.loggers import CSVLogger
+from fabricx.testing import TinyModule, tiny_loader
 
 
 class Recorder:
@@ -111,6 +114,18 @@ def test_other_ranks_write_nothing(trainer: Any) -> None:
 def test_a_run_without_a_logger_is_refused(trainer: Any) -> None:
     with pytest.raises(ValueError, match="logger=False"):
         trainer(LearningRateMonitor()).start()
+
+
+def test_zeros_of_an_optimizer_without_momentum_are_a_warning(quiet: dict[str, Any], tmp_path: Path) -> None:
+    class Averaged(TinyModule):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.ASGD(self.parameters(), lr=0.1)
+
+    monitor, logger = LearningRateMonitor(log_momentum=True), CSVLogger(tmp_path)
+    trainer = fx.Trainer(max_steps=1, callbacks=monitor, **quiet | {"logger": logger, "log_every_n_steps": 1})
+    with pytest.warns(RuntimeWarning, match="log_momentum=True. logs 0 for ASGD"):
+        trainer.fit(Averaged(), tiny_loader())
+    assert monitor.last_momentum_values == {"lr-ASGD-momentum": 0.0}
 
 
 def test_an_unknown_interval_is_refused() -> None:

@@ -30,6 +30,11 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in checkpoint.list_committed(folder))
 
 
+def test_only_a_leading_tilde_is_the_home_folder() -> None:
+    assert ModelCheckpoint(dirpath="~/best").dirpath == str(Path.home() / "best")
+    assert ModelCheckpoint(dirpath="./~/best").dirpath == str(Path.cwd() / "~" / "best")
+
+
 def test_by_default_the_newest_epoch_is_kept(trainer: Any, tmp_path: Path) -> None:
     callback = ModelCheckpoint()
     run = trainer(callback).start()

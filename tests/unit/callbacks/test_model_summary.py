@@ -44,6 +44,8 @@ def test_lazy_modules_are_fine() -> None:
     assert summary.unknown == 2
     assert "?" in str(summary)
     assert "before the first batch" in str(summary)
+    with pytest.warns(UserWarning, match="2 lazy parameters have no shape"):
+        assert summary.total_parameters == 10
 
 
 def test_the_table_reads_well() -> None:
@@ -72,8 +74,9 @@ def test_only_the_main_rank_prints(trainer: Any, main: bool) -> None:
 
 
 def test_a_wrong_depth_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_depth=-2"):
-        ModelSummary(max_depth=-2)
+    for depth in (-2, "all"):
+        with pytest.raises(ValueError, match=f"max_depth={depth!r}"):
+            ModelSummary(max_depth=depth)  # type: ignore[arg-type]
 
 
 def test_the_rich_summary_of_lightning_is_a_name_of_the_same_summary() -> None:

@@ -119,7 +119,10 @@ def test_a_negative_rate_is_refused() -> None:
 
 
 def test_the_bars_of_lightning_are_names_of_the_same_bar() -> None:
-    assert [bar.refresh_rate for bar in (TQDMProgressBar(20), RichProgressBar(0, theme=object()))] == [None, 0]
+    assert [bar.refresh_rate for bar in (TQDMProgressBar(20), RichProgressBar(0, theme=object()))] == [20, 0]
+    bar = TQDMProgressBar(20)
+    bar.refresh_rate = 0
+    assert bar.is_disabled
     with pytest.raises(ValueError, match="refresh_rate=-1"):
         TQDMProgressBar(refresh_rate=-1)
     for bar, name in ((TQDMProgressBar, "init_train_tqdm"), (RichProgressBar, "configure_columns")):
