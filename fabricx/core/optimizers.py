@@ -43,11 +43,6 @@ class Schedule:
     reduce_on_plateau: bool = False
 
     def __post_init__(self) -> None:
-        if not callable(getattr(self.scheduler, "step", None)):
-            raise ValueError(
-                f"configure_optimizers returned {type(self.scheduler).__name__} as a learning rate scheduler: it needs "
-                "a method step. For several schedulers return lists: [optimizer], [scheduler_a, scheduler_b]"
-            )
         self.reduce_on_plateau = self.reduce_on_plateau or isinstance(self.scheduler, ReduceLROnPlateau)
         if self.interval not in ("step", "epoch"):
             raise ValueError(f"interval={self.interval!r} of a scheduler: must be 'step' or 'epoch'")
@@ -79,6 +74,11 @@ def parse_optimizers(result: Any, *, manual: bool = False) -> tuple[list[Optimiz
     """
     optimizers, schedules = _parsed(result)
     for schedule in schedules:
+        if not manual and not callable(getattr(schedule.scheduler, "step", None)):
+            raise ValueError(
+                f"configure_optimizers returned {type(schedule.scheduler).__name__} as a learning rate scheduler: it "
+                "needs a method step. For several schedulers return lists: [optimizer], [scheduler_a, scheduler_b]"
+            )
         if schedule.reduce_on_plateau and schedule.monitor is None and not manual:
             raise ValueError(
                 f"{type(schedule.scheduler).__name__} needs the name of a metric; return "
@@ -88,7 +88,7 @@ def parse_optimizers(result: Any, *, manual: bool = False) -> tuple[list[Optimiz
             warnings.warn(
                 f"interval, frequency and monitor of {type(schedule.scheduler).__name__} have no effect with "
                 "automatic_optimization = False: call self.lr_schedulers().step() in the module",
-                PossibleUserWarning,
+                PossibleUserWarning if schedule.monitor is None else ScheduleWarning,
                 stacklevel=2,
             )
         if isinstance(schedule.scheduler, OneCycleLR) and schedule.interval == "epoch" and not manual:

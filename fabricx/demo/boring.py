@@ -151,11 +151,12 @@ class ManualOptimBoringModel(BoringModel):
 
 
 class BoringDataModule(DataModule):
-    """Data for `BoringModel`, with a data set for each stage."""
+    """Data for `BoringModel`, with a data set for each stage, which `setup` creates."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.random_train = self.random_val = self.random_test = self.random_predict = RandomDataset(_FEATURES, 0)
+    random_train: RandomDataset
+    random_val: RandomDataset
+    random_test: RandomDataset
+    random_predict: RandomDataset
 
     def setup(self, stage: str) -> None:
         data = {name: RandomDataset(_FEATURES, _SAMPLES) for name in ("train", "val", "test", "predict")}

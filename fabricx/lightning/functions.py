@@ -75,10 +75,18 @@ def is_overridden(method_name: str, instance: object | None = None, parent: type
         method_name: name of the method.
         instance: module, data module or callback; None is False.
         parent: the contract; by default the first class of fabricx among the classes of the object.
+
+    Raises:
+        ValueError: no class of the object is one of fabricx, and there is no `parent`.
     """
     if instance is None:
         return False
-    contract = parent or next((c for c in type(instance).__mro__ if c.__module__.startswith("fabricx.core")), object)
+    contract = parent or next((c for c in type(instance).__mro__ if c.__module__.startswith("fabricx.core")), None)
+    if contract is None:
+        raise ValueError(
+            f"is_overridden({method_name!r}): {type(instance).__name__} is not a module, data module or callback. "
+            "Expected a parent: pass the class with the method"
+        )
     method = inspect.getattr_static(instance, method_name, None)
     return method is not None and method is not inspect.getattr_static(contract, method_name, None)
 

@@ -229,11 +229,12 @@ def predict(session: Session, feeds: Sequence[Feed], *, keep: bool) -> list[Any]
             results.append(loader_outputs)
         session.strategy.synchronize()
         returned = [output for of_loader in results for _, output in of_loader]
-        if returned and all(output is None for output in returned):
+        if lost := sum(output is None for output in returned):
             session.warn_once(
                 "predictions",
-                f"{type(session.module).__name__}.predict_step returned None for each batch, so predict returns no "
-                "predictions: add a return, or pass return_predictions=False if hooks write them",
+                f"{type(session.module).__name__}.predict_step returned None for {lost} of {len(returned)} batches, so "
+                "predict returns no predictions of them: add a return, or pass return_predictions=False if hooks write "
+                "them",
             )
         _call(session, "on_predict_epoch_end")
         _call(session, "on_predict_end")

@@ -113,6 +113,18 @@ _DIFFERS: Final[Mapping[str, str]] = {
     "init_module(empty_init=)": "weights are initialised",
     "Trainer(strategy=)": "ddp_spawn, ddp_fork, ddp_notebook and their variants are ddp",
     "Trainer(enable_checkpointing=False)": "removes the default only: a ModelCheckpoint in `callbacks` saves",
+    "Trainer(enable_progress_bar=False)": "removes the default only, not a bar in `callbacks`; in Lightning an error",
+    "Trainer(overfit_batches=)": "also the first batches of the validation loader; in Lightning of the training loader",
+    "TQDMProgressBar(refresh_rate=), RichProgressBar(refresh_rate=)": "0 is off; other numbers have no effect",
+    "BackboneFinetuning, an optimizer with the frozen backbone": (
+        "an error; in Lightning a warning, and the rates of the backbone become those of other layers"
+    ),
+    "GradientAccumulationScheduler({'4': 2})": "keys and values may be text, as in YAML; in Lightning an error",
+    "ModelCheckpoint(monitor=), a value that is NaN": "is never the best; in Lightning an infinite score",
+    "load_from_checkpoint(hparams_file=), a file that does not exist": "an error; in Lightning a warning",
+    "save_checkpoint in a training step": "an error that names hooks, as the state of the batch is incomplete",
+    "lr_find(num_training=1), lr_find(min_lr=1, max_lr=0.1)": "errors; in Lightning there is no suggestion",
+    "Tuner.scale_batch_size, an attribute in the module and in its `hparams`": "both are set; in Lightning a warning",
     "Trainer(plugins=)": "`TorchCheckpointIO` with another `load_checkpoint`; for others, an error names the argument",
     "Trainer(profiler=)": '"simple" and "trace"',
     "pl.__version__": "that of Lightning, whose names these are",

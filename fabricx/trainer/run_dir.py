@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import sys
+import warnings
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 from fabricx.checkpoint import is_committed, is_foreign, list_committed, read_foreign, read_manifest, verify
 from fabricx.checkpoint.files import oldest_first
 from fabricx.checkpoint.storage import as_path, is_local
-from fabricx.errors import CheckpointError, MissingCheckpoint, did_you_mean
+from fabricx.errors import CheckpointError, MissingCheckpoint, PossibleUserWarning, did_you_mean
 from fabricx.launch.run_lock import lock_owner
 from fabricx.telemetry.events import FOLDER
 from fabricx.telemetry.reader import open_untrusted
@@ -71,7 +72,11 @@ def resolve_checkpoint(
             return newest_whole((trains and _resumable(newest)) or newest)
         if not trains:
             raise ValueError("ckpt_path='last': there is no complete checkpoint; call fit first, or pass a path")
-        print("ckpt_path='last': there is no checkpoint, so training starts from the beginning", file=sys.stderr)
+        warnings.warn(
+            "ckpt_path='last': there is no checkpoint, so training starts from the beginning",
+            PossibleUserWarning,
+            stacklevel=2,
+        )
         return None
     checkpoint = as_path(path)
     if is_foreign(checkpoint):

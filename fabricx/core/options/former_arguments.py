@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import logging
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -75,6 +76,19 @@ _PLUGINS: Final = (
 )
 _NONE_HAS_A_MEANING: Final = ("check_val_every_n_epoch",)  # other arguments that are None have their default
 
+_LOG: Final = logging.getLogger(__name__)
+_BATCHES: Final = ("1 batch of each loader is used", "100% of the batches of each loader are used")
+_ONE: Final[Mapping[str, tuple[str, str]]] = {  # meanings of 1 and of 1.0
+    "limit_train_batches": _BATCHES,
+    "limit_val_batches": _BATCHES,
+    "limit_test_batches": _BATCHES,
+    "limit_predict_batches": _BATCHES,
+    "overfit_batches": _BATCHES,
+    "val_check_interval": (
+        "validation will run after each training batch", "validation will run at the end of each training epoch",
+    ),
+}  # fmt: skip
+
 _PREFIX: Final = "PL_TRAINER_"  # of environment variables, as in Lightning
 
 # The values of `barebones`; any different value of these arguments is an error.
@@ -108,11 +122,25 @@ def lightnings(init: Callable[..., None]) -> Callable[..., None]:
         arguments = {
             name: value for name, value in arguments.items() if value is not None or name in _NONE_HAS_A_MEANING
         }
+        explain_one(arguments)
         if arguments.get("barebones"):
             arguments |= barebones(arguments)
         init(self, **arguments)
 
     return with_defaults
+
+
+def explain_one(arguments: Mapping[str, Any]) -> None:
+    """Log, at level INFO, what the values 1 and 1.0 of an argument mean: a number of batches, and a fraction.
+
+    Args:
+        arguments: that the caller has passed, by name.
+    """
+    for name, (number, fraction) in _ONE.items():
+        value = arguments.get(name)
+        if value == 1 and not isinstance(value, bool):
+            meaning = number if isinstance(value, int) else fraction
+            _LOG.info("`Trainer(%s=%s)` was configured so %s", name, value, meaning)
 
 
 def from_environment(init: Callable[..., None]) -> dict[str, Any]:

@@ -286,7 +286,7 @@ class TrainerOptions:
     def _set_writers(self, fast_dev_run: Any, checkpointing: Any, telemetry: Any) -> None:
         if not isinstance(fast_dev_run, bool):
             check_batches("fast_dev_run", fast_dev_run, 0)
-        self.fast_dev_run: bool | int = fast_dev_run
+        self.fast_dev_run: bool | int = fast_dev_run == 1 or fast_dev_run
         self.enable_checkpointing = checkpointing and not fast_dev_run
         self.enable_telemetry = telemetry and not fast_dev_run
 

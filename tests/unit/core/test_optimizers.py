@@ -90,11 +90,14 @@ def test_one_cycle_by_epochs_is_rarely_intended(recwarn: pytest.WarningsRecorder
 
 def test_a_plateau_scheduler_of_manual_optimization_needs_no_metric() -> None:
     assert parse_optimizers({"optimizer": TWO, "lr_scheduler": PLATEAU}, manual=True) == ([TWO], [Schedule(PLATEAU)])
+    of_user: Any = object()  # whose methods the module calls
+    assert parse_optimizers([[TWO], [of_user]], manual=True) == ([TWO], [Schedule(of_user)])
 
 
 @pytest.mark.parametrize("option", [{"interval": "step"}, {"frequency": 2}, {"monitor": "val"}], ids=str)
 def test_times_of_a_schedule_in_manual_optimization_are_a_warning(option: dict[str, Any]) -> None:
-    with pytest.warns(UserWarning, match=r"monitor of StepLR have no effect.*self.lr_schedulers\(\).step\(\)"):
+    category = RuntimeWarning if "monitor" in option else UserWarning  # as in Lightning
+    with pytest.warns(category, match=r"monitor of StepLR have no effect.*self.lr_schedulers\(\).step\(\)"):
         parse_optimizers({"optimizer": ONE, "lr_scheduler": {"scheduler": STEPS, **option}}, manual=True)
 
 

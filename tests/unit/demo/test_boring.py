@@ -19,6 +19,7 @@ def test_the_models_of_reports_of_defects_run(name: str, quiet: dict[str, Any]) 
     assert not model.layer.weight.equal(before)
     for call in (trainer.fit, trainer.validate, trainer.test, trainer.predict):
         call(model, datamodule=data)
+    assert str(ours.BoringDataModule()).count("dataloader: None") == 4  # before setup
     reference = getattr(theirs, name)()
     reference.load_state_dict(model.state_dict())
     batch = ours.RandomDataset(32, 2)[0]

@@ -71,6 +71,8 @@ def test_overridden_methods_are_found() -> None:
     assert not functions.is_overridden("on_fit_start")
     assert functions.is_overridden("setup", type("Data", (fx.DataModule,), {"setup": lambda self, stage: None})())
     assert not functions.is_overridden("nothing", Mine(), parent=fx.Module)
+    with pytest.raises(ValueError, match="Expected a parent"):
+        functions.is_overridden("on_fit_start", object())
 
 
 def test_memory() -> None:

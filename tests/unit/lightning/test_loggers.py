@@ -103,7 +103,8 @@ def test_a_loggers_log_graph_is_called_with_the_module_alone(base: Any) -> None:
 def test_a_dummy_logger_accepts_all_calls() -> None:
     logger: Any = lookup("loggers.logger", "DummyLogger")()
     fx.Trainer(**{**QUIET, "logger": logger, "max_steps": 1}).fit(TinyModule(), tiny_loader())
-    logger.log_hyperparams({"lr": 0.1})
+    logger.log_hyperparams({"lr": 0.1}, of="any")
+    logger.log_metrics("any", of="argument")
     logger.experiment.add_image("image", None)
     assert isinstance(fx.Trainer(fast_dev_run=True).logger, type(logger))
 

@@ -205,11 +205,11 @@ def test_batches_that_the_data_set_makes_are_weighted_by_their_samples(quiet: di
     assert trainer.validate(_Mean(), loader, verbose=False) == [{"val": 0.25}]
 
 
-def test_predictions_that_are_all_none_are_a_warning(quiet: dict[str, Any]) -> None:
+def test_predictions_that_are_none_are_a_warning(quiet: dict[str, Any]) -> None:
     class Silent(TinyModule):
         def predict_step(self, batch: Any, batch_idx: int) -> None:
             self(batch[0])
 
-    with pytest.warns(UserWarning, match=r"Silent\.predict_step returned None for each batch"):
+    with pytest.warns(UserWarning, match=r"Silent\.predict_step returned None for 2 of 2 batches"):
         assert fx.Trainer(**quiet).predict(Silent(), tiny_loader(8, 4)) == [None, None]
     fx.Trainer(**quiet).predict(Silent(), tiny_loader(8, 4), return_predictions=False)  # a warning is an error here

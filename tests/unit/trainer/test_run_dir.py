@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fabricx import checkpoint
-from fabricx.errors import CheckpointError
+from fabricx.errors import CheckpointError, PossibleUserWarning
 from fabricx.trainer import run_dir as module
 from fabricx.trainer.run_dir import checkpoints_of, describe, ending_of, new_run_dir, newest_whole, resolve_checkpoint
 
@@ -47,15 +47,15 @@ def test_best_is_that_of_the_callback_and_an_error_without_one(tmp_path: Path) -
 
 
 def test_last_is_that_of_the_callbacks_folder_then_of_this_run_then_of_the_newest_run(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
 ) -> None:
     assert resolved(tmp_path, None) is None
     with pytest.raises(ValueError, match="ckpt_path='last': there is no complete checkpoint; call fit first"):
         resolved(tmp_path, "last")
     with pytest.raises(ValueError, match=r"ckpt_path='hpc'.* 'last' is the newest checkpoint"):
         resolved(tmp_path, "hpc")
-    assert resolved(tmp_path, "last", trains=True) is None
-    assert "so training starts from the beginning" in capsys.readouterr().err
+    with pytest.warns(PossibleUserWarning, match="so training starts from the beginning"):
+        assert resolved(tmp_path, "last", trains=True) is None
     runs = [tmp_path / "runs" / f"2026-01-0{day}" for day in (1, 2, 3)]
     older, newer = (saved(run / "checkpoints" / "last.ckpt") for run in runs[:2])
     (runs[2] / "checkpoints").mkdir(parents=True)  # a run that has saved nothing yet

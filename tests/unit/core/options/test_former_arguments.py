@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import fabricx as fx
+from fabricx.core.options import former_arguments
 from fabricx.core.options.former_arguments import _BARE, FORMER_ARGUMENTS, former_strategy
 from fabricx.core.options.trainer_options import TrainerOptions
 from fabricx.testing import TinyModule, tiny_loader
@@ -41,6 +42,19 @@ def test_none_is_the_default_of_every_argument() -> None:
     assert [type(part) for part in with_none.loggers + with_none.callbacks] == [
         type(part) for part in default.loggers + default.callbacks
     ]
+
+
+def test_one_is_explained_for_batches_and_for_fractions(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[str] = []
+    monkeypatch.setattr(former_arguments._LOG, "info", lambda text, *values: logged.append(text % values))
+    fx.Trainer(limit_train_batches=1, limit_val_batches=1.0, overfit_batches=None, val_check_interval=1)
+    fx.Trainer(limit_train_batches=2, fast_dev_run=True, limit_val_batches=0.5)
+    assert logged == [
+        "`Trainer(limit_train_batches=1)` was configured so 1 batch of each loader is used",
+        "`Trainer(limit_val_batches=1.0)` was configured so 100% of the batches of each loader are used",
+        "`Trainer(val_check_interval=1)` was configured so validation will run after each training batch",
+    ]
+    assert fx.Trainer(fast_dev_run=1).fast_dev_run is True
 
 
 def test_plugins_are_other_arguments() -> None:
