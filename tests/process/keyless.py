@@ -1,4 +1,4 @@
-"""A rank of a run on several machines without a key; on rank 1 a program poses as that rank at last."""
+"""A rank of a run on two machines without a key; at the end, rank 1 sends hostile pickles."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.process.attack import Exploit
 
 
 def hostile(obj: Any) -> bytes:
-    """Return a pickle that runs code, in the place of `plain.dumps`."""
+    """Return a pickle that runs code when loaded; replaces `plain.dumps`."""
     return pickle.dumps((obj, Exploit("marker")))
 
 
 class Exchanges(fx.Callback):
-    """Exchanges objects that can't be sent, or are hostile, at the end of training."""
+    """At the end of training, exchange objects that can't be sent or are hostile."""
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         world, errors = trainer.world, []
@@ -68,5 +68,5 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(80, exit=True, file=sys.stderr)  # before the test's limit: where ranks wait
+    faulthandler.dump_traceback_later(80, exit=True, file=sys.stderr)  # before the test's limit: show where ranks wait
     main(Path(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""What tests of recovery share: a run whose weights count how often each sample was trained."""
+"""Training for tests of recovery: the weights of the module count how often each sample was trained."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STEPS = EPOCHS * SAMPLES // BATCH
 
 
 class Numbered(Dataset[Any]):
-    """Pairs, with the number of each."""
+    """Samples with their indices."""
 
     def __init__(self, samples: int = SAMPLES) -> None:
         self.data = layered_data(samples)
@@ -43,7 +43,7 @@ def train(
 ) -> tuple[Ledger, fx.Trainer]:
     torch.manual_seed(3)
     module = module or Ledger(SAMPLES, BATCH)
-    # A snapshot may not be complete when the next fault comes: there may be many before there is progress.
+    # The next fault may precede the completion of a snapshot, so there may be many restarts without progress.
     recovery = recovery or FaultRecovery(max_restarts=20, every_n_train_steps=2)
     trainer = fx.Trainer(
         devices=devices, strategy=strategy, max_epochs=EPOCHS, default_root_dir=tmp_path,
@@ -55,5 +55,5 @@ def train(
 
 
 def exact(module: Ledger, times: float = EPOCHS) -> bool:
-    """Return whether each sample was trained just so often; 1e-4 is a hundred roundings, and a sample is 1."""
+    """Return whether each sample was trained `times` times; 1e-4 is about 100 roundings, and a sample counts 1."""
     return bool((module.entries.detach() + times).abs().max() < 1e-4)

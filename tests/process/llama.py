@@ -1,4 +1,4 @@
-"""A small model of the Llama family, with the dimensions that the cost model takes."""
+"""A small model of the Llama family, with the dimensions of the cost model."""
 
 from __future__ import annotations
 

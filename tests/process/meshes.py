@@ -1,4 +1,4 @@
-"""What tests of meshes share: a small language model, and functions that train it."""
+"""A small language model for tests of meshes, and functions that train it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EPOCHS = 2 if SOAK else 1
 
 
 class Block(nn.Module):
-    """A transformer's block with a fused projection, as in nanoGPT."""
+    """A transformer block with a fused projection, as in nanoGPT."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -36,13 +36,13 @@ class Block(nn.Module):
         self.up, self.down, self.drop = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        b, t, c = x.size()
+        b, length, c = x.size()
         q, k, v = (
-            part.view(b, t, HEADS, c // HEADS).transpose(1, 2)
+            part.view(b, length, HEADS, c // HEADS).transpose(1, 2)
             for part in self.qkv(self.norms[0](x)).split(c, dim=2)
         )  # fmt: skip
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(y.transpose(1, 2).contiguous().view(b, t, c))
+        x = x + self.out(y.transpose(1, 2).contiguous().view(b, length, c))
         return x + self.down(self.drop(F.gelu(self.up(self.norms[1](x)))))
 
 
@@ -64,7 +64,7 @@ class Counts(Metric):
 
 
 class GPT(fx.Module):
-    """A language model with a tied head, unless told otherwise."""
+    """A language model; its head shares the weight of the embedding."""
 
     def __init__(self, dropout: float = 0.0, sgd: bool = False) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class SavesAtTheEnd(fx.Callback):
 
 
 class ChangesOnce(fx.Callback):
-    """Freezes a part of the module after a step, or freezes it before training and unfreezes it then.
+    """Freeze a part of the module after a step; or freeze it before training and unfreeze it after the step.
 
     Args:
         part: name of the part.
@@ -178,7 +178,7 @@ def train(
 
 
 def recovered(strategy: Any, devices: int, faults: list[Any], dropout: float = 0.0) -> Any:
-    """Train in workers of this process; return weights, metrics, and the failures that were survived."""
+    """Train in workers of this process; return weights, metrics and recovered failures."""
     fx.seed_everything(3)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)

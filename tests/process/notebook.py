@@ -87,7 +87,7 @@ def main() -> None:
                 threading.Thread(target=interrupt, args=(client,), daemon=True).start()
             client.execute_cell(cell, number)
             shown = [out.get("text") or "\n".join(out.get("traceback", [])) for out in cell.outputs]
-            commands = [" ".join(each.cmdline()) for each in psutil.Process().children(recursive=True)]
+            commands = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
             left = [line for line in commands if "ipykernel" not in line and "resource_tracker" not in line]
             print(json.dumps({"shown": "".join(shown), "left": left}))
 

@@ -1,4 +1,4 @@
-"""Models of users for tests of model parallelism; none contains parallelism code."""
+"""Models without any code for parallelism, for tests of model parallelism."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ class Fused(nn.Module):
         self.p, self.drop, self.manual = dropout, nn.Dropout(dropout), manual
 
     def forward(self, x):
-        b, t, c = x.size()
+        b, length, c = x.size()
         q, k, v = self.qkv(x).split(c, dim=2)
-        q, k, v = (y.view(b, t, self.n_head, c // self.n_head).transpose(1, 2) for y in (q, k, v))
+        q, k, v = (y.view(b, length, self.n_head, c // self.n_head).transpose(1, 2) for y in (q, k, v))
         if self.manual:
             scores = (q @ k.transpose(-2, -1)) * k.size(-1) ** -0.5
-            scores = scores.masked_fill(torch.ones(t, t).tril() == 0, float("-inf"))
+            scores = scores.masked_fill(torch.ones(length, length).tril() == 0, float("-inf"))
             y = F.dropout(F.softmax(scores, dim=-1), self.p, self.training) @ v
         else:
             y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.p if self.training else 0, is_causal=True)
-        return self.drop(self.out(y.transpose(1, 2).contiguous().view(b, t, c)))
+        return self.drop(self.out(y.transpose(1, 2).contiguous().view(b, length, c)))
 
 
 class Grouped(nn.Module):
-    """Attention as in Llama: half as many heads of keys, and norms over the features of a head."""
+    """Attention as in Llama: half as many key heads as query heads, and norms over the features of a head."""
 
     def __init__(self, dropout: float):
         super().__init__()
@@ -47,11 +47,11 @@ class Grouped(nn.Module):
         self.norm = nn.RMSNorm(C // H)
 
     def forward(self, x):
-        b, t, _ = x.shape
-        q = self.norm(self.wq(x).view(b, t, H, C // H)).transpose(1, 2)
-        k, v = (w(x).view(b, t, H // 2, C // H).transpose(1, 2) for w in (self.wk, self.wv))
+        b, length, _ = x.shape
+        q = self.norm(self.wq(x).view(b, length, H, C // H)).transpose(1, 2)
+        k, v = (w(x).view(b, length, H // 2, C // H).transpose(1, 2) for w in (self.wk, self.wv))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.wo(y.transpose(1, 2).reshape(b, t, C))
+        return self.wo(y.transpose(1, 2).reshape(b, length, C))
 
 
 class GeLU(nn.Module):
@@ -135,7 +135,7 @@ class Penalised(LanguageModel):
 
 
 class OneHead(Model):
-    """Attention whose heads share one head of keys, a gated linear unit, and a learned bias of attention."""
+    """Attention whose heads share a key head, a gated linear unit, and a learned attention bias."""
 
     def __init__(self):
         super().__init__()
@@ -146,17 +146,17 @@ class OneHead(Model):
 
     def features(self, ids):
         x = self.embed(ids)
-        b, t, _ = x.shape
-        q = self.q(x).view(b, t, H, C // H).transpose(1, 2)
+        b, length, _ = x.shape
+        q = self.q(x).view(b, length, H, C // H).transpose(1, 2)
         k, v = self.kv(x)[:, None].chunk(2, -1)
-        bias = self.slopes * torch.arange(t).to(x.dtype)
+        bias = self.slopes * torch.arange(length).to(x.dtype)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)
-        x = x + self.out(y.transpose(1, 2).reshape(b, t, C))
+        x = x + self.out(y.transpose(1, 2).reshape(b, length, C))
         return x + self.down(F.glu(self.gate_up(x)))
 
 
 class Logits(LanguageModel):
-    """Reads the logits in several ways; a row of the embedding is padding."""
+    """Reads the logits in several ways; one row of the embedding is padding."""
 
     def __init__(self):
         super().__init__()
@@ -178,7 +178,7 @@ class Logits(LanguageModel):
 
 
 class HandTied(LanguageModel):
-    """Computes logits with the weight of the embedding, without a layer of its own."""
+    """Computes logits from the embedding's weight, without an output layer."""
 
     def __init__(self):
         super().__init__()

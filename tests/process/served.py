@@ -1,4 +1,4 @@
-"""What tests of workers with servers share: a module that notes what it trains, and ways to die."""
+"""A module that records its samples, and faults of workers and servers, for tests of parameter servers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAMPLES = 43
 
 
 class Numbered(Dataset[Any]):
-    """Pairs, with the number of each."""
+    """Samples with their indices."""
 
     def __init__(self, samples: int = SAMPLES) -> None:
         self.data = layered_data(samples)
@@ -33,7 +33,7 @@ class Numbered(Dataset[Any]):
 
 
 class Recorded(LayeredModule):
-    """Notes which samples each rank has trained, and what the servers have seen."""
+    """Records the samples of each rank, and the counters of the servers."""
 
     def __init__(self, optimizer: str = "adamw") -> None:
         torch.manual_seed(2)
@@ -81,10 +81,10 @@ def train(
 
 
 class Dies(Recorded):
-    """The first rank that comes to its fourth step is killed in it: a rank of a busy machine may come to none.
+    """Kill the first rank that reaches its fourth step; on a busy machine, another rank may never reach it.
 
     Args:
-        main: it is the main rank, which the others wait for in their own fourth step.
+        main: kill the main rank; the other ranks wait for its death in their fourth step.
     """
 
     def __init__(self, *, main: bool = False) -> None:
@@ -95,20 +95,20 @@ class Dies(Recorded):
         loss = super().training_step(batch, batch_idx)
         if len(self.samples) != 4 or self.trainer.world.generation:
             return loss
-        store, own = self.trainer.world.store, str(self.global_rank)
+        store, rank = self.trainer.world.store, str(self.global_rank)
         assert store is not None
         if self.main and self.global_rank:
             deadline = time.monotonic() + 60
             while not self.trainer.session.fault_tolerance.outdated:
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
-        elif store.compare_set("dies", "", own) == own.encode():
+        elif store.compare_set("dies", "", rank) == rank.encode():
             os.kill(os.getpid(), signal.SIGKILL)
         return loss
 
 
 class KillsServer(Recorded):
-    """Rank 0 kills the first server in its fourth step; it finds it by the socket that it listens at."""
+    """Rank 0 kills the first server in its fourth step; servers publish their PIDs in the store."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.global_rank == 0 and len(self.samples) == 3:
@@ -116,9 +116,9 @@ class KillsServer(Recorded):
         return super().training_step(batch, batch_idx)
 
 
-def tells_its_pid(world: Any, number: int, folder: str | None, **more: Any) -> None:
+def serve_and_publish_pid(world: Any, number: int, folder: str | None, **more: Any) -> None:
     world.store.set(f"server {number}", str(os.getpid()))
-    serve_as_usual(world, number, folder, **more)
+    original_serve(world, number, folder, **more)
 
 
-serve_as_usual = process.serve
+original_serve = process.serve

@@ -1,4 +1,4 @@
-"""Training of a module in one process and in stages, for tests of pipelines."""
+"""Training of a module in a single process and in pipeline stages, for tests of pipelines."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class Language(nn.Module):
-    """A GPT without any code for a pipeline; the mask is computed before the blocks, and is no part of the stream."""
+    """A GPT without code for pipelines; its mask is computed before the blocks and is not passed between stages."""
 
     reduction = "mean"
 
@@ -73,7 +73,7 @@ def batches(rows: int) -> list[Tensor]:
 
 
 def alone(module: Any, data: list[Any]) -> dict[str, Any]:
-    """Train in one process; returns losses, norms and weights."""
+    """Train in a single process; return losses, norms and weights."""
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
     losses, norms = [], []
     for index, batch in enumerate(data):
@@ -97,7 +97,7 @@ def divided(
     chain = world.broadcast_object(trace_chain(module, find_blocks(module, blocks, run, outside=True), run))
     equal = [0.0, *[1.0] * len(chain.blocks), 0.0]
     cuts = divide(chain.costs if by_time else equal, world.size * virtual, chain.joined)
-    if channels:  # as for NCCL, whose groups have neither tags nor operations beside each other
+    if channels:  # like NCCL, whose groups have neither tags nor concurrent operations
         world = replace(world, backend="gloo in the place of nccl")
     return Pipeline(
         module, chain, cuts, world, schedule=schedule, microbatches=microbatches, virtual=virtual,
@@ -110,7 +110,7 @@ def first(batch: Any, rows: int) -> Any:
 
 
 def backward_of(pipeline: Pipeline) -> Any:
-    """Return what the loop calls; factors of a loss have no effect on a surrogate."""
+    """Return the function that the loop calls; a factor of the loss has no effect on the surrogate."""
     return lambda output: pipeline.backward(output["loss"] if isinstance(output, dict) else 3 * output)
 
 
@@ -123,15 +123,15 @@ def compute(pipeline: Pipeline, batch: Any, index: int) -> Any:
 
 def whole(pipeline: Pipeline) -> dict[str, Tensor]:
     """Return the parameters and buffers of all stages."""
-    own = {
+    local = {
         name: value.detach() for name, value in tensors_by_name(pipeline.module).items() if name in pipeline.own_names
     }
-    gathered = pipeline.world.gather_objects(own)
+    gathered = pipeline.world.gather_objects(local)
     return {name: value for part in reversed(gathered) for name, value in part.items()}
 
 
 def staged(module: Any, data: list[Any], **options: Any) -> dict[str, Any]:
-    """Train as a stage; returns what `alone` returns, and counts."""
+    """Train as a pipeline stage; return the results of `alone`, and counts."""
     pipeline = divided(module, data[0], **options)
     world = pipeline.world
     parameters = {n: p for n, p in module.named_parameters() if n in pipeline.own_names and p.requires_grad}
@@ -165,14 +165,14 @@ def staged(module: Any, data: list[Any], **options: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def compare(found: list[dict[str, Any]], expected: dict[str, Any]) -> None:
-    """Compare all ranks with one process."""
-    last, weights = found[-1], found[0]["weights"]
+def compare(ranks: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    """Compare all ranks with a single process."""
+    last, weights = ranks[-1], ranks[0]["weights"]
     assert last["losses"] == pytest.approx(expected["losses"], abs=1e-9)
     assert weights.keys() >= expected["weights"].keys()
     for name, value in expected["weights"].items():
         assert torch.allclose(weights[name], value, rtol=0, atol=1e-9), name
-    for rank in found:
+    for rank in ranks:
         assert rank["norms"] == pytest.approx(expected["norms"], abs=1e-9)
-    assert [rank["evaluated"] is None for rank in found] == [True] * (len(found) - 1) + [False]
+    assert [rank["evaluated"] is None for rank in ranks] == [True] * (len(ranks) - 1) + [False]
     assert abs(last["evaluated"]) < 1e-9

@@ -1,4 +1,4 @@
-"""What ranks that go at their own pace have in common where they meet: statistics, averages, metrics."""
+"""Asynchronous workers: running statistics, weight averages and metrics after their ranks have met."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from tests.soak import params
 
 
 class Normed(LayeredModule):
-    """Learns statistics of its inputs; the first rank is slow."""
+    """Updates running statistics of its inputs; rank 0 is slow."""
 
     def __init__(self) -> None:
         torch.manual_seed(2)
         super().__init__()
         self.norm = nn.BatchNorm1d(6)
         self.mean_norm = nn.BatchNorm1d(6, momentum=None)
-        self.unnumbered = nn.InstanceNorm1d(6, track_running_stats=True)  # does not count its batches
+        self.unnumbered = nn.InstanceNorm1d(6, track_running_stats=True)  # does not count batches
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.unnumbered(batch[0][None].transpose(1, 2))
@@ -45,12 +45,12 @@ class Normed(LayeredModule):
 
 
 def same_batches() -> DataLoader[Any]:
-    """Return 24 batches of the same samples: then it is of no matter which worker has which."""
+    """Return 24 identical batches, so that their distribution over workers has no effect."""
     inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(1)) * 3 + 5
     return DataLoader(TensorDataset(inputs.repeat(24, 1), inputs.repeat(24, 1).sum(1, keepdim=True)), 4)
 
 
-def test_running_statistics_are_those_of_one_process_however_uneven_workers_are() -> None:
+def test_running_statistics_of_workers_with_unequal_speeds_equal_those_of_a_single_process() -> None:
     def fit(strategy: Any, devices: int) -> Normed:
         module = Normed()
         options: Any = {**QUIET, "max_epochs": 2, "limit_train_batches": None if devices == 1 else 1.0}
@@ -58,16 +58,16 @@ def test_running_statistics_are_those_of_one_process_however_uneven_workers_are(
         trainer.fit(module, same_batches())
         return module
 
-    wanted, found = fit(Single(), 1), fit(AsyncSGD(), 3)
+    single, parallel = fit(Single(), 1), fit(AsyncSGD(), 3)
     for name in ("norm", "mean_norm"):
-        one, other = getattr(wanted, name), getattr(found, name)
-        assert torch.allclose(other.running_mean, one.running_mean, rtol=1e-4)
-        assert torch.allclose(other.running_var, one.running_var, rtol=1e-4)
-        assert int(other.num_batches_tracked) == int(one.num_batches_tracked) == 48
+        expected, actual = getattr(single, name), getattr(parallel, name)
+        assert torch.allclose(actual.running_mean, expected.running_mean, rtol=1e-4)
+        assert torch.allclose(actual.running_var, expected.running_var, rtol=1e-4)
+        assert int(actual.num_batches_tracked) == int(expected.num_batches_tracked) == 48
 
 
 class CutsItsLink(Normed):
-    """Rank 1 ends its link with the server in its third batch, which is dealt again; it counts its batches."""
+    """Rank 1 closes its connection to the server in its third batch, which is dealt again; batches are counted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,9 +84,9 @@ class CutsItsLink(Normed):
             connection = strategy._exchange.servers.buffers[0].link._link._connection
             with socket.socket(fileno=os.dup(connection.fileno())) as link:
                 link.shutdown(socket.SHUT_WR)
-                while link.recv(1 << 16):  # until the server has seen it, and closes its end
+                while link.recv(1 << 16):  # until the server closes its end
                     pass
-            time.sleep(0.1)  # it takes the lease back next
+            time.sleep(0.1)  # the server then takes the lease back
         return loss
 
     def on_train_epoch_end(self) -> None:
@@ -95,20 +95,20 @@ class CutsItsLink(Normed):
         self.dropped = self.trainer.strategy.counts()[0].dropped
 
 
-def test_a_batch_that_is_repeated_because_a_link_was_cut_counts_once() -> None:
-    wanted = Normed()
-    fx.Trainer(**{**QUIET, "max_epochs": 2}).fit(wanted, same_batches())
+def test_a_batch_that_is_repeated_after_a_closed_connection_counts_once() -> None:
+    reference = Normed()
+    fx.Trainer(**{**QUIET, "max_epochs": 2}).fit(reference, same_batches())
     overlapping = AsyncSGD(overlap="forward", max_staleness=1, bound="clock")
     for strategy in (AsyncSGD(), overlapping, AsyncSGD(every=4, outer="average")):
-        found = CutsItsLink()
-        fx.Trainer(devices=2, strategy=strategy, **{**QUIET, "max_epochs": 2}).fit(found, same_batches())
-        assert found.dropped > 0
-        assert int(found.norm.num_batches_tracked) == int(found.count) == 48
+        module = CutsItsLink()
+        fx.Trainer(devices=2, strategy=strategy, **{**QUIET, "max_epochs": 2}).fit(module, same_batches())
+        assert module.dropped > 0
+        assert int(module.norm.num_batches_tracked) == int(module.count) == 48
         for name in ("norm", "mean_norm"):
-            one, other = getattr(wanted, name), getattr(found, name)
-            assert torch.allclose(other.running_mean, one.running_mean, rtol=1e-4)
-            assert torch.allclose(other.running_var, one.running_var, rtol=1e-4)
-        assert torch.allclose(found.unnumbered.running_mean, wanted.unnumbered.running_mean, rtol=1e-4)
+            expected, actual = getattr(reference, name), getattr(module, name)
+            assert torch.allclose(actual.running_mean, expected.running_mean, rtol=1e-4)
+            assert torch.allclose(actual.running_var, expected.running_var, rtol=1e-4)
+        assert torch.allclose(module.unnumbered.running_mean, reference.unnumbered.running_mean, rtol=1e-4)
 
 
 class Averaged(Recorded):
@@ -127,21 +127,21 @@ def averaged(strategy: Any, devices: int, **options: Any) -> Averaged:
 
 
 @pytest.mark.parametrize("every", params([3], [1]))
-def test_averages_are_of_the_newest_weights(every: int) -> None:
-    [wanted] = averaged(Single(), 1, every_n_steps=every).averages
+def test_weight_averages_are_computed_from_the_newest_weights(every: int) -> None:
+    [expected] = averaged(Single(), 1, every_n_steps=every).averages
     for strategy in (AsyncSGD(), AsyncSGD(overlap="forward"), ParameterServer(mode="bounded")):
-        found = averaged(strategy, 1, every_n_steps=every)
-        assert all(torch.equal(found.averages[0][name], wanted[name]) for name in wanted), strategy
-    found = averaged(ParameterServer(optimizer="server", overlap="forward"), 2, every_n_steps=every)
-    assert all(torch.allclose(found.averages[0][name], wanted[name], atol=2e-6) for name in wanted)
-    found = averaged(ParameterServer(mode="bounded", max_staleness=0), 3, every_n_steps=every)
-    assert found.updates == 8 // every  # also those that came while others computed
-    for other in found.averages[1:]:
-        assert all(torch.equal(found.averages[0][name], other[name]) for name in other)
+        module = averaged(strategy, 1, every_n_steps=every)
+        assert all(torch.equal(module.averages[0][name], expected[name]) for name in expected), strategy
+    module = averaged(ParameterServer(optimizer="server", overlap="forward"), 2, every_n_steps=every)
+    assert all(torch.allclose(module.averages[0][name], expected[name], atol=2e-6) for name in expected)
+    module = averaged(ParameterServer(mode="bounded", max_staleness=0), 3, every_n_steps=every)
+    assert module.updates == 8 // every  # including updates during the computation of other workers
+    for other in module.averages[1:]:
+        assert all(torch.equal(module.averages[0][name], other[name]) for name in other)
 
 
 class SkipsSome(Recorded):
-    """Gives no loss for the batch that has sample 7."""
+    """Returns no loss for the batch that contains sample 7."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -155,14 +155,14 @@ class SkipsSome(Recorded):
 def test_a_batch_without_a_loss_makes_no_update() -> None:
     for accumulate in (1, 2):
         options: Any = {"batch": 4, "accumulate_grad_batches": accumulate}
-        wanted, alone = train(Single(), 1, module=SkipsSome(), **options)
-        found, trainer = train(AsyncSGD(), 1, module=SkipsSome(), **options)
+        expected, alone = train(Single(), 1, module=SkipsSome(), **options)
+        module, trainer = train(AsyncSGD(), 1, module=SkipsSome(), **options)
         assert trainer.global_step == alone.global_step == (20 if accumulate == 1 else 12)
-        assert all(torch.equal(a, b) for a, b in zip(found.parameters(), wanted.parameters(), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(module.parameters(), expected.parameters(), strict=True))
 
 
 class Counts(Recorded):
-    """Logs the number of its samples; the first rank is so slow that its first gradient comes too late."""
+    """Logs the number of its samples; the first gradient of rank 0 is too late."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,9 +187,9 @@ class Counts(Recorded):
     "strategy", [ParameterServer(backup_workers=1), AsyncSGD(max_staleness=0, on_stale="drop", damp=False)]
 )
 def test_samples_of_dropped_gradients_are_counted_once(strategy: Any) -> None:
-    wanted, alone = train(Single(), 1, module=Counts(), batch=4, max_epochs=1)
-    found, trainer = train(strategy, 3, module=Counts(), batch=4, max_epochs=1)
-    assert found.counts[0].dropped > 0
+    expected, alone = train(Single(), 1, module=Counts(), batch=4, max_epochs=1)
+    module, trainer = train(strategy, 3, module=Counts(), batch=4, max_epochs=1)
+    assert module.counts[0].dropped > 0
     assert float(trainer.callback_metrics["count"]) == SAMPLES
     assert float(trainer.callback_metrics["first"]) == pytest.approx(float(alone.callback_metrics["first"]), rel=1e-4)
-    assert int(found.norm.num_batches_tracked) == int(wanted.norm.num_batches_tracked) == 11
+    assert int(module.norm.num_batches_tracked) == int(expected.norm.num_batches_tracked) == 11

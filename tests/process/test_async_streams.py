@@ -1,7 +1,7 @@
-"""Streams of workers at their own pace: each batch of each worker is in the weights once, also after deaths.
+"""Asynchronous workers with streams: each batch of each worker is trained exactly once, also after deaths.
 
-A worker is certain to begin a batch at step 14 or later: the second epoch begins at step 10, and its fifth batch
-follows four of its own.
+Every worker begins a batch at step 14 or later: the second epoch begins at step 10, and the fifth batch of a worker
+in it follows four of its own updates.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from fabricx.testing import QUIET, Fault, Ledger, kill
 from fabricx.trainer import process
 from tests.soak import params
 
-from .served import tells_its_pid
+from .served import serve_and_publish_pid
 
 ROUNDS = AsyncSGD(every=2, outer="sum", damp=False, servers=2)
 SAMPLES, BATCH, EPOCHS = 15, 3, 2
 
 
 class Stream(IterableDataset[Any]):
-    """All samples on rank 0, and `fewer` less on each further rank: an odd number of batches."""
+    """All samples on rank 0, and `fewer` samples less on each further rank: an odd number of batches."""
 
     def __init__(self, fewer: int = 0) -> None:
         self.fewer = fewer
 
     def __iter__(self) -> Iterator[Any]:
         for number in range(SAMPLES - self.fewer * dist.get_rank()):
-            time.sleep(0.002)  # no worker reads the whole stream before another starts
+            time.sleep(0.002)  # otherwise a worker may read its whole stream before another worker starts
             yield torch.randn(6), torch.zeros(1), number
 
 
@@ -68,7 +68,7 @@ def train(
 @pytest.mark.parametrize("fewer", [0, 6])
 @pytest.mark.parametrize("interval", [None, 2])
 def test_the_last_round_of_a_stream_is_trained(tmp_path: Path, interval: int | None, fewer: int) -> None:
-    """Its steps were lost if they were fewer than `every`, and snapshots were at other steps on each rank."""
+    """Regression: steps of a last round of fewer than `every` steps were lost; snapshots were at different steps."""
     callbacks = [FaultRecovery(every_n_train_steps=interval)] if interval else []
     counts, trainer = train(tmp_path, ROUNDS, *callbacks, fewer=fewer)
     assert counts == [2 * EPOCHS] * (SAMPLES - fewer) + [EPOCHS] * fewer
@@ -94,7 +94,7 @@ def test_the_last_round_of_a_stream_is_trained(tmp_path: Path, interval: int | N
 def test_all_workers_restart_after_a_death_and_train_each_batch_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], strategy: fx.Strategy, fault: Fault, interval: int | None
 ) -> None:
-    """Which batches of a dead worker's stream are in the weights is unknown: up to half of them were trained twice."""
+    """Regression: the progress within a dead worker's stream was unknown; up to half of the batches were repeated."""
     counts, trainer = train(tmp_path, strategy, FaultRecovery(every_n_train_steps=interval), fault)
     assert counts == [2 * EPOCHS] * SAMPLES
     assert len(trainer.failures) == 1
@@ -102,14 +102,14 @@ def test_all_workers_restart_after_a_death_and_train_each_batch_once(
 
 
 class Saves(fx.Callback):
-    """Saves a checkpoint in a hook, where workers have read different numbers of batches."""
+    """Saves a checkpoint in a hook while workers have read different numbers of batches."""
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         trainer.save_checkpoint(Path(trainer.default_root_dir) / f"epoch {trainer.current_epoch}")
 
 
 @pytest.mark.parametrize("strategy", params([ROUNDS], [(AsyncSGD(damp=False),)]))
-def test_a_hook_saves_between_batches_of_which_workers_have_different_numbers(
+def test_a_hook_saves_a_checkpoint_while_workers_have_trained_different_numbers_of_batches(
     tmp_path: Path, strategy: fx.Strategy
 ) -> None:
     counts, trainer = train(tmp_path, strategy, Saves(), fewer=6)
@@ -120,7 +120,7 @@ def test_a_hook_saves_between_batches_of_which_workers_have_different_numbers(
 
 
 class KillsServer(fx.Callback):
-    """Rank 0 kills a server when it begins a batch."""
+    """Rank 0 kills a server at the beginning of a batch."""
 
     def __init__(self, server: int, step: int) -> None:
         self.server, self.step, self.killed = server, step, False
@@ -141,14 +141,14 @@ def test_each_batch_is_trained_once_if_a_server_dies(
     server: int,
     step: int,
 ) -> None:
-    monkeypatch.setattr(process, "serve", tells_its_pid)
+    monkeypatch.setattr(process, "serve", serve_and_publish_pid)
     counts, _ = train(tmp_path, strategy, FaultRecovery(), KillsServer(server, step))
     assert counts == [2 * EPOCHS] * SAMPLES
     assert f"server {server} died and is restarted" in capfd.readouterr().err
 
 
 def test_dropped_gradients_are_refused(tmp_path: Path) -> None:
-    """The batch of a dropped gradient was never trained: another worker reads another stream."""
+    """The batch of a dropped gradient would never be trained, because other workers read other streams."""
     with pytest.raises(WorkerFailed, match="use on_stale='wait' or 'damp', or a DataLoader over a map-style dataset"):
         train(tmp_path, AsyncSGD(max_staleness=1, on_stale="drop"))
 
@@ -159,12 +159,12 @@ class Requests(fx.Callback):
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.is_global_zero and batch_idx == 1 and trainer.current_epoch == 0:
             request_workers(trainer.run_dir, 3)
-            while (trainer.run_dir / "workers").exists():  # until the supervisor has read it
+            while (trainer.run_dir / "workers").exists():  # until the supervisor has read the request
                 time.sleep(0.01)
 
 
 @pytest.mark.parametrize("strategy", params([AsyncSGD(damp=False), DDP()], [LocalSGD(every=2)]))
-def test_the_number_of_workers_can_not_change(
+def test_a_change_of_the_number_of_workers_with_streams_is_refused(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], strategy: fx.Strategy
 ) -> None:
     counts, trainer = train(tmp_path, strategy, Requests(), FaultRecovery(), enable_checkpointing=True)

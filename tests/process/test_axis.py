@@ -1,4 +1,4 @@
-"""Ranks that are not along the data axis have the same share of the data: all ranks, or two and two of four."""
+"""Ranks off the data axis receive the same share of the data: all ranks, or two pairs of four ranks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def on_same_data(shuffle: bool) -> dict[str, Any]:
     return train(DDP(), 2, shuffle)
 
 
-def test_ranks_with_the_same_share_train_what_one_process_trains() -> None:
+def test_ranks_with_the_same_share_train_the_weights_of_a_single_process() -> None:
     for shuffle in (True, False):
         alone = train(Single(), 1, shuffle)
         first, second = run_ranks(on_same_data, 2, shuffle)
@@ -62,7 +62,7 @@ def test_ranks_with_the_same_share_train_what_one_process_trains() -> None:
 
 
 def in_pairs(strategy: fx.Strategy) -> dict[str, Any]:
-    """Train on four ranks, of which 0 and 2, and 1 and 3, are along the data axis, and the others along another."""
+    """Train on four ranks: (0, 2) and (1, 3) are along the data axis, (0, 1) and (2, 3) along another axis."""
     everyone = worlds.current()
     assert everyone is not None
     group = everyone.new_subgroup([[0, 2], [1, 3]])
@@ -88,7 +88,7 @@ def test_strategies_reduce_over_the_ranks_along_the_data_axis_only() -> None:
 
 
 class Contrasts(fx.Module):
-    """Compares each sample with all samples of the global batch, which ranks gather."""
+    """Compares each sample with all samples of the global batch, gathered from all ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -98,9 +98,9 @@ class Contrasts(fx.Module):
         inputs, numbers = batch
         outputs = self.layers(inputs)
         everyone = self.all_gather({"outputs": outputs, "numbers": numbers}, sync_grads=True)
-        of_all, own = everyone["outputs"].reshape(-1, 4), self.all_gather(numbers).reshape(-1)
-        places = (numbers[:, None] == own).int().argmax(1)
-        return nn.functional.cross_entropy(outputs @ of_all.T, places)
+        of_all, local = everyone["outputs"].reshape(-1, 4), self.all_gather(numbers).reshape(-1)
+        targets = (numbers[:, None] == local).int().argmax(1)
+        return nn.functional.cross_entropy(outputs @ of_all.T, targets)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.5)
@@ -116,14 +116,14 @@ def contrast(strategy: Any, ranks: int, batch: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.usefixtures("warm_ranks")
-def test_all_gather_has_each_sample_of_the_global_batch_once() -> None:
-    wanted = contrast("single", 1, 8)
+def test_all_gather_returns_each_sample_of_the_global_batch_once() -> None:
+    expected = contrast("single", 1, 8)
     for strategy, ranks, shares in (
         (DDP(), 2, 2), (FSDP(), 2, 2), (Mesh(tensor=2), 2, 1), (Mesh(pipeline=2, microbatches=1), 2, 1),
         (Mesh(tensor=2, data="fsdp"), 4, 2), (Mesh(pipeline=2, microbatches=1, data="ddp"), 4, 2),
     ):  # fmt: skip
-        found = contrast(strategy, ranks, 8 // shares)
-        assert all(torch.allclose(found[name], w, rtol=0, atol=1e-12) for name, w in wanted.items()), strategy
+        weights = contrast(strategy, ranks, 8 // shares)
+        assert all(torch.allclose(weights[name], w, rtol=0, atol=1e-12) for name, w in expected.items()), strategy
 
 
 class Augmented(Dataset[Any]):
@@ -138,7 +138,7 @@ class Augmented(Dataset[Any]):
 
 
 class Drops(Noisy):
-    """Draws random numbers in evaluations, too."""
+    """Draws random numbers in evaluations as well."""
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("drawn", float(torch.rand(())) + random.random())
@@ -146,9 +146,9 @@ class Drops(Noisy):
 
 def with_draws(strategy: Any, devices: int, seed: int) -> tuple[list[Any], float]:
     fx.seed_everything(seed)
-    _ = torch.rand(3), random.random(), np.random.rand()  # of the script, before the run
+    _ = torch.rand(3), random.random(), np.random.rand()  # draws of the script, before the run
     module = Drops()
-    for number, parameter in enumerate(module.parameters()):  # the same for each seed
+    for number, parameter in enumerate(module.parameters()):  # equal for all seeds
         nn.init.constant_(parameter, 0.1 + 0.01 * number)
     trainer = fx.Trainer(devices=devices, strategy=strategy, max_epochs=2, **QUIET)
     trainer.fit(module, DataLoader(Augmented(), 4, shuffle=True))
@@ -157,13 +157,13 @@ def with_draws(strategy: Any, devices: int, seed: int) -> tuple[list[Any], float
 
 
 @pytest.mark.usefixtures("warm_ranks")
-def test_ranks_with_a_single_share_draw_the_random_numbers_of_one_process() -> None:
-    """Workers do not execute the script, and had the initial random states of their own processes."""
-    wanted, other = with_draws(Single(), 1, 3), with_draws(Single(), 1, 4)
-    assert wanted != other
+def test_ranks_that_share_a_batch_draw_the_random_numbers_of_a_single_process() -> None:
+    """Regression: workers don't execute the script, and had the initial random states of their own processes."""
+    expected, other = with_draws(Single(), 1, 3), with_draws(Single(), 1, 4)
+    assert expected != other
     for strategy, devices in ((Mesh(tensor=2), 2), (AsyncSGD(), 1)):
         weights, _ = with_draws(strategy, devices, 3)
-        for found, weight in zip(weights, wanted[0], strict=True):
-            assert torch.allclose(torch.tensor(found), torch.tensor(weight), rtol=0, atol=1e-6)
+        for actual, weight in zip(weights, expected[0], strict=True):
+            assert torch.allclose(torch.tensor(actual), torch.tensor(weight), rtol=0, atol=1e-6)
     first, second, third = (with_draws(Mesh(pipeline=2), 2, seed) for seed in (3, 3, 4))
     assert first == second != third

@@ -85,7 +85,9 @@ def assert_like_one_process(module: Any, tmp_path: Path, epochs: int = EPOCHS) -
     ("strategy", "num_workers"),  # a loader process prefetches shares
     params([(DDP(), 1), (FSDP(), 0)], [(DDP(), 0), (ParameterServer(), 0), (ParameterServer(servers=0), 0)]),
 )
-def test_slow_ranks_get_less_and_the_weights_stay(strategy: Any, num_workers: int, tmp_path: Path) -> None:
+def test_slow_ranks_receive_smaller_shares_and_the_weights_are_unchanged(
+    strategy: Any, num_workers: int, tmp_path: Path
+) -> None:
     module = Paced(0.01, 0.01, 0.03)
     logger = JSONLogger()
     train(
@@ -103,7 +105,7 @@ def test_slow_ranks_get_less_and_the_weights_stay(strategy: Any, num_workers: in
     assert sum("balance/gain" in row for row in rows) < 16  # not in each step
 
 
-def test_a_rank_that_becomes_slow_gives_away_and_gets_back(tmp_path: Path) -> None:
+def test_the_share_of_a_rank_follows_its_speed(tmp_path: Path) -> None:
     module = Paced(0.01, 0.01, 0.05, until=20)
     train(DDP(), module, tmp_path, LoadBalancer(every_n_steps=2), epochs=12)
     sizes = list(zip(*module.by_rank, strict=True))
@@ -113,7 +115,7 @@ def test_a_rank_that_becomes_slow_gives_away_and_gets_back(tmp_path: Path) -> No
     assert_like_one_process(module, tmp_path, 12)
 
 
-def test_equal_ranks_stay_equal_and_ask_each_other_once_a_window(tmp_path: Path) -> None:
+def test_ranks_of_equal_speed_keep_equal_shares_and_exchange_speeds_once_per_window(tmp_path: Path) -> None:
     asked = Asked(every_n_steps=5)
     module = Paced(0.01, 0.01)
     train(DDP(), module, tmp_path, asked, devices=2)
@@ -121,7 +123,7 @@ def test_equal_ranks_stay_equal_and_ask_each_other_once_a_window(tmp_path: Path)
     assert module.rows == [1 + (EPOCHS * 4 - 2) // 5]  # the first exchanges the limits of memory
 
 
-def test_a_rank_that_becomes_much_slower_isn_t_waited_for_until_the_window_ends(tmp_path: Path) -> None:
+def test_a_much_slower_rank_receives_a_smaller_share_before_the_window_ends(tmp_path: Path) -> None:
     module = Paced(0.01, 0.01, 0.05, since=30)
     train(DDP(), module, tmp_path, LoadBalancer(every_n_steps=20), epochs=12)
     sizes = list(zip(*module.by_rank, strict=True))
@@ -141,8 +143,8 @@ class RealClock(Paced):
 
 
 @pytest.mark.parametrize("strategy", params([DDP(), ParameterServer(servers=0)], [DDP(shared_memory=False), FSDP()]))
-def test_waiting_for_others_within_backward_does_not_count_as_computation(strategy: Any, tmp_path: Path) -> None:
-    """With real clocks; sums in shared memory wait there. A rank that seems as slow as the others keeps its share."""
+def test_waiting_for_other_ranks_within_backward_does_not_count_as_computation(strategy: Any, tmp_path: Path) -> None:
+    """With real clocks; shared-memory sums wait during backward. A rank of apparently equal speed keeps its share."""
     module = RealClock()
     train(strategy, module, tmp_path, LoadBalancer(every_n_steps=2), devices=2, epochs=3)
     fast, slow = (had[-1] for had in module.by_rank)
@@ -166,7 +168,7 @@ class Sleeps(Ledger):
 
 
 @pytest.mark.parametrize("strategy", [FSDP(), ParameterServer()])
-def test_waiting_for_others_is_no_work_of_one_s_own(strategy: Any, tmp_path: Path) -> None:
+def test_the_time_that_a_rank_waits_for_other_ranks_is_recorded_as_waiting(strategy: Any, tmp_path: Path) -> None:
     module = Sleeps()
     train(strategy, module, tmp_path, devices=2, epochs=1)
     first, second = module.waited
@@ -196,7 +198,7 @@ class Waiting(Paced):
         return wait
 
 
-def test_what_a_device_waits_for_within_a_step_is_no_work_of_its_own(tmp_path: Path) -> None:
+def test_waiting_of_a_device_within_a_step_does_not_count_as_computation(tmp_path: Path) -> None:
     module = Waiting(0.01, 0.03, marked=True)
     train(FSDP(), module, tmp_path / "a", LoadBalancer(every_n_steps=2), devices=2)
     assert [had[-1] for had in module.by_rank] == [18, 6]
@@ -239,7 +241,7 @@ class Asked(fx.Callback):
 
 
 @pytest.mark.parametrize("strategy", [DDP(), FSDP()])
-def test_shares_that_are_given_and_pieces_that_fit(strategy: Any, tmp_path: Path) -> None:
+def test_fixed_shares_are_computed_in_pieces_of_at_most_max_batch_size(strategy: Any, tmp_path: Path) -> None:
     module = Paced()
     balancer = LoadBalancer(shares=[0.7, 0.3], max_batch_size=4)
     train(
@@ -255,7 +257,7 @@ def test_shares_that_are_given_and_pieces_that_fit(strategy: Any, tmp_path: Path
     assert_like_one_process(module, tmp_path, 2)
 
 
-def test_a_step_that_doesn_t_fit_into_memory_is_begun_again(tmp_path: Path) -> None:
+def test_a_step_that_runs_out_of_memory_is_repeated_in_smaller_pieces(tmp_path: Path) -> None:
     module = Paced(0.01, 0.03, memory=14)
     trainer = train(
         DDP(), module, tmp_path / "a", LoadBalancer(every_n_steps=2), FaultRecovery(), devices=2,
@@ -264,12 +266,12 @@ def test_a_step_that_doesn_t_fit_into_memory_is_begun_again(tmp_path: Path) -> N
     [failure] = trainer.failures
     assert "OutOfMemoryError" in failure
     assert max(module.by_rank[0]) <= 14
-    assert sum(module.by_rank[0][-2:]) > 14  # in pieces
+    assert sum(module.by_rank[0][-2:]) > 14  # in two pieces
     assert_like_one_process(module, tmp_path)
 
 
 @pytest.mark.parametrize("strategy", params([FSDP()], [DDP()]))
-def test_ranks_that_die_take_no_sample_with_them(strategy: Any, tmp_path: Path) -> None:
+def test_no_sample_is_lost_after_deaths_of_balanced_ranks(strategy: Any, tmp_path: Path) -> None:
     faults = [kill(rank=1).during("backward", step=3), kill(rank=0).during("validation", step=8, attempt=1)]
     module = Paced(0.01, 0.02, 0.03)
     trainer = train(
@@ -282,7 +284,7 @@ def test_ranks_that_die_take_no_sample_with_them(strategy: Any, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("patience", params([0.0], [10.0]))
-def test_whoever_is_left_goes_on_by_the_speeds_that_are_known(patience: float, tmp_path: Path) -> None:
+def test_shares_after_a_death_are_computed_from_the_measured_speeds(patience: float, tmp_path: Path) -> None:
     module = Paced(0.01, 0.01, 0.03)
     trainer = train(
         DDP(), module, tmp_path / "a", LoadBalancer(every_n_steps=2), FaultRecovery(patience=patience),
@@ -294,7 +296,7 @@ def test_whoever_is_left_goes_on_by_the_speeds_that_are_known(patience: float, t
     assert_like_one_process(module, tmp_path)
 
 
-def test_a_run_goes_on_with_the_shares_that_it_had(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_with_the_saved_shares(tmp_path: Path) -> None:
     first, second = Paced(0.01, 0.03), Paced(0.01, 0.03)
     options: dict[str, Any] = {"devices": 2, "enable_checkpointing": True}
     trainer = train(DDP(), first, tmp_path / "a", LoadBalancer(every_n_steps=2), epochs=3, **options)
@@ -310,7 +312,7 @@ def test_a_run_goes_on_with_the_shares_that_it_had(tmp_path: Path) -> None:
     assert_like_one_process(second, tmp_path)
 
 
-def test_where_each_goes_at_its_own_pace_there_is_nothing_to_balance(tmp_path: Path) -> None:
+def test_the_load_balancer_has_no_effect_on_asynchronous_workers(tmp_path: Path) -> None:
     module = Paced(0.01, 0.03)
     train(AsyncSGD(damp=False), module, tmp_path, LoadBalancer(every_n_steps=1), devices=2)
     assert sum(sum(had) for had in module.by_rank) == EPOCHS * SAMPLES

@@ -1,4 +1,4 @@
-"""Modes of submodules, stops within an epoch and values of evaluation batches: on two ranks as on one."""
+"""Modes of submodules, stops within an epoch and values of evaluation batches: equal on one and on two ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Writes(Logger):
 
 
 class Frozen(TinyModule):
-    """Has a frozen batch normalisation; stops in the second batch of the second epoch."""
+    """Has a frozen batch normalization; requests a stop in the second batch of the second epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,8 +107,8 @@ class Ends(TinyModule):
         self.seen.append("end" in self.trainer.callback_metrics or "end" in self.trainer.logged_metrics)
 
 
-def test_what_a_hook_at_the_end_of_an_epoch_logs_has_no_older_value_before_it_is_reduced(tmp_path: Path) -> None:
-    """It had that of the former epoch."""
+def test_a_value_logged_at_the_end_of_an_epoch_is_absent_until_it_is_reduced(tmp_path: Path) -> None:
+    """Regression: it had the value of the previous epoch."""
     module = Ends()
     trainer = fx.Trainer(max_epochs=2, devices=2, strategy="ddp", default_root_dir=tmp_path, **QUIET)
     trainer.fit(module, tiny_loader(8, 4))

@@ -1,4 +1,4 @@
-"""Workers that die, or disks that hang, while a checkpoint is written: training goes on, the next is written."""
+"""Deaths of workers and hanging disks during the writing of a checkpoint: training continues, the next is written."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from .ledgers import EPOCHS, STEPS, exact, train
 
 
 class DiesWriting(fx.Callback):
-    """Kill ranks that write their part, once another rank waits for that checkpoint; the disk of rank 0 hangs at first.
+    """Kill ranks while they write their part and another rank waits for it; the disk of rank 0 hangs the first time.
 
     Args:
-        folder: for a FIFO per death, through which the rank that waits releases the other.
+        folder: contains a FIFO per death, by which the waiting rank releases the other rank.
         deaths: rank and step of each death, in order.
     """
 
@@ -44,8 +44,8 @@ class DiesWriting(fx.Callback):
 
         def due() -> tuple[int, int] | None:
             number = len(trainer.failures)
-            found = self.deaths[number] if number < len(self.deaths) else (0, STEPS + 1)
-            return found if trainer.global_step >= found[1] else None
+            fault = self.deaths[number] if number < len(self.deaths) else (0, STEPS + 1)
+            return fault if trainer.global_step >= fault[1] else None
 
         def slow(file: Path, tensors: Any) -> Any:
             if (death := due()) is not None:
@@ -56,16 +56,16 @@ class DiesWriting(fx.Callback):
                     (self.folder / "never").read_bytes()
             return write(file, tensors)
 
-        def told(writer: Writer) -> bool:
+        def finish_and_release(writer: Writer) -> bool:
             if (death := due()) is not None and trainer.world.rank != death[0] and writer._write is not None:
                 path = self.folder / f"{death[0]}-{death[1]}"
-                threading.Thread(target=path.write_bytes, args=(b"x",), daemon=True).start()  # waits for the reader
+                threading.Thread(target=path.write_bytes, args=(b"x",), daemon=True).start()  # blocks until it is read
             return finish(writer)
 
-        sharded_tensors.write, Writer.finish = slow, told  # type: ignore[method-assign]
+        sharded_tensors.write, Writer.finish = slow, finish_and_release  # type: ignore[method-assign]
 
 
-def test_a_death_while_a_checkpoint_is_written_costs_at_most_that_checkpoint(tmp_path: Path) -> None:
+def test_a_death_during_the_writing_of_a_checkpoint_loses_at_most_that_checkpoint(tmp_path: Path) -> None:
     saver = ModelCheckpoint(
         tmp_path / "saved",
         monitor="step",
@@ -78,13 +78,13 @@ def test_a_death_while_a_checkpoint_is_written_costs_at_most_that_checkpoint(tmp
     faults: list[Any] = [DiesWriting(tmp_path, [(1, 3), (0, 6), (1, STEPS)]), saver]
     recovery = FaultRecovery(every_n_train_steps=1000)
     module, trainer = train(DDP(), faults, tmp_path, recovery=recovery, enable_checkpointing=True)
-    wanted, _ = train(DDP(), [], tmp_path / "quiet")
+    expected, _ = train(DDP(), [], tmp_path / "quiet")
     assert len(trainer.failures) == 3
     assert exact(module)
-    for a, b in zip(module.parameters(), wanted.parameters(), strict=True):
+    for a, b in zip(module.parameters(), expected.parameters(), strict=True):
         assert torch.equal(a, b)
     kept = checkpoint.list_committed(tmp_path / "saved")
-    # Each was begun again with the batch whose end a death had interrupted, the last one too.
+    # Each checkpoint was repeated with the interrupted batch, including the last.
     assert [checkpoint.read_manifest(path)["step"] for path in kept] == [3, 6, 9, STEPS]
     assert {path.name for path in (tmp_path / "saved").iterdir()} == {"last.ckpt", *(path.name for path in kept)}
     assert (tmp_path / "saved" / "last.ckpt").resolve() == kept[-1]
@@ -94,7 +94,7 @@ def test_a_death_while_a_checkpoint_is_written_costs_at_most_that_checkpoint(tmp
         checkpoint.verify(path)
 
 
-def test_a_checkpoint_that_was_lost_in_the_background_is_forgotten_and_the_last_one_written_again(
+def test_a_lost_background_checkpoint_is_forgotten_and_the_last_checkpoint_is_written_again(
     tmp_path: Path,
 ) -> None:
     saver = ModelCheckpoint(tmp_path / "saved", monitor="step", mode="max", every_n_train_steps=6, save_top_k=-1)
@@ -110,9 +110,9 @@ def test_a_checkpoint_that_was_lost_in_the_background_is_forgotten_and_the_last_
 
 
 class GivesUpWithinSection(fx.Callback):
-    """The disk of rank 1 hangs, and rank 1 dies with a lease; rank 0 sees it after a lease, before all ranks meet.
+    """The disk of rank 1 hangs, and rank 1 dies with a lease; rank 0 notices it after a lease, before all ranks meet.
 
-    The writer of rank 0 has given up its checkpoint then. Without rank 1, rank 0 trains the rest of the section.
+    By then, the writer of rank 0 has abandoned its checkpoint. Rank 0 trains the rest of the section without rank 1.
 
     Args:
         said: file for the lines that rank 0 prints.
@@ -136,7 +136,7 @@ class GivesUpWithinSection(fx.Callback):
             assert writer._write.done.wait(60)
 
 
-def test_a_death_while_a_checkpoint_is_written_repeats_no_batch_of_ranks_at_their_own_pace(
+def test_a_death_during_a_checkpoint_of_asynchronous_workers_repeats_no_batch(
     tmp_path: Path,
 ) -> None:
     faults: list[Any] = [kill(rank=1).during("forward", step=2), GivesUpWithinSection(tmp_path / "said")]
@@ -147,11 +147,11 @@ def test_a_death_while_a_checkpoint_is_written_repeats_no_batch_of_ranks_at_thei
 
 
 class SavesWithoutWaiting(fx.Callback):
-    """The module's own checkpoint after the third update; the disk of rank 1 hangs, and rank 1 dies two updates later.
+    """Save the user's own checkpoint after update 3; the disk of rank 1 hangs, and rank 1 dies at update 5.
 
     Args:
         path: of the checkpoint.
-        error: rank 1 raises an error after it instead, so that all workers are started again.
+        error: rank 1 raises an error after the save instead, so that all workers restart.
     """
 
     def __init__(self, path: Path, *, error: bool = False) -> None:
@@ -159,7 +159,7 @@ class SavesWithoutWaiting(fx.Callback):
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         def note(text: str) -> None:
-            with self.path.with_suffix(".told").open("a") as file:
+            with self.path.with_suffix(".printed").open("a") as file:
                 file.write(text if trainer.is_global_zero else "")
 
         trainer.print = note
@@ -168,7 +168,7 @@ class SavesWithoutWaiting(fx.Callback):
         if trainer.failures:
             return
         if trainer.global_step == 3:
-            trainer.finish_checkpoint()  # the snapshot before: only this checkpoint hangs
+            trainer.finish_checkpoint()  # completes the previous snapshot: only this checkpoint hangs
             if trainer.world.rank == 1:
                 sharded_tensors.write = lambda file, tensors: threading.Event().wait()
             trainer.save_checkpoint(self.path, wait=False)
@@ -178,24 +178,24 @@ class SavesWithoutWaiting(fx.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_checkpoint_of_the_users_that_is_lost_with_a_worker_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "mine.ckpt"
+def test_the_loss_of_a_users_checkpoint_after_a_death_is_reported(tmp_path: Path) -> None:
+    path = tmp_path / "user.ckpt"
     module, trainer = train(
         DDP(), [SavesWithoutWaiting(path)], tmp_path, recovery=FaultRecovery(every_n_train_steps=1000)
     )
     assert len(trainer.failures) == 1
     assert exact(module)
     assert not path.exists()
-    assert path.with_suffix(".told").read_text().count(f"the checkpoint {path} was lost") == 1
+    assert path.with_suffix(".printed").read_text().count(f"the checkpoint {path} was lost") == 1
 
 
-def test_a_checkpoint_of_the_users_that_is_lost_when_all_start_again_is_named(
+def test_the_loss_of_a_users_checkpoint_after_a_restart_of_all_workers_is_reported(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path = tmp_path / "mine.ckpt"
+    path = tmp_path / "user.ckpt"
     faults = [SavesWithoutWaiting(path, error=True)]
     module, trainer = train(DDP(), faults, tmp_path, recovery=FaultRecovery(every_n_train_steps=2))
-    [failure] = trainer.failures  # also if the other rank reports its lost connections before the error is reported
+    [failure] = trainer.failures  # also if the other rank reports lost connections first
     assert "of the user's code" in failure
     assert exact(module)
     assert not path.exists()
@@ -204,14 +204,14 @@ def test_a_checkpoint_of_the_users_that_is_lost_when_all_start_again_is_named(
     assert said.count("was lost") == 1
 
 
-@pytest.mark.parametrize("way", ["all start again", "back to memory"])
-def test_a_run_that_goes_back_replaces_its_own_checkpoints(way: str, tmp_path: Path) -> None:
-    each: dict[str, Any] = {"every_n_train_steps": 1, "save_top_k": -1, "asynchronous": False}
+@pytest.mark.parametrize("way", ["restart of all workers", "in-memory snapshot"])
+def test_a_run_that_repeats_steps_replaces_its_own_checkpoints(way: str, tmp_path: Path) -> None:
+    options_of_both: dict[str, Any] = {"every_n_train_steps": 1, "save_top_k": -1, "asynchronous": False}
     saver, other = (
-        ModelCheckpoint(tmp_path / "saved", **each),
-        ModelCheckpoint(tmp_path / "saved", monitor="loss", **each),
+        ModelCheckpoint(tmp_path / "saved", **options_of_both),
+        ModelCheckpoint(tmp_path / "saved", monitor="loss", **options_of_both),
     )
-    if way == "all start again":
+    if way == "restart of all workers":
         strategy: Any = DDP()
         fault, recovery = fail(rank=0, error="a hiccup"), FaultRecovery(max_restarts=1, every_n_train_steps=3)
     else:
@@ -221,16 +221,17 @@ def test_a_run_that_goes_back_replaces_its_own_checkpoints(way: str, tmp_path: P
         strategy, [fault.during("batch end", step=5), saver, other], tmp_path, recovery=recovery, **options
     )  # fmt: skip
     assert len(trainer.failures) == 1
-    found = sorted(path.name for path in checkpoint.list_committed(tmp_path / "saved"))
+    saved = sorted(path.name for path in checkpoint.list_committed(tmp_path / "saved"))
     names = [f"epoch={(step - 1) // 4}-step={step}" for step in range(1, 7)]
-    assert found == sorted(f"{name}{version}.ckpt" for name in names for version in ("", "-v1"))  # one of each callback
+    # One checkpoint per callback.
+    assert saved == sorted(f"{name}{version}.ckpt" for name in names for version in ("", "-v1"))
     # Another run does not replace them.
     train(DDP(), [ModelCheckpoint(tmp_path / "saved", every_n_train_steps=6)], tmp_path, **options)
     assert (tmp_path / "saved" / "epoch=1-step=6-v2.ckpt").is_dir()
 
 
 class Stream:
-    """Batches of one rank, numbered by the rank with which its process began; a worker that joins is the fourth."""
+    """Batches numbered by the rank of the process at its start; a replacement has the number 3."""
 
     samples, batch = 24, 4
 
@@ -254,7 +255,7 @@ class Stream:
 
 
 class Resumed(Stream):
-    """Knows its position."""
+    """A stream with a resumable position."""
 
     def __iter__(self) -> Iterator[Any]:
         return self.rest()
@@ -272,8 +273,8 @@ DEATH, ERROR = kill(rank=2).during("forward", step=6), fail(rank=0, error="a hic
 @pytest.mark.parametrize(
     ("fault", "source"), params([(DEATH, Stream), (ERROR, Resumed)], [(DEATH, Resumed), (ERROR, Stream)])
 )
-def test_ranks_with_streams_of_their_own_go_on_where_each_was(fault: Fault, source: Any, tmp_path: Path) -> None:
-    """They train different numbers of batches until they meet: the position of the main rank is not that of all."""
+def test_each_rank_resumes_its_own_stream_at_its_own_position(fault: Fault, source: Any, tmp_path: Path) -> None:
+    """Ranks train different numbers of batches until they meet, so each rank restores its own position."""
     torch.manual_seed(3)
     module, ranks = Ledger(4 * Stream.samples, Stream.batch), 3 if fault is DEATH else 2
     trainer = fx.Trainer(

@@ -1,4 +1,4 @@
-"""Objects in checkpoints of two ranks: resumed with permission, and in a restart of the run itself."""
+"""Objects in checkpoints of two ranks: resumed with permission, and after a restart within the run."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ pytestmark = pytest.mark.usefixtures("warm_ranks")
 
 
 class Loss:
-    """An object of a user's class, with a tensor."""
+    """An object of a user-defined class, with a tensor."""
 
     def __init__(self, scale: float) -> None:
         self.scale = torch.tensor([scale])
 
 
 class WithLoss(TinyModule):
-    """Reads the loss of each checkpoint that it adds it to."""
+    """Adds its loss to each checkpoint, and reads it from checkpoints."""
 
     def __init__(self, loss: Loss | None = None) -> None:
         super().__init__()
@@ -77,13 +77,13 @@ def test_a_run_of_two_ranks_resumes_with_its_objects(strategy: str, single_file:
     for module in (allowed, trusted, alone):
         assert module.read == 0.5
         for weight, expected in zip(module.parameters(), whole.parameters(), strict=True):
-            assert torch.equal(weight, expected) or module is alone  # a sum of other order
+            assert torch.equal(weight, expected) or module is alone  # other order of summation
             assert torch.allclose(weight, expected)
     loaded = WithLoss.load_from_checkpoint(saver.best_model_path, weights_only=False)
     assert torch.equal(loaded.hparams["loss"].scale, torch.tensor([0.5]))
 
 
-def test_an_object_with_a_divided_tensor_is_not_stored_in_part(tmp_path: Path) -> None:
+def test_an_object_with_a_sharded_tensor_is_refused(tmp_path: Path) -> None:
     module = Divided()
     trainer = fx.Trainer(max_epochs=1, devices=2, strategy="fsdp", default_root_dir=tmp_path, **QUIET)
     with pytest.raises(WorkerFailed, match=r"can't be pickled: layer .*divided over ranks"):
@@ -91,7 +91,7 @@ def test_an_object_with_a_divided_tensor_is_not_stored_in_part(tmp_path: Path) -
 
 
 class Divided(TinyModule):
-    """Adds a layer to the checkpoint, of which each rank has a part."""
+    """Adds a sharded layer to the checkpoint."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["layer"] = self.layer
@@ -101,7 +101,7 @@ class Divided(TinyModule):
 
 
 class Keeps(Ledger):
-    """Needs an object of the checkpoint; its machine has no memory for copies."""
+    """Needs an object of the checkpoint; its machine has no memory for in-memory checkpoints."""
 
     read = 0.0
 
@@ -110,7 +110,7 @@ class Keeps(Ledger):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.global_step == 5:
-            self.trainer.finish_checkpoint()  # else the death may come before a snapshot is complete
+            self.trainer.finish_checkpoint()  # otherwise the death may precede a complete snapshot
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["loss"] = [nn.MSELoss(), Loss(2.0)]

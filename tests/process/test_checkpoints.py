@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks, while training goes on, and when it ends in the middle of one."""
+"""Checkpoints of several ranks: written during training, and interrupted by the end of the processes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def saved_by_all(path: Path) -> list[str]:
     return list(sharded_tensors.plan({"a": torch.zeros(4), "b": torch.zeros(4)}, world).tensors)
 
 
-def test_what_all_ranks_hold_is_written_once_and_by_all(tmp_path: Path) -> None:
+def test_replicated_tensors_are_written_once_and_divided_among_all_ranks(tmp_path: Path) -> None:
     first, second = run_ranks(saved_by_all, 2, tmp_path / "one")
     assert sorted(first + second) == ["a", "b"]
     assert first != second
@@ -55,14 +55,14 @@ def test_what_all_ranks_hold_is_written_once_and_by_all(tmp_path: Path) -> None:
         "rank-00000.safetensors",
         "rank-00001.safetensors",
     }
-    found = checkpoint.load(tmp_path / "one")
-    assert torch.equal(found["big"], STATE["big"])
-    assert torch.equal(found["deep"][0]["x"], torch.arange(3))
-    assert found["deep"][1] == "text"
+    loaded = checkpoint.load(tmp_path / "one")
+    assert torch.equal(loaded["big"], STATE["big"])
+    assert torch.equal(loaded["deep"][0]["x"], torch.arange(3))
+    assert loaded["deep"][1] == "text"
 
 
-class Shelf(LocalFileSystem):  # type: ignore[misc]
-    """Stands for an object store that several processes see."""
+class SharedStore(LocalFileSystem):  # type: ignore[misc]
+    """An object store that several processes share."""
 
     protocol = "shelf"
 
@@ -71,15 +71,15 @@ class Shelf(LocalFileSystem):  # type: ignore[misc]
         return super()._strip_protocol(str(path).removeprefix("shelf://"))
 
 
-class ShelfPath(UPath):
-    """A path of it."""
+class SharedStorePath(UPath):
+    """A path in this store."""
 
 
-fsspec.register_implementation("shelf", Shelf, clobber=True)
-register_implementation("shelf", ShelfPath, clobber=True)
+fsspec.register_implementation("shelf", SharedStore, clobber=True)
+register_implementation("shelf", SharedStorePath, clobber=True)
 
 
-def test_all_ranks_write_behind_a_url_and_read_what_they_wrote(tmp_path: Path) -> None:
+def test_all_ranks_write_to_a_url_and_resume_from_it(tmp_path: Path) -> None:
     def train(strategy: str, devices: int, **limits: Any) -> Ledger:
         torch.manual_seed(3)
         saver = ModelCheckpoint(f"shelf://{tmp_path}/saved", save_last=True, every_n_train_steps=1)
@@ -89,8 +89,8 @@ def test_all_ranks_write_behind_a_url_and_read_what_they_wrote(tmp_path: Path) -
         return module
 
     train("ddp", 2, max_steps=2)
-    [one] = checkpoint.list_committed(f"shelf://{tmp_path}/saved")
-    assert {file.name for file in one.glob("*.safetensors")} == {"rank-00000.safetensors", "rank-00001.safetensors"}
+    [saved] = checkpoint.list_committed(f"shelf://{tmp_path}/saved")
+    assert {file.name for file in saved.glob("*.safetensors")} == {"rank-00000.safetensors", "rank-00001.safetensors"}
     assert (train("single", 1).ledger < 0).all()
 
 
@@ -118,13 +118,13 @@ def fails_on_the_second_rank(path: Path, number: int) -> Any:
     return done, calls, any("disk is full" in str(warning.message) for warning in warned)
 
 
-def test_a_full_disk_of_one_rank_is_known_on_all_and_the_earlier_checkpoint_stays(tmp_path: Path) -> None:
+def test_a_full_disk_on_one_rank_is_reported_on_all_ranks_and_the_earlier_checkpoint_is_kept(tmp_path: Path) -> None:
     assert run_ranks(fails_on_the_second_rank, 2, tmp_path / "one", errno.ENOSPC) == [(False, ["failed"], True)] * 2
     assert torch.equal(checkpoint.load(tmp_path / "one")["big"], STATE["big"])
     assert [entry.name for entry in tmp_path.iterdir()] == ["one"]
 
 
-def test_any_other_failure_is_an_error_on_all_ranks_that_names_the_checkpoint(tmp_path: Path) -> None:
+def test_any_other_write_error_is_raised_on_all_ranks_and_names_the_checkpoint(tmp_path: Path) -> None:
     for said, calls, warned in run_ranks(fails_on_the_second_rank, 2, tmp_path / "one", errno.EIO):
         assert "one could not be written" in said
         assert "rank 1: " in said
@@ -135,7 +135,7 @@ def test_any_other_failure_is_an_error_on_all_ranks_that_names_the_checkpoint(tm
 
 
 class Slow(TinyModule):
-    """Writing takes until training has gone on for two more batches."""
+    """The first checkpoint is written until two more batches are trained."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Slow(TinyModule):
             (Path(self.trainer.default_root_dir) / "go").touch()
 
 
-def test_training_goes_on_while_a_checkpoint_is_written_and_what_it_holds_is_of_its_step(
+def test_training_continues_during_the_writing_of_a_checkpoint_which_has_the_state_of_its_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = sharded_tensors.write
@@ -179,11 +179,11 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_what_it_holds_is_of_
     weights = checkpoint.load(tmp_path / "step=1.ckpt")["strategy"]["module"]["layer.weight"]
     assert torch.equal(weights, first[0])
     assert not torch.equal(weights, module.layer.weight)
-    assert torch.equal(module.layer.weight, begin.layer.weight)  # saving changes nothing
+    assert torch.equal(module.layer.weight, begin.layer.weight)  # saving has no effect on training
 
 
 class Ledger(TinyModule):
-    """Entry i of the ledger ends at -1/B for each time that sample i was trained in a global batch of B samples."""
+    """Entry i of the ledger ends at -1/B per training of sample i in a global batch of B samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ def ledger_loader() -> DataLoader[Any]:
 
 
 @pytest.mark.parametrize("accumulate", params([2], [1]))
-def test_2_then_3_then_1_ranks_train_what_2_ranks_train(tmp_path: Path, accumulate: int) -> None:
+def test_a_run_on_2_then_3_then_1_ranks_trains_the_weights_of_2_ranks(tmp_path: Path, accumulate: int) -> None:
     def go_on(devices: int, path: Path | None, **limits: Any) -> tuple[Ledger, Path]:
         torch.manual_seed(3)
         module, where = Ledger(), tmp_path / f"{devices}-{path is None}-{len(limits)}.ckpt"
@@ -218,7 +218,7 @@ def test_2_then_3_then_1_ranks_train_what_2_ranks_train(tmp_path: Path, accumula
     _, first = go_on(2, None, max_steps=1)
     _, second = go_on(3, first, max_steps=4)
     resumed, _ = go_on(1, second)
-    # Each sample twice, in batches of 6 * accumulate and a last one of what is left: the same ones on the way with 3.
+    # Each sample twice, in batches of 6 * accumulate and a smaller last batch; the same batches with 3 ranks.
     assert torch.equal(resumed.ledger, whole.ledger)
     assert (resumed.ledger < 0).all()
     # float32 sums in another order
@@ -245,32 +245,32 @@ SCRIPT = """
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("devices", params([2], [1]))
-def test_killed_at_any_moment_a_whole_checkpoint_is_there(own_folder: Path, devices: int) -> None:
+def test_a_run_killed_at_any_moment_has_a_complete_checkpoint(own_folder: Path, devices: int) -> None:
     (own_folder / "script.py").write_text(textwrap.dedent(SCRIPT))
     steps = [0]
     for round in range(4):
         process = warm.Popen([sys.executable, "script.py", str(devices)], start_new_session=True)
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
-            found = checkpoint.list_committed(own_folder / "saved")
-            if found and _step(found[-1]) > steps[-1] + 3:
+            committed = checkpoint.list_committed(own_folder / "saved")
+            if committed and _step(committed[-1]) > steps[-1] + 3:
                 break
             time.sleep(0.01)
-        time.sleep(0.013 * round)  # some other moment of the writing
-        kill_session(process.pid)  # at once: a rank left alone writes for another second
+        time.sleep(0.013 * round)  # another moment of the writing
+        kill_session(process.pid)  # at once: a surviving rank writes for another second
         process.wait()
         newest = checkpoint.list_committed(own_folder / "saved")[-1]
         checkpoint.verify(newest)
         checkpoint.verify(own_folder / "saved" / "last.ckpt")
-        assert _step(newest) > steps[-1]  # it went on from the one before
+        assert _step(newest) > steps[-1]  # continued from the previous checkpoint
         steps.append(_step(newest))
-        assert len(list((own_folder / "saved").glob(".*.partial"))) <= 3  # what earlier runs left is swept away
+        assert len(list((own_folder / "saved").glob(".*.partial"))) <= 3  # files of earlier runs are removed
 
 
 def _step(path: Path) -> int:
     try:
         return int(checkpoint.read_manifest(path)["step"])
-    except Exception:  # just deleted
+    except Exception:  # deleted in the meantime
         return 0
 
 
@@ -280,7 +280,7 @@ SIGNALLED = """
     from fabricx.callbacks import ModelCheckpoint
     from fabricx.testing import QUIET, TinyModule, tiny_loader
 
-    class Tells(TinyModule):
+    class PublishesPid(TinyModule):
         def on_train_batch_end(self, outputs, batch, batch_idx):
             if self.global_step == 5:
                 Path(f"rank-{self.global_rank}").write_text(str(os.getpid()))
@@ -288,7 +288,7 @@ SIGNALLED = """
     if __name__ == "__main__":
         options = {**QUIET, "enable_checkpointing": True, "callbacks": [ModelCheckpoint("saved")]}
         trainer = fx.Trainer(max_epochs=10**6, devices=int(sys.argv[1]), strategy=sys.argv[2], **options)
-        trainer.fit(Tells(), tiny_loader(10**6, 1, num_workers=int(sys.argv[3])))
+        trainer.fit(PublishesPid(), tiny_loader(10**6, 1, num_workers=int(sys.argv[3])))
         print("fit returned")
 """
 
@@ -299,7 +299,7 @@ SIGNALLED = """
         [
             (2, "rank-0", signal.SIGUSR1, 143),
             (2, "main", signal.SIGINT, 0),
-            (2, "all", signal.SIGTERM, 143),  # as schedulers do: servers, loader processes and the fork server, too
+            (2, "all", signal.SIGTERM, 143),  # as schedulers do: also to servers, loader processes and the fork server
         ],
         [
             (1, "main", signal.SIGTERM, 143),
@@ -310,7 +310,7 @@ SIGNALLED = """
     ),
     ids=str,
 )
-def test_a_signal_to_any_process_leaves_one_whole_checkpoint(
+def test_a_signal_to_any_process_leaves_a_single_complete_checkpoint(
     own_folder: Path, devices: int, whom: str, sent: signal.Signals, code: int
 ) -> None:
     (own_folder / "script.py").write_text(textwrap.dedent(SIGNALLED))
@@ -325,20 +325,20 @@ def test_a_signal_to_any_process_leaves_one_whole_checkpoint(
         assert time.monotonic() < deadline
         assert process.poll() is None, process.communicate()
         time.sleep(0.02)
-    every = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    processes = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     if whom == "all":
-        assert len(every) >= (
+        assert len(processes) >= (
             7 if devices == 2 else 2
-        )  # the fork server, the resource tracker, two workers with a process each, a server
-        for one in every:
+        )  # the fork server, the resource tracker, two workers with a loader process each, a server
+        for target in processes:
             with contextlib.suppress(psutil.NoSuchProcess):  # a loader process ends when its rank stops
-                one.send_signal(sent)
+                target.send_signal(sent)
     else:
         os.kill(process.pid if whom == "main" else int((own_folder / whom).read_text()), sent)
-    said, errors = process.communicate(timeout=60)
+    printed, errors = process.communicate(timeout=60)
     assert process.returncode == code, errors
-    assert ("fit returned" in said) is (code == 0)
+    assert ("fit returned" in printed) is (code == 0)
     [saved] = checkpoint.list_committed(own_folder / "saved")
     checkpoint.verify(saved)
     assert _step(saved) >= 5
-    assert not psutil.wait_procs(every, timeout=60)[1]
+    assert not psutil.wait_procs(processes, timeout=60)[1]

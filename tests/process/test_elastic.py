@@ -33,7 +33,7 @@ from tests.soak import params
 
 from .aborted import silent
 from .ledgers import BATCH, EPOCHS, SAMPLES, STEPS, Numbered, exact, train
-from .served import tells_its_pid
+from .served import serve_and_publish_pid
 
 
 class Noted(Ledger):
@@ -283,7 +283,7 @@ class KillsServer(fx.Callback):
 def test_a_server_that_is_gone_takes_nothing_with_it(
     options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(process, "serve", tells_its_pid)
+    monkeypatch.setattr(process, "serve", serve_and_publish_pid)
     wanted, _ = train(ParameterServer(**options), [], tmp_path / "a")
     kills: Any = KillsServer()
     found, trainer = train(ParameterServer(**options), [kills], tmp_path / "b")

@@ -14,7 +14,7 @@ from fabricx.callbacks import ModelCheckpoint
 from fabricx.errors import WorkerFailed
 from fabricx.strategies import AsyncSGD, LocalSGD, Single
 from fabricx.testing import LayeredModule, SavesAtEnd
-from tests.process.served import SAMPLES, Dies, KillsServer, Recorded, tells_its_pid, train
+from tests.process.served import SAMPLES, Dies, KillsServer, Recorded, serve_and_publish_pid, train
 from tests.soak import params
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
@@ -106,7 +106,7 @@ def test_a_killed_worker_loses_only_the_round_that_it_is_in() -> None:
 def test_a_killed_server_goes_on_from_its_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     from fabricx.trainer import process
 
-    monkeypatch.setattr(process, "serve", tells_its_pid)
+    monkeypatch.setattr(process, "serve", serve_and_publish_pid)
     module, trainer = train(AsyncSGD(every=3, outer="nesterov", snapshot_every=2), 2, module=KillsServer(), batch=1)
     assert trainer.current_epoch == 2
     assert trainer.global_step == 2 * SAMPLES

@@ -22,12 +22,12 @@ from fabricx.errors import WorkerFailed
 from fabricx.strategies import AsyncSGD, ParameterServer
 from fabricx.testing import QUIET
 from fabricx.trainer import process
-from tests.process.served import SAMPLES, Dies, KillsServer, tells_its_pid, train
+from tests.process.served import SAMPLES, Dies, KillsServer, serve_and_publish_pid, train
 from tests.soak import params
 
 
 def test_a_server_that_dies_while_weights_come_starts_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "serve", tells_its_pid)
+    monkeypatch.setattr(process, "serve", serve_and_publish_pid)
     strategy = AsyncSGD(snapshot_every=3, servers=2, overlap="forward")
     _, trainer = train(strategy, 2, module=KillsServer(), batch=1)
     assert trainer.global_step == 2 * SAMPLES
@@ -111,7 +111,7 @@ def test_the_main_rank_can_be_done_without() -> None:
     ),
 )
 def test_a_server_that_was_killed_starts_again(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "serve", tells_its_pid)
+    monkeypatch.setattr(process, "serve", serve_and_publish_pid)
     module, trainer = train(strategy, 2, module=KillsServer(), batch=1)
     assert trainer.current_epoch == 2
     assert trainer.global_step == 2 * (22 if strategy._settings.aggregate else SAMPLES)
@@ -127,7 +127,7 @@ def test_a_synchronous_run_without_servers_ends_with_a_worker(optimizer: Any) ->
 
 
 def test_a_synchronous_run_ends_with_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "serve", tells_its_pid)
+    monkeypatch.setattr(process, "serve", serve_and_publish_pid)
     with pytest.raises(WorkerFailed, match=r"server 0 failed[\s\S]*SIGKILL"):
         train(ParameterServer(), 2, module=KillsServer(), batch=1, enable_fault_recovery=False)
 
@@ -190,7 +190,7 @@ def kill(store: Any, name: str) -> None:
     ),
 )
 def test_each_sample_is_used_once_by_each_server_whatever_dies(strategy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process, "serve", tells_its_pid)
+    monkeypatch.setattr(process, "serve", serve_and_publish_pid)
     module = Ledger([(0, 4, ("server 1",)), (1, 7, ("server 0", "server 1")), (1, 10, ("server 1", "itself"))])
     trainer = fx.Trainer(devices=2, strategy=strategy, max_epochs=2, **QUIET)
     trainer.fit(module, DataLoader(range(LEDGER), 1, shuffle=True), DataLoader([0], 1))
@@ -225,7 +225,7 @@ class DiesAtStart(Ledger):
 def test_a_death_before_training_begins_is_survived_or_ends_the_run_with_the_name_of_the_process(
     strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "serve", tells_its_pid)
+    monkeypatch.setattr(process, "serve", serve_and_publish_pid)
     loader: Any = DataLoader(range(LEDGER), 1, shuffle=True)
     for number, rank in enumerate((1, 0)):
         module = DiesAtStart(rank, f"server {number}", tmp_path / f"{number}")
