@@ -1,4 +1,4 @@
-"""The command line as a user sees it: runs, output, and messages for mistakes."""
+"""The command line as seen by users: runs, output, and messages about mistakes."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def fabricx(*arguments: str, fails: bool = False) -> str:
     return done.stdout + done.stderr
 
 
-def test_a_run_says_what_came_out_and_where_it_is(own_folder: Path) -> None:
-    said = fabricx("fit", *SHORT)
-    assert "test_accuracy" in said
-    assert "tensorboard --logdir runs" in said
+def test_a_run_prints_its_results_and_its_folder(own_folder: Path) -> None:
+    output = fabricx("fit", *SHORT)
+    assert "test_accuracy" in output
+    assert "tensorboard --logdir runs" in output
     [run] = (own_folder / "runs").iterdir()
     assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["max_epochs"] == 2
     assert "torch" in json.loads((run / "versions.json").read_text())
@@ -46,46 +46,46 @@ def test_a_run_says_what_came_out_and_where_it_is(own_folder: Path) -> None:
     assert b"max_epochs: 2" in texts.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
     last = next((run / "checkpoints").glob("last.ckpt"))
     assert "fit ended" in (run / "fabricx.log").read_text()
-    said = fabricx("test", f"ckpt_path={last}", "module.lr=0.1")
-    assert "test_accuracy" in said
-    assert "note: module.lr=0.1 differs from 0.005 in the run of the checkpoint" in said
-    assert "(step 10, epoch 1; its run is complete)" in said
-    said = fabricx("validate", "ckpt_path=last")
-    assert "val_accuracy" in said
-    assert f"validates runs/{run.name}/checkpoints/" in said
+    output = fabricx("test", f"ckpt_path={last}", "module.lr=0.1")
+    assert "test_accuracy" in output
+    assert "note: module.lr=0.1 differs from 0.005 in the run of the checkpoint" in output
+    assert "(step 10, epoch 1; its run is complete)" in output
+    output = fabricx("validate", "ckpt_path=last")
+    assert "val_accuracy" in output
+    assert f"validates runs/{run.name}/checkpoints/" in output
     assert f"the newest is ckpt_path=runs/{run.name}/checkpoints/" in fabricx("test", fails=True)
     assert "initial weights" in fabricx("test", "ckpt_path=none", "trainer.limit_test_batches=1")
-    said = fabricx("test", "ckpt_path=last", "experiment=charlm", fails=True)
-    assert "module._target_=fabricx.demo.digits.DigitsClassifier module.hidden=128" in said
+    output = fabricx("test", "ckpt_path=last", "experiment=charlm", fails=True)
+    assert "module._target_=fabricx.demo.digits.DigitsClassifier module.hidden=128" in output
     assert "predictions.pt" in fabricx("predict", f"ckpt_path={last}", "trainer.devices=2")
 
 
-def test_the_division_of_a_module_is_printed_without_training_and_leaves_no_files(own_folder: Path) -> None:
-    said = fabricx("plan", "strategy=pipeline", "trainer.devices=2", "strategy.microbatches=3")
-    assert "mesh: data 1 x pipeline 2; data ranks: ddp" in said
-    assert "pipeline: 2 stages, 1f1b, 3 microbatches" in said
-    assert "; the whole module 0.3 MiB" in said
-    said = fabricx("plan", "strategy=mesh", "strategy.data=local_sgd", "strategy.replicas=2", "trainer.devices=2")
-    assert "mesh: islands 1 x replicas 2; data ranks: local_sgd between islands" in said
+def test_plan_prints_the_division_of_a_module_without_training_or_writing_files(own_folder: Path) -> None:
+    output = fabricx("plan", "strategy=pipeline", "trainer.devices=2", "strategy.microbatches=3")
+    assert "mesh: data 1 x pipeline 2; data ranks: ddp" in output
+    assert "pipeline: 2 stages, 1f1b, 3 microbatches" in output
+    assert "; the whole module 0.3 MiB" in output
+    output = fabricx("plan", "strategy=mesh", "strategy.data=local_sgd", "strategy.replicas=2", "trainer.devices=2")
+    assert "mesh: islands 1 x replicas 2; data ranks: local_sgd between islands" in output
     assert "each rank computes all of it" in fabricx("plan", "strategy=single")
     assert not list(own_folder.glob("runs/*"))
 
 
-def test_a_run_is_resumed_in_its_folder_and_its_checkpoints_are_looked_after(own_folder: Path) -> None:
+def test_a_run_is_resumed_in_its_folder_and_its_checkpoints_are_listed_verified_and_exported(own_folder: Path) -> None:
     fabricx("fit", "trainer.devices=2", *SHORT)
     [run] = (own_folder / "runs").iterdir()
-    said = fabricx("resume", str(run), "trainer.max_epochs=3", "strategy=ddp", "module.lr=0.5", "data.batch_size=16")
-    assert "15 steps, 3 epochs" in said
-    assert "trainer.max_epochs: 2 -> 3" in said
-    assert "the optimizer continues with the checkpoint's lr=0.005 (configured: 0.5)" in said
-    assert "each update now has 32 samples, and had 64" in said
-    assert "to keep 64, set batch_size=32" in said
+    output = fabricx("resume", str(run), "trainer.max_epochs=3", "strategy=ddp", "module.lr=0.5", "data.batch_size=16")
+    assert "15 steps, 3 epochs" in output
+    assert "trainer.max_epochs: 2 -> 3" in output
+    assert "the optimizer continues with the checkpoint's lr=0.005 (configured: 0.5)" in output
+    assert "each update now has 32 samples, and had 64" in output
+    assert "to keep 64, set batch_size=32" in output
     assert yaml.safe_load((run / "config.yaml").read_text())["module"]["lr"] == 0.005
     assert yaml.safe_load((run / "config-resumed-1.yaml").read_text())["module"]["lr"] == 0.5
     assert "module.lr=0.5" in (run / "command-resumed-1.txt").read_text()
     assert (run / "fabricx.log").read_text().count("fit ended") == 2
-    said = fabricx("resume", str(run), "module.hidden=7", "trainer.max_epochs=4", fails=True)
-    assert "are not those of the module" in said
+    output = fabricx("resume", str(run), "module.hidden=7", "trainer.max_epochs=4", fails=True)
+    assert "are not those of the module" in output
     assert not (run / "config-resumed-2.yaml").exists()
     assert "the training was already complete; to continue it:" in fabricx(
         "resume", str(run)
@@ -93,21 +93,21 @@ def test_a_run_is_resumed_in_its_folder_and_its_checkpoints_are_looked_after(own
     listed = fabricx("checkpoint", "ls", "runs").splitlines()
     assert [line.split()[:4] for line in listed] == [["step", "epoch", "ranks", "strategy"], ["15", "2", "2", "DDP"]]
     assert fabricx("checkpoint", "verify", str(run)).startswith("whole")
-    said = fabricx("checkpoint", "export", str(run), "weights.safetensors")
+    output = fabricx("checkpoint", "export", str(run), "weights.safetensors")
     weights = load_file(own_folder / "weights.safetensors")
-    assert f"{len(weights)} tensors" in said
+    assert f"{len(weights)} tensors" in output
     assert set(weights) == set(DigitsClassifier().state_dict())
     assert read_manifest(run / "checkpoints" / "last.ckpt")["configuration"]["trainer"]["max_epochs"] == 3
     part = next(run.rglob("rank-00001.safetensors"))
     part.write_bytes(part.read_bytes()[:-1] + b"x")
     assert "DAMAGED" in fabricx("checkpoint", "verify", str(run), fails=True)
     assert "all checkpoints" in fabricx("resume", str(run), fails=True)
-    said = fabricx("resume", str(run), "trainer.max_epoch=4", fails=True)
-    assert "Did you mean 'trainer.max_epochs'?" in said
+    output = fabricx("resume", str(run), "trainer.max_epoch=4", fails=True)
+    assert "Did you mean 'trainer.max_epochs'?" in output
     assert "there is no such folder" in fabricx("resume", "nowhere", fails=True)
 
 
-def test_a_sweep_has_one_folder_for_each_job_whatever_the_number_of_ranks(own_folder: Path) -> None:
+def test_a_sweep_has_a_folder_per_job_with_several_ranks(own_folder: Path) -> None:
     fabricx("fit", "--multirun", "module.lr=0.1,0.01", "trainer.devices=2", *SHORT)
     [sweep] = (own_folder / "multirun").iterdir()
     jobs = sorted(folder.name for folder in sweep.iterdir() if folder.is_dir())
@@ -119,7 +119,7 @@ def test_a_sweep_has_one_folder_for_each_job_whatever_the_number_of_ranks(own_fo
 @pytest.mark.parametrize(
     ("arguments", "message"),
     params(
-        [  # of each place that finds mistakes; tests/unit/cli/test_mistakes.py has more
+        [  # from each source of mistakes; tests/unit/cli/test_mistakes.py has more
             (["fit", "trainer.max_epoch=3"], "Did you mean 'trainer.max_epochs'?"),
             (["fit", "module.lr=fast"], "module.lr='fast' is of type str"),
             (["fit", "strategy=dpd"], "Did you mean 'ddp'?"),
@@ -143,48 +143,48 @@ def test_a_sweep_has_one_folder_for_each_job_whatever_the_number_of_ranks(own_fo
     ),
 )
 def test_a_mistake_is_explained_without_a_traceback(arguments: list[str], message: str) -> None:
-    said = fabricx(*arguments, fails=True)
-    assert message in said
-    assert "Traceback" not in said
-    assert "Error executing job" not in said
+    output = fabricx(*arguments, fails=True)
+    assert message in output
+    assert "Traceback" not in output
+    assert "Error executing job" not in output
     assert not list(Path("runs").glob("*"))
 
 
-def test_an_error_in_the_users_own_code_has_its_traceback(own_folder: Path) -> None:
+def test_an_error_in_the_users_code_is_printed_with_its_traceback(own_folder: Path) -> None:
     (own_folder / "mine.py").write_text(
         "from fabricx.demo.digits import DigitsClassifier\n"
         "class Net(DigitsClassifier):\n"
         "    def training_step(self, batch, batch_idx):\n"
         "        raise ValueError('mine alone')\n"
     )
-    said = fabricx("fit", "module._target_=mine.Net", fails=True)
-    assert "mine.py" in said
-    assert "ValueError: mine alone" in said
+    output = fabricx("fit", "module._target_=mine.Net", fails=True)
+    assert "mine.py" in output
+    assert "ValueError: mine alone" in output
 
 
 def test_help_and_configuration_are_shown_without_running(own_folder: Path) -> None:
-    said = fabricx("fit", "--help")
-    assert "strategy: async_sgd, auto, context, custom, ddp, expert, fsdp" in said
-    assert "trainer.log_every_n_steps=10\n      weight updates between two rows in the loggers." in said
-    assert "hydra" not in said
+    output = fabricx("fit", "--help")
+    assert "strategy: async_sgd, auto, context, custom, ddp, expert, fsdp" in output
+    assert "trainer.log_every_n_steps=10\n      weight updates between two rows in the loggers." in output
+    assert "hydra" not in output
     assert "fabricx fit" in fabricx("--help")
     assert yaml.safe_load(fabricx("fit", "--cfg", "job"))["module"]["hidden"] == 128
     assert not (own_folder / "runs").exists()
 
 
-def test_composing_loads_no_torch() -> None:
+def test_composing_a_configuration_does_not_import_torch() -> None:
     code = "import sys, fabricx.cli.main, fabricx.cli.hydra_app; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
-def test_a_project_has_groups_and_modules_of_its_own(own_folder: Path) -> None:
+def test_a_project_may_have_its_own_configuration_groups_and_modules(own_folder: Path) -> None:
     (own_folder / "my_project").mkdir()
     (own_folder / "my_project/__init__.py").touch()
     (own_folder / "my_project/models.py").write_text(
         "from fabricx.demo.digits import DigitsClassifier\nclass Net(DigitsClassifier):\n    pass\n"
     )
     (own_folder / "conf/module").mkdir(parents=True)
-    # a name that fabricx has too: the project's own wins
+    # fabricx has the same name: the project's file takes precedence
     (own_folder / "conf/module/digits.yaml").write_text("_target_: my_project.models.Net\nhidden: 9\n")
     (own_folder / "conf/train.yaml").write_text(
         "defaults:\n  - fabricx\n  - _self_\ntrainer:\n  max_steps: 3\nmy_own: 7\n"
@@ -202,13 +202,13 @@ def test_a_project_has_groups_and_modules_of_its_own(own_folder: Path) -> None:
     )
     assert "my_project.models.Net" in fabricx("fit", "--config-dir", "conf", "--cfg", "job")
     assert "steps" in fabricx("fit", "--config-dir", "conf", "trainer.devices=2", *SHORT)
-    said = warm.run(
+    output = warm.run(
         [sys.executable, "train.py", "trainer.devices=2"], capture_output=True, text=True, timeout=100, check=False
     )
-    assert "trained my_project.models 3 7" in said.stdout, said.stderr
+    assert "trained my_project.models 3 7" in output.stdout, output.stderr
 
 
-def test_doctor_sees_two_ranks_talk() -> None:
+def test_doctor_runs_a_collective_on_two_ranks() -> None:
     assert "all-reduce works" in fabricx("doctor")
 
 
@@ -226,15 +226,15 @@ class Net(DigitsClassifier):
 """
 
 
-def test_a_worker_that_is_killed_in_the_test_after_a_fit_is_an_error_with_the_command_to_repeat_it(
+def test_the_death_of_a_worker_in_the_test_after_a_fit_is_an_error_with_the_command_to_repeat_the_test(
     own_folder: Path,
 ) -> None:
     (own_folder / "mine.py").write_text(DIES_IN_TEST)
     options = ("strategy=fsdp", "trainer.devices=2", "module._target_=mine.Net", "experiment=digits")
-    said = fabricx("fit", *SHORT, *options, fails=True)
-    assert "rank 1 failed" in said
-    assert "test does not recover from the failure of a worker: call it again" in said
-    [line] = [line for line in said.splitlines() if line.startswith("the training is complete; to repeat the test")]
+    output = fabricx("fit", *SHORT, *options, fails=True)
+    assert "rank 1 failed" in output
+    assert "test does not recover from the failure of a worker: call it again" in output
+    [line] = [line for line in output.splitlines() if line.startswith("the training is complete; to repeat the test")]
     command, run_dir = line.split()[-2:]
     assert command == "resume"
     assert "test_accuracy" in fabricx(command, run_dir)
@@ -248,24 +248,24 @@ def test_ctrl_c_ends_cleanly_with_a_checkpoint(own_folder: Path, devices: int) -
     )  # fmt: skip
     try:
         deadline = time.monotonic() + 60
-        while not list(own_folder.glob("runs/*/checkpoints/*/COMMITTED")):  # it trains
+        while not list(own_folder.glob("runs/*/checkpoints/*/COMMITTED")):  # training has started
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the whole group
-        said, _ = process.communicate(timeout=60)
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal does: the whole process group
+        output, _ = process.communicate(timeout=60)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
-    assert process.returncode == 130, said
-    assert "Traceback" not in said
-    deadline = time.monotonic() + 60  # the fork server ends when its last client has ended
+    assert process.returncode == 130, output
+    assert "Traceback" not in output
+    deadline = time.monotonic() + 60  # the fork server ends after its last client
     while subprocess.run(["pgrep", "-g", str(process.pid)], capture_output=True, check=False).returncode == 0:
-        assert time.monotonic() < deadline, "somebody is left"
+        assert time.monotonic() < deadline, "processes remain"
         time.sleep(0.1)
 
 
-def test_a_secret_reaches_the_run_and_nothing_that_the_run_writes_or_shows(own_folder: Path) -> None:
+def test_secrets_are_masked_in_all_output_and_files_of_a_run(own_folder: Path) -> None:
     (own_folder / "mine.py").write_text(
         "import logging\n"
         "from fabricx.demo.digits import DigitsClassifier\n"
@@ -282,21 +282,21 @@ def test_a_secret_reaches_the_run_and_nothing_that_the_run_writes_or_shows(own_f
     secrets = ("s3cret-value", "s3cret-too")
     overrides: tuple[str, ...] = ("module.api_key=s3cret-value", "module.url=pg://me:s3cret-too@host")
     small = ("module._target_=mine.Net", "data=digits", "logger=all", "trainer.devices=2", *SHORT)
-    said = fabricx("fit", "--multirun", "module.tokenizer=gpt", "module.fails=false", *overrides, *small)
-    said += fabricx("fit", "--cfg", "job", *overrides, *small)
+    output = fabricx("fit", "--multirun", "module.tokenizer=gpt", "module.fails=false", *overrides, *small)
+    output += fabricx("fit", "--cfg", "job", *overrides, *small)
     [sweep] = (own_folder / "multirun").iterdir()
     run = sweep / "0"
     config = yaml.safe_load((run / "config.yaml").read_text())["module"]
     assert (config["api_key"], config["url"], config["tokenizer"]) == ("<masked>", "pg://me:<masked>@host", "gpt")
-    said += fabricx("resume", str(run), fails=True)
-    assert "pass them again" in said
-    assert "module.api_key=..." in said
-    assert "module.url=..." in said
+    output += fabricx("resume", str(run), fails=True)
+    assert "pass them again" in output
+    assert "module.api_key=..." in output
+    assert "module.url=..." in output
     assert "15 steps" in fabricx("resume", str(run), *overrides, "trainer.max_epochs=3")
-    said += fabricx("resume", str(run), *overrides, "trainer.max_epochs=4", "module.fails=true", fails=True)
-    assert "refused by pg://me:<masked>@host" in said
-    said += fabricx("report", str(run)) + fabricx("report", str(sweep))
-    assert [secret for secret in secrets if secret in said] == []
+    output += fabricx("resume", str(run), *overrides, "trainer.max_epochs=4", "module.fails=true", fails=True)
+    assert "refused by pg://me:<masked>@host" in output
+    output += fabricx("report", str(run)) + fabricx("report", str(sweep))
+    assert [secret for secret in secrets if secret in output] == []
     files = [file for file in own_folder.rglob("*") if file.is_file() and not file.stem.startswith("mine")]
     assert {"report.html", "manifest.json", "hparams.yaml", "state.pt", "multirun.yaml"} <= {
         file.name for file in files

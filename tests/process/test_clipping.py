@@ -1,4 +1,4 @@
-"""Clipping limits the gradient of an update, whoever steps; hooks see that gradient, or reading it is an error."""
+"""Clipping limits the gradient of an update, on workers or servers; hooks see that gradient, or reading it fails."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from tests.soak import params
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
 LIMIT = 0.05
-Reader = str  # which hook reads gradients
+Reader = str  # the hook that reads gradients
 
 
 class Clipped(fx.Module):
     """Two optimizers with large steps in float64.
 
     Args:
-        own: clip the gradient of one optimizer by norm, and that of the other by value.
-        reads: the hook that reads gradients; "" for none.
+        clips: clip the gradient of one optimizer by norm, and that of the other by value.
+        reads: the hook that reads gradients; "" for no hook.
     """
 
-    def __init__(self, own: bool = False, reads: Reader = "") -> None:
+    def __init__(self, clips: bool = False, reads: Reader = "") -> None:
         super().__init__()
         torch.manual_seed(4)
-        self.own, self.reads = own, reads
+        self.clips, self.reads = clips, reads
         self.first, self.second = nn.Linear(6, 5).double(), nn.Linear(5, 1).double()
         self.norms: list[float] = []
 
@@ -47,7 +47,7 @@ class Clipped(fx.Module):
     def configure_gradient_clipping(self, optimizer: Any, limit: Any = None, algorithm: Any = None) -> None:
         if self.reads == "configure_gradient_clipping":
             self._read(optimizer)
-        if not self.own:
+        if not self.clips:
             self.clip_gradients(optimizer, limit, algorithm)
         elif optimizer is self.trainer.optimizers[0]:
             self.clip_gradients(optimizer, LIMIT, "norm")
@@ -75,50 +75,51 @@ def train(strategy: Any, devices: int, module: Clipped, **options: Any) -> Clipp
 
 
 Make = Callable[[], fx.Strategy]
-STEPPED_ELSEWHERE: dict[str, tuple[Make, int]] = {
+ON_SERVERS: dict[str, tuple[Make, int]] = {
     "a server": (lambda: ParameterServer(optimizer="server"), 2),
     "2 servers": (lambda: ParameterServer(optimizer="server", servers=2), 3),
-    "one memory": (lambda: ParameterServer(optimizer="server", servers=0), 3),
+    "shared memory": (lambda: ParameterServer(optimizer="server", servers=0), 3),
     "bounded": (lambda: ParameterServer(mode="bounded", max_staleness=0), 3),
 }
-WAYS: dict[str, tuple[Make, int]] = {
-    **STEPPED_ELSEWHERE,
+STRATEGIES: dict[str, tuple[Make, int]] = {
+    **ON_SERVERS,
     "ddp": (DDP, 2),
     "fsdp": (FSDP, 2),
-    "workers step": (lambda: ParameterServer(servers=2), 2),
-    "async, one worker": (AsyncSGD, 1),
+    "optimizer on workers": (lambda: ParameterServer(servers=2), 2),
+    "async, 1 worker": (AsyncSGD, 1),
 }
 CLIPPING: dict[str, tuple[bool, dict[str, Any]]] = {
     "norm": (False, {"gradient_clip_val": LIMIT}),
     "value": (False, {"gradient_clip_val": LIMIT / 10, "gradient_clip_algorithm": "value"}),
-    "own, accumulated": (True, {"accumulate_grad_batches": 2}),
+    "in the hook, accumulated": (True, {"accumulate_grad_batches": 2}),
 }
 
 
 @functools.cache
-def alone(own: bool, reads: Reader, options: tuple[tuple[str, Any], ...]) -> Clipped:
-    return train("single", 1, Clipped(own, reads), **dict(options))
+def alone(clips: bool, reads: Reader, options: tuple[tuple[str, Any], ...]) -> Clipped:
+    return train("single", 1, Clipped(clips, reads), **dict(options))
 
 
-SHORT = [  # each way, and each way of clipping for servers and for workers that step
-    ("a server", "norm"), ("a server", "value"), ("2 servers", "norm"), ("2 servers", "own, accumulated"),
-    ("one memory", "norm"), ("bounded", "norm"), ("ddp", "own, accumulated"), ("fsdp", "norm"), ("fsdp", "value"),
-    ("workers step", "norm"), ("async, one worker", "own, accumulated"),
+SHORT = [  # each strategy; each kind of clipping for optimizers on servers and on workers
+    ("a server", "norm"), ("a server", "value"), ("2 servers", "norm"), ("2 servers", "in the hook, accumulated"),
+    ("shared memory", "norm"), ("bounded", "norm"),
+    ("ddp", "in the hook, accumulated"), ("fsdp", "norm"), ("fsdp", "value"),
+    ("optimizer on workers", "norm"), ("async, 1 worker", "in the hook, accumulated"),
 ]  # fmt: skip
-ALL = [(way, clipping) for way in WAYS for clipping in CLIPPING]
+ALL = [(strategy, clipping) for strategy in STRATEGIES for clipping in CLIPPING]
 
 
-@pytest.mark.parametrize(("way", "clipping"), params(SHORT, [case for case in ALL if case not in SHORT]))
-def test_the_gradient_of_an_update_is_clipped(way: str, clipping: str) -> None:
-    (make, devices), (own, options) = WAYS[way], CLIPPING[clipping]
-    wanted = alone(own, "", tuple(options.items()))
-    found = train(make(), devices, Clipped(own), **options)
-    for (name, a), b in zip(found.named_parameters(), wanted.parameters(), strict=True):
-        assert torch.allclose(a, b, rtol=0.0, atol=1e-10), (name, (a - b).abs().max())  # float64 in another order
+@pytest.mark.parametrize(("strategy", "clipping"), params(SHORT, [case for case in ALL if case not in SHORT]))
+def test_the_gradient_of_an_update_is_clipped(strategy: str, clipping: str) -> None:
+    (make, devices), (clips, options) = STRATEGIES[strategy], CLIPPING[clipping]
+    single = alone(clips, "", tuple(options.items()))
+    module = train(make(), devices, Clipped(clips), **options)
+    for (name, a), b in zip(module.named_parameters(), single.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=0.0, atol=1e-10), (name, (a - b).abs().max())  # float64 sums in another order
 
 
 class Pulled(fx.Module):
-    """Its gradient is far above any limit, and the same for each sample."""
+    """A module with a gradient far above any limit, equal for all samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +133,7 @@ class Pulled(fx.Module):
 
 
 @pytest.mark.parametrize("strategy", [ParameterServer(backup_workers=1), ParameterServer(mode="bounded")])
-def test_an_update_of_some_of_the_workers_is_clipped_as_one(strategy: Any) -> None:
+def test_the_sum_of_gradients_of_an_update_is_clipped_not_each_gradient(strategy: Any) -> None:
     module = Pulled()
     trainer = fx.Trainer(devices=3, strategy=strategy, max_steps=6, gradient_clip_val=LIMIT, **QUIET)
     trainer.fit(module, DataLoader(layered_data(43), 4))
@@ -140,38 +141,40 @@ def test_an_update_of_some_of_the_workers_is_clipped_as_one(strategy: Any) -> No
     assert moved == pytest.approx(6 * LIMIT, rel=1e-4)  # torch adds 1e-6 to a norm
 
 
-def test_a_norm_in_parts_that_nobody_joins_is_refused() -> None:
+def test_clipping_by_norm_is_refused_if_each_of_several_servers_has_a_part_of_the_gradient() -> None:
     strategy = ParameterServer(mode="bounded", servers=2)
     with pytest.raises(WorkerFailed, match=r"Use servers=1, gradient_clip_algorithm='value', or mode='sync'"):
         train(strategy, 2, Clipped(), gradient_clip_val=LIMIT)
     with pytest.raises(WorkerFailed, match="Use servers=1"):
-        train(strategy, 2, Clipped(own=True))
+        train(strategy, 2, Clipped(clips=True))
 
 
 READERS = ("on_before_optimizer_step", "on_after_backward", "configure_gradient_clipping")
 
 
-READING = [  # each way and each hook
+READING = [  # each strategy and each hook
     ("ddp", "on_before_optimizer_step"), ("ddp", "configure_gradient_clipping"), ("fsdp", "on_before_optimizer_step"),
-    ("fsdp", "on_after_backward"), ("workers step", "on_after_backward"),
-    ("async, one worker", "configure_gradient_clipping"),
+    ("fsdp", "on_after_backward"), ("optimizer on workers", "on_after_backward"),
+    ("async, 1 worker", "configure_gradient_clipping"),
 ]  # fmt: skip
-ALL_READING = [(way, reads) for way in ("ddp", "fsdp", "workers step", "async, one worker") for reads in READERS]
+ALL_READING = [
+    (strategy, reads) for strategy in ("ddp", "fsdp", "optimizer on workers", "async, 1 worker") for reads in READERS
+]
 
 
-@pytest.mark.parametrize(("way", "reads"), params(READING, [case for case in ALL_READING if case not in READING]))
-def test_hooks_see_the_gradient_of_the_update(way: str, reads: Reader) -> None:
-    make, devices = WAYS[way]
+@pytest.mark.parametrize(("strategy", "reads"), params(READING, [case for case in ALL_READING if case not in READING]))
+def test_hooks_see_the_gradient_of_the_update(strategy: str, reads: Reader) -> None:
+    make, devices = STRATEGIES[strategy]
     options = {"gradient_clip_val": LIMIT}
-    found = train(make(), devices, Clipped(reads=reads), **options)
-    wanted = alone(False, reads, tuple(options.items()))
-    assert len(found.norms) == (16 if reads != "on_after_backward" else 8)
-    assert found.norms == pytest.approx(wanted.norms, rel=1e-9)
+    module = train(make(), devices, Clipped(reads=reads), **options)
+    single = alone(False, reads, tuple(options.items()))
+    assert len(module.norms) == (16 if reads != "on_after_backward" else 8)
+    assert module.norms == pytest.approx(single.norms, rel=1e-9)
 
 
-@pytest.mark.parametrize("way", STEPPED_ELSEWHERE)
-def test_reading_a_part_of_a_gradient_is_an_error(way: str) -> None:
-    make, devices = STEPPED_ELSEWHERE[way]
-    reads = READERS[list(STEPPED_ELSEWHERE).index(way) % len(READERS)]
+@pytest.mark.parametrize("strategy", ON_SERVERS)
+def test_reading_gradients_that_only_servers_have_is_an_error(strategy: str) -> None:
+    make, devices = ON_SERVERS[strategy]
+    reads = READERS[list(ON_SERVERS).index(strategy) % len(READERS)]
     with pytest.raises(WorkerFailed, match="optimizer=worker"):
         train(make(), devices, Clipped(reads=reads))

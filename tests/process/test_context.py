@@ -1,4 +1,4 @@
-"""Context parallelism trains what one process trains, with unchanged modules; what it can't divide is an error."""
+"""Context parallelism of unchanged modules equals training in a single process; indivisible modules are errors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SAMPLES = 18 if SOAK else 10  # 5 or 3 batches of 4, of which the last has 2
 
 
 class Attention(nn.Module):
-    """Attention of the kinds that users write."""
+    """The kinds of attention in models of users."""
 
     def __init__(self, kind: str, dropout: float) -> None:
         super().__init__()
@@ -55,13 +55,13 @@ class Attention(nn.Module):
             forbidden = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1) if mask is None else ~mask
             return self.layer(x, x, x, attn_mask=forbidden, key_padding_mask=padding)[0]  # type: ignore[no-any-return]
         q, k, v = (part(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for part in (self.q, self.k, self.v))
-        if self.kind == "grouped":  # positions of its own, in the block
+        if self.kind == "grouped":  # positions are computed in the block
             angles = torch.arange(count, dtype=x.dtype)[:, None] / 10 ** torch.linspace(0, 1, WIDTH // HEADS // 2)
             rotary = angles.cos(), angles.sin()
         if self.kind == "table":
             rotary = self.table[:, :count]
         q, k = self.turned(q, rotary), self.turned(k, rotary)
-        if self.kind == "products":  # of matrices, not torch's attention
+        if self.kind == "products":  # matrix products instead of torch's attention
             return self.out(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
         options: dict[str, Any] = {"enable_gqa": self.kind == "grouped"}
         if self.kind == "own mask":
@@ -79,7 +79,7 @@ class Attention(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of experts; which of them a shard of the sequence uses depends on its words."""
+    """A mixture of experts; the experts used by a shard of the sequence depend on its words."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,9 +91,11 @@ class Experts(nn.Module):
         weights, chosen = self.router(rows).softmax(-1).max(-1)
         output = torch.zeros_like(rows)
         for number, expert in enumerate(self.experts):
-            [mine] = torch.where(chosen == number)
-            if len(mine):
-                output = output.index_add(0, mine, self.act(expert(rows[mine])) * weights[mine, None])
+            [rows_of_expert] = torch.where(chosen == number)
+            if len(rows_of_expert):
+                output = output.index_add(
+                    0, rows_of_expert, self.act(expert(rows[rows_of_expert])) * weights[rows_of_expert, None]
+                )
         return output.view_as(x)
 
 
@@ -112,7 +114,7 @@ class Block(nn.Module):
         if self.mixes is not None:
             y = self.mixes(y.transpose(1, 2)).transpose(1, 2)
         x = x + self.attention(y, rotary, mask, padding)
-        if self.scales and (x.detach().abs() > 1.0).any():  # by the largest element of all sequences
+        if self.scales and (x.detach().abs() > 1.0).any():  # the largest element of all sequences
             x = x / x.detach().abs().amax()
         if self.experts is not None:
             return x + self.experts(self.norms[1](x))  # type: ignore[no-any-return]
@@ -120,13 +122,16 @@ class Block(nn.Module):
 
 
 class GPT(fx.Module):
-    """A language model whose step shifts the words and leaves padding out of the loss."""
+    """A language model whose step shifts the words and excludes padding from the loss."""
 
     def __init__(
         self, kind: str = "", dropout: float = 0.0, validated: Sequence[int | None] = (None, 5), blocks: int = 3
     ) -> None:  # fmt: skip
         super().__init__()
-        self.kind, self.validated = kind, validated  # lengths; 4 positions can't be divided, and are whole on each rank
+        self.kind, self.validated = (
+            kind,
+            validated,
+        )  # lengths; a length of 4 can't be divided: each rank computes all of it
         self.embed, self.position = nn.Embedding(WORDS, WIDTH), nn.Embedding(MOST, WIDTH)
         self.blocks = nn.ModuleList(Block(kind, dropout) for _ in range(blocks))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
@@ -175,8 +180,8 @@ class GPT(fx.Module):
         if isinstance(self.trainer.strategy, Mesh):
             self.norms.append(float(self.trainer.strategy.gradient_norm([optimizer])))  # type: ignore[arg-type]
         else:
-            found = nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
-            self.norms.append(float(found))
+            norm = nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+            self.norms.append(float(norm))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
@@ -194,7 +199,7 @@ class SavesAtTheEnd(fx.Callback):
 
 
 def sentences(count: int) -> list[Tensor]:
-    """Return sentences whose ends are padding, of different lengths."""
+    """Return sentences of different lengths with padding at their ends."""
     generator = torch.Generator().manual_seed(1)
     words = [torch.randint(WORDS, (LENGTH + 1,), generator=generator) for _ in range(count)]
     for number, sentence in enumerate(words):
@@ -243,9 +248,9 @@ def far(first: Any, second: Any) -> float:
 KINDS = ["", "grouped", "table", "torch", "checkpointed", "experts", "scaled"]
 
 
-def test_context_parallelism_trains_what_one_process_trains() -> None:
+def test_context_parallelism_trains_the_weights_of_a_single_process() -> None:
     modules: list[dict[str, Any]] = [{"kind": "rotary"}, *({"kind": kind} for kind in KINDS), {"dropout": 0.3}]
-    epochs, beside = (4, 3) if SOAK else (1, 1)  # 20 or 3 steps; modules of the larger meshes
+    epochs, beside = (4, 3) if SOAK else (1, 1)  # 20 or 3 steps; number of modules on the larger meshes
     options: dict[bool, dict[str, Any]] = {
         False: {"max_epochs": epochs}, True: {"max_epochs": epochs, "accumulate_grad_batches": 2},
     }  # fmt: skip
@@ -262,7 +267,7 @@ def test_context_parallelism_trains_what_one_process_trains() -> None:
         "tensor": (Mesh(context=2, tensor=2), 4, 1, False),
         "ring x tensor": (Mesh(context=2, tensor=2, context_method="ring"), 4, 1, False),
     }.items():
-        if name in ("ddp", "of 4", "ring of 4", "ring x tensor") and not SOAK:  # the others run the same code
+        if name in ("ddp", "of 4", "ring of 4", "ring x tensor") and not SOAK:  # the other meshes run the same code
             continue
         alone = results[accumulates]
         count = len(modules) if name == "context" or (name == "ring" and SOAK) else beside
@@ -276,7 +281,7 @@ def test_context_parallelism_trains_what_one_process_trains() -> None:
 
 def test_stages_of_a_pipeline_compute_shards_of_the_sequence() -> None:
     modules: list[dict[str, Any]] = [
-        {"kind": "rotary", "validated": (5,)},  # a length that is whole on each rank
+        {"kind": "rotary", "validated": (5,)},  # a length that each rank computes completely
         *({"kind": kind, "validated": (None,)} for kind in (KINDS if SOAK else ("checkpointed",))),
     ]
     options = {"max_epochs": 2 if SOAK else 1, "accumulate_grad_batches": 2}
@@ -291,7 +296,7 @@ def test_stages_of_a_pipeline_compute_shards_of_the_sequence() -> None:
     }
     for name in meshes if SOAK else ("context",):
         strategy, ranks, shares = meshes[name]
-        count = 2 if name == "tensor" else len(modules)  # whose attention the two axes can divide together
+        count = 2 if name == "tensor" else len(modules)  # the number of heads allows both axes
         by_rank = run_ranks(train, ranks, strategy, 4 // shares, options, modules[:count])
         for number, module in enumerate(modules[:count]):
             assert far(alone[number], by_rank[0][number]) < 1e-9, (name, module)
@@ -300,30 +305,30 @@ def test_stages_of_a_pipeline_compute_shards_of_the_sequence() -> None:
                 assert all(torch.equal(other[number]["weights"][n], weight) for n, weight in weights), name
 
 
-def test_dropout_of_stages_is_that_of_whole_sequences() -> None:
+def test_dropout_of_sharded_sequences_in_stages_equals_that_of_whole_sequences() -> None:
     module = [{"dropout": 0.3, "validated": (None,)}]
-    wanted, found = (
+    expected, sharded = (
         run_ranks(train, ranks, Mesh(context=ranks // 2, pipeline=2, microbatches=2), 4, {"max_epochs": 1}, module)
         for ranks in (2, 4)
     )
-    assert far(wanted[0][0], found[0][0]) < 1e-9
+    assert far(expected[0][0], sharded[0][0]) < 1e-9
 
 
 def test_checkpoints_move_between_strategies(tmp_path: Path) -> None:
     module: list[dict[str, Any]] = [{"kind": "rotary", "validated": (None,)}]  # stages call the blocks once
     options = {"max_epochs": 2 if SOAK else 1}
     alone = train("single", 4, options, module, ema=True)[0]
-    places: dict[str, tuple[Any, int]] = {
+    meshes: dict[str, tuple[Any, int]] = {
         "context": (ContextMesh(), 2), "fsdp": (FSDP(), 2), "fsdp x context": (Mesh(context=2, data="fsdp"), 4),
         "context x pipeline": (Mesh(context=2, pipeline=2, microbatches=2), 4),
     }  # fmt: skip
     short = ("context", "fsdp x context", "context x pipeline")
     routes = [(*short, "context"), ("context", "fsdp")] if SOAK else [short]
-    for route in routes:  # a run moves in the middle of an epoch: after a step, and after one more
+    for route in routes:  # a run moves within an epoch: after one step, and after a second step
         saved = None
         for leg, name in enumerate(route, 1):
-            # A global batch has the batch size times the shares that began the run.
-            (strategy, ranks), folder = places[name], str(tmp_path / f"{len(route)}-{leg}")
+            # Global batch: the batch size times the number of shares at the start of the run.
+            (strategy, ranks), folder = meshes[name], str(tmp_path / f"{len(route)}-{leg}")
             last = leg == len(route)
             limit, target = (options, "") if last else ({"max_steps": leg}, folder)
             end = run_ranks(train, ranks, strategy, 4, limit, module, target, saved, True)[0][0]
@@ -335,7 +340,7 @@ def test_checkpoints_move_between_strategies(tmp_path: Path) -> None:
         assert max(float((end["weights"][n] - w).abs().max()) for n, w in alone["weights"].items()) < 1e-9, route
 
 
-def test_attention_dropout_is_reproducible_and_a_resumed_run_is_the_same_run(tmp_path: Path) -> None:
+def test_attention_dropout_is_reproducible_and_a_resumed_run_equals_an_uninterrupted_run(tmp_path: Path) -> None:
     module = [{"kind": "attention dropout", "dropout": 0.2}]
     options = {"max_epochs": 2 if SOAK else 1}
     whole = run_ranks(train, 2, ContextMesh(), 4, options, module)
@@ -361,7 +366,7 @@ def test_outputs_and_metrics_count_once() -> None:
 
 
 def refusal(cases: list[tuple[Any, dict[str, Any], int, dict[str, Any]]]) -> list[str]:
-    """Return the messages of the errors of fits that can't begin."""
+    """Return the error messages of fits that are refused at set-up."""
     messages = []
     for strategy, module, length, options in cases:
         data = DataLoader([sentence[:length] for sentence in sentences(8)], 4)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Workers that die are replaced in place, come and go on request, and leave nothing behind."""
+"""Dead workers are replaced in place, workers join and leave on request, and no resources of dead processes remain."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from .ledgers import BATCH, EPOCHS, SAMPLES, STEPS, Numbered, exact, train
 from .served import serve_and_publish_pid
 
 
-class Noted(Ledger):
-    """Notes, on the main rank, how many workers there were: at each step last, and ever."""
+class RecordsSizes(Ledger):
+    """Records on the main rank the number of workers at each step, and all numbers of workers."""
 
     def __init__(self) -> None:
         super().__init__(SAMPLES, BATCH)
@@ -50,8 +50,8 @@ class Noted(Ledger):
         return super().training_step(batch, batch_idx)
 
 
-class Asks(fx.Callback):
-    """Asks for a number of workers after some steps, once those that were asked for before are there."""
+class RequestsWorkers(fx.Callback):
+    """Requests numbers of workers at given steps, each after the previous request is fulfilled."""
 
     def __init__(self, **workers: int) -> None:
         self.workers = {int(step.removeprefix("at_")): number for step, number in workers.items()}
@@ -63,62 +63,62 @@ class Asks(fx.Callback):
             return
         if self.asked and trainer.world.size != self.workers[max(self.asked)]:
             return
-        step = due[0]  # updates of other workers may have passed several of the steps since the last batch
+        step = due[0]  # updates of other workers may have passed several of the steps since the previous batch
         self.asked.add(step)
         request_workers(trainer.run_dir, self.workers[step])
         deadline = time.monotonic() + 60
         while (
             not trainer.session.fault_tolerance.outdated
-        ):  # the next generation is named: this batch is the last of this one
+        ):  # the next generation is announced: this batch is the last of the current generation
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
 
-COMING: list[Any] = [
+ELASTIC: list[Any] = [
     DDP(), LocalSGD(every=2), AsyncSGD(damp=False), ParameterServer(optimizer="server"),
 ]  # fmt: skip
-COMING_TOO: list[Any] = [
+ELASTIC_SOAK: list[Any] = [
     FSDP(), ParameterServer(servers=2), ParameterServer(mode="bounded"), ParameterServer(servers=0, optimizer="server"),
     silent(DDP()), silent(FSDP()),
 ]  # fmt: skip
-TORN: dict[str, Any] = {
+RECONNECTED: dict[str, Any] = {
     "ddp": DDP,
     "fsdp": FSDP,
     "local_sgd": lambda: LocalSGD(every=4, fragments=2, overlap_steps=1, keep_local=0.3),
     "parameter_server": ParameterServer,
-    "servers step": lambda: ParameterServer(optimizer="server", overlap="forward", link="gloo"),
-    "no server": lambda: ParameterServer(servers=0),
+    "optimizer on servers": lambda: ParameterServer(optimizer="server", overlap="forward", link="gloo"),
+    "shared memory": lambda: ParameterServer(servers=0),
 }
 
 
-@pytest.mark.parametrize("strategy", params(COMING, COMING_TOO))
-def test_workers_come_and_go_while_a_run_goes_on(strategy: Any, tmp_path: Path) -> None:
-    asks: Any = Asks(at_2=3, at_5=1, at_9=2)
+@pytest.mark.parametrize("strategy", params(ELASTIC, ELASTIC_SOAK))
+def test_workers_join_and_leave_during_a_run(strategy: Any, tmp_path: Path) -> None:
+    requests: Any = RequestsWorkers(at_2=3, at_5=1, at_9=2)
     module, trainer = train(
-        strategy, [asks], tmp_path, module=Noted(), recovery=FaultRecovery(), enable_checkpointing=True
+        strategy, [requests], tmp_path, module=RecordsSizes(), recovery=FaultRecovery(), enable_checkpointing=True
     )
     assert not trainer.failures
-    assert {1, 2, 3} <= set(module.seen) | {trainer.world.size}  # several sizes may have been at one step
-    assert module.sizes[min(module.sizes)] == 2  # the main rank may begin after the other's first update
+    assert {1, 2, 3} <= set(module.seen) | {trainer.world.size}  # several sizes may occur within the same step
+    assert module.sizes[min(module.sizes)] == 2  # the main rank may begin after the first update of the other rank
     assert trainer.current_epoch == EPOCHS
     alone = not strategy.traits.lockstep and not strategy._settings.aggregate
-    assert exact(module, EPOCHS * (2.0 if alone else 1.0))  # the global batch stays what it was
+    assert exact(module, EPOCHS * (2.0 if alone else 1.0))  # the global batch is unchanged
     if strategy.traits.lockstep:
         assert trainer.global_step == STEPS
 
 
-class AsksWithoutCheckpoint(Asks):
-    """Asks once the checkpoint from which the run has gone on is deleted, as newer checkpoints do it.
+class RequestsWorkersWithoutCheckpoint(RequestsWorkers):
+    """Requests workers after the deletion of the checkpoint that the run has resumed, as newer checkpoints cause it.
 
     Args:
         path: the checkpoint.
-        workers: see `Asks`.
+        workers: see `RequestsWorkers`.
     """
 
     def __init__(self, path: Path, **workers: int) -> None:
         super().__init__(**workers)
         self.path = path
-        self.sizes: set[int] = set()  # of the world
+        self.sizes: set[int] = set()  # world sizes
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.sizes.add(trainer.world.size)
@@ -126,8 +126,8 @@ class AsksWithoutCheckpoint(Asks):
             shutil.rmtree(self.path, ignore_errors=True)
 
 
-class HearsLate(fx.Callback):
-    """Delays on rank 1 the message that announces the next generation."""
+class DelaysAnnouncement(fx.Callback):
+    """Delays the message that announces the next generation on rank 1."""
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         if trainer.global_rank != 1:
@@ -143,29 +143,31 @@ class HearsLate(fx.Callback):
         member.on_message = late  # type: ignore[method-assign]
 
 
-def test_a_rank_without_samples_does_not_wait_for_ranks_that_have_left_to_let_a_worker_join(tmp_path: Path) -> None:
-    callbacks = [Asks(at_2=3), HearsLate(), FaultRecovery()]
+def test_a_rank_without_samples_does_not_wait_for_ranks_that_have_joined_the_next_generation(tmp_path: Path) -> None:
+    callbacks = [RequestsWorkers(at_2=3), DelaysAnnouncement(), FaultRecovery()]
     options = {**QUIET, "enable_checkpointing": True, "callbacks": callbacks}
     trainer = fx.Trainer(devices=2, strategy=DDP(), max_epochs=4, default_root_dir=tmp_path, **options)
-    trainer.fit(TinyModule(), tiny_loader(3, 1))  # rank 1 has no sample of each second batch: it follows rank 0's hooks
+    trainer.fit(
+        TinyModule(), tiny_loader(3, 1)
+    )  # every second batch has no sample for rank 1: it follows rank 0's hooks
     assert trainer.global_step == 8
 
 
-def test_values_of_a_batch_that_a_join_has_interrupted_are_not_logged_twice(tmp_path: Path) -> None:
-    asks: Any = Asks(at_10=3)
-    late: Any = HearsLate()  # rank 1 has begun the next batch, and repeats it with the new worker
+def test_values_of_a_batch_that_is_interrupted_by_a_join_are_logged_once(tmp_path: Path) -> None:
+    requests: Any = RequestsWorkers(at_10=3)
+    late: Any = DelaysAnnouncement()  # rank 1 has begun the next batch, and repeats it with the new worker
     options: dict[str, Any] = {"recovery": FaultRecovery(), "enable_checkpointing": True}
     torch.manual_seed(3)
-    _, alone = train("single", [], tmp_path / "a", module=Noted(), devices=1, **options)
+    _, alone = train("single", [], tmp_path / "a", module=RecordsSizes(), devices=1, **options)
     torch.manual_seed(3)
-    module, trainer = train(DDP(), [asks, late], tmp_path / "b", module=Noted(), **options)
+    module, trainer = train(DDP(), [requests, late], tmp_path / "b", module=RecordsSizes(), **options)
     assert module.seen[-1] == 3
     assert exact(module)
     for name in ("loss", "val"):
         torch.testing.assert_close(trainer.callback_metrics[name], alone.callback_metrics[name], atol=1e-5, rtol=1e-4)
 
 
-def test_a_worker_joins_a_resumed_run_whose_checkpoint_is_gone(tmp_path: Path) -> None:
+def test_a_worker_joins_a_resumed_run_after_the_deletion_of_its_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "saved"
     options: dict[str, Any] = {
         **QUIET,
@@ -175,21 +177,21 @@ def test_a_worker_joins_a_resumed_run_whose_checkpoint_is_gone(tmp_path: Path) -
         "default_root_dir": tmp_path,
     }
     fx.Trainer(max_epochs=1, callbacks=[SavesAtEnd(path)], **options).fit(TinyModule(), tiny_loader(64, 2))
-    asks = AsksWithoutCheckpoint(path, at_20=3)
-    resumed = fx.Trainer(max_epochs=4, **{**options, "callbacks": [asks, FaultRecovery()]})
+    requests = RequestsWorkersWithoutCheckpoint(path, at_20=3)
+    resumed = fx.Trainer(max_epochs=4, **{**options, "callbacks": [requests, FaultRecovery()]})
     resumed.fit(TinyModule(), tiny_loader(64, 2), ckpt_path=path)
     assert not path.exists()
-    assert (resumed.failures, asks.sizes, resumed.current_epoch) == ([], {2, 3}, 4)
+    assert (resumed.failures, requests.sizes, resumed.current_epoch) == ([], {2, 3}, 4)
 
 
 class MissesSection(fx.Callback):
-    """Keeps rank 1 from a section until rank 0 has trained it and a third worker has come; compares steps at meetings.
+    """Delays rank 1 in a section until rank 0 has trained it and a third worker has joined; compares steps at meetings.
 
     Attributes:
-        missed: did rank 0 train without rank 1? Known to rank 0.
+        missed: whether rank 0 has trained without rank 1; set on rank 0.
     """
 
-    watches_metrics = True  # called where all meet
+    watches_metrics = True  # called at meetings of all ranks
 
     def __init__(self) -> None:
         self.meetings = 0
@@ -217,7 +219,9 @@ class MissesSection(fx.Callback):
 
 
 @pytest.mark.parametrize("strategy", params([AsyncSGD(damp=False)], [ParameterServer(mode="bounded")]))
-def test_a_worker_that_has_missed_a_section_meets_with_the_weights_of_all(strategy: Any, tmp_path: Path) -> None:
+def test_a_worker_that_has_missed_a_section_has_the_weights_of_all_workers_at_the_next_meeting(
+    strategy: Any, tmp_path: Path
+) -> None:
     misses: Any = MissesSection()
     recovery = FaultRecovery(every_n_train_steps=2)
     torch.manual_seed(3)
@@ -239,20 +243,22 @@ def test_a_worker_that_has_missed_a_section_meets_with_the_weights_of_all(strate
         [DDP, lambda: ParameterServer(servers=0, optimizer="server"), lambda: silent(DDP())],
     ),
 )
-def test_those_that_are_left_needn_t_wait(way: Any, tmp_path: Path) -> None:
-    wanted, one = train(way(), [], tmp_path / "a", devices=3)
+def test_survivors_continue_without_waiting_for_a_replacement(way: Any, tmp_path: Path) -> None:
+    expected, reference = train(way(), [], tmp_path / "a", devices=3)
     faults = [kill(rank=1).during("backward", step=3), kill(rank=0).during("validation", step=4, attempt=1)]
     recovery = FaultRecovery(patience=0.0)
-    found, trainer = train(way(), faults, tmp_path / "b", devices=3, recovery=recovery)
+    module, trainer = train(way(), faults, tmp_path / "b", devices=3, recovery=recovery)
     assert len(trainer.failures) == 2
-    assert exact(found)
-    for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
+    assert exact(module)
+    for a, b in zip(module.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
-    for name in ("loss", "val"):  # also what a lost rank had logged
-        torch.testing.assert_close(trainer.callback_metrics[name], one.callback_metrics[name], atol=1e-5, rtol=1e-4)
+    for name in ("loss", "val"):  # also values that the lost rank had logged
+        torch.testing.assert_close(
+            trainer.callback_metrics[name], reference.callback_metrics[name], atol=1e-5, rtol=1e-4
+        )
 
 
-def test_what_workers_have_moved_by_themselves_is_kept_when_one_is_gone(tmp_path: Path) -> None:
+def test_local_updates_between_averages_are_kept_after_the_death_of_a_worker(tmp_path: Path) -> None:
     faults = [kill(rank=1).during("backward", step=3), kill(rank=0).during("validation", step=4, attempt=1)]
     module, trainer = train(LocalSGD(every=2), faults, tmp_path, devices=3, recovery=FaultRecovery(patience=0.0))
     assert len(trainer.failures) == 2
@@ -260,19 +266,22 @@ def test_what_workers_have_moved_by_themselves_is_kept_when_one_is_gone(tmp_path
 
 
 @pytest.mark.parametrize(
-    "way", params(["fsdp", "servers step"], [way for way in TORN if way not in ("fsdp", "servers step")])
+    "way",
+    params(
+        ["fsdp", "optimizer on servers"], [way for way in RECONNECTED if way not in ("fsdp", "optimizer on servers")]
+    ),
 )
-def test_links_that_are_cut_are_made_anew_and_nobody_is_ended(way: Any, tmp_path: Path) -> None:
-    wanted, _ = train(TORN[way](), [], tmp_path / "a")
-    found, trainer = train(TORN[way](), [cut(rank=1).during("forward", step=4)], tmp_path / "b")
+def test_cut_connections_are_replaced_and_no_worker_is_ended(way: Any, tmp_path: Path) -> None:
+    expected, _ = train(RECONNECTED[way](), [], tmp_path / "a")
+    module, trainer = train(RECONNECTED[way](), [cut(rank=1).during("forward", step=4)], tmp_path / "b")
     [failure] = trainer.failures
     assert "lost its links" in failure
-    for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
+    for a, b in zip(module.parameters(), expected.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
 class KillsServer(fx.Callback):
-    """Kills the first server in the fifth step."""
+    """Kills the first server in step 5."""
 
     def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
         if trainer.is_global_zero and trainer.global_step == 4 and not trainer.failures:
@@ -280,20 +289,20 @@ class KillsServer(fx.Callback):
 
 
 @pytest.mark.parametrize("options", params([{"servers": 2}], [({"optimizer": "server"},)]))
-def test_a_server_that_is_gone_takes_nothing_with_it(
+def test_weights_after_the_death_of_a_server_equal_those_of_an_undisturbed_run(
     options: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     monkeypatch.setattr(process, "serve", serve_and_publish_pid)
-    wanted, _ = train(ParameterServer(**options), [], tmp_path / "a")
+    expected, _ = train(ParameterServer(**options), [], tmp_path / "a")
     kills: Any = KillsServer()
-    found, trainer = train(ParameterServer(**options), [kills], tmp_path / "b")
+    module, trainer = train(ParameterServer(**options), [kills], tmp_path / "b")
     assert len(trainer.failures) == 1
-    for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
+    for a, b in zip(module.parameters(), expected.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
-class LeavesPids(Numbered):
-    """Writes a file for each process that loads it: the process number, and the shared memory that the process uses."""
+class WritesPids(Numbered):
+    """Write a file per loader process: the file name is its PID, the content is the shared memory that it uses."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
@@ -301,7 +310,7 @@ class LeavesPids(Numbered):
 
     def __getitem__(self, index: int) -> Any:
         maps = Path("/proc/self/maps").read_text().splitlines()
-        # joblib's are those of the fork server, which has imported it
+        # joblib's semaphores belong to the fork server, which has imported joblib
         inodes = {line.split()[4] for line in maps if "/dev/shm/" in line and "loky" not in line}
         passing = self.folder.with_name(f"{os.getpid()}")
         passing.write_text(" ".join(inodes))
@@ -309,7 +318,7 @@ class LeavesPids(Numbered):
         return super().__getitem__(index)
 
     def wait_for_ends(self) -> None:
-        """Wait until the processes have ended and nothing in /dev/shm is theirs; other tests' files don't matter.
+        """Wait until the loader processes have ended and none of their files remains in /dev/shm.
 
         Shared memory is compared by its inode: the C library maps a semaphore under another name than its final one.
         """
@@ -328,9 +337,9 @@ def _shared_memory() -> set[int]:
         return {file.inode() for file in files}
 
 
-def test_processes_that_load_data_end_with_a_worker_that_was_killed(tmp_path: Path) -> None:
+def test_loader_processes_end_after_the_kill_of_their_worker(tmp_path: Path) -> None:
     (tmp_path / "pids").mkdir()
-    data = LeavesPids(tmp_path / "pids")
+    data = WritesPids(tmp_path / "pids")
     _, trainer = train(DDP(), [kill(rank=1).during("forward", step=5)], tmp_path, data=data, num_workers=1)
     assert len(trainer.failures) == 1
     data.wait_for_ends()
@@ -339,18 +348,18 @@ def test_processes_that_load_data_end_with_a_worker_that_was_killed(tmp_path: Pa
 KILLED = """
 import sys
 from pathlib import Path
-from tests.process.test_elastic import LeavesPids
+from tests.process.test_elastic import WritesPids
 from tests.process.ledgers import train
 from fabricx.strategies import DDP
 from fabricx.testing import hang
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    train(DDP(), [hang(rank=0).during("forward", step=3)], folder, data=LeavesPids(folder / "pids"), num_workers=1)
+    train(DDP(), [hang(rank=0).during("forward", step=3)], folder, data=WritesPids(folder / "pids"), num_workers=1)
 """
 
 
-def test_processes_that_load_data_end_with_a_supervisor_that_was_killed(tmp_path: Path) -> None:
+def test_loader_processes_end_after_the_kill_of_the_supervisor(tmp_path: Path) -> None:
     (tmp_path / "pids").mkdir()
     (tmp_path / "killed.py").write_text(KILLED)
     root = Path(__file__).parents[2]
@@ -363,11 +372,11 @@ def test_processes_that_load_data_end_with_a_supervisor_that_was_killed(tmp_path
         time.sleep(0.05)
     script.kill()
     script.wait()
-    LeavesPids(tmp_path / "pids").wait_for_ends()
+    WritesPids(tmp_path / "pids").wait_for_ends()
 
 
 @pytest.mark.parametrize("strategy", params([FSDP(), LocalSGD(every=2)], [ParameterServer(optimizer="server")]))
-def test_what_workers_held_outlives_all_of_them(strategy: Any, tmp_path: Path, capsys: Any) -> None:
+def test_in_memory_checkpoints_survive_the_death_of_all_workers(strategy: Any, tmp_path: Path, capsys: Any) -> None:
     faults = [kill(rank).during("batch end", step=5) for rank in range(2)]
     recovery = FaultRecovery(copy_every_n_steps=1)
     module, trainer = train(strategy, faults, tmp_path, recovery=recovery)
@@ -377,7 +386,7 @@ def test_what_workers_held_outlives_all_of_them(strategy: Any, tmp_path: Path, c
 
 
 class Manual(Ledger):
-    """The same, in a loop of its own."""
+    """A ledger with manual optimization."""
 
     def __init__(self) -> None:
         super().__init__(SAMPLES, BATCH)
@@ -393,7 +402,7 @@ class Manual(Ledger):
 
 
 class Wraps(Manual):
-    """Raises an error of its own for every error in its step."""
+    """Converts every error in its step into its own error."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         try:
@@ -402,90 +411,90 @@ class Wraps(Manual):
             raise ValueError("the step has failed") from error
 
 
-def test_a_lost_rank_is_found_behind_an_error_of_the_module(tmp_path: Path) -> None:
+def test_a_dead_rank_is_recognized_as_the_cause_of_a_modules_own_error(tmp_path: Path) -> None:
     fault = kill(rank=1).during("backward", step=3)
     module, trainer = train(DDP(), [fault], tmp_path, module=Wraps())
     assert len(trainer.failures) == 1
     assert exact(module)
 
 
-def test_a_module_that_steps_by_itself_loses_nothing(tmp_path: Path) -> None:
-    wanted, _ = train(DDP(), [], tmp_path / "a", module=Manual())
+def test_recovery_with_manual_optimization_loses_no_sample(tmp_path: Path) -> None:
+    expected, _ = train(DDP(), [], tmp_path / "a", module=Manual())
     faults = [kill(rank=1).during("optimizer", step=3), kill(rank=0).during("backward", step=7, attempt=1)]
-    found, trainer = train(DDP(), faults, tmp_path / "b", module=Manual())
+    module, trainer = train(DDP(), faults, tmp_path / "b", module=Manual())
     assert len(trainer.failures) == 2
-    for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
+    for a, b in zip(module.parameters(), expected.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
-def test_nothing_is_left_of_those_that_died(tmp_path: Path) -> None:
-    train(DDP(), [], tmp_path / "a")  # what a process keeps once it has started workers
-    before = open_here()
+def test_dead_workers_leave_no_files_threads_or_processes(tmp_path: Path) -> None:
+    train(DDP(), [], tmp_path / "a")  # resources that a process keeps after it has started workers for the first time
+    before = open_resources()
     faults = [kill(rank=number % 2).during("forward", step=number, attempt=number) for number in range(STEPS)]
     module, trainer = train(DDP(), faults, tmp_path / "b")
     assert len(trainer.failures) == STEPS
     assert exact(module)
     deadline = time.monotonic() + 60
     while grown(before) and time.monotonic() < deadline:
-        time.sleep(0.05)  # a thread that serves the store ends when the system has told it that its worker is gone
+        time.sleep(0.05)  # a store thread ends when the system reports the closed connection of its worker
     assert not grown(before)
 
 
-def open_here() -> tuple[int, int, int]:
-    """Return how many files, threads and processes this process has."""
-    own = psutil.Process()
-    return own.num_fds(), threading.active_count(), len(own.children(recursive=True))
+def open_resources() -> tuple[int, int, int]:
+    """Return the numbers of open files, threads and child processes of this process."""
+    process = psutil.Process()
+    return process.num_fds(), threading.active_count(), len(process.children(recursive=True))
 
 
 def grown(before: tuple[int, int, int]) -> list[str]:
-    """Return what this process has more of; it may have less, as garbage of earlier tests is collected at any time."""
-    kinds = zip(("files", "threads", "processes"), open_here(), before, strict=True)
+    """Return the resources that have increased; earlier tests' garbage may be collected, so they may also decrease."""
+    kinds = zip(("files", "threads", "processes"), open_resources(), before, strict=True)
     return [f"{now} {kind}, {earlier} before" for kind, now, earlier in kinds if now > earlier]
 
 
-def _dies_once(strategy: FSDP) -> Any:
-    """Die while the groups of the first change are built, in the place of one that had died."""
+def _die_during_set_up(strategy: FSDP) -> Any:
+    """Die as a replacement, during the construction of the groups of the first new generation."""
     if membership().worker == 4:
         os.kill(os.getpid(), signal.SIGKILL)
     return FSDP._mesh(strategy)
 
 
-def test_who_dies_while_groups_are_built_is_not_waited_for_long(tmp_path: Path) -> None:
+def test_a_death_during_the_construction_of_groups_is_recovered_soon(tmp_path: Path) -> None:
     strategy = FSDP(replicas=2)
-    vars(strategy)["_mesh"] = functools.partial(_dies_once, strategy)
+    vars(strategy)["_mesh"] = functools.partial(_die_during_set_up, strategy)
     module, trainer = train(strategy, [kill(rank=1).during("backward", step=3)], tmp_path, devices=4)
-    assert len(trainer.failures) == 2  # torch's own limit is half an hour, this test's two minutes
+    assert len(trainer.failures) == 2  # torch's own limit is half an hour, this test's limit is two minutes
     assert not any("in place failed" in failure for failure in trainer.failures)
     assert exact(module)
 
 
-def _leaves_while_an_operation_is_under_way() -> bool:
-    own = worlds.current()
-    assert own is not None
-    assert own.store is not None
+def _leave_groups_during_an_operation() -> bool:
+    world = worlds.current()
+    assert world is not None
+    assert world.store is not None
     reducing = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
-    if not own.main_rank:
-        own.store.wait(["the other can speak"], timedelta(seconds=60))
+    if not world.main_rank:
+        world.store.wait(["the other rank continues"], timedelta(seconds=60))
         dist.all_reduce(torch.ones(1))
         return True
     dist.all_reduce(torch.ones(1), async_op=True)
-    leaving = threading.Event()
+    left_groups = threading.Event()
 
-    def speak() -> None:
-        leaving.wait()
+    def continue_other() -> None:
+        left_groups.wait()
         time.sleep(0.2)
-        own.store.set("the other can speak", "")  # type: ignore[union-attr]
+        world.store.set("the other rank continues", "")  # type: ignore[union-attr]
 
-    thread = threading.Thread(target=speak)
+    thread = threading.Thread(target=continue_other)
     thread.start()
-    own.leave_groups()
+    world.leave_groups()
     worlds._CURRENT.clear()
-    leaving.set()
-    del reducing  # whose end would be that of the group, and wait
-    own.release_left_groups()
+    left_groups.set()
+    del reducing  # its destructor would destroy the group, and wait
+    world.release_left_groups()
     thread.join()
     return True
 
 
-def test_what_waits_for_the_end_of_a_group_lets_others_of_its_process_go_on() -> None:
-    assert all(run_ranks(_leaves_while_an_operation_is_under_way, 2))
+def test_leaving_a_group_with_a_pending_operation_does_not_block_other_threads() -> None:
+    assert all(run_ranks(_leave_groups_during_an_operation, 2))

@@ -1,4 +1,4 @@
-"""What travels between workers and servers: all of it, or rows, or fewer bytes, and when."""
+"""Traffic between workers and servers: complete gradients, sparse rows, compression, and overlap."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from tests.soak import params
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
 
-def same(one: Any, other: Any) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+def same_weights(first: Any, second: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
-def test_what_travels_is_each_gradient_and_the_weights_once() -> None:
+def test_each_gradient_and_the_weights_are_sent_once_per_step() -> None:
     module, trainer = train(ParameterServer(servers=2), 2, batch=6, limit_val_batches=0)
     size = 4 * sum(parameter.numel() for parameter in module.parameters())
     assert module.traffic == [(8 * size, 8 * size)] * 2
     module, trainer = train(AsyncSGD(servers=2), 2, batch=4, limit_val_batches=0, max_epochs=1)
     assert sum(sent for sent, _ in module.traffic) == trainer.global_step * size
-    quiet = 2 * 2  # each worker brings the weights where all meet: at the end of the epoch, and after it
+    quiet = 2 * 2  # each worker receives the weights at meetings: at the end of the epoch, and after it
     assert sum(received for _, received in module.traffic) <= (trainer.global_step + quiet) * size
 
 
@@ -40,7 +40,7 @@ ROWS, WIDTH = 1009, 6
 
 
 class LooksUp(Recorded):
-    """Adds a row of a large table to each input, another for each sample: a batch touches hardly any.
+    """Adds rows of a large embedding to each input; a batch uses few of its rows.
 
     Args:
         reads: the whole table is also read, in the "step", or in "hooks".
@@ -58,7 +58,7 @@ class LooksUp(Recorded):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.samples.append(batch[2].tolist())
         rows = self.table((batch[2] * 97) % ROWS)
-        rows = rows + F.embedding(batch[2] % 5, self.table.weight, sparse=self.sparse)  # these are in many samples
+        rows = rows + F.embedding(batch[2] % 5, self.table.weight, sparse=self.sparse)  # rows that many samples share
         rows = rows + (self.level if self.reads == "hooks" else self.table.weight.data.mean(0) if self.reads else 0.0)
         return super(Recorded, self).training_step([batch[0] + rows, batch[1]], batch_idx)
 
@@ -90,15 +90,17 @@ SPARSE = params(
 )
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's Adagrad makes sparse tensors without saying so
+@pytest.mark.filterwarnings(
+    "ignore:Sparse invariant checks"
+)  # torch's Adagrad creates sparse tensors without setting the check explicitly
 @pytest.mark.parametrize(("strategy", "devices", "kind"), SPARSE)
 def test_sparse_rows_are_trained_like_a_dense_table(strategy: Any, devices: int, kind: str, tmp_path: Path) -> None:
     reads = "hooks" if isinstance(strategy, ParameterServer) and strategy.mode == "sync" else "step"
-    wanted, _ = train(Single(), 1, module=LooksUp(kind, reads=reads), batch=12)
+    expected, _ = train(Single(), 1, module=LooksUp(kind, reads=reads), batch=12)
     saver = SavesAtEnd(tmp_path / "end.ckpt")
-    found, _ = train(strategy, devices, module=LooksUp(kind, reads=reads), batch=12 // devices, callbacks=[saver])
-    for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
-        exact = devices == 1 and kind != "sgd"  # SGD adds the gradients of a row one by one
+    module, _ = train(strategy, devices, module=LooksUp(kind, reads=reads), batch=12 // devices, callbacks=[saver])
+    for a, b in zip(module.parameters(), expected.parameters(), strict=True):
+        exact = devices == 1 and kind != "sgd"  # SGD adds the gradients of a row one after another
         assert torch.equal(a, b) if exact else torch.allclose(a, b, atol=2e-6)
     again, _ = train(
         Single(), 1, module=LooksUp(kind, reads=reads), ckpt=tmp_path / "end.ckpt", max_epochs=3, batch=12 // devices
@@ -106,34 +108,36 @@ def test_sparse_rows_are_trained_like_a_dense_table(strategy: Any, devices: int,
     whole, _ = train(Single(), 1, module=LooksUp(kind, reads=reads), max_epochs=3)
     for a, b in zip(again.parameters(), whole.parameters(), strict=True):
         assert torch.allclose(a, b, atol=5e-6)
-    if kind != "adam":  # SparseAdam doesn't move rows that it has seen before, and has momentum where Adam has none
+    if kind != "adam":  # SparseAdam moves no rows without a gradient, and has momentum only for rows with a gradient
         dense, _ = train(Single(), 1, module=LooksUp(kind, sparse=False, reads=reads), batch=12)
-        assert torch.allclose(found.table.weight, dense.table.weight, atol=2e-6)
+        assert torch.allclose(module.table.weight, dense.table.weight, atol=2e-6)
 
 
 @pytest.mark.parametrize("strategy", [ParameterServer(servers=2), AsyncSGD(link="gloo")])
-def test_rows_that_nobody_touches_dont_travel(strategy: Any) -> None:
+def test_unused_rows_are_not_sent(strategy: Any) -> None:
     module, _ = train(strategy, 2, module=LooksUp("sgd"), batch=4, limit_val_batches=0, max_epochs=1)
     dense = 4 * sum(parameter.numel() for name, parameter in module.named_parameters() if name != "table.weight")
     touched = sum(
-        len({*(n * 97 % ROWS for n in batch), *(n % 5 for n in batch)}) for one in module.by_rank for batch in one
+        len({*(n * 97 % ROWS for n in batch), *(n % 5 for n in batch)})
+        for batches in module.by_rank
+        for batch in batches
     )
     sent, received = (sum(column) for column in zip(*module.traffic, strict=True))
-    row = 4 * (WIDTH + 1)  # with its number
-    steps = sum(len(one) for one in module.by_rank)
+    row = 4 * (WIDTH + 1)  # with its index
+    steps = sum(len(batches) for batches in module.by_rank)
     if isinstance(strategy, ParameterServer):
         assert sent == pytest.approx(steps * dense + touched * row, rel=0.02)
-        assert received < steps * dense + 2 * touched * row  # of both workers
-    else:  # the numbers of rows that it wants, and then those with their gradients
+        assert received < steps * dense + 2 * touched * row  # rows of both workers
+    else:  # the indices of the requested rows, and later the indices and gradients
         assert sent == pytest.approx(steps * dense + touched * (row + 4), rel=0.02)
-        seen = {number for one in module.by_rank for batch in one for number in batch}
+        seen = {number for batches in module.by_rank for batch in batches for number in batch}
         changed = len({*(n * 97 % ROWS for n in seen), *(n % 5 for n in seen)})
-        meetings = 2 * (2 * dense + changed * row)  # what has changed comes to each worker once
+        meetings = 2 * (2 * dense + changed * row)  # each worker receives each changed row once
         assert received <= steps * dense + touched * 4 * WIDTH + meetings
 
 
 class CountsUpdates(LooksUp):
-    """Notes how many updates are in its weights in each step."""
+    """Records the number of updates in its weights at each step."""
 
     updates: list[int] = []
 
@@ -142,13 +146,13 @@ class CountsUpdates(LooksUp):
 
 
 @pytest.mark.parametrize("overlap", ["backward", "forward"])
-def test_updates_are_counted_where_rows_are_looked_up_before_all_weights_have_come(overlap: Any) -> None:
+def test_updates_are_counted_when_rows_are_read_before_all_weights_are_received(overlap: Any) -> None:
     module, _ = train(AsyncSGD(overlap=overlap), 1, module=CountsUpdates("sgd"), max_epochs=1)
     assert module.updates == [0, 1, 2, 3]
 
 
 class Adds(torch.optim.SGD):
-    """Moves all rows of a table that has a gradient, as any optimizer of a user may."""
+    """Moves all rows of a table that has a gradient, as a user's optimizer may."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
@@ -165,7 +169,7 @@ class MovesAll(LooksUp):
 
 
 class Meets(LooksUp):
-    """Notes what each meeting has brought, and that all ranks have the same table."""
+    """Records the traffic of each meeting, and checks that all ranks have the same_weights table."""
 
     received: list[Any] = []
 
@@ -184,17 +188,17 @@ class Meets(LooksUp):
         [ParameterServer(optimizer="server", link="gloo")],
     ),
 )
-def test_tables_have_the_same_rows_on_all_ranks_at_each_meeting(strategy: Any) -> None:
+def test_tables_are_equal_on_all_ranks_at_each_meeting(strategy: Any) -> None:
     options: Any = {"batch": 4, "val_check_interval": 0.25, "limit_val_batches": 1, "max_epochs": 2}
     module, _ = train(strategy, 2, module=Meets("sgd"), **options)
     assert len(module.received) == 12
-    # With the weights and rows of all steps in between, this is less than a third of whole tables at each meeting.
+    # With the weights and rows of all steps in between, this is less than a third of whole tables per meeting.
     assert max(module.received[-1]) < 12 * 4 * ROWS * WIDTH / 3
-    all_moved, _ = train(AsyncSGD(), 2, module=MovesAll("own"), **options)
+    all_moved, _ = train(AsyncSGD(), 2, module=MovesAll("own optimizer"), **options)
     moved = all_moved.table.weight.detach()
-    fresh = MovesAll("own").table.weight.detach()
+    fresh = MovesAll("own optimizer").table.weight.detach()
     assert float((moved - fresh).min()) > -0.5
-    assert float((moved - fresh).median()) == pytest.approx(1e-3 * 22, rel=0.01)  # rows without a gradient, too
+    assert float((moved - fresh).median()) == pytest.approx(1e-3 * 22, rel=0.01)  # also rows without a gradient
 
 
 class Momentum(LooksUp):
@@ -214,7 +218,7 @@ def test_momentum_of_sparse_tables_is_refused_on_servers() -> None:
         (lambda: LooksUp("sgd", max_norm=1.0), {}, "table has max_norm"),
     ],
 )
-def test_what_sparse_rows_cant_have_is_refused(make: Any, options: Any, message: str) -> None:
+def test_options_without_support_for_sparse_rows_are_refused(make: Any, options: Any, message: str) -> None:
     for strategy in (ParameterServer(optimizer="server"), AsyncSGD()):
         with pytest.raises(WorkerFailed, match=message):
             train(strategy, module=make(), **options)
@@ -230,11 +234,11 @@ class Direct(Recorded):
 
 
 class OnlyCalls(Recorded):
-    """Notes the weights that each step begins with, as callbacks see them before it."""
+    """Has a parameter outside of its layers, and counts its forwards."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.free = nn.Parameter(torch.ones(6))  # its own, without a layer
+        self.free = nn.Parameter(torch.ones(6))  # a parameter without a layer
         self.calls = 0
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -253,17 +257,21 @@ class OnlyCalls(Recorded):
         ),
     ],
 )
-def test_weights_may_come_while_the_next_step_has_begun(make: Any, devices: int, servers: int, link: Any) -> None:
+def test_receiving_weights_during_the_next_forward_does_not_change_training(
+    make: Any, devices: int, servers: int, link: Any
+) -> None:
     options: dict[str, Any] = {"batch": 6, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
-    at_once, one = train(make(servers=servers, link=link), devices, module=OnlyCalls(), **options)
-    later, other = train(make(servers=servers, link=link, overlap="forward"), devices, module=OnlyCalls(), **options)
-    assert same(later, at_once)
-    assert other.global_step == one.global_step
-    assert float(other.callback_metrics["val"]) == float(one.callback_metrics["val"])
+    at_once, trainer = train(make(servers=servers, link=link), devices, module=OnlyCalls(), **options)
+    later, overlapped = train(
+        make(servers=servers, link=link, overlap="forward"), devices, module=OnlyCalls(), **options
+    )
+    assert same_weights(later, at_once)
+    assert overlapped.global_step == trainer.global_step
+    assert float(overlapped.callback_metrics["val"]) == float(trainer.callback_metrics["val"])
     assert later.traffic == at_once.traffic
 
 
-def test_weights_that_are_used_before_they_have_come_are_an_error() -> None:
+def test_using_weights_before_they_are_received_is_an_error() -> None:
     with pytest.raises(WorkerFailed, match=r"head\.weight.*: used before the newest value was received"):
         train(AsyncSGD(overlap="forward"), module=Direct())
     train(AsyncSGD(), module=Direct(), max_epochs=1)
@@ -271,7 +279,7 @@ def test_weights_that_are_used_before_they_have_come_are_an_error() -> None:
 
 @functools.cache
 def uncompressed(**options: Any) -> Any:
-    """Return the run that compressed ones are compared with."""
+    """Return the run without compression, for comparison."""
     return train(ParameterServer(**options), 2, batch=3, max_epochs=8, limit_val_batches=2)
 
 
@@ -301,7 +309,7 @@ def test_compressed_gradients_train_with_fewer_bytes(kind: Any, link: Any) -> No
         [("bf16", 1 / 2, "server"), ("topk", 0.2, "worker"), ("sign", 1 / 32, "server")],
     ),
 )
-def test_what_comes_back_is_compressed_too(kind: Any, part: float, optimizer: Any) -> None:
+def test_pulled_weights_are_compressed(kind: Any, part: float, optimizer: Any) -> None:
     options: dict[str, Any] = {"batch": 3, "max_epochs": 8, "limit_val_batches": 2}
     strategy = ParameterServer(pull_compression=kind, compression_keep=0.1, optimizer=optimizer, servers=2)
     module, trainer = train(strategy, 2, **options)
@@ -310,14 +318,14 @@ def test_what_comes_back_is_compressed_too(kind: Any, part: float, optimizer: An
     assert sent == all_sent
     size = 4 * sum(parameter.numel() for parameter in module.parameters())
     assert all_received == trainer.global_step * size
-    whole = 0 if optimizer == "worker" else 8 * size + size  # where ranks meet: once an epoch, and first
+    whole = 0 if optimizer == "worker" else 8 * size + size  # at meetings: once per epoch, and at the start
     assert received == pytest.approx(part * all_received + whole, rel=0.03)
     assert float(trainer.callback_metrics["loss_epoch"]) < 2 * float(other.callback_metrics["loss_epoch"]) + 0.5
 
 
-def test_thin_matrices_travel_in_the_place_of_gradients() -> None:
+def test_powersgd_sends_low_rank_factors_instead_of_gradients() -> None:
     options: dict[str, Any] = {"batch": 3, "max_epochs": 8, "limit_val_batches": 2}
-    exact, one = train(Single(), 1, **{**options, "batch": 6})
+    exact, single = train(Single(), 1, **{**options, "batch": 6})
     whole, _ = train(ParameterServer(compression="powersgd", powersgd_rank=3), 2, **options)
     assert all(torch.allclose(a, b, atol=1e-1) for a, b in zip(whole.parameters(), exact.parameters(), strict=True))
     module, trainer = train(ParameterServer(compression="powersgd", powersgd_rank=1, servers=2), 2, **options)
@@ -325,7 +333,7 @@ def test_thin_matrices_travel_in_the_place_of_gradients() -> None:
     others = sum(p.numel() for p in module.parameters() if p.dim() == 1 or 1 in p.shape)
     steps = trainer.global_step
     assert module.traffic[0][0] == pytest.approx(4 * steps * (thin + others), rel=0.02)
-    assert float(trainer.callback_metrics["loss_epoch"]) < 2 * float(one.callback_metrics["loss_epoch"]) + 0.5
+    assert float(trainer.callback_metrics["loss_epoch"]) < 2 * float(single.callback_metrics["loss_epoch"]) + 0.5
 
 
 @pytest.mark.parametrize(
@@ -342,12 +350,14 @@ def test_thin_matrices_travel_in_the_place_of_gradients() -> None:
     ),
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore:the checkpoint has the state of ModelCheckpoint")
-def test_what_compression_has_kept_is_in_a_checkpoint(tmp_path: Path, strategy: Any) -> None:
+def test_compression_residuals_are_stored_in_checkpoints(tmp_path: Path, strategy: Any) -> None:
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1)
     whole, _ = train(strategy, 2, callbacks=[saver], batch=6, enable_checkpointing=True)
-    path = sorted(checkpoint.list_committed(tmp_path), key=lambda one: checkpoint.read_manifest(one)["step"])[0]
+    path = sorted(checkpoint.list_committed(tmp_path), key=lambda saved: checkpoint.read_manifest(saved)["step"])[0]
     saver = ModelCheckpoint(tmp_path / "again", every_n_train_steps=2)  # a checkpoint reads complete weights
     again, _ = train(strategy, 2, ckpt=path, callbacks=[saver], batch=6, enable_checkpointing=True)
-    assert same(again, whole)
-    _, trainer = train(strategy, 1, ckpt=path, batch=6)  # of another number of workers: it is lost, and said so
+    assert same_weights(again, whole)
+    _, trainer = train(
+        strategy, 1, ckpt=path, batch=6
+    )  # another number of workers: the residuals are lost, with a warning
     assert trainer.current_epoch == 2

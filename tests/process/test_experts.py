@@ -1,4 +1,4 @@
-"""Divided experts train what one process trains, in unchanged modules; what can't be divided is an error."""
+"""Expert parallelism of unchanged modules equals training in a single process; indivisible modules are errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ WORDS, WIDTH, COUNT, LENGTH = 19, 8, 4, 5
 
 
 class Experts(nn.Module):
-    """Matrices and biases of all experts, as in transformers."""
+    """Weights and biases of all experts as stacked parameters, as in transformers."""
 
     def __init__(self, scaled: bool) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Experts(nn.Module):
 
 
 class Switch(nn.Module):
-    """One expert for each token, without weights; a class of experts for all tokens at once."""
+    """One expert per token, without weights; computes all tokens in a single product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Mixture(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         tokens = self.norm(x).flatten(0, 1)
         scores = self.gate(tokens).softmax(-1)
-        if self.kind == "lopsided":  # all tokens for the experts of the first rank
+        if self.kind == "lopsided":  # all tokens are routed to the experts of the first rank
             scores = torch.cat([scores[:, :2], torch.zeros_like(scores[:, 2:])], 1)
         weights, index = scores.topk(2)
         if self.kind == "switch":
@@ -84,7 +84,7 @@ class Mixture(nn.Module):
 
 
 class Model(fx.Module):
-    """A language model of mixtures, with a tied head."""
+    """A language model with mixture layers and a tied head."""
 
     def __init__(self, kind: str = "", sgd: bool = False) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Model(fx.Module):
         return self(batch[:, :-1]).argmax(-1)  # type: ignore[no-any-return]
 
     def on_train_epoch_end(self) -> None:
-        if self.kind == "scaled":  # hooks see whole weights, and their changes reach all parts
+        if self.kind == "scaled":  # hooks see whole weights, and changes are applied to all shards
             weight = self.layers[0].experts.up
             self.log("norm", weight.detach().norm())
             with torch.no_grad():
@@ -127,8 +127,8 @@ class Model(fx.Module):
         if self.trainer.world_size > 1 and isinstance(self.trainer.strategy, Mesh):
             self.norms.append(float(self.trainer.strategy.gradient_norm([optimizer])))  # type: ignore[arg-type]
         else:
-            found = nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
-            self.norms.append(float(found))
+            norm = nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None])
+            self.norms.append(float(norm))
 
     def configure_optimizers(self) -> Any:
         if self.sgd:
@@ -136,7 +136,7 @@ class Model(fx.Module):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-SAMPLES = 27 if SOAK else 19  # the last global batch of 4 or 8 has 3
+SAMPLES = 27 if SOAK else 19  # the last global batch of 4 or 8 has 3 samples
 
 
 def sentences(count: int) -> list[Tensor]:
@@ -166,7 +166,7 @@ def train(
             trainer.fit(model, data, DataLoader(sentences(5), 2), ckpt_path=ckpt_path)  # type: ignore[arg-type]
             metrics = {n: float(v) for n, v in trainer.callback_metrics.items()}
             predicted: Any = trainer.predict(model, DataLoader(sentences(5), 2))  # type: ignore[arg-type]
-            assert all("forward" not in vars(part) for part in model.modules())  # whole again
+            assert all("forward" not in vars(part) for part in model.modules())  # forwards are restored
             results.append({
                 "weights": {name: weight.detach() for name, weight in model.named_parameters()}, "norms": model.norms,
                 "metrics": metrics,
@@ -192,8 +192,8 @@ KINDS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), params([(Mesh(expert=2), 4)], [(ExpertMesh(), 2), (ExpertMesh(), 4)]))
-def test_divided_experts_train_what_one_process_trains(strategy: Any, ranks: int) -> None:
-    options = {"max_epochs": 5 if SOAK else 2}  # the last global batch has 3 samples: some ranks have none
+def test_divided_experts_train_the_weights_of_a_single_process(strategy: Any, ranks: int) -> None:
+    options = {"max_epochs": 5 if SOAK else 2}  # the last global batch has 3 samples: some ranks have no sample
     alone = train("single", 8, options, KINDS, "", None, (EMA(0.8),))
     by_rank = run_ranks(train, ranks, strategy, 8 // ranks, options, KINDS, "", None, (EMA(0.8),))
     for number, module in enumerate(KINDS):
@@ -232,7 +232,7 @@ def test_checkpoints_move_between_strategies_and_a_resumed_run_is_the_same_run(t
 
 
 class Odd(Model):
-    """Deviates from the protocol, or from the loop of other ranks, in a way of its own."""
+    """Deviates from the protocol, or from the loop of other ranks, depending on `kind`."""
 
     def __init__(self, kind: str = "") -> None:
         super().__init__("" if kind in ("hook", "idle", "once", "odd", "tied", "compiled", "normal") else kind)
@@ -262,7 +262,7 @@ class Odd(Model):
     def on_after_backward(self) -> None:
         if self.odd == "hook":
             assert self.embed.weight.grad is not None
-            self.norms.append(float(self.embed.weight.grad.norm()))  # whole
+            self.norms.append(float(self.embed.weight.grad.norm()))  # the gradient of a replicated parameter
             self.layers[0].experts.up.grad.norm()
 
 
@@ -273,7 +273,7 @@ def mean_free(part: Any, tokens: Tensor, index: Tensor, weights: Tensor) -> Tens
 
 
 def refusal(cases: list[tuple[Any, Any, dict[str, Any]]]) -> list[str]:
-    """Return the messages of the errors of fits that can't begin."""
+    """Return the error messages of fits that are refused at set-up."""
     messages = []
     for strategy, kind, options in cases:
         torch.manual_seed(0)
@@ -308,19 +308,22 @@ def deviate(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "message"),
     [
-        ("idle", "a collective at a batch of which some ranks have no sample"),  # rank 1 has none of the last batch
+        (
+            "idle",
+            "a collective at a batch of which some ranks have no sample",
+        ),  # rank 1 has no sample of the last batch
         ("once", r"rank 0: call 3 in the step, of layers.0.experts; rank 1: begins the backward"),
     ],
 )
-def test_ranks_that_deviate_are_an_error_at_once(kind: str, said: str) -> None:
-    with pytest.raises(WorkerFailed, match=said):
+def test_a_rank_that_deviates_from_the_other_ranks_is_an_error_without_waiting(kind: str, message: str) -> None:
+    with pytest.raises(WorkerFailed, match=message):
         run_ranks(deviate, 2, kind)
 
 
 class Absent(Model):
-    """Has no loss for a batch on any rank, or gives samples no weight."""
+    """Returns no loss for a batch on any rank, or has batches of weight 0."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         loss = self._loss(batch)
@@ -330,7 +333,7 @@ class Absent(Model):
         return int((batch[:, 0] > WORDS // 2).sum())
 
 
-def test_batches_without_a_loss_or_a_weight() -> None:
+def test_batches_without_a_loss_or_a_weight_are_skipped_as_under_ddp() -> None:
     options = {"max_epochs": 2, "gradient_clip_val": None}
     trained = run_ranks(train, 2, ExpertMesh(), 1, options, [functools.partial(Absent, "")])
     expected = run_ranks(train, 2, "ddp", 1, options, [functools.partial(Absent, "")])[0][0]
@@ -378,11 +381,11 @@ class Transformers(Model):
             "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
         }  # fmt: skip
         if kind == "DeepseekV3ForCausalLM":
-            del options["head_dim"]  # is that of its rotated features
+            del options["head_dim"]  # the model has its own size of rotated features
         with quiet() as library:
             built = getattr(library, kind)
             self.net = built(built.config_class(**options))
-        if implementation == "grouped_mm":  # torch has no float64 for it
+        if implementation == "grouped_mm":  # torch has no float64 kernel for grouped_mm
             self.net.float()
         del self.layers, self.embed, self.head, self.unused
 
@@ -391,12 +394,12 @@ class Transformers(Model):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
-def test_mixtures_of_transformers_train_what_one_process_trains() -> None:
+def test_mixtures_of_transformers_train_the_weights_of_a_single_process() -> None:
     kinds = [("MixtralForCausalLM", "eager"), ("MixtralForCausalLM", "grouped_mm")]
     more = [("Qwen3MoeForCausalLM", "eager"), ("Qwen2MoeForCausalLM", "batched_mm"), ("GptOssForCausalLM", "eager")]
     more += [("DeepseekV2ForCausalLM", "eager"), ("DeepseekV3ForCausalLM", "eager")]
     modules = [functools.partial(Transformers, *kind) for kind in [*kinds, *(more if SOAK else [])]]
     options = {"max_epochs": 5 if SOAK else 1}  # 20 or 4 updates
-    alone, found = train("single", 8, options, modules), run_ranks(train, 2, ExpertMesh(), 4, options, modules)[0]
-    for one, other in zip(alone, found, strict=True):  # the library rounds norms and the router to float32
-        assert far(one, other) < 1e-5
+    alone, sharded = train("single", 8, options, modules), run_ranks(train, 2, ExpertMesh(), 4, options, modules)[0]
+    for expected, actual in zip(alone, sharded, strict=True):  # the library rounds norms and the router to float32
+        assert far(expected, actual) < 1e-5

@@ -1,4 +1,4 @@
-"""Sharded training computes what one process computes, whatever is asked of it."""
+"""Sharded training equals training in a single process, in combination with hooks, freezing and optimizers."""
 
 from __future__ import annotations
 
@@ -50,27 +50,27 @@ def train(strategy: Any, devices: int = 2, *, ckpt: Path | None = None, **option
 
 
 class Weighs(fx.Callback):
-    """Notes what this rank holds of weights, gradients and moments."""
+    """Records the bytes of weights, gradients and moments of this rank."""
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        held = [t for p in module.parameters() for t in (p, p.grad, *optimizer.state.get(p, {}).values())]
-        local = [t.to_local() if hasattr(t, "to_local") else t for t in held if t is not None]
-        module.held_bytes = sum(t.nbytes for t in local)
+        held = [tensor for p in module.parameters() for tensor in (p, p.grad, *optimizer.state.get(p, {}).values())]
+        local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in held if tensor is not None]
+        module.held_bytes = sum(tensor.nbytes for tensor in local)
 
 
-def test_a_rank_keeps_half_of_weights_gradients_and_moments() -> None:
+def test_a_rank_holds_half_of_the_weights_gradients_and_moments() -> None:
     sharded, _ = train(FSDP(), callbacks=[Weighs()])
     whole, _ = train(DDP(), callbacks=[Weighs()])
     assert int(sharded.held_bytes) < 0.6 * int(whole.held_bytes)  # 9 rows on 2 ranks are 5 and 4
 
 
 @pytest.mark.timeout(240)
-def test_single_ddp_and_fsdp_take_up_each_others_checkpoints_bit_for_bit(tmp_path: Path) -> None:
-    ways: list[tuple[Any, int]] = [(Single(), 1), (DDP(), 2), (FSDP(), 2), (DDP(), 2), (FSDP(wrap=["Linear"]), 2)]
+def test_single_ddp_and_fsdp_load_checkpoints_of_each_other_bit_for_bit(tmp_path: Path) -> None:
+    strategies: list[tuple[Any, int]] = [(Single(), 1), (DDP(), 2), (FSDP(), 2), (DDP(), 2), (FSDP(wrap=["Linear"]), 2)]
     before: dict[str, Any] | None = None
     path: Path | None = None
-    for number, (strategy, devices) in enumerate(itertools.chain(ways, ways[:1])):
-        # At the limit already: the run takes the checkpoint up, and writes another at once.
+    for number, (strategy, devices) in enumerate(itertools.chain(strategies, strategies[:1])):
+        # max_steps is reached: the run loads the checkpoint, and immediately writes another.
         saver = SavesAtEnd(tmp_path / f"{number}.ckpt")
         train(strategy, devices, ckpt=path, callbacks=[saver], max_steps=3)
         path = tmp_path / f"{number}.ckpt"
@@ -81,7 +81,7 @@ def test_single_ddp_and_fsdp_take_up_each_others_checkpoints_bit_for_bit(tmp_pat
 
 
 class Deep(fx.Module):
-    """24 blocks of equal size; notes each return of freed memory, with the bytes that are gathered then."""
+    """24 blocks of equal size; records each release of freed memory, with the gathered bytes at that moment."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Deep(fx.Module):
 
 
 def returns_of_freed_memory(accumulate: int) -> tuple[int, list[tuple[str, int]]]:
-    """Return the bytes of a block, and the returns of freed memory in two batches, if 8 blocks count as much."""
+    """Return the bytes of a block, and the releases of freed memory in two batches; 8 blocks trigger a release."""
     module = Deep()
     block = sum(parameter.nbytes for parameter in module.body[0].parameters())
     trainer = fx.Trainer(
@@ -124,8 +124,8 @@ def returns_of_freed_memory(accumulate: int) -> tuple[int, list[tuple[str, int]]
     return block, module.returns
 
 
-def test_freed_weights_and_gradients_return_to_the_system_within_a_step() -> None:
-    # A forward frees 24 blocks; a backward also their gradients and the inputs of reductions: a return after 3 blocks.
+def test_memory_of_freed_weights_and_gradients_is_returned_to_the_system_within_a_step() -> None:
+    # A forward frees 24 blocks; a backward frees also gradients and inputs of reductions: a release per 3 blocks.
     step = {"forward": 3, "backward": 8, "update": 1}
     window = {"forward": 6, "backward": 3 + 8, "update": 1}  # the first backward of a window keeps its gradients
     for accumulate, expected in ((1, {name: 2 * count for name, count in step.items()}), (2, window)):
@@ -135,7 +135,7 @@ def test_freed_weights_and_gradients_return_to_the_system_within_a_step() -> Non
 
 
 class Later(Layers):
-    """Builds its layers where they take no memory."""
+    """Creates its layers on the meta device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,26 +148,26 @@ class Later(Layers):
             self.was = [str(parameter.device) for parameter in self.body.parameters()]
 
 
-def test_layers_of_configure_model_take_memory_as_shards_only() -> None:
+def test_layers_of_configure_model_are_allocated_as_shards_only() -> None:
     module = Later()
     trainer = fx.Trainer(devices=2, strategy="fsdp", max_epochs=8, **QUIET)
     trainer.fit(module, loader(3), loader(5))
     assert set(module.was) == {"meta"}
     assert all(str(parameter.device) == "cpu" for parameter in module.parameters())
     deviations = [layer.up.weight.std().item() for layer in module.body]
-    assert min(deviations) > 0.1  # Linear's own first values: uniform within 1 / sqrt(6), on every shard
-    assert float(trainer.callback_metrics["val"]) < 3.0  # 6 is the variance of what is learnt
+    assert min(deviations) > 0.1  # initial values of Linear: uniform within 1 / sqrt(6), on every shard
+    assert float(trainer.callback_metrics["val"]) < 3.0  # 6 is the variance of the targets
 
 
 class Begun(Later):
-    """Gives its layers other first values than their own."""
+    """Initializes a layer in `configure_model` with other values than the layer's own."""
 
     def configure_model(self) -> None:
         super().configure_model()
         nn.init.zeros_(self.body[1].up.weight)
 
 
-def test_values_that_layers_without_memory_would_lose_are_refused() -> None:
+def test_initial_values_that_meta_layers_would_lose_are_refused() -> None:
     trainer = fx.Trainer(devices=2, strategy="fsdp", max_epochs=1, **QUIET)
     with pytest.raises(Exception, match=r"body\.1\.up\.weight is given values in configure_model"):
         trainer.fit(Begun(), loader(3))
@@ -185,7 +185,7 @@ def test_parameters_of_two_dtypes_are_refused_by_name() -> None:
         trainer.fit(Mixed(), loader(3))
 
 
-def test_checkpoints_of_shards_are_kept_by_the_callback(tmp_path: Path) -> None:
+def test_the_checkpoint_callback_stores_sharded_weights(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, monitor="val", save_last=True)
     module, trainer = train("fsdp", callbacks=[saver], enable_checkpointing=True)
     assert Path(trainer.checkpoint_callback.best_model_path).is_dir()
@@ -196,14 +196,14 @@ def test_checkpoints_of_shards_are_kept_by_the_callback(tmp_path: Path) -> None:
 
 
 class Freezes(LayeredModule):
-    """Freezes the head at update 1, and releases it at update 3.
+    """Freezes the head at update 1, and unfreezes it at update 3.
 
     Args:
         where: name of the hook.
-        begins: before the step has computed, in `training_step`.
-        clamps: instead, change its weights each time.
-        of_optimizer: freeze what the optimizer has, in the place of the module's own parameters.
-        releases: it is released at all.
+        begins: call the hook "training_step" before the forward instead of after it.
+        clamps: change the weights each time instead.
+        of_optimizer: freeze the optimizer's parameters instead of the module's.
+        releases: whether the head is unfrozen.
     """
 
     def __init__(
@@ -244,20 +244,20 @@ class Freezes(LayeredModule):
 
 def trained(strategy: Any, cases: list[dict[str, Any]], devices: int) -> list[Any]:
     """Return the weights of each case."""
-    found = []
+    weights = []
     for case in cases:
         torch.manual_seed(2)
         module = Freezes(**case)
         trainer = fx.Trainer(devices=devices, strategy=strategy, **{"max_epochs": 3, **QUIET})
         trainer.fit(module, DataLoader(layered_data(12), 6 // devices), DataLoader(layered_data(6), 3))
-        found.append({name: getattr(p, "full_tensor", p.clone)().tolist() for name, p in module.named_parameters()})
-    return found
+        weights.append({name: getattr(p, "full_tensor", p.clone)().tolist() for name, p in module.named_parameters()})
+    return weights
 
 
 GATHERED = ["training_step", "on_before_zero_grad", "on_before_backward", "validation_step"]
 
 
-def test_what_is_frozen_while_it_is_gathered_stays_frozen() -> None:
+def test_parameters_that_are_frozen_while_gathered_stay_frozen() -> None:
     cases: list[Any] = [{"where": where} for where in GATHERED] + [{"where": "training_step", "begins": True}]
     cases += [{"where": where, "of_optimizer": True} for where in GATHERED[1:]]
     cases += [
@@ -265,13 +265,15 @@ def test_what_is_frozen_while_it_is_gathered_stays_frozen() -> None:
         for begins in (False, True)
     ]
     alone = trained(Single(), cases, 1)
-    for found in run_ranks(trained, 2, FSDP(), cases, 2):
-        for case, own, expected in zip(cases, found, alone, strict=True):
+    for sharded in run_ranks(trained, 2, FSDP(), cases, 2):
+        for case, actual, expected in zip(cases, sharded, alone, strict=True):
             for name, values in expected.items():
-                torch.testing.assert_close(own[name], values, rtol=0, atol=1e-6, msg=f"{case}: {name}")  # of 0.1
+                torch.testing.assert_close(
+                    actual[name], values, rtol=0, atol=1e-6, msg=f"{case}: {name}"
+                )  # weights of about 0.1
 
 
-def test_an_optimizers_parameters_that_are_released_while_they_are_gathered_are_an_error() -> None:
+def test_unfreezing_an_optimizers_parameters_while_they_are_gathered_is_an_error() -> None:
     with pytest.raises(WorkerFailed, match=r"training_step has set requires_grad=True on the optimizer's head\.weight"):
         trained(FSDP(), [{"where": "training_step", "begins": True, "of_optimizer": True}], devices=2)
 
@@ -306,10 +308,10 @@ def paused(strategy: Any, of_optimizer: bool, devices: int) -> dict[str, Any]:
     return module.state_dict()
 
 
-def test_parameters_that_are_frozen_for_a_forward_are_not_trained_by_it() -> None:
+def test_parameters_that_are_frozen_during_a_forward_are_not_trained_by_it() -> None:
     sharded, alone = paused(FSDP(), False, 2), paused(Single(), False, 1)
     for name, weights in alone.items():
-        torch.testing.assert_close(sharded[name], weights, rtol=0, atol=1e-6, msg=name)  # of 0.1
+        torch.testing.assert_close(sharded[name], weights, rtol=0, atol=1e-6, msg=name)  # weights of about 0.1
     torch.manual_seed(2)
     assert torch.equal(sharded["head.weight"], Pauses(False).head.weight)
     with pytest.raises(WorkerFailed, match=r"training_step has set requires_grad=True on the optimizer's head\.weight"):
@@ -317,13 +319,13 @@ def test_parameters_that_are_frozen_for_a_forward_are_not_trained_by_it() -> Non
 
 
 @pytest.mark.parametrize("where", ["training_step", "validation_step"])
-def test_weights_that_are_changed_while_they_are_gathered_are_an_error(where: str) -> None:
+def test_changing_weights_while_they_are_gathered_is_an_error(where: str) -> None:
     with pytest.raises(WorkerFailed, match=r"head\.weight was changed or replaced while strategy=fsdp had gathered it"):
         trained(FSDP(), [{"where": where, "clamps": True}], devices=2)
 
 
 class Looks(fx.Module):
-    """Looks at its predictions before each step, without a gradient."""
+    """Computes predictions without gradients before each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -342,19 +344,19 @@ class Looks(fx.Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_a_forward_without_a_backward_leaves_no_old_weights_behind() -> None:
-    found = []
+def test_a_forward_without_a_backward_does_not_keep_outdated_weights() -> None:
+    heads = []
     for strategy, devices in ((Single(), 1), (FSDP(reshard_after_forward=False), 2)):
         torch.manual_seed(2)
         module = Looks()
         trainer = fx.Trainer(devices=devices, strategy=strategy, **{"max_epochs": 1, **QUIET})
         trainer.fit(module, DataLoader(layered_data(12), 6 // devices))
-        found.append(module.head.weight.detach())
-    torch.testing.assert_close(*found, rtol=0, atol=1e-6)  # it was 0.1
+        heads.append(module.head.weight.detach())
+    torch.testing.assert_close(*heads, rtol=0, atol=1e-6)  # the difference was 0.1
 
 
 def changes_in_hooks() -> list[Callable[[nn.Linear], Any]]:
-    """Return changes of weights that hooks make, one for each batch."""
+    """Return changes of weights in hooks, one change per batch."""
     return [
         lambda head: setattr(head.weight, "data", head.weight.data * 0.9),
         lambda head: nn.utils.vector_to_parameters(
@@ -363,7 +365,7 @@ def changes_in_hooks() -> list[Callable[[nn.Linear], Any]]:
         lambda head: head.weight.copy_(torch.linspace(0, 1, head.weight.numel()).view(head.weight.shape)),
         lambda head: head.weight[1].mul_(2),
         lambda head: (torch.manual_seed(3), nn.init.normal_(head.weight)),
-        lambda head: nn.init.normal_(head.weight),  # with the numbers of the first rank
+        lambda head: nn.init.normal_(head.weight),  # with the random numbers of the first rank
         lambda head: head.weight.div_(head.weight.norm()).clamp_(-0.3, 0.3),
         lambda head: head.weight.sub_(head.weight.grad, alpha=0.1),
         lambda head: setattr(head.bias, "grad", torch.ones(3)),
@@ -371,15 +373,15 @@ def changes_in_hooks() -> list[Callable[[nn.Linear], Any]]:
 
 
 class ChangesWeights(fx.Module):
-    """Changes weights in several ways, and keeps an average of itself.
+    """Changes weights in several ways, and keeps an average of its head.
 
     Args:
-        mistake: of a hook; "assigns" between forward and backward.
+        mistake: the mistake of a hook; "assigns" happens between forward and backward.
     """
 
     def __init__(self, mistake: str = "") -> None:
         super().__init__()
-        self.body, self.head = nn.Linear(6, 5), nn.Linear(5, 3)  # numbers of rows that two ranks can't halve
+        self.body, self.head = nn.Linear(6, 5), nn.Linear(5, 3)  # row counts that are odd for two ranks
         self.average = torch.optim.swa_utils.AveragedModel(self.head)
         self.mistake = mistake
         self.norms: list[float] = []
@@ -447,7 +449,7 @@ def test_mistakes_of_hooks_are_errors(mistake: str, message: str) -> None:
 
 
 class Penalised(Layers):
-    """Adds a term to the loss, by name."""
+    """Adds a term to the loss, selected by `term`."""
 
     term = "weights"
 
@@ -463,7 +465,7 @@ class Penalised(Layers):
 @pytest.mark.parametrize(
     ("term", "message"), [("weights", "Call the submodule instead of reading"), ("slope", "no second derivative")]
 )
-def test_terms_of_the_loss_that_shards_cant_give_are_explained(term: str, message: str) -> None:
+def test_loss_terms_without_support_for_shards_are_errors_with_the_remedy(term: str, message: str) -> None:
     module = Penalised()
     module.term = term
     with pytest.raises(WorkerFailed, match=rf"training_step (?s:.*){message}(?s:.*)strategy=ddp"):
@@ -472,7 +474,7 @@ def test_terms_of_the_loss_that_shards_cant_give_are_explained(term: str, messag
 
 
 class OfNumbers(torch.optim.SGD):
-    """Divides the gradients by their norm, which it computes as a number in Python."""
+    """Divides the gradients by their norm, computed as a Python number."""
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         parameters = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
@@ -482,7 +484,7 @@ class OfNumbers(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_an_optimizer_that_reads_shards_as_numbers_is_refused() -> None:
+def test_an_optimizer_that_converts_sharded_values_to_python_numbers_is_refused() -> None:
     module = Layers()
     module.configure_optimizers = lambda: OfNumbers(module.parameters(), 0.1)  # type: ignore[method-assign]
     with pytest.raises(WorkerFailed, match=r"OfNumbers makes another update with the sharded parameters of fsdp"):

@@ -1,4 +1,4 @@
-"""What only a GPU can show; the same paths run on gloo and CPU in the other tests."""
+"""Behaviour that only a GPU has; the same code runs on gloo and CPU in other tests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gpu
 
 
 class Overflows(TinyModule):
-    """Its gradients aren't finite at one step."""
+    """Its gradients overflow at one step."""
 
     def __init__(self, at: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Overflows(TinyModule):
 
 
 @one_gpu
-def test_16_mixed_skips_the_step_whose_gradients_overflow_and_trains_on() -> None:
+def test_16_mixed_skips_a_step_with_overflowing_gradients_and_continues() -> None:
     module = Overflows(at=2)
     fx.Trainer(max_steps=6, precision="16-mixed", **ON_GPU).fit(module, tiny_loader(32))
     before, after, last = module.weights[2], module.weights[3], module.weights[5]
@@ -51,11 +51,11 @@ def test_16_mixed_skips_the_step_whose_gradients_overflow_and_trains_on() -> Non
 
 @one_gpu
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
-def test_a_gpu_computes_what_the_cpu_computes(precision: str) -> None:
+def test_weights_trained_on_a_gpu_equal_those_trained_on_the_cpu(precision: str) -> None:
     on_cpu, on_gpu = TinyModule(), TinyModule()
     fx.Trainer(max_steps=4, **QUIET).fit(on_cpu, tiny_loader())
     fx.Trainer(max_steps=4, precision=precision, **ON_GPU).fit(on_gpu, tiny_loader())
-    # 8 bits of mantissa in bfloat16, 11 in float16: the products of a step are that exact
+    # precision of a step's products: 8 bits of mantissa in bfloat16, 11 in float16
     tolerance = {"32-true": 1e-5, "bf16-mixed": 3e-2, "16-mixed": 4e-3}[precision]
     assert torch.allclose(on_gpu.layer.weight.cpu(), on_cpu.layer.weight, atol=tolerance)
 
@@ -71,7 +71,7 @@ class Normalised(TinyModule):
 
 
 @two_gpus
-def test_two_gpus_over_nccl_compute_what_one_computes_also_with_synchronised_batch_norm() -> None:
+def test_two_gpus_over_nccl_with_synchronized_batch_norm_train_the_weights_of_a_single_gpu() -> None:
     alone, together = Normalised(), Normalised()
     fx.Trainer(max_epochs=1, devices=1, **ON_GPU).fit(alone, tiny_loader(16, 8))
     fx.Trainer(max_epochs=1, devices=2, strategy="ddp", sync_batchnorm=True, **ON_GPU).fit(together, tiny_loader(16, 4))
@@ -82,7 +82,7 @@ def test_two_gpus_over_nccl_compute_what_one_computes_also_with_synchronised_bat
 @two_gpus
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_worker_on_a_gpu_that_dies_is_replaced_in_place(strategy: str, tmp_path: Path) -> None:
-    found = []
+    modules = []
     for name, faults in (("a", []), ("b", [kill(rank=1).during("backward", step=3)])):
         torch.manual_seed(3)
         module = Ledger(16, 4)
@@ -92,15 +92,15 @@ def test_a_worker_on_a_gpu_that_dies_is_replaced_in_place(strategy: str, tmp_pat
         )  # fmt: skip
         trainer.fit(module, DataLoader(Numbered(16), 2))
         assert len(trainer.failures) == len(faults)
-        assert trainer.state.attempt == 0  # nothing was started again
-        found.append(module)
-    for a, b in zip(found[0].parameters(), found[1].parameters(), strict=True):
+        assert trainer.state.attempt == 0  # no restart
+        modules.append(module)
+    for a, b in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
         assert torch.equal(a.cpu(), b.cpu())
 
 
 @one_gpu
 @pytest.mark.parametrize("make", [ParameterServer, lambda: ParameterServer(optimizer="server"), AsyncSGD])
-def test_a_worker_on_a_gpu_brings_its_gradients_to_servers_in_main_memory(make: Any) -> None:
+def test_a_worker_on_a_gpu_sends_its_gradients_to_servers_in_main_memory(make: Any) -> None:
     alone, served = TinyModule(), TinyModule()
     fx.Trainer(max_epochs=2, **ON_GPU).fit(alone, tiny_loader())
     fx.Trainer(max_epochs=2, devices=1, strategy=make(), **ON_GPU).fit(served, tiny_loader())

@@ -1,4 +1,4 @@
-"""Hooks that do something on one rank only are an error that says so; none hangs, and no rank drifts away."""
+"""Hooks that act on a single rank are errors that name the difference; they neither hang nor let ranks diverge."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ pytestmark = pytest.mark.usefixtures("warm_ranks")
 
 
 class Changed(fx.Module):
-    """Changes something on rank 1 only, or on all ranks.
+    """Changes a setting on rank 1 only, or on all ranks.
 
     Args:
         what: name of the change.
-        everywhere: on all ranks.
+        everywhere: change it on all ranks.
     """
 
     def __init__(self, what: str, *, everywhere: bool = False) -> None:
@@ -95,8 +95,8 @@ def options(what: str) -> dict[str, Any]:
 
 
 def fit_here(cases: list[tuple[Any, Changed]]) -> list[str]:
-    """Train each module on the ranks that there are; returns its error, "" for none."""
-    found = []
+    """Train each module on the present ranks; return its error, or "" without an error."""
+    errors = []
     world = worlds.current()
     assert world is not None
     for strategy, module in cases:
@@ -104,15 +104,15 @@ def fit_here(cases: list[tuple[Any, Changed]]) -> list[str]:
         try:
             trainer.fit(module)
         except Exception as error:
-            found.append(f"{type(error).__name__}: {error}")
+            errors.append(f"{type(error).__name__}: {error}")
         else:
-            found.append("")
-    return found
+            errors.append("")
+    return errors
 
 
 START = "ranks differ at the start of epoch 1, so they would not train the same model"
 FROZEN = "first.weight: parameter, shape [4, 3], float32, frozen on rank 0, parameter, shape [4, 3], float32, trained"
-TOLD = {
+DIFFERENCES = {
     "unfreezes": (START, FROZEN),
     "rate": (START, "optimizer 0, group 0, lr: 0.1 on rank 0, 0.5 on rank 1"),
     "hook": (START, "trained on rank 0, parameter, shape [1, 4], float32, trained, 1 gradient hooks on rank 1"),
@@ -123,26 +123,26 @@ TOLD = {
     "gradients": ("ranks differ after step 2", "weights of last.weight: alike on rank 0, other values on rank 1"),
 }
 STRATEGIES: dict[str, Any] = {
-    "ddp": DDP, "fsdp": FSDP, "no server": lambda: ParameterServer(servers=0), "local_sgd": LocalSGD
+    "ddp": DDP, "fsdp": FSDP, "shared memory": lambda: ParameterServer(servers=0), "local_sgd": LocalSGD
 }  # fmt: skip
 
 
-def test_what_hooks_change_on_one_rank_is_an_error_on_all_ranks() -> None:
-    apart = [("gradients", "fsdp"), ("gradients", "local_sgd")]  # each rank has weights of its own
-    expected = [(what, kind) for what in TOLD for kind in STRATEGIES if (what, kind) not in apart]
-    for found in run_ranks(fit_here, 2, [(STRATEGIES[kind](), Changed(what)) for what, kind in expected]):
-        for error, (what, kind) in zip(found, expected, strict=True):
-            for text in ("RanksDisagree: ", *TOLD[what]):
+def test_settings_that_hooks_change_on_one_rank_are_an_error_on_all_ranks() -> None:
+    excluded = [("gradients", "fsdp"), ("gradients", "local_sgd")]  # each rank has different weights
+    expected = [(what, kind) for what in DIFFERENCES for kind in STRATEGIES if (what, kind) not in excluded]
+    for errors in run_ranks(fit_here, 2, [(STRATEGIES[kind](), Changed(what)) for what, kind in expected]):
+        for error, (what, kind) in zip(errors, expected, strict=True):
+            for text in ("RanksDisagree: ", *DIFFERENCES[what]):
                 assert text in error, (what, kind, error)
 
 
-def test_what_hooks_change_on_all_ranks_is_no_error() -> None:
-    every = [*TOLD, "unfreezes in a batch", "freezes in a batch", "skips"]
-    apart = [(what, "local_sgd") for what in every if what.startswith("unfreezes")]  # is refused there
-    cases = [(what, kind) for what in every for kind in STRATEGIES if (what, kind) not in apart]
+def test_settings_that_hooks_change_on_all_ranks_are_accepted() -> None:
+    changes = [*DIFFERENCES, "unfreezes in a batch", "freezes in a batch", "skips"]
+    excluded = [(what, "local_sgd") for what in changes if what.startswith("unfreezes")]  # refused under this strategy
+    cases = [(what, kind) for what in changes for kind in STRATEGIES if (what, kind) not in excluded]
     modules = [(STRATEGIES[kind](), Changed(what, everywhere=True)) for what, kind in cases]
-    for found in run_ranks(fit_here, 2, modules):
-        for error, (what, kind) in zip(found, cases, strict=True):
+    for errors in run_ranks(fit_here, 2, modules):
+        for error, (what, kind) in zip(errors, cases, strict=True):
             assert not error, (what, kind, error)
 
 
@@ -160,19 +160,19 @@ WITHIN = {
         [(FSDP(), "freezes in a batch"), (FSDP(), "skips")],
     ),
 )
-def test_what_a_hook_changes_on_one_rank_within_an_epoch_is_an_error(strategy: Any, what: str) -> None:
+def test_a_setting_that_a_hook_changes_on_one_rank_within_an_epoch_is_an_error(strategy: Any, what: str) -> None:
     with pytest.raises(WorkerFailed, match=rf"step 1: hooks have changed settings on some ranks .*\n  {WITHIN[what]}"):
         fx.Trainer(devices=2, strategy=strategy, **options(what)).fit(Changed(what))
 
 
-def test_a_hook_of_a_shard_is_refused_at_the_step_that_would_not_call_it() -> None:
+def test_a_tensor_hook_of_a_sharded_parameter_is_refused_at_the_step_that_would_not_call_it() -> None:
     module = Changed("watches in a batch", everywhere=True)
     with pytest.raises(WorkerFailed, match=r"first\.weight has a hook of register_hook, which is never called"):
         fx.Trainer(devices=2, strategy=FSDP(), **options(module.what)).fit(module)
 
 
 class FreezesInItsFirstBatch(Changed):
-    """Rank 1 freezes a layer in its first batch, for which rank 0 waits in its own: both get a batch."""
+    """Rank 1 freezes a layer in its first batch; rank 0 waits for it in its own first batch, so both have a batch."""
 
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
         store = self.trainer.world.store
@@ -187,20 +187,20 @@ class FreezesInItsFirstBatch(Changed):
             time.sleep(0.01)
 
 
-def test_ranks_at_their_own_pace_are_compared_where_they_meet() -> None:
-    told = r"after step \d+.*\n  first\.weight: .* trained on rank 0, .* frozen on rank 1"
-    with pytest.raises(WorkerFailed, match=told):
+def test_settings_of_asynchronous_workers_are_compared_at_meetings() -> None:
+    message = r"after step \d+.*\n  first\.weight: .* trained on rank 0, .* frozen on rank 1"
+    with pytest.raises(WorkerFailed, match=message):
         fx.Trainer(devices=2, strategy=AsyncSGD(), **options("")).fit(FreezesInItsFirstBatch(""))
 
 
-def test_rates_of_an_epochs_start_are_those_of_all_ranks_at_their_own_pace() -> None:
+def test_learning_rates_of_asynchronous_workers_are_compared_at_the_start_of_an_epoch() -> None:
     with pytest.raises(WorkerFailed, match=r"start of epoch 1.*\n  optimizer 0, group 0, lr: 0\.1 on rank 0, 0\.5 on"):
         fx.Trainer(devices=2, strategy=AsyncSGD(), **options("")).fit(Changed("rate"))
     fx.Trainer(devices=2, strategy=AsyncSGD(), **options("")).fit(Changed("rate", everywhere=True))
 
 
 class Gathers(Changed):
-    """Calls a collective in a hook, at each batch."""
+    """Calls a collective in a hook of each batch."""
 
     def gathers(self, where: str) -> None:
         if self.what == where:
@@ -220,15 +220,15 @@ class Gathers(Changed):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.gathers("on_before_optimizer_step")
 
-    def on_train_batch_end(self, *given: Any) -> None:
+    def on_train_batch_end(self, *arguments: Any) -> None:
         self.gathers("on_train_batch_end")
 
     def train_dataloader(self) -> Any:
         return DataLoader(data(5), 2)  # rank 1 has no sample of the last batch
 
 
-class OfAGroup(Gathers):
-    """Calls a collective on a group of its own, at each batch."""
+class OnSubgroup(Gathers):
+    """Calls a collective on a subgroup, at each batch."""
 
     def on_fit_start(self) -> None:
         self.pair = dist.new_group([0, 1], timeout=timedelta(seconds=60))
@@ -253,11 +253,11 @@ def test_a_collective_that_a_rank_without_a_sample_would_not_join_is_an_error(wh
 @pytest.mark.parametrize(
     ("kind", "where"),
     params(
-        [(Gathers, "on_train_batch_start"), (OfAGroup, "training_step")],
-        [(Gathers, "on_after_backward"), (OfAGroup, "on_train_batch_end")],
+        [(Gathers, "on_train_batch_start"), (OnSubgroup, "training_step")],
+        [(Gathers, "on_after_backward"), (OnSubgroup, "on_train_batch_end")],
     ),
 )  # fmt: skip
-def test_a_collective_of_ranks_at_their_own_pace_is_an_error(kind: Any, where: str) -> None:
+def test_a_collective_in_a_step_of_asynchronous_workers_is_an_error(kind: Any, where: str) -> None:
     with pytest.raises(
         WorkerFailed, match="RanksApart: a collective in training_step, or in a hook of a batch: each rank"
     ):
@@ -267,36 +267,36 @@ def test_a_collective_of_ranks_at_their_own_pace_is_an_error(kind: Any, where: s
 @pytest.mark.parametrize("where", params(["training_step"], ["on_train_batch_end"]))
 def test_a_collective_of_a_group_with_a_rank_without_a_sample_is_an_error(where: str) -> None:
     with pytest.raises(WorkerFailed, match="RanksApart: a collective at a batch of which some ranks have no sample"):
-        fx.Trainer(devices=2, strategy=DDP(), **options("")).fit(OfAGroup(where))
+        fx.Trainer(devices=2, strategy=DDP(), **options("")).fit(OnSubgroup(where))
 
 
-class OfMembers(Gathers):
+class OnMembers(Gathers):
     """Sums over a group of two ranks in training_step; rank 2 of 3 has no sample of the second batch.
 
     Args:
-        members: of the group.
-        way: function that sums.
+        members: ranks of the group.
+        api: API that calls the collective.
     """
 
-    def __init__(self, members: list[int], way: str) -> None:
+    def __init__(self, members: list[int], api: str) -> None:
         super().__init__("training_step")
-        self.members, self.way = members, way
+        self.members, self.api = members, api
 
     def on_fit_start(self) -> None:
         self.pair = dist.new_group(self.members, timeout=timedelta(seconds=60))
 
     def gathers(self, where: str) -> None:
         if self.what == where and self.global_rank in self.members:
-            tensor = torch.ones(1, requires_grad=self.way == "nn")
-            if self.way == "functional":
+            tensor = torch.ones(1, requires_grad=self.api == "nn")
+            if self.api == "functional":
                 total: Any = functional.all_reduce(tensor, "sum", self.pair)
-            elif self.way == "nn":
+            elif self.api == "nn":
                 total = nn_functional.all_reduce(tensor, group=self.pair)
                 total.sum().backward()
-            elif self.way == "method":
+            elif self.api == "method":
                 total = tensor
                 self.pair.allreduce([total]).wait()
-            elif self.way == "operator":
+            elif self.api == "operator":
                 ops: Any = torch.ops._c10d_functional
                 total = ops.wait_tensor(ops.all_reduce(tensor, "sum", self.pair.group_name))
             else:
@@ -308,28 +308,28 @@ class OfMembers(Gathers):
         return DataLoader(data(8), 2)
 
 
-WAYS = ["plain", "functional", "nn", "method", "operator"]
+APIS = ["plain", "functional", "nn", "method", "operator"]
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_no_way_to_call_a_collective_with_a_rank_without_a_sample_is_overlooked(way: str) -> None:
+@pytest.mark.parametrize("api", APIS)
+def test_every_api_for_collectives_is_checked_for_ranks_without_a_sample(api: str) -> None:
     with pytest.raises(WorkerFailed, match=r"of which some ranks have no sample: ranks 2 don't call training_step"):
-        fx.Trainer(devices=3, strategy=DDP(), **options("")).fit(OfMembers([1, 2], way))
+        fx.Trainer(devices=3, strategy=DDP(), **options("")).fit(OnMembers([1, 2], api))
 
 
 def test_a_group_of_ranks_with_samples_may_call_a_collective() -> None:
-    for found in run_ranks(fit_here, 3, [(DDP(), OfMembers([0, 1], way)) for way in WAYS]):
-        assert found == [""] * len(WAYS)
+    for errors in run_ranks(fit_here, 3, [(DDP(), OnMembers([0, 1], api)) for api in APIS]):
+        assert errors == [""] * len(APIS)
 
 
-@pytest.mark.parametrize("way", params(["operator"], ["functional", "method"]))
-def test_no_way_to_call_a_collective_of_ranks_at_their_own_pace_is_overlooked(way: str) -> None:
+@pytest.mark.parametrize("api", params(["operator"], ["functional", "method"]))
+def test_every_api_for_collectives_is_checked_in_steps_of_asynchronous_workers(api: str) -> None:
     with pytest.raises(WorkerFailed, match="RanksApart: a collective in training_step, or in a hook of a batch: each"):
-        fx.Trainer(devices=2, strategy=AsyncSGD(), **options("")).fit(OfMembers([0, 1], way))
+        fx.Trainer(devices=2, strategy=AsyncSGD(), **options("")).fit(OnMembers([0, 1], api))
 
 
 class GathersInEvaluation(Gathers):
-    """Calls a collective in a step or hook of an evaluation, at each batch."""
+    """Calls a collective in a step or hook of each evaluation batch."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return Changed.training_step(self, batch, batch_idx)
@@ -337,7 +337,7 @@ class GathersInEvaluation(Gathers):
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.gathers("validation_step")
 
-    def on_validation_batch_end(self, *given: Any) -> None:
+    def on_validation_batch_end(self, *arguments: Any) -> None:
         self.gathers("on_validation_batch_end")
 
     def on_validation_epoch_end(self) -> None:
@@ -349,10 +349,10 @@ class GathersInEvaluation(Gathers):
 
 
 def evaluate_here(cases: list[tuple[Any, GathersInEvaluation, int]]) -> list[str]:
-    """Evaluate each module on the ranks that there are; returns its error, "" for none."""
+    """Evaluate each module on the present ranks; return its error, or "" without an error."""
     world = worlds.current()
     assert world is not None
-    found = []
+    errors = []
     for strategy, module, samples in cases:
         trainer = fx.Trainer(devices=world.size, strategy=strategy, **options(""))
         try:
@@ -361,10 +361,10 @@ def evaluate_here(cases: list[tuple[Any, GathersInEvaluation, int]]) -> list[str
             else:
                 trainer.validate(module, DataLoader(data(samples), 2), verbose=False)
         except Exception as error:
-            found.append(f"{type(error).__name__}: {error}")
+            errors.append(f"{type(error).__name__}: {error}")
         else:
-            found.append("")
-    return found
+            errors.append("")
+    return errors
 
 
 def test_an_evaluation_of_sharded_weights_refuses_a_collective_that_would_count_another_sample() -> None:
@@ -380,8 +380,8 @@ def test_an_evaluation_of_sharded_weights_refuses_a_collective_that_would_count_
 @pytest.mark.parametrize("where", params(["validation_step", "predict_step"], ["on_validation_batch_end"]))
 def test_a_collective_in_an_evaluation_that_a_rank_without_a_sample_would_not_join_is_an_error(where: str) -> None:
     kind = where.removeprefix("on_").split("_")[0]
-    told = f"RanksApart: .* ranks 1 don't call {kind}_step and the hooks .* Call it in on_{kind}_epoch_end"
-    with pytest.raises(WorkerFailed, match=told):
+    message = f"RanksApart: .* ranks 1 don't call {kind}_step and the hooks .* Call it in on_{kind}_epoch_end"
+    with pytest.raises(WorkerFailed, match=message):
         run_ranks(evaluate_and_raise, 2, DDP(), GathersInEvaluation(where))
 
 
@@ -390,27 +390,27 @@ def evaluate_and_raise(strategy: Any, module: GathersInEvaluation) -> None:
         raise RuntimeError(error)
 
 
-def test_a_collective_in_an_evaluation_that_all_ranks_join_is_none() -> None:
+def test_a_collective_of_all_ranks_in_an_evaluation_is_accepted() -> None:
     cases = [
         ("on_validation_epoch_end", 5),
         ("validation_step", 8),
         ("on_validation_batch_end", 8),
         ("predict_step", 7),
     ]
-    for found in run_ranks(evaluate_here, 2, [(DDP(), GathersInEvaluation(where), size) for where, size in cases]):
-        assert found == [""] * len(cases)
+    for errors in run_ranks(evaluate_here, 2, [(DDP(), GathersInEvaluation(where), size) for where, size in cases]):
+        assert errors == [""] * len(cases)
 
 
-def test_a_collective_that_all_ranks_join_is_none() -> None:
+def test_a_collective_of_all_ranks_in_a_hook_is_accepted() -> None:
     strategies: list[Any] = [DDP(), FSDP()]
-    given = [(strategy, kind("on_before_optimizer_step")) for strategy in strategies for kind in (Gathers, OfAGroup)]
-    given += [(DDP(), Manual("on_before_optimizer_step"))]
-    for found in run_ranks(fit_here, 2, given):
-        assert found == [""] * 5
+    cases = [(strategy, kind("on_before_optimizer_step")) for strategy in strategies for kind in (Gathers, OnSubgroup)]
+    cases += [(DDP(), Manual("on_before_optimizer_step"))]
+    for errors in run_ranks(fit_here, 2, cases):
+        assert errors == [""] * 5
 
 
 class Manual(Gathers):
-    """Calls a collective in a step of manual optimization, or in a hook of it."""
+    """Calls a collective in a step with manual optimization, or in its hooks."""
 
     automatic_optimization = False
 
@@ -423,20 +423,22 @@ class Manual(Gathers):
         return loss
 
 
-class ManualOfAGroup(OfAGroup, Manual):
-    """The same on a group of its own."""
+class ManualOnSubgroup(OnSubgroup, Manual):
+    """Manual optimization with a collective on a subgroup."""
 
 
 @pytest.mark.parametrize(
     ("strategy", "module"),
     params(
-        [(FSDP(), Gathers("training_step")), (ParameterServer(), ManualOfAGroup("training_step"))],
-        [(FSDP(), OfAGroup("training_step")), (DDP(), Manual("training_step"))],
+        [(FSDP(), Gathers("training_step")), (ParameterServer(), ManualOnSubgroup("training_step"))],
+        [(FSDP(), OnSubgroup("training_step")), (DDP(), Manual("training_step"))],
     ),
 )  # fmt: skip
-def test_a_collective_that_would_count_the_sample_of_a_rank_without_one_is_an_error(strategy: Any, module: Any) -> None:
-    told = (
+def test_a_collective_that_would_include_the_repeated_sample_of_a_rank_without_data_is_an_error(
+    strategy: Any, module: Any
+) -> None:
+    message = (
         "RanksApart: a collective in training_step at a batch .*: ranks 1 compute another sample, which has no weight"
     )
-    with pytest.raises(WorkerFailed, match=told):
+    with pytest.raises(WorkerFailed, match=message):
         fx.Trainer(devices=2, strategy=strategy, **options("")).fit(module)

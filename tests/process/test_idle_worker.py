@@ -1,4 +1,4 @@
-"""Ranks without data: a worker so slow that another trains all batches of an epoch, and a stream that ends early."""
+"""Ranks without data: a worker that receives no batch of an epoch, and a stream that ends early."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ EPOCHS = 3
 
 
 class Idle(fx.Callback):
-    """Lets a rank of two request batches when the other rank has the last of an epoch.
+    """Keep one of two ranks from requesting batches until the other rank has the last batch of the epoch.
 
     Args:
-        folder: empty; common to the ranks.
-        ranks: rank that waits, for each epoch.
+        folder: empty; shared by the ranks.
+        ranks: the waiting rank of each epoch.
     """
 
     def __init__(self, folder: Path, ranks: list[int]) -> None:
@@ -63,7 +63,7 @@ class Idle(fx.Callback):
 
 
 class Net(fx.Module):
-    """Logs values of all kinds; has buffers that training changes."""
+    """Logs values with all kinds of reductions; has buffers that training changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ def train(strategy: Strategy, folder: Path, idle: list[int], devices: int = 2) -
 def test_a_run_does_not_depend_on_which_worker_is_idle(
     create: Callable[[], Strategy], like_single: bool, tmp_path: Path
 ) -> None:
-    """Values of steps were missing or of an earlier epoch, buffers those of the idle rank, step counts mixed."""
+    """Regression: step values were missing or outdated, buffers were those of the idle rank, and step counts mixed."""
     module, metrics, saved = train(create(), tmp_path / "second", [1] * EPOCHS)
     names = {"loss", "twice", "twice_step", "twice_epoch", "most", "mean", "mean_step", "mean_epoch", "weight"}
     assert metrics.keys() - {"alone"} == names
@@ -133,16 +133,16 @@ def test_a_run_does_not_depend_on_which_worker_is_idle(
     if like_single:
         others.append(("single", Single(), [], 1))
     for name, strategy, idle, devices in others:
-        other, found, kept = train(strategy, tmp_path / name, idle, devices)
-        assert {key: found[key] for key in names} == pytest.approx({key: metrics[key] for key in names}), name
+        other, logged, kept = train(strategy, tmp_path / name, idle, devices)
+        assert {key: logged[key] for key in names} == pytest.approx({key: metrics[key] for key in names}), name
         torch.testing.assert_close(other.state_dict(), module.state_dict())
-        states, wanted = (run["strategy"]["optimizers"][0]["state"] for run in (kept, saved))
-        torch.testing.assert_close(states, wanted)
+        states, expected = (run["strategy"]["optimizers"][0]["state"] for run in (kept, saved))
+        torch.testing.assert_close(states, expected)
         assert kept["schedules"] == saved["schedules"], name
 
 
 class Uneven(IterableDataset[Any]):
-    """Samples of which each rank reads a share of its own."""
+    """A stream with a different part of the samples on each rank."""
 
     def __init__(self, shares: list[tuple[int, int]]) -> None:
         self.shares = shares
@@ -174,16 +174,16 @@ def train_on_streams(
 
 
 @pytest.mark.parametrize("create", [DDP, ParameterServer, AsyncSGD, Mesh])
-def test_a_run_whose_main_rank_has_no_data_is_that_of_one_process(create: Callable[[], Strategy]) -> None:
-    """Batch normalisation kept the statistics of the main rank, and `async_sgd` found no batch on any rank."""
-    wanted = train_on_streams(Single(), [(0, 24)])
-    found = train_on_streams(create(), [(0, 0), (0, 24)])
-    torch.testing.assert_close(found.state_dict(), wanted.state_dict())
+def test_a_run_without_data_on_the_main_rank_equals_that_of_a_single_process(create: Callable[[], Strategy]) -> None:
+    """Regression: batch norm kept the statistics of the main rank, and `async_sgd` had no batch on any rank."""
+    single = train_on_streams(Single(), [(0, 24)])
+    parallel = train_on_streams(create(), [(0, 0), (0, 24)])
+    torch.testing.assert_close(parallel.state_dict(), single.state_dict())
 
 
 @pytest.mark.parametrize("create", params([DDP, AsyncSGD], [ParameterServer, lambda: LocalSGD(every=3)]))
 def test_a_run_resumes_while_a_rank_has_no_data(create: Callable[[], Strategy], tmp_path: Path) -> None:
-    """A metric that only some ranks had logged ended the resumed run with "not enough values to unpack"."""
+    """Regression: a metric logged by some ranks only ended the resumed run with "not enough values to unpack"."""
 
     def run(ckpt_path: Path | None = None) -> Net:
         fx.seed_everything(1)
@@ -201,22 +201,22 @@ def test_a_run_resumes_while_a_rank_has_no_data(create: Callable[[], Strategy], 
 
 
 @pytest.mark.parametrize("create", [DDP, ParameterServer])
-def test_a_death_after_the_end_of_a_stream_leaves_the_buffers_as_they_were(create: Callable[[], Strategy]) -> None:
+def test_a_death_after_the_end_of_a_stream_does_not_change_the_buffers(create: Callable[[], Strategy]) -> None:
     shares = [(0, 6), (6, 24)]
-    wanted = train_on_streams(create(), shares)
+    expected = train_on_streams(create(), shares)
     for rank in range(2):
         recovers = [FaultRecovery(), kill(rank).during("batch end", step=7)]
-        found = train_on_streams(create(), shares, callbacks=recovers)
-        torch.testing.assert_close(found.state_dict(), wanted.state_dict(), rtol=0.0, atol=0.0)
+        recovered = train_on_streams(create(), shares, callbacks=recovers)
+        torch.testing.assert_close(recovered.state_dict(), expected.state_dict(), rtol=0.0, atol=0.0)
 
 
 @pytest.mark.parametrize("create", [DDP, ParameterServer])
-def test_the_death_of_a_rank_without_data_is_survived(create: Callable[[], Strategy]) -> None:
-    """Its replacement counted the batches of the other rank, and was refused, as it had not logged their names."""
+def test_a_rank_without_data_is_replaced_after_its_death(create: Callable[[], Strategy]) -> None:
+    """Regression: the replacement counted batches of the other rank, and was refused: it had not logged their names."""
     shares = [(0, 24), (0, 0)]
-    wanted = train_on_streams(create(), shares)
-    found = train_on_streams(create(), shares, callbacks=[FaultRecovery(), kill(1).during("validation")])
-    torch.testing.assert_close(found.state_dict(), wanted.state_dict(), rtol=0.0, atol=0.0)
+    expected = train_on_streams(create(), shares)
+    recovered = train_on_streams(create(), shares, callbacks=[FaultRecovery(), kill(1).during("validation")])
+    torch.testing.assert_close(recovered.state_dict(), expected.state_dict(), rtol=0.0, atol=0.0)
 
 
 class Block(nn.Module):
@@ -231,20 +231,20 @@ class Block(nn.Module):
 
 
 class OnSequences(OnStreams):
-    """Each feature is a token."""
+    """Treats each feature as a token."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.Sequential(Block(), Block()).double()
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        tokens = nn.functional.pad(batch[0].unsqueeze(2), (0, 2))  # of 3 features
-        tokens = nn.functional.pad(tokens, (0, 0, 0, 1))  # 4 tokens, for two ranks
+        tokens = nn.functional.pad(batch[0].unsqueeze(2), (0, 2))  # 3 features
+        tokens = nn.functional.pad(tokens, (0, 0, 0, 1))  # 4 tokens, divisible by two ranks
         return super().training_step([batch[0] + self.blocks(tokens)[:, :3].mean(2), batch[1]], batch_idx)
 
 
 def test_buffers_after_the_end_of_a_stream_do_not_depend_on_shards_of_the_sequence() -> None:
-    """Those of the ranks whose stream had ended were kept."""
+    """Regression: the buffers of ranks with ended streams were kept."""
     runs = []
     for strategy, copies in ((DDP(), 1), (Mesh(context=2, blocks="Block"), 2)):
         shares = [share for share in ((0, 2), (2, 24)) for _ in range(copies)]

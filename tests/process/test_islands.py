@@ -1,4 +1,4 @@
-"""Islands that make local steps train what as many single ranks train with local_sgd."""
+"""Islands with local steps equal single ranks with local_sgd."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from tests.soak import SOAK, params
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
 
-def far(expected: dict[str, Any], found: dict[str, Any]) -> float:
+def far(expected: dict[str, Any], actual: dict[str, Any]) -> float:
     """Return the largest difference of weights and metrics."""
-    weights = [float((value - found["weights"][name]).abs().max()) for name, value in expected["weights"].items()]
-    return max(weights + [abs(value - found["metrics"][name]) for name, value in expected["metrics"].items()])
+    weights = [float((value - actual["weights"][name]).abs().max()) for name, value in expected["weights"].items()]
+    return max(weights + [abs(value - actual["metrics"][name]) for name, value in expected["metrics"].items()])
 
 
 OVERLAPPED = {"every": 4, "fragments": 2, "overlap_steps": 1, "keep_local": 0.3}
@@ -61,25 +61,25 @@ NESTEROV = {"every": 2, "outer": "nesterov"}
         ],
     ),
 )
-def test_islands_train_what_single_ranks_train(
+def test_islands_train_the_weights_of_single_ranks(
     options: dict[str, Any], run: str, axes: dict[str, Any], tmp_path: Path
 ) -> None:  # fmt: skip
-    """With validations within a round, clipping, averages, and a checkpoint from which both go on."""
-    given, module = RUNS[run]
+    """With validations within a round, clipping, averages, and a checkpoint that both resume."""
+    run_options, module = RUNS[run]
     within = axes.get("replicas", 1) * axes.get("shard", 1)
     ranks = 2 * within * math.prod(axes.get(axis, 1) for axis in ("pipeline", "context", "tensor"))
-    ways = {
+    strategies = {
         "single": (2, 2, lambda: LocalSGD(**options)),
         "groups": (ranks, 2 // within, lambda: Mesh(data=LocalSGD(**options), **axes)),
     }
     saved = {}
-    for name, (ranks, batch, strategy) in ways.items():
-        first = {"max_epochs": 2, "max_steps": 5, "val_check_interval": 3, **given}
+    for name, (ranks, batch, strategy) in strategies.items():
+        first = {"max_epochs": 2, "max_steps": 5, "val_check_interval": 3, **run_options}
         saved[name] = run_ranks(train, ranks, strategy(), batch, first, module, str(tmp_path / name), None, True, 27)
     single, *others = saved["groups"]
     assert far(saved["single"][0], single) < 1e-9
     assert all(torch.equal(other["weights"][n], w) for other in others for n, w in single["weights"].items())
-    rest = {"max_epochs": 3 if SOAK else 2, "val_check_interval": 3, **given}
+    rest = {"max_epochs": 3 if SOAK else 2, "val_check_interval": 3, **run_options}
     resumed = [
         ("single", "single"),
         ("single", "groups"),
@@ -88,27 +88,27 @@ def test_islands_train_what_single_ranks_train(
     ]
     ends = []
     for to, source in resumed:
-        (ranks, _, strategy), (_, batch, _) = ways[to], ways[source]
+        (ranks, _, strategy), (_, batch, _) = strategies[to], strategies[source]
         checkpoint = str(tmp_path / source / "end")
         ends.append(run_ranks(train, ranks, strategy(), batch, rest, module, "", checkpoint, True, 27)[0])
     assert max(far(ends[0], end) for end in ends[1:]) < 1e-9
 
 
 @pytest.mark.parametrize("axis", params(["tensor", "replicas", "shard"], ["pipeline", "context"]))
-def test_all_islands_return_to_their_copies_if_a_rank_dies(axis: str) -> None:
+def test_all_islands_restore_their_in_memory_checkpoints_after_the_death_of_a_rank(axis: str) -> None:
     def strategy() -> Mesh:
         return Mesh(data=LocalSGD(every=3, outer="nesterov"), **{axis: 2})  # type: ignore[arg-type]
 
     weights, metrics, _ = recovered(strategy(), 4, [])
     again, others, failures = recovered(strategy(), 4, [kill(rank=2).during("backward", step=4)])
     assert len(failures) == 1
-    # Sums may round differently, since the cuts of a pipeline depend on measured times.
-    expected, found = {"weights": weights, "metrics": metrics}, {"weights": again, "metrics": others}
-    assert far(expected, found) <= (1e-9 if axis == "pipeline" else 0.0)
+    # Rounding may differ, because the cuts of a pipeline depend on measured times.
+    expected, actual = {"weights": weights, "metrics": metrics}, {"weights": again, "metrics": others}
+    assert far(expected, actual) <= (1e-9 if axis == "pipeline" else 0.0)
 
 
 class NoLoss(GPT):
-    """Has no loss for a third of the batches, each time on one of two islands."""
+    """Returns no loss for a third of the batches, alternating between the two islands."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         strategy = self.trainer.strategy
@@ -121,14 +121,14 @@ class NoLoss(GPT):
 @pytest.mark.parametrize(
     ("axes", "accumulate"),
     params(
-        [({"context": 2}, 2), ({"replicas": 2}, 1), ({"shard": 2}, 1)],  # data ranks divide a window otherwise
+        [({"context": 2}, 2), ({"replicas": 2}, 1), ({"shard": 2}, 1)],  # data ranks divide a window differently
         [({"pipeline": 2}, 2), ({"pipeline": 2, "context": 2}, 2), ({"pipeline": 2, "replicas": 2}, 1)],
     ),
 )
 def test_gradients_of_a_window_are_reduced_if_its_last_batch_has_no_loss_or_no_sample(
     axes: dict[str, int], accumulate: int
 ) -> None:  # fmt: skip
-    """The 8th batch has a single sample, which the second island has not."""
+    """The 8th batch has a single sample, so the second island has no sample."""
     ranks, mesh = 2 * math.prod(axes.values()), Mesh(data=LocalSGD(every=2), **axes)  # type: ignore[arg-type]
     batch = 2 // (axes.get("replicas", 1) * axes.get("shard", 1))
     arguments = {"accumulate_grad_batches": accumulate}, {"sgd": True}, "", None, False, 29, NoLoss
@@ -151,7 +151,7 @@ def test_options_of_the_data_strategy_may_be_a_mapping() -> None:
 
 
 class Plain(fx.Module):
-    """A linear model with a part that only data ranks with odd numbers use, in odd batches; some have no loss."""
+    """A linear model with a part used by odd data ranks in odd batches only; some batches have no loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ def trained_in_islands(axis: str, count: int, accumulate: int) -> list[Tensor]:
 
 
 def trained_by_torch(count: int, accumulate: int) -> list[Tensor]:
-    """Return the weights of the same training in one process, by equation 1 of DiLoCo."""
+    """Return the weights of the same training in a single process, by equation 1 of DiLoCo."""
     fx.seed_everything(1)
     base = Plain().double()
     islands = [(island, copy.deepcopy(base)) for island in range(2)]
@@ -217,7 +217,7 @@ def trained_by_torch(count: int, accumulate: int) -> list[Tensor]:
                 if loss is not None:
                     (loss * size / len(window) * 2).backward()
             if trained := [p for p in module.parameters() if p.grad is not None]:
-                for p in trained:  # windows have as many batches without a loss on each replica
+                for p in trained:  # each replica has the same number of batches without a loss
                     assert p.grad is not None
                     p.grad *= 2 if any(loss is None for _, loss in losses) else 1
                 used[island] = trained
@@ -228,11 +228,11 @@ def trained_by_torch(count: int, accumulate: int) -> list[Tensor]:
             optimizers[island].step()
         if step % EVERY == 0 or step == len(windows):
             parameters = zip(base.parameters(), *(module.parameters() for _, module in islands), strict=True)
-            for v, (weight, *own) in zip(velocity, parameters, strict=True):
-                gradient = weight.detach() - torch.stack([p.detach() for p in own]).mean(0)
+            for v, (weight, *copies) in zip(velocity, parameters, strict=True):
+                gradient = weight.detach() - torch.stack([p.detach() for p in copies]).mean(0)
                 v.mul_(0.9).add_(gradient)
                 weight.data.sub_(gradient + 0.9 * v, alpha=0.7)
-                for p in own:
+                for p in copies:
                     p.data.copy_(weight)
     return [parameter.detach() for parameter in base.parameters()]
 
@@ -244,8 +244,8 @@ def trained_by_torch(count: int, accumulate: int) -> list[Tensor]:
         [*(("replicas", *case) for case in ((26, 1), (30, 2), (25, 2))), ("shard", 26, 2), ("shard", 25, 2)],
     ),
 )
-def test_islands_train_what_torch_trains_in_one_process(axis: str, count: int, accumulate: int) -> None:
-    """The last window has 6 rows (2, 2, 1 and 1 on the ranks), or 2 rows, of which the second island has none.
+def test_islands_train_the_weights_of_plain_torch_in_a_single_process(axis: str, count: int, accumulate: int) -> None:
+    """The last window has 6 rows (2, 2, 1 and 1 on the ranks), or 2 rows, none of them for the second island.
 
     Shards are uneven: a weight of one row is on a single rank of its island.
     """
@@ -255,7 +255,7 @@ def test_islands_train_what_torch_trains_in_one_process(axis: str, count: int, a
 
 
 class Normed(fx.Module):
-    """Has running statistics."""
+    """A module with running statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,23 +281,23 @@ def trained_with_statistics(strategy: Any, **options: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("axis", params(["replicas"], ["shard"]))
-def test_statistics_of_all_data_ranks_are_joined(axis: str) -> None:
-    """With rounds of a plain step, a mean over the ranks of islands is that of as many single ranks."""
+def test_running_statistics_are_combined_over_all_data_ranks(axis: str) -> None:
+    """With rounds of a single plain step, the mean over the ranks of islands equals that of single ranks."""
     expected = run_ranks(trained_with_statistics, 4, LocalSGD(every=1))[0]
     mesh = Mesh(data=LocalSGD(every=1), **{axis: 2})  # type: ignore[arg-type]
-    for found in run_ranks(trained_with_statistics, 4, mesh):
-        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    for state in run_ranks(trained_with_statistics, 4, mesh):
+        torch.testing.assert_close(state, expected, rtol=1e-9, atol=1e-12)
 
 
 class HalfWithoutLoss(Plain):
-    """Has no loss on a replica of an island whose other replica has."""
+    """Returns no loss on one replica of an island."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
         return None if batch_idx == 1 and self.trainer.strategy.data_ranks.rank == 3 else self.loss(batch, 0, 0)
 
 
 class Manual(Plain):
-    """Steps its optimizer itself."""
+    """Calls its optimizer's step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -305,7 +305,7 @@ class Manual(Plain):
 
 
 class Clamped(GPT):
-    """Changes its weights in the validations, of which some are within a round."""
+    """Changes its weights in validations, some of them within a round."""
 
     def on_validation_epoch_end(self) -> None:
         with torch.no_grad():
@@ -314,7 +314,7 @@ class Clamped(GPT):
 
 
 class CountsBytes(Clamped):
-    """Checks that no rank has more than its shards of weights, moments and the weights of the last round."""
+    """Checks that each rank stores only its shards of the weights, the moments and the weights of the last round."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         islands = self.trainer.strategy.data_strategy
@@ -324,10 +324,12 @@ class CountsBytes(Clamped):
             kept = [*map(own_part, [*self.parameters(), *moments])]
         kept += [values for f in fragments for values in (f.base, f.velocity)]
         elements = sum(p.numel() for p in self.parameters())
-        assert sum(part.numel() for part in kept) == pytest.approx(5 * elements / 2, rel=0.02)  # 19 rows are 10 and 9
+        assert sum(part.numel() for part in kept) == pytest.approx(
+            5 * elements / 2, rel=0.02
+        )  # 19 rows are divided into 10 and 9
 
 
-def test_no_rank_has_more_than_its_shards_and_hooks_of_validations_change_them() -> None:
+def test_each_rank_stores_its_shards_only_and_validation_hooks_change_whole_weights() -> None:
     arguments = {"val_check_interval": 2}, {}, "", None, True
     alone, *_ = run_ranks(train, 2, LocalSGD(every=3, outer="nesterov"), 2, *arguments, 27, Clamped)
     mesh = Mesh(data=LocalSGD(every=3, outer="nesterov"), shard=2)
@@ -352,7 +354,7 @@ def test_replicas_with_different_weights_are_an_error_with_their_ranks() -> None
         run_ranks(fitted, 4, ChangesWeights().double())
 
 
-def test_what_replicas_do_not_support_is_refused() -> None:
+def test_unsupported_combinations_with_replicas_are_refused() -> None:
     with pytest.raises(ValueError, match=r"replicas=2 x tensor=2 needs a multiple of 4 ranks.*set devices to 4 or 8"):
         Mesh(data="local_sgd", replicas=2, tensor=2).check_ranks(6)
     with pytest.raises(fx.errors.WorkerFailed, match="training_step returned None on rank 3 and a loss"):
@@ -364,13 +366,13 @@ def test_what_replicas_do_not_support_is_refused() -> None:
 
 
 class WholeMatrices(Plain):
-    """Its optimizer orthogonalises the gradient of a whole matrix."""
+    """Its optimizer orthogonalizes the gradient of a whole matrix."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Muon([self.all.weight], lr=0.1)
 
 
-def test_what_shards_do_not_support_is_refused() -> None:
+def test_unsupported_combinations_with_shards_are_refused() -> None:
     with pytest.raises(fx.errors.WorkerFailed, match="in an island and manual optimization"):
         run_ranks(fitted, 4, Manual().double(), "shard")
     with pytest.raises(fx.errors.WorkerFailed, match="SyncBatchNorm with shard"):

@@ -1,4 +1,4 @@
-"""Runs in pods, which are processes of this machine."""
+"""Runs in pods, simulated by processes of this machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .ledgers import BATCH, EPOCHS, SAMPLES, STEPS, Numbered, exact
 
 
 class Cluster:
-    """Does what `kubectl` and Kubeflow Trainer do: starts the pods of a TrainJob, and ends them.
+    """A substitute for `kubectl` and Kubeflow Trainer: starts the pods of a TrainJob, and ends them.
 
     Args:
         port: of the store, on this machine.
@@ -55,14 +55,14 @@ class Cluster:
         return ""
 
     def get(self, output: str) -> str:
-        ended = all(each.poll() is not None for each in self.pods)
+        ended = all(pod.poll() is not None for pod in self.pods)
         return json.dumps({"status": {"conditions": [{"type": "Complete", "status": str(ended)}]}})
 
     def delete(self, option: str) -> str:
-        for each in self.pods:
-            each.terminate()
-        for each in self.pods:
-            each.wait(60)
+        for pod in self.pods:
+            pod.terminate()
+        for pod in self.pods:
+            pod.wait(60)
         self.pods = []
         return ""
 
@@ -70,7 +70,7 @@ class Cluster:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch, own_folder: Path) -> Any:
     monkeypatch.setattr(kubernetes.shutil, "which", lambda name: name)  # type: ignore[attr-defined]
-    for name in ("REPORT_S", "KILL_S"):  # nothing arrives late in a folder of this machine
+    for name in ("REPORT_S", "KILL_S"):  # a folder of this machine has no delay
         monkeypatch.setattr(kubernetes, name, 1.0)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     with reserved_port() as port:
@@ -81,11 +81,11 @@ def cluster(monkeypatch: pytest.MonkeyPatch, own_folder: Path) -> Any:
 
 
 class Fault(fx.Callback):
-    """Something happens to the second pod in the middle of the run, once.
+    """A fault of the second pod in the middle of the run, once.
 
     Args:
-        number: signal that the pod receives. SIGKILL is for its ranks, too, as if its machine were lost. With SIGTERM,
-            another pod of its number starts before it ends, as in Kubernetes.
+        number: signal to the pod. SIGKILL also kills its ranks, like the loss of the machine. With SIGTERM, another pod
+                with its number starts before it ends, as in Kubernetes.
     """
 
     def __init__(self, number: int) -> None:
@@ -108,7 +108,7 @@ class Fault(fx.Callback):
     ("fault", "text"),
     params([(signal.SIGKILL, "rank 0 failed")], [(signal.SIGTERM, "pod 1 has received SIGTERM")]),
 )
-def test_the_run_continues_in_new_pods(
+def test_the_run_continues_in_new_pods_after_the_loss_of_a_pod(
     own_folder: Path, cluster: Cluster, capfd: pytest.CaptureFixture[str], fault: int, text: str
 ) -> None:
     torch.manual_seed(3)
@@ -121,10 +121,10 @@ def test_the_run_continues_in_new_pods(
     assert (trainer.global_step, exact(module), len(trainer.failures)) == (STEPS, True, 1)
     assert text in trainer.failures[0]
     assert cluster.created == 2
-    said = capfd.readouterr()
-    # From the checkpoint that the ranks have saved when their pod was ended, or from the snapshot before.
-    assert ("all workers restart from step 4" in said.err) == (fault == signal.SIGKILL)
-    printed = [line for line in said.out.splitlines() if line.startswith("begins step ")]
+    captured = capfd.readouterr()
+    # From the checkpoint that the ranks save before their pod ends, or from the snapshot before it.
+    assert ("all workers restart from step 4" in captured.err) == (fault == signal.SIGKILL)
+    printed = [line for line in captured.out.splitlines() if line.startswith("begins step ")]
     assert printed[-1] == f"begins step {STEPS - 1}"
     logs = [line for number in (1, 2) for line in Path(f"log-{number}-0").read_text().splitlines()]
     assert [line for line in logs if line.startswith("begins step ")] == printed

@@ -1,4 +1,4 @@
-"""Workers start, return results, stop together, and leave no processes."""
+"""Workers start, return results, stop together, and leave no processes behind."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests import warm
 from tests.soak import params
 
 
-def everything(number: int) -> dict[str, Any]:
+def call_collectives(number: int) -> dict[str, Any]:
     world = current()
     assert world is not None
     return {
@@ -46,10 +46,10 @@ def everything(number: int) -> dict[str, Any]:
     }
 
 
-def test_each_rank_answers_and_all_hear_each_other() -> None:
+def test_collectives_return_the_values_of_all_ranks() -> None:
     parts = [[[0.0, 0.0], [1.0, 1.0]], [[1.0, 0.0], [1.0, 1.0]]]
     common = {"of all dtypes": [(parts, parts[1])] * 4, "sum": 21.0, "objects": [0, 1], "first": 0, "parts": [[0], [1]]}
-    assert run_ranks(everything, 2, 10) == [{"rank": 0, **common}, {"rank": 1, **common}]
+    assert run_ranks(call_collectives, 2, 10) == [{"rank": 0, **common}, {"rank": 1, **common}]
 
 
 def stop(asking: list[int], at: int) -> int:
@@ -58,7 +58,7 @@ def stop(asking: list[int], at: int) -> int:
     agreement = Agreement(world, "stop")
     try:
         for boundary in range(1, 10_000):
-            world.all_reduce(torch.zeros(1))  # ranks go in step, as training does
+            world.all_reduce(torch.zeros(1))  # ranks run in lockstep, as in training
             if boundary == at and world.rank in asking:
                 agreement.request("asked")
             if agreement.at_boundary(boundary):
@@ -69,12 +69,12 @@ def stop(asking: list[int], at: int) -> int:
     return -1
 
 
-def test_ranks_that_all_ask_at_one_boundary_stop_exactly_there() -> None:
+def test_ranks_that_request_a_stop_at_the_same_boundary_stop_at_this_boundary() -> None:
     assert run_ranks(stop, 3, [0, 1, 2], 5) == [5, 5, 5]
 
 
 @pytest.mark.parametrize("asking", params([2], [0]))
-def test_one_that_asks_stops_all_at_one_boundary(asking: int) -> None:
+def test_a_stop_request_of_one_rank_stops_all_ranks_at_the_same_boundary(asking: int) -> None:
     stopped = run_ranks(stop, 3, [asking], 5)
     assert len(set(stopped)) == 1
     assert stopped[0] >= 5
@@ -88,11 +88,11 @@ def fail_on(world: World, rank: int) -> None:
     world.join()
     if world.rank == rank:
         raise KeyError("only here")
-    world.all_reduce(torch.zeros(1))  # waits for the rank that fails
+    world.all_reduce(torch.zeros(1))  # waits for the failing rank
 
 
 @pytest.mark.parametrize("rank", params([2], [0]))
-def test_the_first_failure_ends_all_and_comes_first(rank: int) -> None:
+def test_the_first_failure_ends_all_ranks_and_is_raised(rank: int) -> None:
     with pytest.raises(WorkerFailed, match=rf"^rank {rank} failed:(?s:.*)KeyError: 'only here'") as caught:
         run_workers(fail_on, (rank,), size=3)
     assert isinstance(caught.value.__cause__, KeyError)
@@ -100,13 +100,13 @@ def test_the_first_failure_ends_all_and_comes_first(rank: int) -> None:
 
 
 class StopsOnArrival:
-    """A server's function that stops the process which unpickles it."""
+    """A server function that stops the process that unpickles it."""
 
     def __reduce__(self) -> Any:
         return (signal.raise_signal, (signal.SIGSTOP,))
 
 
-def test_a_process_that_stops_before_its_first_sign_of_life_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_is_stopped_before_its_first_heartbeat_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(liveness, "START_S", 1.0)
     with pytest.raises(WorkerFailed, match=r"server 0 failed(?s:.*)no heartbeat"):
         run_workers(wait, (), size=1, servers=1, serve=StopsOnArrival(), frozen_after=1.0)
@@ -117,7 +117,7 @@ def die_at_the_end(world: World) -> bool:
     member.send(WorkerMessage.CAN_RECOVER)
     assert world.store is not None
     world.store.set(world.key(f"inside/{world.rank}"), b"")
-    world.store.wait([world.key("inside/0"), world.key("inside/1")])  # no rank is done before all have begun
+    world.store.wait([world.key("inside/0"), world.key("inside/1")])  # no rank ends before all ranks have begun
     member.send(WorkerMessage.CANNOT_RECOVER)
     if world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -125,21 +125,21 @@ def die_at_the_end(world: World) -> bool:
     return world.store.check([world.key("departure/0/1")])
 
 
-def test_a_worker_that_dies_when_all_is_done_is_waited_for_by_nobody() -> None:
+def test_the_death_of_a_worker_after_the_end_of_training_does_not_delay_the_others() -> None:
     assert run_workers(die_at_the_end, (), size=2, elastic=ElasticPolicy(waits=10.0)) == [False]
 
 
-def fit_and_look(folder: Path) -> bool:
+def fit_and_check_departures(folder: Path) -> bool:
     """Return whether all ranks had reached the end of the run when this rank left it."""
     trainer = fx.Trainer(strategy=FSDP(), max_epochs=1, default_root_dir=folder, **QUIET)
-    trainer.fit(TinyModule(), tiny_loader(2, 1))  # ranks without data
+    trainer.fit(TinyModule(), tiny_loader(2, 1))  # some ranks have no data
     world = trainer.world
     assert world.store is not None
     return world.store.check([world.key(f"departure/0/{rank}") for rank in range(world.size)])
 
 
-def test_no_rank_leaves_a_run_in_a_joined_world_before_all_are_at_its_end(tmp_path: Path) -> None:
-    assert run_ranks(fit_and_look, 3, tmp_path) == [True, True, True]
+def test_no_rank_leaves_a_run_before_all_ranks_have_reached_its_end(tmp_path: Path) -> None:
+    assert run_ranks(fit_and_check_departures, 3, tmp_path) == [True, True, True]
 
 
 class Holder:
@@ -147,12 +147,12 @@ class Holder:
         self.deep = {"list": [1, (number for number in range(2))]}
 
 
-def test_the_smallest_part_that_cannot_be_sent_is_named() -> None:
+def test_the_error_names_the_smallest_part_that_cannot_be_pickled() -> None:
     with pytest.raises(NotPicklable, match=r"holder\.deep\['list'\]\[1\] can't be sent.*generator"):
         run_workers(fail_on, (Holder(),), size=2, named={"holder": Holder()})
 
 
-ENDLESS = """
+ENDLESS_SCRIPT = """
 import os, sys, time
 from fabricx.launch.supervisor import run_workers
 def endless(world, folder):
@@ -163,7 +163,7 @@ if __name__ == "__main__":
 """
 
 
-def alive(pid: int) -> bool:
+def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -171,8 +171,8 @@ def alive(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("way", ["killed", "interrupted twice"])
-def test_workers_vanish_with_their_supervisor(own_folder: Path, way: str) -> None:
-    (own_folder / "endless.py").write_text(ENDLESS)
+def test_workers_end_after_the_end_of_their_supervisor(own_folder: Path, way: str) -> None:
+    (own_folder / "endless.py").write_text(ENDLESS_SCRIPT)
     process = warm.Popen([sys.executable, "endless.py", str(own_folder)], stderr=subprocess.PIPE)
     deadline = time.monotonic() + 60
     while len(list(own_folder.glob("*.pid"))) < 2:
@@ -185,12 +185,14 @@ def test_workers_vanish_with_their_supervisor(own_folder: Path, way: str) -> Non
     else:
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
-        while b"press Ctrl-C again" not in process.stderr.readline():  # two signals at once would be a single one
+        while (
+            b"press Ctrl-C again" not in process.stderr.readline()
+        ):  # two simultaneous signals would be merged into one
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     deadline = time.monotonic() + 60
-    while any(alive(pid) for pid in workers):
+    while any(is_alive(pid) for pid in workers):
         assert time.monotonic() < deadline, "a worker has outlived its supervisor"
         time.sleep(0.05)
 
@@ -212,7 +214,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(("strategy", "name"), params([("auto", "DDP")], [("fsdp", "FSDP")]))
-def test_torchrun_makes_the_script_a_worker(own_folder: Path, strategy: str, name: str) -> None:
+def test_a_script_under_torchrun_trains_as_a_worker(own_folder: Path, strategy: str, name: str) -> None:
     (own_folder / "script.py").write_text(SCRIPT)
     done = warm.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "script.py",
@@ -251,18 +253,18 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("mode", "said"), params(
+@pytest.mark.parametrize(("mode", "lines"), params(
     [("sync", ["rank 0: 4", "rank 1: 4", "rank 2: serves", "rank 3: serves"])],
     [("async", ["rank 0: 8", "rank 1: 8", "rank 2: serves"])],
 ))  # fmt: skip
-def test_the_last_ranks_of_torchrun_serve(own_folder: Path, mode: str, said: list[str]) -> None:
+def test_the_last_ranks_of_torchrun_are_servers(own_folder: Path, mode: str, lines: list[str]) -> None:
     (own_folder / "script.py").write_text(SERVED)
     done = warm.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(said)),
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(len(lines)),
          "script.py", mode],
         capture_output=True, text=True, timeout=100, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    assert sorted(line for line in done.stdout.splitlines() if line) == said, done.stdout + done.stderr[-3000:]
+    assert sorted(line for line in done.stdout.splitlines() if line) == lines, done.stdout + done.stderr[-3000:]
 
 
 def test_without_a_fork_server_workers_are_spawned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -276,8 +278,8 @@ def _sum_of_ranks() -> float:
     return float(world.all_reduce(torch.tensor(world.rank + 1.0)))
 
 
-class Where(torch.utils.data.Dataset[Any]):
-    """Each sample describes the process that loads it: id, group, arguments, environment and cores."""
+class DescribesProcess(torch.utils.data.Dataset[Any]):
+    """Each sample describes the process that loads it: PID, process group, arguments, environment and cores."""
 
     def __len__(self) -> int:
         return 4
@@ -286,13 +288,13 @@ class Where(torch.utils.data.Dataset[Any]):
         return os.getpid(), os.getpgrp(), [*sys.orig_argv], os.environ["OF_RANK"], os.sched_getaffinity(0)
 
 
-def where_data_is_loaded(_: int) -> list[int]:
-    """Load data in two processes, twice, the second time after their fork server was killed."""
+def describe_loader_processes(_: int) -> list[int]:
+    """Load data in two processes, twice; the second time after the kill of their fork server."""
     loaders = []
     os.environ["OF_RANK"] = str(os.getpid())
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     for _ in range(2):
-        loader = torch.utils.data.DataLoader(Where(), batch_size=None, num_workers=2)
+        loader = torch.utils.data.DataLoader(DescribesProcess(), batch_size=None, num_workers=2)
         for process, group, arguments, variable, cores in loader:
             assert variable == str(os.getpid())
             assert cores == os.sched_getaffinity(0)
@@ -305,13 +307,13 @@ def where_data_is_loaded(_: int) -> list[int]:
     return loaders
 
 
-def test_processes_that_load_data_are_forks_in_the_group_of_their_rank() -> None:
-    loaders = [process for of_rank in run_ranks(where_data_is_loaded, 2, 30) for process in of_rank]
+def test_loader_processes_are_forks_in_the_process_group_of_their_rank() -> None:
+    loaders = [process for of_rank in run_ranks(describe_loader_processes, 2, 30) for process in of_rank]
     assert len(set(loaders)) == 8
 
 
 class Divided(torch.utils.data.IterableDataset[Any]):
-    """The samples of a rank, as a stream that knows torchrun divides its data."""
+    """A stream that divides its samples by rank, based on `by`."""
 
     def __init__(self, by: str) -> None:
         self.by = by
@@ -341,7 +343,7 @@ class Sees(TinyModule):
     ("by", "processes"),
     params([("variables", 1), ("group", 1), ("collective", 0), ("collective", 1)], [("variables", 0), ("group", 0)]),
 )
-def test_streams_find_the_rank_in_loader_processes(by: str, processes: int) -> None:
+def test_streams_read_the_rank_in_loader_processes(by: str, processes: int) -> None:
     module, trainer = Sees(), fx.Trainer(max_epochs=1, devices=2, strategy="ddp", **QUIET)
     loader = torch.utils.data.DataLoader(Divided(by), batch_size=2, num_workers=processes)
     if by == "collective" and processes:

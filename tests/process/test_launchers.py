@@ -1,4 +1,4 @@
-"""Ranks that a launcher starts: one of the test, Ray in a cluster of two nodes on this machine, and submitit."""
+"""Ranks started by launchers: a launcher of the tests, Ray on two simulated machines, and submitit."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from tests.soak import params
 from . import meshes
 from .ledgers import BATCH, EPOCHS, SAMPLES, STEPS, Numbered, exact
 
-NEW_PROCESS = subprocess.Popen  # with the signal mask of the process that starts it, which a clone doesn't have
+NEW_PROCESS = subprocess.Popen  # with the signal mask of its parent process, which a clone lacks
 
 
-class Here(Launcher):
-    """Starts the ranks and servers of a single machine: this one."""
+class OnThisMachine(Launcher):
+    """Starts ranks and servers on this machine."""
 
     starts_servers = True
 
@@ -54,7 +54,7 @@ class Here(Launcher):
 
 
 class Kept(Launcher):
-    """Keeps a process on its machine, this process, between the starts of a run.
+    """Keeps a process of the machine (this process) between the starts of a run.
 
     Args:
         during: called with the machine, in a thread, while the ranks of the first start run.
@@ -101,8 +101,8 @@ def trained(launcher: Any) -> tuple[fx.Trainer, TinyModule]:
     return trainer, module
 
 
-def test_ranks_of_a_launcher_return_what_workers_return(own_folder: Path) -> None:
-    (launched, module), (worked, same) = trained(Here()), trained("auto")
+def test_ranks_of_a_launcher_return_the_results_of_local_workers(own_folder: Path) -> None:
+    (launched, module), (worked, same) = trained(OnThisMachine()), trained("auto")
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), same.parameters(), strict=True))
     assert launched.callback_metrics == worked.callback_metrics
     assert (launched.global_step, launched.current_epoch) == (worked.global_step, worked.current_epoch)
@@ -112,14 +112,14 @@ def test_ranks_of_a_launcher_return_what_workers_return(own_folder: Path) -> Non
 
 
 @pytest.mark.parametrize("strategy", [ParameterServer(servers=2), AsyncSGD(every=4, outer="average")])
-def test_servers_of_a_launcher_serve_what_other_servers_serve(strategy: Any, own_folder: Path) -> None:
+def test_servers_of_a_launcher_train_the_weights_of_local_servers(strategy: Any, own_folder: Path) -> None:
     modules = []
-    for launcher in (Here(), "auto"):
+    for launcher in (OnThisMachine(), "auto"):
         torch.manual_seed(3)
         module = Ledger(SAMPLES, BATCH)
         trainer = fx.Trainer(launcher=launcher, devices=2, strategy=strategy, max_epochs=EPOCHS, **QUIET)
         loader = DataLoader(Numbered(), BATCH // 2, shuffle=True)
-        trainer.validate(module, loader)  # in which servers have no part
+        trainer.validate(module, loader)  # servers don't take part in it
         trainer.fit(module, loader)
         assert exact(module)
         modules.append(module)
@@ -127,26 +127,28 @@ def test_servers_of_a_launcher_serve_what_other_servers_serve(strategy: Any, own
         torch.testing.assert_close(modules[0].state_dict(), modules[1].state_dict(), rtol=0.0, atol=0.0)
 
 
-def test_a_killed_rank_costs_no_sample(own_folder: Path) -> None:
+def test_a_killed_rank_of_a_launcher_loses_no_sample(own_folder: Path) -> None:
     torch.manual_seed(3)
     module = Ledger(SAMPLES, BATCH)
     faults = [kill(rank=1).during("backward", step=5), FaultRecovery(every_n_train_steps=2)]
-    trainer = fx.Trainer(launcher=Here(), devices=2, strategy="ddp", max_epochs=EPOCHS, **QUIET, callbacks=faults)
+    trainer = fx.Trainer(
+        launcher=OnThisMachine(), devices=2, strategy="ddp", max_epochs=EPOCHS, **QUIET, callbacks=faults
+    )
     trainer.fit(module, DataLoader(Numbered(), BATCH // 2, shuffle=True))
     assert (trainer.global_step, exact(module), len(trainer.failures)) == (STEPS, True, 1)
 
 
-@pytest.mark.parametrize("launcher", [Here, Kept])
+@pytest.mark.parametrize("launcher", [OnThisMachine, Kept])
 def test_ranks_of_a_launcher_load_data_in_processes(launcher: Callable[[], Launcher], own_folder: Path) -> None:
-    """Forked ranks were in a session of their own, whose group a fork server of the outer session cannot join."""
-    found = []
+    """Regression: forked ranks had their own session, whose group a fork server of the outer session can't join."""
+    states = []
     for num_workers in (0, 1):
         torch.manual_seed(3)
         module = Ledger(SAMPLES, BATCH)
         trainer = fx.Trainer(launcher=launcher(), devices=2, strategy="ddp", max_epochs=1, **QUIET)
         trainer.fit(module, DataLoader(Numbered(), BATCH // 2, shuffle=True, num_workers=num_workers))
-        found.append(module.state_dict())
-    torch.testing.assert_close(found[1], found[0], rtol=0.0, atol=0.0)
+        states.append(module.state_dict())
+    torch.testing.assert_close(states[1], states[0], rtol=0.0, atol=0.0)
 
 
 KILLED = """
@@ -167,8 +169,8 @@ if __name__ == "__main__":
 """
 
 
-def test_ranks_end_with_the_process_of_their_machine(own_folder: Path) -> None:
-    """Forked ranks trained on, for the connection to it was reset, which ended only the thread that watched it."""
+def test_ranks_end_after_the_kill_of_the_process_of_their_machine(own_folder: Path) -> None:
+    """Regression: forked ranks continued, because a reset connection ended only the thread that watched it."""
     (own_folder / "script.py").write_text(KILLED)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     run = warm.Popen([sys.executable, "script.py"], env=environment)
@@ -182,7 +184,7 @@ def test_ranks_end_with_the_process_of_their_machine(own_folder: Path) -> None:
 
 
 class Begins(fx.Callback):
-    """Writes the step at which the main rank begins to train, and lets all ranks copy before they die."""
+    """Writes the step at which the main rank begins; synchronizes all in-memory checkpoints before deaths."""
 
     def __init__(self, *deaths: int) -> None:
         self.deaths = deaths
@@ -205,10 +207,10 @@ class Begins(fx.Callback):
     ),
     ids=lambda strategy: strategy if isinstance(strategy, str) else f"parameter_server-{strategy.servers}",
 )
-def test_ranks_continue_from_memory_where_a_process_of_the_machine_outlives_them(
+def test_ranks_restore_in_memory_checkpoints_if_a_process_of_the_machine_survives(
     strategy: Any, own_folder: Path
 ) -> None:
-    """Servers that step lost the momentum of all updates before, and codecs the servers' error feedback."""
+    """Regression: servers with optimizers lost the momentum of earlier updates, and codecs the servers' residuals."""
     runs = []
     faults = [kill(rank=1).during("backward", step=5), kill(rank=0).during("forward", step=9, attempt=1)]
     for callbacks in (
@@ -226,7 +228,7 @@ def test_ranks_continue_from_memory_where_a_process_of_the_machine_outlives_them
     torch.testing.assert_close(runs[1], runs[0], rtol=0.0, atol=0.0)
     assert (own_folder / "begun").read_text() == "0 5 9 "
     deadline = time.monotonic() + 60
-    while memory_holder.folder_of(0, os.getpid()).exists():  # the process that holds them ends a little later
+    while memory_holder.folder_of(0, os.getpid()).exists():  # the holder process ends a little later
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -257,8 +259,8 @@ class Resizes(Kept):
         ],
     ),
 )  # fmt: skip
-def test_a_launcher_may_start_half_of_the_ranks_again(strategy: Any, ranks: int, own_folder: Path) -> None:
-    """The weights of `fsdp` with `tensor` were wrong: shards of other tensor ranks were taken for its own."""
+def test_a_launcher_may_restart_half_of_the_ranks(strategy: Any, ranks: int, own_folder: Path) -> None:
+    """Regression: weights of `fsdp` with `tensor` were wrong, because shards of other tensor ranks were loaded."""
     expected = meshes.train("single", 4, {"max_epochs": 2}, {})
     fx.seed_everything(3)
     made = strategy()
@@ -282,7 +284,7 @@ def test_a_launcher_may_start_half_of_the_ranks_again(strategy: Any, ranks: int,
     finally:
         torch.set_default_dtype(torch.float32)
     assert len(trainer.failures) == 1
-    if not made.traits.synchronous:  # islands with parts of a model continue from checkpoints on disk only
+    if not made.traits.synchronous:  # islands with sharded models resume from checkpoints on disk only
         assert (own_folder / "begun").read_text() == "0 0 "
         return
     assert (own_folder / "begun").read_text() == "0 5 "
@@ -301,7 +303,7 @@ class Waits(fx.Callback):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "parameter_server"])
-def test_a_signal_reaches_ranks_that_start(strategy: str, own_folder: Path) -> None:
+def test_a_signal_during_the_start_of_ranks_stops_them(strategy: str, own_folder: Path) -> None:
     launcher = Kept(during=lambda machine: machine.signal(0, signal.SIGTERM))
     trainer = fx.Trainer(launcher=launcher, devices=2, strategy=strategy, max_epochs=2, **QUIET)
     with pytest.raises(SystemExit):
@@ -309,7 +311,7 @@ def test_a_signal_reaches_ranks_that_start(strategy: str, own_folder: Path) -> N
     assert (trainer.interrupted, trainer.global_step < 4) == (True, True)
 
 
-def test_requests_for_ranks_that_have_ended_do_not_reach_those_of_the_next_start(
+def test_requests_to_ended_ranks_do_not_affect_ranks_of_the_next_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     begun = threading.Semaphore(0)
@@ -366,27 +368,27 @@ def test_a_machine_ends_its_ranks_on_request(own_folder: Path) -> None:
     assert (own_folder / "begun").read_text() == "0 5 "
 
 
-def test_an_error_of_a_rank_is_raised_here_and_ends_the_other_rank(own_folder: Path) -> None:
-    trainer = fx.Trainer(launcher=Here(), devices=2, strategy="ddp", max_epochs=1, **QUIET)
+def test_an_error_of_a_rank_is_raised_in_the_script_and_ends_the_other_rank(own_folder: Path) -> None:
+    trainer = fx.Trainer(launcher=OnThisMachine(), devices=2, strategy="ddp", max_epochs=1, **QUIET)
     with pytest.raises(WorkerFailed, match="rank 1 failed:") as raised:
         trainer.fit(Fails(), tiny_loader(24, 6))
     assert raised.value.rank == 1
     assert isinstance(raised.value.__cause__, KeyError)
 
 
-def test_what_a_launcher_cannot_start_is_refused(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_options_with_launchers_are_refused(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slurm = Slurm(cluster="local")
     trainer = fx.Trainer(launcher=slurm, devices=2, strategy=ParameterServer(servers=1), max_epochs=1, **QUIET)
     with pytest.raises(ValueError, match="starts ranks but no server processes, and ParameterServer needs 1"):
         trainer.fit(TinyModule(), tiny_loader(24, 6))
     for devices in ("auto", [0, 1], -1):
         with pytest.raises(ValueError, match="with a launcher, set the number of ranks on each machine"):
-            fx.Trainer(launcher=Here(), devices=devices)
+            fx.Trainer(launcher=OnThisMachine(), devices=devices)
     with pytest.raises(ValueError, match="launcher='environment', but no launcher has started this process"):
         fx.Trainer(launcher="environment", max_epochs=1, **QUIET).fit(TinyModule(), tiny_loader(24, 6))
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}.items():
         monkeypatch.setenv(name, value)
-    for launcher, message in ((Here(), "another launcher has started this process, as rank 1 of 2"),
+    for launcher, message in ((OnThisMachine(), "another launcher has started this process, as rank 1 of 2"),
                               ("local", "launcher='local', but a launcher has started this process")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             fx.Trainer(launcher=launcher, devices=2, strategy="ddp", **QUIET).fit(TinyModule(), tiny_loader(24, 6))
@@ -459,25 +461,25 @@ def test_ray_replaces_a_killed_process_and_a_lost_machine(own_folder: Path, scri
     done = subprocess.run(
         [sys.executable, "script.py"], capture_output=True, text=True, timeout=280, check=False, env=environment
     )
-    said = done.stdout.splitlines()[-3:]
-    assert said[-1:] == ["fit True True"], done.stdout + done.stderr
-    assert ["killed by SIGKILL" in said[0], "was lost" in said[1]] == [True, True], said
+    printed = done.stdout.splitlines()[-3:]
+    assert printed[-1:] == ["fit True True"], done.stdout + done.stderr
+    assert ["killed by SIGKILL" in printed[0], "was lost" in printed[1]] == [True, True], printed
     assert (own_folder / "begun").read_text() == "0 5 7 "
 
 
 class Preempted(fx.Callback):
-    """SLURM pre-empts the job of a run once."""
+    """SLURM preempts the job of a run once."""
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_rank == 1 and trainer.global_step == 5 and not trainer.failures:
             signal.raise_signal(signal.SIGTERM)
 
 
-# The two jobs of each take 15 seconds.
-@pytest.mark.parametrize(("fault", "said"), params([], [
+# Each of the two jobs takes 15 seconds.
+@pytest.mark.parametrize(("fault", "message"), params([], [
     (Preempted(), "the job has received SIGTERM"), (kill(rank=1).during("backward", step=5), "was lost"),
 ]))  # fmt: skip
-def test_a_job_of_slurm_that_is_preempted_or_lost_is_submitted_again(own_folder: Path, fault: Any, said: str) -> None:
+def test_a_preempted_or_lost_job_of_slurm_is_resubmitted(own_folder: Path, fault: Any, message: str) -> None:
     if importlib.util.find_spec("submitit") is None:
         pytest.skip("submitit is not installed: pip install 'fabricx[slurm]'")
     torch.manual_seed(3)
@@ -488,7 +490,7 @@ def test_a_job_of_slurm_that_is_preempted_or_lost_is_submitted_again(own_folder:
     )  # fmt: skip
     trainer.fit(module, DataLoader(Numbered(), BATCH // 2, shuffle=True))
     assert (trainer.global_step, exact(module), len(trainer.failures)) == (STEPS, True, 1)
-    assert said in trainer.failures[0]
+    assert message in trainer.failures[0]
 
 
 INTERRUPTED = """

@@ -1,4 +1,4 @@
-"""The fixture that looks for leaks finds them: a run of pytest in which every test leaves something behind."""
+"""The fixture that detects leaks: a run of pytest in which each test leaks another resource."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def test_nothing(): pass
 """
 
 
-def test_each_leak_fails_the_test_that_it_is_from_and_no_other(tmp_path):
+def test_each_leak_fails_its_own_test_and_no_other(tmp_path):
     short = CONFTEST.read_text().replace("GRACE_S = 20.0", "GRACE_S = 1.0")
     (tmp_path / "conftest.py").write_text(short)
     (tmp_path / "test_leaky.py").write_text(LEAKY)
     ended = warm.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:warnings", "-rE",
-         f"--basetemp={tmp_path}/own", "."],  # else it removes the many files of earlier runs, which may take minutes
+         f"--basetemp={tmp_path}/own", "."],  # removing files of earlier runs may take minutes
         cwd=tmp_path, env={**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(CONFTEST.parents[1])},
         capture_output=True, text=True, timeout=100,
     )  # fmt: skip
-    said = ended.stdout
+    output = ended.stdout
     for name, leak in {
         "test_thread": "thread forgotten",
         "test_process": "process ",
@@ -44,5 +44,5 @@ def test_each_leak_fails_the_test_that_it_is_from_and_no_other(tmp_path):
         "test_file": "an open file",
         "test_group": "a process group",
     }.items():
-        assert leak in said.partition(f"teardown of {name} ")[2].partition("teardown of ")[0], said
-    assert "8 passed, 7 errors" in said
+        assert leak in output.partition(f"teardown of {name} ")[2].partition("teardown of ")[0], output
+    assert "8 passed, 7 errors" in output

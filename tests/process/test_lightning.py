@@ -1,4 +1,4 @@
-"""Modules, data modules and callbacks of Lightning train under every strategy what the same code trains in fabricx."""
+"""Lightning's modules, data modules and callbacks train as the same code does in fabricx, under every strategy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GLOBAL_BATCH = 8
 
 
 class Body:
-    """The methods of a module, whose base class is that of fabricx or of Lightning."""
+    """The methods of a module, combined with the base class of fabricx or Lightning."""
 
     def __init__(self, lr: float = 0.1) -> None:
         super().__init__()
@@ -109,42 +109,42 @@ SAME_AS_ONE = {
     "fsdp": FSDP,
     "reproducible": Reproducible,
     "parameter_server": lambda: ParameterServer(servers=1),
-    "parameter_server, servers step": lambda: ParameterServer(servers=1, optimizer="server"),
+    "parameter_server, optimizer on servers": lambda: ParameterServer(servers=1, optimizer="server"),
 }
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tensor, dict[str, Tensor], list[float]]:
     module, follows = OfFabricx(), Follows()
-    with pytest.MonkeyPatch.context() as patch:  # `own_folder` is of a single test
+    with pytest.MonkeyPatch.context() as patch:  # `own_folder` has function scope
         patch.chdir(tmp_path_factory.mktemp("alone"))
         trainer = train(module, "single", 1, follows)
     return weights(module), trainer.callback_metrics, follows.losses
 
 
 @pytest.mark.parametrize("make", SAME_AS_ONE.values(), ids=SAME_AS_ONE)
-def test_a_lightning_module_on_two_ranks_is_a_fabricx_module_on_one(make: Callable[[], Any], alone):
-    wanted, metrics, losses = alone
+def test_a_lightning_module_on_two_ranks_trains_as_a_fabricx_module_in_a_single_process(make: Callable[[], Any], alone):
+    expected, metrics, losses = alone
     module, follows = OfLightning(), Follows()
     trainer = train(module, make(), 2, follows)
     assert isinstance(module, OfLightning)
-    torch.testing.assert_close(weights(module), wanted, rtol=1e-5, atol=1e-6)  # float32 sums in another order
+    torch.testing.assert_close(weights(module), expected, rtol=1e-5, atol=1e-6)  # float32 sums in another order
     for name in ("loss", "val_loss", "accuracy"):
         assert float(trainer.callback_metrics[name]) == pytest.approx(float(metrics[name]), rel=1e-5)
     assert follows.losses == pytest.approx(losses, rel=1e-5)
 
 
-def test_evaluation_on_two_ranks_has_each_sample_once():
+def test_an_evaluation_on_two_ranks_counts_each_sample_once():
     module = OfLightning()
-    several, one = (fx.Trainer(devices=ranks, **QUIET) for ranks in (2, 1))
-    [found], [wanted] = (trainer.validate(module, Data(1), verbose=False) for trainer in (several, one))
-    assert found == pytest.approx(wanted)
+    several, single = (fx.Trainer(devices=ranks, **QUIET) for ranks in (2, 1))
+    [actual], [expected] = (trainer.validate(module, Data(1), verbose=False) for trainer in (several, single))
+    assert actual == pytest.approx(expected)
     predicted = torch.cat(several.predict(module, Data(1)))
-    torch.testing.assert_close(predicted, torch.cat(one.predict(module, Data(1))))
+    torch.testing.assert_close(predicted, torch.cat(single.predict(module, Data(1))))
     assert len(predicted) == 43
 
 
-def test_local_steps_are_those_of_a_fabricx_module():
+def test_local_steps_of_a_lightning_module_equal_those_of_a_fabricx_module():
     ours, theirs = OfFabricx(), OfLightning()
     for module in (ours, theirs):
         train(module, LocalSGD(every=2), 2)
@@ -152,7 +152,7 @@ def test_local_steps_are_those_of_a_fabricx_module():
 
 
 class Ones(L.LightningModule):
-    """Each update subtracts 1 in total over all parts of the gradient, whatever the order of updates."""
+    """Each update subtracts 1 in total over all shards of the gradient, in any order of updates."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ class Ones(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
-def test_asynchronous_ranks_train_every_update():
+def test_asynchronous_ranks_apply_every_update_once():
     module = Ones()
     trainer = train(module, AsyncSGD(damp=False), 2)
     assert trainer.global_step > 0
@@ -173,17 +173,17 @@ def test_asynchronous_ranks_train_every_update():
 
 
 class Generators(L.LightningModule):
-    """Two optimizers in manual optimization, with the methods that Lightning's examples use."""
+    """Two optimizers in manual optimization, with the methods of Lightning's examples."""
 
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
-        self.one, self.two = (nn.Linear(4, 1, bias=False) for _ in range(2))
-        for layer in (self.one, self.two):
+        self.first, self.second = (nn.Linear(4, 1, bias=False) for _ in range(2))
+        for layer in (self.first, self.second):
             nn.init.constant_(layer.weight, 0.1)
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        for layer, optimizer in zip((self.one, self.two), self.optimizers(), strict=True):
+        for layer, optimizer in zip((self.first, self.second), self.optimizers(), strict=True):
             self.toggle_optimizer(optimizer)
             loss = layer(batch[0]).square().mean()
             optimizer.zero_grad()
@@ -195,20 +195,20 @@ class Generators(L.LightningModule):
         assert seen.numel() == self.trainer.world_size
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.one.parameters(), lr=0.2), torch.optim.SGD(self.two.parameters(), lr=0.4)
+        return torch.optim.SGD(self.first.parameters(), lr=0.2), torch.optim.SGD(self.second.parameters(), lr=0.4)
 
 
 @pytest.mark.parametrize("strategy", params(["ddp"], ["fsdp"]))
 def test_manual_optimization_with_two_optimizers(strategy):
-    several, one = Generators(), Generators()
+    several, single = Generators(), Generators()
     train(several, strategy, 2)
-    train(one, "single", 1)
-    torch.testing.assert_close(weights(several), weights(one), rtol=1e-5, atol=1e-6)  # sums in another order
+    train(single, "single", 1)
+    torch.testing.assert_close(weights(several), weights(single), rtol=1e-5, atol=1e-6)  # float32 sums in another order
 
 
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor]:
-    """A file with other weights, as Lightning writes it, and the weights that one process trains from it."""
+    """A checkpoint of Lightning with other weights, and the weights that a single process trains from it."""
     module = OfFabricx()
     with torch.no_grad():
         for parameter in module.parameters():
@@ -222,18 +222,18 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "name", params(["fsdp", "parameter_server, servers step"], ["ddp", "reproducible", "parameter_server"])
+    "name", params(["fsdp", "parameter_server, optimizer on servers"], ["ddp", "reproducible", "parameter_server"])
 )
 def test_training_begins_with_the_weights_of_a_lightning_checkpoint_on_each_rank(name: str, imported):
-    path, wanted = imported
+    path, expected = imported
     module = OfLightning()
     trainer = train(module, SAME_AS_ONE[name](), 2, ckpt_path=path)
     assert (trainer.current_epoch, trainer.global_step) == (2, 12)
-    torch.testing.assert_close(weights(module), wanted, rtol=1e-5, atol=1e-6)  # float32 sums in another order
+    torch.testing.assert_close(weights(module), expected, rtol=1e-5, atol=1e-6)  # float32 sums in another order
 
 
 class Late(Body, L.LightningModule):
-    """Creates its layers in the worker; under fsdp without memory for them, until they are sharded."""
+    """Creates its layers in the worker; under fsdp on the meta device until they are sharded."""
 
     def __init__(self, lr: float = 0.1) -> None:
         super().__init__(lr)
@@ -245,27 +245,27 @@ class Late(Body, L.LightningModule):
 
 
 def test_weights_are_loaded_into_layers_that_are_sharded_when_they_are_created(imported):
-    path, wanted = imported
+    path, expected = imported
     module = Late()
     trainer = train(module, "fsdp", 2, ckpt_path=path)
-    torch.testing.assert_close(weights(module), wanted, rtol=1e-5, atol=1e-6)  # float32 sums in another order
-    trainer.validate(module, Data(2), ckpt_path=path, verbose=False)  # in ranks
+    torch.testing.assert_close(weights(module), expected, rtol=1e-5, atol=1e-6)  # float32 sums in another order
+    trainer.validate(module, Data(2), ckpt_path=path, verbose=False)  # on two ranks
 
 
 def test_local_steps_begin_with_imported_weights(imported):
     path, _ = imported
-    loaded, given = OfLightning(), OfFabricx.load_from_checkpoint(path)
+    loaded, constructed = OfLightning(), OfFabricx.load_from_checkpoint(path)
     train(loaded, LocalSGD(every=2), 2, ckpt_path=path)
-    train(given, LocalSGD(every=2), 2)
-    assert weights(loaded).equal(weights(given))  # bit for bit: the same operations in the same order
+    train(constructed, LocalSGD(every=2), 2)
+    assert weights(loaded).equal(weights(constructed))  # bit for bit: the same operations in the same order
 
 
 def test_ranks_evaluate_the_weights_of_a_lightning_checkpoint(imported):
     path, _ = imported
     module = OfFabricx.load_from_checkpoint(path)
-    [wanted] = fx.Trainer(**QUIET).validate(module, Data(1), verbose=False)
-    [found] = fx.Trainer(devices=2, **QUIET).validate(OfLightning(), Data(2), ckpt_path=path, verbose=False)
-    assert found == pytest.approx(wanted)
+    [expected] = fx.Trainer(**QUIET).validate(module, Data(1), verbose=False)
+    [actual] = fx.Trainer(devices=2, **QUIET).validate(OfLightning(), Data(2), ckpt_path=path, verbose=False)
+    assert actual == pytest.approx(expected)
 
 
 class Writes(OfLightning):
@@ -284,7 +284,7 @@ def test_a_logger_of_lightning_writes_on_one_rank(tmp_path):
 
 
 class Swapped(fx.pytorch.LightningModule):
-    """A module as users of Lightning write it, with the import swapped."""
+    """A module of a Lightning user after the import swap."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -329,9 +329,9 @@ def test_an_import_swap_trains_on_two_ranks_and_its_checkpoint_is_a_file(tmp_pat
     assert (module.once, module.not_once, trainer.global_step) == (1, 2, 2)
     assert (trainer.state.fn, trainer.state.finished) == ("fit", True)
     assert {"loss", "loss_step", "loss_epoch"} <= set(trainer.callback_metrics)
-    saved = torch.load(tmp_path / "last.ckpt")  # ranks have written parts, which the main rank has joined
+    saved = torch.load(tmp_path / "last.ckpt")  # ranks write parts, which the main rank combines
     assert torch.equal(saved["state_dict"]["layer.weight"], module.layer.weight)
     assert [len(states) for states in (saved["fabricx"]["ranks"], saved["fabricx"]["strategy"]["optimizers"])] == [2, 1]
     trainer = fx.pytorch.Trainer(max_epochs=2, devices=2, strategy="fsdp", **QUIET)
-    trainer.fit(Swapped(), DataLoader(data, 4), ckpt_path=tmp_path / "last.ckpt")  # and each rank reads its shards
+    trainer.fit(Swapped(), DataLoader(data, 4), ckpt_path=tmp_path / "last.ckpt")  # each rank reads its shards
     assert trainer.global_step == 4

@@ -27,21 +27,21 @@ class Data(fx.DataModule):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "parameter_server"])
-def test_processes_train_what_one_process_trains(
+def test_a_run_of_lightning_cli_on_two_processes_equals_that_on_a_single_process(
     strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.argv", ["program"])
 
-    def weights(*words: str) -> Any:
+    def weights(*arguments: str) -> Any:
         quiet = [f"--trainer.{name}={str(value).lower()}" for name, value in QUIET.items()]
-        where = [f"--trainer.default_root_dir={tmp_path}", "--trainer.max_epochs=2"]
+        limits = [f"--trainer.default_root_dir={tmp_path}", "--trainer.max_epochs=2"]
         optimizer = ["--optimizer=SGD", "--optimizer.lr=0.25", "--optimizer.momentum=0.5"]
         with pytest.warns(UserWarning, match="overridden by"):
-            cli = LightningCLI(TinyModule, Data, args=["fit", *quiet, *where, *optimizer, *words])
+            cli = LightningCLI(TinyModule, Data, args=["fit", *quiet, *limits, *optimizer, *arguments])
         assert cli.trainer.log_dir is not None
         config = yaml.safe_load((Path(cli.trainer.log_dir) / "config.yaml").read_text())
         assert config["optimizer"]["init_args"]["lr"] == 0.25
-        assert config["data"] == {"batch_size": int(words[0].partition("=")[2])}
+        assert config["data"] == {"batch_size": int(arguments[0].partition("=")[2])}
         return cli.model.layer.weight.detach()
 
     two = weights("--data.batch_size=2", "--trainer.devices=2", f"--trainer.strategy={strategy}")

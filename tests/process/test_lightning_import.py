@@ -1,4 +1,4 @@
-"""The same program, with the import of Lightning and with that of fabricx, sees the same in its hooks."""
+"""A program behaves the same in its hooks with the import of Lightning and with that of fabricx."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def module_of(pl: Any, **methods: Callable[..., Any]) -> Any:
 
 
 def fit(pl: Any, module: Any, **options: Any) -> tuple[Any, list[str]]:
-    """Train; returns the trainer and the texts of warnings."""
+    """Train; return the trainer and the texts of warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = pl.Trainer(**{**PLAIN, **options})
@@ -68,7 +68,7 @@ def fit(pl: Any, module: Any, **options: Any) -> tuple[Any, list[str]]:
 
 
 @pytest.mark.parametrize("pl", FRAMEWORKS, ids=["lightning", "fabricx"])
-def test_two_numbers_of_accumulated_batches_are_refused(pl):
+def test_two_settings_of_gradient_accumulation_are_refused(pl):
     scheduler = pl.callbacks.GradientAccumulationScheduler({1: 2})
     with pytest.raises(ValueError, match="accumulate_grad_batches"):
         fit(pl, module_of(pl), accumulate_grad_batches=2, callbacks=[scheduler])
@@ -100,10 +100,10 @@ def shown_in_bar(pl: Any, folder: Path, version: int | str | None) -> list[Any]:
 
 
 @pytest.mark.parametrize("version", [None, 7, "a-long-version", "none"])
-def test_the_progress_bar_has_the_version_of_the_logger(version, tmp_path):
-    wanted, found = (shown_in_bar(pl, tmp_path / pl.__name__, version) for pl in FRAMEWORKS)
-    assert found == wanted
-    assert ("v_num" in found[0]) is (version != "none")
+def test_the_progress_bar_shows_the_version_of_the_logger(version, tmp_path):
+    of_lightning, of_fabricx = (shown_in_bar(pl, tmp_path / pl.__name__, version) for pl in FRAMEWORKS)
+    assert of_fabricx == of_lightning
+    assert ("v_num" in of_fabricx[0]) is (version != "none")
 
 
 def sizes(pl: Any, depth: int, example: Any) -> dict[str, Any]:
@@ -122,10 +122,10 @@ def sizes(pl: Any, depth: int, example: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("depth", [0, 1, -1])
 @pytest.mark.parametrize("example", [None, torch.zeros(5, 4), {"inputs": torch.zeros(5, 4)}, (torch.zeros(5, 4),)])
 def test_a_summary_has_the_sizes_of_inputs_and_outputs(depth, example):
-    wanted, found = (sizes(pl, depth, example) for pl in FRAMEWORKS)
-    assert found == wanted
+    of_lightning, of_fabricx = (sizes(pl, depth, example) for pl in FRAMEWORKS)
+    assert of_fabricx == of_lightning
     if depth == 1 and example is not None:
-        assert found["out_sizes"] == [[5, 3], [5, 2], "?"]
+        assert of_fabricx["out_sizes"] == [[5, 3], [5, 2], "?"]
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true"])
@@ -152,9 +152,9 @@ def counted(pl: Any) -> list[Any]:
 
 
 def test_the_number_of_training_batches_is_infinite_until_it_is_known():
-    wanted, found = map(counted, FRAMEWORKS)
-    assert found == wanted
-    assert found[0] == ("fit", float("inf"))
+    of_lightning, of_fabricx = map(counted, FRAMEWORKS)
+    assert of_fabricx == of_lightning
+    assert of_fabricx[0] == ("fit", float("inf"))
 
 
 def metrics_of_validations(pl: Any) -> list[Any]:
@@ -169,8 +169,8 @@ def metrics_of_validations(pl: Any) -> list[Any]:
 
 
 def test_hooks_at_the_end_of_validations_read_the_same_metrics():
-    wanted, found = map(metrics_of_validations, FRAMEWORKS)
-    assert found == wanted  # bit for bit: the same operations in the same order
+    of_lightning, of_fabricx = map(metrics_of_validations, FRAMEWORKS)
+    assert of_fabricx == of_lightning  # bit for bit: the same operations in the same order
 
 
 @pytest.mark.parametrize("pl", FRAMEWORKS, ids=["lightning", "fabricx"])

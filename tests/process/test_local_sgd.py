@@ -1,4 +1,4 @@
-"""Ranks that meet now and then: each step is as good as ddp, a round travels once, and a run goes on exactly."""
+"""LocalSGD: rounds of one step equal ddp, each round has a single collective, and runs resume exactly."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ pytestmark = pytest.mark.usefixtures("warm_ranks")
 
 
 class Plain(LayeredModule):
-    """Trained with gradient descent, whose steps are linear in the gradient."""
+    """Trained with SGD, whose steps are linear in the gradient."""
 
     def __init__(self, momentum: float = 0.0) -> None:
         torch.manual_seed(2)
         super().__init__()
         self.momentum = momentum
         self.spread: list[float] = []
-        self.travelled: list[int] = []
+        self.collectives: list[int] = []
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=self.momentum)
 
 
 class Watches(fx.Callback):
-    """Notes how far apart the ranks are after each step, and how many collectives it has needed."""
+    """Records the distance of the ranks' weights after each step, and the number of collectives of the step."""
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         self._mode = CommDebugMode()
@@ -49,7 +49,7 @@ class Watches(fx.Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._mode.__exit__(None, None, None)
-        module.travelled.append(sum(self._mode.get_comm_counts().values()))
+        module.collectives.append(sum(self._mode.get_comm_counts().values()))
         del self._mode
         weights = torch.cat([parameter.detach().reshape(-1) for parameter in module.parameters()])
         mean = trainer.world.all_reduce(weights.clone()) / trainer.world.size
@@ -65,39 +65,44 @@ def train(strategy: Any, devices: int = 2, *, module: Any = None, ckpt: Path | N
     return module, trainer
 
 
-def apart(one: Any, other: Any) -> float:
-    return max(float((a - b).detach().abs().max()) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+def largest_difference(first: Any, second: Any) -> float:
+    return max(
+        float((a - b).detach().abs().max()) for a, b in zip(first.parameters(), second.parameters(), strict=True)
+    )
 
 
-ONE_STEP: list[Any] = [{"every": 1}, {"every": 9, "synchronous_steps": 99}]
+ONE_STEP_ROUNDS: list[Any] = [{"every": 1}, {"every": 9, "synchronous_steps": 99}]
 
 
 @pytest.mark.parametrize(
-    ("momentum", "options"), params([(0.9, ONE_STEP[0]), (0.0, ONE_STEP[1])], [(0.0, ONE_STEP[0]), (0.9, ONE_STEP[1])])
+    ("momentum", "options"),
+    params(
+        [(0.9, ONE_STEP_ROUNDS[0]), (0.0, ONE_STEP_ROUNDS[1])], [(0.0, ONE_STEP_ROUNDS[0]), (0.9, ONE_STEP_ROUNDS[1])]
+    ),
 )
-def test_one_step_a_round_is_ddp(momentum: float, options: dict[str, Any]) -> None:
-    wanted, one = train(Single(), 1, module=Plain(momentum))
-    found, several = train(LocalSGD(**options), module=Plain(momentum))
-    assert apart(found, wanted) < 2e-6
-    assert several.global_step == one.global_step == 8
-    assert float(several.callback_metrics["val"]) == pytest.approx(float(one.callback_metrics["val"]), rel=1e-4)
+def test_rounds_of_one_step_equal_ddp(momentum: float, options: dict[str, Any]) -> None:
+    expected, single = train(Single(), 1, module=Plain(momentum))
+    module, several = train(LocalSGD(**options), module=Plain(momentum))
+    assert largest_difference(module, expected) < 2e-6
+    assert several.global_step == single.global_step == 8
+    assert float(several.callback_metrics["val"]) == pytest.approx(float(single.callback_metrics["val"]), rel=1e-4)
 
 
-def test_ranks_part_and_meet_once_a_round() -> None:
+def test_ranks_diverge_within_a_round_and_are_averaged_at_its_end() -> None:
     module, _ = train(LocalSGD(every=3), callbacks=[Watches()], log_every_n_steps=0, limit_val_batches=0)
     meets = [step % 3 == 0 for step in range(1, 9)]
-    assert [count > 0 for count in module.travelled] == meets
+    assert [count > 0 for count in module.collectives] == meets
     assert [spread < 1e-6 for spread in module.spread] == meets
 
 
-def test_fragments_meet_at_steps_of_their_own_and_later_than_they_set_out() -> None:
+def test_fragments_are_averaged_at_different_steps_and_overlap_later_steps() -> None:
     options = {"every": 4, "fragments": 2, "overlap_steps": 1}
     module, _ = train(LocalSGD(**options), callbacks=[Watches()], log_every_n_steps=0, limit_val_batches=0)
-    assert module.travelled == [0, 1, 0, 1, 0, 1, 0, 1]
-    assert min(module.spread) > 1e-6  # there is always a fragment that is under way
+    assert module.collectives == [0, 1, 0, 1, 0, 1, 0, 1]
+    assert min(module.spread) > 1e-6  # there is always a fragment in transfer
 
 
-def test_a_validation_leaves_the_round_as_it_is() -> None:
+def test_a_validation_within_a_round_has_no_effect_on_training() -> None:
     often, trainer = train(LocalSGD(every=3, outer="nesterov"), val_check_interval=1)
     never, _ = train(LocalSGD(every=3, outer="nesterov"), limit_val_batches=0)
     assert all(torch.equal(a, b) for a, b in zip(often.parameters(), never.parameters(), strict=True))
@@ -108,7 +113,7 @@ def _due_at(steps: tuple[int, ...], trainer: Any) -> bool:
     return trainer.global_step in steps
 
 
-def test_snapshots_at_steps_that_depend_on_time_change_nothing() -> None:
+def test_snapshots_at_any_step_have_no_effect_on_training() -> None:
     options: dict[str, Any] = {"every": 4, "outer": "nesterov", "fragments": 2, "overlap_steps": 2, "keep_local": 0.3}
     results = []
     for steps in ((), (3, 5, 6)):
@@ -129,7 +134,7 @@ class Saves(fx.Callback):
 
 
 @pytest.mark.parametrize("outer", ["average", "nesterov"])
-def test_a_run_goes_on_exactly_and_elsewhere(tmp_path: Path, outer: Any) -> None:
+def test_a_run_resumes_exactly_and_under_other_strategies(tmp_path: Path, outer: Any) -> None:
     options: dict[str, Any] = {"every": 4, "outer": outer, "outer_lr": 0.3, "outer_momentum": 0.5}
     whole, _ = train(LocalSGD(**options), module=LayeredModule(), callbacks=[Saves(tmp_path / "five.ckpt")])
     saved = checkpoint.load(tmp_path / "five.ckpt")["strategy"]
@@ -146,7 +151,7 @@ def test_a_run_goes_on_exactly_and_elsewhere(tmp_path: Path, outer: Any) -> None
 
 
 class ChangesAndSaves(fx.Callback):
-    """Changes weights in a validation within a round, while the module holds averages, and after them; saves then."""
+    """Changes weights in and after a validation within a round, while the module has averaged weights; saves then."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -162,7 +167,7 @@ class ChangesAndSaves(fx.Callback):
 
 
 def test_a_run_resumes_exactly_from_a_validation_within_a_round(tmp_path: Path) -> None:
-    """The outer step of a checkpoint's round is no part of what a validation or a hook sets."""
+    """The outer step of a checkpoint's round is independent of changes by validations and hooks."""
     options: dict[str, Any] = {"every": 5, "outer": "nesterov"}
     callbacks: list[Any] = [EMA(0.5, apply_at_end=False, use_buffers=True), ChangesAndSaves(tmp_path)]
     whole, _ = train(LocalSGD(**options), module=Normed(0.5), callbacks=callbacks, val_check_interval=2)
@@ -182,13 +187,13 @@ class SavesAtTheEnd(fx.Callback):
 
 
 def saved(strategy: LocalSGD, folder: Path) -> None:
-    """Train, and save at the end and afterwards; as under torchrun, where the ranks remain."""
+    """Train; save at the end and after the fit, as under torchrun, where the ranks remain."""
     _, trainer = train(strategy, callbacks=[SavesAtTheEnd(folder / "end")], max_steps=5)
     trainer.save_checkpoint(folder / "weights", weights_only=True)
     trainer.save_checkpoint(folder / "after")
 
 
-def test_a_checkpoint_after_the_fit_is_that_of_its_end_unless_it_would_lack_momentum(tmp_path: Path) -> None:
+def test_a_checkpoint_after_the_fit_equals_that_at_its_end_or_is_refused_without_outer_momentum(tmp_path: Path) -> None:
     run_ranks(saved, 2, LocalSGD(every=4), tmp_path)
     end, after = (checkpoint.load(tmp_path / name)["strategy"] for name in ("end", "after"))
     assert end["used"] == after["used"]
@@ -210,22 +215,22 @@ class Normed(Plain):
         return super().forward(inputs)
 
 
-def test_statistics_of_batch_normalisation_are_those_of_one_process(tmp_path: Path) -> None:
-    wanted, _ = train(Single(), 1, module=Normed())
-    # With a validation after each step, they are joined at each step, also that of 3 and 4 samples. Otherwise a rank's
-    # weight is that of all its steps, and the variance between ranks is estimated.
+def test_running_statistics_of_batch_norm_equal_those_of_a_single_process(tmp_path: Path) -> None:
+    expected, _ = train(Single(), 1, module=Normed())
+    # With a validation after each step, statistics are combined at each step, also the step with 3 and 4 samples.
+    # Otherwise a rank's weight counts all its steps, and the variance between ranks is estimated.
     cases: list[tuple[float, dict[str, Any]]] = [
         (1e-5, {"val_check_interval": 1}), (0.1, {"callbacks": [Saves(tmp_path / "five.ckpt")]}),
     ]  # fmt: skip
     for close, options in cases:
-        found, _ = train(LocalSGD(every=3), module=Normed(), **options)
-        assert torch.allclose(found.norm.running_mean, wanted.norm.running_mean, rtol=0.0, atol=close)
-        assert torch.allclose(found.norm.running_var, wanted.norm.running_var, rtol=close)
-        assert int(found.norm.num_batches_tracked) == int(wanted.norm.num_batches_tracked) == 8
+        module, _ = train(LocalSGD(every=3), module=Normed(), **options)
+        assert torch.allclose(module.norm.running_mean, expected.norm.running_mean, rtol=0.0, atol=close)
+        assert torch.allclose(module.norm.running_var, expected.norm.running_var, rtol=close)
+        assert int(module.norm.num_batches_tracked) == int(expected.norm.num_batches_tracked) == 8
 
 
 class SavesWithin(fx.Callback):
-    """Saves after the first batch of a window and after its last."""
+    """Saves after the first batch of a window and after its last batch."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -233,14 +238,16 @@ class SavesWithin(fx.Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if trainer.current_epoch == 0 and batch_idx in (1, 2):
             before = module.norm.running_mean.clone()
-            with contextlib.redirect_stdout(io.StringIO()) as said:  # warm ranks print to the output of an earlier test
+            with contextlib.redirect_stdout(
+                io.StringIO()
+            ) as printed:  # warm ranks print to the output of an earlier test
                 trainer.save_checkpoint(self.folder / f"{batch_idx}")
             if trainer.is_global_zero:
-                (self.folder / f"{batch_idx}.txt").write_text(said.getvalue())
+                (self.folder / f"{batch_idx}.txt").write_text(printed.getvalue())
             module.changes.append(float((module.norm.running_mean - before).abs().max()))
 
 
-def test_a_checkpoint_within_a_window_has_the_joint_statistics_of_its_begin_and_says_that_it_is_not_exact(
+def test_a_checkpoint_within_a_window_has_the_statistics_of_its_start_and_warns(
     tmp_path: Path,
 ) -> None:
     module, _ = train(
@@ -260,7 +267,7 @@ class Skips(Plain):
         return None if self.global_rank == 1 and batch_idx == 1 else loss  # type: ignore[no-any-return]
 
 
-def test_a_rank_may_skip_a_batch_alone() -> None:
+def test_a_single_rank_may_skip_a_batch() -> None:
     _, trainer = train(LocalSGD(every=2), module=Skips())
     assert trainer.global_step == 8
 
@@ -270,8 +277,8 @@ class SkipsWithAdam(Skips):
         return torch.optim.Adam(self.parameters(), lr=0.1)
 
 
-def test_a_run_whose_ranks_have_made_different_numbers_of_steps_resumes_exactly(tmp_path: Path) -> None:
-    """The saved counts of steps were those of several ranks, by parameter."""
+def test_a_run_with_different_step_counts_on_its_ranks_resumes_exactly(tmp_path: Path) -> None:
+    """Regression: the saved step counts were those of several ranks, by parameter."""
     whole, _ = train(LocalSGD(every=2), module=SkipsWithAdam(), callbacks=[Saves(tmp_path / "five.ckpt")])
     again, trainer = train(LocalSGD(every=2), module=SkipsWithAdam(), ckpt=tmp_path / "five.ckpt")
     assert trainer.global_step == 8
@@ -281,7 +288,7 @@ def test_a_run_whose_ranks_have_made_different_numbers_of_steps_resumes_exactly(
 
 
 class Stream:
-    """Three batches on the first rank and two on the second, of which only their end tells how many there are."""
+    """Three batches on rank 0 and two on rank 1; the length is unknown."""
 
     def __init__(self) -> None:
         self.batches = list(DataLoader(layered_data(30), 6))
@@ -300,13 +307,13 @@ def test_streams_of_different_lengths_are_trained_to_their_ends() -> None:
     batches = Stream().batches
     joined = [[torch.cat(pair) for pair in zip(*batches[n : n + 2], strict=True)] for n in (0, 2)]
     options: dict[str, Any] = {"max_epochs": 2, "precision": "64-true", **QUIET}
-    one, some = Plain(momentum=0.9), Plain(momentum=0.9)
+    expected, module = Plain(momentum=0.9), Plain(momentum=0.9)
     alone = fx.Trainer(**options)
-    alone.fit(one, [*joined, batches[4]])
+    alone.fit(expected, [*joined, batches[4]])
     trainer = fx.Trainer(devices=2, strategy=LocalSGD(every=1), **options)
-    trainer.fit(some, Stream())
+    trainer.fit(module, Stream())
     assert trainer.global_step == alone.global_step == 6
-    for a, b in zip(some.parameters(), one.parameters(), strict=True):
+    for a, b in zip(module.parameters(), expected.parameters(), strict=True):
         assert torch.allclose(a, b, rtol=0.0, atol=1e-10)  # sums of doubles in another order
     with pytest.raises(WorkerFailed, match=r"Promising ended after 2 batches .* limit_train_batches"):
         fx.Trainer(devices=2, strategy=LocalSGD(every=1), **options).fit(Plain(), Promising())
@@ -328,7 +335,7 @@ def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> Non
 
 
 class _Skips(fx.Module):
-    """The gradient is the mean square of a batch; some batches have no loss."""
+    """A module whose gradient is the mean square of a batch; some batches have no loss."""
 
     def __init__(self, *skipped: float) -> None:
         super().__init__()
@@ -347,13 +354,13 @@ class _Skips(fx.Module):
 @pytest.mark.parametrize(
     ("accumulate", "skipped", "weight", "steps"),
     [
-        # Samples 1 to 8, windows of a rank (1, 2), (3, 4), ...: the mean of batches with a loss, as in one process.
+        # Samples 1 to 8, windows of a rank (1, 2), (3, 4), ...: the mean of batches with a loss.
         (2, (1.0, 3.0), -(4 + 16) / 2 - (25 + 36 + 49 + 64) / 4, 2),
-        # No step of a rank: it counts, so that rounds and schedules of the ranks stay aligned.
+        # A rank without an update counts the step, so that rounds and schedules of the ranks stay aligned.
         (1, (2.0,), -(1 + 0 + 9 + 16 + 25 + 36) / 2 - 0.1 * (49 + 64) / 2, 4),
     ],
 )
-def test_a_batch_without_a_loss_is_left_out_of_the_local_window(
+def test_a_batch_without_a_loss_is_excluded_from_the_local_window(
     accumulate: int, skipped: tuple[float, ...], weight: float, steps: int
 ) -> None:
     module, samples = _Skips(*skipped), torch.arange(1.0, 9.0).reshape(-1, 1)

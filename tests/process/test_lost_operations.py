@@ -1,4 +1,4 @@
-"""Operations that gloo would lose when a worker dies: they fail at once, are left, or end their worker."""
+"""Operations that gloo would lose at the death of a worker: they fail at once, are abandoned, or end their worker."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.soak import params, rounds
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
-ROUNDS, LARGE = 12, 40_000_000  # number of groups; numbers of a tensor whose transfer takes a while
+ROUNDS, LARGE = 12, 40_000_000  # number of groups; number of elements of a tensor with a long transfer
 WIDTH = 1500  # of a module with large collectives
 
 
@@ -59,7 +59,7 @@ def ends_of_groups() -> list[str]:
 
 
 def test_no_operation_is_lost_when_connections_end() -> None:
-    """A write to a connection that was shut down in both directions is lost in about 15 of 100 rounds."""
+    """Regression: a write to a connection that was shut down in both directions was lost in about 15 of 100 rounds."""
     for errors in run_ranks(ends_of_groups, 2):
         assert len(errors) == ROUNDS
         assert not [error for error in errors if "onnection" not in error]
@@ -70,7 +70,7 @@ class Interrupted(LayeredModule):
 
     Args:
         once: file that is created before the kill, so that it happens once.
-        collective: the tensor is sent by a collective of `World`; else from one rank to another by torch.
+        collective: send the tensor by a collective of `World`; otherwise by torch's send and receive.
     """
 
     def __init__(self, once: Path, *, collective: bool) -> None:
@@ -96,7 +96,7 @@ class Interrupted(LayeredModule):
 
 
 @pytest.mark.parametrize("collective", [True, False])
-def test_a_run_survives_a_rank_that_is_killed_during_a_large_transfer(tmp_path: Path, *, collective: bool) -> None:
+def test_a_rank_that_is_killed_during_a_large_transfer_is_replaced(tmp_path: Path, *, collective: bool) -> None:
     def train(once: Path) -> tuple[dict[str, Tensor], list[str]]:
         fx.seed_everything(3)
         module = Interrupted(once, collective=collective)
@@ -108,8 +108,8 @@ def test_a_run_survives_a_rank_that_is_killed_during_a_large_transfer(tmp_path: 
 
     (tmp_path / "undisturbed").touch()
     expected, _ = train(tmp_path / "undisturbed")
-    found, failures = train(tmp_path / "once")
-    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    weights, failures = train(tmp_path / "once")
+    assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
     assert "rank 2 failed" in failures[0]
     if collective:  # the survivors keep their state
         assert len(failures) == 1
@@ -118,7 +118,7 @@ def test_a_run_survives_a_rank_that_is_killed_during_a_large_transfer(tmp_path: 
 
 
 class Wide(fx.Module):
-    """A module of 36 MiB, whose collectives take a while."""
+    """A module of 36 MiB, with long collectives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,10 +132,10 @@ class Wide(fx.Module):
 
 
 class KillsSoon(fx.Callback):
-    """Kills a rank some time after the begin of a step.
+    """Kills a rank some time after the beginning of a step.
 
     Args:
-        rank, step, delay: the rank, its step, and seconds after the step's begin.
+        rank, step, delay: the rank, its step, and seconds after the beginning of the step.
     """
 
     def __init__(self, rank: int, step: int, delay: float) -> None:
@@ -149,8 +149,8 @@ class KillsSoon(fx.Callback):
 @pytest.mark.parametrize(
     "name", params(["fsdp"], ["ddp", "pipeline", "tensor", "local_sgd", "reproducible", "parameter_server"])
 )
-def test_kills_at_any_moment_of_a_large_step_leave_no_trace(name: str) -> None:
-    """A kill may also come after the last step."""
+def test_weights_after_kills_at_any_moment_of_a_large_step_equal_those_of_an_undisturbed_run(name: str) -> None:
+    """A kill may also happen after the last step."""
 
     def train(*kills: fx.Callback) -> dict[str, Tensor]:
         fx.seed_everything(3)
@@ -165,12 +165,12 @@ def test_kills_at_any_moment_of_a_large_step_leave_no_trace(name: str) -> None:
     expected = train()
     moments = random.Random(name)
     for _ in range(rounds(1, 10)):
-        found = train(KillsSoon(moments.randrange(2), moments.randrange(1, 3), moments.random() * 0.2))
-        assert all(torch.equal(found[key], weight) for key, weight in expected.items())
+        weights = train(KillsSoon(moments.randrange(2), moments.randrange(1, 3), moments.random() * 0.2))
+        assert all(torch.equal(weights[key], weight) for key, weight in expected.items())
 
 
 class DiesWhileJoining(fx.Callback):
-    """The first replacement is killed when it is about to build the process group with the others.
+    """The first replacement is killed before it builds the process group with the other ranks.
 
     Args:
         once: file that is created before the kill.
@@ -191,7 +191,7 @@ class DiesWhileJoining(fx.Callback):
         dist.init_process_group = build_or_die
 
 
-def test_a_replacement_that_dies_while_it_joins_is_replaced(tmp_path: Path) -> None:
+def test_a_replacement_that_dies_while_joining_is_replaced(tmp_path: Path) -> None:
     """The survivors' attempt fails; the group of the next attempt has the same name on all ranks."""
     fx.seed_everything(3)
     trainer = fx.Trainer(

@@ -1,4 +1,4 @@
-"""A manually optimised module on several ranks trains what one process trains on the global batch, or is refused."""
+"""A module with manual optimization trains as in a single process on the global batch, or is refused."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ pytestmark = pytest.mark.usefixtures("warm_ranks")
 GLOBAL_BATCH = 12
 
 
-def mse(found: Tensor, wanted: Tensor | float) -> Tensor:
-    return (found - wanted).pow(2).mean()
+def mse(outputs: Tensor, targets: Tensor | float) -> Tensor:
+    return (outputs - targets).pow(2).mean()
 
 
 class Manual(fx.Module):
-    """Two networks in float64, with large steps; each batch is trained in the next of several ways.
+    """Two networks in float64, with large steps; successive batches are trained by different methods.
 
     Args:
-        ways: names of the methods that train a batch, one after the other.
+        methods: names of the methods that train a batch, one after another.
     """
 
-    def __init__(self, *ways: str) -> None:
+    def __init__(self, *methods: str) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.automatic_optimization = False
-        self.ways = ways
+        self.methods = methods
         self.net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1)).double()
         self.critic = nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1)).double()
         self.norms: list[float] = []
 
     def forward(self, inputs: Tensor) -> Tensor:
-        found: Tensor = self.net(inputs)
-        return found
+        outputs: Tensor = self.net(inputs)
+        return outputs
 
     def configure_optimizers(self) -> Any:
         options: dict[str, Any] = {"lr": 0.2, "momentum": 0.5, "weight_decay": 0.05}
@@ -56,14 +56,16 @@ class Manual(fx.Module):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         self.log("loss", mse(self.net(batch[0]), batch[1]).detach())
-        getattr(self, self.ways[batch_idx % len(self.ways)])(*self.optimizers(), batch[0], batch[1])
+        getattr(self, self.methods[batch_idx % len(self.methods)])(*self.optimizers(), batch[0], batch[1])
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val", mse(self.net(batch[0]), batch[1]))
 
     def on_train_epoch_start(self) -> None:
         with torch.no_grad():
-            self.net(torch.zeros(1, 6, dtype=torch.float64))  # outside of the step, before anything else has gathered
+            self.net(
+                torch.zeros(1, 6, dtype=torch.float64)
+            )  # outside of the step, before the first gathering of weights
 
     def submodule(self, first: Any, second: Any, x: Tensor, y: Tensor) -> None:
         first.zero_grad()
@@ -130,9 +132,9 @@ class Manual(fx.Module):
 
     def several_backwards(self, first: Any, second: Any, x: Tensor, y: Tensor) -> None:
         first.zero_grad()
-        found = self.net(x)
-        self.manual_backward(mse(found, y), retain_graph=True)
-        self.manual_backward(mse(found, 2.0 * y))
+        outputs = self.net(x)
+        self.manual_backward(mse(outputs, y), retain_graph=True)
+        self.manual_backward(mse(outputs, 2.0 * y))
         self.manual_backward(mse(self.net(x), 0.5 * y))
         first.step()
 
@@ -153,8 +155,8 @@ class Manual(fx.Module):
 
     def by_hand(self, first: Any, second: Any, x: Tensor, y: Tensor) -> None:
         parameters = list(self.net.parameters())
-        found = torch.autograd.grad(mse(self.net(x), y), parameters)
-        for parameter, gradient in zip(parameters, found, strict=True):
+        gradients = torch.autograd.grad(mse(self.net(x), y), parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
         first.step()
 
@@ -165,14 +167,14 @@ ANYWHERE = (
 )  # fmt: skip
 LINEAR = ("submodule", "begins_to_accumulate", "ends_accumulation", "closure", "several_backwards")
 
-WAYS: dict[str, tuple[Callable[[], fx.Strategy], int, tuple[str, ...]]] = {
+STRATEGIES: dict[str, tuple[Callable[[], fx.Strategy], int, tuple[str, ...]]] = {
     "ddp": (DDP, 3, (*ANYWHERE, "penalised")),
     "fsdp": (FSDP, 2, ANYWHERE),
-    "fsdp on 3": (FSDP, 3, ANYWHERE),
-    "no server": (lambda: ParameterServer(servers=0), 3, (*ANYWHERE, "penalised")),
+    "fsdp on 3 ranks": (FSDP, 3, ANYWHERE),
+    "shared memory": (lambda: ParameterServer(servers=0), 3, (*ANYWHERE, "penalised")),
     "a server": (ParameterServer, 2, (*ANYWHERE, "penalised")),
     "2 servers": (lambda: ParameterServer(servers=2), 3, (*ANYWHERE, "penalised")),
-    "local_sgd": (lambda: LocalSGD(every=1), 2, LINEAR),  # what isn't linear is each rank's own there
+    "local_sgd": (lambda: LocalSGD(every=1), 2, LINEAR),  # a nonlinear step would be a local step of each rank
 }
 
 
@@ -181,48 +183,48 @@ def data(samples: int) -> TensorDataset:
     return TensorDataset(inputs, inputs.sum(1, keepdim=True))
 
 
-def train(strategy: Any, devices: int, ways: tuple[str, ...], **options: Any) -> tuple[Manual, fx.Trainer]:
-    """Train one epoch whose last global batch is a single sample: all ranks but one have none of it."""
-    module = Manual(*ways)
+def train(strategy: Any, devices: int, methods: tuple[str, ...], **options: Any) -> tuple[Manual, fx.Trainer]:
+    """Train one epoch whose last global batch is a single sample: all ranks but one have no sample."""
+    module = Manual(*methods)
     trainer = fx.Trainer(
         devices=devices, strategy=strategy, **{"max_epochs": 1, "precision": "64-true", **QUIET, **options}
     )
-    samples = GLOBAL_BATCH * (len(ways) - 1) + 1
+    samples = GLOBAL_BATCH * (len(methods) - 1) + 1
     trainer.fit(module, DataLoader(data(samples), GLOBAL_BATCH // devices, shuffle=True), DataLoader(data(5), 2))
     return module, trainer
 
 
 @functools.cache
-def alone(ways: tuple[str, ...]) -> tuple[Manual, fx.Trainer]:
-    return train("single", 1, ways)
+def alone(methods: tuple[str, ...]) -> tuple[Manual, fx.Trainer]:
+    return train("single", 1, methods)
 
 
-def assert_same(found: fx.Module, wanted: fx.Module) -> None:
-    for (name, a), b in zip(found.named_parameters(), wanted.parameters(), strict=True):
-        assert torch.allclose(a, b, rtol=0.0, atol=1e-10), (name, (a - b).abs().max())  # float64 in another order
+def assert_same(module: fx.Module, expected: fx.Module) -> None:
+    for (name, a), b in zip(module.named_parameters(), expected.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=0.0, atol=1e-10), (name, (a - b).abs().max())  # float64 sums in another order
 
 
 @pytest.mark.filterwarnings("ignore:.*find_unused_parameters.*")
-@pytest.mark.parametrize("way", WAYS)
-def test_ranks_train_what_one_process_trains(way: str) -> None:
-    make, devices, ways = WAYS[way]
-    wanted, one = alone(ways)
-    found, several = train(make(), devices, ways)
-    assert_same(found, wanted)
-    assert several.global_step == one.global_step
-    assert found.norms == pytest.approx(wanted.norms)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_manual_optimization_on_several_ranks_trains_the_weights_of_a_single_process(strategy: str) -> None:
+    make, devices, methods = STRATEGIES[strategy]
+    expected, single = alone(methods)
+    module, several = train(make(), devices, methods)
+    assert_same(module, expected)
+    assert several.global_step == single.global_step
+    assert module.norms == pytest.approx(expected.norms)
     for name in ("loss_epoch", "val"):
         assert float(several.callback_metrics.get(name, 0.0)) == pytest.approx(
-            float(one.callback_metrics.get(name, 0.0)), rel=1e-9
+            float(single.callback_metrics.get(name, 0.0)), rel=1e-9
         )
 
 
 def fit_in_ranks(cases: list[tuple[Any, str]]) -> list[str]:
-    """Train one way under each strategy, one after the other; returns the errors, "" where there was none."""
+    """Train with one method per strategy, one after another; return the errors, "" without an error."""
     errors = []
-    for strategy, way in cases:
+    for strategy, method in cases:
         try:
-            train(strategy, worlds.current().size, (way, way))  # type: ignore[union-attr]
+            train(strategy, worlds.current().size, (method, method))  # type: ignore[union-attr]
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}")
         else:
@@ -231,7 +233,7 @@ def fit_in_ranks(cases: list[tuple[Any, str]]) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore:.*find_unused_parameters.*")
-def test_gradients_that_were_not_joined_are_an_error_on_all_ranks() -> None:
+def test_gradients_that_were_not_reduced_are_an_error_on_all_ranks() -> None:
     cases = [
         (DDP(), "by_torch"), (DDP(), "by_hand"), (ParameterServer(servers=0), "by_torch"),
         (FSDP(), "by_torch"), (FSDP(), "penalised"), (DDP(), "submodule"),
@@ -243,7 +245,7 @@ def test_gradients_that_were_not_joined_are_an_error_on_all_ranks() -> None:
 
 
 class Owns(Manual):
-    """Has a parameter of its own."""
+    """Has a parameter outside of its submodules."""
 
     def __init__(self) -> None:
         super().__init__("submodule")
@@ -275,7 +277,7 @@ def set_up_in_ranks(cases: list[tuple[Any, fx.Module, dict[str, Any]]]) -> list[
     return errors
 
 
-def test_what_a_manual_loop_cannot_have_is_refused_at_set_up() -> None:
+def test_unsupported_options_with_manual_optimization_are_refused_at_set_up() -> None:
     refused: list[tuple[Any, Any, dict[str, Any], str]] = [
         (DDP(), Manual("submodule"), {"accumulate_grad_batches": 2}, "optimizer.zero_grad() after these"),
         (DDP(), Manual("submodule"), {"gradient_clip_val": 0.1}, "self.clip_gradients(optimizer, limit, algorithm)"),
@@ -298,7 +300,7 @@ def test_what_a_manual_loop_cannot_have_is_refused_at_set_up() -> None:
 
 
 class Stream:
-    """Batches of which only their end tells how many there are; the second rank has fewer."""
+    """Batches of unknown number; rank 1 has fewer batches."""
 
     def __iter__(self) -> Iterator[Any]:
         rank = worlds.current().rank  # type: ignore[union-attr]
@@ -329,20 +331,20 @@ def test_streams_of_different_lengths_are_trained_to_their_ends() -> None:
 class SecondOrder(Manual):
     """Keeps the graph of gradients, as second-order optimizers do."""
 
-    def keep_graph(self, first: Any, second: Any, inputs: Tensor, wanted: Tensor) -> None:
-        self.manual_backward(mse(self.net(inputs), wanted), create_graph=True)
+    def keep_graph(self, first: Any, second: Any, inputs: Tensor, targets: Tensor) -> None:
+        self.manual_backward(mse(self.net(inputs), targets), create_graph=True)
         first.step()
 
 
 @pytest.mark.parametrize("strategy", params([FSDP, lambda: ParameterServer(servers=0)], [DDP]))
-def test_gradients_with_a_graph_are_refused_where_they_are_averaged(strategy: Any) -> None:
+def test_create_graph_is_refused_if_gradients_are_averaged(strategy: Any) -> None:
     loader = DataLoader(TensorDataset(torch.randn(8, 6).double(), torch.randn(8, 1).double()), 4)
     with pytest.raises(WorkerFailed, match=r"create_graph=True\) on 2 ranks.*or use devices=1"):
         fx.Trainer(max_steps=1, devices=2, strategy=strategy(), **QUIET).fit(SecondOrder("keep_graph"), loader)
 
 
 class StepsItself(fx.Module):
-    """Steps its optimizer with gradients of `loss.backward()`, and is optimised automatically."""
+    """Steps its optimizer with gradients of `loss.backward()`, under automatic optimization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -364,7 +366,7 @@ def test_steps_without_manual_optimization_are_refused_on_several_ranks():
 
 
 class TwoSteps(torch.optim.SGD):
-    """Sharpness-aware minimization (SAM), whose two steps the module calls."""
+    """Sharpness-aware minimization (SAM); the module calls its two steps."""
 
     assigns = False
 
@@ -390,7 +392,7 @@ class TwoSteps(torch.optim.SGD):
 
 
 class SharpnessAware(fx.Module):
-    """Calls both steps; `dies` is killed between those of the fourth batch, the first time."""
+    """Calls both steps; rank `dies` is killed between the steps of the fourth batch, once."""
 
     def __init__(self, dies: int | None = None, *, assigns: bool = False) -> None:
         super().__init__()
@@ -425,22 +427,23 @@ def sharpness_aware(
     return module, trainer
 
 
-def test_methods_of_an_optimizer_that_update_weights_are_an_update_of_the_batch() -> None:
-    one, alone = sharpness_aware(1)
+def test_two_step_optimizers_count_one_update_per_batch() -> None:
+    single, alone = sharpness_aware(1)
     assert alone.global_step == 8
     for strategy, dies in (("ddp", None), ("ddp", 1), ("ddp", 0), ("fsdp", None)):
-        two, trainer = sharpness_aware(2, strategy, dies)
+        sharded, trainer = sharpness_aware(2, strategy, dies)
         assert trainer.global_step == 8
         assert len(trainer.failures) == (dies is not None)
         assert all(
-            torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(one.parameters(), two.parameters(), strict=True)
+            torch.allclose(a, b, rtol=0, atol=1e-12)
+            for a, b in zip(single.parameters(), sharded.parameters(), strict=True)
         )
     with pytest.raises(WorkerFailed, match=r"TwoSteps\.second_step assigns to the data of a sharded parameter"):
         sharpness_aware(2, "fsdp", assigns=True)
 
 
 class Limited(torch.optim.SGD):
-    """Has a method that changes weights and belongs to no update."""
+    """Has a method that changes weights without an update."""
 
     @torch.no_grad()
     def limit(self) -> None:
@@ -463,7 +466,7 @@ class StepsEachSecondBatch(SharpnessAware):
         return Limited(self.parameters(), lr=0.2)
 
 
-def test_a_method_of_an_optimizer_that_makes_no_step_is_no_update() -> None:
+def test_a_method_of_an_optimizer_without_a_step_is_not_counted_as_an_update() -> None:
     x = torch.randn(24, 6, generator=torch.Generator().manual_seed(1)).double()
     trainer = fx.Trainer(max_epochs=1, **QUIET)
     trainer.fit(StepsEachSecondBatch(), DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 6))

@@ -1,4 +1,4 @@
-"""Memory files that outlive ranks, as long as the process that started the ranks, and no longer than their holder."""
+"""Memory files that survive the ranks until the end of the process that has started the ranks, or of their holder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from fabricx.fault_tolerance import memory_holder
 
 NAMES = ["copy-0-0", "copy-0-1"]
-# A process between this process and the holder, as the ranks are between torchrun and the holder.
+# A process between this process and the holder, like the ranks between torchrun and the holder.
 WORKER = """
 import os, sys
 from pathlib import Path
@@ -53,7 +53,7 @@ def started(torchrun: subprocess.Popen[str]) -> bool:
     return torchrun.stdout.readline() == "True\n"
 
 
-def test_what_one_process_writes_the_next_one_reads_until_their_parent_ends(
+def test_memory_files_are_readable_by_later_processes_until_their_parent_ends(
     torchrun: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "kept"
@@ -62,13 +62,13 @@ def test_what_one_process_writes_the_next_one_reads_until_their_parent_ends(
         (folder / NAMES[1]).write_bytes(b"copied")
         first = (folder / "holder").read_text()
         assert started(torchrun)
-        assert (folder / "holder").read_text() == first  # and no other
+        assert (folder / "holder").read_text() == first  # no second holder
         assert (folder / NAMES[1]).read_bytes() == b"copied"
         torchrun.kill()
         wait_for_the_end_of(folder)
 
 
-def test_one_that_was_killed_is_followed_by_another_with_nothing(
+def test_a_killed_holder_is_replaced_by_a_holder_with_empty_files(
     torchrun: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     folder = tmp_path / "kept"
@@ -83,7 +83,9 @@ def test_one_that_was_killed_is_followed_by_another_with_nothing(
         torchrun.kill()
 
 
-def test_a_folder_that_others_could_have_made_is_not_used(torchrun: subprocess.Popen[str], tmp_path: Path) -> None:
+def test_a_folder_with_unsafe_permissions_or_a_link_is_not_used(
+    torchrun: subprocess.Popen[str], tmp_path: Path
+) -> None:
     folder = tmp_path / "kept"
     with torchrun:
         assert started(torchrun)
@@ -98,7 +100,7 @@ def test_a_folder_that_others_could_have_made_is_not_used(torchrun: subprocess.P
         torchrun.kill()
 
 
-def test_a_folder_that_another_user_has_made_first_names_no_process_to_be_ended(tmp_path: Path) -> None:
+def test_a_pid_in_a_folder_of_another_user_is_not_signalled(tmp_path: Path) -> None:
     folder = tmp_path / "guessed"
     folder.mkdir(mode=0o755)
     with subprocess.Popen([sys.executable, "-ISc", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as process:
@@ -112,7 +114,7 @@ def test_a_folder_that_another_user_has_made_first_names_no_process_to_be_ended(
     assert (folder / NAMES[0]).read_text() == "theirs"
 
 
-def test_where_a_folder_can_t_be_made_nothing_is_kept(tmp_path: Path) -> None:
+def test_no_holder_starts_if_the_folder_cannot_be_created(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert not memory_holder.start(tmp_path / "file" / "kept", NAMES)
     assert not (tmp_path / "file" / "kept").exists()

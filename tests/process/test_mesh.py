@@ -1,4 +1,4 @@
-"""Meshes of ranks train what one process trains on the same global batches; checkpoints move between all of them."""
+"""Meshes train as a single process on the same global batches; checkpoints move between all meshes."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ SHORT = (
 
 @pytest.fixture(scope="module")
 def alone() -> Callable[[str], dict[str, Any]]:
-    """Return a function that trains in one process, once for each run."""
+    """Return a function that trains in a single process, once per run."""
 
     @functools.cache
     def run(name: str) -> dict[str, Any]:
@@ -79,9 +79,9 @@ def alone() -> Callable[[str], dict[str, Any]]:
     return run
 
 
-def test_meshes_train_what_one_process_trains(alone: Callable[[str], dict[str, Any]]) -> None:
+def test_meshes_train_the_weights_of_a_single_process(alone: Callable[[str], dict[str, Any]]) -> None:
     first, second, dropout = RUNS
-    # Most meshes have one kind of run here, and both in a soak. Dropout on a tensor axis is that of one process.
+    # Most meshes have one kind of run, and both in a soak. Dropout on a tensor axis equals that of a single process.
     cases = [
         (name, run)
         for number, name in enumerate(MESHES if SOAK else SHORT)
@@ -99,15 +99,15 @@ def test_meshes_train_what_one_process_trains(alone: Callable[[str], dict[str, A
 
 
 @pytest.mark.parametrize("data", params(["ddp"], ["fsdp"]))
-def test_stages_reduce_the_gradients_of_a_window_whose_last_batch_has_no_sample(data: Any) -> None:
-    """The first and the last stage use the tied weights; the 8th batch has a single sample, for one data rank."""
+def test_stages_reduce_the_gradients_of_a_window_if_its_last_batch_has_no_sample(data: Any) -> None:
+    """The first and the last stage use the tied weights; the 8th batch has a single sample, on one data rank."""
     options = {"max_epochs": 1, "accumulate_grad_batches": 2}
     expected = train("single", 4, options, {}, samples=29)
     by_rank = run_ranks(train, 4, Mesh(pipeline=2, data=data), 2, options, {}, "", None, False, 29)
-    assert all(far(expected, found) < 1e-9 for found in by_rank)
+    assert all(far(expected, results) < 1e-9 for results in by_rank)
 
 
-PLACES: dict[str, tuple[Callable[[], Any], int, int]] = {
+STRATEGIES: dict[str, tuple[Callable[[], Any], int, int]] = {
     "ddp": (DDP, 2, 2), "fsdp": (FSDP, 2, 2), "tensor": MESHES["tensor"], "pipeline": MESHES["pipeline"],
     "both": MESHES["pipeline x tensor"], "fsdp x tensor": MESHES["fsdp x tensor"],
     "fsdp x pipeline": MESHES["fsdp x pipeline"],
@@ -121,15 +121,19 @@ MORE_ROUTES = [
 def test_checkpoints_move_between_meshes_and_other_strategies(tmp_path: Path) -> None:
     options = {"max_epochs": EPOCHS}
     weights = train("single", 4, options, {}, ema=True)["weights"]
-    wanted = []
+    expected = []
     for step in range(1, 5):
         train("single", 4, {"max_steps": step}, {}, str(tmp_path / str(step)), ema=True)
-        wanted.append(checkpoint.load(tmp_path / str(step) / "end"))
+        expected.append(checkpoint.load(tmp_path / str(step) / "end"))
     for number, route in enumerate([*ROUTES, *(MORE_ROUTES if SOAK else ())]):
         saved = None
-        for step, name in enumerate(route, 1):  # one step on each, in the middle of the first epoch, and then the rest
-            (strategy, ranks, _), folder = PLACES[name], str(tmp_path / f"route {number}, {step}")
-            batch = 4 // PLACES[route[0]][2]  # a global batch has the batch size times the ranks that began the run
+        for step, name in enumerate(
+            route, 1
+        ):  # one step on each mesh, within the first epoch, and then the rest of the run
+            (strategy, ranks, _), folder = STRATEGIES[name], str(tmp_path / f"route {number}, {step}")
+            batch = (
+                4 // STRATEGIES[route[0]][2]
+            )  # global batch: the batch size times the number of data ranks at the start of the run
             last = step == len(route)
             limit, target = (options, "") if last else ({"max_steps": step}, folder)
             end = run_ranks(train, ranks, strategy(), batch, limit, {}, target, saved, True)[0]
@@ -137,23 +141,23 @@ def test_checkpoints_move_between_meshes_and_other_strategies(tmp_path: Path) ->
                 assert max(float((end["weights"][n] - w).abs().max()) for n, w in weights.items()) < 1e-9, route
             else:
                 saved = f"{folder}/end"
-                assert_same_state(checkpoint.load(saved), wanted[step - 1], name)
+                assert_same_state(checkpoint.load(saved), expected[step - 1], name)
 
 
-def assert_same_state(found: dict[str, Any], wanted: dict[str, Any], name: str) -> None:
-    """Compare names and weights, averages and moments of two checkpoints."""
-    assert found["strategy"].keys() == wanted["strategy"].keys(), name
-    assert found["callbacks"].keys() - {"FaultRecovery"} == wanted["callbacks"].keys(), name
-    averages, others = (state["callbacks"]["EMA"]["averages"] for state in (wanted, found))
-    pairs = [(wanted["strategy"]["module"], found["strategy"]["module"]), (averages, others)]
-    moments, others = (state["strategy"]["optimizers"][0]["state"] for state in (wanted, found))
+def assert_same_state(actual: dict[str, Any], reference: dict[str, Any], name: str) -> None:
+    """Compare weights, averages and moments of two checkpoints."""
+    assert actual["strategy"].keys() == reference["strategy"].keys(), name
+    assert actual["callbacks"].keys() - {"FaultRecovery"} == reference["callbacks"].keys(), name
+    averages, others = (state["callbacks"]["EMA"]["averages"] for state in (reference, actual))
+    pairs = [(reference["strategy"]["module"], actual["strategy"]["module"]), (averages, others)]
+    moments, others = (state["strategy"]["optimizers"][0]["state"] for state in (reference, actual))
     assert moments.keys() == others.keys()
     pairs.append(({k: v["exp_avg"] for k, v in moments.items()}, {k: v["exp_avg"] for k, v in others.items()}))
     for expected, values in pairs:
         assert max(float((values[key] - value).abs().max()) for key, value in expected.items()) < 1e-9, name
 
 
-def test_a_run_that_resumes_on_the_same_mesh_is_the_run_without_the_interruption(tmp_path: Path) -> None:
+def test_a_resumed_run_on_the_same_mesh_equals_the_uninterrupted_run(tmp_path: Path) -> None:
     options, module = {"max_epochs": EPOCHS}, {"dropout": 0.2}
     for name, (strategy, ranks) in {"t": (Mesh(tensor=2), 2), "p": (Mesh(pipeline=2), 2)}.items():
         folder = str(tmp_path / name)
@@ -161,18 +165,18 @@ def test_a_run_that_resumes_on_the_same_mesh_is_the_run_without_the_interruption
         begun = f"{folder} begun/end"
         whole = run_ranks(train, ranks, strategy, 4, options, module, "", begun)[0]
         run_ranks(train, ranks, strategy, 4, {"max_steps": 3}, module, folder, begun)
-        # At the same cuts, which measured times determine: otherwise sums would round differently.
+        # The cuts depend on measured times and are resumed; otherwise sums would round differently.
         again = run_ranks(train, ranks, strategy, 4, options, module, "", f"{folder}/end")[0]
         assert again["metrics"] == whole["metrics"]
         assert all(torch.equal(again["weights"][n], w) for n, w in whole["weights"].items()), name
 
 
-def equal(found: Any, weights: dict[str, Tensor], metrics: dict[str, float]) -> None:
-    """Compare a recovered run, whose sums may round differently: the cuts of a pipeline depend on measured times."""
-    assert len(found[2]) == 1
-    assert found[1].keys() == metrics.keys()
-    assert max(float((found[0][name] - value).abs().max()) for name, value in weights.items()) < 1e-9
-    assert all(abs(found[1][name] - value) < 1e-9 for name, value in metrics.items())
+def equal(recovered_run: Any, weights: dict[str, Tensor], metrics: dict[str, float]) -> None:
+    """Compare a recovered run; rounding may differ, because the cuts of a pipeline depend on measured times."""
+    assert len(recovered_run[2]) == 1
+    assert recovered_run[1].keys() == metrics.keys()
+    assert max(float((recovered_run[0][name] - value).abs().max()) for name, value in weights.items()) < 1e-9
+    assert all(abs(recovered_run[1][name] - value) < 1e-9 for name, value in metrics.items())
 
 
 @pytest.mark.parametrize(
@@ -189,12 +193,12 @@ def equal(found: Any, weights: dict[str, Tensor], metrics: dict[str, float]) -> 
         ],
     ),
 )
-def test_a_replacement_takes_the_place_of_a_dead_worker(
+def test_a_dead_worker_of_a_mesh_is_replaced_in_place(
     strategy: Any, devices: int, rank: int, moment: Any, alone: Callable[[str], dict[str, Any]]
 ) -> None:
     expected = alone("AdamW")
-    found = recovered(strategy(), devices, [kill(rank).during(moment, step=3)])
-    equal(found, expected["weights"], expected["metrics"])
+    recovered_run = recovered(strategy(), devices, [kill(rank).during(moment, step=3)])
+    equal(recovered_run, expected["weights"], expected["metrics"])
 
 
 @pytest.mark.parametrize(
@@ -216,7 +220,7 @@ def test_a_replacement_draws_the_random_numbers_of_a_dead_worker(
 
 
 @pytest.mark.parametrize("axis", params(["tensor"], ["pipeline", "context"]))
-def test_a_replacement_averages_its_part_of_the_weights(axis: str) -> None:
+def test_a_replacement_continues_the_average_of_its_shard_of_the_weights(axis: str) -> None:
     def strategy() -> Mesh:
         return Mesh(**{axis: 2})  # type: ignore[arg-type]
 
@@ -226,8 +230,8 @@ def test_a_replacement_averages_its_part_of_the_weights(axis: str) -> None:
 
 @pytest.mark.parametrize("trains", params([True], [False]))
 @pytest.mark.parametrize("axis", params(["context"], ["pipeline", "tensor"]))
-def test_all_ranks_train_the_parameters_that_a_copy_of_the_state_trained(axis: str, trains: bool) -> None:
-    """The copies are those of the third step; the fourth changes what is trained, and the fifth is interrupted."""
+def test_in_memory_checkpoints_restore_requires_grad_on_all_ranks(axis: str, trains: bool) -> None:
+    """In-memory checkpoints are of step 3; step 4 changes the trained parameters, and step 5 is interrupted."""
 
     def strategy() -> Mesh:
         return Mesh(**{axis: 2})  # type: ignore[arg-type]
@@ -238,7 +242,7 @@ def test_all_ranks_train_the_parameters_that_a_copy_of_the_state_trained(axis: s
 
 
 class Measures(GPT):
-    """Counts in torchmetrics objects, predicts, and has batch statistics beside its blocks."""
+    """Counts in torchmetrics objects, predicts, and has batch statistics outside of its blocks."""
 
     def __init__(self, statistics: bool) -> None:
         super().__init__(sgd=True)
@@ -273,7 +277,7 @@ class Measures(GPT):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         with torch.no_grad():
-            for name in ("blocks.0.down.weight", "blocks.2.qkv.weight"):  # divided along columns, and in parts
+            for name in ("blocks.0.down.weight", "blocks.2.qkv.weight"):  # sharded along columns, and along fused parts
                 weight = self.get_parameter(name)
                 weight.div_(weight.norm(dim=1, keepdim=True))
             self.get_parameter("blocks.2.up.bias")[1:3] *= 0.5
@@ -298,18 +302,18 @@ def measured(strategy: Any, statistics: bool) -> dict[str, Any]:
     ("strategy", "statistics"),
     params([(Mesh(tensor=2), True), (Mesh(pipeline=2, microbatches=1), True)], [(Mesh(pipeline=2), False)]),
 )
-def test_metric_objects_predictions_and_batch_statistics_are_those_of_one_process(
+def test_metric_objects_predictions_and_batch_statistics_equal_those_of_a_single_process(
     strategy: Mesh, statistics: bool
 ) -> None:
     alone = measured("single", statistics)
-    for found in run_ranks(measured, 2, strategy, statistics):
-        assert found["metrics"] == pytest.approx(alone["metrics"], rel=1e-4)  # float32
-        assert torch.allclose(found["predicted"], alone["predicted"], atol=1e-4)
-        assert all(torch.allclose(found["weights"][name], w, atol=1e-4) for name, w in alone["weights"].items())
+    for results in run_ranks(measured, 2, strategy, statistics):
+        assert results["metrics"] == pytest.approx(alone["metrics"], rel=1e-4)  # float32
+        assert torch.allclose(results["predicted"], alone["predicted"], atol=1e-4)
+        assert all(torch.allclose(results["weights"][name], w, atol=1e-4) for name, w in alone["weights"].items())
 
 
 class CountsBatches(fx.Callback):
-    """Has a metric object of its own."""
+    """Has its own metric object."""
 
     def __init__(self) -> None:
         self.counted = Counts()
@@ -322,10 +326,10 @@ class CountsBatches(fx.Callback):
 
 
 class CountsEarly(GPT):
-    """Counts samples before its blocks, which all stages of a pipeline compute, and in hooks.
+    """Counts samples before its blocks (computed by all stages of a pipeline), and in hooks.
 
     Args:
-        validates: counts before the blocks in validations, too.
+        validates: also count before the blocks in validations.
     """
 
     def __init__(self, validates: bool) -> None:
@@ -355,7 +359,7 @@ class CountsEarly(GPT):
 def counted(strategy: Any, devices: int, validates: bool) -> tuple[dict[str, float], list[float]]:
     fx.seed_everything(3)
     module, callback = CountsEarly(validates), CountsBatches()
-    module.in_hook.update(100)  # the first epoch begins with this number
+    module.in_hook.update(100)  # initial value of the first epoch
     options: Any = {**QUIET, "max_epochs": 1, "num_sanity_val_steps": 0}
     trainer = fx.Trainer(devices=devices, strategy=strategy, callbacks=[callback], **options)
     trainer.fit(module, DataLoader(sentences(10), 4), DataLoader(sentences(5), 2))  # type: ignore[arg-type]
@@ -367,12 +371,12 @@ def counted(strategy: Any, devices: int, validates: bool) -> tuple[dict[str, flo
     ("strategy", "validates"),
     params([(Mesh(pipeline=2), True)], [(Mesh(pipeline=2, virtual=2, microbatches=4), False), (Mesh(tensor=2), True)]),
 )
-def test_metric_objects_count_samples_once_where_all_stages_update_them(strategy: Mesh, validates: bool) -> None:
+def test_metric_objects_updated_by_all_stages_count_samples_once(strategy: Mesh, validates: bool) -> None:
     alone, objects = counted("single", 1, validates)
-    found, objects_found = counted(strategy, 2, validates)
-    assert found == pytest.approx(alone, rel=1e-4)  # float32
+    actual, actual_objects = counted(strategy, 2, validates)
+    assert actual == pytest.approx(alone, rel=1e-4)  # float32
     assert alone["trained"] == alone["early"] == alone["of callback"] == 10.0
-    assert objects_found == objects
+    assert actual_objects == objects
 
 
 PARAMETRIZED: dict[str, Callable[[nn.Module], Any]] = {
@@ -384,7 +388,7 @@ PARAMETRIZED: dict[str, Callable[[nn.Module], Any]] = {
 
 
 class Parametrized(GPT):
-    """Some weights are computed from others."""
+    """Computes some weights from other parameters."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -419,24 +423,24 @@ def normalised(strategy: Any, kind: str, batch: int = 4) -> Any:
         ],
     ),
 )  # fmt: skip
-def test_normalised_weights_and_their_buffers_are_those_of_one_process(
+def test_parametrized_weights_and_their_buffers_equal_those_of_a_single_process(
     strategy: Any, ranks: int, data_ranks: int
 ) -> None:
     for kind in PARAMETRIZED if SOAK else ["spectral"]:
         alone = normalised("single", kind)
-        for found in run_ranks(normalised, ranks, strategy, kind, 4 // data_ranks):
-            assert max(float((found[name] - value).abs().max()) for name, value in alone.items()) < 1e-9, kind
+        for weights in run_ranks(normalised, ranks, strategy, kind, 4 // data_ranks):
+            assert max(float((weights[name] - value).abs().max()) for name, value in alone.items()) < 1e-9, kind
 
 
 class ReadsEarlier(GPT):
-    """Its validation uses weights of the first stage after the blocks."""
+    """Uses weights of the first stage after the blocks in its validation."""
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("val", self._loss(batch) + self.get_parameter("blocks.0.up.weight").square().mean())
 
 
 def refused(cases: list[tuple[Any, dict[str, Any], str]]) -> list[str]:
-    """Return the messages of the errors of fits that can't begin."""
+    """Return the error messages of fits that are refused at set-up."""
     return [refusal(*case) for case in cases]
 
 
@@ -459,7 +463,7 @@ def refusal(strategy: Any, options: dict[str, Any], change: str) -> str:
     return ""
 
 
-def test_what_is_not_supported_is_an_error_with_the_remedy() -> None:
+def test_unsupported_combinations_with_meshes_are_errors_with_the_remedy() -> None:
     cases = [
         (Mesh(tensor=2), {"compile": True}, "", "remove compile"),
         (Mesh(tensor=2), {"sync_batchnorm": True}, "", "remove sync_batchnorm"),
@@ -475,20 +479,20 @@ def test_what_is_not_supported_is_an_error_with_the_remedy() -> None:
         (Mesh(tensor=2, plan={"blocks.*.nothing": "colwise"}), {}, "", "nothing"),
         (Mesh(pipeline=2, virtual=2), {}, "", "blocks can be divided into at most"),
     ]
-    found = run_ranks(refused, 2, [case[:3] for case in cases])[0]
-    for (_, _, change, said), message in zip(cases, found, strict=True):
-        assert said in message, (change, message)
+    messages = run_ranks(refused, 2, [case[:3] for case in cases])[0]
+    for (_, _, change, expected), message in zip(cases, messages, strict=True):
+        assert expected in message, (change, message)
 
 
 class Layers(TinyModule):
-    """A block per layer, so that the blocks of fsdp begin and end between the sharded layers of a pair."""
+    """Has one block per layer, so that fsdp's blocks begin and end between the sharded layers of a pair."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer: Any = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)], nn.Linear(4, 1))
 
 
-def test_blocks_of_fsdp_contain_both_layers_of_a_pair_or_the_error_says_so() -> None:
+def test_blocks_of_fsdp_that_divide_a_pair_of_sharded_layers_are_an_error() -> None:
     options = {**QUIET, "max_epochs": 1}
     with pytest.raises(WorkerFailed, match=r"choose submodules that contain both layers, by data=FSDP\(wrap="):
         fx.Trainer(devices=4, strategy=Mesh(tensor=2, data="fsdp"), **options).fit(Layers(), tiny_loader())
@@ -508,15 +512,15 @@ class SavesWithinWindow(GPT):
             self.trainer.save_checkpoint(f"{self.trainer.default_root_dir}/within")
 
 
-def test_a_checkpoint_within_a_window_of_a_sharded_pipeline_has_all_names_and_the_window_goes_on(
+def test_a_checkpoint_within_a_window_of_a_sharded_pipeline_is_complete_and_the_window_continues(
     tmp_path: Path,
 ) -> None:
-    given, module = RUNS["SGD, accumulation"]
-    options = {**given, "max_epochs": 1, "max_steps": 3}
+    run_options, module = RUNS["SGD, accumulation"]
+    options = {**run_options, "max_epochs": 1, "max_steps": 3}
     expected = train("single", 4, options, module)
     mesh = Mesh(pipeline=2, data="fsdp")
-    found = run_ranks(train, 4, mesh, 2, options, module, str(tmp_path), None, False, 19, SavesWithinWindow)[0]
-    resumed = train("single", 2, options, module, "", f"{tmp_path}/within")  # its batch is half of the global one
+    results = run_ranks(train, 4, mesh, 2, options, module, str(tmp_path), None, False, 19, SavesWithinWindow)[0]
+    resumed = train("single", 2, options, module, "", f"{tmp_path}/within")  # its batch is half of the global batch
     for name, value in expected["weights"].items():
-        assert torch.allclose(found["weights"][name], value, rtol=0.0, atol=1e-12), name
+        assert torch.allclose(results["weights"][name], value, rtol=0.0, atol=1e-12), name
         assert torch.allclose(resumed["weights"][name], value, rtol=0.0, atol=1e-12), name
