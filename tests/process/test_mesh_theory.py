@@ -1,4 +1,4 @@
-"""What a step of a mesh sends, stores and waits for is what the cost model predicts, by counts; see docs/scaling.md."""
+"""Traffic, memory and waiting time of a step on meshes equal the cost model's prediction; see docs/scaling.md."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.soak import params
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
-ROWS, BYTES = 4, 4  # samples of a data rank; bytes of an element in these runs
-MOST = 1.02  # of theory: batches are compared over ranks, and the use of parameters
+ROWS, BYTES = 4, 4  # samples per data rank; bytes per element in these runs
+MOST = 1.02  # relative to theory: ranks also compare batches, and the use of parameters
 VOCABULARY = {"embed": "vocab", "head": "head"}
 
 
@@ -36,7 +36,7 @@ class Collectives(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found = {"reduced": 0, "gathered": 0, "scattered": 0}
+        self.counts = {"reduced": 0, "gathered": 0, "scattered": 0}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -51,15 +51,15 @@ class Collectives(TorchDispatchMode):
             kind = next((kind for part, kind in kinds.items() if part in name), None)
             if kind is not None:
                 tensors = tree_leaves(args[kind == "scattered"])  # of c10d: outputs are the first arguments
-                self.found[kind] += sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+                self.counts[kind] += sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
         return output
 
 
 class Counts(fx.Callback):
-    """Counts the second step, in which shapes were announced and optimizer states exist; outside of hooks."""
+    """Records the second step, after shapes are announced and optimizer states exist; excludes hooks."""
 
     def __init__(self) -> None:
-        self.found: dict[str, Any] = {}
+        self.counts: dict[str, Any] = {}
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         strategy, calls = trainer.strategy, []
@@ -75,16 +75,16 @@ class Counts(fx.Callback):
                 pipeline._expect = lambda passes, now, then: actions.append(now) or expect(passes, now, then)
             with Collectives() as collectives:
                 outputs = compute(*args)
-            self.found["exchanged"] = collectives.found
+            self.counts["exchanged"] = collectives.counts
             if pipeline is not None:
                 sent = pipeline.transfers.sent_bytes - before
-                self.found |= {"sent": sent, "cuts": pipeline.cuts, "actions": actions}
+                self.counts |= {"sent": sent, "cuts": pipeline.cuts, "actions": actions}
             return outputs
 
         def updated(optimizer: Any, *args: Any) -> Any:
             result = update(optimizer, *args)
             with strategy._hidden.shown():
-                self.found["stored"] = stored(module, optimizer)
+                self.counts["stored"] = stored(module, optimizer)
             return result
 
         strategy.forward_backward, strategy.optimizer_step = counted, updated
@@ -92,14 +92,14 @@ class Counts(fx.Callback):
 
 def stored(module: Any, optimizer: Any) -> int:
     """Return the bytes of weights, gradients and moments."""
-    found = 0
+    total = 0
     for parameter in module.parameters():
         moments = [value for value in optimizer.state.get(parameter, {}).values() if value.dim()]
         for tensor in (parameter, parameter.grad, *moments):
             if tensor is not None:
                 local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-                found += min(local.nbytes, local.untyped_storage().nbytes())  # placeholders have no memory
-    return found
+                total += min(local.nbytes, local.untyped_storage().nbytes())  # placeholders have no memory
+    return total
 
 
 def step(strategy: Mesh, recompute: bool) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def step(strategy: Mesh, recompute: bool) -> dict[str, Any]:
     )  # fmt: skip
     with mock.patch.object(DDP, "_can_share_memory", return_value=False):  # collectives are counted
         trainer.fit(Llama(recompute), DataLoader(ids, ROWS))  # type: ignore[arg-type]
-    return counts.found
+    return counts.counts
 
 
 CASES: dict[str, tuple[Mesh, Layout]] = {
@@ -128,30 +128,30 @@ CASES: dict[str, tuple[Mesh, Layout]] = {
 }
 
 
-def near(found: float, theory: float) -> bool:
-    return theory <= found <= MOST * theory
+def near(measured: float, theory: float) -> bool:
+    return theory <= measured <= MOST * theory
 
 
-OF_TWO_AXES = ("pipeline x context", "fsdp x pipeline")  # "pipeline x sequence" has two, too
+TWO_AXES = ("pipeline x context", "fsdp x pipeline")  # "pipeline x sequence" has two axes as well
 
 
-@pytest.mark.parametrize("name", params([name for name in CASES if name not in OF_TWO_AXES], OF_TWO_AXES))
-def test_a_step_sends_stores_and_waits_for_what_the_cost_model_predicts(name: str) -> None:
+@pytest.mark.parametrize("name", params([name for name in CASES if name not in TWO_AXES], TWO_AXES))
+def test_traffic_memory_and_idle_time_of_a_step_equal_the_cost_model(name: str) -> None:
     strategy, sizes = CASES[name]
     layout = replace(sizes, rows=ROWS, element=BYTES)
     ranks = run_ranks(step, layout.devices, strategy, layout.recompute)
     p, m = layout.pipeline, layout.microbatches
-    # Stages are cut by measured times, so that the cuts of a run differ.
+    # The cuts depend on measured times and differ between runs.
     cuts = [tuple(cut) for cut in ranks[0].get("cuts", [(0, MODEL.layers)])]
     stages = stages_of(predicted_parts(MODEL, Cluster(), layout), cuts, p, layout.schedule, 1, m, ROWS)
     sent = sent_bytes(MODEL, layout, stages)
-    exchanged = [Exchange(**rank["exchanged"]).sent(2) for rank in ranks]  # each axis here has two ranks
+    exchanged = [Exchange(**rank["exchanged"]).sent(2) for rank in ranks]  # each axis in these cases has two ranks
     activations = sent["tensor"] + sent["context"]
     weights = max(stage.parameters for stage in stages) / BYTES
     data = data_exchange(weights, sharded=layout.sharded, pipelined=p > 1, kept=MODEL.ends(1)).total
     theory = activations + data.in_bytes(BYTES, BYTES).sent(layout.data * layout.context)
     assert near(max(exchanged), theory), (max(exchanged), theory)
-    inner = layout.context * layout.tensor  # ranks of a stage, one after another
+    inner = layout.context * layout.tensor  # ranks of a stage, which are consecutive
     for number, rank in enumerate(ranks):
         memory = STATE * stages[number // inner % p].parameters / layout.shards
         assert near(rank["stored"], memory), (rank["stored"], memory)
@@ -159,4 +159,4 @@ def test_a_step_sends_stores_and_waits_for_what_the_cost_model_predicts(name: st
         of_stages = ranks[: p * inner : inner]
         assert sum(rank["sent"] for rank in of_stages) == sent["pipeline"] * p
         idle = replay([rank["actions"] for rank in of_stages], 1).idle
-        assert idle == pytest.approx((p - 1) / (m + p - 1))  # in slots
+        assert idle == pytest.approx((p - 1) / (m + p - 1))  # in units of slots

@@ -1,4 +1,4 @@
-"""Metric objects and values have the same states and names after a run, however its batches were distributed."""
+"""Metric objects and values have the same states and names after a run, for any distribution of its batches."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GLOBAL_BATCH = 4
 
 
 class Count(torchmetrics.Metric):
-    """A metric of a user, which keeps the defaults of torchmetrics (`full_state_update=None`)."""
+    """A user's metric with the defaults of torchmetrics (`full_state_update=None`)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Inner(nn.Module):
 
 
 class Net(fx.Module):
-    """Updates metric objects from the data alone, so that the strategy has no influence on them."""
+    """Updates metric objects from the data only, so that the strategy has no influence on them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Net(fx.Module):
         self.inner.confmat(torch.tensor([0, 1]), torch.tensor([0, 0]))  # before the run: counted once
         self.values = torchmetrics.CatMetric()
         self.values.update(-1.0)
-        self.group = torchmetrics.MetricCollection([  # their states are the same tensors
+        self.group = torchmetrics.MetricCollection([  # the metrics share their states
             MulticlassAccuracy(3, average="micro"), MulticlassF1Score(3, average="micro"),
         ])  # fmt: skip
         self.correlation = torchmetrics.PearsonCorrCoef()
@@ -117,25 +117,27 @@ def states(module: Any, watch: Watch) -> dict[str, Any]:
         "confmat": module.inner.confmat, "values": module.values, "correlation": module.correlation,
         "counts": module.counts[0], "best": module.best._base_metric, "late": module.late, "watch": watch.seen,
     }  # fmt: skip
-    found = {name: metric.compute().flatten().sort().values.tolist() for name, metric in metrics.items()}
-    found["extremes"] = [float(module.best.min_val), float(module.best.max_val)]  # no state of torchmetrics
-    found["updates"] = [float(metric.update_called) for metric in (module.values, module.best._base_metric, watch.seen)]
+    values = {name: metric.compute().flatten().sort().values.tolist() for name, metric in metrics.items()}
+    values["extremes"] = [float(module.best.min_val), float(module.best.max_val)]  # not states of torchmetrics
+    values["updates"] = [
+        float(metric.update_called) for metric in (module.values, module.best._base_metric, watch.seen)
+    ]
     group = {name: float(value) for name, value in module.group.compute().items()}
-    return {**found, **group, "logged": module.logged.update_count}
+    return {**values, **group, "logged": module.logged.update_count}
 
 
 def run(strategy: Any, devices: int, folder: Path) -> list[dict[str, Any]]:
-    """Return the states after each of several calls that continue each other's states."""
+    """Return the states after each of several calls; each call continues the states of the previous call."""
     module, watch = Net(), Watch()
     trainer = fx.Trainer(
         devices=devices, strategy=strategy, default_root_dir=folder, callbacks=[watch], **{**QUIET, "max_epochs": 1}
     )  # fmt: skip
-    found, ranks = [], 1 if isinstance(strategy, Mesh) else devices
+    results, ranks = [], 1 if isinstance(strategy, Mesh) else devices
     for call, samples in ((trainer.fit, 11), (trainer.validate, 7), (trainer.test, 5)):  # the last batches are uneven
-        module.correlation.reset()  # it has a row for each rank
+        module.correlation.reset()  # it has a row per rank
         call(module, loader(samples, ranks))
-        found += [states(module, watch)]
-    return found
+        results += [states(module, watch)]
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -147,15 +149,15 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     "strategy", params([DDP(), Mesh(tensor=2), ParameterServer(), AsyncSGD()], [FSDP(), LocalSGD()]),
     ids=lambda strategy: type(strategy).__name__,
 )  # fmt: skip
-def test_states_after_a_run_are_those_of_one_process(
+def test_states_after_a_run_equal_those_of_a_single_process(
     strategy: Any, alone: list[dict[str, Any]], tmp_path: Path
 ) -> None:  # fmt: skip
-    for found, wanted in zip(run(strategy, 2, tmp_path), alone, strict=True):
-        assert found == {name: pytest.approx(value, rel=1e-5) for name, value in wanted.items()}  # float32
+    for actual, expected in zip(run(strategy, 2, tmp_path), alone, strict=True):
+        assert actual == {name: pytest.approx(value, rel=1e-5) for name, value in expected.items()}  # float32
 
 
 class Kept(torchmetrics.Metric):
-    """Has a list of tensors as its state, as curves and correlations have."""
+    """Has a list of tensors as its state, like curves and correlations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +171,7 @@ class Kept(torchmetrics.Metric):
 
 
 class OfSteps(fx.Module):
-    """Logs a metric object for each step, and in validation a metric object whose state is a list."""
+    """Logs a metric object at each step, and in validation a metric object with a list as its state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,21 +196,21 @@ class OfSteps(fx.Module):
 
 @pytest.mark.parametrize("strategy", params([FSDP(), Mesh(pipeline=2)], [DDP()]))
 def test_values_of_steps_are_means_over_samples_and_a_rank_may_have_no_update(strategy: Any) -> None:
-    """The last batch has 3 samples, and the validation one: gloo ended a process without a sample by SIGABRT."""
+    """Regression: the last batches have 3 samples and 1 sample; gloo aborted a process without a sample."""
     generator = torch.Generator().manual_seed(5)
     inputs, labels = torch.randn(11, 2, generator=generator), torch.randint(3, (11,), generator=generator)
-    found = []
+    metrics = []
     for used, devices, batch in ((Single(), 1, 4), (strategy, 2, 4 if isinstance(strategy, Mesh) else 2)):
         trainer = fx.Trainer(devices=devices, strategy=used, max_epochs=1, **QUIET)
         validation = DataLoader(TensorDataset(inputs[:1], labels[:1]), batch)
         trainer.fit(OfSteps(), DataLoader(TensorDataset(inputs, labels), batch), validation)
-        found.append({name: float(value) for name, value in trainer.callback_metrics.items()})
-    assert found[1] == pytest.approx(found[0], rel=1e-6)
-    assert set(found[0]) == {"accuracy", "accuracy_step", "accuracy_epoch", "kept"}
+        metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+    assert metrics[1] == pytest.approx(metrics[0], rel=1e-6)
+    assert set(metrics[0]) == {"accuracy", "accuracy_step", "accuracy_epoch", "kept"}
 
 
 class Totals(TinyModule):
-    """Sums over the samples of an evaluation: logged, and computed by a hook."""
+    """Sums over the samples of an evaluation: a logged metric, and a metric computed in a hook."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,13 +231,13 @@ def test_an_evaluation_before_training_counts_each_sample_once_on_the_stages_of_
     for strategy, devices in ((Mesh(pipeline=2), 2), (Mesh(pipeline=2), 4)):
         net = Totals()
         trainer = fx.Trainer(strategy=strategy, **QUIET | {"devices": devices})
-        [found] = trainer.test(net, DataLoader(data, 2), verbose=False)
-        assert found == {"logged": 84.0, "computed": 84.0}
+        [results] = trainer.test(net, DataLoader(data, 2), verbose=False)
+        assert results == {"logged": 84.0, "computed": 84.0}
         assert float(net.kept.compute()) == 84.0
 
 
 class OfTwo(TinyModule):
-    """Logs a metric object where the batch has samples of it: the first batch differs by rank."""
+    """Logs one of two metric objects, depending on the batch: the first batch differs between ranks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The command, started by mpirun or srun on each rank."""
+"""The command, started on each rank by mpirun or srun."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ QUICK: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT,
 
 
 def by_srun() -> str:
-    """Return what two processes print that have the variables of a job step, as srun sets them."""
+    """Return the output of two processes with the variables of a job step of srun."""
     job = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_JOB_NODELIST": "localhost",
            "SLURM_NTASKS": "2", "SLURM_NNODES": "1"}  # fmt: skip
     tasks = [
@@ -35,7 +35,7 @@ def by_srun() -> str:
 
 
 def by_mpirun() -> str:
-    """Return what two ranks print that mpirun of MPICH has started, each of them by a shell."""
+    """Return the output of two ranks started by mpirun of MPICH, each through a shell."""
     mpirun = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if mpirun is None:
         pytest.skip("mpirun is not installed: pip install mpich")
@@ -43,16 +43,16 @@ def by_mpirun() -> str:
     return subprocess.run(command, timeout=100, check=False, **QUICK).stdout
 
 
-# The interpreters that mpirun starts import torch, which takes 6 seconds of CPU time.
+# Interpreters started by mpirun import torch, which takes 6 seconds of CPU time.
 @pytest.mark.parametrize("start", params([by_srun], [by_mpirun]))
-def test_all_ranks_train_in_one_folder_as_two_workers_do(own_folder: Path, start: Any) -> None:
-    found = []
-    for said in (start(), warm.run(FIT, timeout=100, check=True, **QUICK).stdout):
-        folders = set(re.findall(r"^run folder: (\S+)", said, re.MULTILINE))
-        assert len(folders) == 1, said
+def test_ranks_of_a_job_launcher_train_in_a_common_folder_as_local_workers_do(own_folder: Path, start: Any) -> None:
+    weights = []
+    for output in (start(), warm.run(FIT, timeout=100, check=True, **QUICK).stdout):
+        folders = set(re.findall(r"^run folder: (\S+)", output, re.MULTILINE))
+        assert len(folders) == 1, output
         state = checkpoint.load(Path(folders.pop()) / "checkpoints" / "last.ckpt")
-        found.append(weights_of(state, Path("last.ckpt")))
+        weights.append(weights_of(state, Path("last.ckpt")))
     assert len(list((own_folder / "runs").iterdir())) == 2
-    launched, workers = found
+    launched, workers = weights
     assert launched.keys() == workers.keys()
     assert all(torch.equal(launched[name], workers[name]) for name in workers)

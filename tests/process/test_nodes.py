@@ -23,7 +23,7 @@ from .ledgers import STEPS
 from .test_security import RUNS, trained
 from .test_torchrun_recovery import MEMORY, SCRIPT
 
-NAMES = tuple(f"fx{os.getpid()}{letter}" for letter in "abc")  # the last is a spare
+NAMES = tuple(f"fx{os.getpid()}{letter}" for letter in "abc")  # the last is a spare node
 ADDRESSES = ("10.203.77.1", "10.203.77.2", "10.203.77.3")
 BRIDGE = f"fx{os.getpid()}"
 
@@ -46,7 +46,7 @@ def make_nodes() -> None:
 
 
 def kill_all() -> None:
-    """Kill the processes of all nodes: ranks of a killed torchrun may wait for a node that is out of reach."""
+    """Kill the processes of all nodes: ranks of a killed torchrun may wait for an unreachable node."""
     for name in NAMES:
         done = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True, check=False)
         for process in done.stdout.split():
@@ -56,7 +56,7 @@ def kill_all() -> None:
 
 @pytest.fixture
 def nodes() -> Iterator[None]:
-    """Make the nodes."""
+    """Create the nodes."""
     if shutil.which("ip") is None:
         pytest.skip("two nodes on one machine need network namespaces, which iproute2 makes: install it")
     try:
@@ -69,16 +69,18 @@ def nodes() -> Iterator[None]:
     finally:
         for name in NAMES:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-            subprocess.run(["ip", "link", "del", f"{name}1"], capture_output=True, check=False)  # the kernel is slower
+            subprocess.run(
+                ["ip", "link", "del", f"{name}1"], capture_output=True, check=False
+            )  # the kernel deletes it later
         subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True, check=False)
 
 
 def start(node: int, folder: Path, *arguments: str, **more: str) -> warm.Popen:
     """Start a rank of the script on a node by torchrun."""
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", more.pop("EACH", "1"),
+        sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", more.pop("PER_NODE", "1"),
         "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESSES[0]}:29411", "--rdzv-conf",
-        f"is_host={int(node == 0)},keep_alive_interval=1,keep_alive_max_attempt=6",  # a lost node: 6 s, not 15
+        f"is_host={int(node == 0)},keep_alive_interval=1,keep_alive_max_attempt=6",  # 6 s to detect a lost node
         "--rdzv-id", "nodes", "--local-addr", ADDRESSES[node], "--max-restarts", "3", "script.py", *arguments,
     ]  # fmt: skip
     environment = {
@@ -92,7 +94,7 @@ def start(node: int, folder: Path, *arguments: str, **more: str) -> warm.Popen:
 
 
 @pytest.mark.usefixtures("nodes")
-def test_two_nodes_go_on_with_their_run_after_kills(own_folder: Path) -> None:
+def test_a_run_on_two_nodes_continues_after_kills(own_folder: Path) -> None:
     (own_folder / "script.py").write_text(SCRIPT.replace("strategy=sys.argv[1]", "strategy='ddp', num_nodes=2"))
     nodes_running = [start(node, own_folder) for node in (0, 1)]
     try:
@@ -100,27 +102,27 @@ def test_two_nodes_go_on_with_their_run_after_kills(own_folder: Path) -> None:
     finally:
         for node in nodes_running:
             node.kill()
-    said = [line for line in texts[0][0].splitlines() if line.startswith("fit 1")]
-    assert said[-1:] == [f"fit 1 {STEPS} True 2"], "".join(texts[0])[-3000:] + "".join(texts[1])[-3000:]
+    lines = [line for line in texts[0][0].splitlines() if line.startswith("fit 1")]
+    assert lines[-1:] == [f"fit 1 {STEPS} True 2"], "".join(texts[0])[-3000:] + "".join(texts[1])[-3000:]
 
 
 @pytest.mark.usefixtures("nodes")
 @pytest.mark.parametrize("strategy", params(["fsdp"], ["hsdp", "ddp"]))
-def test_what_a_lost_node_held_comes_from_its_buddy_or_a_replica(strategy: str, own_folder: Path) -> None:
+def test_the_state_of_a_lost_node_is_restored_from_its_buddy_or_a_replica(strategy: str, own_folder: Path) -> None:
     (own_folder / "script.py").write_text(MEMORY)
     # Otherwise torchrun admits no new node to a later attempt; messages between nodes are signed with the key.
-    apart = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "FABRICX_KEY": "0123456789abcdef" * 4}
-    running = [start(node, own_folder, strategy, "2", **apart) for node in (0, 1)]
+    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "FABRICX_KEY": "0123456789abcdef" * 4}
+    running = [start(node, own_folder, strategy, "2", **variables) for node in (0, 1)]
     try:
         assert running[1].wait(100) == -signal.SIGKILL
-        running.append(start(1, own_folder, strategy, "2", **apart))
+        running.append(start(1, own_folder, strategy, "2", **variables))
         texts = [node.communicate(timeout=100) for node in running]
     finally:
         for node in running:
             node.kill()
-    said = [line for text, _ in texts for line in text.splitlines() if line.startswith(("rank", "fit"))]
+    lines = [line for text, _ in texts for line in text.splitlines() if line.startswith(("rank", "fit"))]
     begun = [f"rank {rank} begins at {step} of {step}" for step in (0, 5) for rank in (0, 1)]
-    assert sorted(said) == sorted([*begun, f"fit {STEPS} True"]), texts
+    assert sorted(lines) == sorted([*begun, f"fit {STEPS} True"]), texts
 
 
 CUT = """
@@ -153,15 +155,15 @@ if __name__ == "__main__":
 # torchrun waits 30 s for a rank that waits for the lost node.
 @pytest.mark.usefixtures("nodes")
 @pytest.mark.parametrize("key", params([], ["0123456789abcdef" * 4, ""]))  # without a key, from snapshots on disk
-def test_a_spare_node_takes_the_place_of_a_node_without_its_network(key: str, own_folder: Path) -> None:
+def test_a_spare_node_replaces_a_node_that_has_lost_its_network(key: str, own_folder: Path) -> None:
     (own_folder / "script.py").write_text(CUT)
-    apart = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **({"FABRICX_KEY": key} if key else {})}
-    running = [start(node, own_folder, **apart) for node in (0, 1)]
+    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **({"FABRICX_KEY": key} if key else {})}
+    running = [start(node, own_folder, **variables) for node in (0, 1)]
     try:
         while len(list(own_folder.glob("at-*"))) < 2:
             assert [node.poll() for node in running] == [None, None]
             time.sleep(0.05)
-        running.append(start(2, own_folder, **apart))
+        running.append(start(2, own_folder, **variables))
         ip("link", "set", f"{NAMES[1]}1", "down")
         (own_folder / "cut").touch()
         texts = [node.communicate(timeout=200) for node in (running[0], running[2])]
@@ -169,8 +171,8 @@ def test_a_spare_node_takes_the_place_of_a_node_without_its_network(key: str, ow
         kill_all()
         for node in running:
             node.communicate()
-    said = [line for text, _ in texts for line in text.splitlines() if line.startswith("fit")]
-    assert said == ["fit True True 1"], texts
+    lines = [line for text, _ in texts for line in text.splitlines() if line.startswith("fit")]
+    assert lines == ["fit True True 1"], texts
     assert len(list(own_folder.glob("runs/*"))) == 1
 
 
@@ -212,11 +214,13 @@ if __name__ == "__main__":
 
 
 @pytest.mark.usefixtures("nodes")
-@pytest.mark.parametrize(("each", "servers"), params([(2, 3)], [(1, 1), (2, 1)]))
-def test_workers_and_servers_may_be_split_over_nodes_in_any_way(each: int, servers: int, own_folder: Path) -> None:
+@pytest.mark.parametrize(("per_node", "servers"), params([(2, 3)], [(1, 1), (2, 1)]))
+def test_workers_and_servers_may_be_divided_over_nodes_in_any_way(
+    per_node: int, servers: int, own_folder: Path
+) -> None:
     (own_folder / "script.py").write_text(SERVED)
-    key = {"FABRICX_KEY": secrets.token_hex(32), "EACH": str(each)}
-    names = ["sync", "bounded", "async"] if each * 2 - servers == 1 else ["sync", "bounded"]
+    key = {"FABRICX_KEY": secrets.token_hex(32), "PER_NODE": str(per_node)}
+    names = ["sync", "bounded", "async"] if per_node * 2 - servers == 1 else ["sync", "bounded"]
     running = [start(node, own_folder, str(servers), *names, **key) for node in (0, 1)]
     try:
         texts = [node.communicate(timeout=100) for node in running]
@@ -225,9 +229,9 @@ def test_workers_and_servers_may_be_split_over_nodes_in_any_way(each: int, serve
             node.kill()
             node.wait()
     assert [node.returncode for node in running] == [0, 0], texts
-    said = dict(line.split(" ", 1) for line in texts[0][0].splitlines() if line.startswith(tuple(names)))
-    assert sorted(said) == sorted(names), texts
-    assert len(set(said.values())) == 1  # staleness 0, and a single worker, are equivalent to "sync"
+    lines = dict(line.split(" ", 1) for line in texts[0][0].splitlines() if line.startswith(tuple(names)))
+    assert sorted(lines) == sorted(names), texts
+    assert len(set(lines.values())) == 1  # staleness 0 and a single worker are equivalent to "sync"
 
 
 ATTACKED = """
@@ -246,7 +250,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.usefixtures("nodes")
-def test_a_run_on_one_node_is_out_of_reach_of_another_and_one_on_both_refuses_what_comes(own_folder: Path) -> None:
+def test_a_run_on_one_node_is_unreachable_from_another_and_a_run_on_both_refuses_attacks(own_folder: Path) -> None:
     (own_folder / "script.py").write_text(ATTACKED)
     root = Path(__file__).parents[2]
     attacker = warm.Popen(
@@ -269,17 +273,17 @@ def test_a_run_on_one_node_is_out_of_reach_of_another_and_one_on_both_refuses_wh
         for process in (attacker, *running):
             process.kill()
             process.wait()
-    seen = [
+    reports = [
         json.loads((own_folder / f"{name}.{kind}").read_text())
         for name in ("single", "both")
         for kind in ("targets", "result")
     ]
-    assert seen[0]["ports"], "gloo's are open"
-    assert [seen[0]["addresses"], seen[2]["addresses"]] == [[ADDRESSES[0]]] * 2
-    assert seen[1] == [], "no port, file or socket of a run on one machine is in reach"
-    assert "a store at port 29411" in seen[3]  # torchrun's store, which admits any process
-    wanted = [weight.tolist() for weight in trained(RUNS["over_gloo"][0](), 2, [])]
-    assert f"weights {wanted}" in single[0].splitlines(), single[0] + single[1][-3000:]
+    assert reports[0]["ports"], "gloo's are open"
+    assert [reports[0]["addresses"], reports[2]["addresses"]] == [[ADDRESSES[0]]] * 2
+    assert reports[1] == [], "no port, file or socket of a run on one machine is in reach"
+    assert "a store at port 29411" in reports[3]  # torchrun's store, which admits any process
+    expected = [weight.tolist() for weight in trained(RUNS["over_gloo"][0](), 2, [])]
+    assert f"weights {expected}" in single[0].splitlines(), single[0] + single[1][-3000:]
     weights = [[line for line in out.splitlines() if line.startswith("weights")] for out, _ in both]
     assert weights[0] == weights[1], both
     assert len(weights[0]) == 1, both

@@ -1,4 +1,4 @@
-"""Batch normalisation over all ranks' samples: what several ranks compute is what one does."""
+"""SyncBatchNorm: statistics over the samples of all ranks equal those of a single process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SAMPLES, BATCH, EPOCHS = 48, 12, 2
 
 
 class Normalised(Ledger):
-    """Its inputs are normalised by what a whole batch is."""
+    """Normalizes its inputs by the statistics of the global batch."""
 
     def __init__(self) -> None:
         super().__init__(SAMPLES, BATCH)
@@ -49,7 +49,7 @@ def train(strategy: Any, tmp_path: Path, *callbacks: Any, devices: int = 3, **op
     return module
 
 
-WAYS: dict[str, tuple[Any, list[Any]]] = {
+CASES: dict[str, tuple[Any, list[Any]]] = {
     "ddp": (DDP(), []),
     "fsdp": (FSDP(), []),
     "parameter_server": (ParameterServer(), []),
@@ -60,22 +60,22 @@ WAYS: dict[str, tuple[Any, list[Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "way",
-    params([way for way in WAYS if way not in ("ddp", "fsdp")], ["ddp", "fsdp"]),  # in equal shares
+    "case",
+    params([case for case in CASES if case not in ("ddp", "fsdp")], ["ddp", "fsdp"]),  # equal shares
 )
-def test_ranks_together_are_like_one(way: str, tmp_path: Path) -> None:
-    strategy, callbacks = WAYS[way]
-    found, wanted = train(strategy, tmp_path / "a", *callbacks), train("auto", tmp_path / "b", devices=1)
-    for (name, a), b in zip(found.state_dict().items(), wanted.state_dict().values(), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4, msg=name)  # sums in another order, of float32
-    assert float((found.entries.detach() + EPOCHS).abs().max()) < 1e-4
+def test_ranks_train_the_weights_and_statistics_of_a_single_process(case: str, tmp_path: Path) -> None:
+    strategy, callbacks = CASES[case]
+    parallel, single = train(strategy, tmp_path / "a", *callbacks), train("auto", tmp_path / "b", devices=1)
+    for (name, a), b in zip(parallel.state_dict().items(), single.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4, msg=name)  # float32 sums in another order
+    assert float((parallel.entries.detach() + EPOCHS).abs().max()) < 1e-4
 
 
 def _of_parts(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, ...]:
     """Return outputs, both gradients and the running variance of this rank's part of a batch."""
-    own = world.current()
-    assert own is not None
-    begin, end = [(0, 5), (5, 6)][own.rank]
+    this_world = world.current()
+    assert this_world is not None
+    begin, end = [(0, 5), (5, 6)][this_world.rank]
     inputs = torch.randn(shape, generator=torch.Generator().manual_seed(1))[begin:end].to(dtype).requires_grad_()
     block = nn.Sequential(nn.BatchNorm2d(shape[1], momentum=None))
     synchronise(block, torch.device("cpu"))
@@ -94,7 +94,7 @@ def _of_parts(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
-def test_parts_of_any_size_are_normalised_by_the_whole(dtype: torch.dtype, near: float) -> None:
+def test_parts_of_any_size_are_normalized_by_the_statistics_of_the_whole_batch(dtype: torch.dtype, near: float) -> None:
     shape = (6, 3, 4, 5)
     parts = run_ranks(_of_parts, 2, shape, dtype)
     inputs = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
@@ -104,8 +104,8 @@ def test_parts_of_any_size_are_normalised_by_the_whole(dtype: torch.dtype, near:
     assert inputs.grad is not None
     assert norm.weight.grad is not None
     assert parts[0][0].dtype is dtype
-    for number, wanted in enumerate((output.detach(), inputs.grad)):
-        torch.testing.assert_close(torch.cat([part[number] for part in parts]), wanted, atol=near, rtol=near)
+    for number, expected in enumerate((output.detach(), inputs.grad)):
+        torch.testing.assert_close(torch.cat([part[number] for part in parts]), expected, atol=near, rtol=near)
     gradient: Any = sum(part[2] for part in parts)
     torch.testing.assert_close(gradient, norm.weight.grad, atol=10 * near, rtol=near)
     for part in parts:
@@ -113,18 +113,21 @@ def test_parts_of_any_size_are_normalised_by_the_whole(dtype: torch.dtype, near:
 
 
 def _gathered() -> tuple[Tensor, Tensor | None]:
-    own = world.current()
-    assert own is not None
-    tensor = torch.tensor([1.0 + own.rank, 5.0]).requires_grad_()
-    gathered = own.all_gather(tensor, sync_grads=True)
-    ((own.rank + 1) * gathered * torch.tensor([[1.0, 2.0], [3.0, 4.0]])).sum().backward()
+    this_world = world.current()
+    assert this_world is not None
+    tensor = torch.tensor([1.0 + this_world.rank, 5.0]).requires_grad_()
+    gathered = this_world.all_gather(tensor, sync_grads=True)
+    ((this_world.rank + 1) * gathered * torch.tensor([[1.0, 2.0], [3.0, 4.0]])).sum().backward()
     return gathered.detach(), tensor.grad
 
 
-def test_gradients_flow_through_what_was_gathered() -> None:
+def test_gradients_flow_through_all_gather() -> None:
     first, second = run_ranks(_gathered, 2)
     assert first[0].tolist() == second[0].tolist() == [[1.0, 5.0], [2.0, 5.0]]
-    assert (first[1].tolist(), second[1].tolist()) == ([3.0, 6.0], [9.0, 12.0])  # both ranks' losses, 1 and 2 times
+    assert (first[1].tolist(), second[1].tolist()) == (
+        [3.0, 6.0],
+        [9.0, 12.0],
+    )  # the losses of both ranks, with factors 1 and 2
 
 
 def _too_few() -> str:
@@ -137,11 +140,11 @@ def _too_few() -> str:
     return ""
 
 
-def test_one_value_is_too_few() -> None:
-    assert all("more than one value per channel" in found for found in run_ranks(_too_few, 2))
+def test_a_single_value_per_channel_is_an_error_on_all_ranks() -> None:
+    assert all("more than one value per channel" in message for message in run_ranks(_too_few, 2))
 
 
-def test_a_single_rank_normalises_as_ever() -> None:
+def test_a_single_rank_normalizes_as_plain_batch_norm() -> None:
     module, plain = nn.Sequential(nn.BatchNorm1d(2)), nn.BatchNorm1d(2)
     synchronise(module, torch.device("cpu"))
     inputs = torch.randn(4, 2)
@@ -151,7 +154,7 @@ def test_a_single_rank_normalises_as_ever() -> None:
 
 
 class Silent(Normalised):
-    """One rank has no loss for one batch."""
+    """One rank returns no loss for one batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -160,10 +163,10 @@ class Silent(Normalised):
 
 class Endless:
     def __iter__(self) -> Any:
-        raise AssertionError("it is read, and should be refused")
+        raise AssertionError("it is read, but should be refused")
 
 
-def test_a_rank_without_samples_is_an_error_before_anybody_waits(tmp_path: Path) -> None:
+def test_batches_that_leave_a_rank_without_samples_are_refused(tmp_path: Path) -> None:
     options: Any = {**QUIET, "max_epochs": 1, "sync_batchnorm": True, "default_root_dir": tmp_path, "devices": 2}
     with pytest.raises(WorkerFailed, match="drop_last=True"):
         fx.Trainer(**options).fit(Normalised(), DataLoader(Numbered(13), 6))
@@ -178,10 +181,10 @@ def test_a_rank_without_samples_is_an_error_before_anybody_waits(tmp_path: Path)
             fx.Trainer(**options, **more, callbacks=[balancer]).fit(Normalised(), DataLoader(Numbered(48), 6))
 
 
-def test_a_part_that_is_synchronised_already_stays_the_same_object() -> None:
+def test_converting_a_module_twice_keeps_its_layers() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2), nn.Sequential(nn.BatchNorm2d(3)))
     synchronise(model, torch.device("cpu"))
     first = list(model.modules())
     synchronise(model, torch.device("cpu"))
-    assert all(one is other for one, other in zip(model.modules(), first, strict=True))
+    assert all(part_after is part_before for part_after, part_before in zip(model.modules(), first, strict=True))
     assert sum(isinstance(part, SyncBatchNorm) for part in first) == 2

@@ -1,4 +1,4 @@
-"""Hooks and methods that change optimizers, or make and copy parameters, in training: right, or an error."""
+"""Hooks and methods that change optimizers, or create and copy parameters, in training: supported or refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class Net(fx.Module):
-    """Two blocks and a head in float64; the subclasses change something while training goes on."""
+    """Two blocks and a head in float64; subclasses change the optimizer or parameters during training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Net(fx.Module):
 
     @torch.no_grad()
     def normalise(self) -> None:
-        """Scale the rows of matrices, of which ranks may have a part."""
+        """Scale the rows of matrices, of which ranks may hold a part."""
         for block in self.body:
             for weight in (block.up.weight, block.down.weight):
                 weight.div_(weight.norm(dim=1, keepdim=True))
@@ -60,7 +60,7 @@ class Net(fx.Module):
 def train(
     kind: type[Net], strategy: Any = "auto", devices: int = 1, save: Path | None = None, resume: Path | None = None
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Return the weights after two epochs of three global batches and a smaller one."""
+    """Return the weights after two epochs of three global batches and a smaller batch."""
     generator = torch.Generator().manual_seed(1)
     data = [torch.randn(14, columns, generator=generator, dtype=torch.float64) for columns in (4, 2)]
     shares = 1 if isinstance(strategy, (PipelineMesh, TensorMesh)) else devices
@@ -71,7 +71,7 @@ def train(
     return module.state_dict()
 
 
-# -- what the optimizer does ----------------------------------------------------------------------------------------
+# -- supported changes --------------------------------------------------------------------------------------------
 
 
 class StepHook(Net):
@@ -121,7 +121,7 @@ class StepOfRows(Net):
 
 
 class CopiesTeacher(Net):
-    """Each epoch learns from a copy of the blocks of the last epoch."""
+    """In each epoch, learns from a copy of the blocks at the end of the previous epoch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class CopiesTeacher(Net):
 
 
 class MovingAverage(Net):
-    """A frozen teacher, which is a moving average of the blocks."""
+    """Has a frozen teacher that is a moving average of the blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,11 +151,11 @@ class MovingAverage(Net):
     def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None) -> None:
         optimizer.step(closure=closure)
         for average, weight in zip(self.teacher.parameters(), self.body.parameters(), strict=True):
-            average.data.mul_(0.9).add_(weight.data, alpha=0.1)  # as DINO does
+            average.data.mul_(0.9).add_(weight.data, alpha=0.1)  # as in DINO
 
 
 class MovingAverageOutside(MovingAverage):
-    """The optimizer does not have the teacher."""
+    """The teacher is not in the optimizer."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD([*self.body.parameters(), *self.head.parameters()], lr=0.05)
@@ -172,7 +172,7 @@ class MovingAverageInStep(MovingAverageOutside):
 
 
 class Prunes(Net):
-    """Prunes a layer further in each epoch, and ends the pruning of another one."""
+    """Prunes a layer further in each epoch, and ends the pruning of another layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,11 +196,13 @@ class Prunes(Net):
         (CopiesTeacher, [DDP(), TensorMesh()]),
     ],
 )
-def test_ranks_do_what_one_process_does(kind: type[Net], strategies: list[Any]) -> None:
-    wanted = train(kind)
+def test_supported_changes_of_optimizers_train_the_weights_of_a_single_process(
+    kind: type[Net], strategies: list[Any]
+) -> None:
+    expected = train(kind)
     for strategy in strategies:
         for name, weight in train(kind, strategy, 2).items():
-            assert torch.allclose(weight, wanted[name], rtol=0, atol=1e-9), (strategy, name)  # float64
+            assert torch.allclose(weight, expected[name], rtol=0, atol=1e-9), (strategy, name)  # float64
 
 
 def test_a_run_of_local_steps_resumes_with_the_mean_of_the_teachers(tmp_path: Path) -> None:
@@ -216,17 +218,19 @@ class ResetsMomentum(Net):
 
 
 @pytest.mark.parametrize("kind", [ResetsMomentum, Net])
-def test_a_repeated_start_of_an_epoch_that_changes_the_optimizer_again_says_so(
+def test_a_repeated_epoch_start_that_changes_the_optimizer_again_is_reported(
     kind: type[Net], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     train(kind, save=tmp_path / "middle.ckpt")
     assert "called again" not in "".join(capfd.readouterr())
     train(kind, resume=tmp_path / "middle.ckpt")
-    said = "on_train_epoch_start was called again in epoch 1, after 1 batches, and has changed the state of SGD again"
-    assert (said in "".join(capfd.readouterr())) is (kind is ResetsMomentum)
+    warning = (
+        "on_train_epoch_start was called again in epoch 1, after 1 batches, and has changed the state of SGD again"
+    )
+    assert (warning in "".join(capfd.readouterr())) is (kind is ResetsMomentum)
 
 
-# -- what would have no effect, or another one ------------------------------------------------------------------------
+# -- refused changes ----------------------------------------------------------------------------------------------
 
 
 class ClearsState(Net):
@@ -290,7 +294,7 @@ class DropsLayer(Net):
         self.body[1] = nn.Identity()
 
 
-def test_layers_that_change_in_the_workers_are_named_at_the_end() -> None:
+def test_layers_that_are_added_or_removed_in_workers_are_an_error_at_the_end() -> None:
     with pytest.raises(ValueError, match=r"hooks or steps have added extra\.bias, extra\.weight in the workers"):
         train(MakesLayer, DDP(), 2)
     with pytest.raises(ValueError, match=r"have removed body\.1\.down\.bias, .* in the workers\. Create and replace"):
@@ -345,14 +349,16 @@ class ComputesAgain(Net):
         (TensorMesh(), [StepOfRows], "OfRows computes an update from a whole matrix or from several parameters, and"),
     ],
 )  # fmt: skip
-def test_what_ranks_would_do_otherwise_is_refused(strategy: Any, kinds: list[type[Net]], message: str) -> None:
+def test_changes_that_would_train_other_weights_on_several_ranks_are_refused(
+    strategy: Any, kinds: list[type[Net]], message: str
+) -> None:
     for kind in kinds:
         with pytest.raises(WorkerFailed, match=message):
             train(kind, copy.copy(strategy), 2)
 
 
 @pytest.mark.parametrize("strategy", [ParameterServer(), LocalSGD(every=1), DDP(), FSDP()])
-def test_gradients_that_are_zero_continue_momentum_where_ranks_step(strategy: Any) -> None:
-    wanted = train(ZeroGradients)
+def test_zero_gradients_continue_momentum_if_workers_step(strategy: Any) -> None:
+    expected = train(ZeroGradients)
     for name, weight in train(ZeroGradients, strategy, 2).items():
-        assert torch.allclose(weight, wanted[name], rtol=0, atol=1e-9), name  # float64
+        assert torch.allclose(weight, expected[name], rtol=0, atol=1e-9), name  # float64

@@ -1,4 +1,4 @@
-"""A module divided into stages trains as in one process: losses, gradient norms and weights."""
+"""A module in pipeline stages trains as in a single process: losses, gradient norms and weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.soak import params
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
-CASES: list[tuple[dict[str, Any], dict[str, Any], int]] = [  # module, pipeline, rows
+CASES: list[tuple[dict[str, Any], dict[str, Any], int]] = [  # options of the module, options of the pipeline, rows
     ({}, {}, 8),
     ({}, {"schedule": "gpipe"}, 8),
     ({}, {"schedule": "zero_bubble"}, 8),
@@ -39,24 +39,24 @@ def train_all(ranks: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("ranks", params([2], [4]))
-def test_stages_train_what_one_process_trains(ranks: int) -> None:
+def test_pipeline_stages_train_the_weights_of_a_single_process(ranks: int) -> None:
     by_rank = run_ranks(train_all, ranks, ranks)
     for number, (model, options, rows) in enumerate(cases_of(ranks)):
-        found = [rank[number] for rank in by_rank]
-        compare(found, alone(make(Language, **model), batches(rows)))
-        # Traffic: an activation and a gradient for each boundary, and the tied weights.
+        ranks_of_case = [rank[number] for rank in by_rank]
+        compare(ranks_of_case, alone(make(Language, **model), batches(rows)))
+        # Traffic: one activation and one gradient per boundary, and the tied weights.
         chunks = ranks * options.get("virtual", 1)
         theory = boundary_elements(chunks, rows * LENGTH * WIDTH) * 8
         theory += 2 * WORDS * WIDTH * 8 if model.get("tied") else 0
-        assert theory <= found[0]["sent"] / STEPS <= 1.02 * theory + 2000 * chunks / STEPS
-        # A stage stores its own weights, and has optimizer states for these only.
-        whole = sum(value.numel() * 8 for value in found[0]["weights"].values())
+        assert theory <= ranks_of_case[0]["sent"] / STEPS <= 1.02 * theory + 2000 * chunks / STEPS
+        # A stage stores its own weights only, and has optimizer states for these.
+        whole = sum(value.numel() * 8 for value in ranks_of_case[0]["weights"].values())
         tied = WORDS * WIDTH * 8 if model.get("tied") else 0
         placeholders = 8 * 100
-        assert sum(rank["stored"] for rank in found) <= whole + tied + ranks * placeholders
-        assert sum(rank["states"] for rank in found) == sum(rank["copies"] for rank in found)
-        assert found[-1]["shapes"] == [(rows, LENGTH, WORDS)] * STEPS
-        assert found[0]["shapes"] == [None] * STEPS
+        assert sum(rank["stored"] for rank in ranks_of_case) <= whole + tied + ranks * placeholders
+        assert sum(rank["states"] for rank in ranks_of_case) == sum(rank["copies"] for rank in ranks_of_case)
+        assert ranks_of_case[-1]["shapes"] == [(rows, LENGTH, WORDS)] * STEPS
+        assert ranks_of_case[0]["shapes"] == [None] * STEPS
 
 
 class Sourced(Block):
@@ -65,7 +65,7 @@ class Sourced(Block):
 
 
 class Skips(Language):
-    """Each block also takes the embedded words."""
+    """Each block also receives the embedded words."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,8 +83,8 @@ def train_skips() -> dict[str, Any]:
     return staged(make(Skips), batches(6))
 
 
-def test_a_tensor_that_all_blocks_take_passes_through_all_stages() -> None:
-    """The stage in the middle of three passes on what it has received."""
+def test_a_tensor_that_all_blocks_receive_is_forwarded_through_all_stages() -> None:
+    """The middle stage of three forwards the tensor that it has received."""
     compare(run_ranks(train_skips, 3), alone(make(Skips), batches(6)))
 
 
@@ -93,7 +93,7 @@ def residual(block: nn.Module, x: Tensor) -> Any:
 
 
 class Outside(Language):
-    """Residual connections are outside of the blocks; the scales are used between a block and the next."""
+    """Has residual connections outside of the blocks, and scales between the blocks."""
 
     def __init__(self, *, checkpoints: bool = False) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class Pair(nn.Module):
 
 
 class Normed(Language):
-    """Autograd has stored an argument of each block before the block is called; `view`: the argument is a view."""
+    """Autograd has stored an argument of each block before the call of the block; `view`: the argument is a view."""
 
     def __init__(self, *, view: bool = False, residual: float = 1.0) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class InCheckpoint(Language):
 
 
 class InPlace(Language):
-    """Each block changes its argument in place, and the code after the block uses the changed tensor."""
+    """Each block changes its argument in place, and code after the block uses the changed tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,11 +178,11 @@ def train_outside() -> list[dict[str, Any]]:
     return [*runs, staged(make(Normed, view=True, residual=0.0), batches(8))]
 
 
-def test_the_code_after_a_block_uses_the_arguments_of_the_block() -> None:
+def test_code_after_a_block_may_use_the_arguments_of_the_block() -> None:
     modules = [make(Outside) for _ in OUTSIDE]
     modules += [make(Outside), make(Normed), make(InCheckpoint), make(InPlace), make(Normed, residual=0.0)]
-    for module, found in zip(modules, zip(*run_ranks(train_outside, 2), strict=True), strict=True):
-        compare(list(found), alone(module, batches(8)))
+    for module, results in zip(modules, zip(*run_ranks(train_outside, 2), strict=True), strict=True):
+        compare(list(results), alone(module, batches(8)))
 
 
 def train_stored_view() -> str:
@@ -195,6 +195,6 @@ def train_stored_view() -> str:
     return ""
 
 
-def test_a_view_that_is_used_after_the_block_and_stored_before_is_an_error() -> None:
+def test_a_view_that_autograd_stores_before_the_block_and_code_uses_after_it_is_an_error() -> None:
     texts = run_ranks(train_stored_view, 2)
     assert any("blocks.2 takes a tensor that the code after" in text and "tensor.clone()" in text for text in texts)

@@ -1,4 +1,4 @@
-"""Models without any code for a pipeline train in stages as in one process: transformers, encoders, convolutions."""
+"""Models without code for pipelines train in stages as in a single process: transformers, encoders, convolutions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {
 
 
 class Transformers(nn.Module):
-    """A model of transformers, by the name of its class."""
+    """A model of transformers, selected by its class name."""
 
     def __init__(self, name: str, config: dict[str, Any], checkpointed: bool | None = None) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Transformers(nn.Module):
 
 
 class Encoder(nn.Module):
-    """`nn.TransformerEncoder` with a mask of padding, and tied weights."""
+    """`nn.TransformerEncoder` with a padding mask, and tied weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Encoder(nn.Module):
 
 
 class Images(nn.Module):
-    """Stages of different shapes, with a memory that all blocks take and change, and a frozen stem."""
+    """Stages of different shapes, with a state that all blocks receive and change, and a frozen stem."""
 
     class Stage(nn.Module):
         def __init__(self, inner: int, outer: int) -> None:
@@ -95,14 +95,14 @@ class Checkpointed(Language):
 
 def tokens(rows: int = ROWS, count: int = STEPS) -> list[Any]:
     """Batches with padding, of two lengths."""
-    generator, found = torch.Generator().manual_seed(1), []
+    generator, batches = torch.Generator().manual_seed(1), []
     for number in range(count):
         ids = torch.randint(3, WORDS, (rows, LENGTH - number % 2), generator=generator)
         mask = torch.ones_like(ids)
         mask[0, -3:] = number % 3 > 0
         images = torch.randn(rows, 3, 8, 8, generator=generator, dtype=torch.float64)
-        found.append({"ids": ids, "mask": mask, "labels": ids, "image": images})
-    return found
+        batches.append({"ids": ids, "mask": mask, "labels": ids, "image": images})
+    return batches
 
 
 def sentences() -> list[Tensor]:
@@ -133,7 +133,7 @@ def train_all() -> list[dict[str, Any]]:
     return [staged(make(cls, **model), data_of(name), **options) for name, cls, model, options in CASES]
 
 
-def test_models_of_users_train_in_stages_what_they_train_in_one_process() -> None:
+def test_models_of_users_in_pipeline_stages_train_the_weights_of_a_single_process() -> None:
     pytest.importorskip("transformers")
     by_rank = run_ranks(train_all, 2)
     for number, (name, cls, model, _) in enumerate(CASES):
@@ -188,7 +188,7 @@ def samples(count: int) -> list[Any]:
 
 def fit(strategy: Any, devices: int) -> list[Any]:
     torch.set_num_threads(1)
-    found = []
+    results = []
     for cls, options in TRAINED:
         module = Trained(make(cls, **options))
         trainer = fx.Trainer(devices=devices, strategy=strategy, max_epochs=2, gradient_clip_val=0.5, **QUIET)
@@ -196,12 +196,12 @@ def fit(strategy: Any, devices: int) -> list[Any]:
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         predicted = trainer.predict(module, DataLoader(samples(3), 2))
         weights = {name: value.detach().clone() for name, value in module.named_parameters()}
-        found.append((metrics, weights, [] if predicted is None else [part.tolist() for part in predicted]))
-    return found
+        results.append((metrics, weights, [] if predicted is None else [part.tolist() for part in predicted]))
+    return results
 
 
 class NamedByLoader(LayeredModule):
-    """Logs a name for each validation loader, and one for all."""
+    """Logs one name per validation loader, and a common name."""
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         loss = nn.functional.mse_loss(self(batch[0]), batch[1])
@@ -215,8 +215,8 @@ def validated(strategy: Any, devices: int) -> list[dict[str, float]]:
     return fx.Trainer(devices=devices, strategy=strategy, **QUIET).validate(module, loaders)
 
 
-def test_results_have_the_names_of_their_loader_only() -> None:
-    """The main rank, the first stage, has logged nothing."""
+def test_validation_results_contain_the_names_of_their_own_loader_only() -> None:
+    """Regression: the main rank, which has the first stage, had logged nothing."""
     alone = validated("single", 1)
     assert [sorted(result) for result in alone] == [["all", "loss_0"], ["all", "loss_1"]]
     for results in run_ranks(validated, 2, Mesh(pipeline=2), 2):

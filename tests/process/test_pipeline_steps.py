@@ -1,4 +1,4 @@
-"""What a pipeline does in single steps: random numbers, batches without a loss, evaluations, errors, and waits."""
+"""Single steps of a pipeline: random numbers, batches without a loss, evaluations, errors, and waits."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ UNEVEN = (8, 7, 5, 7, 8, 2, 1, 8)  # rows of batches, whose microbatches have kn
 
 
 def world() -> World:
-    found = worlds.current()
-    assert found is not None
+    current = worlds.current()
+    assert current is not None
     torch.set_num_threads(1)
-    return found
+    return current
 
 
 def gradients(module: Any, **options: Any) -> dict[str, Tensor]:
@@ -43,12 +43,12 @@ def gradients(module: Any, **options: Any) -> dict[str, Tensor]:
     pipeline = divided(module, batches(ROWS)[0], **options)
     compute(pipeline, batches(ROWS)[1], 1)
     pipeline.reduce_shared()
-    own = {n: p.grad for n, p in module.named_parameters() if n in pipeline.own_names}
-    return {name: value for part in pipeline.world.gather_objects(own) for name, value in part.items()}
+    of_stage = {n: p.grad for n, p in module.named_parameters() if n in pipeline.own_names}
+    return {name: value for part in pipeline.world.gather_objects(of_stage) for name, value in part.items()}
 
 
-def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 # -- random numbers ---------------------------------------------------------------------------------------------------
@@ -68,14 +68,14 @@ class Dropping(Language):
 
 
 class Masking(Language):
-    """Words are left out at random, before the blocks: all stages must draw the same ones."""
+    """Masks random words before the blocks: all stages must draw the same mask."""
 
     def training_step(self, batch: Tensor, index: int) -> Any:
         return super().training_step(torch.where(torch.rand(batch.shape) < 0.3, 0, batch), index)
 
 
 class Between(Language):
-    """Noise is drawn on the first stage, between two blocks, and is used in the loss, too."""
+    """Draws noise on the first stage, between two blocks, and also uses it in the loss."""
 
     def body(self, x: Tensor, mask: Tensor) -> Tensor:
         for number, block in enumerate(self.blocks):
@@ -96,7 +96,7 @@ def draw() -> dict[str, Any]:
     expected = torch.rand(1)
     torch.manual_seed(5)
     first = gradients(make(Dropping))
-    # (model creation seeds the generator) the batch leaves the generator as it was
+    # (model creation seeds the generator) the batch doesn't change the generator
     after = torch.rand(1)
     again = gradients(make(Dropping))
     return {
@@ -108,7 +108,7 @@ def draw() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_random_numbers_are_reproducible_and_the_same_on_all_stages_before_the_blocks() -> None:
+def test_random_numbers_are_reproducible_and_equal_on_all_stages_before_the_blocks() -> None:
     first, second = run_ranks(draw, 2)
     assert first["again"]
     assert first["checkpointed"], "checkpointed blocks draw the same masks again"
@@ -122,7 +122,7 @@ def test_random_numbers_are_reproducible_and_the_same_on_all_stages_before_the_b
         assert torch.allclose(first["masking"][name], parameter.grad, rtol=0, atol=1e-12), name
     module = make(Between)
     for number, part in enumerate(split(batches(ROWS)[1], 4)):
-        seed = lambda place, number=number: torch.manual_seed(1000 + 4 * place + number)  # noqa: E731
+        seed = lambda block, number=number: torch.manual_seed(1000 + 4 * block + number)  # noqa: E731
         with seeded(module, [f"blocks.{block}" for block in range(4)], seed):
             (module.training_step(part, 1)["loss"] / 4).backward()
     for name, parameter in module.named_parameters():
@@ -133,7 +133,7 @@ def test_random_numbers_are_reproducible_and_the_same_on_all_stages_before_the_b
 
 
 class Sometimes(Language):
-    """Leaves out batches that begin with an even word; returns a tensor; logs are counted."""
+    """Returns no loss for batches that begin with an even word; returns a tensor; calls are counted."""
 
     def training_step(self, batch: Tensor, index: int) -> Any:
         if batch[0, 0] % 2 == 0:
@@ -143,10 +143,10 @@ class Sometimes(Language):
 
 def leave_out() -> Any:
     world()
-    data, calls, found = batches(ROWS), [], []
+    data, calls, results = batches(ROWS), [], []
     pipeline = divided(make(Sometimes), torch.ones_like(data[0]), microbatches=2)
     for batch in (data[0].clone(), data[1].clone(), data[2].clone()):
-        batch[0, 0], batch[4, 0] = {0: (1, 1), 1: (2, 1), 2: (2, 2)}[len(found)]
+        batch[0, 0], batch[4, 0] = {0: (1, 1), 1: (2, 1), 2: (2, 2)}[len(results)]
         calls.clear()
 
         def backward(output: Any) -> None:
@@ -159,15 +159,15 @@ def leave_out() -> Any:
         result = pipeline.forward_backward(
             pipeline.module.training_step, backward, batch, 0, seed=torch.manual_seed
         )  # fmt: skip
-        found.append((list(calls), None if result is None else result.item()))
-    return found, [p.grad is None for n, p in pipeline.module.named_parameters() if n in pipeline.own_names]
+        results.append((list(calls), None if result is None else result.item()))
+    return results, [p.grad is None for n, p in pipeline.module.named_parameters() if n in pipeline.own_names]
 
 
-def test_microbatches_without_a_loss_are_left_out_on_all_stages() -> None:
-    for found, without in run_ranks(leave_out, 2):
-        assert [calls for calls, _ in found] == [[False, False], [False], [True]]
+def test_microbatches_without_a_loss_are_skipped_on_all_stages() -> None:
+    for results, without in run_ranks(leave_out, 2):
+        assert [calls for calls, _ in results] == [[False, False], [False], [True]]
         assert all(without)
-    losses = [loss for _, loss in found]
+    losses = [loss for _, loss in results]
     assert losses[0] is not None
     assert losses[1] is not None
     assert losses[2] is None
@@ -182,7 +182,7 @@ class Frozen(Language):
 
 
 class Ragged(Language):
-    """Rows with padding only are left out, so that shapes depend on values."""
+    """Excludes rows with padding only, so that shapes depend on values."""
 
     reduction = "sum"
 
@@ -210,8 +210,8 @@ def traffic() -> dict[str, Any]:
     ragged.module.reduction = "mean"
     refused = ""
     batch = torch.ones_like(batches(ROWS)[0])
-    batch[1, 0] = 0  # left out
-    try:  # stages before the last compute no loss
+    batch[1, 0] = 0  # excluded
+    try:  # only the last stage computes a loss
         compute(ragged, batch, 0)
     except ValueError as error:
         refused = str(error)
@@ -249,12 +249,12 @@ def test_gradients_of_frozen_stages_are_not_sent_and_shapes_are_announced_once()
 
 
 def evaluate() -> Any:
-    here = world()
+    this_world = world()
     data = batches(ROWS)
     module = make(Language)
     pipeline = divided(module, data[0], virtual=2)
     with torch.inference_mode():
-        found = [pipeline.evaluate(pipeline.module.training_step, batch, 0, seed=torch.manual_seed) for batch in data]
+        outputs = [pipeline.evaluate(pipeline.module.training_step, batch, 0, seed=torch.manual_seed) for batch in data]
     under_way = pipeline.transfers.under_way
     pipeline.transfers.finish()
     placeholders = sum(p.isnan().all().item() for p in pipeline.module.parameters())
@@ -262,13 +262,13 @@ def evaluate() -> Any:
     pipeline.undo(values)
     classes = [type(block).__name__ for block in module.blocks]
     expected = [pipeline.module.training_step(batch, 0)["loss"].item() for batch in data]
-    here.barrier()
-    return [output and output["loss"].item() for output in found], expected, under_way, placeholders, classes
+    this_world.barrier()
+    return [output and output["loss"].item() for output in outputs], expected, under_way, placeholders, classes
 
 
-def test_evaluations_are_those_of_one_process_and_the_module_is_whole_again_afterwards() -> None:
-    for rank, (found, expected, under_way, placeholders, classes) in enumerate(run_ranks(evaluate, 2)):
-        assert found == (pytest.approx(expected, abs=1e-12) if rank else [None] * len(expected))
+def test_evaluations_equal_those_of_a_single_process_and_restore_the_whole_module() -> None:
+    for rank, (losses, expected, under_way, placeholders, classes) in enumerate(run_ranks(evaluate, 2)):
+        assert losses == (pytest.approx(expected, abs=1e-12) if rank else [None] * len(expected))
         assert under_way < 10, "sends of earlier batches have ended"
         assert placeholders > 20
         assert classes == ["Block"] * 4
@@ -302,52 +302,52 @@ def message(function: Any, *args: Any, **options: Any) -> str:
 
 
 def fail() -> dict[str, str]:
-    """Errors of the first stage, which doesn't wait for the other; the other stage receives what is sent."""
-    here, data = world(), batches(ROWS)
-    found = {}
+    """Return errors of the first stage, which doesn't wait for the other stage; the other receives transfers."""
+    this_world, data = world(), batches(ROWS)
+    errors = {}
     for name, cls in (("swallows", Swallows), ("catches", Catches)):
         pipeline = divided(make(cls), data[0])
         step = pipeline.module.training_step
-        if name == "swallows" and here.rank == 0:
-            found[name] = message(pipeline.evaluate, step, data[0], 0, seed=torch.manual_seed)
+        if name == "swallows" and this_world.rank == 0:
+            errors[name] = message(pipeline.evaluate, step, data[0], 0, seed=torch.manual_seed)
         else:
             with torch.no_grad():
                 pipeline.evaluate(step, data[0], 0, seed=torch.manual_seed)
         pipeline.transfers.finish()
-    if here.rank == 0:
-        found["outside"] = message(pipeline.module.blocks[0], torch.ones(1, 2, WIDTH), None)
-        found["early"] = message(
+    if this_world.rank == 0:
+        errors["outside"] = message(pipeline.module.blocks[0], torch.ones(1, 2, WIDTH), None)
+        errors["early"] = message(
             pipeline.evaluate, lambda batch: pipeline.module.blocks[0](torch.ones(1, 2, WIDTH).double(), None), data[0],
             seed=torch.manual_seed,
         )  # fmt: skip
-        found["loss"] = message(
+        errors["loss"] = message(
             pipeline.forward_backward, lambda *_: torch.ones(1), print, data[0], 0, seed=torch.manual_seed
         )  # fmt: skip
-    here.barrier()
-    return found
+    this_world.barrier()
+    return errors
 
 
 def test_errors_name_the_remedy() -> None:
-    found, _ = run_ranks(fail, 2)
-    assert "use `except Exception` in place of `except:`" in found["swallows"]
-    assert "blocks.0 was called outside of a step" in found["outside"]
-    assert "call the model in training_step, validation_step" in found["outside"]
-    assert "in a pipeline a step has to call all blocks, or none" in found["early"]
-    assert "Return None to skip a batch" in found["loss"]
+    errors, _ = run_ranks(fail, 2)
+    assert "use `except Exception` in place of `except:`" in errors["swallows"]
+    assert "blocks.0 was called outside of a step" in errors["outside"]
+    assert "call the model in training_step, validation_step" in errors["outside"]
+    assert "in a pipeline a step has to call all blocks, or none" in errors["early"]
+    assert "Return None to skip a batch" in errors["loss"]
 
 
 # -- waits ------------------------------------------------------------------------------------------------------------
 
 
 def wait() -> Any:
-    """Rank 1 sends nothing; rank 0 reports for what it waits, and ends at the limit, which closes its connections."""
-    here = world()
-    if here.rank:
-        transfers = Transfers(here)
+    """Rank 1 sends nothing; rank 0 reports its pending transfer, fails at the time limit, and disconnects."""
+    this_world = world()
+    if this_world.rank:
+        transfers = Transfers(this_world)
         with pytest.raises(PeerLost, match="rank 1 of 2, receive of microbatch 4: the connection"):
             transfers.complete(transfers.expect(torch.zeros(2), 0, "forward", 1, "receive of microbatch 4"))
         return None
-    transfers, reports = Transfers(here, timeout=timedelta(seconds=3)), []
+    transfers, reports = Transfers(this_world, timeout=timedelta(seconds=3)), []
 
     def report() -> None:
         deadline = time.monotonic() + 60
@@ -380,7 +380,7 @@ class Deep(meshes.GPT):
 
 
 def routes(virtual: int) -> Any:
-    """Train on a pipeline; return the transfers of each rank as reports of a hang count them."""
+    """Train on a pipeline; return the transfers of each rank as counted for reports of a hang."""
     collective_trace.forget_transfers()
     meshes.train(Mesh(pipeline=2, virtual=virtual, microbatches=2), 4, {"max_epochs": 1}, {}, kind=Deep)
     return world().gather_objects(collective_trace.transfers())

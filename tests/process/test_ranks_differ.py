@@ -1,4 +1,4 @@
-"""Ranks that do different things train what one process would, or are refused on all ranks; none hangs."""
+"""Ranks with different behaviour train as a single process, or are refused on all ranks; none hangs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("warm_ranks")
 KINDS = {
     "ddp": DDP,
     "fsdp": FSDP,
-    "no server": lambda: ParameterServer(servers=0),
+    "shared memory": lambda: ParameterServer(servers=0),
     "local_sgd": LocalSGD,
     "reproducible": Reproducible,
 }
@@ -40,7 +40,7 @@ def data(samples: int = 8) -> Any:
 
 
 class Built(fx.Module):
-    """Builds something else on rank 1.
+    """Builds a different object on rank 1.
 
     Args:
         what: name of the difference.
@@ -119,8 +119,8 @@ DIFFERENCES = {
 
 
 def fit_here(cases: list[tuple[Any, fx.Module, dict[str, Any]]]) -> list[tuple[str, list[Tensor]]]:
-    """Train each module on the ranks that there are; returns its error, "" for none, and its weights."""
-    found: list[tuple[str, list[Tensor]]] = []
+    """Train each module on the present ranks; return its error ("" without an error) and its weights."""
+    results: list[tuple[str, list[Tensor]]] = []
     world = worlds.current()
     assert world is not None
     for strategy, module, options in cases:
@@ -128,24 +128,24 @@ def fit_here(cases: list[tuple[Any, fx.Module, dict[str, Any]]]) -> list[tuple[s
         try:
             trainer.fit(module, None if isinstance(module, Built) else DataLoader(data(), 2))
         except Exception as error:
-            found.append((f"{type(error).__name__}: {error} at step {trainer.global_step}", []))
+            results.append((f"{type(error).__name__}: {error} at step {trainer.global_step}", []))
         else:
-            found.append(("", list(trainer.session.sharding.whole_weights(module).values())))
-    return found
+            results.append(("", list(trainer.session.sharding.whole_weights(module).values())))
+    return results
 
 
-def test_ranks_that_build_different_things_are_an_error_on_all_ranks_at_set_up() -> None:
+def test_ranks_that_build_different_objects_are_an_error_on_all_ranks_at_set_up() -> None:
     expected = {(kind, what): text for kind in ("ddp", "fsdp") for what, text in DIFFERENCES.items()}
     expected |= {(kind, what): DIFFERENCES[what] for kind in KINDS for what in ("parameter", "rate")}
     cases: list[Any] = [(KINDS[kind](), Built(what), {}) for kind, what in expected]
-    for found in run_ranks(fit_here, 2, cases):
-        for (error, _), (case, text) in zip(found, expected.items(), strict=True):
+    for results in run_ranks(fit_here, 2, cases):
+        for (error, _), (case, text) in zip(results, expected.items(), strict=True):
             assert error.startswith("RanksDisagree: ranks differ at set-up"), (case, error)
             assert text in error, (case, error)
             assert error.endswith("at step 0"), (case, error)
 
 
-def test_workers_with_servers_that_build_different_things_are_an_error() -> None:
+def test_workers_with_servers_that_build_different_objects_are_an_error() -> None:
     for strategy, what in ((ParameterServer(), "parameter"), (AsyncSGD(), "rate")):
         trainer = fx.Trainer(devices=2, strategy=strategy, max_epochs=1, **QUIET)
         with pytest.raises(WorkerFailed, match="ranks differ at set-up") as error:
@@ -163,16 +163,16 @@ class OrderOfARank:
         return 40
 
 
-def test_workers_with_servers_that_draw_different_orders_are_an_error() -> None:
+def test_workers_with_servers_that_read_data_in_different_orders_are_an_error() -> None:
     trainer = fx.Trainer(devices=2, strategy=AsyncSGD(), max_epochs=1, **QUIET)
     with pytest.raises(WorkerFailed, match="OrderOfARank returns a different order of the data on each rank"):
         trainer.fit(Built(""), DataLoader(data(40), 2, sampler=OrderOfARank()))  # type: ignore[arg-type]
 
 
 class Joins(Built):
-    """Is built in another way by the worker that joins when rank 1 has died; it leaves its error in the store."""
+    """Differs in the worker that joins after the death of rank 1; this worker stores its error in the store."""
 
-    error = ""  # of that worker, as rank 0 has read it in its first batch, while rank 1 dies
+    error = ""  # of that worker; rank 0 reads it in its first batch, while rank 1 dies
 
     def is_other(self, what: str) -> bool:
         return self.what == what and self.trainer.world.newcomer
@@ -180,7 +180,7 @@ class Joins(Built):
     def on_exception(self, error: BaseException) -> None:
         store = self.trainer.world.store
         if self.trainer.world.newcomer and store is not None:
-            store.set("error of who joins", f"{type(error).__name__}: {error}")
+            store.set("error of the joining worker", f"{type(error).__name__}: {error}")
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         world = self.trainer.world
@@ -188,8 +188,8 @@ class Joins(Built):
             os.kill(os.getpid(), signal.SIGKILL)
         if not self.error:
             store: Any = world.store
-            store.wait(["error of who joins"], timedelta(seconds=60))
-            self.error = store.get("error of who joins").decode()
+            store.wait(["error of the joining worker"], timedelta(seconds=60))
+            self.error = store.get("error of the joining worker").decode()
         return super().training_step(batch, batch_idx)
 
 
@@ -197,9 +197,7 @@ JOINED = [(AsyncSGD, "parameter"), (AsyncSGD, "optimizer"), (DDP, "rate"), (DDP,
 
 
 @pytest.mark.parametrize(("kind", "what"), JOINED)
-def test_a_worker_that_joins_and_builds_something_else_is_an_error_of_that_worker(
-    kind: Any, what: str, tmp_path: Path
-) -> None:
+def test_a_joining_worker_that_builds_different_objects_fails_alone(kind: Any, what: str, tmp_path: Path) -> None:
     module = Joins(what)
     options: dict[str, Any] = {"default_root_dir": tmp_path, "callbacks": [FaultRecovery(max_restarts=1)], **QUIET}
     trainer = fx.Trainer(devices=2, strategy=kind(), max_epochs=2, **options)
@@ -209,18 +207,18 @@ def test_a_worker_that_joins_and_builds_something_else_is_an_error_of_that_worke
     assert (trainer.current_epoch, len(trainer.failures), trainer.world.size) == (2, 1, 1)
 
 
-def test_first_weights_may_differ_and_are_those_of_rank_0() -> None:
+def test_initial_weights_may_differ_and_are_those_of_rank_0() -> None:
     cases: list[Any] = [(make(), Built(what), {}) for make in KINDS.values() for what in ("weights", "none")]
-    for found in run_ranks(fit_here, 2, cases):
+    for results in run_ranks(fit_here, 2, cases):
         for number, kind in enumerate(KINDS):
-            (error, weights), (none, wanted) = found[2 * number : 2 * number + 2]
-            assert (error, none) == ("", ""), kind
-            for one, other in zip(weights, wanted, strict=True):
-                assert torch.equal(one, other), kind
+            (error, weights), (other_error, expected) = results[2 * number : 2 * number + 2]
+            assert (error, other_error) == ("", ""), kind
+            for actual, reference in zip(weights, expected, strict=True):
+                assert torch.equal(actual, reference), kind
 
 
 class Evaluated(Built):
-    """Logs a weight that each rank draws with its own seed, and that rank 1 may not have."""
+    """Logs a weight that each rank draws with its own seed; rank 1 may lack it."""
 
     def configure_model(self) -> None:
         super().configure_model()
@@ -233,15 +231,15 @@ class Evaluated(Built):
 
 
 def evaluate_here(modules: list[Evaluated]) -> list[str]:
-    """Validate each module on the ranks that there are; returns its error, or its values."""
-    found = []
+    """Validate each module on the present ranks; return its error, or its values."""
+    results = []
     for module in modules:
         try:
             [values] = fx.Trainer(devices=2, strategy="ddp", **QUIET).validate(module, DataLoader(data(), 2))
-            found.append(f"{values['drawn']:.6g} {values['of_rank_0']:.6g}")
+            results.append(f"{values['drawn']:.6g} {values['of_rank_0']:.6g}")
         except Exception as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found
+            results.append(f"{type(error).__name__}: {error}")
+    return results
 
 
 def test_an_evaluation_without_a_checkpoint_is_of_the_weights_of_rank_0() -> None:
@@ -260,8 +258,8 @@ class Hooked(fx.Module):
     """Doubles its gradients in hooks of its parameters.
 
     Args:
-        kind: "hook", or "post" for once the gradient is accumulated; "" for none.
-        moment: where they are registered.
+        kind: "hook"; "post" for hooks after the accumulation of the gradient; "" for no hook.
+        moment: the method that registers them.
     """
 
     def __init__(self, kind: str, moment: str) -> None:
@@ -300,20 +298,20 @@ def test_gradient_hooks_act_on_each_rank_or_are_refused() -> None:
         ("fsdp", "hook", "on_fit_start"): "net.weight has a hook of register_hook, which is never called under",
     }
     moments = ("configure_model", "on_fit_start")
-    places = [(name, kind, moment) for name in KINDS for kind in ("hook", "post") for moment in moments]
+    variants = [(name, kind, moment) for name in KINDS for kind in ("hook", "post") for moment in moments]
     refused["fsdp", "post", "configure_model"] = refused["fsdp", "hook", "configure_model"]
     cases: list[Any] = [(LocalSGD(every=1) if name == "local_sgd" else KINDS[name](), Hooked(kind, moment), {})
-                        for name, kind, moment in places]  # fmt: skip
-    for rank, found in enumerate(run_ranks(fit_here, 2, cases)):
-        for (error, weights), place in zip(found, places, strict=True):
-            assert refused.get(place, "") in error, (place, error)
-            assert bool(error) == (place in refused), (place, error)
-            if not error and (rank == 0 or place[0] != "fsdp"):
-                for one, other in zip(weights, alone.parameters(), strict=True):
-                    torch.testing.assert_close(one, other.detach(), msg=str(place))
+                        for name, kind, moment in variants]  # fmt: skip
+    for rank, results in enumerate(run_ranks(fit_here, 2, cases)):
+        for (error, weights), variant in zip(results, variants, strict=True):
+            assert refused.get(variant, "") in error, (variant, error)
+            assert bool(error) == (variant in refused), (variant, error)
+            if not error and (rank == 0 or variant[0] != "fsdp"):
+                for actual, expected in zip(weights, alone.parameters(), strict=True):
+                    torch.testing.assert_close(actual, expected.detach(), msg=str(variant))
 
 
-def test_gradient_hooks_that_would_not_reach_the_workers_are_refused_before_any_starts() -> None:
+def test_gradient_hooks_that_cannot_be_pickled_are_refused_before_workers_start() -> None:
     for kind in ("hook", "post"):
         trainer = fx.Trainer(devices=2, strategy="ddp", max_epochs=1, **QUIET)
         with pytest.raises(NotPicklable, match=r"a gradient hook of module\.net\.weight .* in configure_model"):
@@ -321,11 +319,11 @@ def test_gradient_hooks_that_would_not_reach_the_workers_are_refused_before_any_
 
 
 class Branches(fx.Module):
-    """Takes a way of its own on rank 1 from some step on; all linear layers are units of FSDP.
+    """Calls other layers on rank 1 from some step on; all linear layers are units of FSDP.
 
     Args:
-        way: "other" calls another layer of the same shape, "fewer" leaves one out, "order" calls two in another order,
-            "backward" has no gradient for one; "" for none.
+        way: "other" calls another layer of the same shape, "fewer" omits one, "order" calls two in another order,
+                "backward" has no gradient for one; "" has no difference.
         begins: the step.
     """
 
@@ -337,18 +335,18 @@ class Branches(fx.Module):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         way = self.way if self.global_rank == 1 and batch_idx >= self.begins else ""
-        one, two, three = self.first, self.second, self.third
-        found: Tensor = one(batch)
+        first, second, third = self.first, self.second, self.third
+        outputs: Tensor = first(batch)
         if way == "other":
-            found = three(found)
+            outputs = third(outputs)
         elif way == "order":
-            found = two(three(found))
+            outputs = second(third(outputs))
         elif way == "backward":
-            two(found)
-            found = three(found)
+            second(outputs)
+            outputs = third(outputs)
         elif way != "fewer":
-            found = three(two(found))
-        loss: Tensor = self.large(found).square().mean()
+            outputs = third(second(outputs))
+        loss: Tensor = self.large(outputs).square().mean()
         return loss
 
     def configure_optimizers(self) -> Any:
@@ -356,7 +354,7 @@ class Branches(fx.Module):
 
 
 @pytest.mark.parametrize(
-    ("way", "begins", "kept", "told"),
+    ("way", "begins", "kept", "message"),
     [
         ("other", 0, False, "rank 0 gathers the weights of second, rank 1 gathers the weights of third"),
         ("order", 2, True, "rank 0 gathers the weights of second, rank 1 gathers the weights of third"),
@@ -364,15 +362,17 @@ class Branches(fx.Module):
         ("backward", 1, True, "rank 0 reduces the gradients of second, rank 1 reduces the gradients of first"),
     ],
 )
-def test_ranks_that_call_other_units_are_an_error_under_fsdp(way: str, begins: int, kept: bool, told: str) -> None:
+def test_ranks_that_call_different_units_are_an_error_under_fsdp(
+    way: str, begins: int, kept: bool, message: str
+) -> None:
     strategy = FSDP(wrap=["Linear"], reshard_after_forward=not kept)
     trainer = fx.Trainer(devices=2, strategy=strategy, max_epochs=1, **QUIET)
-    with pytest.raises(WorkerFailed, match=rf"ranks call different submodules.*{told}"):
+    with pytest.raises(WorkerFailed, match=rf"ranks call different submodules.*{message}"):
         trainer.fit(Branches(way, begins), DataLoader(data(), 1))
 
 
 class Masked(fx.Module):
-    """Has a buffer, and a loss over the marked samples of a batch, of which some ranks have none."""
+    """Has a buffer, and a loss over the marked samples of a batch; some ranks have no marked sample."""
 
     forwards: Tensor
 
@@ -396,23 +396,28 @@ class Masked(fx.Module):
 
 def marked() -> list[Tensor]:
     samples = [sample.abs() for sample in data(16)]
-    for number in (2, 3, 8, 9):  # rank 1 has no marked sample in the first batch, and rank 0 none in the third
+    for number in (
+        2,
+        3,
+        8,
+        9,
+    ):  # rank 1 has no marked sample in the first batch, and rank 0 has no marked sample in the third
         samples[number][0] = -1.0
     return samples
 
 
 @pytest.mark.parametrize("strategy", params([DDP(static_graph=True), FSDP(wrap=["Linear"])], [DDP()]))
-def test_a_batch_of_no_weight_on_one_rank_is_computed_once(strategy: Any) -> None:
-    alone, found = Masked(), Masked()
+def test_a_batch_without_weight_on_one_rank_is_computed_once(strategy: Any) -> None:
+    alone, parallel = Masked(), Masked()
     fx.Trainer(max_epochs=1, **QUIET).fit(alone, DataLoader(marked(), 4))
-    fx.Trainer(devices=2, strategy=strategy, max_epochs=1, **QUIET).fit(found, DataLoader(marked(), 2))
-    for one, other in zip(found.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(one, other)
-    assert (int(found.forwards), int(alone.forwards)) == (4, 4)
+    fx.Trainer(devices=2, strategy=strategy, max_epochs=1, **QUIET).fit(parallel, DataLoader(marked(), 2))
+    for actual, expected in zip(parallel.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(actual, expected)
+    assert (int(parallel.forwards), int(alone.forwards)) == (4, 4)
 
 
 class Watches(fx.Module):
-    """Notes what hooks of a step see, in windows of two batches whose last leaves a rank without samples.
+    """Records the values in hooks of a step, in windows of two batches; the last batch leaves a rank without samples.
 
     Args:
         own_score: the monitored value differs between ranks.
@@ -427,7 +432,7 @@ class Watches(fx.Module):
         return None if self.own_score and batch_idx == 0 else (self.weight * batch).mean()
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
-        if self.own_score:  # better and better on rank 0, worse and worse on rank 1
+        if self.own_score:  # increases on rank 0, decreases on rank 1
             self.log("score", float(self.current_epoch if self.global_rank else -self.current_epoch), sync_dist=False)
 
     def on_before_optimizer_step(self, optimizer: Any) -> None:
@@ -455,7 +460,7 @@ def watched(folder: str) -> tuple[list[Any], list[Any], list[str]]:
 
 
 @pytest.mark.filterwarnings("ignore:training_step returned no loss")
-def test_hooks_see_the_same_on_all_ranks_and_the_mean_of_the_samples(tmp_path: Path) -> None:
+def test_hooks_read_equal_values_on_all_ranks_which_are_means_over_the_samples(tmp_path: Path) -> None:
     """The last batch, the gradient and the loss of a window; the main rank's score ranks checkpoints, and stops."""
     first, second = run_ranks(watched, 2, str(tmp_path))
     assert first == second

@@ -1,4 +1,4 @@
-"""The same bits for any number of ranks, and whoever was killed."""
+"""Runs with deterministic="elastic" are bitwise identical for any number of ranks, also after kills."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fabricx.strategies import FSDP
 from fabricx.testing import QUIET, kill, layered_data
 from tests.soak import params
 
-from .test_elastic import Asks
+from .test_elastic import RequestsWorkers
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
@@ -28,7 +28,7 @@ BATCH = 12
 
 
 class Noisy(fx.Module):
-    """With dropout, clipping by the trainer, and moments."""
+    """A module with dropout, moments, and clipping by the trainer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,14 +46,14 @@ class Noisy(fx.Module):
 
 
 class Weighted(Noisy):
-    """With weights of batches whose sum depends on its order."""
+    """Has batch weights whose sum depends on its order."""
 
     def batch_weight(self, batch: Any) -> float:
         return float(batch[0].square().sum())
 
 
 def bits(folder: Path, devices: int, faults: list[Any], **options: Any) -> tuple[str, fx.Trainer]:
-    """Train, and return the weights' SHA-256."""
+    """Train; return the SHA-256 of the weights."""
     torch.manual_seed(7)
     module = Weighted()
     trainer = fx.Trainer(
@@ -73,31 +73,33 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.parametrize("devices", params([3], [2]))
-def test_the_number_of_ranks_changes_no_bit(devices: int, alone: str, tmp_path: Path) -> None:
-    found, trainer = bits(tmp_path, devices, [])
-    assert found == alone
+def test_weights_are_bitwise_identical_for_any_number_of_ranks(devices: int, alone: str, tmp_path: Path) -> None:
+    digest, trainer = bits(tmp_path, devices, [])
+    assert digest == alone
     assert trainer.global_step == 3 * 4
 
 
-def test_neither_do_kills_nor_workers_that_come_and_go(alone: str, tmp_path: Path) -> None:
+def test_weights_are_bitwise_identical_after_kills_and_changes_of_the_number_of_workers(
+    alone: str, tmp_path: Path
+) -> None:
     faults = [
         kill(rank=1).during("backward", step=2),
         kill(rank=0).during("optimizer", step=4, attempt=1),
         kill(rank=0).during("batch end", step=7, attempt=2),
     ]
-    found, trainer = bits(tmp_path / "a", 3, faults)
+    digest, trainer = bits(tmp_path / "a", 3, faults)
     assert len(trainer.failures) == 3
-    assert found == alone
-    asks: Any = Asks(at_2=3, at_5=1, at_9=2)
-    found, _ = bits(tmp_path / "b", 2, [asks], enable_checkpointing=True)
-    assert found == alone
+    assert digest == alone
+    requests: Any = RequestsWorkers(at_2=3, at_5=1, at_9=2)
+    digest, _ = bits(tmp_path / "b", 2, [requests], enable_checkpointing=True)
+    assert digest == alone
 
 
-def test_a_run_goes_on_from_a_checkpoint_with_other_ranks(alone: str, tmp_path: Path) -> None:
+def test_a_run_resumed_with_another_number_of_ranks_is_bitwise_identical(alone: str, tmp_path: Path) -> None:
     _, trainer = bits(tmp_path / "a", 3, [], max_steps=6, enable_checkpointing=True)
     path = trainer.checkpoint_callback.last_model_path or trainer.checkpoint_callback.best_model_path
     module = Weighted()
-    goes_on = fx.Trainer(
+    resumed = fx.Trainer(
         devices=2,
         deterministic="elastic",
         max_epochs=3,
@@ -105,8 +107,8 @@ def test_a_run_goes_on_from_a_checkpoint_with_other_ranks(alone: str, tmp_path: 
         gradient_clip_val=0.5,
         **QUIET,
     )
-    # the global batch stays that of the three ranks
-    goes_on.fit(module, DataLoader(layered_data(43), BATCH // 3, shuffle=True), ckpt_path=path)
+    # the global batch remains that of the three ranks
+    resumed.fit(module, DataLoader(layered_data(43), BATCH // 3, shuffle=True), ckpt_path=path)
     digest = hashlib.sha256()
     for parameter in module.parameters():
         digest.update(parameter.detach().numpy().tobytes())
@@ -118,7 +120,7 @@ def fitted(module: fx.Module, loader: Any, **options: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:training_step returned no loss")
-def test_what_would_depend_on_the_ranks_is_refused() -> None:
+def test_modules_and_options_that_depend_on_the_number_of_ranks_are_refused() -> None:
     loader = DataLoader(layered_data(12), 4)
     module = Noisy()
     module.net.insert(1, nn.BatchNorm1d(32))
@@ -143,10 +145,10 @@ def _sometimes(module: Noisy, batch: Any, batch_idx: int) -> Tensor | None:
 
 
 class Augmented(Dataset[Any]):
-    """Adds noise: drawn from the global generators, or from one of its own."""
+    """Adds noise from the global generators, or from the data set's own generator."""
 
-    def __init__(self, own: bool) -> None:
-        self.samples, self.generator = layered_data(43), torch.Generator() if own else None
+    def __init__(self, own_generator: bool) -> None:
+        self.samples, self.generator = layered_data(43), torch.Generator() if own_generator else None
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -156,22 +158,22 @@ class Augmented(Dataset[Any]):
         return inputs + torch.rand(6, generator=self.generator) + random.random() + np.random.rand(), target
 
 
-def fit_augmented(folder: Path, devices: int, *, own: bool = False, workers: int = 0) -> list[Tensor]:
+def fit_augmented(folder: Path, devices: int, *, own_generator: bool = False, workers: int = 0) -> list[Tensor]:
     torch.manual_seed(7)
     module = Noisy()
     trainer = fx.Trainer(
         devices=devices, deterministic="elastic", max_epochs=1, default_root_dir=folder, **QUIET
     )  # fmt: skip
-    trainer.fit(module, DataLoader(Augmented(own), BATCH // devices, shuffle=True, num_workers=workers))
+    trainer.fit(module, DataLoader(Augmented(own_generator), BATCH // devices, shuffle=True, num_workers=workers))
     return list(module.parameters())
 
 
-def test_what_a_data_set_draws_is_of_the_batch_and_not_of_the_rank(tmp_path: Path) -> None:
+def test_random_numbers_of_a_data_set_depend_on_the_batch_and_not_on_the_rank(tmp_path: Path) -> None:
     alone, *others = [fit_augmented(tmp_path, devices, workers=n) for devices, n in ((1, 0), (2, 0), (3, 0), (1, 1))]
     assert all(torch.equal(a, b) for other in others for a, b in zip(alone, other, strict=True))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_generators_of_its_own_are_refused(workers: int, tmp_path: Path) -> None:
+def test_a_data_set_with_its_own_generator_is_refused(workers: int, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"generator would advance on each rank separately: draw from the global"):
-        fit_augmented(tmp_path, 1, own=True, workers=workers)
+        fit_augmented(tmp_path, 1, own_generator=True, workers=workers)

@@ -1,4 +1,4 @@
-"""A run that goes on from a checkpoint does what the run that wrote it did, to the bit, wherever it was written."""
+"""A resumed run is bitwise identical to the uninterrupted run, wherever its checkpoint was saved."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from .meshes import ChangesOnce
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
-SAMPLES = 22  # of 6 a global batch: the last one has 4
+SAMPLES = 22  # 6 per global batch: the last global batch has 4
 
 
 class Noisy(Dataset[Any]):
-    """Draws from every source of random numbers that there is."""
+    """Draws from every source of random numbers."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -53,9 +53,9 @@ class Everything(fx.Module):
         self.both = torchmetrics.MetricCollection({"mse": error(), "rmse": error(squared=False)})
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        found = self.head(self.body(batch[0]))
-        loss = nn.functional.mse_loss(found, batch[1])
-        self.both.update(found.detach().float(), batch[1])
+        outputs = self.head(self.body(batch[0]))
+        loss = nn.functional.mse_loss(outputs, batch[1])
+        self.both.update(outputs.detach().float(), batch[1])
         for name, metric in self.both.items():
             self.log(name, metric, on_step=False, on_epoch=True)
         self.error.update(loss.detach(), weight=len(batch[0]))
@@ -82,18 +82,18 @@ class Everything(fx.Module):
 
 
 class SaveEverywhere(fx.Callback):
-    """Saves at each of the moments, the first time that it comes."""
+    """Saves once at each of the moments."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def _save(self, t: fx.Trainer, moment: str) -> None:
+    def _save(self, trainer: fx.Trainer, moment: str) -> None:
         path = self.folder / f"{moment}.ckpt"
-        if t.current_epoch == 0 and not t.world.broadcast_object(path.exists()):
-            t.save_checkpoint(path)
+        if trainer.current_epoch == 0 and not trainer.world.broadcast_object(path.exists()):
+            trainer.save_checkpoint(path)
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx in (1, 2):  # of windows of two, one is in the middle
+        if batch_idx in (1, 2):  # one of them is within a window of two batches
             self._save(trainer, f"after batch {batch_idx}")
 
     def on_validation_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
@@ -117,16 +117,16 @@ def train(
     root: Path, strategy: str, *, workers: int = 0, ckpt: Path | None = None, saves: Path | None = None,
     callbacks: tuple[fx.Callback, ...] = (), data: Any = None, **options: Any,
 ) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Tensor]]:  # fmt: skip
-    """Return the rows that were logged, weights and optimizer states at the end, and the metrics."""
+    """Return the logged rows, weights and optimizer states at the end, and the metrics."""
     devices = 1 if strategy == "single" else 2
     fx.seed_everything(4)
     module = Everything()
     end = root / "end.ckpt"
     extra = [SaveEverywhere(saves)] if saves is not None else []
-    given = {**QUIET, "max_epochs": 2, "val_check_interval": 3, "log_every_n_steps": 1, **options}
+    trainer_options = {**QUIET, "max_epochs": 2, "val_check_interval": 3, "log_every_n_steps": 1, **options}
     trainer = fx.Trainer(
         strategy=strategy, devices=devices, default_root_dir=root, callbacks=[*callbacks, *extra, SaveAtEnd(end)],
-        **{**given, "logger": JSONLogger()},
+        **{**trainer_options, "logger": JSONLogger()},
     )  # fmt: skip
     batch = 6 // devices
     source = (
@@ -150,18 +150,18 @@ class SaveAtEnd(fx.Callback):
         trainer.save_checkpoint(self.path)
 
 
-def assert_same(found: Any, wanted: Any, where: str) -> None:
-    if isinstance(wanted, Tensor):
-        assert torch.equal(found, wanted), where
-    elif isinstance(wanted, dict):
-        assert found.keys() == wanted.keys(), where
-        for key in wanted:
-            assert_same(found[key], wanted[key], f"{where}/{key}")
-    elif isinstance(wanted, (list, tuple)):
-        for number, (a, b) in enumerate(zip(found, wanted, strict=True)):
+def assert_same(actual: Any, expected: Any, where: str) -> None:
+    if isinstance(expected, Tensor):
+        assert torch.equal(actual, expected), where
+    elif isinstance(expected, dict):
+        assert actual.keys() == expected.keys(), where
+        for key in expected:
+            assert_same(actual[key], expected[key], f"{where}/{key}")
+    elif isinstance(expected, (list, tuple)):
+        for number, (a, b) in enumerate(zip(actual, expected, strict=True)):
             assert_same(a, b, f"{where}/{number}")
     else:
-        assert found == wanted, where
+        assert actual == expected, where
 
 
 @pytest.mark.timeout(240)
@@ -181,7 +181,7 @@ def assert_same(found: Any, wanted: Any, where: str) -> None:
     ),
     ids=str,
 )
-def test_from_wherever_it_was_saved_a_run_goes_on_to_the_same_bits(
+def test_a_run_resumed_from_any_moment_is_bitwise_identical(
     tmp_path: Path, strategy: str, options: dict[str, Any]
 ) -> None:
     rows, end, metrics = train(tmp_path / "whole", strategy, saves=tmp_path, callbacks=(EMA(0.5),), **options)
@@ -192,7 +192,7 @@ def test_from_wherever_it_was_saved_a_run_goes_on_to_the_same_bits(
         resumed = train(tmp_path / moment, strategy, ckpt=path, callbacks=(EMA(0.5),), **options)
         step = checkpoint.read_manifest(path)["step"]
         before = [row for row in rows if row["step"] < step]
-        # Of the step itself, some rows were written before the checkpoint.
+        # Some rows of the step itself were written before the checkpoint.
         assert resumed[0] == rows[len(rows) - len(resumed[0]) :], moment
         assert len(rows) - len(resumed[0]) >= len(before), moment
         assert_same(resumed[1], end, moment)
@@ -200,11 +200,11 @@ def test_from_wherever_it_was_saved_a_run_goes_on_to_the_same_bits(
 
 
 class SavesIn(fx.Callback):
-    """Saves in one hook, each time to the next place.
+    """Saves at each call of a hook, under successive names.
 
     Args:
         hook: its name.
-        folder: where to.
+        folder: the folder of the checkpoints.
     """
 
     def __init__(self, hook: str, folder: Path) -> None:
@@ -222,21 +222,21 @@ class SavesIn(fx.Callback):
         ("on_sanity_check_end", {}),
         ("on_validation_batch_start", {}),
         ("on_train_batch_start", {}),
-        ("on_train_batch_end", {0: 2}),  # the second is in the middle of a window
+        ("on_train_batch_end", {0: 2}),  # the second is within a window
     ],
     ids=str,
 )
-def test_saved_in_a_hook_a_run_goes_on_to_the_same_bits(
+def test_a_run_resumed_from_a_checkpoint_of_a_hook_is_bitwise_identical(
     tmp_path: Path, hook: str, accumulation: dict[int, int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The data draws random numbers: to read a batch, and to validate, change what a run would go on from."""
+    """The data draws random numbers: reading a batch and validating change the random state of a resumed run."""
     windows = (GradientAccumulation(accumulation),) if accumulation else ()
     rows, end, metrics = train(tmp_path / "whole", "single", callbacks=(*windows, SavesIn(hook, tmp_path)))
     for number in {0, len(list(tmp_path.glob("*.ckpt"))) // 2}:
         resumed = train(tmp_path / str(number), "single", ckpt=tmp_path / f"{number}.ckpt", callbacks=windows)
         assert resumed[0] == rows[len(rows) - len(resumed[0]) :]
         assert_same(resumed[1:], (end, metrics), f"{hook} {number}")
-    assert "each update has" not in capsys.readouterr().out  # the global batch is the same
+    assert "each update has" not in capsys.readouterr().out  # the global batch is unchanged
 
 
 class FreezesFirst(fx.Callback):
@@ -247,7 +247,7 @@ class FreezesFirst(fx.Callback):
 
 
 def partly_frozen(strategy: str, root: Path, *callbacks: fx.Callback, **options: Any) -> LayeredModule:
-    """Return a module that was trained for six steps."""
+    """Return a module trained for six steps."""
     torch.manual_seed(3)
     module = LayeredModule().double()
     data = [tuple(part.double() for part in sample) for sample in layered_data(24)]
@@ -267,10 +267,10 @@ CHANGED_TOO = [
 
 
 @pytest.mark.parametrize(("strategy", "trains"), params(CHANGED, CHANGED_TOO))
-def test_a_resumed_run_trains_what_hooks_had_chosen(
+def test_a_resumed_run_restores_requires_grad_as_set_by_hooks(
     tmp_path: Path, strategy: str, trains: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The third step changes what is trained; a resume of a resumed run has it, too."""
+    """Step 3 changes the trained parameters; they are also restored in a resume of a resumed run."""
     path, change = tmp_path / "four.ckpt", ChangesOnce("body.0", 3, trains=trains)
     whole = partly_frozen(strategy, tmp_path, change, SavesAtStep(path, 4))
     resumed = partly_frozen(strategy, tmp_path, change, SavesAtStep(tmp_path / "five.ckpt", 5), ckpt_path=path)
@@ -282,7 +282,7 @@ def test_a_resumed_run_trains_what_hooks_had_chosen(
     assert_same(again.state_dict(), whole.state_dict(), "of a run that was resumed")
 
 
-def test_what_a_user_freezes_before_a_resume_stays_frozen(tmp_path: Path) -> None:
+def test_parameters_that_are_frozen_before_a_resume_stay_frozen(tmp_path: Path) -> None:
     path, change = tmp_path / "four.ckpt", ChangesOnce("body.0", 3, trains=False)
     whole = partly_frozen("single", tmp_path, change, SavesAtStep(path, 4))
     saved = checkpoint.load(path)["strategy"]["module"]
@@ -293,27 +293,25 @@ def test_what_a_user_freezes_before_a_resume_stays_frozen(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("options", [{}, {"every_n_train_steps": 3}], ids=str)
-def test_what_was_due_after_the_checkpoint_of_a_step_is_ranked_and_kept(
-    tmp_path: Path, options: dict[str, int]
-) -> None:
-    """A snapshot after the last batch comes before the validation of these weights, for which a save may wait."""
+def test_checkpoints_due_after_a_resumed_step_are_ranked_and_kept(tmp_path: Path, options: dict[str, int]) -> None:
+    """A snapshot after the last batch precedes the validation of these weights, and a save may wait for it."""
 
     def kept(folder: Path, ckpt: Path | None = None) -> dict[str, float]:
         saves = ModelCheckpoint(folder, monitor="val_loss", save_top_k=2, **options)
-        given: Any = {**QUIET, "default_root_dir": tmp_path, "max_epochs": 2}
-        trainer = fx.Trainer(devices=1, callbacks=[saves, SavesIn("on_train_batch_end", folder)], **given)
+        trainer_options: Any = {**QUIET, "default_root_dir": tmp_path, "max_epochs": 2}
+        trainer = fx.Trainer(devices=1, callbacks=[saves, SavesIn("on_train_batch_end", folder)], **trainer_options)
         trainer.fit(TinyModule(), tiny_loader(12), tiny_loader(12), ckpt_path=ckpt)
         return {Path(path).name: float(score) for path, score in saves.best_k_models.items()}
 
     whole = kept(tmp_path / "whole")
     assert len(whole) == 2
     for step in (2, 5):  # of the last batch of an epoch
-        found = kept(tmp_path / f"resumed {step}", tmp_path / "whole" / f"{step}.ckpt")
-        assert found == whole
+        resumed = kept(tmp_path / f"resumed {step}", tmp_path / "whole" / f"{step}.ckpt")
+        assert resumed == whole
 
 
 @pytest.mark.parametrize("strategy", params(["single", "fsdp"], ["ddp"]))
-def test_a_run_that_was_stopped_at_its_last_step_goes_on_when_it_may(tmp_path: Path, strategy: str) -> None:
+def test_a_run_that_was_stopped_by_max_steps_continues_with_a_higher_limit(tmp_path: Path, strategy: str) -> None:
     rows, end, metrics = train(tmp_path / "whole", strategy)
     train(tmp_path / "stopped", strategy, max_steps=3)
     resumed = train(tmp_path / "resumed", strategy, ckpt=tmp_path / "stopped" / "end.ckpt")
@@ -322,7 +320,7 @@ def test_a_run_that_was_stopped_at_its_last_step_goes_on_when_it_may(tmp_path: P
 
 
 class Reader:
-    """A stream of batches in an order of its own making, which it can be put back into."""
+    """A stateful stream of batches with its own order."""
 
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(8)
@@ -335,10 +333,10 @@ class Reader:
         self.generator.set_state(self.begun)
         order = torch.randperm(5, generator=self.generator).tolist()
         while self.done < 5:
-            place = order[self.done]
+            number = order[self.done]
             self.done += 1
             self.read += 1
-            yield torch.full((3, 4), place / 5.0) + torch.eye(3, 4), torch.full((3, 1), 1.0 - place)
+            yield torch.full((3, 4), number / 5.0) + torch.eye(3, 4), torch.full((3, 1), 1.0 - number)
         self.done = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -364,7 +362,7 @@ def stateful(kind: str) -> Any:
         [("stream", "single", 1), ("sized", "single", 1), ("sized", "single", 2), ("stream", "ddp", 2)],
     ),
 ])  # fmt: skip
-def test_a_loader_with_a_state_is_used_as_it_is(tmp_path: Path, kind: str, strategy: str, accumulate: int) -> None:
+def test_a_stateful_loader_is_resumed_by_its_state(tmp_path: Path, kind: str, strategy: str, accumulate: int) -> None:
     options: dict[str, Any] = {"accumulate_grad_batches": accumulate, "val_check_interval": 1.0}
     rows, end, _ = train(tmp_path / "whole", strategy, data=stateful(kind), saves=tmp_path, **options)
     for moment in MOMENTS:
@@ -373,14 +371,14 @@ def test_a_loader_with_a_state_is_used_as_it_is(tmp_path: Path, kind: str, strat
         assert resumed[0] == rows[len(rows) - len(resumed[0]) :], moment
         assert_same(resumed[1], end, moment)
         if strategy == "single":
-            assert again.read <= 10 - checkpoint.read_manifest(path)["step"] * accumulate + 1  # nothing is read twice
+            assert again.read <= 10 - checkpoint.read_manifest(path)["step"] * accumulate + 1  # no batch is read twice
 
 
-def test_a_stream_without_a_state_is_read_again_and_a_list_needs_no_word(
+def test_rereading_a_stream_without_a_state_is_reported_and_rereading_a_list_is_not(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     batches = list(DataLoader(Noisy(), 6))
-    for data, said in ((batches, False), (Stream(batches), True)):
+    for data, reported in ((batches, False), (Stream(batches), True)):
         root = tmp_path / type(data).__name__
         rows, end, _ = train(root / "whole", "single", data=data, val_check_interval=1.0)
         train(root / "stopped", "single", data=data, max_steps=3, val_check_interval=1.0)
@@ -389,11 +387,11 @@ def test_a_stream_without_a_state_is_read_again_and_a_list_needs_no_word(
         resumed = train(root / "resumed", "single", data=data, ckpt=path, val_check_interval=1.0)
         assert resumed[0] == [row for row in rows if row["step"] > 3]
         assert_same(resumed[1], end, "resumed")
-        assert ("its first 3 batches of this epoch are read" in capsys.readouterr().out) is said
+        assert ("its first 3 batches of this epoch are read" in capsys.readouterr().out) is reported
 
 
 class Continues:
-    """A stream of samples that goes on from epoch to epoch, and has a state."""
+    """A stateful stream of samples that continues from epoch to epoch."""
 
     at = 0
 
@@ -419,7 +417,7 @@ class SavesAtTheBegin(fx.Callback):
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-def test_a_stream_whose_state_another_number_of_ranks_lacks_is_reported(
+def test_stream_states_that_are_lost_with_another_number_of_ranks_are_reported(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], devices: int
 ) -> None:
     def fit(folder: Path, devices: int, ckpt: Path | None = None) -> list[int]:
@@ -431,8 +429,8 @@ def test_a_stream_whose_state_another_number_of_ranks_lacks_is_reported(
     assert fit(tmp_path, 2) == [1] * 24
     capfd.readouterr()
     counts = fit(tmp_path / "again", devices, tmp_path / "between.ckpt")
-    said = "the states of the loaders of 2 ranks, and the run has 1 now" in capfd.readouterr().out
-    assert (counts == [1] * 24, said) == ((True, False) if devices == 2 else (False, True))
+    reported = "the states of the loaders of 2 ranks, and the run has 1 now" in capfd.readouterr().out
+    assert (counts == [1] * 24, reported) == ((True, False) if devices == 2 else (False, True))
 
 
 class Stream:
@@ -451,7 +449,7 @@ class NoisyStream(IterableDataset[Any]):
             yield torch.randn(4) + index, torch.rand(1)
 
 
-def test_a_stream_in_processes_goes_on_with_the_generator_that_seeds_them(tmp_path: Path) -> None:
+def test_a_stream_in_loader_processes_resumes_the_generator_of_their_seeds(tmp_path: Path) -> None:
     def stream() -> Any:
         return DataLoader(
             NoisyStream(), 6, num_workers=1, multiprocessing_context="fork", generator=torch.Generator().manual_seed(9)
@@ -479,8 +477,8 @@ class Searches(fx.Module):
         return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=2)
 
 
-def test_lbfgs_does_not_go_on_with_fewer_ranks(tmp_path: Path) -> None:
-    """An update has several microbatches there, and LBFGS would compute the loss of the last one alone."""
+def test_resuming_lbfgs_with_fewer_ranks_is_refused(tmp_path: Path) -> None:
+    """An update would have several microbatches, and LBFGS would compute the loss of the last microbatch only."""
     data = DataLoader(Noisy(), 3)
     options: Any = {**QUIET, "default_root_dir": tmp_path}
     trainer = fx.Trainer(devices=2, max_steps=1, callbacks=[SavesAtEnd(tmp_path / "saved")], **options)
@@ -491,7 +489,7 @@ def test_lbfgs_does_not_go_on_with_fewer_ranks(tmp_path: Path) -> None:
 
 
 class Validates(fx.Callback):
-    """Writes the steps after which validations begin to a file.
+    """Writes the steps of validations to a file.
 
     Args:
         path: the file.
@@ -507,7 +505,7 @@ class Validates(fx.Callback):
 
 
 def validated(folder: Path, devices: int, *, ckpt: Path | None = None, batch: int = 4, **options: Any) -> list[int]:
-    """Return the steps after which a run validates; it saves a checkpoint after its second step."""
+    """Return the steps after which a run validates; save a checkpoint after step 2."""
     path = folder / f"{devices}-{ckpt is None}"
     saves = [SavesAtStep(folder / "saved", 2)] if ckpt is None else []
     trainer = fx.Trainer(
@@ -528,18 +526,18 @@ def validated(folder: Path, devices: int, *, ckpt: Path | None = None, batch: in
     ],
     ids=str,
 )
-def test_with_another_number_of_ranks_validations_come_after_the_same_samples(
+def test_validations_of_a_run_resumed_with_another_number_of_ranks_follow_the_same_samples(
     tmp_path: Path, options: dict[str, Any], steps: list[int]
 ) -> None:
-    """A rank has more microbatches of a global batch then: what counts is batches of the ranks of the beginning."""
+    """A rank then has more microbatches per global batch: intervals count batches of the original ranks."""
     assert validated(tmp_path, 2, **options) == steps
     devices = 4 if "accumulate_grad_batches" in options else 1
     later = [step for step in steps if step > 2]
     assert validated(tmp_path, devices, ckpt=tmp_path / "saved", **options) == later
 
 
-def test_parts_of_global_batches_are_no_batches_between_validations(tmp_path: Path) -> None:
-    """Schedules and stops may follow validations, and the weights are to be those of any number of ranks."""
-    given: dict[str, Any] = {"deterministic": "elastic", "val_check_interval": 3}
+def test_validation_intervals_count_global_batches_under_elastic(tmp_path: Path) -> None:
+    """Schedules and stops may follow validations, and weights are to be equal for any number of ranks."""
+    trainer_options: dict[str, Any] = {"deterministic": "elastic", "val_check_interval": 3}
     for devices in (1, 2):
-        assert validated(tmp_path, devices, batch=8 // devices, **given) == [3, 6, 9, 13, 16, 19]
+        assert validated(tmp_path, devices, batch=8 // devices, **trainer_options) == [3, 6, 9, 13, 16, 19]
