@@ -1,4 +1,4 @@
-"""Run cells of a notebook, interrupt one, and print what each cell shows; a program of `test_scripts.py`."""
+"""Run cells of a notebook, interrupt a cell, and print the output of each cell; a program of `test_scripts.py`."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ def test_a_run_on_2_then_3_then_1_ranks_trains_the_weights_of_2_ranks(tmp_path: 
     # Each sample twice, in batches of 6 * accumulate and a smaller last batch; the same batches with 3 ranks.
     assert torch.equal(resumed.ledger, whole.ledger)
     assert (resumed.ledger < 0).all()
-    # float32 sums in another order
+    # float32 sums in a different order
     assert torch.allclose(resumed.layer.weight, whole.layer.weight, rtol=1e-5)
 
 

@@ -211,7 +211,7 @@ def train(
     strategy: Any, batch: int, options: dict[str, Any], modules: list[dict[str, Any]], folder: str = "",
     ckpt_path: str | None = None, ema: bool = False,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Train modules one after another in the present ranks; return weights, metrics and gradient norms of each."""
+    """Train modules successively in the present ranks; return weights, metrics and gradient norms of each."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     results = []

@@ -148,7 +148,7 @@ def train(
     strategy: Any, batch: int, options: dict[str, Any], modules: list[Any], folder: str = "",
     ckpt_path: str | None = None, callbacks: tuple[Any, ...] = (),
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Train modules one after another in the present ranks; return weights, metrics, norms and predictions of each."""
+    """Train modules successively in the present ranks; return weights, metrics, norms and predictions of each."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     results = []

@@ -70,7 +70,7 @@ def test_single_ddp_and_fsdp_load_checkpoints_of_each_other_bit_for_bit(tmp_path
     before: dict[str, Any] | None = None
     path: Path | None = None
     for number, (strategy, devices) in enumerate(itertools.chain(strategies, strategies[:1])):
-        # max_steps is reached: the run loads the checkpoint, and immediately writes another.
+        # max_steps is reached: the run loads the checkpoint, and immediately writes a checkpoint.
         saver = SavesAtEnd(tmp_path / f"{number}.ckpt")
         train(strategy, devices, ckpt=path, callbacks=[saver], max_steps=3)
         path = tmp_path / f"{number}.ckpt"

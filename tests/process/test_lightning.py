@@ -128,7 +128,7 @@ def test_a_lightning_module_on_two_ranks_trains_as_a_fabricx_module_in_a_single_
     module, follows = OfLightning(), Follows()
     trainer = train(module, make(), 2, follows)
     assert isinstance(module, OfLightning)
-    torch.testing.assert_close(weights(module), expected, rtol=1e-5, atol=1e-6)  # float32 sums in another order
+    torch.testing.assert_close(weights(module), expected, rtol=1e-5, atol=1e-6)  # float32 sums in a different order
     for name in ("loss", "val_loss", "accuracy"):
         assert float(trainer.callback_metrics[name]) == pytest.approx(float(metrics[name]), rel=1e-5)
     assert follows.losses == pytest.approx(losses, rel=1e-5)
@@ -203,7 +203,9 @@ def test_manual_optimization_with_two_optimizers(strategy):
     several, single = Generators(), Generators()
     train(several, strategy, 2)
     train(single, "single", 1)
-    torch.testing.assert_close(weights(several), weights(single), rtol=1e-5, atol=1e-6)  # float32 sums in another order
+    torch.testing.assert_close(
+        weights(several), weights(single), rtol=1e-5, atol=1e-6
+    )  # float32 sums in a different order
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +231,7 @@ def test_training_begins_with_the_weights_of_a_lightning_checkpoint_on_each_rank
     module = OfLightning()
     trainer = train(module, SAME_AS_ONE[name](), 2, ckpt_path=path)
     assert (trainer.current_epoch, trainer.global_step) == (2, 12)
-    torch.testing.assert_close(weights(module), expected, rtol=1e-5, atol=1e-6)  # float32 sums in another order
+    torch.testing.assert_close(weights(module), expected, rtol=1e-5, atol=1e-6)  # float32 sums in a different order
 
 
 class Late(Body, L.LightningModule):
@@ -248,7 +250,7 @@ def test_weights_are_loaded_into_layers_that_are_sharded_when_they_are_created(i
     path, expected = imported
     module = Late()
     trainer = train(module, "fsdp", 2, ckpt_path=path)
-    torch.testing.assert_close(weights(module), expected, rtol=1e-5, atol=1e-6)  # float32 sums in another order
+    torch.testing.assert_close(weights(module), expected, rtol=1e-5, atol=1e-6)  # float32 sums in a different order
     trainer.validate(module, Data(2), ckpt_path=path, verbose=False)  # on two ranks
 
 

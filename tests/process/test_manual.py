@@ -34,7 +34,7 @@ class Manual(fx.Module):
     """Two networks in float64, with large steps; successive batches are trained by different methods.
 
     Args:
-        methods: names of the methods that train a batch, one after another.
+        methods: names of the methods that train a batch, in order.
     """
 
     def __init__(self, *methods: str) -> None:
@@ -184,7 +184,7 @@ def data(samples: int) -> TensorDataset:
 
 
 def train(strategy: Any, devices: int, methods: tuple[str, ...], **options: Any) -> tuple[Manual, fx.Trainer]:
-    """Train one epoch whose last global batch is a single sample: all ranks but one have no sample."""
+    """Train an epoch with a single sample in the last global batch: all other ranks have no sample."""
     module = Manual(*methods)
     trainer = fx.Trainer(
         devices=devices, strategy=strategy, **{"max_epochs": 1, "precision": "64-true", **QUIET, **options}
@@ -201,7 +201,10 @@ def alone(methods: tuple[str, ...]) -> tuple[Manual, fx.Trainer]:
 
 def assert_same(module: fx.Module, expected: fx.Module) -> None:
     for (name, a), b in zip(module.named_parameters(), expected.parameters(), strict=True):
-        assert torch.allclose(a, b, rtol=0.0, atol=1e-10), (name, (a - b).abs().max())  # float64 sums in another order
+        assert torch.allclose(a, b, rtol=0.0, atol=1e-10), (
+            name,
+            (a - b).abs().max(),
+        )  # float64 sums in a different order
 
 
 @pytest.mark.filterwarnings("ignore:.*find_unused_parameters.*")
@@ -220,7 +223,7 @@ def test_manual_optimization_on_several_ranks_trains_the_weights_of_a_single_pro
 
 
 def fit_in_ranks(cases: list[tuple[Any, str]]) -> list[str]:
-    """Train with one method per strategy, one after another; return the errors, "" without an error."""
+    """Train with a method per strategy, successively; return the errors, "" without an error."""
     errors = []
     for strategy, method in cases:
         try:

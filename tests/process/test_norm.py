@@ -1,4 +1,4 @@
-"""SyncBatchNorm: statistics over the samples of all ranks equal those of a single process."""
+"""SyncBatchNorm: statistics over the samples of all ranks are equal to statistics of a single process."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_ranks_train_the_weights_and_statistics_of_a_single_process(case: str, t
     strategy, callbacks = CASES[case]
     parallel, single = train(strategy, tmp_path / "a", *callbacks), train("auto", tmp_path / "b", devices=1)
     for (name, a), b in zip(parallel.state_dict().items(), single.state_dict().values(), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4, msg=name)  # float32 sums in another order
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4, msg=name)  # float32 sums in a different order
     assert float((parallel.entries.detach() + EPOCHS).abs().max()) < 1e-4
 
 
@@ -154,7 +154,7 @@ def test_a_single_rank_normalizes_as_plain_batch_norm() -> None:
 
 
 class Silent(Normalised):
-    """One rank returns no loss for one batch."""
+    """Rank 1 returns no loss for batch 2."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)

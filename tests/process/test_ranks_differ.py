@@ -322,8 +322,8 @@ class Branches(fx.Module):
     """Calls other layers on rank 1 from some step on; all linear layers are units of FSDP.
 
     Args:
-        way: "other" calls another layer of the same shape, "fewer" omits one, "order" calls two in another order,
-                "backward" has no gradient for one; "" has no difference.
+        way: "other" calls a different layer of the same shape, "fewer" omits a layer, "order" swaps two layers,
+                "backward" omits a gradient; "" has no difference.
         begins: the step.
     """
 

@@ -1,4 +1,4 @@
-"""What the script has after a run in workers: its own objects, with the attributes that the run has changed."""
+"""After a run in workers, the script's own objects have the attributes that the run has changed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Keeps(fx.Callback):
 
 
 @pytest.mark.parametrize("strategy", params([DDP], [FSDP]))
-def test_the_script_has_its_own_objects_with_the_changed_attributes(strategy: Any) -> None:
+def test_the_scripts_own_objects_have_the_changed_attributes_after_a_run(strategy: Any) -> None:
     net, data, keeps = Net(), Data(), Keeps()
     trainer = fx.Trainer(strategy=strategy(), max_epochs=1, callbacks=[keeps], **QUIET | {"devices": 2})
     trainer.fit(net, datamodule=data)
@@ -76,7 +76,7 @@ class Registers(Net):
         self.layer.get_buffer("late").add_(1.0)
 
 
-def test_buffers_and_parameters_that_the_run_has_registered_are_in_the_script() -> None:
+def test_buffers_and_parameters_registered_in_the_run_are_returned_to_the_script() -> None:
     module = Registers()
     data = DataLoader(TensorDataset(torch.linspace(-1, 1, 32).reshape(8, 4)), 2)
     fx.Trainer(max_epochs=1, devices=2, strategy=DDP(), **QUIET).fit(module, data)
@@ -86,7 +86,7 @@ def test_buffers_and_parameters_that_the_run_has_registered_are_in_the_script() 
 
 
 class Resized(TinyModule):
-    """Sets a buffer and a parameter of other shapes in `setup`, such as the mean and the number of classes of data."""
+    """Sets a buffer and a parameter of other shapes in `setup`, like a mean and a number of classes of the data."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Resized(TinyModule):
         return super().training_step(batch, batch_idx) + (self.biases[0] - self.mean).square().sum()
 
 
-def test_tensors_to_which_setup_has_given_other_shapes_are_in_the_script_and_the_next_run() -> None:
+def test_tensors_with_shapes_changed_by_setup_are_returned_to_the_script_and_used_by_the_next_run() -> None:
     module = Resized()
     trainer = fx.Trainer(max_epochs=1, devices=2, strategy=DDP(), **QUIET)
     trainer.fit(module, tiny_loader())
@@ -115,10 +115,10 @@ def test_tensors_to_which_setup_has_given_other_shapes_are_in_the_script_and_the
 
 
 class Built(fx.Module):
-    """Builds layers in `setup`, as a module whose sizes depend on the data does.
+    """Builds layers in `setup`, like a module whose sizes depend on the data.
 
     Args:
-        kind: "tied" shares a weight with a layer of `__init__`; "lazy" gives a lazy layer its shape.
+        kind: "tied" shares a weight with a layer of `__init__`; "lazy" materializes a lazy layer.
     """
 
     def __init__(self, kind: str) -> None:
@@ -153,7 +153,7 @@ class Built(fx.Module):
     ("strategy", "kind"),
     params([(DDP, "lazy"), (FSDP, "layers"), (TensorMesh, "tied")], [(DDP, "layers"), (FSDP, "tied")]),
 )
-def test_layers_that_setup_has_built_are_in_the_script_and_trained_further(strategy: Any, kind: str) -> None:
+def test_layers_built_by_setup_are_returned_to_the_script_and_trained_further(strategy: Any, kind: str) -> None:
     batch = TensorDataset(torch.randn(8, 4, generator=torch.Generator().manual_seed(1)))
     trained = []
     for devices, makes in ((1, Single), (2, strategy)):
@@ -165,7 +165,7 @@ def test_layers_that_setup_has_built_are_in_the_script_and_trained_further(strat
     alone, net = trained
     assert net.state_dict().keys() == alone.state_dict().keys()
     for name, weight in alone.state_dict().items():
-        assert torch.allclose(net.state_dict()[name], weight, atol=1e-6)  # float32 sums in another order
+        assert torch.allclose(net.state_dict()[name], weight, atol=1e-6)  # float32 sums in a different order
     assert float(net.head.scale) == 0.5
     assert (net.head[0].weight is net.first.weight) == (kind == "tied")
 
@@ -188,7 +188,7 @@ def test_lazy_layers_train_in_one_process_after_a_validation_and_are_refused_on_
 
 
 class Records(TinyModule):
-    """Registers a hook in the first forward, and an attribute then prevents others, as models of transformers 5."""
+    """Registers a hook in the first forward only, guarded by an attribute, like models of transformers 5."""
 
     def record(self) -> int:
         kept: list[Any] = []
@@ -209,7 +209,7 @@ class Records(TinyModule):
 
 
 @pytest.mark.parametrize("strategy", params([DDP], [FSDP]))
-def test_a_hook_that_the_first_forward_registers_is_in_the_script_and_in_the_next_run(strategy: Any) -> None:
+def test_a_hook_registered_by_the_first_forward_is_kept_in_the_script_and_the_next_run(strategy: Any) -> None:
     module, trainer = Records(), fx.Trainer(strategy=strategy(), max_epochs=1, **QUIET | {"devices": 2})
     trainer.fit(module, tiny_loader())
     assert module.record() == 1

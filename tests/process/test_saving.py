@@ -1,4 +1,4 @@
-"""A checkpoint is written where a run goes on from it as if nothing had happened; elsewhere it is an error."""
+"""Checkpoints are saved at points from which a run resumes exactly; saving elsewhere is an error."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.soak import params
 
 
 class Saves(fx.Callback):
-    """Writes a checkpoint in one hook.
+    """Writes a checkpoint in a single hook.
 
     Args:
-        path: where to.
-        alone: on the main rank only.
+        path: of the checkpoint.
+        alone: save on the main rank only.
     """
 
     def __init__(self, path: Path, alone: bool) -> None:
@@ -49,22 +49,22 @@ def saves_in(hook: str, path: Path, *, alone: bool = False) -> fx.Callback:
 
 
 def errors_of(cases: list[tuple[str, bool]], folder: Path) -> list[str]:
-    """Train with a checkpoint in each hook, one after the other; returns the errors, "" where there was none."""
+    """Train with a checkpoint in each hook, successively; return the errors, "" without an error."""
     save_points.ALL_CALL_S = 0.5  # type: ignore[misc]
-    found = []
+    errors = []
     for number, (hook, alone) in enumerate(cases):
         callback = saves_in(hook, folder / f"{number}.ckpt", alone=alone)
         trainer = fx.Trainer(devices=2, strategy="ddp", max_steps=2, callbacks=[callback], **QUIET)
         try:
             trainer.fit(TinyModule(), tiny_loader(16, 4))
         except Exception as error:
-            found.append(str(error))
+            errors.append(str(error))
         else:
-            found.append("")
-    return found
+            errors.append("")
+    return errors
 
 
-def test_no_moment_to_save_is_an_error_that_names_one(tmp_path: Path) -> None:
+def test_saving_in_an_unsuitable_hook_is_an_error_that_names_a_suitable_hook(tmp_path: Path) -> None:
     cases = {
         "on_fit_start": "save in on_train_start",
         "on_before_backward": "Save in on_train_batch_end",
@@ -78,7 +78,7 @@ def test_no_moment_to_save_is_an_error_that_names_one(tmp_path: Path) -> None:
             assert bool(error) == bool(expected)
 
 
-def test_a_rank_that_saves_alone_is_told_that_all_have_to(tmp_path: Path) -> None:
+def test_saving_on_a_single_rank_is_an_error_with_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed, match=r"rank 1 has not within 0\.5 s\. Every rank has to call it"):
         run_ranks(_raises, 2, tmp_path)
 
@@ -103,7 +103,7 @@ class SavesEachBatch(fx.Callback):
 
 
 class SkipsTheRest(TinyModule):
-    """Changes the learning rate and skips the rest of an epoch at a batch, if there is one."""
+    """At batch `skip`, if any, changes the learning rate and skips the rest of the epoch."""
 
     def __init__(self, skip: int | None) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class SkipsTheRest(TinyModule):
 
 
 def train_with_idle_ranks(folder: Path, skip: int | None) -> tuple[list[str], int, list[Any]]:
-    """Train 9 samples of 8 a global batch, so that only one rank has a sample of every other batch."""
+    """Train 9 samples in global batches of 8, so that only rank 0 has a sample of every second batch."""
     saves = SavesEachBatch(folder)
     trainer = fx.Trainer(devices=2, strategy="ddp", max_epochs=2, callbacks=[saves], **QUIET)
     module = SkipsTheRest(skip)
@@ -136,7 +136,7 @@ def _weights(module: Any) -> list[Any]:
     return [parameter.tolist() for parameter in module.parameters()]
 
 
-def test_ranks_without_a_sample_take_part_in_what_the_others_save_and_skip(tmp_path: Path) -> None:
+def test_ranks_without_a_sample_take_part_in_saving_and_skipping(tmp_path: Path) -> None:
     plain = run_ranks(resume, 2, None)
     for name, skip in (("all", None), ("skip", 1)):
         (tmp_path / name).mkdir()
@@ -151,7 +151,7 @@ def test_ranks_without_a_sample_take_part_in_what_the_others_save_and_skip(tmp_p
 
 
 @pytest.mark.parametrize("strategy", params([AsyncSGD()], [ParameterServer(backup_workers=1)]))
-def test_ranks_that_go_at_their_own_pace_save_where_they_meet(strategy: Any, tmp_path: Path) -> None:
+def test_asynchronous_workers_save_at_meetings_only(strategy: Any, tmp_path: Path) -> None:
     def fit(saves: type[Saves]) -> None:
         callback = saves(tmp_path / "a.ckpt", alone=False)
         trainer = fx.Trainer(devices=2, strategy=strategy, max_epochs=1, callbacks=[callback], **QUIET)
@@ -164,7 +164,7 @@ def test_ranks_that_go_at_their_own_pace_save_where_they_meet(strategy: Any, tmp
 
 
 class Adds(TinyModule):
-    """Adds something of its rank to checkpoints."""
+    """Adds values that depend on the rank to checkpoints."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         both = self.all_gather(torch.tensor(float(self.global_rank)))
@@ -174,16 +174,18 @@ class Adds(TinyModule):
 
 def warned(path: Path) -> list[str]:
     trainer = fx.Trainer(devices=2, strategy="ddp", max_epochs=1, callbacks=[SavesAtEnd(path)], **QUIET)
-    with warnings.catch_warnings(record=True) as found:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(Adds(), tiny_loader(8, 4))
-    return [str(one.message) for one in found if "on_save_checkpoint" in str(one.message)]
+    return [str(warning.message) for warning in caught if "on_save_checkpoint" in str(warning.message)]
 
 
-def test_what_ranks_add_otherwise_than_rank_0_is_said(tmp_path: Path) -> None:
-    [told], none = run_ranks(warned, 2, tmp_path / "a.ckpt")
-    assert told.startswith("on_save_checkpoint adds values that differ between ranks (of 1, of_rank), and a checkpoint")
-    assert not none  # rank 0 says it
+def test_values_of_on_save_checkpoint_that_differ_between_ranks_are_reported(tmp_path: Path) -> None:
+    [warning], of_rank_1 = run_ranks(warned, 2, tmp_path / "a.ckpt")
+    assert warning.startswith(
+        "on_save_checkpoint adds values that differ between ranks (of 1, of_rank), and a checkpoint"
+    )
+    assert not of_rank_1  # rank 0 warns
     assert checkpoint.load(tmp_path / "a.ckpt")["of_all"].tolist() == [0.0, 1.0]
 
 
@@ -191,19 +193,19 @@ class Counts(fx.Callback):
     """Has tensors that differ between ranks in its state and as entries of checkpoints."""
 
     def __init__(self) -> None:
-        self.found: dict[str, torch.Tensor] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         rank = float(trainer.global_rank)
-        self.found = {name: torch.full((2,), rank) for name in "abcd"} | {"each": torch.full((2 + int(rank),), rank)}
+        self.tensors = {name: torch.full((2,), rank) for name in "abcd"} | {"each": torch.full((2 + int(rank),), rank)}
         if rank:
-            self.found["alone"] = torch.ones(1)
+            self.tensors["alone"] = torch.ones(1)
 
     def state_dict(self) -> dict[str, Any]:
-        return self.found
+        return self.tensors
 
     def on_save_checkpoint(self, trainer: Any, module: Any, state: dict[str, Any]) -> None:
-        state.update({f"entry {name}": value for name, value in self.found.items()})
+        state.update({f"entry {name}": value for name, value in self.tensors.items()})
 
 
 class Buffered(TinyModule):
@@ -223,7 +225,7 @@ class Buffered(TinyModule):
     ids=["ddp", "buffers", "fsdp", "local_sgd", "async_sgd"],
 )  # fmt: skip
 def test_tensors_that_differ_between_ranks_are_those_of_rank_0(strategy: Any, tmp_path: Path) -> None:
-    """Some tensors were those of another rank, which had written them."""
+    """Regression: some tensors had the values of rank 1, which had written them."""
     module, path = Buffered(), tmp_path / "end.ckpt"
     trainer = fx.Trainer(devices=2, strategy=strategy, callbacks=[Counts(), SavesAtEnd(path)], **QUIET, max_epochs=1)
     with warnings.catch_warnings():
@@ -232,14 +234,14 @@ def test_tensors_that_differ_between_ranks_are_those_of_rank_0(strategy: Any, tm
     saved = checkpoint.load(path)
     [states] = [state for key, state in saved["callbacks"].items() if "Counts" in key]
     entries = {name.removeprefix("entry "): value for name, value in saved.items() if name.startswith("entry ")}
-    for found in (states, entries):
-        assert found.keys() == {*"abcd", "each"}
-        assert all(value.tolist() == [0.0, 0.0] for value in found.values())
+    for group in (states, entries):
+        assert group.keys() == {*"abcd", "each"}
+        assert all(value.tolist() == [0.0, 0.0] for value in group.values())
     buffers = {tuple(saved["strategy"]["module"][f"batch{number}"].tolist()) for number in range(4)}
     assert buffers == {tuple(module.batch0.tolist())}
 
 
-def test_the_caller_of_workers_saves_their_weights_and_warns_that_it_has_no_more(tmp_path: Path) -> None:
+def test_saving_in_the_script_after_a_run_in_workers_saves_the_weights_only_with_a_warning(tmp_path: Path) -> None:
     trainer, module = fx.Trainer(devices=2, strategy="fsdp", max_steps=2, **QUIET), TinyModule()
     trainer.fit(module, tiny_loader(16, 4))
     with pytest.warns(UserWarning, match=r"the weights only, .* Pass weights_only=True to confirm"):
@@ -252,7 +254,7 @@ def test_the_caller_of_workers_saves_their_weights_and_warns_that_it_has_no_more
     assert module.trainer is trainer  # also after the run
 
 
-def test_an_evaluation_after_a_fit_leaves_what_is_saved_as_it_is(tmp_path: Path) -> None:
+def test_an_evaluation_after_a_fit_does_not_change_a_later_checkpoint(tmp_path: Path) -> None:
     trainer, module = fx.Trainer(max_epochs=1, **QUIET), TinyModule()
     trainer.fit(module, tiny_loader(16, 4))
     trainer.validate(module, tiny_loader(16, 4), verbose=False)

@@ -1,4 +1,4 @@
-"""Each update uses its own hyperparameters, whoever brings its gradient, and however old that is."""
+"""Each update uses the hyperparameters of its global batch, for gradients of any worker and any staleness."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ pytestmark = pytest.mark.usefixtures("warm_ranks")
 RATES = 100
 
 
-class Notes(torch.optim.SGD):
-    """Notes with what each update was made, in its own state: on a server it is the server that notes."""
+class RecordsHyperparameters(torch.optim.SGD):
+    """Records the hyperparameters of each update in its state; on a server, the server records them."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self.noted: list[Any] = []
+        self.recorded: list[Any] = []
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.noted.append([(group["lr"], group["momentum"]) for group in self.param_groups])
+        self.recorded.append([(group["lr"], group["momentum"]) for group in self.param_groups])
         super().step()
 
     def state_dict(self) -> Any:
-        return {**super().state_dict(), "noted": self.noted}
+        return {**super().state_dict(), "recorded": self.recorded}
 
     def load_state_dict(self, state_dict: Any) -> None:
         super().load_state_dict(state_dict)
-        self.noted = state_dict["noted"]
+        self.recorded = state_dict["recorded"]
 
 
 def rate(batch: int) -> float:
@@ -42,16 +42,16 @@ def rate(batch: int) -> float:
 
 
 class Scheduled(Recorded):
-    """Has two groups with a rate and a momentum of their own for each global batch, and another rate in each epoch."""
+    """Has two groups with their own rate and momentum per global batch, and a different rate per epoch."""
 
     def __init__(self, every: int = 1, by_hand: bool = False) -> None:
         super().__init__()
         self.every, self.by_hand = every, by_hand
-        self.noted: list[Any] = []
+        self.recorded: list[Any] = []
 
     def configure_optimizers(self) -> Any:
         groups: Any = [{"params": self.body.parameters()}, {"params": self.head.parameters(), "lr": 1e-4}]
-        optimizer = Notes(groups, lr=1e-3, momentum=0.5)
+        optimizer = RecordsHyperparameters(groups, lr=1e-3, momentum=0.5)
         if self.by_hand:
             return optimizer
         cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, [1e-3, 1e-4], total_steps=RATES)
@@ -65,14 +65,14 @@ class Scheduled(Recorded):
 
     def on_train_end(self) -> None:
         state = self.trainer.strategy.state_dict(self, self.trainer.optimizers)
-        self.noted = state["optimizers"][0]["noted"]
+        self.recorded = state["optimizers"][0]["recorded"]
 
 
-def wanted(**options: Any) -> list[Any]:
-    """Return the hyperparameters of each global batch, from one process."""
+def expected(**options: Any) -> list[Any]:
+    """Return the hyperparameters of each global batch in a single process."""
     module, _ = train(Single(), 1, module=Scheduled(**options), batch=12)
-    assert len(module.noted) == 8
-    return list(module.noted)
+    assert len(module.recorded) == 8
+    return list(module.recorded)
 
 
 @pytest.mark.filterwarnings("ignore:.*delays act like additional momentum.*")
@@ -91,15 +91,15 @@ def wanted(**options: Any) -> list[Any]:
         ],
     ),
 )
-def test_an_update_of_a_global_batch_has_its_hyperparameters(strategy: Any, devices: int) -> None:
-    found, trainer = train(strategy, devices, module=Scheduled(), batch=12 // devices)
-    assert found.noted == wanted()
+def test_an_update_uses_the_hyperparameters_of_its_global_batch(strategy: Any, devices: int) -> None:
+    module, trainer = train(strategy, devices, module=Scheduled(), batch=12 // devices)
+    assert module.recorded == expected()
     assert trainer.global_step == 8
-    found, _ = train(strategy, devices, module=Scheduled(every=3), batch=12 // devices)
-    assert found.noted == wanted(every=3)
-    if getattr(strategy, "max_staleness", None) != 3:  # then a hook doesn't know of which update a gradient will be
-        found, _ = train(strategy, devices, module=Scheduled(by_hand=True), batch=12 // devices)
-        assert found.noted == wanted(by_hand=True)
+    module, _ = train(strategy, devices, module=Scheduled(every=3), batch=12 // devices)
+    assert module.recorded == expected(every=3)
+    if getattr(strategy, "max_staleness", None) != 3:  # otherwise a hook doesn't determine the update of a gradient
+        module, _ = train(strategy, devices, module=Scheduled(by_hand=True), batch=12 // devices)
+        assert module.recorded == expected(by_hand=True)
 
 
 @pytest.mark.filterwarnings("ignore:.*delays act like additional momentum.*")
@@ -110,20 +110,25 @@ def test_an_update_of_a_global_batch_has_its_hyperparameters(strategy: Any, devi
         [AsyncSGD(), AsyncSGD(max_staleness=0), AsyncSGD(overlap="forward")],
     ),
 )
-def test_updates_as_gradients_arrive_have_those_of_their_global_batch(strategy: Any, tmp_path: Path) -> None:
+def test_updates_per_gradient_use_the_hyperparameters_of_their_global_batch(strategy: Any, tmp_path: Path) -> None:
     saver = SavesAtEnd(tmp_path / "end.ckpt")
-    found, trainer = train(strategy, 3, module=Scheduled(), batch=4, callbacks=[saver], max_epochs=1)
+    module, trainer = train(strategy, 3, module=Scheduled(), batch=4, callbacks=[saver], max_epochs=1)
     assert trainer.global_step == 11
-    batches = wanted()
-    assert found.noted == [batch for batch in batches[:4] for _ in range(3)][:11]
+    batches = expected()
+    assert module.recorded == [batch for batch in batches[:4] for _ in range(3)][:11]
     again, _ = train(strategy, 3, module=Scheduled(), batch=4, ckpt=tmp_path / "end.ckpt")
-    halved = [[(rate / 2, momentum) for rate, momentum in groups] for groups in again.noted]
+    halved = [[(rate / 2, momentum) for rate, momentum in groups] for groups in again.recorded]
     assert len(halved) == 22
-    assert halved[10:12] == [halved[9], [(rate / 2, momentum) for rate, momentum in halved[9]]]  # by the epoch's end
-    assert halved[12:15] == [batches[4]] * 3  # one process halves the rates of its fifth batch, of the second epoch
+    assert halved[10:12] == [
+        halved[9],
+        [(rate / 2, momentum) for rate, momentum in halved[9]],
+    ]  # by the end of the epoch
+    assert (
+        halved[12:15] == [batches[4]] * 3
+    )  # a single process halves the rates of its fifth batch, in the second epoch
 
 
-def test_backup_workers_make_updates_with_their_hyperparameters() -> None:
-    found, trainer = train(ParameterServer(backup_workers=1), 3, module=Scheduled(), batch=6)
-    assert trainer.global_step == 8  # of two gradients each
-    assert found.noted == wanted()
+def test_updates_with_backup_workers_use_the_hyperparameters_of_their_global_batch() -> None:
+    module, trainer = train(ParameterServer(backup_workers=1), 3, module=Scheduled(), batch=6)
+    assert trainer.global_step == 8  # two gradients each
+    assert module.recorded == expected()

@@ -41,17 +41,17 @@ def left_in(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir() if not path.name.startswith("torchinductor_")]  # torch's cache
 
 
-def test_a_long_path_is_no_obstacle_and_loaders_leave_nothing(own_folder: Path) -> None:
+def test_a_long_tmpdir_works_and_loaders_leave_no_files(own_folder: Path) -> None:
     folder = own_folder / ("x" * 120)
     run = start(folder, 0.0, warm.Popen)
-    said, _ = run.communicate(timeout=100)
-    assert run.returncode == 0, said
+    output, _ = run.communicate(timeout=100)
+    assert run.returncode == 0, output
     assert left_in(folder) == []
 
 
-def test_a_supervisor_that_is_killed_leaves_nothing(own_folder: Path) -> None:
+def test_a_killed_supervisor_leaves_no_files(own_folder: Path) -> None:
     folder = own_folder / "temporary"
-    run = start(folder, 60.0, subprocess.Popen)  # a clone has a template, which outlives it
+    run = start(folder, 60.0, subprocess.Popen)  # the template of a clone would survive it
     assert run.stdout is not None
     for line in run.stdout:
         if line == "step\n":

@@ -1,4 +1,4 @@
-"""Programs as people write them train on several devices: without a guard, from a prompt, in a notebook."""
+"""Programs in the usual forms train on several devices: without a guard, from standard input, in a notebook."""
 
 from __future__ import annotations
 
@@ -111,12 +111,12 @@ assert not torch.equal(net.net.weight, before)
 assert type(net) is Net and type(net.config) is Config and type(counts.seen) is Seen
 assert calls == []  # variables are copied to the workers, and not back
 predicted = trainer.predict(net, loader)
-assert {type(each) for batch in predicted for each in batch} == {Prediction}
+assert {type(item) for batch in predicted for item in batch} == {Prediction}
 path = f"{folder}/net.ckpt"
 trainer.save_checkpoint(path, weights_only=True)
 again = Net.load_from_checkpoint(path, config=Config(), act=abs, kind=Config)
 assert torch.equal(again.net.weight, net.net.weight)
-print("ends", [each.index for batch in predicted for each in batch] == list(range(16)), flush=True)
+print("ends", [item.index for batch in predicted for item in batch] == list(range(16)), flush=True)
 """
 
 
@@ -151,7 +151,7 @@ print("steps", trainer.global_step, float(trainer.callback_metrics["constant"]),
 def test_a_program_from_standard_input_trains(own_folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-", "--lr", "1"], input=SHORT, capture_output=True, text=True, timeout=100, check=False
-    )  # a new interpreter, whose script has no file
+    )  # a new interpreter, with a script without a file
     assert done.stdout == "steps 4 3.0 ['--lr', '1']\n", done.stdout + done.stderr
 
 
@@ -167,7 +167,7 @@ def test_a_module_of_a_package_trains(own_folder: Path) -> None:
     assert done.stdout == "steps 4 3.0 ['--lr', '1']\n", done.stdout + done.stderr
 
 
-def test_cells_of_a_notebook_train_and_are_interrupted_and_changed(own_folder: Path) -> None:
+def test_cells_of_a_notebook_train_can_be_interrupted_and_redefine_classes(own_folder: Path) -> None:
     folders = {name: str(own_folder / name) for name in ("IPYTHONDIR", "JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR")}
     others = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     done = subprocess.run(
@@ -179,10 +179,10 @@ def test_cells_of_a_notebook_train_and_are_interrupted_and_changed(own_folder: P
     assert len(cells) == 4, done.stdout + done.stderr
     first, interrupted, changed, failed = (cell["shown"] for cell in cells)
     assert "epoch 0/0  4/4" in first
-    assert "\x1b[" not in first + interrupted + changed  # plain lines, which a cell shows as they are
-    assert "steps 4 True\n" in first  # the lines of stdout and stderr come in any order
+    assert "\x1b[" not in first + interrupted + changed  # plain lines, which a cell shows unchanged
+    assert "steps 4 True\n" in first  # the order of stdout and stderr is undefined
     assert "interrupted True True\n" in interrupted
     assert "version 2.0 True\n" in changed
     assert 'raise ValueError("of a cell")' in failed
-    for cell in cells:  # one process remains: the fork server, for the next fit
+    for cell in cells:  # the fork server remains for the next fit
         assert len(cell["left"]) <= 1, cell["left"]

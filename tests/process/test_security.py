@@ -37,7 +37,7 @@ RUNS: dict[str, tuple[Any, int]] = {
     "over_gloo": (lambda: ParameterServer(servers=1, link="gloo"), 2),
     "async_sgd": (AsyncSGD, 1),  # a single worker, for a deterministic order of updates
 }
-if SOAK:  # these open the same sockets
+if SOAK:  # these runs open the same sockets
     RUNS |= {
         "fsdp": (FSDP, 2),
         "local_sgd": (lambda: LocalSGD(every=2), 2),
@@ -46,11 +46,11 @@ if SOAK:  # these open the same sockets
 
 
 def sockets_below(pid: int, but: int) -> tuple[list[tuple[str, int]], list[str]]:
-    """Return the addresses at which a process and its descendants listen: of TCP and UDP, and paths of Unix sockets."""
+    """Return the listening addresses of a process and its descendants: TCP and UDP addresses, and Unix socket paths."""
     parent = psutil.Process(pid)
     internet, unix = set(), set()
     for process in (member for member in (parent, *parent.children(recursive=True)) if member.pid != but):
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended in the meantime
             for connection in process.net_connections("inet"):
                 if connection.status == psutil.CONN_LISTEN or connection.type == socket.SOCK_DGRAM:
                     internet.add((connection.laddr.ip, connection.laddr.port))
@@ -78,7 +78,7 @@ class Attacked(Callback):
             return
         internet, unix = sockets_below(*self.pids)
         internet = [address for address in internet if address not in self.others]
-        store = getattr(trainer.world.store, "path", "")  # torchrun's has none
+        store = getattr(trainer.world.store, "path", "")  # torchrun's store has no path
         files = [path for path in Path(store).parent.rglob("*") if store and path.is_file() and not path.is_symlink()]
         targets = {
             "internet": internet, "ports": sorted({port for _, port in internet}), "sockets": unix,
@@ -103,7 +103,7 @@ def trained(strategy: Any, devices: int, callbacks: list[Callback]) -> list[Tens
 
 
 @pytest.mark.soak
-def test_another_user_reaches_no_socket_of_a_run_and_changes_no_bit_of_it(own_folder: Path) -> None:
+def test_another_user_can_not_connect_to_a_run_and_does_not_change_its_weights(own_folder: Path) -> None:
     attacker = warm.Popen([sys.executable, "-m", "tests.process.attack", str(own_folder), *RUNS], cwd=ROOT)
     try:
         for name, (strategy, devices) in RUNS.items():
@@ -134,12 +134,12 @@ from tests.process.test_security import RUNS, Attacked, trained
 if __name__ == "__main__":
     attacked = Attacked(Path.cwd(), "torchrun", int(sys.argv[1]), os.getppid())
     weights = trained(RUNS["over_gloo"][0](), 2, [attacked])
-    if os.environ["RANK"] == "0":  # lines of several processes that are longer than 4 KiB would mix in one pipe
+    if os.environ["RANK"] == "0":  # lines of more than 4 KiB of several processes would mix in one pipe
         print(0, [weight.tolist() for weight in weights], flush=True)
 """
 
 
-def test_what_another_user_does_to_torchruns_store_has_no_effect(own_folder: Path) -> None:
+def test_attacks_on_torchruns_store_have_no_effect(own_folder: Path) -> None:
     (own_folder / "script.py").write_text(UNDER_TORCHRUN)
     key = own_folder / "key"
     key.write_text(secrets.token_hex(32))
@@ -157,13 +157,13 @@ def test_what_another_user_does_to_torchruns_store_has_no_effect(own_folder: Pat
         attacker.wait()
     successes = json.loads((own_folder / "torchrun.result").read_text())
     assert any("a store at port" in success for success in successes)  # torchrun's store, which admits any process
-    wanted = [weight.tolist() for weight in trained(RUNS["over_gloo"][0](), 2, [])]
+    expected = [weight.tolist() for weight in trained(RUNS["over_gloo"][0](), 2, [])]
     lines = [line for line in done.stdout.splitlines() if line.startswith("0 ")]
-    assert lines == [f"0 {wanted}"], done.stdout + done.stderr[-3000:]
+    assert lines == [f"0 {expected}"], done.stdout + done.stderr[-3000:]
     assert not (own_folder / "marker").exists()
 
 
-def test_without_a_key_machines_train_and_nothing_that_a_rank_sends_runs_code(own_folder: Path) -> None:
+def test_runs_without_a_key_train_and_never_execute_received_code(own_folder: Path) -> None:
     environ = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.1.1"}
     with reserved_port() as port:
         ranks = [
@@ -183,20 +183,23 @@ def test_without_a_key_machines_train_and_nothing_that_a_rank_sends_runs_code(ow
                 rank.communicate()
     for number, (out, error) in enumerate(texts):
         lines = [line for line in out.splitlines() if line.startswith(f"{number} ")]
-        unsent = ["TypeError True"] * 2  # of an object that is not plain data, on both ranks
-        forged = ["ValueError False", "ValueError False" if number == 0 else "no error"]  # rank 1 has sent the last
+        unsent = ["TypeError True"] * 2  # for an object that is not plain data, on both ranks
+        forged = [
+            "ValueError False",
+            "ValueError False" if number == 0 else "no error",
+        ]  # rank 1 has sent the last object
         assert lines[:1] == [f"{number} {unsent + forged}"], out + error[-3000:]
         assert lines[-1] == f"{number} True", out + error[-3000:]
     assert "no FABRICX_KEY_FILE is set" in texts[0][1]
     assert not (own_folder / "marker").exists()
 
 
-@pytest.mark.parametrize(("given", "kind"), [(True, "delete"), (False, "overwrite")], ids=["users_key", "own_key"])
-def test_a_program_that_overwrites_or_deletes_addresses_while_ranks_join_runs_no_code(
-    given: bool, kind: str, own_folder: Path
+@pytest.mark.parametrize(("users_key", "kind"), [(True, "delete"), (False, "overwrite")], ids=["users_key", "own_key"])
+def test_a_program_that_overwrites_or_deletes_addresses_during_the_start_executes_no_code(
+    users_key: bool, kind: str, own_folder: Path
 ) -> None:
     (own_folder / "script.py").write_text(UNDER_TORCHRUN)
-    (own_folder / "torchrun.result").touch()  # training waits for no other attack
+    (own_folder / "torchrun.result").touch()  # training doesn't wait for another attack
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with reserved_port() as port:
         attacker = warm.Popen(
@@ -208,7 +211,7 @@ def test_a_program_that_overwrites_or_deletes_addresses_while_ranks_join_runs_no
                 [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1", "--master-addr", "127.0.0.1",
                  "--master-port", str(port), "--nproc-per-node", "3", "script.py", str(attacker.pid)],
                 capture_output=True, text=True, timeout=180, check=False,
-                env={**environment, "FABRICX_KEY": secrets.token_hex(32)} if given else environment,
+                env={**environment, "FABRICX_KEY": secrets.token_hex(32)} if users_key else environment,
             )  # fmt: skip
             written = json.loads(attacker.communicate(timeout=180)[0])
         finally:
@@ -216,8 +219,8 @@ def test_a_program_that_overwrites_or_deletes_addresses_while_ranks_join_runs_no
             attacker.wait()
     assert any("fabricx" in key for key in written), written
     if done.returncode == 0:
-        wanted = [weight.tolist() for weight in trained(RUNS["over_gloo"][0](), 2, [])]
-        assert f"0 {wanted}" in done.stdout.splitlines()
+        expected = [weight.tolist() for weight in trained(RUNS["over_gloo"][0](), 2, [])]
+        assert f"0 {expected}" in done.stdout.splitlines()
     else:
         assert "AuthenticationError" in done.stderr, done.stderr[-6000:]
     assert not (own_folder / "marker").exists()

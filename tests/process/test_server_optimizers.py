@@ -1,4 +1,4 @@
-"""Servers step the user's optimizers: of whole matrices, with attributes of their own, and with later parameters."""
+"""Servers run the user's optimizers: with whole matrices, their own attributes, and later parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("warm_ranks")
 
 
 class ByTensor(LayeredModule):
-    """Trained by optimizers that look at a whole matrix at a time."""
+    """Trained by optimizers that compute on whole matrices."""
 
     def __init__(self, kind: str) -> None:
         torch.manual_seed(2)
@@ -35,18 +35,20 @@ class ByTensor(LayeredModule):
 
 
 @pytest.mark.parametrize(("kind", "servers"), params([("adafactor", 0), ("muon", 2)], [("adafactor", 2), ("muon", 0)]))
-def test_optimizers_of_whole_matrices_see_whole_matrices(kind: str, servers: int, tmp_path: Path) -> None:
-    wanted, _ = train(Single(), 1, module=ByTensor(kind), batch=12)
+def test_servers_pass_whole_matrices_to_optimizers_that_need_them(kind: str, servers: int, tmp_path: Path) -> None:
+    expected, _ = train(Single(), 1, module=ByTensor(kind), batch=12)
     saver = SavesAtEnd(tmp_path / "end.ckpt")
     strategy = ParameterServer(optimizer="server", servers=servers)
-    found, _ = train(strategy, 2, module=ByTensor(kind), batch=6, callbacks=[saver])
-    for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
-        assert torch.allclose(a, b, atol=2e-3 if kind == "muon" else 1e-5), (a - b).abs().max()  # Muon has bfloat16
+    module, _ = train(strategy, 2, module=ByTensor(kind), batch=6, callbacks=[saver])
+    for a, b in zip(module.parameters(), expected.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=2e-3 if kind == "muon" else 1e-5), (
+            (a - b).abs().max()
+        )  # Muon computes in bfloat16
     train(strategy, 2, module=ByTensor(kind), batch=6, ckpt=tmp_path / "end.ckpt", max_epochs=3)
 
 
 class Warms(torch.optim.Adam):
-    """Adam with an argument, a counter, and state of its own; saves the counter."""
+    """Adam with an argument, a counter, and its own state; saves the counter."""
 
     def __init__(self, params: Any, lr: float, *, warmup: int) -> None:
         super().__init__(params, lr=lr)
@@ -94,19 +96,19 @@ class Unfreezes(LayeredModule):
         [(ParameterServer(optimizer="server", servers=0, shard_by="element"), 2)],
     ),
 )
-def test_an_optimizer_of_ones_own_keeps_its_attributes(strategy: Any, devices: int, tmp_path: Path) -> None:
-    wanted, _ = train(Single(), 1, module=Warmed(), batch=12)
+def test_a_users_optimizer_on_servers_keeps_its_attributes(strategy: Any, devices: int, tmp_path: Path) -> None:
+    expected, _ = train(Single(), 1, module=Warmed(), batch=12)
     saver = SavesAtEnd(tmp_path / "end.ckpt")
     train(strategy, devices, module=Warmed(), batch=12 // devices, callbacks=[saver], max_epochs=1)
-    found, _ = train(strategy, devices, module=Warmed(), batch=12 // devices, ckpt=tmp_path / "end.ckpt")
-    for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
-        assert torch.allclose(a, b, atol=1e-5), (a - b).abs().max()  # sums in another order, through Adam
+    module, _ = train(strategy, devices, module=Warmed(), batch=12 // devices, ckpt=tmp_path / "end.ckpt")
+    for a, b in zip(module.parameters(), expected.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-5), (a - b).abs().max()  # sums in a different order, through Adam
 
 
 @pytest.mark.parametrize(
     "strategy", params([AsyncSGD(), ParameterServer(optimizer="server", servers=0)], [ParameterServer()])
 )
-def test_parameters_that_an_optimizer_gets_later_are_refused(strategy: Any) -> None:
+def test_parameters_that_are_added_to_an_optimizer_in_training_are_refused(strategy: Any) -> None:
     with pytest.raises(WorkerFailed, match=r"had 2 parameters when training began and have \d+ now"):
         train(strategy, module=Unfreezes())
 
@@ -114,8 +116,8 @@ def test_parameters_that_an_optimizer_gets_later_are_refused(strategy: Any) -> N
 @pytest.mark.parametrize(
     "strategy", params([ParameterServer(servers=1, optimizer="server")], [AsyncSGD(), ParameterServer(mode="bounded")])
 )
-def test_weights_that_servers_would_store_in_a_wider_dtype_are_refused(strategy: fx.Strategy) -> None:
-    """Their checkpoints were rounded, so that a run differed after a resume or a death."""
+def test_low_precision_weights_that_servers_would_store_in_float32_are_refused(strategy: fx.Strategy) -> None:
+    """Regression: checkpoints were rounded, so that a run differed after a resume or a death."""
     trainer = fx.Trainer(devices=2, strategy=strategy, precision="bf16-true", max_epochs=1, **QUIET)
     with pytest.raises(WorkerFailed, match=r"store the weights as torch\.float32, and the module has torch\.bfloat16"):
         trainer.fit(TinyModule(), tiny_loader())

@@ -1,4 +1,4 @@
-"""What workers with servers can't train is refused with the remedy: options, modules, and changes of weights."""
+"""Unsupported options, modules and changes of weights with servers are refused with the remedy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class SkipsTheRest(Recorded):
 
 
 class With(Recorded):
-    """Has a further part."""
+    """Has an additional part."""
 
     def __init__(self, part: Any) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class With(Recorded):
         (ParameterServer(optimizer="server"), LayeredModule(manual=True), "optimizer=worker"),
     ],
 )
-def test_what_cant_work_is_refused(strategy: Any, module: Any, message: str) -> None:
+def test_unsupported_modules_are_refused(strategy: Any, module: Any, message: str) -> None:
     with pytest.raises(WorkerFailed, match=message):
         train(strategy, module=module)
 
@@ -105,7 +105,7 @@ def fit_in_a_joined_world() -> list[str]:
     return refusals
 
 
-def test_servers_are_refused_in_a_world_that_was_joined_by_hand() -> None:
+def test_strategies_with_servers_are_refused_in_a_manually_joined_world() -> None:
     first, second = run_ranks(fit_in_a_joined_world, 2)
     assert first == second
     assert all("call fit outside of that world" in text for text in first)
@@ -121,7 +121,7 @@ class Clamps(Recorded):
 
 
 @pytest.mark.parametrize("strategy", params([AsyncSGD()], [ParameterServer(optimizer="server")]))
-def test_weights_that_the_step_changes_are_refused_where_servers_hold_them(strategy: Any) -> None:
+def test_weight_changes_in_training_step_are_refused_if_servers_hold_the_weights(strategy: Any) -> None:
     with pytest.raises(WorkerFailed, match=r"training_step changes head\.weight, but servers hold the weights"):
         train(strategy, module=Clamps())
 
@@ -135,14 +135,14 @@ class ClampsInStep(Recorded):
 
 
 @pytest.mark.parametrize("servers", params([0], [1]))
-def test_weights_that_optimizer_step_changes_are_refused_where_servers_hold_them(servers: int) -> None:
+def test_weight_changes_in_optimizer_step_are_refused_if_servers_hold_the_weights(servers: int) -> None:
     strategy = ParameterServer(servers=servers, optimizer="server")
     with pytest.raises(WorkerFailed, match=r"optimizer_step changes weights, but servers hold the weights"):
         train(strategy, module=ClampsInStep())
 
 
-def test_weights_that_the_step_changes_alike_stay_changed_where_workers_step() -> None:
-    wanted, _ = train(Single(), 1, module=Clamps())
-    found, _ = train(ParameterServer(), 2, module=Clamps(), batch=6)
-    for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
+def test_weight_changes_in_training_step_are_kept_if_workers_step() -> None:
+    expected, _ = train(Single(), 1, module=Clamps())
+    module, _ = train(ParameterServer(), 2, module=Clamps(), batch=6)
+    for a, b in zip(module.parameters(), expected.parameters(), strict=True):
         assert torch.allclose(a, b, rtol=2e-5, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Workers with servers: every sample once at whatever pace, exact where it can be, one format of checkpoints."""
+"""Workers with servers: each sample is trained once at any pace, exactly where possible, with common checkpoints."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from tests.soak import params
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
 
-def same(one: Any, other: Any) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+def same_weights(first: Any, second: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -37,19 +37,19 @@ def same(one: Any, other: Any) -> bool:
         [("auto", "adamw"), ("gloo", "momentum"), ("gloo", "scheduled")],
     ),
 )
-def test_one_worker_is_a_single_process_to_the_bit(optimizer: str, link: Any) -> None:
+def test_a_single_worker_trains_bitwise_the_weights_of_a_single_process(optimizer: str, link: Any) -> None:
     options: dict[str, Any] = {"gradient_clip_val": 0.5, "accumulate_grad_batches": 2, "batch": 5}
-    wanted, one = train(Single(), 1, module=Recorded(optimizer), **options)
-    found, trainer = train(AsyncSGD(servers=2, link=link), 1, module=Recorded(optimizer), **options)
-    assert same(found, wanted)
-    assert trainer.global_step == one.global_step == 10
-    assert found.by_rank == wanted.by_rank
-    assert float(trainer.callback_metrics["val"]) == float(one.callback_metrics["val"])
-    assert float(trainer.callback_metrics["loss_epoch"]) == pytest.approx(float(one.callback_metrics["loss_epoch"]))
+    expected, single = train(Single(), 1, module=Recorded(optimizer), **options)
+    module, trainer = train(AsyncSGD(servers=2, link=link), 1, module=Recorded(optimizer), **options)
+    assert same_weights(module, expected)
+    assert trainer.global_step == single.global_step == 10
+    assert module.by_rank == expected.by_rank
+    assert float(trainer.callback_metrics["val"]) == float(single.callback_metrics["val"])
+    assert float(trainer.callback_metrics["loss_epoch"]) == pytest.approx(float(single.callback_metrics["loss_epoch"]))
 
 
 @pytest.mark.parametrize(("workers", "loaders"), params([(3, 0), (2, 2)], [(2, 0), (3, 2)]))
-def test_each_sample_is_trained_once_an_epoch(workers: int, loaders: int) -> None:
+def test_each_sample_is_trained_once_per_epoch(workers: int, loaders: int) -> None:
     torch.manual_seed(2)
     module = Recorded()
     trainer = fx.Trainer(devices=workers, strategy=AsyncSGD(), max_epochs=1, **QUIET)
@@ -61,7 +61,7 @@ def test_each_sample_is_trained_once_an_epoch(workers: int, loaders: int) -> Non
 
 
 class _Skips(fx.Module):
-    """The gradient is the mean square of a batch; some batches have no loss."""
+    """A module whose gradient is the mean square of a batch; some batches have no loss."""
 
     def __init__(self, *skipped: float) -> None:
         super().__init__()
@@ -78,11 +78,11 @@ class _Skips(fx.Module):
 @pytest.mark.parametrize(
     ("accumulate", "skipped", "weight", "steps"),
     [
-        (1, (2.0, 5.0, 6.0), -1 - (9 + 16) / 2 - (49 + 64) / 2, 3),  # samples 1 to 8, of which two make an update
+        (1, (2.0, 5.0, 6.0), -1 - (9 + 16) / 2 - (49 + 64) / 2, 3),  # samples 1 to 8; two samples make an update
         (2, (1.0, 2.0, 7.0), -(9 + 16) / 2 - (25 + 36 + 64) / 3, 2),
     ],
 )
-def test_batches_without_a_loss_are_left_out_of_the_mean_of_an_update(
+def test_batches_without_a_loss_are_excluded_from_the_mean_of_an_update(
     accumulate: int, skipped: tuple[float, ...], weight: float, steps: int
 ) -> None:
     module, samples = _Skips(*skipped), torch.arange(1.0, 9.0).reshape(-1, 1)
@@ -95,13 +95,13 @@ def test_batches_without_a_loss_are_left_out_of_the_mean_of_an_update(
     assert trainer.global_step == steps
 
 
-def test_no_staleness_is_ddp() -> None:
-    wanted, one = train(Single(), 1)
-    found, trainer = train(ParameterServer(mode="bounded", max_staleness=0, servers=2), 2, batch=6)
-    for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
+def test_bounded_training_without_staleness_equals_ddp() -> None:
+    expected, single = train(Single(), 1)
+    module, trainer = train(ParameterServer(mode="bounded", max_staleness=0, servers=2), 2, batch=6)
+    for a, b in zip(module.parameters(), expected.parameters(), strict=True):
         assert torch.allclose(a, b, atol=2e-6)
-    assert trainer.global_step == one.global_step == 8
-    assert all(set(counts.staleness) == {0} for counts in found.counts)
+    assert trainer.global_step == single.global_step == 8
+    assert all(set(counts.staleness) == {0} for counts in module.counts)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_no_staleness_is_ddp() -> None:
         ],
     ),
 )
-def test_bounds_hold_between_processes(strategy: Any, most: int | None) -> None:
+def test_staleness_is_bounded(strategy: Any, most: int | None) -> None:
     module, trainer = train(strategy, 3, batch=2, max_epochs=1)
     trained = [sample for rank in module.by_rank for batch in rank for sample in batch]
     assert set(trained) == set(range(SAMPLES))
@@ -130,7 +130,7 @@ def test_bounds_hold_between_processes(strategy: Any, most: int | None) -> None:
 
 
 class Slow(Recorded):
-    """The last rank takes its time."""
+    """The last rank is slow."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.global_rank == self.trainer.world_size - 1:
@@ -139,13 +139,13 @@ class Slow(Recorded):
 
 
 @pytest.mark.parametrize("limit", [{"max_epochs": 3}, {"max_steps": 25, "max_epochs": -1}])
-def test_late_gradients_are_dropped_and_their_samples_trained_by_others(limit: Any) -> None:
+def test_late_gradients_are_dropped_and_their_samples_trained_by_other_workers(limit: Any) -> None:
     strategy = ParameterServer(backup_workers=1)
     module, trainer = train(strategy, 3, module=Slow(), batch=2, val_check_interval=4, **limit)
     [counts] = module.counts
     assert set(counts.staleness) == {0}
     assert counts.dropped > 0
-    assert trainer.global_step == (33 if "max_steps" not in limit else 25)  # of two batches each
+    assert trainer.global_step == (33 if "max_steps" not in limit else 25)  # two batches each
     if "max_steps" not in limit:
         assert counts.updates == 33
         assert sum(counts.staleness.values()) == 3 * 22
@@ -153,7 +153,7 @@ def test_late_gradients_are_dropped_and_their_samples_trained_by_others(limit: A
 
 
 class Accounted(Recorded):
-    """Notes the accounts of samples at the end; by a wrong position, the second epoch begins beyond some samples."""
+    """Records the accounts of samples at the end; a wrong position skips samples of the second epoch."""
 
     def __init__(self, skips: int = 0) -> None:
         super().__init__()
@@ -187,21 +187,21 @@ def test_servers_count_each_sample_once(strategy: Any, options: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("mode", ["async", "bounded"])
-def test_samples_that_no_rank_has_trained_are_missed_where_positions_and_leases_agree(mode: Any) -> None:
+def test_untrained_samples_are_reported_as_lost_if_positions_and_leases_agree(mode: Any) -> None:
     module, _ = train(ParameterServer(mode=mode), module=Accounted(skips=24))
     assert module.by_leases == (0, 0, 0)
     assert module.by_position == (0, 0)
     assert module.account.startswith(", 24 samples lost: ")
 
 
-def test_one_worker_beside_a_late_one_is_a_single_process() -> None:
-    """An update is one batch here, each of the newest weights, and all batches are the same."""
-    found, trainer = train(
+def test_a_worker_with_a_late_backup_worker_trains_the_weights_of_a_single_process() -> None:
+    """Each update has one batch with the newest weights, and all batches are equal."""
+    module, trainer = train(
         ParameterServer(backup_workers=1), 2, module=Same(), batch=3, limit_train_batches=6, max_epochs=1
     )
-    assert trainer.global_step == 12  # as many batches of each rank
-    wanted, _ = train(Single(), 1, module=Same(), batch=3, limit_train_batches=12, max_epochs=1)
-    assert same(found, wanted)
+    assert trainer.global_step == 12  # the number of batches of each rank
+    expected, _ = train(Single(), 1, module=Same(), batch=3, limit_train_batches=12, max_epochs=1)
+    assert same_weights(module, expected)
 
 
 class Same(Recorded):
@@ -212,25 +212,30 @@ class Same(Recorded):
         return self(torch.ones(4, 6)).square().mean()
 
 
-def test_limits_validations_and_checkpoints_come_at_exact_updates(tmp_path: Path) -> None:
+def test_limits_validations_and_checkpoints_are_at_exact_updates(tmp_path: Path) -> None:
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=5, save_top_k=-1)
     options: dict[str, Any] = {"max_steps": 17, "max_epochs": -1, "val_check_interval": 2, "enable_checkpointing": True}
     module, trainer = train(AsyncSGD(), 2, batch=4, callbacks=[saver], **options)
     assert trainer.global_step == 17
     assert sorted(checkpoint.read_manifest(path)["step"] for path in checkpoint.list_committed(tmp_path)) == [5, 10, 15]
-    assert module.validated == [4, 8, 11, 15]  # every two batches of each rank, which has 6 an epoch; 11 leases in all
+    assert module.validated == [
+        4,
+        8,
+        11,
+        15,
+    ]  # every two batches of each rank; a rank has 6 per epoch, and there are 11 leases
 
 
-def test_checkpoints_go_from_strategy_to_strategy(tmp_path: Path) -> None:
-    ways: list[tuple[Any, int]] = [
+def test_checkpoints_move_between_strategies_with_and_without_servers(tmp_path: Path) -> None:
+    strategies: list[tuple[Any, int]] = [
         (Single(), 1), (AsyncSGD(servers=2), 2), (DDP(), 2), (ParameterServer(), 2),
         (ParameterServer(optimizer="server", servers=3), 2), (ParameterServer(optimizer="server", servers=0), 3),
         (ParameterServer(mode="bounded"), 1), (AsyncSGD(every=2, outer="average"), 2), (Single(), 1),
     ]  # fmt: skip
     before: Any = None
     path: Path | None = None
-    for number, (strategy, devices) in enumerate(ways):
-        # At the limit already after the first: the run takes the checkpoint up, and writes another.
+    for number, (strategy, devices) in enumerate(strategies):
+        # max_steps is reached after the first run: each run loads the checkpoint, and writes a checkpoint.
         saver = SavesAtEnd(tmp_path / f"{number}.ckpt")
         train(strategy, devices, ckpt=path, callbacks=[saver], max_steps=4, batch=12 // devices)
         path = tmp_path / f"{number}.ckpt"
@@ -247,19 +252,19 @@ def test_checkpoints_go_from_strategy_to_strategy(tmp_path: Path) -> None:
         [ParameterServer(servers=0), ParameterServer(optimizer="server")],
     ),
 )
-def test_a_run_goes_on_exactly(tmp_path: Path, strategy: Any) -> None:
+def test_a_run_with_servers_resumes_exactly(tmp_path: Path, strategy: Any) -> None:
     devices = 1 if isinstance(strategy, AsyncSGD) else 2
     saver = ModelCheckpoint(tmp_path, every_n_train_steps=3, save_top_k=-1)
     options: dict[str, Any] = {"batch": 6, "enable_checkpointing": True}
     whole, _ = train(strategy, devices, module=Recorded("scheduled"), callbacks=[saver], **options)
-    path = sorted(checkpoint.list_committed(tmp_path), key=lambda one: checkpoint.read_manifest(one)["step"])[0]
+    path = sorted(checkpoint.list_committed(tmp_path), key=lambda saved: checkpoint.read_manifest(saved)["step"])[0]
     again, trainer = train(strategy, devices, module=Recorded("scheduled"), ckpt=path, batch=6)
-    assert same(again, whole)
+    assert same_weights(again, whole)
     assert trainer.current_epoch == 2
 
 
 class Normed(Recorded):
-    """Learns statistics of its inputs."""
+    """Updates running statistics of its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,15 +278,15 @@ class Normed(Recorded):
         self.states = self.trainer.world.gather_objects([self.norm.running_mean, self.norm.running_var])
 
 
-def test_statistics_are_joined_where_ranks_meet() -> None:
+def test_running_statistics_are_combined_at_meetings() -> None:
     module, _ = train(AsyncSGD(), 3, module=Normed(), batch=5, max_epochs=1)
     for states in zip(*module.states, strict=True):
-        assert all(torch.equal(one, states[0]) for one in states)
+        assert all(torch.equal(statistics, states[0]) for statistics in states)
     assert float((module.norm.running_var - 1.0).abs().max()) < 0.8
 
 
 class Meetings(fx.Callback):
-    """Notes step and weights at each meeting, without a collective; rank 1 is late to receive the weights."""
+    """Records step and weights at each meeting, without a collective; rank 1 receives the weights late."""
 
     watches_metrics = True
 
@@ -309,7 +314,7 @@ class Meetings(fx.Callback):
 
 
 @pytest.mark.parametrize("strategy", params([AsyncSGD()], [AsyncSGD(every=2, outer="average")]))
-def test_no_rank_trains_on_before_all_ranks_have_met(strategy: Any) -> None:
+def test_no_rank_continues_training_before_the_end_of_a_meeting(strategy: Any) -> None:
     module, _ = train(strategy, 2, module=Recorded(), batch=6, max_epochs=1, callbacks=[Meetings()])
     first, second = module.met
     assert len(first) > 3
@@ -318,11 +323,11 @@ def test_no_rank_trains_on_before_all_ranks_have_met(strategy: Any) -> None:
 
 class StopsAlone(Recorded):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self.global_rank == 1:  # which may have no batch of the first epoch, on a busy machine
+        if self.global_rank == 1:  # on a busy machine, it may have no batch of the first epoch
             self.trainer.should_stop = True
 
 
-def test_one_rank_may_ask_all_to_stop() -> None:
+def test_a_single_rank_may_stop_all_ranks() -> None:
     module, trainer = train(AsyncSGD(), 2, module=StopsAlone(), batch=1, max_epochs=50)
     assert trainer.current_epoch < 50
     assert trainer.should_stop
@@ -330,7 +335,7 @@ def test_one_rank_may_ask_all_to_stop() -> None:
 
 
 class Momentum(Recorded):
-    """Has momentum, and fails if nobody warns of it, or somebody does."""
+    """Has momentum; checks whether its warning is issued."""
 
     def __init__(self, warned: bool) -> None:
         super().__init__("momentum")
@@ -338,14 +343,14 @@ class Momentum(Recorded):
 
     def setup(self, stage: str) -> None:
         self.caught = warnings.catch_warnings(record=True)
-        self.heard = self.caught.__enter__()
+        self.recorded = self.caught.__enter__()
         warnings.simplefilter("always")
 
     def on_train_start(self) -> None:
         self.caught.__exit__(None, None, None)
-        told = any("delays act like additional momentum" in str(warning.message) for warning in self.heard)
-        assert told == (self.warned and self.global_rank == 0)
-        del self.caught, self.heard
+        issued = any("delays act like additional momentum" in str(warning.message) for warning in self.recorded)
+        assert issued == (self.warned and self.global_rank == 0)
+        del self.caught, self.recorded
 
 
 @pytest.mark.parametrize(
@@ -358,7 +363,7 @@ class Momentum(Recorded):
         (ParameterServer(mode="bounded"), False),
     ],
 )
-def test_momentum_beside_delays_is_warned_of(strategy: Any, warned: bool) -> None:
+def test_momentum_with_delayed_gradients_causes_a_warning(strategy: Any, warned: bool) -> None:
     train(strategy, 2, module=Momentum(warned), max_epochs=1)
 
 
@@ -376,14 +381,14 @@ class Pictures(Recorded):
 
 @pytest.mark.parametrize("servers", [1, 3])
 def test_any_memory_format_is_trained(servers: int) -> None:
-    wanted, _ = train(Single(), 1, module=Pictures(), max_epochs=1)
-    found, _ = train(ParameterServer(servers=servers), 2, module=Pictures(), batch=6, max_epochs=1)
-    for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
+    expected, _ = train(Single(), 1, module=Pictures(), max_epochs=1)
+    module, _ = train(ParameterServer(servers=servers), 2, module=Pictures(), batch=6, max_epochs=1)
+    for a, b in zip(module.parameters(), expected.parameters(), strict=True):
         assert torch.allclose(a, b, atol=2e-6)
 
 
 class Stream:
-    """Batches without a number; the ranks have different ones, and not as many."""
+    """Batches of unknown and different numbers on the ranks."""
 
     def __iter__(self) -> Any:
         for number in range(4 + 3 * dist.get_rank()):
@@ -406,7 +411,7 @@ class SizedStream(Stream):
 
 
 class Validates(Recorded):
-    """Notes the updates before each validation."""
+    """Records the number of updates before each validation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -427,7 +432,7 @@ def test_streams_with_different_lengths_are_validated_at_their_ends_by_all_ranks
 
 
 class Meddles(Recorded):
-    """Has weights of its own for a moment, where all meet, another on each rank."""
+    """Temporarily sets different weights on each rank at a meeting."""
 
     def on_validation_start(self) -> None:
         self.kept = [parameter.detach().clone() for parameter in self.parameters()]
@@ -440,12 +445,12 @@ class Meddles(Recorded):
             parameter.data.copy_(kept)
 
 
-def test_weights_in_one_memory_are_each_ranks_own_where_all_meet() -> None:
-    wanted, _ = train(Single(), 1, module=Recorded(), batch=12)
-    found, _ = train(ParameterServer(servers=0, optimizer="server"), 3, module=Meddles(), batch=4)
-    for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
+def test_weights_in_shared_memory_are_private_to_each_rank_at_meetings() -> None:
+    expected, _ = train(Single(), 1, module=Recorded(), batch=12)
+    module, _ = train(ParameterServer(servers=0, optimizer="server"), 3, module=Meddles(), batch=4)
+    for a, b in zip(module.parameters(), expected.parameters(), strict=True):
         assert torch.allclose(a, b, atol=2e-6)
-    assert found.means[2] - found.means[0] == pytest.approx(2.0, abs=1e-5)
+    assert module.means[2] - module.means[0] == pytest.approx(2.0, abs=1e-5)
 
 
 class WarmsUp(Recorded):
@@ -463,10 +468,10 @@ class WarmsUp(Recorded):
     [
         (ParameterServer(optimizer="server"), {}), (ParameterServer(servers=0, optimizer="server"), {}),
         (ParameterServer(servers=2, optimizer="server"), {"gradient_clip_val": 0.5}),
-    ],  # not bounded: a worker that had no part in an update would send the rate of the step before, which is an error
+    ],  # not bounded: a worker without part in an update would send the rate of the previous step, which is an error
 )  # fmt: skip
-def test_a_rate_that_optimizer_step_sets_after_the_step_is_that_of_the_next(strategy: Any, options: Any) -> None:
-    wanted, _ = train(Single(), 1, module=WarmsUp("momentum"), **options)
-    found, _ = train(strategy, 2, module=WarmsUp("momentum"), batch=6, **options)
-    for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
+def test_a_learning_rate_set_after_the_step_applies_to_the_next_step(strategy: Any, options: Any) -> None:
+    expected, _ = train(Single(), 1, module=WarmsUp("momentum"), **options)
+    module, _ = train(strategy, 2, module=WarmsUp("momentum"), batch=6, **options)
+    for a, b in zip(module.parameters(), expected.parameters(), strict=True):
         assert torch.allclose(a, b, rtol=2e-5, atol=1e-6)

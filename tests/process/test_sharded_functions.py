@@ -1,4 +1,4 @@
-"""Functions of torch on tensors that ranks have shards of: results and gradients are those of one process."""
+"""Functions of torch on sharded tensors: results and gradients equal those of a single process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fabricx.testing import run_ranks
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 B, H, T, D = 2, 4, 3, 6
 
-# Of a tensor [B, H, T, D] that is sharded in H, a second one, and an ordinary tensor of each shape that broadcasts.
+# Operands: a tensor [B, H, T, D] sharded in H, a second such tensor, and two ordinary tensors that broadcast.
 LOCAL: dict[str, Callable[..., Any]] = {
     "add": lambda x, y, heads, features: x + y,
     "radd": lambda x, y, heads, features: 2.0 + x - 1.0,
@@ -88,7 +88,7 @@ def _ones() -> Tensor:
 
 
 def _masked() -> Tensor:
-    """Return a mask of attention with a query that attends to no key."""
+    """Return an attention mask with a query that attends to no key."""
     return torch.tensor([[False] * T, [True] * T, [True, False, True]])
 
 
@@ -140,45 +140,47 @@ def results(function: Callable[..., Any], activations: Activations | None) -> li
     assert not isinstance(result, ShardedTensor)
     weights = torch.randn(result.shape, generator=torch.Generator().manual_seed(2), dtype=result.dtype)
     gradients = torch.autograd.grad((result * weights).sum(), leaves, allow_unused=True) if result.requires_grad else []
-    return [result.detach(), *(torch.zeros(()) if each is None else each for each in gradients)]
+    return [result.detach(), *(torch.zeros(()) if gradient is None else gradient for gradient in gradients)]
 
 
 def differences(names: list[str]) -> dict[str, Any]:
     world = worlds.current()
     assert world is not None
-    found: dict[str, Any] = {}
+    outcomes: dict[str, Any] = {}
     torch.set_default_dtype(torch.float64)
     try:
         for name in names:
             activations = Activations(world)
             try:
                 pairs = zip(results(ALL[name], None), results(ALL[name], activations), strict=True)
-                worst = sum(float((a - b).abs().max()) for a, b in pairs)  # NaN if any is
-                found[name] = (worst, sorted(activations.gathered))
+                worst = sum(float((a - b).abs().max()) for a, b in pairs)  # NaN if any difference is NaN
+                outcomes[name] = (worst, sorted(activations.gathered))
             except Exception as error:
-                found[name] = f"{type(error).__name__}: {error}"
+                outcomes[name] = f"{type(error).__name__}: {error}"
     finally:
         torch.set_default_dtype(torch.float32)
-    return found
+    return outcomes
 
 
 ALL = LOCAL | COMMUNICATING
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_each_function_has_the_result_and_the_gradients_of_one_process(ranks: int) -> None:
-    """On three ranks, of which two have two heads each and one has none, as where a sequence can't be divided."""
-    for found in run_ranks(differences, ranks, list(ALL)):
-        wrong = {name: each for name, each in found.items() if isinstance(each, str) or not each[0] <= 1e-12}
+def test_results_and_gradients_of_each_function_equal_those_of_a_single_process(ranks: int) -> None:
+    """On three ranks, two have two heads each and one has no head, like a sequence that can't be divided evenly."""
+    for outcomes in run_ranks(differences, ranks, list(ALL)):
+        wrong = {
+            name: outcome for name, outcome in outcomes.items() if isinstance(outcome, str) or not outcome[0] <= 1e-12
+        }
         assert wrong == {}
         if ranks == 2:
             assert {
-                name: each[1] for name, each in found.items() if name in LOCAL and each[1]
+                name: outcome[1] for name, outcome in outcomes.items() if name in LOCAL and outcome[1]
             } == {}  # none is gathered
 
 
 def test_reentrant_checkpointing_is_an_error_with_the_remedy() -> None:
-    """Its autograd function takes the shard out of sight."""
+    """Its autograd function hides the sharded tensor."""
     activations = Activations(worlds.World())
     with ShardedFunctions(activations, frozenset(), lambda *_: NotImplemented, {}, lambda x: x):
         stream = activations.sharded(torch.randn(B, T, D, requires_grad=True) * 2, 1)

@@ -1,4 +1,4 @@
-"""Processes that stand still, such as ranks and fork servers, are ended, or continue when they are woken."""
+"""Stopped or hanging processes, such as ranks and fork servers, are ended or continued."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from .ledgers import BATCH, EPOCHS, SAMPLES, Numbered, exact, train
 
 
 @pytest.mark.parametrize("strategy", params([DDP(), ParameterServer()], [FSDP(), AsyncSGD(damp=False)]))
-def test_a_rank_that_freezes_is_ended_and_the_run_goes_on(strategy: Any, tmp_path: Path) -> None:
+def test_a_frozen_rank_is_ended_and_the_run_continues(strategy: Any, tmp_path: Path) -> None:
     recovery = FaultRecovery(every_n_train_steps=2, frozen_after=1.5)
     module, trainer = train(strategy, [freeze(rank=1).during("forward", step=5)], tmp_path, recovery=recovery)
     assert exact(module, EPOCHS * (2.0 if isinstance(strategy, AsyncSGD) else 1.0)), (trainer.failures, module.entries)
-    if not isinstance(strategy, AsyncSGD):  # there, the others go on, and another takes its place
-        # Rank 0 may freeze as well, if the machine is busy.
+    if not isinstance(strategy, AsyncSGD):  # in asynchronous training, the other workers continue with a replacement
+        # Rank 0 may also freeze on a busy machine.
         assert any("failed: it sent no heartbeat" in failure for failure in trainer.failures)
 
 
-def test_ranks_that_come_no_further_are_ended_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_ranks_without_progress_are_ended_and_the_run_continues(tmp_path: Path) -> None:
     recovery = FaultRecovery(every_n_train_steps=2, stuck_after=3.0)
     module, trainer = train(DDP(), [hang(rank=1).during("optimizer", step=5)], tmp_path, recovery=recovery)
     assert exact(module)
-    # If the machine is busy, a rank may be ended that is slow only.
+    # On a busy machine, another slow rank may be ended as well.
     assert any("it completed no batch for" in failure for failure in trainer.failures)
 
 
 class DiesOnce(Numbered):
-    """Kills the process that loads a certain sample, the first time."""
+    """Kills the process that loads sample 17, once."""
 
     def __init__(self, mark: Path) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class DiesOnce(Numbered):
         return super().__getitem__(index)
 
 
-def test_a_process_that_loads_data_may_die(tmp_path: Path) -> None:
+def test_the_death_of_a_loader_process_is_recovered(tmp_path: Path) -> None:
     recovery = FaultRecovery(every_n_train_steps=2)
     data = DiesOnce(tmp_path / "died")
     module, trainer = train(DDP(), [], tmp_path, recovery=recovery, data=data, num_workers=1)
@@ -67,7 +67,7 @@ def test_a_process_that_loads_data_may_die(tmp_path: Path) -> None:
 
 
 class Pauses(Ledger):
-    """Rank 1 stands still for a moment, and is woken by somebody else."""
+    """Rank 1 is stopped for a second, and continued by another process."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.trainer.global_step == 4 and self.global_rank == 1:
@@ -76,7 +76,7 @@ class Pauses(Ledger):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_pause_that_is_short_enough_changes_nothing(tmp_path: Path) -> None:
+def test_a_short_pause_of_a_rank_has_no_effect(tmp_path: Path) -> None:
     recovery = FaultRecovery(frozen_after=60.0)
     module, trainer = train(DDP(), [], tmp_path, recovery=recovery, module=Pauses(SAMPLES, BATCH))
     assert trainer.failures == []
@@ -84,7 +84,7 @@ def test_a_pause_that_is_short_enough_changes_nothing(tmp_path: Path) -> None:
 
 
 class StopsForkServer(fx.Callback):
-    """Rank 1 stops the fork server that all ranks come from, for good, and is killed then."""
+    """Rank 1 stops the fork server of all ranks permanently, and kills itself."""
 
     def on_before_backward(self, trainer: Any, module: Any, loss: Any) -> None:
         if trainer.global_rank == 1 and trainer.global_step == 4 and not trainer.world.generation:
@@ -92,7 +92,7 @@ class StopsForkServer(fx.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_fork_server_that_is_stopped_goes_on(tmp_path: Path) -> None:
+def test_a_stopped_fork_server_is_continued(tmp_path: Path) -> None:
     stops: Any = StopsForkServer()
     module, trainer = train(DDP(), [stops], tmp_path)
     assert exact(module)
@@ -101,7 +101,7 @@ def test_a_fork_server_that_is_stopped_goes_on(tmp_path: Path) -> None:
 
 
 class StopsLoaders(DiesOnce):
-    """Stops the process that loads a certain sample, and the fork server that it comes from."""
+    """Stops the process that loads sample 17, and its fork server."""
 
     def __getitem__(self, index: int) -> Any:
         if index == 17 and not self.mark.exists():
@@ -111,7 +111,7 @@ class StopsLoaders(DiesOnce):
         return super().__getitem__(index)
 
 
-def test_processes_that_load_data_go_on_when_they_are_stopped(tmp_path: Path) -> None:
+def test_stopped_loader_processes_are_continued(tmp_path: Path) -> None:
     data = StopsLoaders(tmp_path / "stopped")
     module, trainer = train(DDP(), [], tmp_path, data=data, num_workers=1)
     assert data.mark.exists()
@@ -120,8 +120,8 @@ def test_processes_that_load_data_go_on_when_they_are_stopped(tmp_path: Path) ->
 
 
 @pytest.fixture
-def soon_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ask the ranks after a second, and again after another."""
+def quick_deadlock_detection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Query the ranks after a second, and again after another second."""
     monkeypatch.setattr(deadlock, "AFTER_S", 1.0)
     monkeypatch.setattr(deadlock, "AGAIN_S", 1.0)
 
@@ -150,7 +150,7 @@ class OneSided(fx.Module):
 
 @pytest.mark.parametrize("strategy", params([FSDP(), Mesh(pipeline=2)], [Mesh(tensor=2)]))
 def test_ranks_in_different_collectives_are_an_error_with_both_positions(
-    strategy: Any, tmp_path: Path, soon_found: None
+    strategy: Any, tmp_path: Path, quick_deadlock_detection: None
 ) -> None:
     data = [torch.ones(2, 4)] * 2
     trainer = fx.Trainer(
@@ -166,7 +166,7 @@ def test_ranks_in_different_collectives_are_an_error_with_both_positions(
 
 
 class SavesOnMainRank(OneSided):
-    """Reads a weight on rank 0 only, in a hook; the other ranks go on to the end of the run."""
+    """Reads a weight on rank 0 only, in a hook; the other ranks continue to the end of the run."""
 
     def validation_step(self, batch: Any) -> None: ...
 
@@ -176,8 +176,8 @@ class SavesOnMainRank(OneSided):
 
 
 @pytest.mark.parametrize("strategy", params([FSDP()], [Mesh(tensor=2), Mesh(pipeline=2)]))
-def test_a_hook_that_reads_divided_weights_on_one_rank_is_an_error(
-    strategy: Any, tmp_path: Path, soon_found: None
+def test_a_hook_that_reads_sharded_weights_on_one_rank_is_an_error(
+    strategy: Any, tmp_path: Path, quick_deadlock_detection: None
 ) -> None:
     trainer = fx.Trainer(**QUIET, devices=2, strategy=strategy, max_epochs=1, default_root_dir=tmp_path)
     with pytest.raises(WorkerFailed) as error:
@@ -188,7 +188,7 @@ def test_a_hook_that_reads_divided_weights_on_one_rank_is_an_error(
 
 
 class GathersOnce(OneSided):
-    """Gathers on rank 0 only, while the other ranks go on to the sum of gradients."""
+    """Gathers on rank 0 only, while the other ranks continue to the reduction of gradients."""
 
     def on_train_batch_end(self, *args: Any) -> None:
         if self.trainer.is_global_zero:
@@ -202,8 +202,8 @@ class GathersOnce(OneSided):
         [ParameterServer(servers=0), ParameterServer(servers=2, optimizer="server")],
     ),
 )
-def test_a_rank_that_waits_for_gradients_which_the_others_never_send_is_an_error(
-    strategy: Any, tmp_path: Path, soon_found: None
+def test_a_rank_that_waits_for_gradients_which_other_ranks_never_send_is_an_error(
+    strategy: Any, tmp_path: Path, quick_deadlock_detection: None
 ) -> None:
     trainer = fx.Trainer(**QUIET, devices=2, strategy=strategy, max_epochs=1, default_root_dir=tmp_path)
     with pytest.raises(WorkerFailed, match="the ranks wait for each other in different collectives") as error:
@@ -214,7 +214,7 @@ def test_a_rank_that_waits_for_gradients_which_the_others_never_send_is_an_error
 
 
 class Crashes(OneSided):
-    """Crashes in a step, as a library may."""
+    """Crashes in a step, like a faulty library."""
 
     def training_step(self, batch: Any) -> Tensor:
         if self.global_rank == 1:
@@ -222,7 +222,7 @@ class Crashes(OneSided):
         return super().training_step(batch)
 
 
-def test_a_rank_that_crashes_has_its_line_in_the_error(tmp_path: Path) -> None:
+def test_the_error_after_a_crash_contains_the_line_of_the_crashed_rank(tmp_path: Path) -> None:
     trainer = fx.Trainer(**QUIET, devices=2, max_epochs=1, default_root_dir=tmp_path)
     with pytest.raises(WorkerFailed, match=r"killed by SIGABRT at .*test_standstill\.py:\d+ in training_step"):
         trainer.fit(Crashes(), [torch.ones(2, 4)] * 2)

@@ -1,4 +1,4 @@
-"""Steps that change weights, differentiate through the model, or don't step: right, or an error with the remedy."""
+"""Steps that change weights, differentiate through the model, or don't step: supported, or refused with the remedy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fabricx.testing import QUIET
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
 GLOBAL_BATCH = 4
-CHANGES: dict[str, Any] = {  # of a weight, in no_grad
+CHANGES: dict[str, Any] = {  # changes of a weight, in no_grad
     "row =": lambda weight: weight.__setitem__(0, 0.5),
     "masked": lambda weight: weight.__setitem__(weight > 0.2, 0.2),
     "lerp_": lambda weight: weight.lerp_(torch.ones_like(weight), 0.1),
@@ -36,10 +36,10 @@ CHANGES: dict[str, Any] = {  # of a weight, in no_grad
 
 
 class Net(fx.Module):
-    """Two layers in float64; the subclasses do something in the second batch, after a trial run of the step.
+    """Two layers in float64; variants change the second batch's step, after a trial run of the step.
 
     Args:
-        kind: of the change.
+        kind: kind of the change.
     """
 
     def __init__(self, kind: str = "") -> None:
@@ -95,7 +95,7 @@ class Net(fx.Module):
 
 
 class AllStep(torch.optim.SGD):
-    """Changes parameters without a gradient, too."""
+    """Also changes parameters without a gradient."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -142,7 +142,9 @@ def train(kind: str, strategy: Any = "auto", devices: int = 1, data_ranks: int =
         (TensorMesh(), ["data.mul_ always"], r"training_step changes net\.0\.weight, and ranks hold parts of the"),
     ],
 )  # fmt: skip
-def test_what_would_be_lost_or_done_several_times_is_refused(strategy: Any, kinds: list[str], message: str) -> None:
+def test_changes_in_steps_that_would_be_lost_or_repeated_are_refused(
+    strategy: Any, kinds: list[str], message: str
+) -> None:
     data_ranks = 1 if isinstance(strategy, (PipelineMesh, TensorMesh)) else 2
     for kind in kinds:
         with pytest.raises(WorkerFailed, match=message):
@@ -159,10 +161,10 @@ def test_what_would_be_lost_or_done_several_times_is_refused(strategy: Any, kind
         ("parametrized", [DDP(), FSDP(), ParameterServer(optimizer="server"), TensorMesh()]),
     ],
 )
-def test_what_one_process_does_is_done_by_ranks(kind: str, strategies: list[Any]) -> None:
-    wanted = train(kind)
+def test_supported_changes_in_steps_train_the_weights_of_a_single_process(kind: str, strategies: list[Any]) -> None:
+    expected = train(kind)
     for strategy in strategies:
         data_ranks = 1 if isinstance(strategy, TensorMesh) else 2
         for name, weight in train(kind, strategy, 2, data_ranks).items():
-            # float64; spectral norms iterate on each rank for each batch, as in one process
-            assert torch.allclose(weight, wanted[name], rtol=0, atol=1e-9), (kind, strategy, name)
+            # float64; spectral norms iterate on each rank per batch, as in a single process
+            assert torch.allclose(weight, expected[name], rtol=0, atol=1e-9), (kind, strategy, name)

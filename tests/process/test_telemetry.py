@@ -37,7 +37,7 @@ LOGGING: dict[str, Any] = {**QUIET, "logger": TensorBoardLogger(), "log_every_n_
 
 
 class Clock:
-    """Clock for the recorder of a rank that advances with every call, and counts waiting time."""
+    """A simulated clock for the recorder of a rank; advances with every call, and counts waiting time."""
 
     def __init__(self, strategy: Any) -> None:
         self.asked, self.strategy = 0.0, strategy
@@ -48,7 +48,7 @@ class Clock:
 
 
 class Slow(Dataset[Any]):
-    """Samples that each advance the rank's clock, if it has a simulated clock, by an hour."""
+    """Samples that advance the rank's simulated clock, if any, by an hour each."""
 
     def __init__(self) -> None:
         self.data = tiny_data(48)
@@ -64,7 +64,7 @@ class Slow(Dataset[Any]):
 
 
 class Counting(TinyModule):
-    """Replace the clock of each rank's recorder, and slow down the data of rank 1."""
+    """Replaces the clock of each rank's recorder, and slows down the data of rank 1."""
 
     def on_train_start(self) -> None:
         clock = recorder._clock = Clock(self.trainer.strategy)
@@ -76,7 +76,7 @@ class Counting(TinyModule):
 
 
 class Speaking(TinyModule):
-    """Log and warn on the ranks."""
+    """Logs and warns on the ranks."""
 
     def on_train_start(self) -> None:
         logging.getLogger("own").warning("of all ranks")
@@ -91,7 +91,7 @@ def folder_of(trainer: fx.Trainer) -> Path:
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> fx.Trainer:
-    """Train, and trace it."""
+    """Train with tracing."""
     root = tmp_path_factory.mktemp("traced")
     trainer = fx.Trainer(
         devices=2, strategy=DDP(), max_epochs=1, default_root_dir=root,
@@ -102,7 +102,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> fx.Trainer:
     return trainer
 
 
-def test_a_rank_that_reads_slowly_is_named(tmp_path: Path) -> None:
+def test_a_rank_with_slow_data_is_named(tmp_path: Path) -> None:
     trainer = fx.Trainer(devices=2, strategy=DDP(), max_epochs=1, default_root_dir=tmp_path, **LOGGING)
     trainer.fit(Counting(), DataLoader(Slow(), batch_size=4))
     seen = load_run(folder_of(trainer))
@@ -113,7 +113,7 @@ def test_a_rank_that_reads_slowly_is_named(tmp_path: Path) -> None:
     assert first.spans["data"] < 1.0
 
 
-def test_the_records_of_a_run_have_its_steps_spans_and_arguments(traced: fx.Trainer) -> None:
+def test_the_records_of_a_run_contain_its_steps_spans_and_arguments(traced: fx.Trainer) -> None:
     seen = load_run(folder_of(traced))
     first, second = rank_lines(seen.run)
     assert {"data", "forward", "backward", "optimizer", "other"} <= first.spans.keys()
@@ -130,7 +130,7 @@ def test_the_records_of_a_run_have_its_steps_spans_and_arguments(traced: fx.Trai
     )
 
 
-def test_what_ranks_say_is_in_one_file_and_told_once(traced: fx.Trainer) -> None:
+def test_messages_of_all_ranks_are_in_one_file_and_repeated_messages_are_merged(traced: fx.Trainer) -> None:
     seen = load_run(folder_of(traced))
     warned = {text.partition(" (")[0]: (ranks, times) for ranks, text, times in warnings_of(seen.run)}
     assert warned["WARNING own: of all ranks"] == ("0, 1", 2)
@@ -139,7 +139,7 @@ def test_what_ranks_say_is_in_one_file_and_told_once(traced: fx.Trainer) -> None
     assert "of one rank only" in (folder_of(traced) / "logs" / "rank-1.log").read_text()
 
 
-def test_the_trace_of_a_run_has_the_operators_in_the_spans_of_both_ranks(traced: fx.Trainer) -> None:
+def test_the_trace_of_a_run_contains_the_operators_within_the_spans_of_both_ranks(traced: fx.Trainer) -> None:
     events = check_trace(folder_of(traced) / "trace.json")
     for rank in (0, 1):
         spans = [e for e in events if e["ph"] == "X" and e["pid"] == rank]
@@ -147,12 +147,12 @@ def test_the_trace_of_a_run_has_the_operators_in_the_spans_of_both_ranks(traced:
         assert names.count("forward") == names.count("data wait") == 20
         forwards = [e["ts"] for e in spans if e["name"] == "forward"]
         losses = [e["ts"] for e in spans if e["name"] == "aten::mse_loss"]
-        assert len(losses) >= 2  # of the two steps that were profiled
+        assert len(losses) >= 2  # of the two profiled steps
         minute = 60e6  # confused clocks would differ by years, clocks of a busy machine by moments
         assert all(min(forwards) - minute <= at <= max(forwards) + minute for at in losses)
 
 
-def test_tensorboard_shows_all_ranks_beside_the_users_metrics(traced: fx.Trainer) -> None:
+def test_tensorboard_shows_all_ranks_and_the_users_metrics(traced: fx.Trainer) -> None:
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(folder_of(traced).parent), "--port", "0"]
     with warm.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -185,7 +185,7 @@ def look_at_board(address: str, name: str) -> None:
     assert "busy time, ms" in charts["ranks"]
 
 
-def test_a_run_that_lost_a_rank_says_so_everywhere(tmp_path: Path) -> None:
+def test_the_death_of_a_rank_is_in_all_records_of_a_run(tmp_path: Path) -> None:
     trainer = fx.Trainer(
         devices=2, strategy=DDP(), max_epochs=1, default_root_dir=tmp_path,
         callbacks=[kill(rank=1).during("backward", step=4), FaultRecovery(patience=30.0)], **LOGGING,
@@ -202,7 +202,7 @@ def test_a_run_that_lost_a_rank_says_so_everywhere(tmp_path: Path) -> None:
 
 
 class Failing(TinyModule):
-    """Raise an error in the fourth batch of a rank."""
+    """Raises an error in the fourth batch of rank 1."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.global_rank == 1 and batch_idx == 3:
@@ -210,7 +210,7 @@ class Failing(TinyModule):
         return super().training_step(batch, batch_idx)
 
 
-def test_a_run_that_failed_has_the_first_traceback_and_what_was_recorded(tmp_path: Path) -> None:
+def test_a_failed_run_has_the_first_traceback_and_its_records(tmp_path: Path) -> None:
     trainer = fx.Trainer(devices=2, strategy=DDP(), max_epochs=1, default_root_dir=tmp_path, **LOGGING)
     with pytest.raises(fx.errors.WorkerFailed) as caught:
         trainer.fit(Failing(), tiny_loader(80, 4))
@@ -222,7 +222,7 @@ def test_a_run_that_failed_has_the_first_traceback_and_what_was_recorded(tmp_pat
 
 
 class Hung(TinyModule):
-    """Hang in the fourth step of a rank."""
+    """Hangs in the fourth step of rank 1."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if self.global_rank == 1 and self.global_step == 3 and self.trainer.world.generation == 0:
@@ -238,7 +238,7 @@ SHARED = "exchange in shared memory with rank 1"
     ("event", "strategy"),
     params([(SHARED, DDP())], [("all_reduce #", DDP(shared_memory=False)), (SHARED, ParameterServer(servers=0))]),
 )
-def test_a_rank_that_hangs_is_found_at_its_line_and_the_others_where_they_wait(
+def test_the_report_of_a_hang_names_the_line_of_the_hanging_rank_and_the_waits_of_the_others(
     tmp_path: Path, event: str, strategy: Any
 ) -> None:
     trainer = fx.Trainer(
@@ -260,7 +260,7 @@ def test_a_rank_that_hangs_is_found_at_its_line_and_the_others_where_they_wait(
 
 
 @pytest.mark.parametrize("strategy", params([AsyncSGD()], [ParameterServer()]))
-def test_servers_tell_of_queues_and_gradients_reach_them_by_arrows(tmp_path: Path, strategy: Any) -> None:
+def test_the_trace_contains_the_queues_of_servers_and_an_arrow_per_gradient(tmp_path: Path, strategy: Any) -> None:
     trainer = fx.Trainer(
         devices=2, strategy=strategy, max_epochs=1, default_root_dir=tmp_path, callbacks=[Tracing()], **LOGGING
     )
@@ -276,7 +276,7 @@ def test_servers_tell_of_queues_and_gradients_reach_them_by_arrows(tmp_path: Pat
     assert {name for name in run.gauges if name.startswith("server_queue_")}
 
 
-def test_the_commands_look_at_a_run_that_is_going_on(tmp_path: Path) -> None:
+def test_records_of_a_running_run_are_readable(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import time, fabricx as fx\n"

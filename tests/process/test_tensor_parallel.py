@@ -1,6 +1,6 @@
-"""Training on the ranks of a tensor-parallel group gives the losses, gradient norms and weights of one process.
+"""Tensor-parallel training equals training in a single process: losses, gradient norms and weights.
 
-In float64, because the gradient of a key's bias is rounding error, which Adam turns into steps.
+In float64, because the gradient of a key's bias is a rounding error, which Adam converts into steps.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ def train(module: Any, step: Any, clip: Any, steps: int, optimizer: Any) -> dict
     return {"losses": losses, "norms": norms, "random": random, "logged": module.logged}
 
 
-def compare(build: Any, given: dict[str, str], sequence: bool, optimizer: Any, steps: int) -> dict[str, float]:
-    """Train on all ranks and in this process alone; return the largest differences."""
+def compare(build: Any, overrides: dict[str, str], sequence: bool, optimizer: Any, steps: int) -> dict[str, float]:
+    """Train on all ranks and in a single process; return the largest differences."""
     world = worlds.current()
     assert world is not None
     torch.manual_seed(0)
     module = build()
     alone = copy.deepcopy(module)
-    plan = find_tensor_plan(module, lambda: module.training_step(batches(1, 2)[0], 0), world.size, given)
+    plan = find_tensor_plan(module, lambda: module.training_step(batches(1, 2)[0], 0), world.size, overrides)
     module.logged.clear()
     blocks = list(module.blocks) if sequence else ()
     parallel = TensorParallel(module, plan, world, sequence=sequence, blocks=blocks)
@@ -88,22 +88,22 @@ def compare(build: Any, given: dict[str, str], sequence: bool, optimizer: Any, s
     def clip(parameters: Any) -> torch.Tensor:
         return clip_norm(parameters, 0.5, world, lambda p: 1 if id(p) in sharded else world.size)
 
-    found = train(module, parallel.wrap_step(module.training_step), clip, steps, optimizer)
+    parallel_run = train(module, parallel.wrap_step(module.training_step), clip, steps, optimizer)
     stored = sum(p.numel() for p in module.parameters())
     parallel.undo()
-    wanted: dict[str, Any] = {}
-    if world.rank == 0:  # one process, whose numbers all ranks compare with theirs
-        wanted = train(alone, alone.training_step, lambda p: nn.utils.clip_grad_norm_(p, 0.5), steps, optimizer)
-        wanted["weights"] = [parameter.detach() for parameter in alone.parameters()]
-    wanted = world.broadcast_object(wanted)
-    weights = zip(module.parameters(), wanted["weights"], strict=True)
-    logged = zip(found["logged"], wanted["logged"], strict=True)
+    single_run: dict[str, Any] = {}
+    if world.rank == 0:  # in a single process; all ranks compare their values with it
+        single_run = train(alone, alone.training_step, lambda p: nn.utils.clip_grad_norm_(p, 0.5), steps, optimizer)
+        single_run["weights"] = [parameter.detach() for parameter in alone.parameters()]
+    single_run = world.broadcast_object(single_run)
+    weights = zip(module.parameters(), single_run["weights"], strict=True)
+    logged = zip(parallel_run["logged"], single_run["logged"], strict=True)
     return {
-        "losses": max(abs(a - b) for a, b in zip(found["losses"], wanted["losses"], strict=True)),
-        "norms": max(abs(a - b) for a, b in zip(found["norms"], wanted["norms"], strict=True)),
+        "losses": max(abs(a - b) for a, b in zip(parallel_run["losses"], single_run["losses"], strict=True)),
+        "norms": max(abs(a - b) for a, b in zip(parallel_run["norms"], single_run["norms"], strict=True)),
         "weights": max(float((a - b).detach().abs().max()) for a, b in weights),
         "logged": max((abs(float(a) - float(b)) for a, b in logged), default=0.0),
-        "random": abs(found["random"] - wanted["random"]),
+        "random": abs(parallel_run["random"] - single_run["random"]),
         "stored": stored / sum(p.numel() for p in alone.parameters()),
         "layers": len(plan.layers),
     }
@@ -117,7 +117,7 @@ def sgd(parameters: Any) -> Any:
     return torch.optim.SGD(parameters, lr=0.5, momentum=0.9)
 
 
-# name -> module, plan's overrides, sequence parallel, optimizer
+# name -> module, overrides of the plan, sequence parallelism, optimizer
 CASES: dict[str, tuple[Any, dict[str, str], bool, Any]] = {
     "gpt": (lambda: LanguageModel("gpt", 0.2), {}, False, adamw),
     "gpt, sgd": (lambda: LanguageModel("gpt"), {}, False, sgd),
@@ -145,35 +145,35 @@ CASES: dict[str, tuple[Any, dict[str, str], bool, Any]] = {
 
 def all_cases(steps: int, names: list[str]) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     try:
         for name in names:
-            build, given, sequence, optimizer = CASES[name]
-            found[name] = compare(build, given, sequence, optimizer, steps)
+            build, overrides, sequence, optimizer = CASES[name]
+            results[name] = compare(build, overrides, sequence, optimizer, steps)
     finally:
         torch.set_default_dtype(torch.float32)
-    return found
+    return results
 
 
 @pytest.mark.parametrize("ranks", params([2], [4]))
-def test_training_on_several_ranks_is_that_of_one_process(ranks: int) -> None:
+def test_tensor_parallel_training_equals_training_in_a_single_process(ranks: int) -> None:
     names = list(CASES)
-    if ranks == 4:  # two heads of keys can't be divided by four
+    if ranks == 4:  # two key heads can't be divided by four
         names = [
             "llama",
             "one head of keys",
             *(["gpt", "logits", "tied", "torch's layers", "sequence"] if SOAK else []),
         ]
-    for found in run_ranks(all_cases, ranks, (20 if SOAK else 6) if ranks == 2 else 5, names):
-        for name, differences in found.items():
-            for what in ("losses", "norms", "weights", "logged", "random"):
-                assert differences[what] < CLOSE, (name, what, differences)
+    for results in run_ranks(all_cases, ranks, (20 if SOAK else 6) if ranks == 2 else 5, names):
+        for name, differences in results.items():
+            for quantity in ("losses", "norms", "weights", "logged", "random"):
+                assert differences[quantity] < CLOSE, (name, quantity, differences)
             whole = name == "replicated"
             assert (differences["stored"] == 1) == whole, (name, differences)
 
 
 def tried(broken: str) -> tuple[str, Any]:
-    """Record the step before and after the module is sharded; returns the error, and what is as before."""
+    """Record the step before and after sharding; return the error, and whether the random state is unchanged."""
     world = worlds.current()
     assert world is not None
     torch.manual_seed(0)
@@ -202,7 +202,7 @@ def tried(broken: str) -> tuple[str, Any]:
     return error, torch.equal(random, torch.get_rng_state())
 
 
-def test_the_trial_accepts_a_sharded_module_and_names_the_place_of_a_difference() -> None:
+def test_the_trial_accepts_a_sharded_module_and_names_the_first_differing_output() -> None:
     for error, unchanged in run_ranks(tried, 2, ""):
         assert error == ""
         assert unchanged
@@ -213,11 +213,11 @@ def test_the_trial_accepts_a_sharded_module_and_names_the_place_of_a_difference(
 
 
 class Counts(TorchDispatchMode):
-    """Counts the elements that collectives exchange: inputs of reductions, outputs of gathers."""
+    """Counts the elements in collectives: inputs of reductions, outputs of gathers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: dict[str, int] = {}
+        self.counts: dict[str, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
@@ -230,43 +230,43 @@ class Counts(TorchDispatchMode):
             name = next(part for part in parts if part in func.__name__)
             tensors = tree_leaves(args[name == "reduce_scatter"])  # of c10d: outputs are the first arguments
             bytes_sent = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
-            count = bytes_sent // torch.float32.itemsize  # gathers are of bytes
-            self.found[name] = self.found.get(name, 0) + count
+            count = bytes_sent // torch.float32.itemsize  # gathers count bytes
+            self.counts[name] = self.counts.get(name, 0) + count
         return output
 
 
-def counted(build: Any, given: dict[str, str], sequence: bool) -> dict[str, int]:
-    """Return the elements that one step exchanges, by collective."""
+def counted(build: Any, overrides: dict[str, str], sequence: bool) -> dict[str, int]:
+    """Return the exchanged elements of a step, by collective."""
     world = worlds.current()
     assert world is not None
     module = build()
-    plan = find_tensor_plan(module, lambda: module.training_step(batches(1, 2)[0], 0), world.size, given)
+    plan = find_tensor_plan(module, lambda: module.training_step(batches(1, 2)[0], 0), world.size, overrides)
     parallel = TensorParallel(module, plan, world, sequence=sequence, blocks=module.blocks)
     with Counts() as counts:
         parallel.wrap_step(module.training_step)(batches(1)[0], 0).backward()
     assert parallel.gathered == {}
-    return counts.found
+    return counts.counts
 
 
-def test_a_step_exchanges_what_theory_says() -> None:
+def test_the_traffic_of_a_step_equals_theory() -> None:
     size = 4 * T * C  # rows, positions, features of the residual stream
-    found = {}
+    counts = {}
     for name in ("gpt", "llama", "sequence", "vocabulary"):
         kind = name if name == "llama" else "gpt"
-        given = VOCABULARY if name == "vocabulary" else {}
-        [found[name], _] = run_ranks(counted, 2, functools.partial(LanguageModel, kind), given, name == "sequence")
+        overrides = VOCABULARY if name == "vocabulary" else {}
+        [counts[name], _] = run_ranks(counted, 2, functools.partial(LanguageModel, kind), overrides, name == "sequence")
     layers = tensor_exchange(LAYERS, size).total.reduced
-    assert found["gpt"] == {"reduce": layers}
-    assert found["llama"] == {"reduce": layers + LAYERS * C // H}  # and the gradients of norms over heads
-    replicated = 6 * LAYERS * C - C  # norms and biases of rowwise layers; the weight of one norm is frozen
+    assert counts["gpt"] == {"reduce": layers}
+    assert counts["llama"] == {"reduce": layers + LAYERS * C // H}  # and the gradients of norms over heads
+    replicated = 6 * LAYERS * C - C  # norms and biases of rowwise layers; the weight of a norm is frozen
     halves = tensor_exchange(LAYERS, size, sequence=True).total + sum(sequence_ends(size), Passes()).total
-    assert found["sequence"] == {"gather": halves.gathered, "reduce_scatter": halves.scattered, "reduce": replicated}
+    assert counts["sequence"] == {"gather": halves.gathered, "reduce_scatter": halves.scattered, "reduce": replicated}
     vocabulary = (embedding_exchange(size) + head_exchange(size, 4 * T)).total.reduced
-    assert found["vocabulary"] == {"reduce": layers + vocabulary}
+    assert counts["vocabulary"] == {"reduce": layers + vocabulary}
 
 
 def behaviour() -> dict[str, Any]:
-    """Return messages of errors, and whether states are as they have to be."""
+    """Return the messages of errors, and checks of states."""
     world = worlds.current()
     assert world is not None
     torch.manual_seed(0)
@@ -275,57 +275,57 @@ def behaviour() -> dict[str, Any]:
     parameters = list(module.parameters())
     plan = find_tensor_plan(module, lambda: module.training_step(batches(1, 2)[0], 0), world.size, VOCABULARY)
     parallel = TensorParallel(module, plan, world)
-    found: dict[str, Any] = {"errors": {}}
+    results: dict[str, Any] = {"errors": {}}
     names = dict(module.named_parameters(remove_duplicate=False))
     moments = {name: parallel.part(name, value * 2) for name, value in whole.items()}
-    found["round trip"] = all(
+    results["round trip"] = all(
         torch.equal(parallel.whole(name, names[name]), whole[name])
         and torch.equal(parallel.whole(name, moments[name]), whole[name] * 2)
         for name in names
     )
-    found["step count"] = parallel.whole("embed.weight", torch.tensor(3.0)).item()
+    results["step count"] = parallel.whole("embed.weight", torch.tensor(3.0)).item()
 
     def attempt(name: str, step: Any) -> None:
         try:
             parallel.wrap_step(step)(batches(1)[0], 0)
-            found["errors"][name] = ""
+            results["errors"][name] = ""
         except (RuntimeError, NotImplementedError) as error:
-            found["errors"][name] = str(error)
+            results["errors"][name] = str(error)
 
     mlp: Any = module.get_submodule("blocks.0.mlp")
     x = torch.randn(2, 3, C)
     attempt("in place", lambda batch, index: mlp.gate_up(x).chunk(2, -1)[0].cumsum_(-1))
     attempt("hook", lambda batch, index: mlp.gate_up(x).chunk(2, -1)[0].register_hook(print))
-    attempt("sizes", lambda batch, index: found.update(sizes=[*mlp.gate_up.weight.shape, len(mlp.down.weight)]))
+    attempt("sizes", lambda batch, index: results.update(sizes=[*mlp.gate_up.weight.shape, len(mlp.down.weight)]))
     try:
         mlp.gate_up(x)
     except RuntimeError as error:
-        found["errors"]["outside"] = str(error)
+        results["errors"]["outside"] = str(error)
     module.eval()
     with torch.no_grad():
-        found["outputs"] = type(parallel.wrap_step(lambda batch, index: mlp.gate_up(x))(0, 0)).__name__
+        results["outputs"] = type(parallel.wrap_step(lambda batch, index: mlp.gate_up(x))(0, 0)).__name__
     module.train()
     attempt("after errors", module.training_step)
-    found["parameters"] = all(a is b for a, b in zip(parameters, module.parameters(), strict=True))
+    results["parameters"] = all(a is b for a, b in zip(parameters, module.parameters(), strict=True))
     parallel.undo()
-    found["undone"] = all(torch.equal(value, whole[name]) for name, value in module.state_dict().items())
-    found["outside of the step"] = mlp.gate_up(x).shape == (2, 3, 4 * C)
-    return found
+    results["undone"] = all(torch.equal(value, whole[name]) for name, value in module.state_dict().items())
+    results["outside of the step"] = mlp.gate_up(x).shape == (2, 3, 4 * C)
+    return results
 
 
-def test_states_move_between_shards_and_wholes_and_uses_without_a_rule_are_errors() -> None:
-    for found in run_ranks(behaviour, 2):
-        assert found["round trip"]
-        assert found["step count"] == 3.0
-        assert "changes it in place" in found["errors"]["in place"]
-        assert "register_hook was called on an activation or a weight of which each" in found["errors"]["hook"]
-        assert "blocks.0.mlp.gate_up is sharded" in found["errors"]["outside"]
-        assert found["sizes"] == [4 * C, C, C]
-        assert found["errors"]["after errors"] == found["errors"]["sizes"] == ""
-        assert found["outputs"] == "Tensor"
-        assert found["parameters"]
-        assert found["undone"]
-        assert found["outside of the step"]
+def test_states_are_converted_between_shards_and_whole_tensors_and_unsupported_uses_are_errors() -> None:
+    for results in run_ranks(behaviour, 2):
+        assert results["round trip"]
+        assert results["step count"] == 3.0
+        assert "changes it in place" in results["errors"]["in place"]
+        assert "register_hook was called on an activation or a weight of which each" in results["errors"]["hook"]
+        assert "blocks.0.mlp.gate_up is sharded" in results["errors"]["outside"]
+        assert results["sizes"] == [4 * C, C, C]
+        assert results["errors"]["after errors"] == results["errors"]["sizes"] == ""
+        assert results["outputs"] == "Tensor"
+        assert results["parameters"]
+        assert results["undone"]
+        assert results["outside of the step"]
 
 
 class FewRows(nn.Module):
@@ -357,7 +357,7 @@ def few_rows() -> tuple[float, list[int]]:
         return F.cross_entropy(module.head(module.embed(torch.tensor(ids))), torch.tensor(targets))
 
     assert parallel.wrap_step(loss)([0, 4], [-100, 4]).isfinite()
-    for wrong in (([0, 5], [0, 0]), ([-1, 0], [0, 0]), ([0, 4], [0, 5]), ([0, 4], [-1, 0])):  # as in one process
+    for wrong in (([0, 5], [0, 0]), ([-1, 0], [0, 0]), ([0, 4], [0, 5]), ([0, 4], [-1, 0])):  # as in a single process
         with pytest.raises(IndexError, match=r"out of (range|bounds)"):
             parallel.wrap_step(loss)(*wrong)
     rows = [len(parameter) for parameter in module.parameters()]
@@ -366,6 +366,6 @@ def few_rows() -> tuple[float, list[int]]:
 
 
 def test_a_rank_may_have_no_rows_of_a_vocabulary() -> None:
-    found = run_ranks(few_rows, 4)
-    assert [rows for _, rows in found] == [[2, 2], [2, 2], [1, 1], [0, 0]]
-    assert max(difference for difference, _ in found) < CLOSE
+    results = run_ranks(few_rows, 4)
+    assert [rows for _, rows in results] == [[2, 2], [2, 2], [1, 1], [0, 0]]
+    assert max(difference for difference, _ in results) < CLOSE

@@ -1,4 +1,4 @@
-"""Runs that torchrun starts again: from snapshots, and from what ranks have copied to memory."""
+"""Runs that torchrun restarts: from snapshots, and from in-memory checkpoints."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ if __name__ == "__main__":
 """
 
 
-def test_torchrun_starts_again_and_the_run_goes_on(own_folder: Path) -> None:
+def test_a_run_continues_after_restarts_by_torchrun(own_folder: Path) -> None:
     (own_folder / "script.py").write_text(SCRIPT)
     root = str(Path(__file__).parents[2])
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                "--max-restarts", "3", "script.py", "ddp"]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root}
     done = warm.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
-    said = [line for line in done.stdout.splitlines() if line.startswith("fit")]
-    assert said[-1] == f"fit 1 {STEPS} True 2", done.stdout + done.stderr[-3000:]
-    assert said[:-1] == [f"fit 0 {STEPS} True 0"] * 3  # a script begins from its first line each time
+    lines = [line for line in done.stdout.splitlines() if line.startswith("fit")]
+    assert lines[-1] == f"fit 1 {STEPS} True 2", done.stdout + done.stderr[-3000:]
+    assert lines[:-1] == [f"fit 0 {STEPS} True 0"] * 3  # a script begins at its first line after each restart
     assert not list(own_folder.glob("runs/*/recovery"))
 
 
@@ -58,16 +58,17 @@ from fabricx.strategies import FSDP
 from fabricx.testing import QUIET, Ledger, kill
 from tests.process.ledgers import BATCH, EPOCHS, SAMPLES, Numbered
 
-def say(line):
-    os.write(1, (line + "\\n").encode())  # at once, as others may speak meanwhile
+def write_line(line):
+    os.write(1, (line + "\\n").encode())  # a single write, not mixed with those of other ranks
 
-class Told(Ledger):
+class ReportsStart(Ledger):
     def on_train_start(self):
-        say(f"rank {self.global_rank} begins at {self.trainer.global_step} of {self.trainer.failure_log.step_reached}")
+        reached = self.trainer.failure_log.step_reached
+        write_line(f"rank {self.global_rank} begins at {self.trainer.global_step} of {reached}")
 
 class AllHaveCopied(fx.Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if trainer.global_step in (5, 9):  # a death that follows must not cost these copies, even if a rank is slow
+        if trainer.global_step in (5, 9):  # complete these copies before a death, even if a rank is slow
             trainer.world.barrier()
 
 class DiesInCopy(fx.Callback):
@@ -83,7 +84,7 @@ class LosesMachine(fx.Callback):
 
 if __name__ == "__main__":
     torch.manual_seed(3)
-    module = Told(SAMPLES, BATCH)
+    module = ReportsStart(SAMPLES, BATCH)
     nodes = int(sys.argv[2])
     kills = [kill(rank=1).during("backward", step=5), kill(rank=0).during("forward", step=9, attempt=1), DiesInCopy()]
     strategy = FSDP(replicas=2) if sys.argv[1] == "hsdp" else sys.argv[1]
@@ -94,12 +95,12 @@ if __name__ == "__main__":
     entries = module.entries.detach()
     whole = entries.full_tensor() if hasattr(entries, "full_tensor") else entries
     if trainer.is_global_zero:
-        say(f"fit {trainer.global_step} {float((whole + EPOCHS).abs().max()) < 1e-4}")
+        write_line(f"fit {trainer.global_step} {float((whole + EPOCHS).abs().max()) < 1e-4}")
 """
 
 
 def begun_by_torchrun(script: str, folder: Path, strategy: str) -> list[str]:
-    """Let torchrun start two ranks, and again when one dies; returns at which steps they began, of how many done."""
+    """Start two ranks by torchrun, which restarts them after deaths; return the steps of their starts."""
     (folder / "script.py").write_text(script)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                "--max-restarts", "3", "script.py", strategy, "1"]  # fmt: skip
@@ -107,22 +108,24 @@ def begun_by_torchrun(script: str, folder: Path, strategy: str) -> list[str]:
         **os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(folder)
     }  # fmt: skip
     done = warm.run(command, env=environment, capture_output=True, text=True, timeout=110, check=False)
-    said = done.stdout.splitlines()
-    assert said[-1:] == [f"fit {STEPS} True"], done.stdout + done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    assert lines[-1:] == [f"fit {STEPS} True"], done.stdout + done.stderr[-3000:]
     deadline = time.monotonic() + 60
-    while list(folder.glob("fabricx-*")):  # the processes that host store and memory look for the end of the launch
+    while list(folder.glob("fabricx-*")):  # the processes that host store and memory poll for the end of the launch
         assert time.monotonic() < deadline, list(folder.iterdir())
         time.sleep(0.02)
-    return [line.removeprefix("rank 0 begins at ") for line in said if line.startswith("rank 0 begins")]
+    return [line.removeprefix("rank 0 begins at ") for line in lines if line.startswith("rank 0 begins")]
 
 
 @pytest.mark.parametrize("strategy", params(["fsdp"], ["ddp", "local_sgd"]))
-def test_what_ranks_have_copied_outlives_what_torchrun_ends(strategy: str, own_folder: Path) -> None:
-    """The last death is within a copy, so that only the copy before is whole on both ranks."""
+def test_in_memory_checkpoints_survive_restarts_by_torchrun(strategy: str, own_folder: Path) -> None:
+    """The last death is within a copy, so that only the previous copy is complete on both ranks."""
     begun = [line.split(" of ") for line in begun_by_torchrun(MEMORY, own_folder, strategy)]
     assert [int(step) for step, _ in begun] == [0, 5, 9, 10]
-    ahead = 1 if strategy == "local_sgd" else 0  # a rank may be, of what both have reached
-    assert all(0 <= int(reached) - wanted <= ahead for (_, reached), wanted in zip(begun, (0, 5, 9, 11), strict=True))
+    ahead = 1 if strategy == "local_sgd" else 0  # a rank may be ahead of the step that both ranks have reached
+    assert all(
+        0 <= int(reached) - expected <= ahead for (_, reached), expected in zip(begun, (0, 5, 9, 11), strict=True)
+    )
 
 
 UNSEEDED = """
@@ -152,7 +155,7 @@ if __name__ == "__main__":
 
 
 def test_a_script_without_a_seed_has_the_same_data_after_a_restart(own_folder: Path) -> None:
-    """numpy and python seed themselves in each process: other samples were trained after a restart."""
+    """Regression: numpy and python seed themselves per process, and other samples were trained after a restart."""
     (own_folder / "script.py").write_text(UNSEEDED)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                "--max-restarts", "3", "script.py"]  # fmt: skip
@@ -174,7 +177,7 @@ class Diverges(fx.Callback):
 if __name__"""
 
 
-def test_nobody_goes_back_to_a_copy_of_weights_that_were_found_to_be_wrong(own_folder: Path) -> None:
+def test_in_memory_checkpoints_of_diverged_weights_are_not_restored(own_folder: Path) -> None:
     script = MEMORY.replace("\nif __name__", DIVERGES).replace(
         "*(kills if nodes == 1 else [LosesMachine()])", "Diverges()"
     )
@@ -182,4 +185,4 @@ def test_nobody_goes_back_to_a_copy_of_weights_that_were_found_to_be_wrong(own_f
     assert begun_by_torchrun(script, own_folder, "ddp") == [
         "0 of 0",
         "3 of 4",
-    ]  # the snapshot, and not the copies of step 4
+    ]  # the snapshot, not the copies of step 4

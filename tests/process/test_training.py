@@ -1,4 +1,4 @@
-"""Two ranks compute what one computes; what goes wrong on one ends all, with its reason."""
+"""Two ranks compute the results of a single process; an error on one rank ends all ranks, with its reason."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.soak import params
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
-SAMPLES = 29  # divisible by nothing
+SAMPLES = 29  # no multiple of a batch size
 
 
 class Numbered(Dataset[Any]):
@@ -38,7 +38,7 @@ class Numbered(Dataset[Any]):
 
 
 class Ledger(TinyModule):
-    """Entry i of the ledger ends at -1/B for each time that sample i was trained in a global batch of B samples."""
+    """Entry i of the ledger ends at -1/B per training of sample i in a global batch of B samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Ledger(TinyModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = nn.functional.mse_loss(self(batch[0]), batch[1])
-        self.log("one", 1.0, on_step=True, on_epoch=True)
+        self.log("constant", 1.0, on_step=True, on_epoch=True)
         self.log("loss", loss, on_epoch=True)
         return loss + self.ledger[batch[2]].mean()
 
@@ -75,18 +75,20 @@ def train(
 
 
 @pytest.mark.parametrize(("strategy", "accumulate"), params([("ddp", 2), ("fsdp", 1)], [("ddp", 1), ("fsdp", 2)]))
-def test_two_ranks_train_what_one_trains(tmp_path: Path, accumulate: int, strategy: str) -> None:
-    precision = {"ddp": "32-true", "fsdp": "64-true"}[strategy]  # fsdp takes one dtype only, and the ledger has 64 bits
-    alone, one = train(tmp_path, 1, accumulate, precision=precision)
-    together, two = train(tmp_path, 2, accumulate, strategy, precision=precision)
-    # the caller's own module has the weights; float32 sums in another order
+def test_two_ranks_train_the_weights_of_a_single_process(tmp_path: Path, accumulate: int, strategy: str) -> None:
+    precision = {"ddp": "32-true", "fsdp": "64-true"}[
+        strategy
+    ]  # fsdp accepts a single dtype only, and the ledger is float64
+    alone, single = train(tmp_path, 1, accumulate, precision=precision)
+    together, parallel = train(tmp_path, 2, accumulate, strategy, precision=precision)
+    # the script's own module has the weights; float32 sums in a different order
     torch.testing.assert_close(together.layer.weight, alone.layer.weight, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(together.ledger, alone.ledger, rtol=1e-12, atol=0)
-    assert (two.global_step, two.current_epoch) == (one.global_step, one.current_epoch)
-    for name, value in one.callback_metrics.items():
-        assert float(two.callback_metrics[name]) == pytest.approx(float(value), rel=1e-5), name
-    assert float(two.callback_metrics["one_epoch"]) == 1.0  # a constant stays one on uneven ranks
-    assert float(two.callback_metrics["mean"]) == (SAMPLES - 1) / 2  # every sample counts once
+    assert (parallel.global_step, parallel.current_epoch) == (single.global_step, single.current_epoch)
+    for name, value in single.callback_metrics.items():
+        assert float(parallel.callback_metrics[name]) == pytest.approx(float(value), rel=1e-5), name
+    assert float(parallel.callback_metrics["constant_epoch"]) == 1.0  # a constant remains 1 on uneven ranks
+    assert float(parallel.callback_metrics["mean"]) == (SAMPLES - 1) / 2  # every sample counts once
 
 
 class Norms(TinyModule):
@@ -98,26 +100,26 @@ class Norms(TinyModule):
 
 
 @pytest.mark.parametrize("accumulate", params([2], [1]))
-def test_norms_that_a_hook_logs_are_those_of_one_process_though_a_rank_has_no_last_sample(accumulate: int) -> None:
-    found = {}
+def test_logged_norms_equal_those_of_a_single_process_if_a_rank_has_no_last_sample(accumulate: int) -> None:
+    metrics = {}
     for strategy, devices in (("single", 1), ("ddp", 2), ("fsdp", 2)):
         torch.manual_seed(5)
         trainer = fx.Trainer(
             max_epochs=1, devices=devices, strategy=strategy, accumulate_grad_batches=accumulate, **QUIET
         )
         trainer.fit(Norms(), tiny_loader(17, 8 // devices))
-        found[strategy] = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    assert found["ddp"] == pytest.approx(found["single"], rel=1e-5)  # float32 sums in another order
-    assert found["fsdp"] == pytest.approx(found["single"], rel=1e-5)
+        metrics[strategy] = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert metrics["ddp"] == pytest.approx(metrics["single"], rel=1e-5)  # float32 sums in a different order
+    assert metrics["fsdp"] == pytest.approx(metrics["single"], rel=1e-5)
 
 
-def test_evaluation_and_prediction_on_two_ranks_count_each_sample_once(tmp_path: Path) -> None:
+def test_evaluations_and_predictions_on_two_ranks_count_each_sample_once(tmp_path: Path) -> None:
     trainer = fx.Trainer(devices=2, strategy="ddp", default_root_dir=tmp_path, **QUIET)
-    five = DataLoader(Numbered(5), batch_size=1)
-    assert trainer.validate(Ledger(), five, verbose=False) == [{"mean": 2.0}]
+    five_samples = DataLoader(Numbered(5), batch_size=1)
+    assert trainer.validate(Ledger(), five_samples, verbose=False) == [{"mean": 2.0}]
     assert torch.cat(trainer.predict(Ledger(), DataLoader(Numbered(), 3))).tolist() == list(range(SAMPLES))
-    one = DataLoader(Numbered(1), batch_size=1)  # the second rank has nothing at all
-    assert trainer.validate(Ledger(), one, verbose=False) == [{"mean": 0.0}]
+    single_sample = DataLoader(Numbered(1), batch_size=1)  # rank 1 has no sample
+    assert trainer.validate(Ledger(), single_sample, verbose=False) == [{"mean": 0.0}]
 
 
 class Troubled(TinyModule):
@@ -166,7 +168,7 @@ TROUBLES = {
         [("fsdp", trouble) for trouble in TROUBLES if trouble != "skips"],
     ),
 )
-def test_trouble_on_one_rank_ends_all_with_its_reason(tmp_path: Path, trouble: str, strategy: str) -> None:
+def test_an_error_on_one_rank_ends_all_ranks_with_its_reason(tmp_path: Path, trouble: str, strategy: str) -> None:
     began = time.monotonic()
     with pytest.raises(WorkerFailed, match=TROUBLES[trouble]) as caught:
         fit(tmp_path, trouble, strategy)
@@ -176,17 +178,17 @@ def test_trouble_on_one_rank_ends_all_with_its_reason(tmp_path: Path, trouble: s
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_all_ranks_may_skip_a_batch_and_stop_where_they_all_ask_to(tmp_path: Path, strategy: str) -> None:
+def test_all_ranks_may_skip_a_batch_together_and_stop_at_the_requested_step(tmp_path: Path, strategy: str) -> None:
     assert fit(tmp_path, "all skip", strategy).global_step == 7
     assert fit(tmp_path, "all stop", strategy).global_step == 3
     assert fit(tmp_path, "stops", strategy).global_step in (
         3,
         4,
-    )  # one rank asks
+    )  # one rank requests the stop
 
 
 class Stream(IterableDataset[Any]):
-    """Ten samples on the first rank, sixteen on the second; nobody knows beforehand."""
+    """Ten samples on rank 0, sixteen on rank 1; the numbers are unknown in advance."""
 
     def __iter__(self) -> Any:
         rank = torch.distributed.get_rank()
@@ -202,7 +204,7 @@ def test_streams_of_different_length_neither_hang_nor_repeat(tmp_path: Path, str
 
 
 class Lists(fx.DataModule):
-    """Batches whose number each rank has of its own; validation comes at the same batch on all."""
+    """A different number of batches on each rank; validation is after the same batch on all ranks."""
 
     def __init__(self, *lengths: int) -> None:
         super().__init__()
@@ -217,7 +219,7 @@ class Lists(fx.DataModule):
 
 
 @pytest.mark.parametrize(("strategy", "lengths"), [("ddp", (7, 4)), ("ddp", (0, 7)), ("fsdp", (4, 7))])
-def test_lists_of_different_length_end_together(tmp_path: Path, strategy: str, lengths: tuple[int, int]) -> None:
+def test_lists_of_different_lengths_end_together(tmp_path: Path, strategy: str, lengths: tuple[int, int]) -> None:
     options = {**QUIET, "default_root_dir": tmp_path, "accumulate_grad_batches": 3, "val_check_interval": 0.5}
     trainer = fx.Trainer(max_epochs=1, devices=2, strategy=strategy, **options)
     trainer.fit(TinyModule(), datamodule=Lists(*lengths))
@@ -225,7 +227,7 @@ def test_lists_of_different_length_end_together(tmp_path: Path, strategy: str, l
 
 
 class Plateau(TinyModule):
-    """Halves its rate after an update whose loss, over all ranks, is not below the least before."""
+    """Halves its rate after an update whose loss, over all ranks, is not below the previous minimum."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         ranks = [(0.0, 10.0), (6.0, 5.0), (7.0, 4.2), (8.0, 1.0)][batch_idx]  # means of 5.0, 5.5, 5.6 and 4.5
@@ -244,7 +246,7 @@ class Plateau(TinyModule):
         return {"optimizer": optimizer, "lr_scheduler": options}
 
 
-def test_a_plateau_by_steps_is_that_of_all_ranks(tmp_path: Path) -> None:
+def test_reduce_lr_on_plateau_per_step_monitors_the_mean_of_all_ranks(tmp_path: Path) -> None:
     trainer = fx.Trainer(max_epochs=1, devices=2, strategy="ddp", default_root_dir=tmp_path, **QUIET)
     trainer.fit(Plateau(), tiny_loader(32, 4))
     rates = [float(trainer.callback_metrics[name]) for name in ("rate_max", "rate_min")]
@@ -255,7 +257,7 @@ def test_a_plateau_by_steps_is_that_of_all_ranks(tmp_path: Path) -> None:
 
 
 class Adversarial(TinyModule):
-    """Two optimizers in a manual loop; the first loss reaches the parameters of both."""
+    """Two optimizers in a manual loop; the first loss depends on the parameters of both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -286,10 +288,10 @@ def test_a_manual_loop_with_two_optimizers_trains_the_same_on_two_ranks(tmp_path
         trainer.fit(module, tiny_loader(30, 8 // devices))
         assert trainer.global_step == 3
         trained.append(torch.cat([p.detach().flatten() for p in module.parameters()]))
-    torch.testing.assert_close(trained[0], trained[1], rtol=1e-5, atol=1e-6)  # float32 sums in another order
+    torch.testing.assert_close(trained[0], trained[1], rtol=1e-5, atol=1e-6)  # float32 sums in a different order
 
 
-def test_what_cannot_be_sent_to_workers_is_named(tmp_path: Path) -> None:
+def test_the_error_names_an_attribute_that_cannot_be_pickled(tmp_path: Path) -> None:
     module = TinyModule()
     module.activation = threading.Lock()
     trainer = fx.Trainer(max_epochs=1, devices=2, strategy="ddp", default_root_dir=tmp_path, **QUIET)
@@ -298,7 +300,7 @@ def test_what_cannot_be_sent_to_workers_is_named(tmp_path: Path) -> None:
 
 
 class Sums(fx.Callback):
-    """Counts the sums of gradients that torch's DDP leaves to its process group, on the main rank."""
+    """Records whether gradients are reduced in shared memory."""
 
     def __init__(self) -> None:
         self.in_memory = False
@@ -307,18 +309,18 @@ class Sums(fx.Callback):
         self.in_memory = trainer.strategy._shared is not None
 
 
-def test_sums_in_shared_memory_are_those_of_gloo_to_the_bit_for_two_ranks(tmp_path: Path) -> None:
-    found = []
+def test_sums_in_shared_memory_are_bitwise_equal_to_those_of_gloo_on_two_ranks(tmp_path: Path) -> None:
+    results = []
     for shared in (True, False):
-        how: Any = DDP(shared_memory=shared, bucket_mib=1e-4)
-        module, trainer = train(tmp_path, 2, 1, how, callbacks=[sums := Sums()])
+        strategy: Any = DDP(shared_memory=shared, bucket_mib=1e-4)
+        module, trainer = train(tmp_path, 2, 1, strategy, callbacks=[sums := Sums()])
         assert sums.in_memory == shared
-        found.append([*module.parameters(), trainer.callback_metrics["loss_epoch"]])
-    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+        results.append([*module.parameters(), trainer.callback_metrics["loss_epoch"]])
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("compression", params(["bf16", "powersgd"], ["fp16"]))
-def test_compressed_gradients_still_train(tmp_path: Path, compression: Any) -> None:
+def test_ddp_with_compressed_gradients_trains(tmp_path: Path, compression: Any) -> None:
     strategy = DDP(compression=compression)
     module = TinyModule()
     trainer = fx.Trainer(max_epochs=4, devices=2, strategy=strategy, default_root_dir=tmp_path, **QUIET)

@@ -77,20 +77,20 @@ class Wrapped(nn.Module):
 
 
 def all_models() -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, (kind, options, given, _) in MODELS.items():
+    results: dict[str, Any] = {}
+    for name, (kind, options, overrides, _) in MODELS.items():
         with quiet():
-            found[name] = compare(functools.partial(Wrapped, kind, options), given, False, sgd, 3)
-    return found
+            results[name] = compare(functools.partial(Wrapped, kind, options), overrides, False, sgd, 3)
+    return results
 
 
-def test_models_of_transformers_train_as_in_one_process() -> None:
-    [found, _] = run_ranks(all_models, 2)
-    for name, differences in found.items():
-        # The library computes the loss in float32: sums over sharded classes are rounded in another order.
+def test_models_of_transformers_train_as_in_a_single_process() -> None:
+    [results, _] = run_ranks(all_models, 2)
+    for name, differences in results.items():
+        # The library computes the loss in float32: sums over sharded classes are rounded in a different order.
         close = 1e-4 if MODELS[name][2] else CLOSE
-        for what in ("losses", "norms", "weights", "random"):
-            assert differences[what] < close, (name, what, differences)
+        for quantity in ("losses", "norms", "weights", "random"):
+            assert differences[quantity] < close, (name, quantity, differences)
         assert differences["layers"] == MODELS[name][3], (name, differences)
 
 
@@ -104,14 +104,16 @@ class Routed(fx.Module):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         outputs = self.net(input_ids=batch[0], labels=batch[0])
-        self.losses.append(outputs.aux_loss.item())  # by hooks, of outputs that the class registers in the process
+        self.losses.append(
+            outputs.aux_loss.item()
+        )  # recorded by hooks that the class registers for its outputs in the process
         return outputs.loss
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def test_outputs_that_a_class_of_models_records_are_there_in_ranks() -> None:
+def test_recorded_outputs_of_transformers_are_available_on_ranks() -> None:
     def train(devices: int) -> list[float]:
         torch.manual_seed(0)
         module, ids = Routed(), torch.arange(32).view(4, 8) % ROWS

@@ -39,7 +39,7 @@ class Steps(fx.Module):
         self.kinds = training, validation
         self.inputs, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(Block(training == "dropout") for _ in range(2))
-        self.found: list[Any] | None = None
+        self.lengths: list[Any] | None = None
         self.state, self.outputs = {"steps": 0}, list[Tensor]()
         self.inputs.requires_grad_(training != "unfreezes")
         self.in_step = False
@@ -63,7 +63,7 @@ class Steps(fx.Module):
             self.outputs.append(outputs.detach())
         if self.kinds[0] == "unfreezes":
             self.inputs.requires_grad_(self.global_step > 0)
-        if self.kinds[0] == "masks":  # a mean over other numbers of elements in each sample
+        if self.kinds[0] == "masks":  # a mean over different numbers of elements in each sample
             return ((outputs - noise) * (torch.rand(len(x), LENGTH, 1) < 0.5)).square().sum() / 7
         if self.kinds[0] == "noise":
             return F.mse_loss(outputs, noise)
@@ -74,7 +74,7 @@ class Steps(fx.Module):
         return F.cross_entropy(outputs.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
 
     def on_validation_epoch_start(self) -> None:
-        self.found = []
+        self.lengths = []
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
         x, labels = batch
@@ -82,10 +82,10 @@ class Steps(fx.Module):
         if self.kinds[1] == "number of a weight":  # of another stage
             scale = float(self.inputs.weight.detach().abs().sum())
         if self.kinds[1] == "list":
-            assert self.found is not None
-            self.found.append(len(x))
+            assert self.lengths is not None
+            self.lengths.append(len(x))
         if self.kinds[1] == "list, number":
-            assert self.found is not None
+            assert self.lengths is not None
             scale = float(self.inputs.weight.detach().abs().sum())
         loss = F.cross_entropy(self(x).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
         self.log("val", loss * scale)
@@ -100,7 +100,7 @@ class Weighted(Steps):
 
 
 def samples(lengths: list[int]) -> list[tuple[Tensor, Tensor]]:
-    """Return samples of which only the first words have a label; a length of 0 is a sample whose loss is nan."""
+    """Return samples with labels for the first words only; a length of 0 is a sample with a loss of NaN."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(len(lengths), LENGTH, WIDTH, generator=generator)
     labels = torch.randint(WIDTH, (len(lengths), LENGTH), generator=generator)
@@ -110,7 +110,7 @@ def samples(lengths: list[int]) -> list[tuple[Tensor, Tensor]]:
     return list(zip(x, labels, strict=True))
 
 
-# In `make test`; `make soak` has all.
+# Cases in `make test`; `make soak` runs all.
 ALWAYS = (
     "one microbatch",
     "fewer words later",
@@ -125,7 +125,7 @@ ALWAYS = (
     "count",
 )
 EQUAL, LATER = [LENGTH] * 8, [LENGTH] * 7 + [2]  # the first samples have equally many words
-# name -> strategy, module, words of the samples, part of the message; "" for a run that begins
+# name -> strategy, module, words of the samples, part of the message; "" for an accepted run
 CASES: dict[str, tuple[Any, Callable[[], Any], list[int], str]] = {
     "equal samples": (PipelineMesh(), Steps, EQUAL, ""),
     "fewer words later": (PipelineMesh(), Steps, LATER, "define batch_weight(self, batch)"),
@@ -149,8 +149,8 @@ CASES: dict[str, tuple[Any, Callable[[], Any], list[int], str]] = {
 
 
 def begin(names: list[str]) -> dict[str, str]:
-    """Return the messages of runs that can't begin."""
-    found = {}
+    """Return the messages of refused runs, "" for accepted runs."""
+    messages = {}
     for name in names:
         strategy, module, lengths, _ = CASES[name]
         torch.manual_seed(0)
@@ -159,18 +159,18 @@ def begin(names: list[str]) -> dict[str, str]:
         try:
             trainer.fit(module(), DataLoader(data, 4), DataLoader(data, 4))  # type: ignore[arg-type]
         except Exception as error:
-            found[name] = f"{type(error).__name__}: {error}"
+            messages[name] = f"{type(error).__name__}: {error}"
         else:
-            found[name] = ""
-    return found
+            messages[name] = ""
+    return messages
 
 
-def test_steps_that_a_division_would_change_are_refused_and_no_others() -> None:
+def test_exactly_the_steps_that_a_division_would_change_are_refused() -> None:
     names = list(CASES) if SOAK else [*ALWAYS]
-    for found in run_ranks(begin, 2, names):
+    for messages in run_ranks(begin, 2, names):
         for name in names:
-            said = CASES[name][3]
-            assert (said in found[name]) if said else not found[name], (name, found[name])
+            expected = CASES[name][3]
+            assert (expected in messages[name]) if expected else not messages[name], (name, messages[name])
 
 
 def counted(strategy: Any, devices: int) -> dict[str, Any]:
@@ -185,9 +185,9 @@ def counted(strategy: Any, devices: int) -> dict[str, Any]:
 
 
 def test_the_trial_does_not_count_in_attributes_of_the_module() -> None:
-    found, expected = counted(TensorMesh(), 2), counted("single", 1)
+    state, expected = counted(TensorMesh(), 2), counted("single", 1)
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(state[name], value, rtol=1e-10, atol=1e-12)
 
 
 def test_a_step_that_changes_requires_grad_on_the_last_stage_only_is_an_error() -> None:
@@ -197,7 +197,7 @@ def test_a_step_that_changes_requires_grad_on_the_last_stage_only_is_an_error() 
 
 
 class Averages(fx.Module):
-    """Assigns new tensors to a buffer, and registers another in its first step."""
+    """Assigns new tensors to a buffer, and registers another buffer in its first step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,9 +226,9 @@ def averages(strategy: Any, devices: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("strategy", [TensorMesh(), PipelineMesh(microbatches=1)], ids=["tensor", "pipeline"])
-def test_a_buffer_that_the_step_assigns_begins_with_its_own_value_after_the_trial(strategy: Any) -> None:
-    found, expected = averages(strategy, 2), averages("single", 1)
-    assert found["average"].tolist() == expected["average"].tolist() == [1.75] * 4
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():  # sums in another order
-        torch.testing.assert_close(found[name], value, rtol=1e-8, atol=1e-10)
+def test_a_buffer_that_the_step_assigns_has_its_initial_value_after_the_trial(strategy: Any) -> None:
+    state, expected = averages(strategy, 2), averages("single", 1)
+    assert state["average"].tolist() == expected["average"].tolist() == [1.75] * 4
+    assert state.keys() == expected.keys()
+    for name, value in expected.items():  # sums in a different order
+        torch.testing.assert_close(state[name], value, rtol=1e-8, atol=1e-10)

@@ -1,4 +1,4 @@
-"""Trials on several ranks find what one process finds."""
+"""Tuning on several ranks has the results of a single process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Tuned(TinyModule):
 
 
 @pytest.mark.parametrize("strategy", params(["fsdp", "parameter_server"], ["ddp"]))
-def test_the_losses_of_a_search_are_those_of_one_process(strategy: str, tmp_path: Path) -> None:
+def test_the_losses_of_a_learning_rate_search_equal_those_of_a_single_process(strategy: str, tmp_path: Path) -> None:
     def search(devices: int) -> Any:
         torch.manual_seed(1)
         trainer = fx.Trainer(
@@ -46,25 +46,27 @@ def test_the_losses_of_a_search_are_those_of_one_process(strategy: str, tmp_path
         module, state = Tuned(), torch.get_rng_state()
         before = module.layer.weight.clone()
         loader = DataLoader(tiny_data(19), batch_size=4 // devices, shuffle=True)
-        found = fx.Tuner(trainer).lr_find(module, loader, min_lr=1e-4, num_training=20, early_stop_threshold=None)
+        search_result = fx.Tuner(trainer).lr_find(
+            module, loader, min_lr=1e-4, num_training=20, early_stop_threshold=None
+        )
         assert torch.equal(before, module.layer.weight)
         assert torch.equal(state, torch.get_rng_state())
-        assert (trainer.global_step, module.hparams.lr) == (0, found.suggestion())
-        return found.results
+        assert (trainer.global_step, module.hparams.lr) == (0, search_result.suggestion())
+        return search_result.results
 
-    one, two = search(1), search(2)
-    assert two["lr"] == one["lr"]
-    assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)  # float32 sums in another order
+    single, parallel = search(1), search(2)
+    assert parallel["lr"] == single["lr"]
+    assert parallel["loss"] == pytest.approx(single["loss"], rel=1e-5)  # float32 sums in a different order
 
 
-def test_a_batch_that_is_too_large_for_one_rank_is_too_large(tmp_path: Path) -> None:
+def test_a_batch_size_that_is_too_large_for_one_rank_is_rejected(tmp_path: Path) -> None:
     module = Tuned()
     trainer = fx.Trainer(devices=2, **QUIET | {"default_root_dir": tmp_path})
     assert fx.Tuner(trainer).scale_batch_size(module, steps_per_trial=1) == module.batch_size == 8
 
 
 class Killed(Tuned):
-    """The system kills rank 1 for a batch of more than 8 samples."""
+    """Rank 1 is killed, as by the system, for a batch of more than 8 samples."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if len(batch[0]) > 8 and self.global_rank == 1:
@@ -73,7 +75,7 @@ class Killed(Tuned):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "async_sgd"])
-def test_a_batch_for_which_a_rank_is_killed_is_too_large(strategy: str, tmp_path: Path) -> None:
+def test_a_batch_size_for_which_a_rank_is_killed_is_rejected(strategy: str, tmp_path: Path) -> None:
     """Asynchronous strategies train without the rank, and replace it."""
     module = Killed()
     trainer = fx.Trainer(devices=2, strategy=strategy, **QUIET | {"default_root_dir": tmp_path})

@@ -1,4 +1,4 @@
-"""Parameters that get no gradient in some steps or on some ranks: several ranks train what one trains."""
+"""Parameters without a gradient in some steps or on some ranks: several ranks train as a single process."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tests.cases import check_each
 
 pytestmark = [pytest.mark.usefixtures("warm_ranks"), pytest.mark.filterwarnings("ignore:.*got no gradient.*")]
 
-SAMPLES, GLOBAL_BATCH = 26, 6  # the last batch has two samples: a rank of three has none
+SAMPLES, GLOBAL_BATCH = 26, 6  # the last batch has two samples: one of three ranks has no sample
 
 
 class Experts(fx.Module):
     """Sample k trains expert k // 2 % 3 only; `late` is trained from the second epoch on, and `idle` never.
 
     Args:
-        frozen: `late` is frozen before training, instead of left out.
+        frozen: `late` is frozen before training, instead of excluded from the forward.
         manual: manual optimization.
     """
 
@@ -57,7 +57,7 @@ class Experts(fx.Module):
         return None
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        # Weight decay and momentum move a parameter whose gradient is zero, and not one that has none.
+        # Weight decay and momentum change a parameter with a zero gradient, but not a parameter without a gradient.
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
 
 
@@ -73,10 +73,10 @@ def train(strategy: Any, devices: int, folder: Path, *, accumulate: int = 1, ste
     return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
 
 
-def test_ranks_that_use_other_parameters_train_what_one_process_trains(tmp_path: Path) -> None:
+def test_ranks_that_use_different_parameters_train_the_weights_of_a_single_process(tmp_path: Path) -> None:
     def check(devices: int, strategy: Any, **how: Any) -> None:
-        wanted = train("single", 1, tmp_path, **how)
-        torch.testing.assert_close(train(strategy, devices, tmp_path, **how), wanted, rtol=1e-10, atol=1e-12)
+        expected = train("single", 1, tmp_path, **how)
+        torch.testing.assert_close(train(strategy, devices, tmp_path, **how), expected, rtol=1e-10, atol=1e-12)
 
     check_each(check, [
         {"devices": 3, "strategy": DDP(find_unused_parameters=True)},
@@ -87,28 +87,28 @@ def test_ranks_that_use_other_parameters_train_what_one_process_trains(tmp_path:
         {"devices": 3, "strategy": FSDP()},
         {"devices": 2, "strategy": FSDP(), "accumulate": 2},
         {"devices": 2, "strategy": FSDP(), "frozen": True},
-        # One update only: there is no next forward in which torch would find that the reduction has not ended.
+        # A single update: there is no next forward in which torch would detect an incomplete reduction.
         {"devices": 2, "strategy": DDP(), "steps": 1},
     ])  # fmt: skip
 
 
-def test_static_graph_refuses_other_parameters_than_in_the_first_step(tmp_path: Path) -> None:
+def test_static_graph_refuses_parameters_other_than_those_of_the_first_step(tmp_path: Path) -> None:
     for frozen in (False, True):
         with pytest.raises(Exception, match=r"static_graph=True needs (the same|gradients of the same) parameters"):
             train(DDP(static_graph=True), 2, tmp_path, frozen=frozen)
 
 
-def test_strategies_that_join_what_was_trained_at_set_up_refuse_parameters_unfrozen_later(tmp_path: Path) -> None:
+def test_strategies_with_parameters_fixed_at_set_up_refuse_parameters_unfrozen_later(tmp_path: Path) -> None:
     for strategy in (LocalSGD(every=1), Reproducible()):
         with pytest.raises(Exception, match=r"late\.weight was frozen at set-up and is trained now"):
             train(strategy, 2, tmp_path, frozen=True)
 
 
 class Routed(Experts):
-    """Each rank calls an expert of its own, all of one size, in a manual step of which `begins` are alike.
+    """Each rank calls a different expert of the same size in a manual step; the first `begins` steps are equal.
 
     Args:
-        begins: training steps in which all ranks call the same expert.
+        begins: number of steps in which all ranks call the same expert.
     """
 
     def __init__(self, begins: int) -> None:

@@ -1,4 +1,4 @@
-"""A loss that is the mean over tokens: the gradient is the mean over those of the global batch, whoever had them."""
+"""Losses that are means over tokens: the gradient is the mean over the tokens of the global batch on all ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IGNORED, SAMPLES, WORDS = -100, 44, 7
 
 
 class Tokens(fx.Module):
-    """Guesses each word from itself; most of what it reads is to be left out."""
+    """Predicts each word from itself; most targets are ignored."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,8 +30,8 @@ class Tokens(fx.Module):
         self.embedding, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)
 
     def loss(self, batch: Any) -> Tensor:
-        words, wanted = batch
-        return nn.functional.cross_entropy(self.head(self.embedding(words)).flatten(0, 1), wanted.flatten())
+        words, targets = batch
+        return nn.functional.cross_entropy(self.head(self.embedding(words)).flatten(0, 1), targets.flatten())
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
@@ -51,9 +51,9 @@ class Tokens(fx.Module):
 def data() -> TensorDataset:
     random = torch.Generator().manual_seed(4)
     words = torch.randint(WORDS, (SAMPLES, 5), generator=random)
-    left_out = torch.rand(SAMPLES, 5, generator=random) < torch.linspace(0, 1, SAMPLES).unsqueeze(1)
-    left_out[10:24] = True  # samples of nothing: some ranks' batches, and a whole global batch
-    return TensorDataset(words, (words * 3 % WORDS).masked_fill(left_out, IGNORED))
+    ignored = torch.rand(SAMPLES, 5, generator=random) < torch.linspace(0, 1, SAMPLES).unsqueeze(1)
+    ignored[10:24] = True  # samples without targets: the batches of some ranks, and a whole global batch
+    return TensorDataset(words, (words * 3 % WORDS).masked_fill(ignored, IGNORED))
 
 
 def train(
@@ -74,55 +74,57 @@ def train(
     ("strategy", "devices"),
     params([(DDP(), 2), (FSDP(), 2), (ParameterServer(optimizer="server"), 3)], [(DDP(), 3), (ParameterServer(), 2)]),
 )
-def test_the_split_changes_nothing(strategy: Any, devices: int, accumulate: int, tmp_path: Path) -> None:
-    wanted, one = train(Single(), tmp_path / "a", devices=1, accumulate_grad_batches=accumulate)
+def test_weights_do_not_depend_on_the_division_of_samples_over_ranks(
+    strategy: Any, devices: int, accumulate: int, tmp_path: Path
+) -> None:
+    expected, single = train(Single(), tmp_path / "a", devices=1, accumulate_grad_batches=accumulate)
     shares = LoadBalancer(shares=[0.5, 0.2, 0.3] if devices == 3 else [0.7, 0.3])
-    found, several = train(strategy, tmp_path / "b", shares, devices=devices, accumulate_grad_batches=accumulate)
-    assert several.global_step == one.global_step
-    for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)  # AdamW divides by gradients that are roundings
+    module, several = train(strategy, tmp_path / "b", shares, devices=devices, accumulate_grad_batches=accumulate)
+    assert several.global_step == single.global_step
+    for a, b in zip(module.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)  # AdamW divides by gradients that are rounding errors
     for name in ("loss", "val"):
-        torch.testing.assert_close(several.callback_metrics[name], one.callback_metrics[name], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(several.callback_metrics[name], single.callback_metrics[name], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("accumulate", "devices"), params([(2, 2), (1, 4)], [(1, 2)]))
-def test_microbatches_of_a_pipeline_have_the_weight_of_their_tokens(
+def test_microbatches_of_a_pipeline_are_weighted_by_their_tokens(
     accumulate: int, devices: int, tmp_path: Path
 ) -> None:  # fmt: skip
-    wanted, one = train(Single(), tmp_path / "a", devices=1, accumulate_grad_batches=accumulate)
+    expected, single = train(Single(), tmp_path / "a", devices=1, accumulate_grad_batches=accumulate)
     mesh = Mesh(pipeline=2, blocks=["embedding", "head"], microbatches=3)
     options = {"devices": devices, "data_ranks": devices // 2, "accumulate_grad_batches": accumulate}
-    found, several = train(mesh, tmp_path / "b", **options)
-    assert several.global_step == one.global_step
-    for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
+    module, several = train(mesh, tmp_path / "b", **options)
+    assert several.global_step == single.global_step
+    for a, b in zip(module.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
     for name in ("loss", "val"):
-        torch.testing.assert_close(several.callback_metrics[name], one.callback_metrics[name], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(several.callback_metrics[name], single.callback_metrics[name], atol=1e-5, rtol=1e-4)
 
 
-def test_one_process_computes_what_torch_does(tmp_path: Path) -> None:
-    found, _ = train(Single(), tmp_path, devices=1, accumulate_grad_batches=2)
-    wanted = Tokens()
-    optimizer = wanted.configure_optimizers()
+def test_a_single_process_with_batch_weights_equals_plain_torch(tmp_path: Path) -> None:
+    module, _ = train(Single(), tmp_path, devices=1, accumulate_grad_batches=2)
+    reference = Tokens()
+    optimizer = reference.configure_optimizers()
     batches = list(DataLoader(data(), 12))
     for words, targets in batches * 4:
         if not (targets != IGNORED).any():
             continue
         optimizer.zero_grad()
-        wanted.loss((words, targets)).backward()
-        nn.utils.clip_grad_norm_(wanted.parameters(), 0.5)
+        reference.loss((words, targets)).backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
         optimizer.step()
-    for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
+    for a, b in zip(module.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
-def test_workers_at_their_own_pace_weigh_their_own(tmp_path: Path) -> None:
+def test_asynchronous_workers_weight_their_own_batches(tmp_path: Path) -> None:
     module, trainer = train(AsyncSGD(), tmp_path)
     assert trainer.current_epoch == 4
     assert all(parameter.isfinite().all() for parameter in module.parameters())
 
 
-def test_a_weight_that_is_none_is_said(tmp_path: Path) -> None:
+def test_a_negative_batch_weight_is_an_error(tmp_path: Path) -> None:
     class Negative(Tokens):
         def batch_weight(self, batch: Any) -> Any:
             return -1.0
