@@ -1,4 +1,4 @@
-"""Many cases in one test, which names all that fail."""
+"""Many cases in one test; its error names all failing cases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def check_each(check: Callable[..., None], cases: Iterable[dict[str, object]]) -
     """Call a function with the arguments of each case.
 
     Raises:
-        AssertionError: the function raised in some cases; the message has each of them with its error.
+        AssertionError: the function raised in some cases; the message contains each such case with its error.
     """
     failed = []
     for case in cases:

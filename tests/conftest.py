@@ -1,4 +1,4 @@
-"""What holds for every test: it runs in a folder of its own, and leaves nothing behind in the process."""
+"""Fixtures of all tests: each test runs in its own folder, and fails if it leaks threads, processes or settings."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from fabricx.launch import supervisor
 from tests import pool, warm
 
 if sys.platform == "linux":
-    # A process that wakes interrupts no other, such as a thread of gloo with the lock that the waking one polls for.
+    # A waking process interrupts no other process, such as a gloo thread that holds a lock on which the waker polls.
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-gc.disable()  # until all modules of tests are imported
+gc.disable()  # until all test modules are imported
 if warm.CLONE is not None:
     warm.use_clone_as_fork_server()
-GRACE_S = 20.0  # how long something that is ending already may take
+GRACE_S = 20.0  # grace period for resources that are being released
 OWN_FILES = Path("/proc/self/fd")
-# Set once in a process by a library, at its import or first use; they belong to nobody.
+# Set once per process by a library, at its import or first use.
 LIBRARIES_SET = {
     "PYTEST_CURRENT_TEST",
     "CUBLAS_WORKSPACE_CONFIG",
     "KMP_INIT_AT_FORK",
     "KMP_DUPLICATE_LIB_OK",
     "TORCHINDUCTOR_CACHE_DIR",
-    "PL_GLOBAL_SEED",  # by seed_everything, as Lightning does
+    "PL_GLOBAL_SEED",  # by seed_everything, as in Lightning
     "PL_SEED_WORKERS",
     "PYTORCH_NVML_BASED_CUDA_CHECK",  # by the import of lightning
 }
 
 
 def pytest_collection_finish() -> None:
-    """Keep what is imported out of all garbage collections, which took a fifth of the unit tests' time."""
+    """Exclude imported objects from garbage collections, which took a fifth of the unit tests' time."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(*warm.COLLECTS)
@@ -53,14 +53,14 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def one_thread() -> None:
-    """Tiny models gain nothing from a second thread, and ranks in other processes want the cores."""
+def single_thread() -> None:
+    """Use a single thread: tiny models have no benefit from a second thread, and ranks need the cores."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind(tmp_path: Path) -> Iterator[None]:
-    """Fail a test after which there are more threads, processes, groups, variables, ... than before."""
+    """Fail a test that leaves more threads, processes, groups, variables, ... than before."""
     before = _state()
     yield
     groups = _end_process_groups()
@@ -79,14 +79,14 @@ def leaves_nothing_behind(tmp_path: Path) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def own_folder(leaves_nothing_behind: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Run each test in an empty folder, so that runs' folders don't end up in the project's."""
+    """Run each test in an empty folder, so that folders of runs are not created in the project."""
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
 @pytest.fixture
 def warm_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let jobs run on ranks that stay from test to test; for tests of what ranks do, not of how they start and end."""
+    """Run jobs on ranks that persist between tests; for tests of training, not of the start and end of ranks."""
     monkeypatch.setattr(supervisor, "run_workers", pool.run_workers)
     monkeypatch.setattr(testing, "run_workers", pool.run_workers)
 
@@ -106,14 +106,14 @@ def _state() -> dict[str, dict[str, Any]]:
 
 
 def _restore(before: dict[str, dict[str, Any]]) -> None:
-    """Undo what can be undone, so that a leak fails one test only."""
+    """Undo leaks where possible, so that a leak fails a single test only."""
     for name in set(os.environ) - set(before["environment"]) - LIBRARIES_SET:
         del os.environ[name]
     os.environ.update(before["environment"])
     for name, handler in before["signal handlers"].items():
         signal.signal(signal.Signals[name], handler)
     switches = before["torch's switches"]
-    if switches != _state()["torch's switches"]:  # setting one imports torch's compiler
+    if switches != _state()["torch's switches"]:  # setting a switch imports torch's compiler
         torch.set_grad_enabled(switches["grad mode"])
         torch.set_default_dtype(switches["default dtype"])
         torch.use_deterministic_algorithms(switches["deterministic algorithms"])
@@ -133,33 +133,33 @@ def _end_process_groups() -> list[str]:
 
 
 def _processes() -> list[str]:
-    """Name processes that the test has started, and end them; those that stay warm are kept."""
+    """Name the processes that the test has started, and end them; persistent processes are kept."""
     kept = {getattr(forkserver._forkserver, "_forkserver_pid", None), resource_tracker._resource_tracker._pid}
     kept |= warm.templates() | pool.processes()
 
-    def found() -> list[psutil.Process]:
+    def running_children() -> list[psutil.Process]:
         children = [psutil.Process(pid) for pid in _descendants(os.getpid()) if pid not in kept]
         return [process for process in children if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
 
-    left = _wait_for(lambda: _that_exist(found))
+    left = _wait_for(lambda: _existing(running_children))
     for process in left:
         process.kill()
     return [f"process {process.pid}" for process in left]
 
 
 def _descendants(pid: int) -> Iterator[int]:
-    """Yield a process's children, and theirs, except those of warm ranks, which look after their own."""
+    """Yield all descendants of a process except those of warm ranks, which check their own."""
     for child in pool.children(pid):
         yield child
         if child not in pool.processes():
             yield from _descendants(child)
 
 
-def _that_exist(found: Callable[[], list[psutil.Process]]) -> list[psutil.Process]:
+def _existing(query: Callable[[], list[psutil.Process]]) -> list[psutil.Process]:
     try:
-        return found()
-    except psutil.NoSuchProcess:  # it ended while it was looked at
-        return found()
+        return query()
+    except psutil.NoSuchProcess:  # it ended during the query
+        return query()
 
 
 def _threads(before: dict[str, Any]) -> list[str]:
@@ -170,17 +170,17 @@ def _threads(before: dict[str, Any]) -> list[str]:
 def _open_files(folder: Path) -> list[str]:
     if not OWN_FILES.exists():
         return [f"an open file, {it.path}" for it in psutil.Process().open_files() if folder in Path(it.path).parents]
-    found = []
+    leaks = []
     for file in os.listdir(OWN_FILES):
-        with contextlib.suppress(FileNotFoundError):  # of the listing itself
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing
             path = os.readlink(OWN_FILES / file)
             if path.startswith(f"{folder}/"):
-                found.append(f"an open file, {path}")
-    return found
+                leaks.append(f"an open file, {path}")
+    return leaks
 
 
 def _wait_for(look: Callable[[], list[Any]]) -> list[Any]:
-    """Return what is left after a moment of grace."""
+    """Return the remaining resources after a grace period."""
     deadline = time.monotonic() + GRACE_S
     while (left := look()) and time.monotonic() < deadline:
         time.sleep(0.02)

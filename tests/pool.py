@@ -1,8 +1,8 @@
-"""Ranks that stay from test to test: processes that are started once, and train again and again.
+"""Ranks that persist between tests: processes that are started once, and run many jobs.
 
-`warm_ranks` (a fixture) lets `run_workers` hand its job to them. Each job has a store, a process group, a folder and
-random numbers of its own, as in ranks that were just started; what it leaves in a rank fails its test. A rank that
-fails or hangs ends its pool, and the next job starts another. Jobs whose ranks may come and go start their own.
+`warm_ranks` (a fixture) makes `run_workers` pass its jobs to them. Each job has its own store, process group, folder
+and random numbers, as in new ranks; leaks of a job in a rank fail its test. A rank that fails or hangs ends its pool,
+and the next job starts a new pool. Jobs with elastic workers start new ranks.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from fabricx.scratch import private_folder
 from fabricx.trainer import set_up
 from fabricx.trainer.trainer import Trainer
 
-MOST: Final = 6  # pools that are kept
-GRACE_S: Final = 20.0  # in which a thread that is ending may end
+MOST: Final = 6  # number of kept pools
+GRACE_S: Final = 20.0  # grace period for ending threads
 CHILDREN_IN_PROC: Final = Path(f"/proc/self/task/{os.getpid()}/children").exists()
-LIMITS: Final = ("frozen_after", "stuck_after")  # of silence, after which FaultRecovery ends a rank
+LIMITS: Final = ("frozen_after", "stuck_after")  # limits of silence after which FaultRecovery ends a rank
 _START_RANKS: Final = supervisor.run_workers
 
 
 class Pool:
-    """So many ranks and servers, which take jobs until one of them fails.
+    """A fixed number of ranks and servers that run jobs until one of the processes fails.
 
     Args:
         size: ranks.
-        servers: processes beside those that serve in each job.
+        servers: processes in addition to the servers of each job.
     """
 
     def __init__(self, size: int, servers: int) -> None:
@@ -83,11 +83,11 @@ class Pool:
             self._error = error
 
     def run(self, function: Any, arguments: tuple[Any, ...], named: Any, serve: Any) -> list[Any]:
-        """Run a job on all ranks; returns the results by rank.
+        """Run a job on all ranks; return the results by rank.
 
         Raises:
             WorkerFailed: a rank failed; the pool has ended.
-            AssertionError: the job has left something behind in a rank.
+            AssertionError: the job has leaked resources in a rank.
         """
         with private_folder() as folder, contextlib.ExitStack() as stack:
             supervisor._write_job(Path(folder), function, arguments, named or {})
@@ -103,10 +103,10 @@ class Pool:
                 answers += [connection.recv() for connection in self._connections]
             except (EOFError, OSError):
                 self.close()
-            except BaseException:  # such as this test's time-out
+            except BaseException:  # such as this test's timeout
                 self.close()
                 raise
-        if not answers:  # raised here, since it has a cause of its own
+        if not answers:  # raised here, because it has its own cause
             raise self._error or RuntimeError("warm ranks ended without an error")
         left = [f"rank {rank}: {leak}" for rank, (_, leaks) in enumerate(answers) for leak in leaks]
         if left:
@@ -119,7 +119,7 @@ class Pool:
         if self in _POOLS.values():
             _POOLS.pop(next(key for key, pool in _POOLS.items() if pool is self))
         if self._error is None and self._thread.is_alive():
-            self._thread.join(2 * supervisor.GATHER_S)  # a rank has failed: the others may still report
+            self._thread.join(2 * supervisor.GATHER_S)  # a rank has failed: other ranks may still report
         for pid in self.pids if self._thread.is_alive() else ():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -141,38 +141,38 @@ def close() -> None:
 
 
 def processes() -> set[int]:
-    """Return the processes that are kept for further jobs."""
+    """Return the processes that are kept for later jobs."""
     return {pid for pool in _POOLS.values() for pid in pool.pids}
 
 
 def children(pid: int) -> list[int]:
-    """Return a process's children; psutil reads about all processes of the machine for that."""
+    """Return a process's children; psutil would read all processes of the machine."""
     tasks = Path(f"/proc/{pid}/task")
     if not CHILDREN_IN_PROC:
         return [process.pid for process in psutil.Process(pid).children()]
     try:
         lists = [(tasks / task / "children").read_text().split() for task in os.listdir(tasks)]
     except (FileNotFoundError, ProcessLookupError):
-        return []  # it has ended meanwhile
+        return []  # it has ended in the meantime
     return [int(number) for numbers in lists for number in numbers]
 
 
 def threads() -> set[threading.Thread]:
-    """Return the threads of this process that look after them."""
+    """Return the threads of this process that supervise the pools."""
     return {thread for pool in _POOLS.values() for thread in pool.threads}
 
 
 def run_workers(function: Any, arguments: tuple[Any, ...], **options: Any) -> list[Any]:
-    """Do what `fabricx.launch.supervisor.run_workers` does, on ranks that are there already, if it can be."""
+    """Run `fabricx.launch.supervisor.run_workers` on existing ranks if possible."""
     if _recovers_by_default(arguments[0]):
         options.pop("elastic", None)
         options = {name: value for name, value in options.items() if name not in LIMITS}
-    known = {"size", "servers", "serve", "named", "elastic", "failures", "run_dir", "note", "stops_at_step"}
-    if options.get("elastic") is not None or options.keys() - known:
+    supported = {"size", "servers", "serve", "named", "elastic", "failures", "run_dir", "note", "stops_at_step"}
+    if options.get("elastic") is not None or options.keys() - supported:
         return _START_RANKS(function, arguments, **options)
     key = options["size"], options.get("servers", 0)
     pool = _POOLS.pop(key, None) or Pool(*key)
-    _POOLS[key] = pool  # the last one used is the last one that is ended
+    _POOLS[key] = pool  # the most recently used pool is ended last
     while len(_POOLS) > MOST:
         oldest = next(iter(_POOLS.values()))
         oldest._error = SystemExit()
@@ -181,10 +181,10 @@ def run_workers(function: Any, arguments: tuple[Any, ...], **options: Any) -> li
 
 
 def _recovers_by_default(job: Any) -> bool:
-    """Return whether a trainer's ranks would be replaced only because that is the default; it has tests of its own."""
+    """Return whether ranks would be replaced by default only; the default has its own tests."""
     if not isinstance(job, Trainer) or not job.strategy.traits.lockstep:
         return False
-    chosen = ("snapshots", "stuck_after")  # by tests of recovery
+    chosen = ("snapshots", "stuck_after")  # set by tests of recovery
     return not any(getattr(callback, name, None) for callback in job.callbacks for name in chosen)
 
 
@@ -197,7 +197,7 @@ def _serve_jobs(world: World, number: int, folder: str, *, address: str, authkey
 
 
 def _work(address: str, authkey: bytes, rank: int) -> None:
-    """Be a rank, or a server, of one job after the other."""
+    """Run jobs, one by one, as a rank or a server."""
     fresh = _Fresh()
     with Client(address, "AF_UNIX", authkey=authkey) as connection:
         connection.send((rank, os.getpid()))
@@ -210,14 +210,14 @@ def _work(address: str, authkey: bytes, rank: int) -> None:
             with warnings.catch_warnings():
                 result = by_value.dumps(worker._run(spec), home=True)
             by_value.share(())
-            heartbeat.set_reached(0)  # a rank without a job isn't one without progress
+            heartbeat.set_reached(0)  # a rank without a job isn't a rank without progress
             sys.stdout.flush()
             sys.stderr.flush()
             connection.send((result, fresh.leaks()))
 
 
 class _Fresh:
-    """What a process is like before its first job."""
+    """The state of a process before its first job."""
 
     def __init__(self) -> None:
         self._threads = set(threading.enumerate())
@@ -226,7 +226,7 @@ class _Fresh:
         self._switches = _switches()
 
     def restore(self) -> None:
-        """Give the next job what a new process has."""
+        """Restore the state of a new process for the next job."""
         random.setstate(self._random[0])
         np.random.set_state(self._random[1])
         torch.set_rng_state(self._random[2])
@@ -237,22 +237,22 @@ class _Fresh:
         torch._dynamo.reset()
 
     def leaks(self) -> list[str]:
-        """Return what a job has left behind."""
+        """Return the leaks of a job."""
         deadline = time.monotonic() + GRACE_S
         while (threads := set(threading.enumerate()) - self._threads) and time.monotonic() < deadline:
             gc.collect()
             time.sleep(0.01)
-        found = [f"thread {thread.name}" for thread in threads]
-        active_children()  # waits for those that have ended
+        leaks = [f"thread {thread.name}" for thread in threads]
+        active_children()  # reaps ended processes
         kept = {resource_tracker._resource_tracker._pid}
-        found += [f"process {child}" for child in children(os.getpid()) if child not in kept]
-        found += ["a process group"] if torch.distributed.is_initialized() else []
-        allowed = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}  # of each job
+        leaks += [f"process {child}" for child in children(os.getpid()) if child not in kept]
+        leaks += ["a process group"] if torch.distributed.is_initialized() else []
+        allowed = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"}  # set by each job
         allowed |= {"GLOO_SOCKET_IFNAME", "CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_CACHE_DIR"}
         allowed |= {"PL_GLOBAL_SEED", "PL_SEED_WORKERS"}
         changed = {name for name, value in {*os.environ.items()} ^ {*self._environment.items()}} - allowed
-        found += [f"environment: {name}" for name in sorted(changed)]
-        return found + [f"{name} is {value}" for name, value in _switches().items() if value != self._switches[name]]
+        leaks += [f"environment: {name}" for name in sorted(changed)]
+        return leaks + [f"{name} is {value}" for name, value in _switches().items() if value != self._switches[name]]
 
 
 def _switches() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How much of a long test is done: a little in `make test`, all in `make soak`, a sample of that with SOAK below 1."""
+"""The extent of long tests: few cases in `make test`, all cases in `make soak`, a sample with SOAK below 1."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 
 T = TypeVar("T")
 SOAK: Final = float(os.environ.get("FABRICX_SOAK", "0"))
-SEED: Final = int(os.environ.get("FABRICX_SEED", "1"))  # which sample
+SEED: Final = int(os.environ.get("FABRICX_SEED", "1"))  # seed of the sample
 
 
 def rounds(short: int, full: int) -> int:
-    """Return how many cases a test tries.
+    """Return the number of cases of a test.
 
     Args:
         short: cases in `make test`.
@@ -29,15 +29,15 @@ def params(short: Iterable[Any], more: Iterable[Any]) -> list[Any]:
     """Return the parameters of a test.
 
     Args:
-        short: those of `make test`.
-        more: those that only `make soak` adds: variants whose code the short ones run, too.
+        short: parameters of `make test`.
+        more: additional parameters of `make soak`: variants of code that the short parameters cover.
     """
     added = [case if isinstance(case, Sequence) and not isinstance(case, str) else (case,) for case in more]
     return [*short, *(pytest.param(*case, marks=pytest.mark.soak) for case in added if SOAK)]
 
 
 def seeds(short: int, full: int) -> list[int]:
-    """Return the seeds of so many cases: the first ones in `make test`, and any of all in a part of a soak."""
+    """Return the seeds of the cases: the first seeds in `make test`, a sample of all seeds in a part of a soak."""
     count = rounds(short, full)
     if not SOAK or count >= full:
         return list(range(count))
@@ -45,12 +45,12 @@ def seeds(short: int, full: int) -> list[int]:
 
 
 def some(cases: Iterable[T], short: int, full: int) -> list[T]:
-    """Return so many cases: the first ones in `make test`, and in a part of a soak any of the list, so of all kinds.
+    """Return a number of cases: the first cases in `make test`, a sample of all kinds in a part of a soak.
 
-    Lists of pairs differ in their last cells in few features only: the first tenth of one isn't a tenth of its kinds.
+    The last cells of a list of pairs differ in few features only: its first tenth doesn't contain a tenth of each kind.
     """
     count = rounds(short, full)
     if not SOAK:
         return list(islice(cases, count))
-    known = list(cases)
-    return random.Random(SEED).sample(known, min(count, len(known)))
+    candidates = list(cases)
+    return random.Random(SEED).sample(candidates, min(count, len(candidates)))

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 ROOT: Final = Path(__file__).parents[1]
-FOLDERS: Final = ("fabricx", "callbacks", "strategies")  # as they lie in the repository: links aren't followed
+FOLDERS: Final = ("fabricx", "callbacks", "strategies")  # real folders of the repository: links aren't followed
 
 
 @functools.cache
@@ -22,7 +22,7 @@ def trees() -> dict[Path, ast.Module]:
 def parsed(path: Path) -> ast.Module:
     """Return the tree of a file."""
     tracked = gc.isenabled()
-    gc.disable()  # collections would go through all trees again and again
+    gc.disable()  # collections would repeatedly traverse all trees
     try:
         return ast.parse(path.read_text())
     finally:
@@ -31,5 +31,5 @@ def parsed(path: Path) -> ast.Module:
 
 
 def _python_files(folder: Path) -> list[Path]:
-    found = [path for path in folder.rglob("*.py") if not path.is_symlink()]
-    return sorted(path for path in found if not any(parent.is_symlink() for parent in path.parents))
+    paths = [path for path in folder.rglob("*.py") if not path.is_symlink()]
+    return sorted(path for path in paths if not any(parent.is_symlink() for parent in path.parents))

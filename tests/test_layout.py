@@ -1,4 +1,4 @@
-"""What holds for the tree as a whole: packaging, links, folders, names, sizes, and what README files say."""
+"""Rules for the whole tree: packaging, links, folders, names, sizes, and the content of README files."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
 LINKED = ("strategies", "callbacks", "conf")  # real folders at the top, imported as fabricx.strategies, ...
 HIDDEN = {"__pycache__", "build", "dist", "runs", "multirun"}
-NAMES_THAT_SAY_NOTHING = {"utils.py", "util.py", "helpers.py", "common.py", "misc.py", "base.py", "core.py"}
+VAGUE_FILE_NAMES = {"utils.py", "util.py", "helpers.py", "common.py", "misc.py", "base.py", "core.py"}
 
 
 def files(folder: Path, pattern: str) -> list[Path]:
     """Return the files of a folder that belong to the project; links aren't followed."""
-    found = (path for path in folder.rglob(pattern) if path.is_file())
+    paths = (path for path in folder.rglob(pattern) if path.is_file())
     return sorted(
         path
-        for path in found
+        for path in paths
         if not any(part in HIDDEN or part.startswith(".") for part in path.relative_to(ROOT).parts)
         and not any(parent.is_symlink() for parent in path.parents)
         and not any(part.endswith(".egg-info") for part in path.parts)
@@ -44,13 +44,13 @@ def files(folder: Path, pattern: str) -> list[Path]:
 
 
 def package_folders() -> dict[str, Path]:
-    """Return the folder of each package, by the name that it is imported under."""
-    found = {}
+    """Return the folder of each package, by its import name."""
+    folders = {}
     for top in (ROOT / "fabricx", *(ROOT / name for name in LINKED)):
         for init in files(top, "__init__.py"):
             inside = ".".join(init.parent.relative_to(ROOT).parts)
-            found[inside if top.name == "fabricx" else f"fabricx.{inside}"] = init.parent
-    return found
+            folders[inside if top.name == "fabricx" else f"fabricx.{inside}"] = init.parent
+    return folders
 
 
 PYTHON = [path for top in ("fabricx", *LINKED) for path in files(ROOT / top, "*.py")]
@@ -65,7 +65,7 @@ def short(path: Path) -> str:
 
 
 def python(program: str, cwd: Path, path: Path | str = "") -> str:
-    """Run a program, which finds fabricx in a given folder; returns what it printed."""
+    """Run a program that imports fabricx from `path`; return its output."""
     ended = subprocess.run(
         [sys.executable, "-P", "-c", program], cwd=cwd, env={**os.environ, "PYTHONPATH": str(path)},
         capture_output=True, text=True, timeout=100, check=False,
@@ -77,11 +77,11 @@ def python(program: str, cwd: Path, path: Path | str = "") -> str:
 # -- packaging ----------------------------------------------------------------------------------------------------
 
 
-def test_the_packages_line_names_every_package_of_the_tree():
+def test_pyproject_lists_every_package_of_the_tree():
     assert sorted(SETUPTOOLS["packages"]) == sorted(package_folders())
 
 
-def test_all_files_name_the_same_version():
+def test_the_version_is_equal_in_all_files():
     version = PYPROJECT["project"]["version"]
     assert f'__version__ = "{version}"' in (ROOT / "fabricx" / "__init__.py").read_text()
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
@@ -108,7 +108,7 @@ def test_a_folder_at_the_top_refuses_to_be_imported_by_its_own_name(name, monkey
 def wheel(tmp_path_factory) -> Path:
     """Build a source archive from a copy of the tree, a wheel from this archive, and install it in a fresh environment.
 
-    Returns its folder of packages, which has no dependencies.
+    Returns the package folder of the environment, which has no dependencies.
     """
     tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
     for name in ("fabricx", *LINKED):
@@ -132,7 +132,7 @@ def wheel(tmp_path_factory) -> Path:
     return site
 
 
-def test_the_wheel_has_every_module_and_every_choice_of_the_configuration(wheel):
+def test_the_wheel_contains_every_module_and_every_configuration_file(wheel):
     expected = set()
     for name, folder in package_folders().items():
         for kind in ("*.py", "*.j2", "*.js", "*.csv.gz", "*-LICENSE.txt"):
@@ -143,12 +143,12 @@ def test_the_wheel_has_every_module_and_every_choice_of_the_configuration(wheel)
     assert {name for name in packed if ".dist-info/" not in name} == expected
 
 
-def test_the_wheel_has_one_name_at_the_top(wheel):
-    # a project's own `callbacks/` must never meet one of ours
+def test_the_wheel_has_a_single_top_level_package(wheel):
+    # a project's own `callbacks/` must never shadow fabricx's
     assert {path.name for path in wheel.iterdir() if path.suffix != ".dist-info"} == {"fabricx"}
 
 
-def test_what_is_installed_from_the_wheel_finds_its_plugins(wheel, tmp_path):
+def test_an_installed_wheel_finds_its_plugins(wheel, tmp_path):
     program = (
         "import fabricx, importlib.resources as r; from fabricx import plugins\n"
         "from fabricx.strategies import DDP; from fabricx.callbacks import EarlyStopping\n"
@@ -156,9 +156,9 @@ def test_what_is_installed_from_the_wheel_finds_its_plugins(wheel, tmp_path):
         "assert (r.files('fabricx.conf') / 'strategy' / 'ddp.yaml').is_file()\n"
         "print(fabricx.__file__)"
     )
-    (wheel / "dependencies.pth").write_text(sysconfig.get_path("purelib"))  # without its own .pth files
+    (wheel / "dependencies.pth").write_text(sysconfig.get_path("purelib"))  # without the .pth files of that folder
     bin = wheel.parents[2] / "bin"
-    for command, said in (
+    for command, output in (
         ([bin / "python", "-P", "-c", program], str(wheel / "fabricx" / "__init__.py")),
         ([bin / "fabricx", "--version"], f"fabricx {PYPROJECT['project']['version']}"),
     ):
@@ -166,11 +166,11 @@ def test_what_is_installed_from_the_wheel_finds_its_plugins(wheel, tmp_path):
         ended = subprocess.run(
             command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=True
         )
-        assert ended.stdout == f"{said}\n"
+        assert ended.stdout == f"{output}\n"
 
 
-def test_a_folder_of_that_name_beside_a_script_hides_nothing(tmp_path):
-    (tmp_path / "fabricx" / "tests").mkdir(parents=True)  # as a clone is
+def test_a_folder_named_fabricx_beside_a_script_does_not_shadow_the_package(tmp_path):
+    (tmp_path / "fabricx" / "tests").mkdir(parents=True)  # like a clone
     (tmp_path / "script.py").write_text("import fabricx.plugins; print(fabricx.plugins.__name__)")
     ended = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, timeout=100, check=False)
     assert ended.stdout == "fabricx.plugins\n", ended.stderr + "\ninstall it with make, which asks for a plain path"
@@ -180,24 +180,24 @@ def test_a_folder_of_that_name_beside_a_script_hides_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=short)
-def test_a_folder_says_what_belongs_in_it_in_less_than_a_page(folder):
+def test_each_folder_has_a_readme_of_less_than_a_page(folder):
     readme = folder / "README.md"
     assert readme.is_file(), f"{short(folder)} has no README.md: what belongs there, what doesn't, which one when"
     assert 3 <= readme.read_text().count("\n") <= 60
 
 
-def test_at_the_top_of_fabricx_are_folders_and_at_most_eight_files():
+def test_fabricx_has_at_most_eight_files_at_its_top_level():
     beside = [path.name for path in (ROOT / "fabricx").iterdir() if path.is_file() and path.name != "README.md"]
     assert len(beside) <= 8, sorted(beside)
 
 
-def test_no_file_has_a_name_that_says_nothing():
-    assert [short(path) for path in PYTHON if path.name in NAMES_THAT_SAY_NOTHING] == []
+def test_no_file_has_a_vague_name():
+    assert [short(path) for path in PYTHON if path.name in VAGUE_FILE_NAMES] == []
 
 
 @functools.cache
 def nodes(path: Path) -> list[ast.AST]:
-    """Return the nodes of a file that the tests below look at, for all tests once."""
+    """Return the nodes of a file that the tests below read, cached for all tests."""
     kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef, ast.Import, ast.ImportFrom, ast.Attribute)
     return [node for node in ast.walk(parsed(path)) if isinstance(node, kinds)]
 
@@ -209,10 +209,10 @@ def definitions(kind: type[ast.AST] | tuple[type[ast.AST], ...]) -> Iterator[tup
                 yield path, node
 
 
-def test_no_class_has_a_name_that_says_nothing():
+def test_no_class_has_a_vague_name():
     empty = re.compile(r"^_?Base|Base$|Manager|Helper|Connector|Mixin|Util")
-    given = {"BasePredictionWriter", "BaseFinetuning"}  # names of Lightning
-    named = [(short(path), node.name) for path, node in definitions(ast.ClassDef) if node.name not in given]
+    lightning_names = {"BasePredictionWriter", "BaseFinetuning"}  # names of Lightning
+    named = [(short(path), node.name) for path, node in definitions(ast.ClassDef) if node.name not in lightning_names]
     assert [f"{path}: {name}" for path, name in named if empty.search(name)] == []
 
 
@@ -222,10 +222,10 @@ def test_files_are_small():
     assert statistics.quantiles(sizes, n=10)[-1] <= 500
 
 
-def test_no_imports_form_a_circle_not_even_those_of_types():
+def test_there_are_no_import_cycles_including_type_imports():
     modules = {module_of(path): path for path in PYTHON}
     graph = {name: imported(path, modules) - {name} for name, path in modules.items()}
-    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, with the circle
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
 
 
 def module_of(path):
@@ -258,7 +258,7 @@ def assigned_by_hooks() -> set[str]:
 
 
 def test_only_the_trainers_package_assigns_to_the_trainer_or_the_session():
-    """A hook assigns documented attributes of the trainer; all else is changed by a method of the part that has it."""
+    """Hooks may assign documented attributes of the trainer; other attributes are changed by methods of their owner."""
     documented = {f"trainer.{name}" for name in assigned_by_hooks()}
     assigned = [
         f"{short(path)}:{node.lineno} {target}"
@@ -284,11 +284,11 @@ def test_functions_fit_a_screen():
         for path, node in definitions((ast.FunctionDef, ast.AsyncFunctionDef))
     }
     long = {name: length for name, length in lengths.items() if length > 60}
-    assert len(long) <= len(lengths) / 50, long  # nearly every one
-    assert max(lengths.values()) <= 130, long  # the Trainer's arguments are many
+    assert len(long) <= len(lengths) / 50, long  # nearly all functions
+    assert max(lengths.values()) <= 130, long  # the Trainer has many arguments
 
 
-def test_every_module_begins_with_what_it_is():
+def test_every_module_has_a_docstring():
     silent = [short(path) for path in PYTHON if not ast.get_docstring(parsed(path))]
     assert silent == []
 
@@ -297,7 +297,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def functions(parent: ast.AST, *outer: ast.Module | ast.ClassDef) -> Iterator[tuple[tuple[ast.AST, ...], Function]]:
-    """Yield the functions of a module that its users call, with the module and the classes around each of them."""
+    """Yield the public functions of a module, each with its module and its classes."""
     for node in ast.iter_child_nodes(parent):
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
             yield from functions(node, *outer, parent)
@@ -308,14 +308,14 @@ def functions(parent: ast.AST, *outer: ast.Module | ast.ClassDef) -> Iterator[tu
 
 
 def arguments(function: Function) -> list[str]:
-    given = function.args
-    several = [argument for argument in (given.vararg, given.kwarg) if argument is not None]
-    names = [argument.arg for argument in (*given.posonlyargs, *given.args, *given.kwonlyargs, *several)]
+    parameters = function.args
+    several = [argument for argument in (parameters.vararg, parameters.kwarg) if argument is not None]
+    names = [argument.arg for argument in (*parameters.posonlyargs, *parameters.args, *parameters.kwonlyargs, *several)]
     return [name for name in names if name not in {"self", "cls"} and not name.startswith("_")]
 
 
 def described(outer: tuple[ast.AST, ...], function: Function) -> str:
-    """Return the text that describes the parameters of a function: its own, and lists of its class and module."""
+    """Return the text that describes the parameters of a function: its docstring, and lists of its class and module."""
     around = "\n".join(ast.get_docstring(node) or "" for node in outer if isinstance(node, (ast.Module, ast.ClassDef)))
     lists = re.findall(r"^- `.+", around, re.MULTILINE)
     return "\n".join([(ast.get_docstring(function) or "").partition("Args:\n")[2], *lists])
@@ -334,14 +334,14 @@ def inherited(owner: ast.AST, name: str) -> bool:
     bases, unread = set(), [owner]
     while unread:
         for base in getattr(unread.pop(), "bases", ()):
-            found = classes().get(ast.unparse(base).split("[")[0].split(".")[-1], ())
-            new = [parent for parent in found if parent not in bases and parent is not owner]
+            parents = classes().get(ast.unparse(base).split("[")[0].split(".")[-1], ())
+            new = [parent for parent in parents if parent not in bases and parent is not owner]
             bases.update(new)
             unread += new
     return any(isinstance(node, Function) and node.name == name for base in bases for node in base.body)
 
 
-# Contracts that no class of the project defines: of torch, and steps, which `ModuleHooks` declares with any parameters.
+# Contracts without a class in the project: torch's, and steps, which `ModuleHooks` declares with any parameters.
 CONTRACTS = {"forward", "training_step", "validation_step", "test_step"}
 
 
@@ -368,15 +368,15 @@ def constructed_with(owner: ast.ClassDef) -> list[str]:
     if not any("dataclass" in ast.unparse(decorator) for decorator in owner.decorator_list):
         return []
     fields = [node for node in owner.body if isinstance(node, ast.AnnAssign)]
-    given = [field for field in fields if not re.search("ClassVar|init=False", ast.unparse(field))]
-    return [field.target.id for field in given if not field.target.id.startswith("_")]
+    init_fields = [field for field in fields if not re.search("ClassVar|init=False", ast.unparse(field))]
+    return [field.target.id for field in init_fields if not field.target.id.startswith("_")]
 
 
-def test_public_classes_describe_what_they_are_constructed_with():
+def test_public_classes_describe_their_constructor_arguments():
     silent = []
     for path, owner in definitions(ast.ClassDef):
-        own = [node for node in owner.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
-        texts = [ast.get_docstring(node) or "" for node in (owner, *own)]
+        constructors = [node for node in owner.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
+        texts = [ast.get_docstring(node) or "" for node in (owner, *constructors)]
         text = "\n".join(text.partition(head)[2] for text in texts for head in ("Args:\n", "Attributes:\n"))
         missing = [name for name in constructed_with(owner) if not re.search(rf"\b{name}\b", text)]
         if missing and not owner.name.startswith("_"):
@@ -400,7 +400,7 @@ def place_of(module: Path) -> Path:
     return UNIT / inside.with_name(f"test_{module.name}")
 
 
-def test_each_module_has_a_unit_test_of_its_name_or_a_row_that_says_why_not():
+def test_each_module_has_a_unit_test_of_its_name_or_a_row_with_the_reason():
     rows = [ROOT / module for modules, _ in ROWS for module in modules]
     assert len(set(rows)) == len(rows), "a module has two rows in tests/unit/README.md"
     tested = {module for module in MODULES if place_of(module).exists()}
@@ -411,18 +411,18 @@ def test_each_module_has_a_unit_test_of_its_name_or_a_row_that_says_why_not():
     assert sorted(short(module) for module in set(rows) - set(MODULES)) == [], "rows of modules that are not there"
 
 
-def test_each_unit_test_lies_where_its_module_lies():
-    """`test_counts.py` is of no module: it counts the calls of a whole step."""
+def test_each_unit_test_has_the_path_of_its_module():
+    """`test_counts.py` belongs to no module: it counts the calls of a whole step."""
     expected = {place_of(module) for module in MODULES} | {UNIT / "test_counts.py"}
     assert [short(path) for path in files(UNIT, "test_*.py") if path not in expected] == []
 
 
-def test_rows_name_tests_that_are_there():
+def test_rows_name_existing_tests():
     assert all(tests for _, tests in ROWS)
     assert [name for _, tests in ROWS for name in tests if not (ROOT / "tests" / name).is_file()] == []
 
 
-# -- what depends on what (more of it in pyproject.toml, for import-linter) -----------------------------------------
+# -- dependencies (further rules in pyproject.toml, for import-linter) -----------------------------------------
 
 
 @pytest.mark.parametrize("path", [path for path in PYTHON if ">>> " in path.read_text()], ids=short)
@@ -444,10 +444,10 @@ def test_torch_distributed_is_imported_by_few_packages_only():
     for path, node in definitions((ast.Import, ast.ImportFrom)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [str(node.module)]
         if any(name.startswith("torch.distributed") and "checkpoint" not in name for name in names):
-            assert any(short(path).startswith(place) for place in allowed), short(path)
+            assert any(short(path).startswith(prefix) for prefix in allowed), short(path)
 
 
-def test_importing_fabricx_and_training_loads_no_library_that_is_slow_to_import(tmp_path):
+def test_importing_fabricx_and_training_import_no_slow_library(tmp_path):
     program = (
         "import sys, fabricx as fx\n"
         "assert not {'torch', 'hydra'} & set(sys.modules), 'import fabricx is lazy'\n"
@@ -461,7 +461,7 @@ def test_importing_fabricx_and_training_loads_no_library_that_is_slow_to_import(
     assert python(program, cwd=tmp_path, path=ROOT).split() == []
 
 
-def test_the_table_of_packages_is_that_of_the_layers():
+def test_the_table_of_packages_equals_the_layers_of_import_linter():
     contract = next(c for c in PYPROJECT["tool"]["importlinter"]["contracts"] if c["type"] == "layers")
     layers = [sorted(layer.split(" | ")) for layer in contract["layers"] if layer != "__main__"]
     table = (ROOT / "docs" / "design.md").read_text().partition("| layer | content |")[2].partition("\n\n")[0]
@@ -469,7 +469,7 @@ def test_the_table_of_packages_is_that_of_the_layers():
     assert [sorted(re.findall(r"`(\w+)`", row)) for row in rows] == layers
 
 
-# -- what README files say ----------------------------------------------------------------------------------------
+# -- README files -------------------------------------------------------------------------------------------------
 
 MARKDOWN = [
     *ROOT.glob("*.md"),
@@ -478,7 +478,7 @@ MARKDOWN = [
 
 
 @pytest.mark.parametrize("path", MARKDOWN, ids=short)
-def test_files_that_a_readme_names_are_there(path):
+def test_files_named_in_markdown_exist(path):
     text = path.read_text()
     links = [link.partition("#")[0] for link in re.findall(r"\]\((?!https?:)([^)]+)\)", text)]
     named = re.findall(r"`((?:fabricx|strategies|callbacks|conf|tests|examples)/[\w./]*\w\.(?:py|md|yaml))`", text)
@@ -496,14 +496,14 @@ def test_the_readme_of_a_folder_names_each_of_its_modules(folder: Path) -> None:
     assert not absent, f"name these modules in the README of {folder.name}: {absent}"
 
 
-def test_the_readme_compares_with_the_measured_figures_of_the_guide():
+def test_the_readme_has_the_measured_figures_of_the_guide():
     [rows] = re.findall(
         r"^\| \| GPT.*?\n\n", (ROOT / "docs/guides/performance.md").read_text(), re.MULTILINE | re.DOTALL
     )
     assert rows in (ROOT / "README.md").read_text()
 
 
-def test_targets_that_the_readme_names_are_in_the_makefile():
+def test_targets_named_in_the_readme_exist_in_the_makefile():
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"(?:^ +|`)make ([a-z]+)\b", (ROOT / "README.md").read_text(), re.MULTILINE))
     assert {"demo", "test"} <= named <= targets

@@ -1,4 +1,4 @@
-"""Every blocking call of the source is in `docs/waits.md`, with what ends it."""
+"""Every blocking call of the source is listed in `docs/waits.md` with the event that ends it."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ COLLECTIVES = {
     "all_reduce", "all_gather", "broadcast", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single",
 }  # fmt: skip
 LOCKS = {"Lock", "RLock", "Condition", "Semaphore", "BoundedSemaphore"}
-NOT_PROCESSES = ("placement", "path", "tree", "memory_checkpoint", "sep", "shlex")  # what else has a `join`
+NOT_PROCESSES = ("placement", "path", "tree", "memory_checkpoint", "sep", "shlex")  # other objects with a `join`
 
 
-# Those that `waits` looks at.
+# Names that `waits` examines.
 NAMES = ALWAYS | COLLECTIVES | {"join", "get", "poll", "read", "write", "run", "select", "connect"}
 
 
@@ -37,10 +37,10 @@ def waits(name: str, receiver: ast.expr | None, call: ast.Call) -> bool:
         return False
     text = "" if receiver is None else ast.unparse(receiver).lower()
     if name in ALWAYS:
-        return "world" not in text  # its own collectives are in the table, in `World`
+        return "world" not in text  # the collectives of `World` are in the table
     if name in COLLECTIVES:
         return text == "dist"
-    if name == "join":  # of a thread or process; of text, it has one argument that isn't a number of seconds
+    if name == "join":  # of a thread or process; `join` of a string has an argument that isn't a number of seconds
         texts = isinstance(receiver, (ast.Constant, ast.JoinedStr)) or text.endswith(NOT_PROCESSES)
         seconds = not call.args or isinstance(call.args[0], (ast.Name, ast.Call, ast.Constant, ast.BinOp))
         return receiver is not None and not texts and seconds and "world" not in text
@@ -50,7 +50,7 @@ def waits(name: str, receiver: ast.expr | None, call: ast.Call) -> bool:
         return text != "select" and "writer" not in text and text != "session.checkpoints"
     if name == "read":  # of a descriptor; files are read through objects
         return text == "os"
-    if name == "write":  # of a pipe, or of a file that may be one; what `open` gives is a file on a disk
+    if name == "write":  # of a pipe, or a file that may be a pipe; `open` returns files on a disk
         return text in ("os", "stdin", "sys.stdout")
     if name in ("run", "select"):
         return text == "subprocess" or (name, text) == ("select", "select")
@@ -58,24 +58,24 @@ def waits(name: str, receiver: ast.expr | None, call: ast.Call) -> bool:
 
 
 def locks(tree: ast.AST) -> set[str]:
-    """Return the names of a file's locks and conditions, attributes too."""
-    found = set()
+    """Return the names of a file's locks and conditions, including attributes."""
+    names = set()
     for node in ast.walk(tree):
         if not isinstance(node, (ast.Assign, ast.AnnAssign)) or node.value is None:
             continue
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         if any(getattr(part, "attr", getattr(part, "id", "")) in LOCKS for part in ast.walk(node.value)):
-            found |= {ast.unparse(target).rpartition(".")[2] for target in targets}
-    return found
+            names |= {ast.unparse(target).rpartition(".")[2] for target in targets}
+    return names
 
 
 def blocking_calls(file: Path) -> Iterator[tuple[str, str]]:
-    """Yield (function, call) for each blocking call of a file; a method's function has its class before it.
+    """Yield (function, call) for each blocking call of a file; the class precedes the name of a method.
 
-    A block that takes a lock is one, too, and is printed as `with` and the lock.
+    A `with` block of a lock is a blocking call as well, printed as `with` and the lock.
     """
     tree = parsed(file)
-    known = locks(tree)
+    lock_names = locks(tree)
 
     def visit(node: ast.AST, scope: tuple[str, ...]) -> Iterator[tuple[str, str]]:
         for child in ast.iter_child_nodes(node):
@@ -90,7 +90,7 @@ def blocking_calls(file: Path) -> Iterator[tuple[str, str]]:
                     yield ".".join(scope) or "(module)", ast.unparse(function)
             for item in child.items if isinstance(child, ast.With) else ():
                 text = ast.unparse(item.context_expr)
-                if text.rpartition(".")[2] in known:
+                if text.rpartition(".")[2] in lock_names:
                     yield ".".join(scope) or "(module)", f"with {text}"
             yield from visit(child, inner)
 
@@ -98,19 +98,19 @@ def blocking_calls(file: Path) -> Iterator[tuple[str, str]]:
 
 
 @functools.cache
-def found() -> Counter[tuple[str, str, str]]:
-    """Count the blocking calls of the source by file, function and call; lines may move."""
+def calls_of_source() -> Counter[tuple[str, str, str]]:
+    """Count the blocking calls of the source by file, function and call, independent of line numbers."""
     return Counter((str(file.relative_to(ROOT)), *entry) for file in trees() for entry in blocking_calls(file))
 
 
 def listed() -> dict[tuple[str, str, str], str]:
-    """Return what ends each call, as the table says."""
+    """Return the event that ends each call, as listed in the table."""
     rows = [line.strip().strip("|").split("|") for line in TABLE.read_text().splitlines() if line.startswith("| `")]
     return {(cells[0].strip(" `"), cells[1].strip(" `"), cells[2].strip(" `")): cells[3].strip() for cells in rows}
 
 
-def test_each_blocking_call_is_listed_with_what_ends_it() -> None:
-    missing = sorted(found().keys() - listed().keys())
+def test_each_blocking_call_is_listed_with_the_event_that_ends_it() -> None:
+    missing = sorted(calls_of_source().keys() - listed().keys())
     rows = "\n".join(f"| `{file}` | `{function}` | `{call}` | ? |" for file, function, call in missing)
     assert not missing, (
         "these calls may wait for ever. Say in docs/waits.md what ends each: the generation, the death of a peer, a "
@@ -118,12 +118,14 @@ def test_each_blocking_call_is_listed_with_what_ends_it() -> None:
     )
 
 
-def test_the_table_lists_no_call_that_is_gone() -> None:
-    gone = sorted(listed().keys() - found().keys())
-    assert not gone, "delete these rows from docs/waits.md, or correct their names:\n" + "\n".join(map(str, gone))
+def test_the_table_lists_no_outdated_call() -> None:
+    outdated = sorted(listed().keys() - calls_of_source().keys())
+    assert not outdated, "delete these rows from docs/waits.md, or correct their names:\n" + "\n".join(
+        map(str, outdated)
+    )
 
 
-def test_each_row_names_what_ends_the_wait() -> None:
+def test_each_row_names_the_event_that_ends_the_wait() -> None:
     kinds = {line.split("**")[1] for line in TABLE.read_text().splitlines() if line.startswith("- **")}
     for entry, ends in listed().items():
         assert re.split("[:;]", ends)[0].strip() in kinds, f"{entry}: {ends!r} begins with none of {sorted(kinds)}"

@@ -1,10 +1,10 @@
-"""Python commands that start in milliseconds: `Popen` and `run` of `subprocess`, with torch imported already.
+"""Python commands that start in milliseconds: `Popen` and `run` of `subprocess`, with torch already imported.
 
-A template process imports what commands import. Each command that begins with `sys.executable` is a clone of it: with
-the command's own arguments, environment, folder, session and files, and a child of the process that asked for it, as
-any other. Its fork server and what it starts by `subprocess`, such as ranks of torchrun, are clones in the same way.
-Whatever tests how an interpreter starts (`-c` with a check of `sys.modules`, another option, another executable) uses
-`subprocess` itself.
+A template process imports common modules. Each command that begins with `sys.executable` is a clone of the template:
+with the command's own arguments, environment, folder, session and files, and a child of the requesting process, like
+any other command. Its fork server and its own subprocesses, such as ranks of torchrun, are clones in the same way.
+Tests of the interpreter's start (`-c` with a check of `sys.modules`, another option, another executable) use
+`subprocess` directly.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ IMPORTED: Final = (
     "fabricx.cli.hydra_app", "fabricx.cli.main", "fabricx.config", "fabricx.cli.doctor", "fabricx.trainer.trainer",
     "fabricx.strategies", "fabricx.callbacks", "fabricx.loggers.tensorboard", "fabricx.demo.digits", "fabricx.testing",
     "fabricx.telemetry.report", "tests.process.ledgers",
-    # what workers import at their first checkpoint, update on a server, or metric, and what test modules import
+    # imported by workers at their first checkpoint, update on a server, or metric, and by test modules
     "fabricx.checkpoint.sharded_tensors", "fabricx.parameter_server.server.server", "fabricx.callbacks.fault_recovery",
     "fabricx.callbacks.model_checkpoint", "fabricx.callbacks.progress_bar", "fabricx.launch.fork_server",
     "fabricx.loggers.jsonl", "multiprocessing.synchronize", "psutil", "pytest",
@@ -54,20 +54,20 @@ IMPORTED: Final = (
 )  # fmt: skip
 ROOT: Final = Path(__file__).parents[1]
 CLONE: Final = {"x86_64": 56, "aarch64": 220}.get(platform.machine()) if sys.platform == "linux" else None
-FINALIZES: Final = "FABRICX_SOAK" in os.environ  # whether commands end as they do outside of tests
+FINALIZES: Final = "FABRICX_SOAK" in os.environ  # whether commands finalize the interpreter as outside of tests
 CLONE_PARENT, CLONE_NEWNET = 0x8000, 0x40000000
-HUGE, MADV_COLLAPSE = 2 << 20, 25  # bytes of a page; of Linux 6.1
-COLLECTS: Final = (10_000, 10, 10)  # of `gc.set_threshold`: collections took a twelfth of the tests' time
+HUGE, MADV_COLLAPSE = 2 << 20, 25  # bytes of a page; since Linux 6.1
+COLLECTS: Final = (10_000, 10, 10)  # arguments of `gc.set_threshold`: collections took a twelfth of the tests' time
 IGNORED: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 with contextlib.suppress(ModuleNotFoundError):
-    # torch's compiler makes progress bars where tqdm is installed; the first bar of a process starts a thread for good
+    # torch's compiler creates progress bars if tqdm is installed; the first bar of a process starts a permanent thread
     importlib.import_module("tqdm").tqdm.monitor_interval = 0
 START: Final = "from tests.warm import serve, _become; request, fds = serve({}); _become(request, fds)"
 
 
 @dataclass
 class Request:
-    """A command, or a fork server where there are no arguments; its files travel beside it."""
+    """A command, or a fork server if there are no arguments; its files are sent with it."""
 
     args: list[str] = field(default_factory=list)
     cwd: str = ""
@@ -80,10 +80,10 @@ class Request:
 
 
 class Popen(subprocess.Popen[Any]):
-    """A command in a clone of the template; everything else is what `subprocess.Popen` does.
+    """A command in a clone of the template; otherwise identical to `subprocess.Popen`.
 
     Args:
-        network: the network namespace that the command runs in.
+        network: the command's network namespace.
     """
 
     def __init__(self, args: Any, *more: Any, network: str | None = None, **options: Any) -> None:
@@ -91,17 +91,17 @@ class Popen(subprocess.Popen[Any]):
         super().__init__(args, *more, **options)
 
     def _execute_child(self, *arguments: Any) -> None:
-        given = inspect.signature(super()._execute_child).bind(*arguments).arguments  # type: ignore[misc]
-        args = [os.fspath(part) for part in ([given["args"]] if isinstance(given["args"], str) else given["args"])]
+        bound = inspect.signature(super()._execute_child).bind(*arguments).arguments  # type: ignore[misc]
+        args = [os.fspath(part) for part in ([bound["args"]] if isinstance(bound["args"], str) else bound["args"])]
         if not can_run(args):
             assert self._network is None
             super()._execute_child(*arguments)  # type: ignore[misc]
             return
-        ends = {name: given[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")}
-        files = [own if own != -1 else n for n, own in enumerate((ends["p2cread"], ends["c2pwrite"], ends["errwrite"]))]
+        ends = {name: bound[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")}
+        files = [end if end != -1 else n for n, end in enumerate((ends["p2cread"], ends["c2pwrite"], ends["errwrite"]))]
         request = Request(
-            args, os.fspath(given["cwd"] or os.getcwd()), dict(os.environ if given["env"] is None else given["env"]),
-            bool(given["start_new_session"]), given.get("process_group", -1), self._network,
+            args, os.fspath(bound["cwd"] or os.getcwd()), dict(os.environ if bound["env"] is None else bound["env"]),
+            bool(bound["start_new_session"]), bound.get("process_group", -1), self._network,
         )  # fmt: skip
         self.pid = _template().clone(request, files)
         self._child_created = True
@@ -111,7 +111,7 @@ class Popen(subprocess.Popen[Any]):
 def run(
     args: Any, *, timeout: float, capture_output: bool = False, check: bool = False, **options: Any
 ) -> subprocess.CompletedProcess[Any]:
-    """Run a command to its end, as `subprocess.run` does."""
+    """Run a command to its end, like `subprocess.run`."""
     if capture_output:
         options |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with Popen(args, **options) as process:
@@ -127,7 +127,7 @@ def run(
 
 
 def can_run(args: list[str]) -> bool:
-    """Return whether a command is one of Python's that needs nothing but arguments."""
+    """Return whether a command is a Python command with arguments only."""
     rest = args[2:] if args[1:2] == ["-u"] else args[1:]
     return CLONE is not None and args[0] == sys.executable and bool(rest) and (
         rest[0] == "-m" or not rest[0].startswith("-")
@@ -135,13 +135,13 @@ def can_run(args: list[str]) -> bool:
 
 
 class _Template:
-    """The process that is cloned, as seen by the process whose children its clones are."""
+    """The cloned process, as seen by the process whose children are the clones."""
 
     def __init__(self, channel: socket.socket, pid: int) -> None:
         self.channel, self.pid = channel, pid
 
     def clone(self, request: Request, files: list[int]) -> int:
-        """Start a clone with these files, which are 0, 1, ... there; returns its process id."""
+        """Start a clone with these files as its descriptors 0, 1, ...; return its PID."""
         message = pickle.dumps(request)
         self.channel.sendmsg([len(message).to_bytes(4, "little")], [_rights(files)])
         self.channel.sendall(message)
@@ -155,7 +155,7 @@ _TEMPLATES: list[_Template] = []
 
 
 def templates() -> set[int]:
-    """Return the processes that are kept for further commands."""
+    """Return the processes that are kept for later commands."""
     return {template.pid for template in _TEMPLATES}
 
 
@@ -163,12 +163,12 @@ def _template() -> _Template:
     if not _TEMPLATES:
         ours, theirs = socket.socketpair()
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-        environment["GOMP_SPINCOUNT"] = "0"  # threads that wait for work leave the cores to others
+        environment["GOMP_SPINCOUNT"] = "0"  # waiting threads leave the cores to other threads
         process = subprocess.Popen(
             [sys.executable, "-c", START.format(theirs.fileno())], pass_fds=[theirs.fileno()], env=environment,
             cwd=ROOT, start_new_session=True,
         )  # fmt: skip
-        process.returncode = 0  # it ends with this process; nobody waits for it
+        process.returncode = 0  # it ends with this process and isn't awaited
         theirs.close()
         atexit.register(ours.close)
         _TEMPLATES.append(_Template(ours, process.pid))
@@ -180,15 +180,15 @@ def _rights(files: list[int]) -> tuple[int, int, bytes]:
 
 
 def serve(channel_fd: int) -> tuple[Request, list[int]]:
-    """Be the template: returns in each clone, with what that is to be."""
-    gc.disable()  # until `_serve` keeps all of it out of collections, which take a fifth of the imports' time
+    """Serve as the template; return in each clone, with its request."""
+    gc.disable()  # `_serve` excludes all objects from collections, which take a fifth of the imports' time
     for name in IMPORTED:
-        with contextlib.suppress(ModuleNotFoundError):  # another version of torch has other modules
+        with contextlib.suppress(ModuleNotFoundError):  # other versions of torch have other modules
             __import__(name)
-    importlib.import_module("fabricx.trainer.provenance").versions()  # read once, of files of the packages
+    importlib.import_module("fabricx.trainer.provenance").versions()  # read once from files of the packages
     if not FINALIZES:
         for kept in weakref.finalize._registry:  # type: ignore[attr-defined]
-            kept.atexit = False  # a clone ends without what modules of torch have registered
+            kept.atexit = False  # a clone ends without the exit functions of torch's modules
     os.environ.clear()
     return _serve(socket.socket(fileno=channel_fd), huge=True)
 
@@ -198,13 +198,13 @@ def _serve(channel: socket.socket, *, huge: bool = False) -> tuple[Request, list
     gc.collect()
     gc.set_threshold(*COLLECTS)
     gc.enable()
-    gc.freeze()  # the collector of a clone would touch, and so copy, every page
-    if huge:  # a template that is a clone shares such pages; to collapse them would copy them all
+    gc.freeze()  # the collector of a clone would touch, and therefore copy, every page
+    if huge:  # a template that is a clone shares such pages; collapsing them would copy them all
         _use_huge_pages()
     while True:
         size, files, _, _ = socket.recv_fds(channel, 4, 8)
         if not size:
-            os._exit(0)  # the process has ended whose children the clones are
+            os._exit(0)  # the parent process of the clones has ended
         request: Request = pickle.loads(_exactly(channel, int.from_bytes(size, "little")))
         pid = _clone()
         if pid == 0:
@@ -218,9 +218,9 @@ def _serve(channel: socket.socket, *, huge: bool = False) -> tuple[Request, list
 
 
 def _use_huge_pages() -> None:
-    """Move the memory of this process to huge pages where Linux can: a clone then costs half of the time to make.
+    """Move the memory of this process to huge pages where Linux supports it, which halves the cost of a clone.
 
-    It has fewer entries in the tables of pages, which are copied for each clone and removed at its end.
+    The page tables, which are copied for each clone and removed at its end, then have fewer entries.
     """
     madvise = ctypes.CDLL(None).madvise
     for line in Path("/proc/self/maps").read_text().splitlines() if sys.platform == "linux" else ():
@@ -239,7 +239,7 @@ def _exactly(channel: socket.socket, size: int) -> bytes:
 
 
 def _clone() -> int:
-    """Fork, but let the new process be a child of this one's parent; returns 0 in it."""
+    """Fork a process whose parent is this process's parent; return 0 in it."""
     python, libc = ctypes.pythonapi, ctypes.PyDLL(None)
     python.PyOS_BeforeFork()
     pid: int = libc.syscall(CLONE, CLONE_PARENT | signal.SIGCHLD, 0, 0, 0, 0)
@@ -251,7 +251,7 @@ def _clone() -> int:
 
 
 def _become(request: Request, files: list[int]) -> NoReturn:
-    """Be what was asked for, as if this interpreter had just been started; an error is left to the interpreter."""
+    """Run the request as if this interpreter had just started; errors are left to the interpreter."""
     try:
         (_be_command if request.args else _be_fork_server)(request, files)
         status: Any = 0
@@ -263,14 +263,14 @@ def _become(request: Request, files: list[int]) -> NoReturn:
 
 
 def _end(status: int) -> NoReturn:
-    """End as an interpreter does, but without taking all modules apart: that takes 0.4 s, and copies their pages."""
+    """End like an interpreter, but without destroying all modules: this takes 0.4 s, and copies their pages."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     try:
         for file in (sys.stdout, sys.stderr):
             if file is not None and not file.closed:
                 file.flush()
-    except OSError:  # whoever read it has ended
+    except OSError:  # the reader has ended
         status = 120
     os._exit(status & 0xFF)
 
@@ -304,7 +304,7 @@ def _be_command(request: Request, files: list[int]) -> None:
 
 
 def _enter(request: Request) -> None:
-    """Take over session, network, folder and environment."""
+    """Set session, network namespace, folder and environment."""
     if request.start_new_session:
         os.setsid()
     elif request.process_group >= 0:
@@ -340,12 +340,12 @@ def _run_script(main: types.ModuleType, args: list[str]) -> None:
 
 
 def use_clone_as_fork_server() -> None:
-    """Let the fork server of this process be a clone, too."""
+    """Make the fork server of this process a clone."""
     mp_forkserver.ForkServer.ensure_running = _ensure_running  # type: ignore[method-assign]
 
 
 def _use_clones() -> None:
-    """Let the fork server of this command, and what torchrun starts, be clones, too; of a process of its own."""
+    """Make the fork server of this command and subprocesses of torchrun clones of a dedicated process."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
     from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 
@@ -358,8 +358,9 @@ def _use_clones() -> None:
     _TEMPLATES[:] = [_Template(ours, pid)]
     mp_forkserver.ForkServer.ensure_running = _ensure_running  # type: ignore[method-assign]
     subprocess.Popen = subprocess_handler.Popen = Popen  # type: ignore[misc]
-    dynamic_rendezvous._delay = lambda seconds: time.sleep(0.1)  # torchrun asks each second whether all nodes are there
-    # torchrun asks for its callers' names all the time, by looking through all modules: most of its time in a clone
+    # torchrun checks each second whether all nodes have joined.
+    dynamic_rendezvous._delay = lambda seconds: time.sleep(0.1)
+    # torchrun determines names of its callers by searching all modules, which takes most of its time in a clone
     dynamic_rendezvous.get_method_name = lambda depth=2: sys._getframe(depth).f_code.co_name
 
 
@@ -367,7 +368,7 @@ _start_fork_server: Final = mp_forkserver.ForkServer.ensure_running
 
 
 def _ensure_running(server: Any) -> None:
-    """Do what the method of this name does, with a clone in the place of a new interpreter."""
+    """Replaces `ForkServer.ensure_running`; starts a clone instead of a new interpreter."""
     with server._lock:
         resource_tracker.ensure_running()
         if server._forkserver_pid is not None:
@@ -391,7 +392,7 @@ def _be_fork_server(request: Request, files: list[int]) -> None:
 
     mp_forkserver.ForkServer.ensure_running = _start_fork_server  # type: ignore[method-assign]
     _enter(request)
-    fork_server.prepare()  # as it does by itself when a fork server imports it
+    fork_server.prepare()  # as on import in a fork server
     sys.orig_argv = [sys.executable, "-c", "from multiprocessing.forkserver import main"]
     sys.path.insert(0, "")
     mp_forkserver.main(*files, request.preload, **request.main)

@@ -1,4 +1,4 @@
-"""Runs cells of the fault matrix: `python -m tests.faults "way=ddp, moment=writing"`, or all pairs of a seed."""
+"""Run cells of the fault matrix: `python -m tests.faults "strategy=ddp, moment=writing"`, or all pairs of a seed."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from pathlib import Path
 from tests.faults.cells import Cell, pairwise
 from tests.faults.running import judge
 
-LIMIT_S = 90  # for a run and its resumption
+LIMIT_S = 90  # of a run and its resumption
 
 
 def main() -> int:
-    """Run the cells that were asked for; returns 1 if one is wrong."""
+    """Run the requested cells; return 1 if a cell is wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("cells", nargs="*", help="as they are printed; what is left out has its default")
+    parser.add_argument("cells", nargs="*", help="in their printed form; omitted features have their defaults")
     parser.add_argument("--seed", type=int, help="all pairs, chosen with this seed")
     parser.add_argument("--part", default="0/1", help="K/N for each N-th cell, from the K-th on")
-    asked = parser.parse_args()
-    cells = [Cell.parse(text) for text in asked.cells]
-    if asked.seed is not None:
-        cells += pairwise(asked.seed)
-    k, n = map(int, asked.part.split("/"))
+    args = parser.parse_args()
+    cells = [Cell.parse(text) for text in args.cells]
+    if args.seed is not None:
+        cells += pairwise(args.seed)
+    k, n = map(int, args.part.split("/"))
     wrong = 0
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
         for number, cell in enumerate(cells[k::n]):
@@ -38,16 +38,16 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def _judged(cell: Cell, folder: Path, calm: Path) -> list[str]:
-    """Judge a cell, with a limit: a run that hangs is wrong, too."""
+def _judged(cell: Cell, folder: Path, undisturbed: Path) -> list[str]:
+    """Judge a cell within a time limit: a hanging run is wrong."""
 
-    def late(number: int, frame: object) -> None:
+    def raise_timeout(number: int, frame: object) -> None:
         raise TimeoutError(f"no end after {LIMIT_S} s")
 
-    before = signal.signal(signal.SIGALRM, late)
+    before = signal.signal(signal.SIGALRM, raise_timeout)
     signal.alarm(LIMIT_S)
     try:
-        return judge(cell, folder, calm)
+        return judge(cell, folder, undisturbed)
     except Exception as error:
         return [f"{type(error).__name__}: {error}"]
     finally:

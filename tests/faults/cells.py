@@ -14,7 +14,7 @@ from fabricx import Strategy
 from fabricx.core.strategy_parts import HasServers, as_part
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer, Reproducible
 
-WAYS: dict[str, Callable[[], Strategy]] = {
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "ddp": DDP,
     "fsdp": FSDP,
     "reproducible": Reproducible,
@@ -38,11 +38,11 @@ MOMENTS = (
     "on_validation_end", "on_train_epoch_end", "on_save_checkpoint", "writing", "committed", "on_train_end",
     "on_fit_end", "teardown",
 )  # fmt: skip
-AFTER = ("on_fit_end", "teardown")  # of the training
+AFTER = ("on_fit_end", "teardown")  # after training
 NOT_HOOKS = ("reducing", "writing", "committed")
 EXCEPTIONS = {"error": RuntimeError, "memory": MemoryError}
 FEATURES: dict[str, tuple[Any, ...]] = {
-    "way": tuple(WAYS),
+    "strategy": tuple(STRATEGIES),
     "moment": MOMENTS,
     "process": (
         "worker 0", "worker 1", "both workers", "server 0", "server 1", "loader", "supervisor", "all",
@@ -52,10 +52,10 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "step": (4, 0, 7),
     "draws": ("forward", "hooks"),
 }  # fmt: skip
-FAULTS_OF = {  # what can happen to which kind of process
+FAULTS_OF = {  # possible faults of each kind of process
     "worker": ("kill", "freeze", "term", "int", "error", "memory", "cut", "again"),
     "both": ("kill", "freeze", "term", "error", "cut"),
-    "server": ("kill", "freeze"),  # servers ignore SIGTERM, and run no code of a user's
+    "server": ("kill", "freeze"),  # servers ignore SIGTERM, and run no user code
     "loader": ("kill", "exit", "error"),
     "supervisor": ("kill", "freeze", "term", "int"),
     "all": ("kill", "term", "int"),
@@ -67,20 +67,20 @@ class Cell:
     """A run and its fault.
 
     Attributes:
-        way: the strategy.
-        moment: hook in which the fault happens; or "reducing" (during a backward), "writing" (a part of a checkpoint is
-            being written) and "committed" (a checkpoint is complete).
-        process: the process or processes that the fault happens to; "all" are the supervisor and its descendants.
+        strategy: name of the strategy.
+        moment: hook in which the fault happens; or "reducing" (during a backward), "writing" (while a part of a
+            checkpoint is written) and "committed" (a checkpoint is complete).
+        process: the affected process or processes; "all" are the supervisor and its descendants.
         fault: SIGKILL, SIGSTOP, SIGTERM, SIGINT; an exception, or MemoryError; "cut" network links; "again" kills a
-            worker, and its replacement while that joins; "exit" ends a loader's process. A stopped supervisor is
+            worker, and its replacement while it joins; "exit" ends a loader process. A stopped supervisor is
             continued after a second; other stopped processes are not.
-        disk: a "slow" one has written nothing until training waits for it; the first write to a "full" or "failing" one
+        disk: a "slow" disk writes nothing until training waits for it; the first write to a "full" or "failing" disk
             raises ENOSPC or EIO.
         step: weight updates before the fault.
-        draws: where random numbers are drawn: in the forward, or in hooks, too.
+        draws: where random numbers are drawn: in the forward, or also in hooks.
     """
 
-    way: str = "ddp"
+    strategy: str = "ddp"
     moment: str = "on_train_batch_start"
     process: str = "worker 1"
     fault: str = "kill"
@@ -90,30 +90,30 @@ class Cell:
 
     @classmethod
     def parse(cls, text: str) -> Cell:
-        """Return the cell that is printed like this; what is left out has its default."""
-        given = dict(part.split("=", 1) for part in text.split(","))
-        given = {name.strip(): value.strip() for name, value in given.items()}
-        return cls(**{**given, **({"step": int(given["step"])} if "step" in given else {})})  # type: ignore[arg-type]
+        """Return the cell with this printed form; omitted features have their defaults."""
+        features = dict(part.split("=", 1) for part in text.split(","))
+        features = {name.strip(): value.strip() for name, value in features.items()}
+        return cls(**{**features, **({"step": int(features["step"])} if "step" in features else {})})  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         return ", ".join(f"{field.name}={getattr(self, field.name)}" for field in dataclasses.fields(self))
 
     @property
     def number(self) -> int:
-        """Return the number of the process among its kind."""
+        """Return the number of the process among processes of its kind."""
         return int(self.process[-1]) if self.process[-1].isdigit() else 1
 
     @property
     def outside(self) -> bool:
-        """Return whether the process that calls `fit` is hit itself, so that it has to be a process of its own."""
+        """Return whether the fault affects the process that calls `fit`, so that it has to be a separate process."""
         return self.process in ("supervisor", "all")
 
     def possible(self) -> bool:
-        """Return whether there is such a process, to which that can happen at that moment."""
+        """Return whether this process exists, and the fault can happen to it at this moment."""
         kind = self.process.split()[0]
         if self.fault not in FAULTS_OF[kind]:
             return False
-        if kind == "server" and self.number >= as_part(WAYS[self.way](), HasServers).servers:
+        if kind == "server" and self.number >= as_part(STRATEGIES[self.strategy](), HasServers).servers:
             return False
         if kind == "loader" and self.moment != "on_train_batch_start":
             return False
@@ -121,23 +121,23 @@ class Cell:
             return False
         if self.fault in EXCEPTIONS and self.moment in (*NOT_HOOKS, "teardown"):
             return False
-        if kind == "both" and self.moment == "committed":  # that is a moment of the main rank
+        if kind == "both" and self.moment == "committed":  # "committed" is a moment of the main rank
             return False
-        if self.way in ASYNCHRONOUS and self.moment == "on_before_optimizer_step" and kind == "server":
+        if self.strategy in ASYNCHRONOUS and self.moment == "on_before_optimizer_step" and kind == "server":
             return False
         stops = self.fault == "term" and not self.outside
         return not (stops and (self.moment in AFTER or self.step == 0))
 
 
 def pairwise(seed: int) -> Iterator[Cell]:
-    """Yield cells until each possible pair of values has occurred; the same for the same seed."""
+    """Yield cells until each possible pair of values has occurred; deterministic for a seed."""
     rng = random.Random(seed)
     values = [rng.sample(options, len(options)) for options in FEATURES.values()]
 
     def admits(row: list[Any]) -> bool:
-        known = dict(zip(FEATURES, row, strict=False))
-        if known.keys() == FEATURES.keys():
-            return Cell(**known).possible()
+        features = dict(zip(FEATURES, row, strict=False))
+        if features.keys() == FEATURES.keys():
+            return Cell(**features).possible()
         return True
 
     for row in AllPairs(values, filter_func=admits):

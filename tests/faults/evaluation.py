@@ -1,4 +1,4 @@
-"""Faults of a rank while a trainer validates, tests or predicts: a clear error soon, and the next call is right."""
+"""Faults of a rank while a trainer validates, tests or predicts: a clear error soon, and a correct next call."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ import fabricx as fx
 from fabricx.callbacks import FaultRecovery
 from fabricx.errors import WorkerFailed
 from fabricx.testing import QUIET, cut_links
-from tests.faults.cells import EXCEPTIONS, WAYS
+from tests.faults.cells import EXCEPTIONS, STRATEGIES
 from tests.faults.running import BATCH, MESSAGE, RANKS, SIGNALS, Drawing, Samples
 
 STAGES = ("validate", "test", "predict")
-SAYS = {  # what the error says, by fault
+ERROR_TEXTS = {  # text in the error, by fault
     "kill": "SIGKILL", "freeze": "no heartbeat", "error": MESSAGE, "memory": "MemoryError", "cut": "Connection",
     "loader": "DataLoader worker",
 }  # fmt: skip
@@ -32,26 +32,26 @@ class Evaluation:
     """A call of the trainer and its fault.
 
     Attributes:
-        way: the strategy.
+        strategy: name of the strategy.
         stage: "validate", "test" or "predict".
-        fault: a signal, an exception, "cut" for its network links, or "loader" for a killed process that loads data.
-        rank: of the process that the fault happens to.
+        fault: a signal, an exception, "cut" for its network links, or "loader" for a killed loader process.
+        rank: rank of the affected process.
     """
 
-    way: str
+    strategy: str
     stage: str
     fault: str
     rank: int
 
     def __str__(self) -> str:
-        return f"{self.stage} under {self.way}, {self.fault} of rank {self.rank}"
+        return f"{self.stage} under {self.strategy}, {self.fault} of rank {self.rank}"
 
 
 class Evaluates(Drawing):
-    """Notes samples, and lets the fault happen in the second batch, once."""
+    """Records samples; the fault happens in the second batch, once."""
 
     def __init__(self, cell: Evaluation, mark: Path) -> None:
-        super().__init__(of_rank=cell.way != "reproducible")
+        super().__init__(of_rank=cell.strategy != "reproducible")
         self.cell, self.mark = cell, mark
 
     def _batch(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -78,21 +78,22 @@ class Evaluates(Drawing):
 
 
 def pairwise(seed: int) -> Iterator[Evaluation]:
-    """Yield cells until each possible pair of values has occurred; the same for the same seed."""
+    """Yield cells until each possible pair of values has occurred; deterministic for a seed."""
     rng = random.Random(seed)
-    values: list[tuple[Any, ...]] = [tuple(WAYS), STAGES, (*SAYS, "term", "int"), tuple(range(RANKS))]
-    for row in AllPairs([rng.sample(known, len(known)) for known in values]):
+    values: list[tuple[Any, ...]] = [tuple(STRATEGIES), STAGES, (*ERROR_TEXTS, "term", "int"), tuple(range(RANKS))]
+    for row in AllPairs([rng.sample(options, len(options)) for options in values]):
         yield Evaluation(*row)
 
 
 def judge(cell: Evaluation, folder: Path) -> list[str]:
-    """Run a cell, and the same call again; returns what is wrong with it, nothing if it is right."""
+    """Run a cell, and the same call again; return the deviations from the expected results."""
     folder.mkdir()
     mark = folder / "happened"
-    elastic: Any = {"deterministic": "elastic"} if cell.way == "reproducible" else {}
+    elastic: Any = {"deterministic": "elastic"} if cell.strategy == "reproducible" else {}
     recovery = FaultRecovery(frozen_after=2.0 if cell.fault == "freeze" else 60.0)
     trainer = fx.Trainer(
-        devices=RANKS, strategy=WAYS[cell.way](), default_root_dir=folder, callbacks=[recovery], **QUIET, **elastic,
+        devices=RANKS, strategy=STRATEGIES[cell.strategy](), default_root_dir=folder, callbacks=[recovery],
+        **QUIET, **elastic,
     )  # fmt: skip
     loads = cell.fault == "loader"
     loader: Any = DataLoader(Samples(mark if loads else None), BATCH // RANKS, num_workers=int(loads))
@@ -101,13 +102,13 @@ def judge(cell: Evaluation, folder: Path) -> list[str]:
     end = _end_of(lambda: _numbers(call(module, loader)))
     if not mark.exists():
         return ["the fault has not happened"]
-    wanted = float(sum(range(len(loader.dataset))))
+    expected = float(sum(range(len(loader.dataset))))
     again = _end_of(lambda: _numbers(call(module, loader)))
-    wrong = [] if again == wanted else [f"the next call gives {again}, and not {wanted}"]
-    if cell.fault == "int" or (cell.fault == "cut" and not isinstance(end, str)):  # no rank needed its links any more
-        return wrong if end == wanted else [f"it gives {end}, and not {wanted}", *wrong]
-    says = SAYS.get(cell.fault, "stopped with status 143")
-    return wrong if says in str(end) else [f"the error doesn't say {says!r}: {end}", *wrong]
+    wrong = [] if again == expected else [f"the next call gives {again}, and not {expected}"]
+    if cell.fault == "int" or (cell.fault == "cut" and not isinstance(end, str)):  # no rank used its links
+        return wrong if end == expected else [f"it gives {end}, and not {expected}", *wrong]
+    text = ERROR_TEXTS.get(cell.fault, "stopped with status 143")
+    return wrong if text in str(end) else [f"the error doesn't say {text!r}: {end}", *wrong]
 
 
 def _end_of(call: Any) -> float | str:
@@ -120,7 +121,7 @@ def _end_of(call: Any) -> float | str:
 
 
 def _numbers(results: Any) -> float:
-    """Return the sum of the sample numbers that an evaluation has seen."""
+    """Return the sum of the sample numbers in the results of an evaluation."""
     if results and isinstance(results[0], dict):
         return float(results[0]["numbers"])
-    return float(sum(torch.as_tensor(found).sum() for found in results))
+    return float(sum(torch.as_tensor(result).sum() for result in results))

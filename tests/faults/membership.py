@@ -1,4 +1,4 @@
-"""Random schedules of joins and deaths with late messages and slow ranks, and what each schedule has trained."""
+"""Random schedules of joins and deaths with delayed messages and slow ranks, and the trained samples of each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fabricx.strategies import DDP, FSDP, AsyncSGD, ParameterServer, Reproducibl
 from fabricx.testing import QUIET, Ledger, kill
 from tests.faults.running import BATCH, EPOCHS, Accounts, Samples, account_of
 
-UNEVEN: Final = 41  # samples: of 3 ranks, the last has no sample of the last batch
+UNEVEN: Final = 41  # samples: the last of 3 ranks has no sample of the last batch
 STRATEGIES: Final[dict[str, Callable[[], Any]]] = {
     "ddp": DDP,
     "fsdp": FSDP,
@@ -37,13 +37,13 @@ STRATEGIES: Final[dict[str, Callable[[], Any]]] = {
     "clock": lambda: AsyncSGD(damp=False, max_staleness=1, bound="clock"),
     "backup": lambda: ParameterServer(backup_workers=1),
 }
-PER_RANK: Final = ("async", "async2", "rounds", "stale", "clock")  # each rank's batch is an update, not a share of it
-EVEN: Final = (*PER_RANK, "bounded", "backup")  # each sample counts the same without a short batch
+PER_RANK: Final = ("async", "async2", "rounds", "stale", "clock")  # each rank's batch is an update of its own
+EVEN: Final = (*PER_RANK, "bounded", "backup")  # equal weights of all samples need equal batch sizes
 MOMENTS: Final = ("forward", "backward", "optimizer", "batch end", "validation", "checkpoint")
 
 
-class Late(fx.Callback):
-    """Delays a rank's messages of the supervisor and its batches at random, so that ranks notice changes apart."""
+class DelaysMessages(fx.Callback):
+    """Delays the supervisor's messages to a rank and its batches at random, so that ranks notice changes separately."""
 
     def __init__(self, seed: int) -> None:
         self.seed, self.most_s = seed, 0.0
@@ -101,7 +101,7 @@ def fit(strategy: Any, devices: int, samples: int, folder: Path, callbacks: list
 
 
 def judge(seed: int, folder: Path) -> list[str]:
-    """Run the schedule of a seed; returns what is wrong."""
+    """Run the schedule of a seed; return the deviations from the expected samples."""
     draws = random.Random(seed)
     name, devices = draws.choice(list(STRATEGIES)), draws.choice([2, 3])
     requests = {draws.randrange(12): draws.choice([1, 2, 3]) for _ in range(draws.choice([0, 1, 1, 2, 3]))}
@@ -114,27 +114,27 @@ def judge(seed: int, folder: Path) -> list[str]:
         every_n_train_steps=draws.choice([None, 2]),
     )  # fmt: skip
     samples = UNEVEN + 7 if name in EVEN else UNEVEN
-    callbacks = [*faults, Late(seed), Resizes(requests), Accounts(folder), recovery]
+    callbacks = [*faults, DelaysMessages(seed), Resizes(requests), Accounts(folder), recovery]
     with contextlib.chdir(folder):
         module, trainer = fit(STRATEGIES[name](), devices, samples, folder / "run", callbacks)
-    found, wrong = module.entries.detach(), []
+    entries, wrong = module.entries.detach(), []
     if name in EVEN:
-        due = torch.full_like(found, -EPOCHS * (devices if name in PER_RANK else 1.0))
-        if name == "backup":  # an update is the mean of at least 1 rank's batch and of at most all but one
-            due = found.clamp(-EPOCHS * devices, -EPOCHS * devices / (devices - 1))
+        due = torch.full_like(entries, -EPOCHS * (devices if name in PER_RANK else 1.0))
+        if name == "backup":  # an update is the mean of the batches of 1 to all but one ranks
+            due = entries.clamp(-EPOCHS * devices, -EPOCHS * devices / (devices - 1))
     else:
-        alone, calm = fit("single", 1, samples, folder / "calm", [])
+        alone, undisturbed = fit("single", 1, samples, folder / "undisturbed", [])
         due, values = alone.entries.detach(), trainer.callback_metrics
         wrong = [
-            f"{key}: {values[key]:.5f}, and {value:.5f} in a calm run"
-            for key, value in calm.callback_metrics.items()
+            f"{key}: {values[key]:.5f}, and {value:.5f} in a undisturbed run"
+            for key, value in undisturbed.callback_metrics.items()
             if abs(values[key] - value) > 1e-4
         ]
     wrong += [
-        f"sample {number}: {a:.3f}, and {b:.3f} in a calm run"
-        for number, (a, b) in enumerate(zip(found, due, strict=True))
+        f"sample {number}: {a:.3f}, and {b:.3f} in a undisturbed run"
+        for number, (a, b) in enumerate(zip(entries, due, strict=True))
         if abs(a - b) > 1e-4
     ]
     wrong += account_of(folder)
-    told = f"{name}, {devices} ranks, requests {requests}, {[(f.rank, f.moment, f.step) for f in faults]}"
-    return [f"{told}; {trainer.failures}: {'; '.join(wrong)}"] if wrong else []
+    description = f"{name}, {devices} ranks, requests {requests}, {[(f.rank, f.moment, f.step) for f in faults]}"
+    return [f"{description}; {trainer.failures}: {'; '.join(wrong)}"] if wrong else []

@@ -1,4 +1,4 @@
-"""Runs a cell of the fault matrix, and compares what it has trained with a run that nothing happened to."""
+"""Run a cell of the fault matrix, and compare its trained weights with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fabricx.checkpoint import sharded_tensors
 from fabricx.checkpoint.writer import Writer
 from fabricx.errors import WorkerFailed
 from fabricx.testing import QUIET, Ledger, cut_links, layered_data
-from tests.faults.cells import AFTER, ASYNCHRONOUS, EARLY, EXCEPTIONS, NOT_HOOKS, WAYS, Cell
+from tests.faults.cells import AFTER, ASYNCHRONOUS, EARLY, EXCEPTIONS, NOT_HOOKS, STRATEGIES, Cell
 from tests.faults.outside import run_outside
 
 SAMPLES, BATCH, EPOCHS, RANKS = 48, 12, 3, 2
@@ -41,10 +41,10 @@ DRAWING = ("on_train_epoch_start", "on_train_batch_start", "on_after_backward", 
 
 
 class Samples(Dataset[Any]):
-    """Pairs with the number of each; the process that loads number 17 has a fault once, if there is a mark to leave.
+    """Samples with their indices; the process that loads sample 17 has a fault once, if `mark` is set.
 
     Args:
-        mark: a file that records that the fault has happened; None for no fault.
+        mark: a file that records the fault; None for no fault.
         fault: "kill", "exit" or "error".
     """
 
@@ -66,39 +66,39 @@ class Samples(Dataset[Any]):
 
 
 def draw() -> float:
-    """Draw a number of each generator."""
+    """Draw a number from each generator."""
     return float(torch.rand(1)) + random.random() + np.random.rand()
 
 
 class Shuffles(Sampler[int]):
-    """Shuffles the order before with a generator of its own."""
+    """Shuffles its previous order with its own generator."""
 
     def __init__(self, samples: int) -> None:
-        self.order, self.generator_of_its_own = list(range(samples)), np.random.default_rng(3)
+        self.order, self.own_generator = list(range(samples)), np.random.default_rng(3)
 
     def __len__(self) -> int:
         return len(self.order)
 
     def __iter__(self) -> Iterator[int]:
-        self.generator_of_its_own.shuffle(self.order)
+        self.own_generator.shuffle(self.order)
         return iter(list(self.order))
 
 
 class Drawing(Ledger):
-    """A ledger whose layer sees dropout and noise, so that other random numbers are other weights.
+    """A ledger with dropout and noise, so that other random numbers train other weights.
 
     Args:
-        of_rank: with state that depends on the rank: batch normalisation, a generator of the module's own.
+        of_rank: has state that depends on the rank: batch norm, and the module's own generator.
     """
 
     def __init__(self, of_rank: bool) -> None:
         super().__init__(SAMPLES, BATCH)
         self.norm: nn.Module = nn.BatchNorm1d(6) if of_rank else nn.Identity()
-        self.generator_of_its_own = torch.Generator().manual_seed(5) if of_rank else None
+        self.own_generator = torch.Generator().manual_seed(5) if of_rank else None
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         noisy = nn.functional.dropout(self.norm(batch[0]), 0.3) + 0.1 * draw()
-        noisy = noisy + 0.1 * torch.rand(1, generator=self.generator_of_its_own)
+        noisy = noisy + 0.1 * torch.rand(1, generator=self.own_generator)
         return super().training_step((noisy, *batch[1:]), batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -139,12 +139,12 @@ class DiesJoining(fx.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Happens(fx.Callback):
-    """Lets the fault of a cell happen, once.
+class TriggersFault(fx.Callback):
+    """Triggers the fault of a cell, once.
 
     Args:
-        cell: which fault.
-        folder: for the mark that it has happened, and where checkpoints are written.
+        cell: the cell.
+        folder: folder of the mark that records the fault, and of checkpoints.
     """
 
     def __init__(self, cell: Cell, folder: Path) -> None:
@@ -158,7 +158,7 @@ class Happens(fx.Callback):
     def on_train_start(self, trainer: Any, module: Any) -> None:
         """Prepare the moments that aren't hooks."""
         if self.cell.moment == "reducing":
-            module.layer.register_forward_hook(functools.partial(_when_gradients_come, self, trainer))
+            module.layer.register_forward_hook(functools.partial(_when_gradients_are_computed, self, trainer))
         write, finish, waits = sharded_tensors.write, Writer.finish, threading.Event()
 
         def slow(file: Path, tensors: Any) -> Any:
@@ -178,7 +178,7 @@ class Happens(fx.Callback):
         sharded_tensors.write, Writer.finish = slow, released  # type: ignore[method-assign]
 
     def now(self, trainer: Any) -> None:
-        """Let it happen, if this is the rank and the step."""
+        """Trigger the fault, if the rank and the step are due."""
         cell, rank = self.cell, trainer.world.rank
         both = cell.process == "both workers"
         acts = cell.number if cell.process.startswith("worker") else 0
@@ -187,14 +187,14 @@ class Happens(fx.Callback):
         if trainer.global_step < cell.step or trainer.sanity_checking:
             return
         if _first(self.folder / (f"happened-{rank}" if both else "happened")):
-            _happen(cell, self.folder)
+            _trigger_fault(cell, self.folder)
 
 
 class Accounts(fx.Callback):
-    """Writes what the last line of a recovered run says of its samples.
+    """Writes the sample account of the last line of a recovered run.
 
     Args:
-        folder: the text is written there.
+        folder: folder of the text file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -206,13 +206,13 @@ class Accounts(fx.Callback):
 
 
 def account_of(folder: Path) -> list[str]:
-    """Return what the account of a run says of lost samples, and of samples that were trained twice."""
-    said = (folder / "account").read_text()
-    return [] if said.startswith(", 0 samples lost") else [f"its account says {said!r}"]
+    """Return the account of a run if it reports lost or repeated samples."""
+    account = (folder / "account").read_text()
+    return [] if account.startswith(", 0 samples lost") else [f"its account says {account!r}"]
 
 
-def _happen(cell: Cell, folder: Path) -> None:
-    """Let the fault of a cell happen to its process; called in the worker that is hit, or in worker 0."""
+def _trigger_fault(cell: Cell, folder: Path) -> None:
+    """Trigger the fault of a cell; called in the affected worker, or in worker 0."""
     if cell.fault in EXCEPTIONS:
         raise EXCEPTIONS[cell.fault](MESSAGE)
     if cell.fault == "cut":
@@ -221,7 +221,7 @@ def _happen(cell: Cell, folder: Path) -> None:
     number = SIGNALS.get(cell.fault, signal.SIGKILL)
     if cell.outside:
         supervisor = psutil.Process(int((folder / "supervisor").read_text()))
-        if cell.fault == "freeze":  # its workers wait for it no longer than they need it
+        if cell.fault == "freeze":  # its workers wait for it only as long as they need it
             subprocess.Popen(["/bin/sh", "-c", f"sleep 1; kill -CONT {supervisor.pid}"])
         others = supervisor.children(recursive=True) if cell.process == "all" else []
         for process in (*(other for other in others if other.pid != os.getpid()), supervisor):
@@ -234,7 +234,7 @@ def _happen(cell: Cell, folder: Path) -> None:
 
 
 def _first(mark: Path) -> bool:
-    """Leave a mark; returns whether it was not there."""
+    """Create a mark; return whether it didn't exist."""
     try:
         mark.touch(exist_ok=False)
     except FileExistsError:
@@ -242,64 +242,66 @@ def _first(mark: Path) -> bool:
     return True
 
 
-def _at_hook(fault: Happens, trainer: Any, *arguments: Any, **options: Any) -> None:
+def _at_hook(fault: TriggersFault, trainer: Any, *arguments: Any, **options: Any) -> None:
     fault.now(trainer)
 
 
-def _when_committed(fault: Happens, trainer: Any, *arguments: Any) -> None:
+def _when_committed(fault: TriggersFault, trainer: Any, *arguments: Any) -> None:
     if checkpoint.list_committed(fault.folder / "saved"):
         fault.now(trainer)
 
 
-def _when_gradients_come(fault: Happens, trainer: Any, layer: Any, given: Any, output: Tensor) -> None:
+def _when_gradients_are_computed(fault: TriggersFault, trainer: Any, layer: Any, inputs: Any, output: Tensor) -> None:
     if output.requires_grad:
         output.register_hook(lambda _: fault.now(trainer))
 
 
 def _server(number: int) -> int:
-    """Wait for a server of this worker's run, and return its process number.
+    """Wait for a server of this worker's run; return its PID.
 
-    A process of the run has a file open whose name has its number, from its first sign of life on.
+    From its first heartbeat on, a process of the run has an open file with its number in the file's name.
     """
     [stacks] = {link for link in _open_files(os.getpid()) if Path(link).name.startswith("stacks-")}
-    wanted = str(Path(stacks).with_name(f"stacks-{RANKS + number}"))
+    stacks_of_server = str(Path(stacks).with_name(f"stacks-{RANKS + number}"))
     while True:
         for pid in filter(str.isdigit, os.listdir("/proc")):
-            if wanted in _open_files(int(pid)):
+            if stacks_of_server in _open_files(int(pid)):
                 return int(pid)
         time.sleep(0.01)
 
 
 def _open_files(pid: int) -> set[str]:
-    found = set()
+    paths = set()
     with contextlib.suppress(OSError):
         for entry in os.listdir(f"/proc/{pid}/fd"):
             with contextlib.suppress(OSError):
-                found.add(os.readlink(f"/proc/{pid}/fd/{entry}"))
-    return found
+                paths.add(os.readlink(f"/proc/{pid}/fd/{entry}"))
+    return paths
 
 
-def fit(cell: Cell, folder: Path, *, calm: bool, resume: bool = False) -> tuple[Drawing, fx.Trainer, ModelCheckpoint]:
-    """Train a cell, without its fault if `calm`; `resume` goes on from a stopped run's newest checkpoint, if any."""
+def fit(
+    cell: Cell, folder: Path, *, undisturbed: bool, resume: bool = False
+) -> tuple[Drawing, fx.Trainer, ModelCheckpoint]:
+    """Train a cell, without its fault if `undisturbed`; `resume` resumes a stopped run's newest checkpoint, if any."""
     folder.mkdir(exist_ok=True)
     (folder / "supervisor").write_text(str(os.getpid()))
     torch.manual_seed(3)
-    module = Drawing(of_rank=cell.way != "reproducible")  # which refuses it
+    module = Drawing(of_rank=cell.strategy != "reproducible")  # refused by `reproducible`
     saver = ModelCheckpoint(folder / "saved", every_n_train_steps=3, save_last=True)
-    faults: list[Any] = [] if calm or resume else [Happens(cell, folder)]
+    faults: list[Any] = [] if undisturbed or resume else [TriggersFault(cell, folder)]
     if faults and cell.fault == "again":
         faults.append(DiesJoining(cell, folder))
     hooks: list[Any] = [DrawsInHooks()] if cell.draws == "hooks" else []
-    frozen_after = 2.0 if cell.fault == "freeze" and not calm else 60.0  # a busy machine freezes ranks, too
+    frozen_after = 2.0 if cell.fault == "freeze" and not undisturbed else 60.0  # a busy machine freezes ranks as well
     recovery = FaultRecovery(every_n_train_steps=2, frozen_after=frozen_after)
-    elastic: Any = {"deterministic": "elastic"} if cell.way == "reproducible" else {}
+    elastic: Any = {"deterministic": "elastic"} if cell.strategy == "reproducible" else {}
     trainer = fx.Trainer(
-        devices=RANKS, strategy=WAYS[cell.way](), max_epochs=EPOCHS, default_root_dir=folder,
+        devices=RANKS, strategy=STRATEGIES[cell.strategy](), max_epochs=EPOCHS, default_root_dir=folder,
         callbacks=[*hooks, *faults, saver, Accounts(folder), recovery],
         **{**QUIET, "enable_checkpointing": True}, **elastic,
     )  # fmt: skip
     loads = cell.process == "loader"
-    data = Samples(folder / "happened" if loads and not calm else None, cell.fault)
+    data = Samples(folder / "happened" if loads and not undisturbed else None, cell.fault)
     order: Any = {"sampler": Shuffles(len(data))} if cell.draws == "hooks" else {"shuffle": True}
     loader: Any = DataLoader(data, BATCH // RANKS, **order, num_workers=int(loads), persistent_workers=loads)
     newest = "last" if resume and checkpoint.list_committed(folder / "saved") else None
@@ -308,20 +310,20 @@ def fit(cell: Cell, folder: Path, *, calm: bool, resume: bool = False) -> tuple[
 
 
 @functools.lru_cache(maxsize=64)
-def wanted(way: str, draws: str, loads: bool, folder: Path) -> dict[str, Tensor]:
-    """Return what a run that nothing happens to has trained."""
-    cell = Cell(way=way, draws=draws, process="loader" if loads else "worker 0")
-    module, _, _ = fit(cell, folder / f"calm-{way}-{draws}-{loads}", calm=True)
+def undisturbed_weights(strategy: str, draws: str, loads: bool, folder: Path) -> dict[str, Tensor]:
+    """Return the weights of an undisturbed run."""
+    cell = Cell(strategy=strategy, draws=draws, process="loader" if loads else "worker 0")
+    module, _, _ = fit(cell, folder / f"undisturbed-{strategy}-{draws}-{loads}", undisturbed=True)
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
-def judge(cell: Cell, folder: Path, calm: Path) -> list[str]:
-    """Run a cell; returns what is wrong with it, nothing if it is right.
+def judge(cell: Cell, folder: Path, undisturbed: Path) -> list[str]:
+    """Run a cell; return the deviations from the expected results.
 
     Args:
-        cell: which.
-        folder: of this run.
-        calm: for runs that nothing happens to, which cells share.
+        cell: the cell.
+        folder: folder of this run.
+        undisturbed: folder of undisturbed runs, shared by cells.
     """
     folder.mkdir()
     raised = None
@@ -329,52 +331,51 @@ def judge(cell: Cell, folder: Path, calm: Path) -> list[str]:
         if cell.outside:
             if wrong := run_outside(cell, folder):
                 return wrong
-            module, trainer, saver = fit(cell, folder, calm=False, resume=True)
+            module, trainer, saver = fit(cell, folder, undisturbed=False, resume=True)
         else:
-            module, trainer, saver = fit(cell, folder, calm=False)
+            module, trainer, saver = fit(cell, folder, undisturbed=False)
     except WorkerFailed as error:
         raised = error
     except SystemExit:
         if cell.fault != "term":
-            return ["it stopped, and nobody had asked"]
-        module, trainer, saver = fit(cell, folder, calm=False, resume=True)
+            return ["it stopped without a request"]
+        module, trainer, saver = fit(cell, folder, undisturbed=False, resume=True)
     if raised is not None:
         return [] if _may_fail(cell, folder, raised) else [f"it failed: {raised}"]
     if not list(folder.glob("happened*")) and not (cell.disk == "failing" and (folder / "disk").exists()):
         return ["the fault has not happened"]
-    left = [f"a folder was left: {path.name}" for path in (folder / "tmp").glob("*")]  # a new run removes old ones
-    begun_anew = cell.outside and cell.fault == "kill" and trainer.state.attempt == 0  # nothing was there to resume
+    left = [f"a folder remains: {path.name}" for path in (folder / "tmp").glob("*")]  # a new run removes earlier ones
+    begun_anew = cell.outside and cell.fault == "kill" and trainer.state.attempt == 0  # no checkpoint existed to resume
     checkpoints = [] if begun_anew else _checkpoints(saver, folder)
-    return [*left, *_weights(cell, module, calm), *account_of(folder), *checkpoints, *_counts(cell, trainer)]
+    return [*left, *_weights(cell, module, undisturbed), *account_of(folder), *checkpoints, *_counts(cell, trainer)]
 
 
 def _may_fail(cell: Cell, folder: Path, error: WorkerFailed) -> bool:
-    """Return whether a run may end with this error: the user's or the disk's, without a snapshot to go back to."""
+    """Return whether a run may end with this error: an error of the user or the disk without a snapshot to restore."""
     lost = cell.disk in DISKS and not any(map(checkpoint.list_committed, folder.glob("runs/*/recovery")))
     if lost and cell.disk == "failing" and "could not be written" in str(error):
         return True
-    none = cell.moment in (*EARLY, *AFTER) or cell.step == 0 or lost  # there is no snapshot yet, or no longer
+    none = cell.moment in (*EARLY, *AFTER) or cell.step == 0 or lost  # no snapshot exists yet, or any longer
     return cell.fault in EXCEPTIONS and none and MESSAGE in str(error)
 
 
-def _weights(cell: Cell, module: Drawing, calm: Path) -> list[str]:
-    if cell.way in ASYNCHRONOUS:
-        strategy: Any = WAYS[cell.way]()
-        each = 1.0 if strategy._settings.aggregate else float(RANKS)  # an update is one worker's own mean
-        off = (module.entries.detach() + EPOCHS * each) / each
+def _weights(cell: Cell, module: Drawing, undisturbed: Path) -> list[str]:
+    if cell.strategy in ASYNCHRONOUS:
+        strategy: Any = STRATEGIES[cell.strategy]()
+        per_epoch = 1.0 if strategy._settings.aggregate else float(RANKS)  # else an update is a mean of one rank
+        off = (module.entries.detach() + EPOCHS * per_epoch) / per_epoch
         lost = int(off.clamp(min=0).round().sum())
         twice = int((-off).clamp(min=0).round().sum())
         return [f"samples: {lost} lost, {twice} trained twice"] if off.abs().max() > 1e-3 else []
-    if cell.way == "local_sgd" and (
-        cell.fault == "term" or (cell.outside and cell.fault == "int")
-    ):  # a checkpoint brings the ranks together, also one more
+    # A checkpoint averages the ranks, also an additional checkpoint.
+    if cell.strategy == "local_sgd" and (cell.fault == "term" or (cell.outside and cell.fault == "int")):
         off = (module.entries.detach() + EPOCHS).abs().max()
         return [f"samples were lost or trained twice: {float(off):g}"] if off > 1e-3 else []
-    others = wanted(cell.way, cell.draws, cell.process == "loader", calm)
-    names = [name for name, value in module.state_dict().items() if not torch.equal(value, others[name])]
+    expected = undisturbed_weights(cell.strategy, cell.draws, cell.process == "loader", undisturbed)
+    names = [name for name, value in module.state_dict().items() if not torch.equal(value, expected[name])]
     off = (module.entries.detach() + EPOCHS).abs().max()
     ledger = [f"samples were lost or trained twice: {float(off):g}"] if off > 1e-3 else []
-    return [*ledger, *([f"other numbers in {', '.join(names)}"] if names else [])]
+    return [*ledger, *([f"different values in {', '.join(names)}"] if names else [])]
 
 
 def _checkpoints(saver: ModelCheckpoint, folder: Path) -> list[str]:
@@ -389,8 +390,8 @@ def _checkpoints(saver: ModelCheckpoint, folder: Path) -> list[str]:
 
 def _counts(cell: Cell, trainer: fx.Trainer) -> list[str]:
     steps = trainer.global_step
-    if cell.way not in ASYNCHRONOUS and steps != STEPS:
+    if cell.strategy not in ASYNCHRONOUS and steps != STEPS:
         return [f"{steps} steps, and not {STEPS}"]
-    silent = cell.outside or cell.fault in ("term", "int", "cut")  # a link that isn't used any more isn't missed
+    silent = cell.outside or cell.fault in ("term", "int", "cut")  # an unused link isn't missed
     silent = silent or cell.moment in AFTER or cell.process.startswith("server")
     return [] if trainer.failures or silent else ["no failure was noted"]

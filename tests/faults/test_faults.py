@@ -14,57 +14,63 @@ from tests.faults.running import judge
 from tests.soak import params, seeds, some
 
 SHORT = (
-    "way=ddp, moment=on_train_start, process=worker 1, step=0, draws=hooks",
-    "way=ddp, moment=writing, process=worker 1, disk=slow",
-    "way=fsdp, moment=on_save_checkpoint, process=worker 0, disk=slow",
-    "way=ps2, moment=reducing, process=server 1",
-    "way=ps0-server, moment=on_before_optimizer_step, process=worker 1",
-    "way=ddp, moment=writing, process=supervisor, fault=kill, disk=slow",
+    "strategy=ddp, moment=on_train_start, process=worker 1, step=0, draws=hooks",
+    "strategy=ddp, moment=writing, process=worker 1, disk=slow",
+    "strategy=fsdp, moment=on_save_checkpoint, process=worker 0, disk=slow",
+    "strategy=ps2, moment=reducing, process=server 1",
+    "strategy=ps0-server, moment=on_before_optimizer_step, process=worker 1",
+    "strategy=ddp, moment=writing, process=supervisor, fault=kill, disk=slow",
 )
 MORE = (
-    "way=ddp, moment=on_after_backward, process=worker 0, fault=kill, draws=hooks",
-    "way=ddp, moment=on_train_end, process=worker 0, fault=term",
-    "way=async_sgd, moment=on_train_start, process=worker 0, step=0",
+    "strategy=ddp, moment=on_after_backward, process=worker 0, fault=kill, draws=hooks",
+    "strategy=ddp, moment=on_train_end, process=worker 0, fault=term",
+    "strategy=async_sgd, moment=on_train_start, process=worker 0, step=0",
 )
 EVALUATIONS = (Evaluation("ddp", "test", "term", 1), Evaluation("fsdp", "predict", "kill", 0))
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder for the runs that nothing happens to."""
-    return tmp_path_factory.mktemp("calm")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder for undisturbed runs."""
+    return tmp_path_factory.mktemp("undisturbed")
 
 
 @pytest.mark.parametrize("text", params(SHORT, MORE))
-def test_a_fault_leaves_no_trace(text: str, tmp_path: Path, calm: Path) -> None:
+def test_results_after_a_fault_equal_those_of_an_undisturbed_run(text: str, tmp_path: Path, undisturbed: Path) -> None:
     assert Cell.parse(text).possible()
-    assert judge(Cell.parse(text), tmp_path / "run", calm) == [], f'python -m tests.faults "{text}"'
+    assert judge(Cell.parse(text), tmp_path / "run", undisturbed) == [], f'python -m tests.faults "{text}"'
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("cell", some(pairwise(1), 1, 30), ids=str)
-def test_each_pair_of_values_leaves_no_trace(cell: Cell, tmp_path: Path, calm: Path) -> None:
-    assert judge(cell, tmp_path / "run", calm) == [], f'python -m tests.faults "{cell}"'
+def test_results_after_each_pair_of_features_equal_those_of_an_undisturbed_run(
+    cell: Cell, tmp_path: Path, undisturbed: Path
+) -> None:
+    assert judge(cell, tmp_path / "run", undisturbed) == [], f'python -m tests.faults "{cell}"'
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", seeds(1, 60))
-def test_joins_and_deaths_that_ranks_notice_at_different_times_leave_no_trace(seed: int, tmp_path: Path) -> None:
+def test_joins_and_deaths_noticed_at_different_times_lose_no_sample(seed: int, tmp_path: Path) -> None:
     assert membership.judge(seed, tmp_path) == []
 
 
 @pytest.mark.parametrize("cell", EVALUATIONS, ids=str)
-def test_a_fault_in_an_evaluation_is_an_error_and_the_next_one_is_right(cell: Evaluation, tmp_path: Path) -> None:
+def test_a_fault_in_an_evaluation_is_an_error_and_the_next_evaluation_is_correct(
+    cell: Evaluation, tmp_path: Path
+) -> None:
     assert evaluation.judge(cell, tmp_path / "run") == []
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("cell", some(evaluation.pairwise(1), 1, 112), ids=str)
-def test_each_fault_in_an_evaluation(cell: Evaluation, tmp_path: Path) -> None:
+def test_each_fault_in_an_evaluation_is_an_error_and_the_next_evaluation_is_correct(
+    cell: Evaluation, tmp_path: Path
+) -> None:
     assert evaluation.judge(cell, tmp_path / "run") == []
 
 
-def test_the_first_cells_have_each_value_and_print_as_what_runs_them() -> None:
+def test_the_first_cells_contain_each_value_and_are_parsed_from_their_printed_form() -> None:
     cells = list(islice(pairwise(1), 40))
     assert cells == list(islice(pairwise(1), 40))
     for name, options in FEATURES.items():

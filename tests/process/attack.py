@@ -55,7 +55,7 @@ def attack(targets: dict[str, Any]) -> list[str]:
 
     Args:
         targets: `addresses` of the run's machine except loopback, `ports` of its processes, paths of Unix `sockets`,
-                `files` of the run, the `marker`, and whether a launcher has started the run (`launched`).
+            `files` of the run, the `marker`, and whether a launcher has started the run (`launched`).
     """
     reached = []
     successes, exploit = [], pickle.dumps(Exploit(targets["marker"]))

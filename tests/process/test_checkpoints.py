@@ -327,9 +327,8 @@ def test_a_signal_to_any_process_leaves_a_single_complete_checkpoint(
         time.sleep(0.02)
     processes = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
     if whom == "all":
-        assert len(processes) >= (
-            7 if devices == 2 else 2
-        )  # the fork server, the resource tracker, two workers with a loader process each, a server
+        # The fork server, the resource tracker, two workers with a loader process each, a server.
+        assert len(processes) >= (7 if devices == 2 else 2)
         for target in processes:
             with contextlib.suppress(psutil.NoSuchProcess):  # a loader process ends when its rank stops
                 target.send_signal(sent)

@@ -115,10 +115,8 @@ def test_the_gradient_of_an_update_is_clipped(strategy: str, clipping: str) -> N
     single = alone(clips, "", tuple(options.items()))
     module = train(make(), devices, Clipped(clips), **options)
     for (name, a), b in zip(module.named_parameters(), single.parameters(), strict=True):
-        assert torch.allclose(a, b, rtol=0.0, atol=1e-10), (
-            name,
-            (a - b).abs().max(),
-        )  # float64 sums in a different order
+        # float64 sums in a different order.
+        assert torch.allclose(a, b, rtol=0.0, atol=1e-10), (name, (a - b).abs().max())
 
 
 class Pulled(fx.Module):

@@ -128,10 +128,8 @@ class GPT(fx.Module):
         self, kind: str = "", dropout: float = 0.0, validated: Sequence[int | None] = (None, 5), blocks: int = 3
     ) -> None:  # fmt: skip
         super().__init__()
-        self.kind, self.validated = (
-            kind,
-            validated,
-        )  # lengths; a length of 4 can't be divided: each rank computes all of it
+        # Lengths; a length of 4 can't be divided: each rank computes all of it.
+        self.kind, self.validated = kind, validated
         self.embed, self.position = nn.Embedding(WORDS, WIDTH), nn.Embedding(MOST, WIDTH)
         self.blocks = nn.ModuleList(Block(kind, dropout) for _ in range(blocks))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)

@@ -67,9 +67,8 @@ class RequestsWorkers(fx.Callback):
         self.asked.add(step)
         request_workers(trainer.run_dir, self.workers[step])
         deadline = time.monotonic() + 60
-        while (
-            not trainer.session.fault_tolerance.outdated
-        ):  # the next generation is announced: this batch is the last of the current generation
+        # The next generation is announced: this batch is the last of the current generation.
+        while not trainer.session.fault_tolerance.outdated:
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
@@ -147,9 +146,8 @@ def test_a_rank_without_samples_does_not_wait_for_ranks_that_have_joined_the_nex
     callbacks = [RequestsWorkers(at_2=3), DelaysAnnouncement(), FaultRecovery()]
     options = {**QUIET, "enable_checkpointing": True, "callbacks": callbacks}
     trainer = fx.Trainer(devices=2, strategy=DDP(), max_epochs=4, default_root_dir=tmp_path, **options)
-    trainer.fit(
-        TinyModule(), tiny_loader(3, 1)
-    )  # every second batch has no sample for rank 1: it follows rank 0's hooks
+    # Every second batch has no sample for rank 1: it follows rank 0's hooks.
+    trainer.fit(TinyModule(), tiny_loader(3, 1))
     assert trainer.global_step == 8
 
 

@@ -90,9 +90,8 @@ SPARSE = params(
 )
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Sparse invariant checks"
-)  # torch's Adagrad creates sparse tensors without setting the check explicitly
+# torch's Adagrad creates sparse tensors without setting the check explicitly.
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize(("strategy", "devices", "kind"), SPARSE)
 def test_sparse_rows_are_trained_like_a_dense_table(strategy: Any, devices: int, kind: str, tmp_path: Path) -> None:
     reads = "hooks" if isinstance(strategy, ParameterServer) and strategy.mode == "sync" else "step"
@@ -357,7 +356,6 @@ def test_compression_residuals_are_stored_in_checkpoints(tmp_path: Path, strateg
     saver = ModelCheckpoint(tmp_path / "again", every_n_train_steps=2)  # a checkpoint reads complete weights
     again, _ = train(strategy, 2, ckpt=path, callbacks=[saver], batch=6, enable_checkpointing=True)
     assert same_weights(again, whole)
-    _, trainer = train(
-        strategy, 1, ckpt=path, batch=6
-    )  # another number of workers: the residuals are lost, with a warning
+    # Another number of workers: the residuals are lost, with a warning.
+    _, trainer = train(strategy, 1, ckpt=path, batch=6)
     assert trainer.current_epoch == 2

@@ -268,9 +268,8 @@ def test_parameters_that_are_frozen_while_gathered_stay_frozen() -> None:
     for sharded in run_ranks(trained, 2, FSDP(), cases, 2):
         for case, actual, expected in zip(cases, sharded, alone, strict=True):
             for name, values in expected.items():
-                torch.testing.assert_close(
-                    actual[name], values, rtol=0, atol=1e-6, msg=f"{case}: {name}"
-                )  # weights of about 0.1
+                # Weights of about 0.1.
+                torch.testing.assert_close(actual[name], values, rtol=0, atol=1e-6, msg=f"{case}: {name}")
 
 
 def test_unfreezing_an_optimizers_parameters_while_they_are_gathered_is_an_error() -> None:

@@ -324,9 +324,8 @@ class CountsBytes(Clamped):
             kept = [*map(own_part, [*self.parameters(), *moments])]
         kept += [values for f in fragments for values in (f.base, f.velocity)]
         elements = sum(p.numel() for p in self.parameters())
-        assert sum(part.numel() for part in kept) == pytest.approx(
-            5 * elements / 2, rel=0.02
-        )  # 19 rows are divided into 10 and 9
+        # 19 rows are divided into 10 and 9.
+        assert sum(part.numel() for part in kept) == pytest.approx(5 * elements / 2, rel=0.02)
 
 
 def test_each_rank_stores_its_shards_only_and_validation_hooks_change_whole_weights() -> None:

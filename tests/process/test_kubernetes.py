@@ -85,7 +85,7 @@ class Fault(fx.Callback):
 
     Args:
         number: signal to the pod. SIGKILL also kills its ranks, like the loss of the machine. With SIGTERM, another pod
-                with its number starts before it ends, as in Kubernetes.
+            with its number starts before it ends, as in Kubernetes.
     """
 
     def __init__(self, number: int) -> None:

@@ -185,9 +185,8 @@ def test_workers_end_after_the_end_of_their_supervisor(own_folder: Path, way: st
     else:
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
-        while (
-            b"press Ctrl-C again" not in process.stderr.readline()
-        ):  # two simultaneous signals would be merged into one
+        # Two simultaneous signals would be merged into one.
+        while b"press Ctrl-C again" not in process.stderr.readline():
             assert process.poll() is None
         process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)

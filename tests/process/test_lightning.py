@@ -203,9 +203,8 @@ def test_manual_optimization_with_two_optimizers(strategy):
     several, single = Generators(), Generators()
     train(several, strategy, 2)
     train(single, "single", 1)
-    torch.testing.assert_close(
-        weights(several), weights(single), rtol=1e-5, atol=1e-6
-    )  # float32 sums in a different order
+    # float32 sums in a different order.
+    torch.testing.assert_close(weights(several), weights(single), rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture(scope="module")

@@ -63,9 +63,8 @@ class Manual(fx.Module):
 
     def on_train_epoch_start(self) -> None:
         with torch.no_grad():
-            self.net(
-                torch.zeros(1, 6, dtype=torch.float64)
-            )  # outside of the step, before the first gathering of weights
+            # Outside of the step, before the first gathering of weights.
+            self.net(torch.zeros(1, 6, dtype=torch.float64))
 
     def submodule(self, first: Any, second: Any, x: Tensor, y: Tensor) -> None:
         first.zero_grad()
@@ -201,10 +200,8 @@ def alone(methods: tuple[str, ...]) -> tuple[Manual, fx.Trainer]:
 
 def assert_same(module: fx.Module, expected: fx.Module) -> None:
     for (name, a), b in zip(module.named_parameters(), expected.parameters(), strict=True):
-        assert torch.allclose(a, b, rtol=0.0, atol=1e-10), (
-            name,
-            (a - b).abs().max(),
-        )  # float64 sums in a different order
+        # float64 sums in a different order.
+        assert torch.allclose(a, b, rtol=0.0, atol=1e-10), (name, (a - b).abs().max())
 
 
 @pytest.mark.filterwarnings("ignore:.*find_unused_parameters.*")

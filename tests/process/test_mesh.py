@@ -127,13 +127,11 @@ def test_checkpoints_move_between_meshes_and_other_strategies(tmp_path: Path) ->
         expected.append(checkpoint.load(tmp_path / str(step) / "end"))
     for number, route in enumerate([*ROUTES, *(MORE_ROUTES if SOAK else ())]):
         saved = None
-        for step, name in enumerate(
-            route, 1
-        ):  # one step on each mesh, within the first epoch, and then the rest of the run
+        # One step on each mesh, within the first epoch, and then the rest of the run.
+        for step, name in enumerate(route, 1):
             (strategy, ranks, _), folder = STRATEGIES[name], str(tmp_path / f"route {number}, {step}")
-            batch = (
-                4 // STRATEGIES[route[0]][2]
-            )  # global batch: the batch size times the number of data ranks at the start of the run
+            # Global batch: the batch size times the number of data ranks at the start of the run.
+            batch = 4 // STRATEGIES[route[0]][2]
             last = step == len(route)
             limit, target = (options, "") if last else ({"max_steps": step}, folder)
             end = run_ranks(train, ranks, strategy(), batch, limit, {}, target, saved, True)[0]

@@ -69,9 +69,8 @@ def nodes() -> Iterator[None]:
     finally:
         for name in NAMES:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-            subprocess.run(
-                ["ip", "link", "del", f"{name}1"], capture_output=True, check=False
-            )  # the kernel deletes it later
+            # The kernel deletes it later.
+            subprocess.run(["ip", "link", "del", f"{name}1"], capture_output=True, check=False)
         subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True, check=False)
 
 

@@ -124,10 +124,8 @@ def _gathered() -> tuple[Tensor, Tensor | None]:
 def test_gradients_flow_through_all_gather() -> None:
     first, second = run_ranks(_gathered, 2)
     assert first[0].tolist() == second[0].tolist() == [[1.0, 5.0], [2.0, 5.0]]
-    assert (first[1].tolist(), second[1].tolist()) == (
-        [3.0, 6.0],
-        [9.0, 12.0],
-    )  # the losses of both ranks, with factors 1 and 2
+    # The losses of both ranks, with factors 1 and 2.
+    assert (first[1].tolist(), second[1].tolist()) == ([3.0, 6.0], [9.0, 12.0])
 
 
 def _too_few() -> str:

@@ -323,7 +323,7 @@ class Branches(fx.Module):
 
     Args:
         way: "other" calls a different layer of the same shape, "fewer" omits a layer, "order" swaps two layers,
-                "backward" omits a gradient; "" has no difference.
+            "backward" omits a gradient; "" has no difference.
         begins: the step.
     """
 
@@ -396,12 +396,8 @@ class Masked(fx.Module):
 
 def marked() -> list[Tensor]:
     samples = [sample.abs() for sample in data(16)]
-    for number in (
-        2,
-        3,
-        8,
-        9,
-    ):  # rank 1 has no marked sample in the first batch, and rank 0 has no marked sample in the third
+    # Rank 1 has no marked sample in the first batch, and rank 0 has no marked sample in the third.
+    for number in (2, 3, 8, 9):
         samples[number][0] = -1.0
     return samples
 

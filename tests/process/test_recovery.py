@@ -1,4 +1,4 @@
-"""Runs whose processes are killed or fail: they go on, and each sample is in the weights as often as it has to be."""
+"""Runs with killed or failing processes continue, and each sample is trained the right number of times."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ from .ledgers import BATCH, EPOCHS, SAMPLES, STEPS, Numbered, exact, train
 from .meshes import ChangesOnce
 
 
-def test_options_of_other_callbacks_are_none_of_the_recovery_s(
+def test_options_of_other_callbacks_have_no_effect_on_recovery(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """EarlyStopping's patience counts checks; as the seconds of a recovery it ended recovery in place."""
+    """Regression: EarlyStopping's patience, a number of checks, was read as seconds and ended recovery in place."""
     stops: Any = EarlyStopping("entries", patience=3, strict=False)
     fault = kill(rank=1).during("forward", step=3)
     module, trainer = train(DDP(), [stops, fault], tmp_path, recovery=FaultRecovery(snapshots=False))
@@ -63,7 +63,7 @@ def test_options_of_other_callbacks_are_none_of_the_recovery_s(
 
 
 class ChangesLimits(Ledger):
-    """Changes a limit of the trainer when training starts, and trains another layer from the second epoch on."""
+    """Changes a limit of the trainer at the start of training, and trains another layer from the second epoch on."""
 
     def __init__(self) -> None:
         super().__init__(SAMPLES, BATCH)
@@ -79,24 +79,16 @@ class ChangesLimits(Ledger):
         return super().training_step(batch, batch_idx) + self.other(batch[0]).square().mean()
 
 
-@pytest.mark.parametrize("way", ["ddp", "fsdp"])
-def test_a_replacement_has_the_limits_and_groups_that_hooks_have_set(way: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_a_replacement_has_the_limits_and_parameter_groups_set_by_hooks(strategy: str, tmp_path: Path) -> None:
     fault, quick = kill(rank=1).during("backward", step=5), FaultRecovery(snapshots=False)
-    module, trainer = train(WAYS[way](), [fault], tmp_path, recovery=quick, module=ChangesLimits())
+    module, trainer = train(STRATEGIES[strategy](), [fault], tmp_path, recovery=quick, module=ChangesLimits())
     assert exact(module)
     assert len(trainer.failures) == 1
     assert module.other.weight.abs().max() < 0.1  # trained for two epochs
 
 
-STORM = [
-    kill(rank=1).during("backward", step=3),
-    kill(rank=0).during("optimizer", step=5, attempt=1),
-    kill(rank=0).during("validation", step=8, attempt=2),
-    kill(rank=1).during("checkpoint", step=8, attempt=3),
-    kill(rank=0).during("start", attempt=4),
-    kill(rank=1).during("batch end", step=11, attempt=5),
-]
-IN_PLACE = [  # those that are left go on where they are; who is to take the place of the first that died dies, too
+IN_PLACE = [  # survivors continue in place; the replacement of the first dead worker dies as well
     kill(rank=1).during("backward", step=3),
     kill(rank=2).during("start"),
     kill(rank=0).during("optimizer", step=5, attempt=1),
@@ -104,51 +96,55 @@ IN_PLACE = [  # those that are left go on where they are; who is to take the pla
     kill(rank=1).during("checkpoint", step=8, attempt=3),
     kill(rank=1).during("batch end", step=11, attempt=4),
 ]
-WAYS: dict[str, Any] = {
+STRATEGIES: dict[str, Any] = {
     "ddp": DDP,
     "fsdp": FSDP,
     "local_sgd": lambda: LocalSGD(every=2),
     "parameter_server": lambda: ParameterServer(servers=2),
-    "no server, one memory": lambda: ParameterServer(servers=0, optimizer="server"),
-    "servers step": lambda: ParameterServer(optimizer="server"),
-    "few bytes": lambda: ParameterServer(compression="topk", compression_keep=0.2, pull_compression="bf16", servers=2),
-    "thin matrices": lambda: ParameterServer(compression="powersgd"),
-    "ddp, thin matrices": lambda: DDP(compression="powersgd"),
-    "differences come": lambda: ParameterServer(optimizer="server", pull_compression="topk", servers=2),
-    "ddp, nothing is an error": lambda: silent(DDP()),
-    "fsdp, nothing is an error": lambda: silent(FSDP()),
+    "optimizer in shared memory": lambda: ParameterServer(servers=0, optimizer="server"),
+    "optimizer on servers": lambda: ParameterServer(optimizer="server"),
+    "compressed both ways": lambda: ParameterServer(
+        compression="topk", compression_keep=0.2, pull_compression="bf16", servers=2
+    ),
+    "powersgd": lambda: ParameterServer(compression="powersgd"),
+    "ddp, powersgd": lambda: DDP(compression="powersgd"),
+    "compressed pulls": lambda: ParameterServer(optimizer="server", pull_compression="topk", servers=2),
+    "ddp, backend without errors": lambda: silent(DDP()),
+    "fsdp, backend without errors": lambda: silent(FSDP()),
 }
 
 
-# A part of each gradient goes with the next.
-LOSSY = ("few bytes", "thin matrices", "ddp, thin matrices", "differences come")
+# Each update sends a part of the previous gradients.
+LOSSY = ("compressed both ways", "powersgd", "ddp, powersgd", "compressed pulls")
 
 
 VARIANTS = (
-    "thin matrices", "fsdp, nothing is an error", "few bytes", "servers step", "ddp, thin matrices", "differences come",
-    "parameter_server",
+    "powersgd", "fsdp, backend without errors", "compressed both ways", "optimizer on servers", "ddp, powersgd",
+    "compressed pulls", "parameter_server",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("way", params([way for way in WAYS if way not in VARIANTS], VARIANTS))
-def test_a_run_that_was_killed_often_is_one_that_never_was(way: str, tmp_path: Path) -> None:
-    wanted, one = train(WAYS[way](), [], tmp_path / "a")
-    found, trainer = train(WAYS[way](), IN_PLACE, tmp_path / "b")
+@pytest.mark.parametrize(
+    "strategy", params([strategy for strategy in STRATEGIES if strategy not in VARIANTS], VARIANTS)
+)
+def test_weights_after_many_kills_equal_those_of_an_undisturbed_run(strategy: str, tmp_path: Path) -> None:
+    expected, reference = train(STRATEGIES[strategy](), [], tmp_path / "a")
+    module, trainer = train(STRATEGIES[strategy](), IN_PLACE, tmp_path / "b")
     assert len(trainer.failures) == len(IN_PLACE) - 1
-    assert trainer.global_step == one.global_step == STEPS
+    assert trainer.global_step == reference.global_step == STEPS
     assert trainer.state.passed == trainer.state.trained == STEPS
-    if way not in LOSSY:
-        assert exact(found)
-        assert exact(wanted)
-    for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
+    if strategy not in LOSSY:
+        assert exact(module)
+        assert exact(expected)
+    for a, b in zip(module.parameters(), expected.parameters(), strict=True):
         assert torch.equal(a, b)
-    assert float(trainer.callback_metrics["loss"]) == float(one.callback_metrics["loss"])
-    assert float(trainer.callback_metrics["val"]) == float(one.callback_metrics["val"])
+    assert float(trainer.callback_metrics["loss"]) == float(reference.callback_metrics["loss"])
+    assert float(trainer.callback_metrics["val"]) == float(reference.callback_metrics["val"])
     assert not list(tmp_path.glob("*/runs/*/recovery"))
 
 
 class KeepsDDP(fx.Callback):
-    """Refers to torch's DDP of each generation, as the traceback of an interrupted backward may do."""
+    """Keeps references to torch's DDP of each generation, like the traceback of an interrupted backward."""
 
     def __init__(self) -> None:
         self.kept: list[Any] = []
@@ -160,9 +156,9 @@ class KeepsDDP(fx.Callback):
         self.kept.clear()
 
 
-def test_an_interrupted_backward_has_no_part_in_the_next_one(tmp_path: Path) -> None:
+def test_an_interrupted_backward_has_no_effect_on_the_next_backward(tmp_path: Path) -> None:
     keeps: Any = KeepsDDP()
-    _, trainer = train(WAYS["ddp, thin matrices"](), [keeps, *IN_PLACE], tmp_path)
+    _, trainer = train(STRATEGIES["ddp, powersgd"](), [keeps, *IN_PLACE], tmp_path)
     assert len(trainer.failures) == len(IN_PLACE) - 1
     assert trainer.global_step == STEPS
 
@@ -178,33 +174,33 @@ def test_a_lost_worker_is_replaced_without_checkpoints(strategy: str, tmp_path: 
         trainer.fit(module, DataLoader(Numbered(), BATCH // 2, shuffle=True))
         return module, trainer
 
-    wanted, _ = fit()
-    found, trainer = fit(kill(rank=1).during("backward", step=3))
+    expected, _ = fit()
+    recovered, trainer = fit(kill(rank=1).during("backward", step=3))
     assert not trainer.enable_checkpointing
     assert len(trainer.failures) == 1
-    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), wanted.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(recovered.parameters(), expected.parameters(), strict=True))
     assert not [path for path in tmp_path.rglob("*") if "recovery" in path.parts or "checkpoints" in path.parts]
 
 
-@pytest.mark.parametrize("way", params(["fsdp", "no server, one memory"], ["servers step", "ddp"]))
-def test_averages_continue_from_the_weights_of_all_ranks(way: str, tmp_path: Path) -> None:
-    """A replacement has shards of the weights when it joins, and weights in shared memory move for all ranks."""
+@pytest.mark.parametrize("strategy", params(["fsdp", "optimizer in shared memory"], ["optimizer on servers", "ddp"]))
+def test_averages_continue_from_the_weights_of_all_ranks(strategy: str, tmp_path: Path) -> None:
+    """A joining replacement has shards of the weights, and weights in shared memory change for all ranks."""
 
     def fit(*faults: Fault) -> tuple[LayeredModule, fx.Trainer]:
         torch.manual_seed(3)
         module = LayeredModule()
         trainer = fx.Trainer(
-            devices=2, strategy=WAYS[way](), max_epochs=2, default_root_dir=tmp_path, callbacks=[EMA(0.5), *faults],
-            **QUIET,
+            devices=2, strategy=STRATEGIES[strategy](), max_epochs=2, default_root_dir=tmp_path,
+            callbacks=[EMA(0.5), *faults], **QUIET,
         )  # fmt: skip
         trainer.fit(module, DataLoader(layered_data(24), 3), DataLoader(layered_data(6), 3))
         return module, trainer
 
-    wanted, one = fit()
-    found, trainer = fit(kill(rank=1).during("backward", step=3))
+    expected, reference = fit()
+    recovered, trainer = fit(kill(rank=1).during("backward", step=3))
     assert len(trainer.failures) == 1
-    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), wanted.parameters(), strict=True))
-    assert float(trainer.callback_metrics["val"]) == float(one.callback_metrics["val"])
+    assert all(torch.equal(a, b) for a, b in zip(recovered.parameters(), expected.parameters(), strict=True))
+    assert float(trainer.callback_metrics["val"]) == float(reference.callback_metrics["val"])
 
 
 @pytest.mark.parametrize(
@@ -220,10 +216,10 @@ def test_averages_continue_from_the_weights_of_all_ranks(way: str, tmp_path: Pat
         ],
     ),
 )
-def test_a_replacement_reduces_the_gradients_of_the_others(
+def test_a_replacement_reduces_the_same_gradients_as_the_survivors(
     strategy: Any, step: int, trains: bool, tmp_path: Path
 ) -> None:
-    """What requires a gradient has changed since set-up, or since the copies of the third step."""
+    """`requires_grad` has changed since set-up, or since the in-memory checkpoints of step 3."""
 
     def fit(*faults: Fault) -> tuple[LayeredModule, fx.Trainer]:
         torch.manual_seed(3)
@@ -235,17 +231,17 @@ def test_a_replacement_reduces_the_gradients_of_the_others(
         trainer.fit(module, DataLoader(layered_data(24), 3))
         return module, trainer
 
-    wanted, _ = fit()
-    found, trainer = fit(kill(rank=1).during("backward", step=step))
+    expected, _ = fit()
+    recovered, trainer = fit(kill(rank=1).during("backward", step=step))
     assert len(trainer.failures) == 1
-    assert all(torch.equal(a, b) for a, b in zip(found.parameters(), wanted.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(recovered.parameters(), expected.parameters(), strict=True))
 
 
 class Streams(LayeredModule):
-    """Its stream is divided over the ranks where the loader is created.
+    """Divides its stream over the ranks when the loader is created.
 
     Args:
-        by: what the ranks are asked for.
+            by: the source of the rank.
     """
 
     def __init__(self, by: str) -> None:
@@ -254,8 +250,8 @@ class Streams(LayeredModule):
 
     def train_dataloader(self) -> Any:
         if self.by == "sampler":
-            given = self.trainer.distributed_sampler_kwargs
-            rank, ranks = given["rank"], given["num_replicas"]
+            sampler_options = self.trainer.distributed_sampler_kwargs
+            rank, ranks = sampler_options["rank"], sampler_options["num_replicas"]
         elif self.by == "variables":
             rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         else:
@@ -290,7 +286,7 @@ class Stream(IterableDataset[Any]):
 def test_a_replacement_divides_a_stream_as_the_dead_worker_did(
     strategy: Any, by: str, devices: int, tmp_path: Path
 ) -> None:
-    """It creates its loader before it joins the others, who wait for it: no other rank reads its part of the stream.
+    """A replacement creates its loader before it joins: no other rank reads its part of the stream.
 
     The ranks of a model group read the same part.
     """
@@ -305,18 +301,20 @@ def test_a_replacement_divides_a_stream_as_the_dead_worker_did(
         trainer.fit(module)
         return module, trainer
 
-    wanted, one = fit()
-    found, trainer = fit(kill(rank=devices // 2).during("backward", step=2))
+    expected, reference = fit()
+    recovered, trainer = fit(kill(rank=devices // 2).during("backward", step=2))
     assert len(trainer.failures) == 1
     readers = devices // 2 if isinstance(trainer.strategy, Mesh) else devices
-    assert trainer.global_step == one.global_step == 2 * -(-24 // readers // 3)
-    # The cuts of a pipeline depend on measured times, and with them the order of sums.
-    far = [float((a - b).detach().abs().max()) for a, b in zip(found.parameters(), wanted.parameters(), strict=True)]
+    assert trainer.global_step == reference.global_step == 2 * -(-24 // readers // 3)
+    # The cuts of a pipeline, and so the order of sums, depend on measured times.
+    far = [
+        float((a - b).detach().abs().max()) for a, b in zip(recovered.parameters(), expected.parameters(), strict=True)
+    ]
     assert max(far) <= (1e-12 if isinstance(trainer.strategy, Mesh) else 0.0)
 
 
 class WritesLines(Ledger):
-    """The main rank writes a line for each of its batches to a file that it opens when the fit starts."""
+    """The main rank writes a line per batch to a file that it opens at the start of the fit."""
 
     def on_fit_start(self) -> None:
         if self.trainer.is_global_zero:
@@ -332,9 +330,7 @@ class WritesLines(Ledger):
 
 
 @pytest.mark.parametrize("strategy", params([DDP()], [FSDP(), LocalSGD(every=2)]))
-def test_the_replacement_of_the_main_rank_is_the_main_rank_in_hooks_before_it_joins(
-    strategy: Any, tmp_path: Path
-) -> None:
+def test_hooks_of_a_joining_replacement_of_the_main_rank_run_on_the_main_rank(strategy: Any, tmp_path: Path) -> None:
     module, trainer = train(
         strategy, [kill(rank=0).during("backward", step=5)], tmp_path, module=WritesLines(SAMPLES, BATCH)
     )
@@ -343,35 +339,37 @@ def test_the_replacement_of_the_main_rank_is_the_main_rank_in_hooks_before_it_jo
     assert len((tmp_path / "lines").read_text().splitlines()) >= STEPS
 
 
-@pytest.mark.parametrize("way", params(["fsdp"], ["ddp"]))
-def test_numbers_that_nothing_divides_change_nothing(way: str, tmp_path: Path) -> None:
-    (wanted, _), (found, trainer) = (
-        train(WAYS[way](), faults, tmp_path / name, devices=3, module=Ledger(43, 12), data=Numbered(43))
+@pytest.mark.parametrize("strategy", params(["fsdp"], ["ddp"]))
+def test_recovery_with_indivisible_numbers_of_samples_is_exact(strategy: str, tmp_path: Path) -> None:
+    (expected, _), (module, trainer) = (
+        train(STRATEGIES[strategy](), faults, tmp_path / name, devices=3, module=Ledger(43, 12), data=Numbered(43))
         for name, faults in (("a", []), ("b", IN_PLACE))
     )
     assert len(trainer.failures) == len(IN_PLACE) - 1
-    for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
+    for a, b in zip(module.parameters(), expected.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize(
     "strategy", params([AsyncSGD(damp=False)], [AsyncSGD(every=3, outer="sum"), ParameterServer(mode="bounded")])
 )
-def test_where_nobody_waits_even_the_main_rank_may_die(strategy: Any, tmp_path: Path) -> None:
+def test_asynchronous_workers_continue_after_deaths_of_the_main_rank_and_at_a_meeting(
+    strategy: Any, tmp_path: Path
+) -> None:
     faults = [
         kill(rank=0).during("backward", step=3),
-        kill(rank=1).during("validation", step=4, attempt=1),  # where all meet
+        kill(rank=1).during("validation", step=4, attempt=1),  # at a meeting of all workers
     ]
     module, trainer = train(strategy, faults, tmp_path, devices=3)
     assert len(trainer.failures) == 2
     assert trainer.current_epoch == EPOCHS
-    # each gradient is the mean of a worker's own batch, which is a third of what the ledger reckons with
-    each = 3.0 if not strategy._settings.aggregate else 1.0
-    assert exact(module, EPOCHS * each)
+    # each gradient is the mean of a worker's own batch, a third of the batch size in the ledger
+    updates_per_sample = 3.0 if not strategy._settings.aggregate else 1.0
+    assert exact(module, EPOCHS * updates_per_sample)
 
 
 @pytest.mark.parametrize("strategy", params([FSDP(), AsyncSGD(damp=False)], [DDP(), ParameterServer()]))
-def test_all_may_die_at_once_and_links_may_be_cut(strategy: Any, tmp_path: Path) -> None:
+def test_a_run_continues_after_the_death_of_all_workers_and_cut_connections(strategy: Any, tmp_path: Path) -> None:
     faults = [
         *(kill(rank).during("batch end", step=5) for rank in range(2)),
         cut(rank=1).during("backward", step=7, attempt=1),
@@ -383,7 +381,7 @@ def test_all_may_die_at_once_and_links_may_be_cut(strategy: Any, tmp_path: Path)
     assert trainer.current_epoch == EPOCHS
 
 
-def test_rows_and_checkpoints_are_those_of_one_run(tmp_path: Path) -> None:
+def test_rows_and_checkpoints_after_a_recovery_are_those_of_a_single_run(tmp_path: Path) -> None:
     options: dict[str, Any] = {"enable_checkpointing": True, "log_every_n_steps": 1}
     saver = ModelCheckpoint(every_n_train_steps=3, save_top_k=-1, asynchronous=False)
     faults = [kill(rank=1).during("forward", step=7), saver]
@@ -403,7 +401,7 @@ def test_rows_and_checkpoints_are_those_of_one_run(tmp_path: Path) -> None:
 
 
 class LogsEpochs(Ledger):
-    """Logs a mean of the epoch, whose sums a rank that dies leaves in a record."""
+    """Logs a mean over the epoch; a dead rank's sums are in its record."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -412,7 +410,7 @@ class LogsEpochs(Ledger):
 
 
 class DiesAtEpochEnd(fx.Callback):
-    """Kills a rank in a hook at the end of the second epoch, as often as given."""
+    """Kills a rank in a hook at the end of the second epoch, `times` times."""
 
     def __init__(self, rank: int, times: int) -> None:
         self.rank, self.times = rank, times
@@ -426,7 +424,7 @@ class DiesAtEpochEnd(fx.Callback):
     ("strategy", "rank", "times"),
     params([("parameter_server", 1, 2), ("ddp", 0, 1)], [("ddp", 1, 2), ("parameter_server", 0, 1), ("fsdp", 1, 1)]),
 )
-def test_a_death_at_the_end_of_an_epoch_leaves_each_row_once(
+def test_each_row_is_logged_once_after_a_death_at_the_end_of_an_epoch(
     strategy: str, rank: int, times: int, tmp_path: Path
 ) -> None:
     rows = []
@@ -436,15 +434,15 @@ def test_a_death_at_the_end_of_an_epoch_leaves_each_row_once(
             log_every_n_steps=1,
         )  # fmt: skip
         [log] = (tmp_path / f"{number}").rglob("metrics.jsonl")
-        found = [json.loads(line) for line in log.read_text().splitlines()]
-        rows.append([{n: v for n, v in row.items() if n != "time" and "exchange" not in n} for row in found])
-        assert sum("exchange/sent_mib" in row for row in found) == (strategy == "parameter_server") * EPOCHS
+        logged = [json.loads(line) for line in log.read_text().splitlines()]
+        rows.append([{n: v for n, v in row.items() if n != "time" and "exchange" not in n} for row in logged])
+        assert sum("exchange/sent_mib" in row for row in logged) == (strategy == "parameter_server") * EPOCHS
         assert len(trainer.failures) == number * times
     assert rows[0] == rows[1]
 
 
 def test_a_replacement_of_the_main_rank_logs_to_the_same_folder(tmp_path: Path) -> None:
-    """It chose the next version, so that the rows of a run were in two folders."""
+    """Regression: the replacement chose the next version, so that the rows of a run were in two folders."""
     loggers = [CSVLogger(tmp_path / "csv"), TensorBoardLogger(tmp_path / "board")]
     _, trainer = train("ddp", [kill(0).during("forward", step=5)], tmp_path, logger=loggers, log_every_n_steps=1)
     assert len(trainer.failures) == 1
@@ -454,95 +452,99 @@ def test_a_replacement_of_the_main_rank_logs_to_the_same_folder(tmp_path: Path) 
     assert [int(row["step"]) for row in rows if row["loss"]] == list(range(1, STEPS + 1))
 
 
-def test_an_error_that_comes_again_ends_the_run_with_its_traceback(tmp_path: Path) -> None:
+def test_a_repeating_error_ends_the_run_with_its_traceback(tmp_path: Path) -> None:
     faults = [fail(rank=1, error="out of luck").during("forward", step=5, attempt=None)]
     with pytest.raises(WorkerFailed, match="out of luck") as error:
         train(DDP(), faults, tmp_path, recovery=FaultRecovery(max_restarts=1, every_n_train_steps=2))
     assert error.value.rank == 1
     assert "RuntimeError: out of luck" in error.value.traceback
-    assert list(tmp_path.glob("runs/*/recovery/step=*"))  # to go on from by hand
+    assert list(tmp_path.glob("runs/*/recovery/step=*"))  # for a manual resume
 
 
-def test_an_error_that_passes_is_tried_again(tmp_path: Path) -> None:
+def test_a_run_restarts_after_a_transient_error(tmp_path: Path) -> None:
     module, trainer = train(DDP(), [fail(rank=0, error="a hiccup").during("optimizer", step=5)], tmp_path)
     assert exact(module)
     assert len(trainer.failures) == 1
     assert "a hiccup" in trainer.failures[0]
 
 
-def test_a_hook_that_loses_a_link_between_two_batches_of_its_own_pace_makes_all_start_again(tmp_path: Path) -> None:
-    """Ranks at their own pace go on from where all have met: to go on in place would train batches twice."""
-    fault = fail(rank=0, error="Connection reset by peer").during("batch end", step=5)  # of a tracking server
+def test_a_connection_error_in_a_hook_of_an_asynchronous_worker_restarts_all_workers(tmp_path: Path) -> None:
+    """Asynchronous workers restart from the last meeting: recovery in place would repeat batches."""
+    fault = fail(rank=0, error="Connection reset by peer").during("batch end", step=5)  # raised by a tracking server
     module, trainer = train(AsyncSGD(damp=False), [fault], tmp_path)
     assert exact(module, 2.0 * EPOCHS), module.entries
     [failure] = trainer.failures
     assert "Connection reset by peer" in failure
 
 
-class Breaks(Ledger):
-    """A rank's loss isn't finite at one step."""
+class NonFiniteLoss(Ledger):
+    """The loss of rank 1 isn't finite at step 4."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         return loss * float("nan") if self.trainer.global_step == 4 and self.global_rank == 1 else loss
 
 
-WITH_GRADIENTS = {"ddp": DDP, "fsdp": FSDP, "parameter_server": ParameterServer,
-                  "one memory": lambda: ParameterServer(servers=0, optimizer="server"),
-                  "two servers step": lambda: ParameterServer(servers=2, optimizer="server")}  # fmt: skip
+STRATEGIES_WITH_GRADIENTS = {"ddp": DDP, "fsdp": FSDP, "parameter_server": ParameterServer,
+                  "optimizer in shared memory": lambda: ParameterServer(servers=0, optimizer="server"),
+                  "optimizer on 2 servers": lambda: ParameterServer(servers=2, optimizer="server")}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    "way",
-    params(["ddp", "fsdp", "one memory", "two servers step"], ["parameter_server"]),  # workers step as in ddp
+    "strategy",
+    params(
+        ["ddp", "fsdp", "optimizer in shared memory", "optimizer on 2 servers"], ["parameter_server"]
+    ),  # optimizers on workers are covered by ddp
 )
-def test_all_ranks_skip_an_update_that_isnt_finite(way: str, tmp_path: Path) -> None:
+def test_all_ranks_skip_a_nonfinite_update(strategy: str, tmp_path: Path) -> None:
     recovery = FaultRecovery(bad_gradients="skip")
-    module, trainer = train(WITH_GRADIENTS[way](), [], tmp_path, recovery=recovery, module=Breaks(SAMPLES, BATCH))
+    module, trainer = train(
+        STRATEGIES_WITH_GRADIENTS[strategy](), [], tmp_path, recovery=recovery, module=NonFiniteLoss(SAMPLES, BATCH)
+    )
     missing = module.entries.detach() + EPOCHS
-    assert int((missing > 0.5).sum()) == BATCH  # one batch of all was left out
+    assert int((missing > 0.5).sum()) == BATCH  # the batch of a single step was skipped
     assert bool(torch.isfinite(module.layer.weight).all())
     assert trainer.global_step == STEPS
 
 
-def test_skipping_is_refused_where_no_rank_knows_the_whole_gradient(tmp_path: Path) -> None:
+def test_skipping_nonfinite_updates_is_refused_if_no_rank_has_the_whole_gradient(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed, match=r"bad_gradients='skip'.*bad_gradients='roll_back'"):
         train(ParameterServer(mode="bounded"), [], tmp_path, recovery=FaultRecovery(bad_gradients="skip"))
 
 
-def test_an_update_that_isnt_finite_is_named(tmp_path: Path) -> None:
+def test_the_error_names_the_parameters_of_a_nonfinite_update(tmp_path: Path) -> None:
     recovery = FaultRecovery(bad_gradients="raise", max_restarts=0)
     with pytest.raises(WorkerFailed, match=r"step 4: the gradient isn't finite in entries, layer\.weight"):
-        train(DDP(), [], tmp_path, recovery=recovery, module=Breaks(SAMPLES, BATCH))
+        train(DDP(), [], tmp_path, recovery=recovery, module=NonFiniteLoss(SAMPLES, BATCH))
 
 
-def test_an_update_that_isnt_finite_is_tried_again_from_the_snapshot(tmp_path: Path) -> None:
+def test_a_nonfinite_update_is_repeated_from_the_snapshot(tmp_path: Path) -> None:
     recovery = FaultRecovery(bad_gradients="roll_back", max_restarts=2, every_n_train_steps=2)
-    with pytest.raises(WorkerFailed, match="step 4"):  # this one comes again each time
-        train(DDP(), [], tmp_path, recovery=recovery, module=Breaks(SAMPLES, BATCH))
+    with pytest.raises(WorkerFailed, match="step 4"):  # the error repeats after each restart
+        train(DDP(), [], tmp_path, recovery=recovery, module=NonFiniteLoss(SAMPLES, BATCH))
     assert recovery._restarts == 3
 
 
-class Flips(fx.Callback):
-    """Changes one bit of a weight on one rank, in the first start of a run."""
+class FlipsBit(fx.Callback):
+    """FlipsBit a bit of a weight on rank 1, in the first attempt of a run."""
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if trainer.global_step == 5 and trainer.world.rank == 1 and not trainer.failures:
             module.layer.weight.data.view(torch.int32)[0, 3] ^= 1 << 20
 
 
-def test_a_rank_whose_weights_differ_is_named_and_all_begin_again(tmp_path: Path) -> None:
-    wanted, _ = train(DDP(), [], tmp_path / "a", devices=3)
+def test_a_rank_with_different_weights_is_named_and_all_ranks_restart(tmp_path: Path) -> None:
+    expected, _ = train(DDP(), [], tmp_path / "a", devices=3)
     recovery = FaultRecovery(every_n_train_steps=2, compare_every_n_steps=1)
-    found, trainer = train(DDP(), [Flips()], tmp_path / "b", recovery=recovery, devices=3)  # type: ignore[list-item]
+    module, trainer = train(DDP(), [FlipsBit()], tmp_path / "b", recovery=recovery, devices=3)  # type: ignore[list-item]
     [failure] = trainer.failures
     assert "step 6: the weights of rank 1 differ" in failure
-    for a, b in zip(found.parameters(), wanted.parameters(), strict=True):
+    for a, b in zip(module.parameters(), expected.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
 class StopsAndFails(Ledger):
-    """Asks the supervisor to stop all, and fails when that is on its way."""
+    """Requests a stop of all workers, and fails after the request is published."""
 
     supervisor = 0
 
@@ -554,15 +556,15 @@ class StopsAndFails(Ledger):
         return super().training_step(batch, batch_idx)
 
 
-def test_nobody_starts_again_who_was_asked_to_stop(tmp_path: Path) -> None:
+def test_a_run_that_was_asked_to_stop_is_not_restarted(tmp_path: Path) -> None:
     module = StopsAndFails(SAMPLES, BATCH)
     vars(module)["supervisor"] = os.getpid()
     with pytest.raises(WorkerFailed, match="while stopping"):
         train(DDP(), [], tmp_path, module=module)
-    assert snapshots(tmp_path)  # to go on from
+    assert snapshots(tmp_path)  # for a resume
 
 
-def test_tries_without_getting_further_are_counted(tmp_path: Path) -> None:
+def test_restarts_without_progress_are_limited(tmp_path: Path) -> None:
     recovery = FaultRecovery(max_restarts=1, every_n_train_steps=100)
     faults = [kill(rank=1).during("forward", step=5, attempt=None)]
     with pytest.raises(WorkerFailed, match="SIGKILL"):
@@ -585,11 +587,11 @@ def test_wrong_options_are_refused(options: Any) -> None:
         FaultRecovery(**options)
 
 
-def test_a_run_whose_supervisor_was_killed_is_resumed_from_its_snapshot(own_folder: Path) -> None:
+def test_a_run_is_resumed_from_its_snapshot_after_the_kill_of_its_supervisor(own_folder: Path) -> None:
     command = [sys.executable, "-m", "fabricx"]
     options: dict[str, Any] = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    given = ["callbacks=fault_recovery", "callbacks.fault_recovery.every_n_train_steps=5", "trainer.devices=2"]
-    first = warm.Popen([*command, "fit", "experiment=digits", *given, "trainer.max_epochs=1000"], **options)
+    overrides = ["callbacks=fault_recovery", "callbacks.fault_recovery.every_n_train_steps=5", "trainer.devices=2"]
+    first = warm.Popen([*command, "fit", "experiment=digits", *overrides, "trainer.max_epochs=1000"], **options)
     with first:
         wait_for(lambda: snapshots(own_folder) and snapshots(own_folder)[-1] >= 5)
         [run] = own_folder.glob("runs/*")
@@ -599,14 +601,14 @@ def test_a_run_whose_supervisor_was_killed_is_resumed_from_its_snapshot(own_fold
         workers = psutil.Process(first.pid).children(recursive=True)
         first.kill()
     assert not psutil.wait_procs(workers, timeout=60)[1]
-    steps = snapshots(own_folder)[-1] + 50  # more than the steps until a later checkpoint of an epoch
+    steps = snapshots(own_folder)[-1] + 50  # more steps than until the next checkpoint of an epoch
     more = ["trainer.max_epochs=-1", f"trainer.max_steps={steps}"]
     done = warm.run([*command, "resume", str(run), *more], **options, timeout=100, check=False)
     assert done.returncode == 0, done.stdout
     assert f"{steps} steps" in done.stdout, done.stdout
 
 
-LONG = """
+LONG_SCRIPT = """
 import sys
 from pathlib import Path
 import fabricx as fx
@@ -626,13 +628,13 @@ if __name__ == "__main__":
 """
 
 
-def test_training_goes_on_while_the_supervisor_and_its_store_are_out_of_reach(own_folder: Path) -> None:
-    (own_folder / "script.py").write_text(LONG)
+def test_training_continues_while_the_supervisor_and_its_store_are_stopped(own_folder: Path) -> None:
+    (own_folder / "script.py").write_text(LONG_SCRIPT)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
     def steps() -> int:
-        found = [path.read_text() for path in own_folder.glob("step-*")]
-        return min((int(text or 0) for text in found), default=0)
+        texts = [path.read_text() for path in own_folder.glob("step-*")]
+        return min((int(text or 0) for text in texts), default=0)
 
     with warm.Popen([sys.executable, "script.py"], env=environment, stderr=subprocess.PIPE, text=True) as process:
         for number, more in ((signal.SIGSTOP, 100), (signal.SIGCONT, 20), (signal.SIGTERM, 0)):
@@ -640,32 +642,32 @@ def test_training_goes_on_while_the_supervisor_and_its_store_are_out_of_reach(ow
             before = steps()
             process.send_signal(number)
             wait_for(lambda before=before, more=more: steps() >= before + more)
-        said = process.communicate(timeout=60)[1]
-    assert process.returncode == 128 + signal.SIGTERM, said
-    assert "failed" not in said
+        errors = process.communicate(timeout=60)[1]
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    assert "failed" not in errors
 
 
-class Cramped(Ledger):
-    """Finds little memory left on its machine."""
+class LowMemory(Ledger):
+    """Simulates a machine with little free memory."""
 
     def on_fit_start(self) -> None:
         memory_checkpoint.free = lambda: 1000.0
 
 
-def test_where_memory_has_no_room_for_copies_it_is_the_snapshot(
+def test_a_run_restarts_from_the_snapshot_if_memory_is_insufficient_for_in_memory_checkpoints(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     faults = [kill(rank=1).during("backward", step=5)]
-    module, trainer = train(FSDP(), faults, tmp_path, module=Cramped(SAMPLES, BATCH))
-    assert "no in-memory checkpoint has valid parts" in trainer.failures[1]  # as those that are left have found
+    module, trainer = train(FSDP(), faults, tmp_path, module=LowMemory(SAMPLES, BATCH))
+    assert "no in-memory checkpoint has valid parts" in trainer.failures[1]  # as the survivors have found
     assert exact(module)
-    assert "all workers restart from step" in capfd.readouterr().err  # the newest that was complete
+    assert "all workers restart from step" in capfd.readouterr().err  # the newest complete snapshot
 
 
 def snapshots(folder: Path) -> list[int]:
     """Return the steps of the complete snapshots of all runs."""
-    found = [path for place in folder.glob("runs/*/recovery") for path in checkpoint.list_committed(place)]
-    return sorted(int(path.name.partition("=")[2]) for path in found)
+    paths = [path for recovery in folder.glob("runs/*/recovery") for path in checkpoint.list_committed(recovery)]
+    return sorted(int(path.name.partition("=")[2]) for path in paths)
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -676,7 +678,7 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 class Adversaries(TinyModule):
-    """Trains two parts in turn in a manual step; `toggle_optimizer` freezes the other part."""
+    """Trains two parts alternately in a manual step; `toggle_optimizer` freezes the other part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -690,8 +692,8 @@ class Adversaries(TinyModule):
         for optimizer, sign in zip(self.optimizers(), (-0.1, 1.0), strict=True):
             self.toggle_optimizer(optimizer)
             optimizer.zero_grad()
-            found = self.second(self.first(batch[0] + 0.1 * torch.randn_like(batch[0])))
-            self.manual_backward(sign * torch.nn.functional.mse_loss(found, batch[1]))
+            outputs = self.second(self.first(batch[0] + 0.1 * torch.randn_like(batch[0])))
+            self.manual_backward(sign * torch.nn.functional.mse_loss(outputs, batch[1]))
             optimizer.step()
             self.untoggle_optimizer(optimizer)
 
@@ -707,7 +709,7 @@ class Adversaries(TinyModule):
     ),
 )
 def test_a_manual_step_that_freezes_parameters_is_repeated(strategy: Any, moment: Any, tmp_path: Path) -> None:
-    """The survivor was interrupted while a part was frozen, or in the count of its steps."""
+    """The survivor was interrupted while a part was frozen, or while it counted its steps."""
 
     def trained(*faults: Fault) -> tuple[list[Any], int, int]:
         fx.seed_everything(3)
@@ -721,7 +723,7 @@ def test_a_manual_step_that_freezes_parameters_is_repeated(strategy: Any, moment
 
 
 class Redraws(fx.DataModule):
-    """Draws half of the samples when it is set up, and a quarter of these when its loader is created.
+    """Draws half of the samples at set-up, and a quarter of these at the creation of its loader.
 
     Args:
         ranks: number of ranks.
@@ -736,8 +738,8 @@ class Redraws(fx.DataModule):
 
     def train_dataloader(self) -> Any:
         self.windows += 1
-        places = random.sample(range(SAMPLES // 2), SAMPLES // 4 - self.windows)
-        return DataLoader(torch.utils.data.Subset(self.half, places), BATCH // self.ranks, shuffle=True)
+        indices = random.sample(range(SAMPLES // 2), SAMPLES // 4 - self.windows)
+        return DataLoader(torch.utils.data.Subset(self.half, indices), BATCH // self.ranks, shuffle=True)
 
     def state_dict(self) -> dict[str, Any]:
         return {"windows": self.windows}
@@ -749,7 +751,7 @@ class Redraws(fx.DataModule):
 @pytest.mark.parametrize(
     "strategy", params([DDP, FSDP], [ParameterServer, lambda: LocalSGD(every=1), lambda: Mesh(tensor=2)])
 )
-def test_all_ranks_and_a_replacement_have_the_data_that_one_process_draws(strategy: Any, tmp_path: Path) -> None:
+def test_all_ranks_and_a_replacement_read_the_data_that_a_single_process_draws(strategy: Any, tmp_path: Path) -> None:
     def entries(strategy: Any, *faults: Fault) -> tuple[list[float], int]:
         fx.seed_everything(3)
         together = isinstance(strategy, Mesh)
@@ -768,7 +770,7 @@ def test_all_ranks_and_a_replacement_have_the_data_that_one_process_draws(strate
 
 
 class Anneals(TinyModule):
-    """Scales the loss by a buffer, and by a number that is no buffer; its checkpoints have both."""
+    """Scales the loss by a buffer, and by a number that isn't a buffer; its checkpoints contain both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -784,7 +786,7 @@ class Anneals(TinyModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         assert {"state_dict", "hyper_parameters", "epoch", "global_step"} <= checkpoint.keys()
-        # A hook may communicate; the number of a replacement has not been reduced yet.
+        # A hook may communicate; the number of a replacement is not reduced yet.
         checkpoint["scale"] = float(self.all_gather(torch.tensor(self.scale, dtype=torch.float64)).min())
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -792,8 +794,8 @@ class Anneals(TinyModule):
         self.scale = checkpoint["scale"]
 
 
-class Varies(fx.Callback):
-    """Changes a factor of the module's loss at each batch, as its checkpoints have it."""
+class VariesFactor(fx.Callback):
+    """Changes a factor of the module's loss at each batch; the factor is in checkpoints."""
 
     factor = 1.0
 
@@ -821,14 +823,14 @@ class Varies(fx.Callback):
         ],
     ),
 )  # fmt: skip
-def test_a_replacement_receives_what_hooks_add_to_checkpoints(
+def test_a_replacement_receives_values_that_hooks_add_to_checkpoints(
     strategy: Any, rank: int, moment: Any, tmp_path: Path
 ) -> None:
     def trained(*faults: Fault) -> tuple[list[Any], bool]:
         fx.seed_everything(3)
         module, options = Anneals(), {**QUIET, "default_root_dir": tmp_path}
         recovery = FaultRecovery(snapshots=False)
-        callbacks = [Varies(), *faults, recovery]
+        callbacks = [VariesFactor(), *faults, recovery]
         trainer = fx.Trainer(devices=2, strategy=strategy(), max_epochs=2, callbacks=callbacks, **options)
         trainer.fit(module, tiny_loader(24, 2))
         return [p.tolist() for p in module.parameters()], bool(trainer.failures)
@@ -838,7 +840,7 @@ def test_a_replacement_receives_what_hooks_add_to_checkpoints(
 
 
 class OverBatches(LayeredModule):
-    """Steps the head at each batch, and the body after each second, with the gradients of both."""
+    """Steps the head at each batch, and the body at every second batch, with the gradients of both batches."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -863,7 +865,7 @@ class OverBatches(LayeredModule):
         [(DDP, "batch end", 5), (ParameterServer, "backward", 5), (lambda: LocalSGD(every=2), "backward", 5)],
     ),
 )
-def test_gradients_that_a_manual_step_holds_for_the_next_batch_are_not_lost(
+def test_gradients_accumulated_by_a_manual_step_are_not_lost_by_a_recovery(
     strategy: Any, moment: Any, step: int, tmp_path: Path
 ) -> None:
     def trained(*faults: Fault) -> tuple[list[Any], bool]:
@@ -871,7 +873,7 @@ def test_gradients_that_a_manual_step_holds_for_the_next_batch_are_not_lost(
         module, options = OverBatches(), {**QUIET, "default_root_dir": tmp_path}
         recovery = FaultRecovery(every_n_train_steps=2)
         trainer = fx.Trainer(devices=2, strategy=strategy(), max_epochs=2, callbacks=[*faults, recovery], **options)
-        trainer.fit(module, DataLoader(layered_data(29), 4, shuffle=True))  # a step of the body uses two epochs
+        trainer.fit(module, DataLoader(layered_data(29), 4, shuffle=True))  # a step of the body spans two epochs
         return [p.tolist() for p in module.parameters()], bool(trainer.failures)
 
     weights, _ = trained()
@@ -879,7 +881,9 @@ def test_gradients_that_a_manual_step_holds_for_the_next_batch_are_not_lost(
 
 
 @pytest.mark.parametrize(("rank", "moment"), params([(1, "optimizer")], [(0, "optimizer"), (1, "backward")]))
-def test_a_validation_within_an_accumulation_window_is_repeated_with_it(rank: int, moment: Any, tmp_path: Path) -> None:
+def test_a_validation_within_an_interrupted_accumulation_window_is_repeated(
+    rank: int, moment: Any, tmp_path: Path
+) -> None:
     class Drops(Ledger):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return super().training_step([torch.dropout(batch[0], 0.3, train=True), *batch[1:]], batch_idx)

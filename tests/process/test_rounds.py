@@ -76,9 +76,8 @@ def test_each_sample_is_trained_once_per_epoch_and_the_loss_decreases(outer: Any
     assert trainer.global_step == 12 * 22
     trained = [sample for rank in module.by_rank for batch in rank for sample in batch]
     assert sorted(trained) == sorted(12 * list(range(SAMPLES)))
-    assert module.counts[0].updates <= 12 * (
-        22 // 3 + 1 + workers
-    )  # rounds; the end of an epoch has ended some of them early
+    # Rounds; the end of an epoch has ended some of them early.
+    assert module.counts[0].updates <= 12 * (22 // 3 + 1 + workers)
     assert float(trainer.callback_metrics["val"]) < 1.5  # 6 at the beginning
 
 
@@ -102,9 +101,8 @@ def test_a_killed_worker_loses_its_current_round_only() -> None:
     assert trainer.current_epoch == 2
     assert trainer.global_step == 2 * SAMPLES
     trained = [sample for rank in module.by_rank for batch in rank for sample in batch]
-    assert (
-        len(trained) == 2 * SAMPLES - 3
-    )  # one round of the dead worker is in the weights; other workers trained its later batches
+    # One round of the dead worker is in the weights; other workers trained its later batches.
+    assert len(trained) == 2 * SAMPLES - 3
 
 
 def test_a_killed_server_restarts_from_its_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,13 +119,10 @@ def test_updates_per_gradient_use_the_hyperparameters_of_their_global_batch(stra
     again, _ = train(strategy, 3, module=Scheduled(), batch=4, ckpt=tmp_path / "end.ckpt")
     halved = [[(rate / 2, momentum) for rate, momentum in groups] for groups in again.recorded]
     assert len(halved) == 22
-    assert halved[10:12] == [
-        halved[9],
-        [(rate / 2, momentum) for rate, momentum in halved[9]],
-    ]  # by the end of the epoch
-    assert (
-        halved[12:15] == [batches[4]] * 3
-    )  # a single process halves the rates of its fifth batch, in the second epoch
+    # By the end of the epoch.
+    assert halved[10:12] == [halved[9], [(rate / 2, momentum) for rate, momentum in halved[9]]]
+    # A single process halves the rates of its fifth batch, in the second epoch.
+    assert halved[12:15] == [batches[4]] * 3
 
 
 def test_updates_with_backup_workers_use_the_hyperparameters_of_their_global_batch() -> None:

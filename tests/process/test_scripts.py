@@ -149,9 +149,10 @@ print("steps", trainer.global_step, float(trainer.callback_metrics["constant"]),
 
 
 def test_a_program_from_standard_input_trains(own_folder: Path) -> None:
+    # A new interpreter, with a script without a file.
     done = subprocess.run(
         [sys.executable, "-", "--lr", "1"], input=SHORT, capture_output=True, text=True, timeout=100, check=False
-    )  # a new interpreter, with a script without a file
+    )
     assert done.stdout == "steps 4 3.0 ['--lr', '1']\n", done.stdout + done.stderr
 
 

@@ -184,10 +184,8 @@ def test_runs_without_a_key_train_and_never_execute_received_code(own_folder: Pa
     for number, (out, error) in enumerate(texts):
         lines = [line for line in out.splitlines() if line.startswith(f"{number} ")]
         unsent = ["TypeError True"] * 2  # for an object that is not plain data, on both ranks
-        forged = [
-            "ValueError False",
-            "ValueError False" if number == 0 else "no error",
-        ]  # rank 1 has sent the last object
+        # Rank 1 has sent the last object.
+        forged = ["ValueError False", "ValueError False" if number == 0 else "no error"]
         assert lines[:1] == [f"{number} {unsent + forged}"], out + error[-3000:]
         assert lines[-1] == f"{number} True", out + error[-3000:]
     assert "no FABRICX_KEY_FILE is set" in texts[0][1]

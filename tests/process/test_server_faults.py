@@ -58,9 +58,8 @@ class Replaced(Dies):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         deadline = time.monotonic() + 60
-        while (
-            self.trainer.world.size == 2 and not self.trainer.session.fault_tolerance.outdated
-        ):  # no generation of three workers is announced yet
+        # No generation of three workers is announced yet.
+        while self.trainer.world.size == 2 and not self.trainer.session.fault_tolerance.outdated:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         time.sleep(0.04)

@@ -41,9 +41,8 @@ def test_servers_pass_whole_matrices_to_optimizers_that_need_them(kind: str, ser
     strategy = ParameterServer(optimizer="server", servers=servers)
     module, _ = train(strategy, 2, module=ByTensor(kind), batch=6, callbacks=[saver])
     for a, b in zip(module.parameters(), expected.parameters(), strict=True):
-        assert torch.allclose(a, b, atol=2e-3 if kind == "muon" else 1e-5), (
-            (a - b).abs().max()
-        )  # Muon computes in bfloat16
+        # Muon computes in bfloat16.
+        assert torch.allclose(a, b, atol=2e-3 if kind == "muon" else 1e-5), (a - b).abs().max()
     train(strategy, 2, module=ByTensor(kind), batch=6, ckpt=tmp_path / "end.ckpt", max_epochs=3)
 
 

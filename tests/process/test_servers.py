@@ -218,12 +218,8 @@ def test_limits_validations_and_checkpoints_are_at_exact_updates(tmp_path: Path)
     module, trainer = train(AsyncSGD(), 2, batch=4, callbacks=[saver], **options)
     assert trainer.global_step == 17
     assert sorted(checkpoint.read_manifest(path)["step"] for path in checkpoint.list_committed(tmp_path)) == [5, 10, 15]
-    assert module.validated == [
-        4,
-        8,
-        11,
-        15,
-    ]  # every two batches of each rank; a rank has 6 per epoch, and there are 11 leases
+    # Every two batches of each rank; a rank has 6 per epoch, and there are 11 leases.
+    assert module.validated == [4, 8, 11, 15]
 
 
 def test_checkpoints_move_between_strategies_with_and_without_servers(tmp_path: Path) -> None:

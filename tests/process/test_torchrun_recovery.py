@@ -182,7 +182,5 @@ def test_in_memory_checkpoints_of_diverged_weights_are_not_restored(own_folder: 
         "*(kills if nodes == 1 else [LosesMachine()])", "Diverges()"
     )
     script = script.replace("every_n_train_steps=1000", "every_n_train_steps=3, compare_every_n_steps=5")
-    assert begun_by_torchrun(script, own_folder, "ddp") == [
-        "0 of 0",
-        "3 of 4",
-    ]  # the snapshot, not the copies of step 4
+    # The snapshot, not the copies of step 4.
+    assert begun_by_torchrun(script, own_folder, "ddp") == ["0 of 0", "3 of 4"]

@@ -76,9 +76,8 @@ def train(
 
 @pytest.mark.parametrize(("strategy", "accumulate"), params([("ddp", 2), ("fsdp", 1)], [("ddp", 1), ("fsdp", 2)]))
 def test_two_ranks_train_the_weights_of_a_single_process(tmp_path: Path, accumulate: int, strategy: str) -> None:
-    precision = {"ddp": "32-true", "fsdp": "64-true"}[
-        strategy
-    ]  # fsdp accepts a single dtype only, and the ledger is float64
+    # fsdp accepts a single dtype only, and the ledger is float64.
+    precision = {"ddp": "32-true", "fsdp": "64-true"}[strategy]
     alone, single = train(tmp_path, 1, accumulate, precision=precision)
     together, parallel = train(tmp_path, 2, accumulate, strategy, precision=precision)
     # the script's own module has the weights; float32 sums in a different order
@@ -181,10 +180,8 @@ def test_an_error_on_one_rank_ends_all_ranks_with_its_reason(tmp_path: Path, tro
 def test_all_ranks_may_skip_a_batch_together_and_stop_at_the_requested_step(tmp_path: Path, strategy: str) -> None:
     assert fit(tmp_path, "all skip", strategy).global_step == 7
     assert fit(tmp_path, "all stop", strategy).global_step == 3
-    assert fit(tmp_path, "stops", strategy).global_step in (
-        3,
-        4,
-    )  # one rank requests the stop
+    # One rank requests the stop.
+    assert fit(tmp_path, "stops", strategy).global_step in (3, 4)
 
 
 class Stream(IterableDataset[Any]):

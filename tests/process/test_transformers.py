@@ -104,9 +104,8 @@ class Routed(fx.Module):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         outputs = self.net(input_ids=batch[0], labels=batch[0])
-        self.losses.append(
-            outputs.aux_loss.item()
-        )  # recorded by hooks that the class registers for its outputs in the process
+        # Recorded by hooks that the class registers for its outputs in the process.
+        self.losses.append(outputs.aux_loss.item())
         return outputs.loss
 
     def configure_optimizers(self) -> Any:
