@@ -377,7 +377,7 @@ def refusal(cases: list[tuple[Any, dict[str, Any], int, dict[str, Any]]]) -> lis
     return messages
 
 
-def test_what_cannot_be_divided_is_an_error_with_the_remedy() -> None:
+def test_modules_that_cannot_be_divided_are_errors_with_the_remedy() -> None:
     whole = LENGTH + 1
     cases: dict[str, tuple[Any, dict[str, Any], int, dict[str, Any]]] = {
         "kernel [3] combines neighbouring positions": (ContextMesh(), {"kind": "convolution"}, whole, {}),

@@ -287,7 +287,7 @@ def refusal(cases: list[tuple[Any, Any, dict[str, Any]]]) -> list[str]:
     return messages
 
 
-def test_what_cannot_be_divided_is_an_error_with_the_remedy() -> None:
+def test_modules_that_cannot_be_divided_are_errors_with_the_remedy() -> None:
     cases: dict[str, tuple[Any, Any, dict[str, Any]]] = {
         "no submodule has experts to divide: a module of experts has": (ExpertMesh(), "odd", {}),
         "layers.0.gate.stacked is tied to the experts": (ExpertMesh(), "tied", {}),
