@@ -126,12 +126,12 @@ def judge(seed: int, folder: Path) -> list[str]:
         alone, undisturbed = fit("single", 1, samples, folder / "undisturbed", [])
         due, values = alone.entries.detach(), trainer.callback_metrics
         wrong = [
-            f"{key}: {values[key]:.5f}, and {value:.5f} in a undisturbed run"
+            f"{key}: {values[key]:.5f}, and {value:.5f} in an undisturbed run"
             for key, value in undisturbed.callback_metrics.items()
             if abs(values[key] - value) > 1e-4
         ]
     wrong += [
-        f"sample {number}: {a:.3f}, and {b:.3f} in a undisturbed run"
+        f"sample {number}: {a:.3f}, and {b:.3f} in an undisturbed run"
         for number, (a, b) in enumerate(zip(entries, due, strict=True))
         if abs(a - b) > 1e-4
     ]
