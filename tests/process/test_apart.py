@@ -161,7 +161,7 @@ def test_a_batch_without_a_loss_makes_no_update() -> None:
         assert all(torch.equal(a, b) for a, b in zip(module.parameters(), expected.parameters(), strict=True))
 
 
-class Counts(Recorded):
+class LogsSampleCount(Recorded):
     """Logs the number of its samples; the first gradient of rank 0 is too late."""
 
     def __init__(self) -> None:
@@ -187,8 +187,8 @@ class Counts(Recorded):
     "strategy", [ParameterServer(backup_workers=1), AsyncSGD(max_staleness=0, on_stale="drop", damp=False)]
 )
 def test_samples_of_dropped_gradients_are_counted_once(strategy: Any) -> None:
-    expected, alone = train(Single(), 1, module=Counts(), batch=4, max_epochs=1)
-    module, trainer = train(strategy, 3, module=Counts(), batch=4, max_epochs=1)
+    expected, alone = train(Single(), 1, module=LogsSampleCount(), batch=4, max_epochs=1)
+    module, trainer = train(strategy, 3, module=LogsSampleCount(), batch=4, max_epochs=1)
     assert module.counts[0].dropped > 0
     assert float(trainer.callback_metrics["count"]) == SAMPLES
     assert float(trainer.callback_metrics["first"]) == pytest.approx(float(alone.callback_metrics["first"]), rel=1e-4)

@@ -116,9 +116,9 @@ def test_the_share_of_a_rank_follows_its_speed(tmp_path: Path) -> None:
 
 
 def test_ranks_of_equal_speed_keep_equal_shares_and_exchange_speeds_once_per_window(tmp_path: Path) -> None:
-    asked = Asked(every_n_steps=5)
+    counter = CountsExchanges(every_n_steps=5)
     module = Paced(0.01, 0.01)
-    train(DDP(), module, tmp_path, asked, devices=2)
+    train(DDP(), module, tmp_path, counter, devices=2)
     assert {size for had in module.by_rank for size in had} == {12}
     assert module.rows == [1 + (EPOCHS * 4 - 2) // 5]  # the first exchanges the limits of memory
 
@@ -207,7 +207,7 @@ def test_waiting_of_a_device_within_a_step_does_not_count_as_computation(tmp_pat
     assert module.by_rank[0][-1] < 18  # unmarked waiting counts as computation
 
 
-class Asked(fx.Callback):
+class CountsExchanges(fx.Callback):
     """Count the collectives of a `LoadBalancer`."""
 
     def __init__(self, **options: Any) -> None:

@@ -95,7 +95,7 @@ def test_modes_stops_and_values_of_evaluation_batches(tmp_path: Path, strategy: 
     assert "batch_step" not in trainer.callback_metrics
 
 
-class Ends(TinyModule):
+class LogsAtEpochEnd(TinyModule):
     """Logs a value that differs between ranks in the hook at the end of an epoch, and reads it there."""
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class Ends(TinyModule):
 
 def test_a_value_logged_at_the_end_of_an_epoch_is_absent_until_it_is_reduced(tmp_path: Path) -> None:
     """Regression: it had the value of the previous epoch."""
-    module = Ends()
+    module = LogsAtEpochEnd()
     trainer = fx.Trainer(max_epochs=2, devices=2, strategy="ddp", default_root_dir=tmp_path, **QUIET)
     trainer.fit(module, tiny_loader(8, 4))
     assert (module.seen, float(trainer.callback_metrics["end"])) == ([False, False], 1.5)

@@ -84,13 +84,13 @@ def test_a_run_of_two_ranks_resumes_with_its_objects(strategy: str, single_file:
 
 
 def test_an_object_with_a_sharded_tensor_is_refused(tmp_path: Path) -> None:
-    module = Divided()
+    module = AddsShardedLayer()
     trainer = fx.Trainer(max_epochs=1, devices=2, strategy="fsdp", default_root_dir=tmp_path, **QUIET)
     with pytest.raises(WorkerFailed, match=r"can't be pickled: layer .*divided over ranks"):
         trainer.fit(module, tiny_loader())
 
 
-class Divided(TinyModule):
+class AddsShardedLayer(TinyModule):
     """Adds a sharded layer to the checkpoint."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -100,7 +100,7 @@ class Divided(TinyModule):
         self.trainer.save_checkpoint(Path(self.trainer.default_root_dir) / "a.ckpt")
 
 
-class Keeps(Ledger):
+class NeedsObject(Ledger):
     """Needs an object of the checkpoint; its machine has no memory for in-memory checkpoints."""
 
     read = 0.0
@@ -123,7 +123,7 @@ def test_a_restart_from_a_snapshot_reads_the_objects_of_its_own_run(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     faults = [kill(rank=1).during("backward", step=5)]
-    module, _ = train(FSDP(), faults, tmp_path, module=Keeps(SAMPLES, BATCH))
+    module, _ = train(FSDP(), faults, tmp_path, module=NeedsObject(SAMPLES, BATCH))
     assert exact(module)
     assert module.read == 2.0
     assert "all workers restart from step" in capfd.readouterr().err

@@ -399,7 +399,7 @@ class Manual(Ledger):
         return loss
 
 
-class Wraps(Manual):
+class WrapsErrors(Manual):
     """Converts every error in its step into its own error."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -411,7 +411,7 @@ class Wraps(Manual):
 
 def test_a_dead_rank_is_recognized_as_the_cause_of_a_modules_own_error(tmp_path: Path) -> None:
     fault = kill(rank=1).during("backward", step=3)
-    module, trainer = train(DDP(), [fault], tmp_path, module=Wraps())
+    module, trainer = train(DDP(), [fault], tmp_path, module=WrapsErrors())
     assert len(trainer.failures) == 1
     assert exact(module)
 

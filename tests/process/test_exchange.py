@@ -39,7 +39,7 @@ def test_each_gradient_and_the_weights_are_sent_once_per_step() -> None:
 ROWS, WIDTH = 1009, 6
 
 
-class LooksUp(Recorded):
+class WithEmbedding(Recorded):
     """Adds rows of a large embedding to each input; a batch uses few of its rows.
 
     Args:
@@ -95,26 +95,33 @@ SPARSE = params(
 @pytest.mark.parametrize(("strategy", "devices", "kind"), SPARSE)
 def test_sparse_rows_are_trained_like_a_dense_table(strategy: Any, devices: int, kind: str, tmp_path: Path) -> None:
     reads = "hooks" if isinstance(strategy, ParameterServer) and strategy.mode == "sync" else "step"
-    expected, _ = train(Single(), 1, module=LooksUp(kind, reads=reads), batch=12)
+    expected, _ = train(Single(), 1, module=WithEmbedding(kind, reads=reads), batch=12)
     saver = SavesAtEnd(tmp_path / "end.ckpt")
-    module, _ = train(strategy, devices, module=LooksUp(kind, reads=reads), batch=12 // devices, callbacks=[saver])
+    module, _ = train(
+        strategy, devices, module=WithEmbedding(kind, reads=reads), batch=12 // devices, callbacks=[saver]
+    )
     for a, b in zip(module.parameters(), expected.parameters(), strict=True):
         exact = devices == 1 and kind != "sgd"  # SGD adds the gradients of a row one after another
         assert torch.equal(a, b) if exact else torch.allclose(a, b, atol=2e-6)
     again, _ = train(
-        Single(), 1, module=LooksUp(kind, reads=reads), ckpt=tmp_path / "end.ckpt", max_epochs=3, batch=12 // devices
+        Single(),
+        1,
+        module=WithEmbedding(kind, reads=reads),
+        ckpt=tmp_path / "end.ckpt",
+        max_epochs=3,
+        batch=12 // devices,
     )
-    whole, _ = train(Single(), 1, module=LooksUp(kind, reads=reads), max_epochs=3)
+    whole, _ = train(Single(), 1, module=WithEmbedding(kind, reads=reads), max_epochs=3)
     for a, b in zip(again.parameters(), whole.parameters(), strict=True):
         assert torch.allclose(a, b, atol=5e-6)
     if kind != "adam":  # SparseAdam moves no rows without a gradient, and has momentum only for rows with a gradient
-        dense, _ = train(Single(), 1, module=LooksUp(kind, sparse=False, reads=reads), batch=12)
+        dense, _ = train(Single(), 1, module=WithEmbedding(kind, sparse=False, reads=reads), batch=12)
         assert torch.allclose(module.table.weight, dense.table.weight, atol=2e-6)
 
 
 @pytest.mark.parametrize("strategy", [ParameterServer(servers=2), AsyncSGD(link="gloo")])
 def test_unused_rows_are_not_sent(strategy: Any) -> None:
-    module, _ = train(strategy, 2, module=LooksUp("sgd"), batch=4, limit_val_batches=0, max_epochs=1)
+    module, _ = train(strategy, 2, module=WithEmbedding("sgd"), batch=4, limit_val_batches=0, max_epochs=1)
     dense = 4 * sum(parameter.numel() for name, parameter in module.named_parameters() if name != "table.weight")
     touched = sum(
         len({*(n * 97 % ROWS for n in batch), *(n % 5 for n in batch)})
@@ -135,7 +142,7 @@ def test_unused_rows_are_not_sent(strategy: Any) -> None:
         assert received <= steps * dense + touched * 4 * WIDTH + meetings
 
 
-class CountsUpdates(LooksUp):
+class CountsUpdates(WithEmbedding):
     """Records the number of updates in its weights at each step."""
 
     updates: list[int] = []
@@ -150,7 +157,7 @@ def test_updates_are_counted_when_rows_are_read_before_all_weights_are_received(
     assert module.updates == [0, 1, 2, 3]
 
 
-class Adds(torch.optim.SGD):
+class MovesAllRows(torch.optim.SGD):
     """Moves all rows of a table that has a gradient, as a user's optimizer may."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -162,12 +169,12 @@ class Adds(torch.optim.SGD):
                         parameter.add_(1e-3)
 
 
-class MovesAll(LooksUp):
+class MovesAll(WithEmbedding):
     def configure_optimizers(self) -> Any:
-        return Adds(self.parameters(), lr=0.02)
+        return MovesAllRows(self.parameters(), lr=0.02)
 
 
-class Meets(LooksUp):
+class ChecksTables(WithEmbedding):
     """Records the traffic of each meeting, and checks that all ranks have the same_weights table."""
 
     received: list[Any] = []
@@ -189,7 +196,7 @@ class Meets(LooksUp):
 )
 def test_tables_are_equal_on_all_ranks_at_each_meeting(strategy: Any) -> None:
     options: Any = {"batch": 4, "val_check_interval": 0.25, "limit_val_batches": 1, "max_epochs": 2}
-    module, _ = train(strategy, 2, module=Meets("sgd"), **options)
+    module, _ = train(strategy, 2, module=ChecksTables("sgd"), **options)
     assert len(module.received) == 12
     # With the weights and rows of all steps in between, this is less than a third of whole tables per meeting.
     assert max(module.received[-1]) < 12 * 4 * ROWS * WIDTH / 3
@@ -200,7 +207,7 @@ def test_tables_are_equal_on_all_ranks_at_each_meeting(strategy: Any) -> None:
     assert float((moved - fresh).median()) == pytest.approx(1e-3 * 22, rel=0.01)  # also rows without a gradient
 
 
-class Momentum(LooksUp):
+class Momentum(WithEmbedding):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
 
@@ -213,8 +220,8 @@ def test_momentum_of_sparse_tables_is_refused_on_servers() -> None:
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (lambda: LooksUp("sgd"), {"gradient_clip_val": 1.0}, "torch can.t clip sparse gradients"),
-        (lambda: LooksUp("sgd", max_norm=1.0), {}, "table has max_norm"),
+        (lambda: WithEmbedding("sgd"), {"gradient_clip_val": 1.0}, "torch can.t clip sparse gradients"),
+        (lambda: WithEmbedding("sgd", max_norm=1.0), {}, "table has max_norm"),
     ],
 )
 def test_options_without_support_for_sparse_rows_are_refused(make: Any, options: Any, message: str) -> None:
@@ -222,17 +229,17 @@ def test_options_without_support_for_sparse_rows_are_refused(make: Any, options:
         with pytest.raises(WorkerFailed, match=message):
             train(strategy, module=make(), **options)
     with pytest.raises(WorkerFailed, match="compensation does not support sparse gradients"):
-        train(AsyncSGD(compensation="dc"), module=LooksUp("sgd"))
+        train(AsyncSGD(compensation="dc"), module=WithEmbedding("sgd"))
 
 
-class Direct(Recorded):
+class UsesWeightsDirectly(Recorded):
     """Uses a layer's weights without calling the layer."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         return nn.functional.linear(self.body(inputs), self.head.weight, self.head.bias)
 
 
-class OnlyCalls(Recorded):
+class CountsForwards(Recorded):
     """Has a parameter outside of its layers, and counts its forwards."""
 
     def __init__(self) -> None:
@@ -260,9 +267,9 @@ def test_receiving_weights_during_the_next_forward_does_not_change_training(
     make: Any, devices: int, servers: int, link: Any
 ) -> None:
     options: dict[str, Any] = {"batch": 6, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
-    at_once, trainer = train(make(servers=servers, link=link), devices, module=OnlyCalls(), **options)
+    at_once, trainer = train(make(servers=servers, link=link), devices, module=CountsForwards(), **options)
     later, overlapped = train(
-        make(servers=servers, link=link, overlap="forward"), devices, module=OnlyCalls(), **options
+        make(servers=servers, link=link, overlap="forward"), devices, module=CountsForwards(), **options
     )
     assert same_weights(later, at_once)
     assert overlapped.global_step == trainer.global_step
@@ -272,8 +279,8 @@ def test_receiving_weights_during_the_next_forward_does_not_change_training(
 
 def test_using_weights_before_they_are_received_is_an_error() -> None:
     with pytest.raises(WorkerFailed, match=r"head\.weight.*: used before the newest value was received"):
-        train(AsyncSGD(overlap="forward"), module=Direct())
-    train(AsyncSGD(), module=Direct(), max_epochs=1)
+        train(AsyncSGD(overlap="forward"), module=UsesWeightsDirectly())
+    train(AsyncSGD(), module=UsesWeightsDirectly(), max_epochs=1)
 
 
 @functools.cache

@@ -231,7 +231,7 @@ def test_checkpoints_move_between_strategies_and_a_resumed_run_is_the_same_run(t
     assert saved["module"][name].shape == moments.shape == (COUNT, WIDTH, 2 * WIDTH)
 
 
-class Odd(Model):
+class Deviates(Model):
     """Deviates from the protocol, or from the loop of other ranks, depending on `kind`."""
 
     def __init__(self, kind: str = "") -> None:
@@ -279,7 +279,7 @@ def refusal(cases: list[tuple[Any, Any, dict[str, Any]]]) -> list[str]:
         torch.manual_seed(0)
         trainer = fx.Trainer(devices=2, strategy=strategy, **{**QUIET, "max_epochs": 1, **options})
         try:
-            trainer.fit(Odd(kind), DataLoader(sentences(9), 4))  # type: ignore[arg-type]
+            trainer.fit(Deviates(kind), DataLoader(sentences(9), 4))  # type: ignore[arg-type]
         except Exception as error:
             messages.append(f"{type(error).__name__}: {error}")
         else:
@@ -304,7 +304,7 @@ def test_modules_that_cannot_be_divided_are_errors_with_the_remedy() -> None:
 
 def deviate(kind: str) -> None:
     trainer = fx.Trainer(devices=2, strategy=ExpertMesh(), **{**QUIET, "max_epochs": 1})
-    trainer.fit(Odd(kind), DataLoader(sentences(9), 4))  # type: ignore[arg-type]
+    trainer.fit(Deviates(kind), DataLoader(sentences(9), 4))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ def test_a_rank_that_deviates_from_the_other_ranks_is_an_error_without_waiting(k
         run_ranks(deviate, 2, kind)
 
 
-class Absent(Model):
+class WithoutLossOrWeight(Model):
     """Returns no loss for a batch on any rank, or has batches of weight 0."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Any:
@@ -335,8 +335,8 @@ class Absent(Model):
 
 def test_batches_without_a_loss_or_a_weight_are_skipped_as_under_ddp() -> None:
     options = {"max_epochs": 2, "gradient_clip_val": None}
-    trained = run_ranks(train, 2, ExpertMesh(), 1, options, [functools.partial(Absent, "")])
-    expected = run_ranks(train, 2, "ddp", 1, options, [functools.partial(Absent, "")])[0][0]
+    trained = run_ranks(train, 2, ExpertMesh(), 1, options, [functools.partial(WithoutLossOrWeight, "")])
+    expected = run_ranks(train, 2, "ddp", 1, options, [functools.partial(WithoutLossOrWeight, "")])[0][0]
     weights = trained[0][0]["weights"]
     assert max(float((expected["weights"][name] - weight).abs().max()) for name, weight in weights.items()) < 1e-9
 

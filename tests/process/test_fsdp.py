@@ -49,7 +49,7 @@ def train(strategy: Any, devices: int = 2, *, ckpt: Path | None = None, **option
     return module, trainer
 
 
-class Weighs(fx.Callback):
+class RecordsHeldBytes(fx.Callback):
     """Records the bytes of weights, gradients and moments of this rank."""
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
@@ -59,8 +59,8 @@ class Weighs(fx.Callback):
 
 
 def test_a_rank_holds_half_of_the_weights_gradients_and_moments() -> None:
-    sharded, _ = train(FSDP(), callbacks=[Weighs()])
-    whole, _ = train(DDP(), callbacks=[Weighs()])
+    sharded, _ = train(FSDP(), callbacks=[RecordsHeldBytes()])
+    whole, _ = train(DDP(), callbacks=[RecordsHeldBytes()])
     assert int(sharded.held_bytes) < 0.6 * int(whole.held_bytes)  # 9 rows on 2 ranks are 5 and 4
 
 
@@ -134,7 +134,7 @@ def test_memory_of_freed_weights_and_gradients_is_returned_to_the_system_within_
             assert max(gathered for _, gathered in returns) <= 2 * block  # the next block is gathered in advance
 
 
-class Later(Layers):
+class BuildsOnMeta(Layers):
     """Creates its layers on the meta device."""
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ class Later(Layers):
 
 
 def test_layers_of_configure_model_are_allocated_as_shards_only() -> None:
-    module = Later()
+    module = BuildsOnMeta()
     trainer = fx.Trainer(devices=2, strategy="fsdp", max_epochs=8, **QUIET)
     trainer.fit(module, loader(3), loader(5))
     assert set(module.was) == {"meta"}
@@ -159,7 +159,7 @@ def test_layers_of_configure_model_are_allocated_as_shards_only() -> None:
     assert float(trainer.callback_metrics["val"]) < 3.0  # 6 is the variance of the targets
 
 
-class Begun(Later):
+class InitializesOnMeta(BuildsOnMeta):
     """Initializes a layer in `configure_model` with other values than the layer's own."""
 
     def configure_model(self) -> None:
@@ -170,10 +170,10 @@ class Begun(Later):
 def test_initial_values_that_meta_layers_would_lose_are_refused() -> None:
     trainer = fx.Trainer(devices=2, strategy="fsdp", max_epochs=1, **QUIET)
     with pytest.raises(Exception, match=r"body\.1\.up\.weight is given values in configure_model"):
-        trainer.fit(Begun(), loader(3))
+        trainer.fit(InitializesOnMeta(), loader(3))
 
 
-class Mixed(Layers):
+class TwoDtypes(Layers):
     def __init__(self) -> None:
         super().__init__()
         self.head.double()
@@ -182,7 +182,7 @@ class Mixed(Layers):
 def test_parameters_of_two_dtypes_are_refused_by_name() -> None:
     trainer = fx.Trainer(devices=2, strategy="fsdp", max_epochs=1, **QUIET)
     with pytest.raises(Exception, match=r"head\.weight is torch\.float64"):
-        trainer.fit(Mixed(), loader(3))
+        trainer.fit(TwoDtypes(), loader(3))
 
 
 def test_the_checkpoint_callback_stores_sharded_weights(tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_unfreezing_an_optimizers_parameters_while_they_are_gathered_is_an_error
         trained(FSDP(), [{"where": "training_step", "begins": True, "of_optimizer": True}], devices=2)
 
 
-class Pauses(LayeredModule):
+class FreezesDuringForward(LayeredModule):
     """Freezes the head during its forward.
 
     Args:
@@ -299,22 +299,22 @@ class Pauses(LayeredModule):
         return outputs
 
 
-def paused(strategy: Any, of_optimizer: bool, devices: int) -> dict[str, Any]:
+def frozen_during_forward(strategy: Any, of_optimizer: bool, devices: int) -> dict[str, Any]:
     torch.manual_seed(2)
-    module = Pauses(of_optimizer)
+    module = FreezesDuringForward(of_optimizer)
     trainer = fx.Trainer(devices=devices, strategy=strategy, max_epochs=2, **QUIET)
     trainer.fit(module, DataLoader(layered_data(12), 6 // devices))
     return module.state_dict()
 
 
 def test_parameters_that_are_frozen_during_a_forward_are_not_trained_by_it() -> None:
-    sharded, alone = paused(FSDP(), False, 2), paused(Single(), False, 1)
+    sharded, alone = frozen_during_forward(FSDP(), False, 2), frozen_during_forward(Single(), False, 1)
     for name, weights in alone.items():
         torch.testing.assert_close(sharded[name], weights, rtol=0, atol=1e-6, msg=name)  # weights of about 0.1
     torch.manual_seed(2)
-    assert torch.equal(sharded["head.weight"], Pauses(False).head.weight)
+    assert torch.equal(sharded["head.weight"], FreezesDuringForward(False).head.weight)
     with pytest.raises(WorkerFailed, match=r"training_step has set requires_grad=True on the optimizer's head\.weight"):
-        paused(FSDP(), True, 2)
+        frozen_during_forward(FSDP(), True, 2)
 
 
 @pytest.mark.parametrize("where", ["training_step", "validation_step"])
@@ -323,7 +323,7 @@ def test_changing_weights_while_they_are_gathered_is_an_error(where: str) -> Non
         trained(FSDP(), [{"where": where, "clamps": True}], devices=2)
 
 
-class Looks(fx.Module):
+class PredictsBeforeStep(fx.Module):
     """Computes predictions without gradients before each step."""
 
     def __init__(self) -> None:
@@ -347,7 +347,7 @@ def test_a_forward_without_a_backward_does_not_keep_outdated_weights() -> None:
     heads = []
     for strategy, devices in ((Single(), 1), (FSDP(reshard_after_forward=False), 2)):
         torch.manual_seed(2)
-        module = Looks()
+        module = PredictsBeforeStep()
         trainer = fx.Trainer(devices=devices, strategy=strategy, **{"max_epochs": 1, **QUIET})
         trainer.fit(module, DataLoader(layered_data(12), 6 // devices))
         heads.append(module.head.weight.detach())
@@ -472,7 +472,7 @@ def test_loss_terms_without_support_for_shards_are_errors_with_the_remedy(term: 
     fx.Trainer(devices=2, strategy=DDP(), max_epochs=1, **QUIET).fit(module, loader(3))
 
 
-class OfNumbers(torch.optim.SGD):
+class NormalizesByNumber(torch.optim.SGD):
     """Divides the gradients by their norm, computed as a Python number."""
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
@@ -485,6 +485,8 @@ class OfNumbers(torch.optim.SGD):
 
 def test_an_optimizer_that_converts_sharded_values_to_python_numbers_is_refused() -> None:
     module = Layers()
-    module.configure_optimizers = lambda: OfNumbers(module.parameters(), 0.1)  # type: ignore[method-assign]
-    with pytest.raises(WorkerFailed, match=r"OfNumbers makes another update with the sharded parameters of fsdp"):
+    module.configure_optimizers = lambda: NormalizesByNumber(module.parameters(), 0.1)  # type: ignore[method-assign]
+    with pytest.raises(
+        WorkerFailed, match=r"NormalizesByNumber makes another update with the sharded parameters of fsdp"
+    ):
         fx.Trainer(devices=2, strategy=FSDP(wrap=["Linear"]), max_epochs=1, **QUIET).fit(module, loader(3))

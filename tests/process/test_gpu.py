@@ -26,7 +26,7 @@ pytestmark = pytest.mark.gpu
 
 
 class Overflows(TinyModule):
-    """Its gradients overflow at one step."""
+    """Its gradients overflow at a single step."""
 
     def __init__(self, at: int) -> None:
         super().__init__()

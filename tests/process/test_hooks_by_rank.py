@@ -25,7 +25,7 @@ from tests.soak import params
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
 
-class Changed(fx.Module):
+class ChangesSetting(fx.Module):
     """Changes a setting on rank 1 only, or on all ranks.
 
     Args:
@@ -94,7 +94,7 @@ def options(what: str) -> dict[str, Any]:
     return {"max_epochs": 2, **QUIET, "reload_dataloaders_every_n_epochs": int(what == "reloads")}
 
 
-def fit_here(cases: list[tuple[Any, Changed]]) -> list[str]:
+def fit_here(cases: list[tuple[Any, ChangesSetting]]) -> list[str]:
     """Train each module on the present ranks; return its error, or "" without an error."""
     errors = []
     world = worlds.current()
@@ -130,7 +130,7 @@ STRATEGIES: dict[str, Any] = {
 def test_settings_that_hooks_change_on_one_rank_are_an_error_on_all_ranks() -> None:
     excluded = [("gradients", "fsdp"), ("gradients", "local_sgd")]  # each rank has different weights
     expected = [(what, kind) for what in DIFFERENCES for kind in STRATEGIES if (what, kind) not in excluded]
-    for errors in run_ranks(fit_here, 2, [(STRATEGIES[kind](), Changed(what)) for what, kind in expected]):
+    for errors in run_ranks(fit_here, 2, [(STRATEGIES[kind](), ChangesSetting(what)) for what, kind in expected]):
         for error, (what, kind) in zip(errors, expected, strict=True):
             for text in ("RanksDisagree: ", *DIFFERENCES[what]):
                 assert text in error, (what, kind, error)
@@ -140,7 +140,7 @@ def test_settings_that_hooks_change_on_all_ranks_are_accepted() -> None:
     changes = [*DIFFERENCES, "unfreezes in a batch", "freezes in a batch", "skips"]
     excluded = [(what, "local_sgd") for what in changes if what.startswith("unfreezes")]  # refused under this strategy
     cases = [(what, kind) for what in changes for kind in STRATEGIES if (what, kind) not in excluded]
-    modules = [(STRATEGIES[kind](), Changed(what, everywhere=True)) for what, kind in cases]
+    modules = [(STRATEGIES[kind](), ChangesSetting(what, everywhere=True)) for what, kind in cases]
     for errors in run_ranks(fit_here, 2, modules):
         for error, (what, kind) in zip(errors, cases, strict=True):
             assert not error, (what, kind, error)
@@ -162,16 +162,16 @@ WITHIN = {
 )
 def test_a_setting_that_a_hook_changes_on_one_rank_within_an_epoch_is_an_error(strategy: Any, what: str) -> None:
     with pytest.raises(WorkerFailed, match=rf"step 1: hooks have changed settings on some ranks .*\n  {WITHIN[what]}"):
-        fx.Trainer(devices=2, strategy=strategy, **options(what)).fit(Changed(what))
+        fx.Trainer(devices=2, strategy=strategy, **options(what)).fit(ChangesSetting(what))
 
 
 def test_a_tensor_hook_of_a_sharded_parameter_is_refused_at_the_step_that_would_not_call_it() -> None:
-    module = Changed("watches in a batch", everywhere=True)
+    module = ChangesSetting("watches in a batch", everywhere=True)
     with pytest.raises(WorkerFailed, match=r"first\.weight has a hook of register_hook, which is never called"):
         fx.Trainer(devices=2, strategy=FSDP(), **options(module.what)).fit(module)
 
 
-class FreezesInItsFirstBatch(Changed):
+class FreezesInItsFirstBatch(ChangesSetting):
     """Rank 1 freezes a layer in its first batch; rank 0 waits for it in its own first batch, so both have a batch."""
 
     def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
@@ -195,11 +195,11 @@ def test_settings_of_asynchronous_workers_are_compared_at_meetings() -> None:
 
 def test_learning_rates_of_asynchronous_workers_are_compared_at_the_start_of_an_epoch() -> None:
     with pytest.raises(WorkerFailed, match=r"start of epoch 1.*\n  optimizer 0, group 0, lr: 0\.1 on rank 0, 0\.5 on"):
-        fx.Trainer(devices=2, strategy=AsyncSGD(), **options("")).fit(Changed("rate"))
-    fx.Trainer(devices=2, strategy=AsyncSGD(), **options("")).fit(Changed("rate", everywhere=True))
+        fx.Trainer(devices=2, strategy=AsyncSGD(), **options("")).fit(ChangesSetting("rate"))
+    fx.Trainer(devices=2, strategy=AsyncSGD(), **options("")).fit(ChangesSetting("rate", everywhere=True))
 
 
-class Gathers(Changed):
+class Gathers(ChangesSetting):
     """Calls a collective in a hook of each batch."""
 
     def gathers(self, where: str) -> None:
@@ -332,7 +332,7 @@ class GathersInEvaluation(Gathers):
     """Calls a collective in a step or hook of each evaluation batch."""
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return Changed.training_step(self, batch, batch_idx)
+        return ChangesSetting.training_step(self, batch, batch_idx)
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         self.gathers("validation_step")

@@ -328,7 +328,7 @@ class Divided(torch.utils.data.IterableDataset[Any]):
         yield from (torch.tensor([float(number)]) for number in range(rank, 8, ranks))
 
 
-class Sees(TinyModule):
+class RecordsBatches(TinyModule):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("seen", torch.full((8,), -1.0))
@@ -343,7 +343,7 @@ class Sees(TinyModule):
     params([("variables", 1), ("group", 1), ("collective", 0), ("collective", 1)], [("variables", 0), ("group", 0)]),
 )
 def test_streams_read_the_rank_in_loader_processes(by: str, processes: int) -> None:
-    module, trainer = Sees(), fx.Trainer(max_epochs=1, devices=2, strategy="ddp", **QUIET)
+    module, trainer = RecordsBatches(), fx.Trainer(max_epochs=1, devices=2, strategy="ddp", **QUIET)
     loader = torch.utils.data.DataLoader(Divided(by), batch_size=2, num_workers=processes)
     if by == "collective" and processes:
         with pytest.raises(WorkerFailed, match="No backend type associated"):

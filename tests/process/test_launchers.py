@@ -53,7 +53,7 @@ class OnThisMachine(Launcher):
             return Ranks(program.job, torchrun_variables(program, 0, "127.0.0.1", port)).run()
 
 
-class Kept(Launcher):
+class KeepsMachine(Launcher):
     """Keeps a process of the machine (this process) between the starts of a run.
 
     Args:
@@ -138,7 +138,7 @@ def test_a_killed_rank_of_a_launcher_loses_no_sample(own_folder: Path) -> None:
     assert (trainer.global_step, exact(module), len(trainer.failures)) == (STEPS, True, 1)
 
 
-@pytest.mark.parametrize("launcher", [OnThisMachine, Kept])
+@pytest.mark.parametrize("launcher", [OnThisMachine, KeepsMachine])
 def test_ranks_of_a_launcher_load_data_in_processes(launcher: Callable[[], Launcher], own_folder: Path) -> None:
     """Regression: forked ranks had their own session, whose group a fork server of the outer session can't join."""
     states = []
@@ -156,7 +156,7 @@ import os, time
 from pathlib import Path
 import fabricx as fx
 from fabricx.testing import QUIET, TinyModule, tiny_loader
-from tests.process.test_launchers import Kept
+from tests.process.test_launchers import KeepsMachine
 
 class Pids(fx.Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
@@ -164,7 +164,7 @@ class Pids(fx.Callback):
         time.sleep(60)
 
 if __name__ == "__main__":
-    trainer = fx.Trainer(launcher=Kept(), devices=2, strategy="ddp", max_epochs=1, **QUIET, callbacks=[Pids()])
+    trainer = fx.Trainer(launcher=KeepsMachine(), devices=2, strategy="ddp", max_epochs=1, **QUIET, callbacks=[Pids()])
     trainer.fit(TinyModule(), tiny_loader(24, 6, num_workers=1))
 """
 
@@ -220,7 +220,7 @@ def test_ranks_restore_in_memory_checkpoints_if_a_process_of_the_machine_survive
         torch.manual_seed(3)
         module = Ledger(SAMPLES, BATCH)
         trainer = fx.Trainer(
-            launcher=Kept(), devices=2, strategy=strategy, max_epochs=EPOCHS, **QUIET, callbacks=callbacks
+            launcher=KeepsMachine(), devices=2, strategy=strategy, max_epochs=EPOCHS, **QUIET, callbacks=callbacks
         )
         trainer.fit(module, DataLoader(Numbered(), BATCH // 2, shuffle=True))
         runs.append(module.state_dict())
@@ -233,7 +233,7 @@ def test_ranks_restore_in_memory_checkpoints_if_a_process_of_the_machine_survive
         time.sleep(0.02)
 
 
-class Resizes(Kept):
+class Resizes(KeepsMachine):
     """Starts another number of ranks each time, as torchrun does with `--nnodes 1:2`."""
 
     def __init__(self, *counts: int) -> None:
@@ -304,7 +304,7 @@ class Waits(fx.Callback):
 
 @pytest.mark.parametrize("strategy", ["ddp", "parameter_server"])
 def test_a_signal_during_the_start_of_ranks_stops_them(strategy: str, own_folder: Path) -> None:
-    launcher = Kept(during=lambda machine: machine.signal(0, signal.SIGTERM))
+    launcher = KeepsMachine(during=lambda machine: machine.signal(0, signal.SIGTERM))
     trainer = fx.Trainer(launcher=launcher, devices=2, strategy=strategy, max_epochs=2, **QUIET)
     with pytest.raises(SystemExit):
         trainer.fit(TinyModule(), tiny_loader(24, 6))
@@ -347,7 +347,7 @@ def test_a_machine_ends_its_ranks_on_request(own_folder: Path) -> None:
             time.sleep(0.02)
         machine.end(0)
 
-    class GivesUp(Kept):
+    class GivesUp(KeepsMachine):
         def run(self, program: Program) -> Ended:
             ended = super().run(program)
             if ended.result is None:

@@ -1,4 +1,4 @@
-"""The fixture that detects leaks: a run of pytest in which each test leaks another resource."""
+"""The leak fixture: a run of pytest in which each test leaks a different resource."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_each_leak_fails_its_own_test_and_no_other(tmp_path):
     (tmp_path / "test_leaky.py").write_text(LEAKY)
     ended = warm.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:warnings", "-rE",
-         f"--basetemp={tmp_path}/own", "."],  # removing files of earlier runs may take minutes
+         f"--basetemp={tmp_path}/own", "."],  # removing earlier files is slow
         cwd=tmp_path, env={**os.environ, "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(CONFTEST.parents[1])},
         capture_output=True, text=True, timeout=100,
     )  # fmt: skip

@@ -58,11 +58,11 @@ class Body:
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.9)]
 
 
-class OfFabricx(Body, fx.Module):
+class FabricxNet(Body, fx.Module):
     pass
 
 
-class OfLightning(Body, L.LightningModule):
+class LightningNet(Body, L.LightningModule):
     pass
 
 
@@ -84,7 +84,7 @@ class Data(L.LightningDataModule):
     predict_dataloader = val_dataloader
 
 
-class Follows(L.Callback):
+class RecordsLosses(L.Callback):
     def __init__(self) -> None:
         self.losses: list[float] = []
 
@@ -115,27 +115,27 @@ SAME_AS_ONE = {
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Tensor, dict[str, Tensor], list[float]]:
-    module, follows = OfFabricx(), Follows()
+    module, losses_recorder = FabricxNet(), RecordsLosses()
     with pytest.MonkeyPatch.context() as patch:  # `own_folder` has function scope
         patch.chdir(tmp_path_factory.mktemp("alone"))
-        trainer = train(module, "single", 1, follows)
-    return weights(module), trainer.callback_metrics, follows.losses
+        trainer = train(module, "single", 1, losses_recorder)
+    return weights(module), trainer.callback_metrics, losses_recorder.losses
 
 
 @pytest.mark.parametrize("make", SAME_AS_ONE.values(), ids=SAME_AS_ONE)
 def test_a_lightning_module_on_two_ranks_trains_as_a_fabricx_module_in_a_single_process(make: Callable[[], Any], alone):
     expected, metrics, losses = alone
-    module, follows = OfLightning(), Follows()
-    trainer = train(module, make(), 2, follows)
-    assert isinstance(module, OfLightning)
+    module, losses_recorder = LightningNet(), RecordsLosses()
+    trainer = train(module, make(), 2, losses_recorder)
+    assert isinstance(module, LightningNet)
     torch.testing.assert_close(weights(module), expected, rtol=1e-5, atol=1e-6)  # float32 sums in a different order
     for name in ("loss", "val_loss", "accuracy"):
         assert float(trainer.callback_metrics[name]) == pytest.approx(float(metrics[name]), rel=1e-5)
-    assert follows.losses == pytest.approx(losses, rel=1e-5)
+    assert losses_recorder.losses == pytest.approx(losses, rel=1e-5)
 
 
 def test_an_evaluation_on_two_ranks_counts_each_sample_once():
-    module = OfLightning()
+    module = LightningNet()
     several, single = (fx.Trainer(devices=ranks, **QUIET) for ranks in (2, 1))
     [actual], [expected] = (trainer.validate(module, Data(1), verbose=False) for trainer in (several, single))
     assert actual == pytest.approx(expected)
@@ -145,7 +145,7 @@ def test_an_evaluation_on_two_ranks_counts_each_sample_once():
 
 
 def test_local_steps_of_a_lightning_module_equal_those_of_a_fabricx_module():
-    ours, theirs = OfFabricx(), OfLightning()
+    ours, theirs = FabricxNet(), LightningNet()
     for module in (ours, theirs):
         train(module, LocalSGD(every=2), 2)
     assert weights(theirs).equal(weights(ours))  # bit for bit: the same operations in the same order
@@ -210,7 +210,7 @@ def test_manual_optimization_with_two_optimizers(strategy):
 @pytest.fixture(scope="module")
 def imported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor]:
     """A checkpoint of Lightning with other weights, and the weights that a single process trains from it."""
-    module = OfFabricx()
+    module = FabricxNet()
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.mul_(-1.5)
@@ -227,13 +227,13 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor]:
 )
 def test_training_begins_with_the_weights_of_a_lightning_checkpoint_on_each_rank(name: str, imported):
     path, expected = imported
-    module = OfLightning()
+    module = LightningNet()
     trainer = train(module, SAME_AS_ONE[name](), 2, ckpt_path=path)
     assert (trainer.current_epoch, trainer.global_step) == (2, 12)
     torch.testing.assert_close(weights(module), expected, rtol=1e-5, atol=1e-6)  # float32 sums in a different order
 
 
-class Late(Body, L.LightningModule):
+class BuildsInWorker(Body, L.LightningModule):
     """Creates its layers in the worker; under fsdp on the meta device until they are sharded."""
 
     def __init__(self, lr: float = 0.1) -> None:
@@ -247,7 +247,7 @@ class Late(Body, L.LightningModule):
 
 def test_weights_are_loaded_into_layers_that_are_sharded_when_they_are_created(imported):
     path, expected = imported
-    module = Late()
+    module = BuildsInWorker()
     trainer = train(module, "fsdp", 2, ckpt_path=path)
     torch.testing.assert_close(weights(module), expected, rtol=1e-5, atol=1e-6)  # float32 sums in a different order
     trainer.validate(module, Data(2), ckpt_path=path, verbose=False)  # on two ranks
@@ -255,7 +255,7 @@ def test_weights_are_loaded_into_layers_that_are_sharded_when_they_are_created(i
 
 def test_local_steps_begin_with_imported_weights(imported):
     path, _ = imported
-    loaded, constructed = OfLightning(), OfFabricx.load_from_checkpoint(path)
+    loaded, constructed = LightningNet(), FabricxNet.load_from_checkpoint(path)
     train(loaded, LocalSGD(every=2), 2, ckpt_path=path)
     train(constructed, LocalSGD(every=2), 2)
     assert weights(loaded).equal(weights(constructed))  # bit for bit: the same operations in the same order
@@ -263,13 +263,13 @@ def test_local_steps_begin_with_imported_weights(imported):
 
 def test_ranks_evaluate_the_weights_of_a_lightning_checkpoint(imported):
     path, _ = imported
-    module = OfFabricx.load_from_checkpoint(path)
+    module = FabricxNet.load_from_checkpoint(path)
     [expected] = fx.Trainer(**QUIET).validate(module, Data(1), verbose=False)
-    [actual] = fx.Trainer(devices=2, **QUIET).validate(OfLightning(), Data(2), ckpt_path=path, verbose=False)
+    [actual] = fx.Trainer(devices=2, **QUIET).validate(LightningNet(), Data(2), ckpt_path=path, verbose=False)
     assert actual == pytest.approx(expected)
 
 
-class Writes(OfLightning):
+class Writes(LightningNet):
     def on_train_epoch_end(self) -> None:
         self.logger.experiment.log_metrics({"own": 1.0}, step=self.current_epoch)  # on every rank
 
@@ -284,7 +284,7 @@ def test_a_logger_of_lightning_writes_on_one_rank(tmp_path):
     assert len(rows) > 1
 
 
-class Swapped(fx.pytorch.LightningModule):
+class ImportSwapped(fx.pytorch.LightningModule):
     """A module of a Lightning user after the import swap."""
 
     def __init__(self) -> None:
@@ -322,7 +322,7 @@ class Swapped(fx.pytorch.LightningModule):
 
 
 def test_an_import_swap_trains_on_two_ranks_and_its_checkpoint_is_a_file(tmp_path):
-    module, data = Swapped(), TensorDataset(torch.randn(16, 4))
+    module, data = ImportSwapped(), TensorDataset(torch.randn(16, 4))
     saver = fx.pytorch.callbacks.ModelCheckpoint(tmp_path, save_last=True)
     options: dict[str, Any] = {**QUIET, "enable_checkpointing": True, "callbacks": [saver]}
     trainer = fx.pytorch.Trainer(max_epochs=1, devices=2, strategy="ddp_find_unused_parameters_true", **options)
@@ -334,5 +334,5 @@ def test_an_import_swap_trains_on_two_ranks_and_its_checkpoint_is_a_file(tmp_pat
     assert torch.equal(saved["state_dict"]["layer.weight"], module.layer.weight)
     assert [len(states) for states in (saved["fabricx"]["ranks"], saved["fabricx"]["strategy"]["optimizers"])] == [2, 1]
     trainer = fx.pytorch.Trainer(max_epochs=2, devices=2, strategy="fsdp", **QUIET)
-    trainer.fit(Swapped(), DataLoader(data, 4), ckpt_path=tmp_path / "last.ckpt")  # each rank reads its shards
+    trainer.fit(ImportSwapped(), DataLoader(data, 4), ckpt_path=tmp_path / "last.ckpt")  # each rank reads its shards
     assert trainer.global_step == 4

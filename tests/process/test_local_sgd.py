@@ -40,7 +40,7 @@ class Plain(LayeredModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=self.momentum)
 
 
-class Watches(fx.Callback):
+class RecordsSpread(fx.Callback):
     """Records the distance of the ranks' weights after each step, and the number of collectives of the step."""
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
@@ -89,7 +89,7 @@ def test_rounds_of_one_step_equal_ddp(momentum: float, options: dict[str, Any]) 
 
 
 def test_ranks_diverge_within_a_round_and_are_averaged_at_its_end() -> None:
-    module, _ = train(LocalSGD(every=3), callbacks=[Watches()], log_every_n_steps=0, limit_val_batches=0)
+    module, _ = train(LocalSGD(every=3), callbacks=[RecordsSpread()], log_every_n_steps=0, limit_val_batches=0)
     meets = [step % 3 == 0 for step in range(1, 9)]
     assert [count > 0 for count in module.collectives] == meets
     assert [spread < 1e-6 for spread in module.spread] == meets
@@ -97,7 +97,7 @@ def test_ranks_diverge_within_a_round_and_are_averaged_at_its_end() -> None:
 
 def test_fragments_are_averaged_at_different_steps_and_overlap_later_steps() -> None:
     options = {"every": 4, "fragments": 2, "overlap_steps": 1}
-    module, _ = train(LocalSGD(**options), callbacks=[Watches()], log_every_n_steps=0, limit_val_batches=0)
+    module, _ = train(LocalSGD(**options), callbacks=[RecordsSpread()], log_every_n_steps=0, limit_val_batches=0)
     assert module.collectives == [0, 1, 0, 1, 0, 1, 0, 1]
     assert min(module.spread) > 1e-6  # there is always a fragment in transfer
 

@@ -244,7 +244,7 @@ def test_gradients_that_were_not_reduced_are_an_error_on_all_ranks() -> None:
         assert errors[5] == ""
 
 
-class Owns(Manual):
+class OwnsParameter(Manual):
     """Has a parameter outside of its submodules."""
 
     def __init__(self) -> None:
@@ -252,12 +252,12 @@ class Owns(Manual):
         self.scale = nn.Parameter(torch.ones(1, dtype=torch.float64))
 
 
-class Weighs(Manual):
+class HasBatchWeight(Manual):
     def batch_weight(self, batch: Any) -> float:
         return float(len(batch[0]))
 
 
-class Searches(Manual):
+class UsesLBFGS(Manual):
     def configure_optimizers(self) -> Any:
         return torch.optim.LBFGS(self.net.parameters())
 
@@ -287,9 +287,9 @@ def test_unsupported_options_with_manual_optimization_are_refused_at_set_up() ->
             {"callbacks": [GradientAccumulation({0: 2})]},
             "divide the loss by the number of batches",
         ),
-        (DDP(), Weighs("submodule"), {}, "self.all_gather"),
-        (FSDP(), Owns(), {}, "scale belongs to the manually optimised module"),
-        (FSDP(), Searches("submodule"), {}, "use strategy=ddp"),
+        (DDP(), HasBatchWeight("submodule"), {}, "self.all_gather"),
+        (FSDP(), OwnsParameter(), {}, "scale belongs to the manually optimised module"),
+        (FSDP(), UsesLBFGS("submodule"), {}, "use strategy=ddp"),
         (ParameterServer(servers=0, optimizer="server"), Manual("submodule"), {}, "optimizer=worker"),
         (Reproducible(), Manual("submodule"), {}, "needs automatic optimization"),
     ]

@@ -95,7 +95,7 @@ class Net(fx.Module):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-class Watch(fx.Callback):
+class CountsSamples(fx.Callback):
     def __init__(self) -> None:
         self.seen = Count()
 
@@ -112,7 +112,7 @@ def loader(samples: int, ranks: int) -> Any:
     return DataLoader(data, GLOBAL_BATCH // ranks)
 
 
-def states(module: Any, watch: Watch) -> dict[str, Any]:
+def states(module: Any, watch: CountsSamples) -> dict[str, Any]:
     metrics = {
         "confmat": module.inner.confmat, "values": module.values, "correlation": module.correlation,
         "counts": module.counts[0], "best": module.best._base_metric, "late": module.late, "watch": watch.seen,
@@ -128,7 +128,7 @@ def states(module: Any, watch: Watch) -> dict[str, Any]:
 
 def run(strategy: Any, devices: int, folder: Path) -> list[dict[str, Any]]:
     """Return the states after each of several calls; each call continues the states of the previous call."""
-    module, watch = Net(), Watch()
+    module, watch = Net(), CountsSamples()
     trainer = fx.Trainer(
         devices=devices, strategy=strategy, default_root_dir=folder, callbacks=[watch], **{**QUIET, "max_epochs": 1}
     )  # fmt: skip
@@ -156,7 +156,7 @@ def test_states_after_a_run_equal_those_of_a_single_process(
         assert actual == {name: pytest.approx(value, rel=1e-5) for name, value in expected.items()}  # float32
 
 
-class Kept(torchmetrics.Metric):
+class ListState(torchmetrics.Metric):
     """Has a list of tensors as its state, like curves and correlations."""
 
     def __init__(self) -> None:
@@ -170,7 +170,7 @@ class Kept(torchmetrics.Metric):
         return dim_zero_cat(self.values).square().mean()
 
 
-class OfSteps(fx.Module):
+class LogsPerStep(fx.Module):
     """Logs a metric object at each step, and in validation a metric object with a list as its state."""
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ class OfSteps(fx.Module):
         torch.manual_seed(3)
         self.layers = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 3)).double()
         self.accuracy = MulticlassAccuracy(3, average="micro")
-        self.kept = Kept()
+        self.kept = ListState()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         outputs = self.layers(batch[0].double())
@@ -203,7 +203,7 @@ def test_values_of_steps_are_means_over_samples_and_a_rank_may_have_no_update(st
     for used, devices, batch in ((Single(), 1, 4), (strategy, 2, 4 if isinstance(strategy, Mesh) else 2)):
         trainer = fx.Trainer(devices=devices, strategy=used, max_epochs=1, **QUIET)
         validation = DataLoader(TensorDataset(inputs[:1], labels[:1]), batch)
-        trainer.fit(OfSteps(), DataLoader(TensorDataset(inputs, labels), batch), validation)
+        trainer.fit(LogsPerStep(), DataLoader(TensorDataset(inputs, labels), batch), validation)
         metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
     assert metrics[1] == pytest.approx(metrics[0], rel=1e-6)
     assert set(metrics[0]) == {"accuracy", "accuracy_step", "accuracy_epoch", "kept"}
@@ -236,7 +236,7 @@ def test_an_evaluation_before_training_counts_each_sample_once_on_the_stages_of_
         assert float(net.kept.compute()) == 84.0
 
 
-class OfTwo(TinyModule):
+class LogsOneOfTwo(TinyModule):
     """Logs one of two metric objects, depending on the batch: the first batch differs between ranks."""
 
     def __init__(self) -> None:
@@ -251,6 +251,6 @@ class OfTwo(TinyModule):
 
 def test_ranks_compute_metric_objects_in_the_same_order() -> None:
     values = torch.tensor([2.0, 1.0, 1.0, 2.0, 1.0, 1.0])[:, None]
-    module = OfTwo()
+    module = LogsOneOfTwo()
     [logged] = fx.Trainer(devices=2, **QUIET).validate(module, DataLoader(TensorDataset(values), 1))
     assert logged == {"ones": 4.0, "twos": 400.0}

@@ -71,7 +71,7 @@ def test_ranks_train_the_weights_and_statistics_of_a_single_process(case: str, t
     assert float((parallel.entries.detach() + EPOCHS).abs().max()) < 1e-4
 
 
-def _of_parts(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+def _normalize_part(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, ...]:
     """Return outputs, both gradients and the running variance of this rank's part of a batch."""
     this_world = world.current()
     assert this_world is not None
@@ -96,7 +96,7 @@ def _of_parts(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, ...]:
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
 def test_parts_of_any_size_are_normalized_by_the_statistics_of_the_whole_batch(dtype: torch.dtype, near: float) -> None:
     shape = (6, 3, 4, 5)
-    parts = run_ranks(_of_parts, 2, shape, dtype)
+    parts = run_ranks(_normalize_part, 2, shape, dtype)
     inputs = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
     norm = nn.BatchNorm2d(3, momentum=None)
     output = norm(inputs)
@@ -128,7 +128,7 @@ def test_gradients_flow_through_all_gather() -> None:
     assert (first[1].tolist(), second[1].tolist()) == ([3.0, 6.0], [9.0, 12.0])
 
 
-def _too_few() -> str:
+def _error_of_a_single_value() -> str:
     block = nn.Sequential(nn.BatchNorm1d(2))
     synchronise(block, torch.device("cpu"))
     try:
@@ -139,7 +139,7 @@ def _too_few() -> str:
 
 
 def test_a_single_value_per_channel_is_an_error_on_all_ranks() -> None:
-    assert all("more than one value per channel" in message for message in run_ranks(_too_few, 2))
+    assert all("more than one value per channel" in message for message in run_ranks(_error_of_a_single_value, 2))
 
 
 def test_a_single_rank_normalizes_as_plain_batch_norm() -> None:
@@ -151,7 +151,7 @@ def test_a_single_rank_normalizes_as_plain_batch_norm() -> None:
     assert torch.equal(module[0].running_var, plain.running_var)
 
 
-class Silent(Normalised):
+class SkipsLoss(Normalised):
     """Rank 1 returns no loss for batch 2."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -170,7 +170,7 @@ def test_batches_that_leave_a_rank_without_samples_are_refused(tmp_path: Path) -
         fx.Trainer(**options).fit(Normalised(), DataLoader(Numbered(13), 6))
     fx.Trainer(**options).fit(Normalised(), DataLoader(Numbered(13), 6, drop_last=True))
     with pytest.raises(WorkerFailed, match="rank 1 returned no loss, and SyncBatchNorm needs all ranks"):
-        fx.Trainer(**options).fit(Silent(), DataLoader(Numbered(48), 6))
+        fx.Trainer(**options).fit(SkipsLoss(), DataLoader(Numbered(48), 6))
     with pytest.raises(WorkerFailed, match="limit_train_batches"):
         fx.Trainer(**options).fit(Normalised(), Endless())
     for more in ({"accumulate_grad_batches": 2}, {}):

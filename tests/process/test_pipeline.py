@@ -59,17 +59,17 @@ def test_pipeline_stages_train_the_weights_of_a_single_process(ranks: int) -> No
         assert ranks_of_case[0]["shapes"] == [None] * STEPS
 
 
-class Sourced(Block):
+class TakesSource(Block):
     def forward(self, x: Tensor, mask: Tensor, source: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x + 0.5 * source, mask)
 
 
-class Skips(Language):
+class PassesSource(Language):
     """Each block also receives the embedded words."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Sourced() for _ in range(4))
+        self.blocks = nn.ModuleList(TakesSource() for _ in range(4))
 
     def body(self, x: Tensor, mask: Tensor) -> Tensor:
         source = x
@@ -78,21 +78,21 @@ class Skips(Language):
         return x
 
 
-def train_skips() -> dict[str, Any]:
+def train_with_source() -> dict[str, Any]:
     torch.set_num_threads(1)
-    return staged(make(Skips), batches(6))
+    return staged(make(PassesSource), batches(6))
 
 
 def test_a_tensor_that_all_blocks_receive_is_forwarded_through_all_stages() -> None:
     """The middle stage of three forwards the tensor that it has received."""
-    compare(run_ranks(train_skips, 3), alone(make(Skips), batches(6)))
+    compare(run_ranks(train_with_source, 3), alone(make(PassesSource), batches(6)))
 
 
 def residual(block: nn.Module, x: Tensor) -> Any:
     return block(x) + x
 
 
-class Outside(Language):
+class ResidualsOutside(Language):
     """Has residual connections outside of the blocks, and scales between the blocks."""
 
     def __init__(self, *, checkpoints: bool = False) -> None:
@@ -172,15 +172,15 @@ OUTSIDE: list[dict[str, Any]] = [{}, {"schedule": "zero_bubble"}, {"virtual": 2}
 
 def train_outside() -> list[dict[str, Any]]:
     torch.set_num_threads(1)
-    runs = [staged(make(Outside), batches(8), **options) for options in OUTSIDE]
-    runs += [staged(make(Outside, checkpoints=True), batches(8)), staged(make(Normed), batches(8))]
+    runs = [staged(make(ResidualsOutside), batches(8), **options) for options in OUTSIDE]
+    runs += [staged(make(ResidualsOutside, checkpoints=True), batches(8)), staged(make(Normed), batches(8))]
     runs += [staged(make(InCheckpoint, checkpoints=True), batches(8)), staged(make(InPlace), batches(8))]
     return [*runs, staged(make(Normed, view=True, residual=0.0), batches(8))]
 
 
 def test_code_after_a_block_may_use_the_arguments_of_the_block() -> None:
-    modules = [make(Outside) for _ in OUTSIDE]
-    modules += [make(Outside), make(Normed), make(InCheckpoint), make(InPlace), make(Normed, residual=0.0)]
+    modules = [make(ResidualsOutside) for _ in OUTSIDE]
+    modules += [make(ResidualsOutside), make(Normed), make(InCheckpoint), make(InPlace), make(Normed, residual=0.0)]
     for module, results in zip(modules, zip(*run_ranks(train_outside, 2), strict=True), strict=True):
         compare(list(results), alone(module, batches(8)))
 

@@ -54,7 +54,7 @@ def equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 # -- random numbers ---------------------------------------------------------------------------------------------------
 
 
-class Dropping(Language):
+class WithDropout(Language):
     def __init__(self, checkpointed: bool = False) -> None:
         super().__init__()
         self.checkpointed = checkpointed
@@ -74,7 +74,7 @@ class Masking(Language):
         return super().training_step(torch.where(torch.rand(batch.shape) < 0.3, 0, batch), index)
 
 
-class Between(Language):
+class NoiseBetweenBlocks(Language):
     """Draws noise on the first stage, between two blocks, and also uses it in the loss."""
 
     def body(self, x: Tensor, mask: Tensor) -> Tensor:
@@ -95,16 +95,16 @@ def draw() -> dict[str, Any]:
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
-    first = gradients(make(Dropping))
+    first = gradients(make(WithDropout))
     # (model creation seeds the generator) the batch doesn't change the generator
     after = torch.rand(1)
-    again = gradients(make(Dropping))
+    again = gradients(make(WithDropout))
     return {
         "again": equal(first, again),
-        "checkpointed": equal(first, gradients(make(Dropping, checkpointed=True))),
-        "gpipe": equal(first, gradients(make(Dropping), schedule="gpipe")),
+        "checkpointed": equal(first, gradients(make(WithDropout, checkpointed=True))),
+        "gpipe": equal(first, gradients(make(WithDropout), schedule="gpipe")),
         "after": after, "expected": expected, "masking": gradients(make(Masking)),
-        "between": gradients(make(Between)),
+        "between": gradients(make(NoiseBetweenBlocks)),
     }  # fmt: skip
 
 
@@ -120,7 +120,7 @@ def test_random_numbers_are_reproducible_and_equal_on_all_stages_before_the_bloc
         (module.training_step(part, 1)["loss"] / 4).backward()
     for name, parameter in module.named_parameters():
         assert torch.allclose(first["masking"][name], parameter.grad, rtol=0, atol=1e-12), name
-    module = make(Between)
+    module = make(NoiseBetweenBlocks)
     for number, part in enumerate(split(batches(ROWS)[1], 4)):
         seed = lambda block, number=number: torch.manual_seed(1000 + 4 * block + number)  # noqa: E731
         with seeded(module, [f"blocks.{block}" for block in range(4)], seed):
@@ -132,7 +132,7 @@ def test_random_numbers_are_reproducible_and_equal_on_all_stages_before_the_bloc
 # -- steps ------------------------------------------------------------------------------------------------------------
 
 
-class Sometimes(Language):
+class SkipsSomeBatches(Language):
     """Returns no loss for batches that begin with an even word; returns a tensor; calls are counted."""
 
     def training_step(self, batch: Tensor, index: int) -> Any:
@@ -141,10 +141,10 @@ class Sometimes(Language):
         return super().training_step(batch, index)["loss"]
 
 
-def leave_out() -> Any:
+def skip_batches() -> Any:
     world()
     data, calls, results = batches(ROWS), [], []
-    pipeline = divided(make(Sometimes), torch.ones_like(data[0]), microbatches=2)
+    pipeline = divided(make(SkipsSomeBatches), torch.ones_like(data[0]), microbatches=2)
     for batch in (data[0].clone(), data[1].clone(), data[2].clone()):
         batch[0, 0], batch[4, 0] = {0: (1, 1), 1: (2, 1), 2: (2, 2)}[len(results)]
         calls.clear()
@@ -164,7 +164,7 @@ def leave_out() -> Any:
 
 
 def test_microbatches_without_a_loss_are_skipped_on_all_stages() -> None:
-    for results, without in run_ranks(leave_out, 2):
+    for results, without in run_ranks(skip_batches, 2):
         assert [calls for calls, _ in results] == [[False, False], [False], [True]]
         assert all(without)
     losses = [loss for _, loss in results]
@@ -181,7 +181,7 @@ class Frozen(Language):
         self.positions.requires_grad_(False)
 
 
-class Ragged(Language):
+class ExcludesPadding(Language):
     """Excludes rows with padding only, so that shapes depend on values."""
 
     reduction = "sum"
@@ -205,7 +205,7 @@ def traffic() -> dict[str, Any]:
     compute(pipeline, batches(ROWS)[0], 0)
     uneven = divided(make(Language), batches(ROWS)[0], microbatches=3)
     rows = [compute(uneven, batches(ROWS)[0][:count], 0) for count in UNEVEN]
-    ragged = divided(make(Ragged), batches(ROWS)[0])
+    ragged = divided(make(ExcludesPadding), batches(ROWS)[0])
     changed = [compute(ragged, batch, 0) for batch in batches(ROWS)[:4]]
     ragged.module.reduction = "mean"
     refused = ""
@@ -238,7 +238,7 @@ def test_gradients_of_frozen_stages_are_not_sent_and_shapes_are_announced_once()
     assert short_header > short_batch
     expected = [make(Language).training_step(batches(ROWS)[0][:count], 0)["loss"].item() for count in UNEVEN]
     assert last["uneven"] == pytest.approx(expected, abs=1e-12)
-    module = make(Ragged)
+    module = make(ExcludesPadding)
     expected = []
     for batch in batches(ROWS)[:4]:
         expected.append(sum(module.training_step(part, 0)["loss"].item() for part in split(batch, 4)) / 4)
@@ -277,7 +277,7 @@ def test_evaluations_equal_those_of_a_single_process_and_restore_the_whole_modul
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
-class Swallows(Language):
+class CatchesBaseException(Language):
     def training_step(self, batch: Tensor, index: int) -> Any:
         try:
             return super().training_step(batch, index)
@@ -285,7 +285,7 @@ class Swallows(Language):
             return None
 
 
-class Catches(Language):
+class CatchesException(Language):
     """Catches exceptions, as users do."""
 
     def training_step(self, batch: Tensor, index: int) -> Any:
@@ -305,7 +305,7 @@ def fail() -> dict[str, str]:
     """Return errors of the first stage, which doesn't wait for the other stage; the other receives transfers."""
     this_world, data = world(), batches(ROWS)
     errors = {}
-    for name, cls in (("swallows", Swallows), ("catches", Catches)):
+    for name, cls in (("swallows", CatchesBaseException), ("catches", CatchesException)):
         pipeline = divided(make(cls), data[0])
         step = pipeline.module.training_step
         if name == "swallows" and this_world.rank == 0:

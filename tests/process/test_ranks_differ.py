@@ -39,7 +39,7 @@ def data(samples: int = 8) -> Any:
     return [torch.randn(3, generator=generator) for _ in range(samples)]
 
 
-class Built(fx.Module):
+class BuildsDifferently(fx.Module):
     """Builds a different object on rank 1.
 
     Args:
@@ -126,7 +126,7 @@ def fit_here(cases: list[tuple[Any, fx.Module, dict[str, Any]]]) -> list[tuple[s
     for strategy, module, options in cases:
         trainer = fx.Trainer(devices=world.size, strategy=strategy, **{"max_epochs": 1, **QUIET, **options})
         try:
-            trainer.fit(module, None if isinstance(module, Built) else DataLoader(data(), 2))
+            trainer.fit(module, None if isinstance(module, BuildsDifferently) else DataLoader(data(), 2))
         except Exception as error:
             results.append((f"{type(error).__name__}: {error} at step {trainer.global_step}", []))
         else:
@@ -137,7 +137,7 @@ def fit_here(cases: list[tuple[Any, fx.Module, dict[str, Any]]]) -> list[tuple[s
 def test_ranks_that_build_different_objects_are_an_error_on_all_ranks_at_set_up() -> None:
     expected = {(kind, what): text for kind in ("ddp", "fsdp") for what, text in DIFFERENCES.items()}
     expected |= {(kind, what): DIFFERENCES[what] for kind in KINDS for what in ("parameter", "rate")}
-    cases: list[Any] = [(KINDS[kind](), Built(what), {}) for kind, what in expected]
+    cases: list[Any] = [(KINDS[kind](), BuildsDifferently(what), {}) for kind, what in expected]
     for results in run_ranks(fit_here, 2, cases):
         for (error, _), (case, text) in zip(results, expected.items(), strict=True):
             assert error.startswith("RanksDisagree: ranks differ at set-up"), (case, error)
@@ -149,7 +149,7 @@ def test_workers_with_servers_that_build_different_objects_are_an_error() -> Non
     for strategy, what in ((ParameterServer(), "parameter"), (AsyncSGD(), "rate")):
         trainer = fx.Trainer(devices=2, strategy=strategy, max_epochs=1, **QUIET)
         with pytest.raises(WorkerFailed, match="ranks differ at set-up") as error:
-            trainer.fit(Built(what), DataLoader(data(), 2))
+            trainer.fit(BuildsDifferently(what), DataLoader(data(), 2))
         assert DIFFERENCES[what] in str(error.value)
 
 
@@ -166,10 +166,10 @@ class OrderOfARank:
 def test_workers_with_servers_that_read_data_in_different_orders_are_an_error() -> None:
     trainer = fx.Trainer(devices=2, strategy=AsyncSGD(), max_epochs=1, **QUIET)
     with pytest.raises(WorkerFailed, match="OrderOfARank returns a different order of the data on each rank"):
-        trainer.fit(Built(""), DataLoader(data(40), 2, sampler=OrderOfARank()))  # type: ignore[arg-type]
+        trainer.fit(BuildsDifferently(""), DataLoader(data(40), 2, sampler=OrderOfARank()))  # type: ignore[arg-type]
 
 
-class Joins(Built):
+class JoinsDifferently(BuildsDifferently):
     """Differs in the worker that joins after the death of rank 1; this worker stores its error in the store."""
 
     error = ""  # of that worker; rank 0 reads it in its first batch, while rank 1 dies
@@ -198,7 +198,7 @@ JOINED = [(AsyncSGD, "parameter"), (AsyncSGD, "optimizer"), (DDP, "rate"), (DDP,
 
 @pytest.mark.parametrize(("kind", "what"), JOINED)
 def test_a_joining_worker_that_builds_different_objects_fails_alone(kind: Any, what: str, tmp_path: Path) -> None:
-    module = Joins(what)
+    module = JoinsDifferently(what)
     options: dict[str, Any] = {"default_root_dir": tmp_path, "callbacks": [FaultRecovery(max_restarts=1)], **QUIET}
     trainer = fx.Trainer(devices=2, strategy=kind(), max_epochs=2, **options)
     trainer.fit(module)
@@ -208,7 +208,9 @@ def test_a_joining_worker_that_builds_different_objects_fails_alone(kind: Any, w
 
 
 def test_initial_weights_may_differ_and_are_those_of_rank_0() -> None:
-    cases: list[Any] = [(make(), Built(what), {}) for make in KINDS.values() for what in ("weights", "none")]
+    cases: list[Any] = [
+        (make(), BuildsDifferently(what), {}) for make in KINDS.values() for what in ("weights", "none")
+    ]
     for results in run_ranks(fit_here, 2, cases):
         for number, kind in enumerate(KINDS):
             (error, weights), (other_error, expected) = results[2 * number : 2 * number + 2]
@@ -217,7 +219,7 @@ def test_initial_weights_may_differ_and_are_those_of_rank_0() -> None:
                 assert torch.equal(actual, reference), kind
 
 
-class Evaluated(Built):
+class Evaluated(BuildsDifferently):
     """Logs a weight that each rank draws with its own seed; rank 1 may lack it."""
 
     def configure_model(self) -> None:
@@ -412,7 +414,7 @@ def test_a_batch_without_weight_on_one_rank_is_computed_once(strategy: Any) -> N
     assert (int(parallel.forwards), int(alone.forwards)) == (4, 4)
 
 
-class Watches(fx.Module):
+class RecordsHookValues(fx.Module):
     """Records the values in hooks of a step, in windows of two batches; the last batch leaves a rank without samples.
 
     Args:
@@ -442,9 +444,9 @@ class Watches(fx.Module):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def watched(folder: str) -> tuple[list[Any], list[Any], list[str]]:
+def recorded_hook_values(folder: str) -> tuple[list[Any], list[Any], list[str]]:
     options: dict[str, Any] = {**QUIET, "max_epochs": 3, "accumulate_grad_batches": 2, "devices": 2, "strategy": DDP()}
-    module, skips = Watches(), Watches(own_score=True)
+    module, skips = RecordsHookValues(), RecordsHookValues(own_score=True)
     fx.Trainer(**options).fit(module, DataLoader(torch.ones(25), 4))  # type: ignore[arg-type]
     saver = ModelCheckpoint(folder, monitor="score", filename="{epoch}")
     batches = [[0, 1, 2, 3, 4, 5, 6], [7, 8, 9], [10], [11], [12], [13]]
@@ -458,7 +460,7 @@ def watched(folder: str) -> tuple[list[Any], list[Any], list[str]]:
 @pytest.mark.filterwarnings("ignore:training_step returned no loss")
 def test_hooks_read_equal_values_on_all_ranks_which_are_means_over_the_samples(tmp_path: Path) -> None:
     """The last batch, the gradient and the loss of a window; the main rank's score ranks checkpoints, and stops."""
-    first, second = run_ranks(watched, 2, str(tmp_path))
+    first, second = run_ranks(recorded_hook_values, 2, str(tmp_path))
     assert first == second
     seen, skipping, kept = first
     assert seen == [(False, 1.0), 1.0, (True, 1.0), 1.0] * 3

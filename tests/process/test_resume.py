@@ -40,7 +40,7 @@ class Noisy(Dataset[Any]):
         return torch.full((4,), index / 10.0) + 0.1 * noise, torch.tensor([index % 3 - 1.0])
 
 
-class Everything(fx.Module):
+class AllFeatures(fx.Module):
     """Dropout, running statistics, two optimizers, three schedules, a metric object, values by step and by epoch."""
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ def train(
     """Return the logged rows, weights and optimizer states at the end, and the metrics."""
     devices = 1 if strategy == "single" else 2
     fx.seed_everything(4)
-    module = Everything()
+    module = AllFeatures()
     end = root / "end.ckpt"
     extra = [SaveEverywhere(saves)] if saves is not None else []
     trainer_options = {**QUIET, "max_epochs": 2, "val_check_interval": 3, "log_every_n_steps": 1, **options}
@@ -390,7 +390,7 @@ def test_rereading_a_stream_without_a_state_is_reported_and_rereading_a_list_is_
         assert ("its first 3 batches of this epoch are read" in capsys.readouterr().out) is reported
 
 
-class Continues:
+class ContinuingStream:
     """A stateful stream of samples that continues from epoch to epoch."""
 
     at = 0
@@ -423,7 +423,9 @@ def test_stream_states_that_are_lost_with_another_number_of_ranks_are_reported(
     def fit(folder: Path, devices: int, ckpt: Path | None = None) -> list[int]:
         module = Ledger(24, 3)
         options: dict[str, Any] = {**QUIET, "default_root_dir": folder, "max_epochs": 2, "limit_train_batches": 4}
-        fx.Trainer(devices=devices, callbacks=[SavesAtTheBegin()], **options).fit(module, Continues(), ckpt_path=ckpt)
+        fx.Trainer(devices=devices, callbacks=[SavesAtTheBegin()], **options).fit(
+            module, ContinuingStream(), ckpt_path=ckpt
+        )
         return [round(-entry) for entry in module.entries.tolist()]
 
     assert fit(tmp_path, 2) == [1] * 24
@@ -463,7 +465,7 @@ def test_a_stream_in_loader_processes_resumes_the_generator_of_their_seeds(tmp_p
     assert_same(resumed[1], end, "resumed")
 
 
-class Searches(fx.Module):
+class UsesLBFGS(fx.Module):
     """Linear regression by LBFGS."""
 
     def __init__(self) -> None:
@@ -482,8 +484,8 @@ def test_resuming_lbfgs_with_fewer_ranks_is_refused(tmp_path: Path) -> None:
     data = DataLoader(Noisy(), 3)
     options: Any = {**QUIET, "default_root_dir": tmp_path}
     trainer = fx.Trainer(devices=2, max_steps=1, callbacks=[SavesAtEnd(tmp_path / "saved")], **options)
-    trainer.fit(Searches(), data)
-    module = Searches()
+    trainer.fit(UsesLBFGS(), data)
+    module = UsesLBFGS()
     with pytest.raises(ValueError, match=r"LBFGS computes the loss of a batch several times.*continue with \d ranks"):
         fx.Trainer(devices=1, max_steps=2, **options).fit(module, data, ckpt_path=tmp_path / "saved")
 

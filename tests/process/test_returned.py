@@ -44,14 +44,14 @@ class Data(fx.DataModule):
         return DataLoader(self.train, batch_size=2)
 
 
-class Keeps(fx.Callback):
+class KeepsReferences(fx.Callback):
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         self.module, self.trainer = module, trainer
 
 
 @pytest.mark.parametrize("strategy", params([DDP], [FSDP]))
 def test_the_scripts_own_objects_have_the_changed_attributes_after_a_run(strategy: Any) -> None:
-    net, data, keeps = Net(), Data(), Keeps()
+    net, data, keeps = Net(), Data(), KeepsReferences()
     trainer = fx.Trainer(strategy=strategy(), max_epochs=1, callbacks=[keeps], **QUIET | {"devices": 2})
     trainer.fit(net, datamodule=data)
     assert (net._steps, net.layer.calls, float(net.total)) == (2, [0, 1], 2.0)

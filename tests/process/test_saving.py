@@ -163,7 +163,7 @@ def test_asynchronous_workers_save_at_meetings_only(strategy: Any, tmp_path: Pat
     assert (tmp_path / "a.ckpt").is_dir()
 
 
-class Adds(TinyModule):
+class AddsRankValues(TinyModule):
     """Adds values that depend on the rank to checkpoints."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -176,7 +176,7 @@ def warned(path: Path) -> list[str]:
     trainer = fx.Trainer(devices=2, strategy="ddp", max_epochs=1, callbacks=[SavesAtEnd(path)], **QUIET)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.fit(Adds(), tiny_loader(8, 4))
+        trainer.fit(AddsRankValues(), tiny_loader(8, 4))
     return [str(warning.message) for warning in caught if "on_save_checkpoint" in str(warning.message)]
 
 

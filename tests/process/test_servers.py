@@ -197,14 +197,14 @@ def test_untrained_samples_are_reported_as_lost_if_positions_and_leases_agree(mo
 def test_a_worker_with_a_late_backup_worker_trains_the_weights_of_a_single_process() -> None:
     """Each update has one batch with the newest weights, and all batches are equal."""
     module, trainer = train(
-        ParameterServer(backup_workers=1), 2, module=Same(), batch=3, limit_train_batches=6, max_epochs=1
+        ParameterServer(backup_workers=1), 2, module=IgnoresBatch(), batch=3, limit_train_batches=6, max_epochs=1
     )
     assert trainer.global_step == 12  # the number of batches of each rank
-    expected, _ = train(Single(), 1, module=Same(), batch=3, limit_train_batches=12, max_epochs=1)
+    expected, _ = train(Single(), 1, module=IgnoresBatch(), batch=3, limit_train_batches=12, max_epochs=1)
     assert same_weights(module, expected)
 
 
-class Same(Recorded):
+class IgnoresBatch(Recorded):
     """Its loss doesn't depend on the batch."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -427,7 +427,7 @@ def test_streams_with_different_lengths_are_validated_at_their_ends_by_all_ranks
     assert module.validated == [11, 22]
 
 
-class Meddles(Recorded):
+class SetsWeightsTemporarily(Recorded):
     """Temporarily sets different weights on each rank at a meeting."""
 
     def on_validation_start(self) -> None:
@@ -443,7 +443,7 @@ class Meddles(Recorded):
 
 def test_weights_in_shared_memory_are_private_to_each_rank_at_meetings() -> None:
     expected, _ = train(Single(), 1, module=Recorded(), batch=12)
-    module, _ = train(ParameterServer(servers=0, optimizer="server"), 3, module=Meddles(), batch=4)
+    module, _ = train(ParameterServer(servers=0, optimizer="server"), 3, module=SetsWeightsTemporarily(), batch=4)
     for a, b in zip(module.parameters(), expected.parameters(), strict=True):
         assert torch.allclose(a, b, atol=2e-6)
     assert module.means[2] - module.means[0] == pytest.approx(2.0, abs=1e-5)

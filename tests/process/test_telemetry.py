@@ -75,7 +75,7 @@ class Counting(TinyModule):
         recorder._clock = time.monotonic
 
 
-class Speaking(TinyModule):
+class LogsAndWarns(TinyModule):
     """Logs and warns on the ranks."""
 
     def on_train_start(self) -> None:
@@ -98,7 +98,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> fx.Trainer:
         callbacks=[Tracing(operators=[5, 6]), Profiler()],
         **LOGGING,
     )  # fmt: skip
-    trainer.fit(Speaking(), tiny_loader(160, 4, shuffle=True), tiny_loader(8, 4))
+    trainer.fit(LogsAndWarns(), tiny_loader(160, 4, shuffle=True), tiny_loader(8, 4))
     return trainer
 
 
@@ -122,7 +122,7 @@ def test_the_records_of_a_run_contain_its_steps_spans_and_arguments(traced: fx.T
     made = yaml.safe_load((seen.run_dir / "arguments.yaml").read_text())
     assert made["trainer"]["strategy"]["class"] == "DDP"
     assert made["trainer"]["callbacks"][0] == {"class": "Tracing", "steps": None, "operators": [5, 6]}
-    assert made["module"] == {"class": "Speaking", "lr": 0.1}
+    assert made["module"] == {"class": "LogsAndWarns", "lr": 0.1}
     assert set(seen.run.metrics) == {"loss", "val_loss", "epoch"}
     assert seen.run.gauges.keys() == {"gradient_norm", "learning_rate"}
     assert {step: float(f"{lr:.6f}") for step, lr in seen.run.gauges["learning_rate"].items()} == dict.fromkeys(

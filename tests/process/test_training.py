@@ -121,7 +121,7 @@ def test_evaluations_and_predictions_on_two_ranks_count_each_sample_once(tmp_pat
     assert trainer.validate(Ledger(), single_sample, verbose=False) == [{"mean": 0.0}]
 
 
-class Troubled(TinyModule):
+class FailsOnOneRank(TinyModule):
     def __init__(self, trouble: str) -> None:
         super().__init__()
         self.trouble = trouble
@@ -148,7 +148,7 @@ class Troubled(TinyModule):
 def fit(root: Path, trouble: str, strategy: str) -> fx.Trainer:
     options = {**QUIET, "log_every_n_steps": 1, "default_root_dir": root}
     trainer = fx.Trainer(max_epochs=1, devices=2, strategy=strategy, **options)
-    trainer.fit(Troubled(trouble), tiny_loader(64, 4))
+    trainer.fit(FailsOnOneRank(trouble), tiny_loader(64, 4))
     return trainer
 
 
@@ -296,7 +296,7 @@ def test_the_error_names_an_attribute_that_cannot_be_pickled(tmp_path: Path) -> 
         trainer.fit(module, tiny_loader())
 
 
-class Sums(fx.Callback):
+class ChecksSharedMemory(fx.Callback):
     """Records whether gradients are reduced in shared memory."""
 
     def __init__(self) -> None:
@@ -310,7 +310,7 @@ def test_sums_in_shared_memory_are_bitwise_equal_to_those_of_gloo_on_two_ranks(t
     results = []
     for shared in (True, False):
         strategy: Any = DDP(shared_memory=shared, bucket_mib=1e-4)
-        module, trainer = train(tmp_path, 2, 1, strategy, callbacks=[sums := Sums()])
+        module, trainer = train(tmp_path, 2, 1, strategy, callbacks=[sums := ChecksSharedMemory()])
         assert sums.in_memory == shared
         results.append([*module.parameters(), trainer.callback_metrics["loss_epoch"]])
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
