@@ -419,13 +419,13 @@ from fabricx.testing import QUIET, Ledger, kill
 from tests.process.ledgers import BATCH, EPOCHS, SAMPLES, STEPS, Numbered, exact
 
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-for _ in range(3):  # a spare one
+for _ in range(3):  # including a spare node
     cluster.add_node(num_cpus=1)
 ray.init(address=cluster.address, log_to_driver=False)
 
 class LosesMachine(fx.Callback):
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if trainer.global_step in (5, 7):  # all ranks have copied the step before
+        if trainer.global_step in (5, 7):  # all ranks have copied the previous step
             trainer.world.barrier()
         if trainer.global_rank == 1 and trainer.global_step == 7 and len(trainer.failures) == 1:
             os.kill(int(os.environ["RAY_RAYLET_PID"]), signal.SIGKILL)

@@ -195,8 +195,8 @@ def trained(name, servers, workers):
     module = LayeredModule()
     loader = DataLoader(layered_data(24), 4 // workers)
     trainer = fx.Trainer(strategy=MADE[name](servers), max_epochs=1, num_nodes=2, **QUIET)
-    trainer.validate(module, loader)  # in which servers have no part
-    for _ in range(2):  # a launch is joined once
+    trainer.validate(module, loader)  # servers do not take part in it
+    for _ in range(2):  # the second trainer joins the same launch
         trainer = fx.Trainer(strategy=MADE[name](servers), max_epochs=1, num_nodes=2, **QUIET)
         trainer.fit(module, loader)
     return [weight.tolist() for weight in module.parameters()]
