@@ -81,7 +81,7 @@ def test_the_list_is_complete() -> None:
 
 
 @every
-def test_it_can_be_sent_to_a_worker_before_a_run(make: Callable[[], Callback]) -> None:
+def test_a_callback_can_be_sent_to_a_worker_before_a_run(make: Callable[[], Callback]) -> None:
     callback = make()
     again = pickle.loads(pickle.dumps(callback))
     assert again.state_key == callback.state_key
@@ -89,7 +89,7 @@ def test_it_can_be_sent_to_a_worker_before_a_run(make: Callable[[], Callback]) -
 
 
 @every
-def test_its_state_comes_back_from_a_checkpoint(make: Callable[[], Callback], tmp_path: Path) -> None:
+def test_the_state_of_a_callback_is_restored_from_a_checkpoint(make: Callable[[], Callback], tmp_path: Path) -> None:
     state = make().state_dict()
     checkpoint.save(tmp_path / "a", {"callback": state}, {})  # refuses what isn't plain data
     again = make()
@@ -100,12 +100,12 @@ def test_its_state_comes_back_from_a_checkpoint(make: Callable[[], Callback], tm
 
 
 @every
-def test_each_of_its_hooks_is_called_by_something(make: Callable[[], Callback]) -> None:
+def test_each_hook_of_the_contract_is_called(make: Callable[[], Callback]) -> None:
     check_hooks(make())
 
 
 @every
-def test_it_does_nothing_outside_a_run(
+def test_a_callback_does_nothing_outside_of_a_run(
     make: Callable[[], Callback], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -117,11 +117,11 @@ def test_it_does_nothing_outside_a_run(
 
 
 @every
-def test_it_says_what_it_is_for(make: Callable[[], Callback]) -> None:
+def test_a_callback_has_a_docstring(make: Callable[[], Callback]) -> None:
     assert type(make()).__doc__
 
 
-def test_only_those_that_look_at_metrics_run_last() -> None:
+def test_only_metric_callbacks_run_last() -> None:
     last = {name for name, make in CALLBACKS.items() if make().watches_metrics}
     assert last == {"EarlyStopping", "FaultRecovery", "LoadBalancer", "ModelCheckpoint", "ValidationInterval"}
 

@@ -205,7 +205,7 @@ class Connects(Upserts):
         self.connection = sqlite3.connect(":memory:")
 
 
-def test_a_logger_that_keeps_rows_which_others_replace_is_named() -> None:
+def test_a_logger_that_keeps_replaced_rows_is_named() -> None:
     with pytest.raises(BrokenContract, match=r"'loss' of the steps \[1, 2, 3, 4\], not \[1, 2, 3\]. Does rewind"):
         check_logger(Upserts, upserted)
 
@@ -218,7 +218,7 @@ def test_a_logger_that_cannot_be_sent_or_refuses_nested_hyperparameters_is_named
 
 
 @pytest.mark.parametrize("draw", [of_python, of_numpy])
-def test_a_callback_with_random_numbers_of_its_own_is_not_compared_with_one_process(draw: Any) -> None:
+def test_a_callback_that_draws_random_numbers_is_not_compared_with_a_single_process(draw: Any) -> None:
     callback_contract._check_uneven(lambda: Noise(draw), {})
 
 
@@ -248,12 +248,12 @@ def test_a_logger_of_fabricx_keeps_the_contract(make: Any) -> None:
     check_logger(make, rows)
 
 
-def test_the_logger_of_lines_of_json_keeps_the_contract() -> None:
+def test_the_json_lines_logger_keeps_the_contract() -> None:
     check_logger(JSONLogger, lines, hyperparameters)
 
 
 @pytest.mark.usefixtures("warm_ranks")
-def test_a_callback_that_forgets_is_named() -> None:
+def test_a_callback_that_does_not_restore_its_state_is_named() -> None:
     with pytest.raises(
         BrokenContract,
         match=r"of the resumed run: 16; without an interruption: 12.*state_dict",
@@ -304,7 +304,7 @@ ranks = [subprocess.Popen([sys.executable, *sys.argv[1:]], env={**os.environ, "R
 """
 
 
-def test_a_launcher_that_breaks_a_promise_is_named(tmp_path: Path) -> None:
+def test_a_launcher_that_breaks_the_contract_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="2 or more"):
         check_launcher(["torchrun"], ranks=1)
     hides = [sys.executable, "-c", f"{LAUNCH}\nranks[1].wait(); ranks[0].kill(); ranks[0].wait()"]

@@ -212,7 +212,7 @@ class Fixed(QuantizedDDP):
         (Forgetful, "resumed: net.0.weight differs by .* Does state_dict contain all state"),
     ],
 )
-def test_a_broken_promise_is_named(make: Callable[[], fx.Strategy], promise: str) -> None:
+def test_a_strategy_that_breaks_the_contract_is_named(make: Callable[[], fx.Strategy], promise: str) -> None:
     with pytest.raises(BrokenContract, match=promise):
         check_strategy(make, tolerance=ROUNDING)
 
@@ -249,7 +249,7 @@ def test_ranks_without_a_sample_that_call_no_collective_are_named(monkeypatch: p
         check_strategy(Busy)
 
 
-def test_a_strategy_that_returns_nothing_for_a_rank_without_a_sample_is_named() -> None:
+def test_a_strategy_that_returns_none_for_a_rank_without_a_sample_is_named() -> None:
     with pytest.raises(WorkerFailed, match=r"Wordless\.backward_without_data returned None, and has to return True"):
         strategy_contract._train(Wordless(), 2, samples=13)
 
@@ -291,7 +291,7 @@ STANDSTILLS = [
 
 
 @pytest.mark.parametrize(("make", "limit_s", "cause"), params([], STANDSTILLS))
-def test_a_strategy_that_stands_still_after_a_death_is_named(
+def test_a_strategy_that_hangs_after_a_death_is_named(
     make: Callable[[], fx.Strategy], limit_s: float, cause: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(strategy_contract, "STANDSTILL_S", limit_s)

@@ -13,7 +13,7 @@ def small() -> Launched:
     return simulated(16, Costs())
 
 
-def test_a_rank_sends_as_many_requests_for_any_number_of_ranks_and_none_while_it_trains(small: Launched):
+def test_the_number_of_requests_is_independent_of_the_number_of_ranks_and_zero_during_training(small: Launched):
     large = simulated(256, Costs())
     assert large.train.requests == small.train.requests == 0
     assert large.join.requests / 256 <= small.join.requests / 16
@@ -31,7 +31,7 @@ def test_ranks_that_connect_at_the_same_time_wait_for_each_other(monkeypatch: py
     assert found.join.seconds < 5.0
 
 
-def test_the_times_are_those_of_the_costs(small: Launched):
+def test_simulated_times_match_the_cost_model(small: Launched):
     slow = simulated(16, Costs(latency=0.1))
     assert small.leave.seconds < 0.005
     assert 0.6 <= slow.leave.seconds < 0.61  # three requests, one after the other

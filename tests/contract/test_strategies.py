@@ -113,7 +113,7 @@ SHORT = [(way, task) for way, task in CASES if task in VARIANTS.get(way, TASKS)]
 
 
 @pytest.mark.parametrize(("way", "task"), params(SHORT, [case for case in CASES if case not in SHORT]))
-def test_ranks_train_what_one_process_trains(way: str, task: str) -> None:
+def test_ranks_train_the_weights_of_a_single_process(way: str, task: str) -> None:
     if (way, task) in REFUSED:
         with pytest.raises(
             WorkerFailed, match=r"a manually optimised module steps by itself|needs automatic optimization"
@@ -154,7 +154,7 @@ class CountsCollectives(fx.Callback):
     "way",
     params(["fsdp, weights kept", "fsdp, 2 groups of 2"], ["fsdp", "fsdp, recomputed, offloaded"]),
 )
-def test_gradients_travel_once_an_accumulation_window(way: str) -> None:
+def test_gradients_are_sent_once_per_accumulation_window(way: str) -> None:
     counts = CountsCollectives()
     train(way, samples=48, accumulate_grad_batches=2, max_epochs=1, callbacks=[counts], log_every_n_steps=0)
     assert counts.by_batch[0::2] == [0, 0]
@@ -182,7 +182,7 @@ SKIPPING = ["ddp", "fsdp", "reproducible", "parameter_server, servers step", "lo
 @pytest.mark.parametrize(
     "way", params(SKIPPING, [way for way in WAYS if way not in ("single", "async_sgd", *SKIPPING)])
 )
-def test_a_batch_is_skipped_by_all_ranks_or_it_is_an_error_on_all(way: str) -> None:
+def test_a_batch_is_skipped_by_all_ranks_or_is_an_error_on_all_ranks(way: str) -> None:
     make, devices = WAYS[way]
 
     def fit(early: bool, everywhere: bool) -> int:

@@ -34,13 +34,13 @@ def number(output: str, pattern: str) -> float:
     return float(re.findall(pattern + r"\s*=?\s*([\d.]+)", output)[-1])
 
 
-def test_digits_are_recognised(tmp_path):
+def test_the_digits_example_learns(tmp_path):
     output = run(EXAMPLES / "digits.py", "--epochs", "6", cwd=tmp_path)
     assert number(output.partition("test:")[2], "accuracy") > 0.9
     assert list(tmp_path.glob("runs/*/events.out.tfevents.*"))
 
 
-def test_the_recommender_does_better_than_guessing_on_two_ranks(tmp_path):
+def test_the_recommender_learns_on_two_ranks(tmp_path):
     output = run(EXAMPLES / "recommender.py", "--epochs", "4", "--devices", "2", cwd=tmp_path)
     assert number(output, "error") < 0.7 < number(output, "error of predicting the mean")
 
@@ -55,7 +55,7 @@ def test_the_language_model_learns(tmp_path):
     assert number(output, "val_bits") < 6  # a uniform prediction of 103 characters has 6.7 bits
 
 
-def test_a_gpt_on_a_mesh_is_that_of_one_process(tmp_path):
+def test_a_gpt_on_a_mesh_is_equal_to_a_single_process(tmp_path):
     program = [EXAMPLES / "gpt_mesh.py", "--part", "0.02"]
     alone, mesh = (
         number(run(*program, *more, cwd=tmp_path), "bits per character:")
@@ -64,14 +64,14 @@ def test_a_gpt_on_a_mesh_is_that_of_one_process(tmp_path):
     assert mesh == pytest.approx(alone, rel=1e-4)  # float32 sums in another order
 
 
-def test_a_llama_of_transformers_is_divided_over_two_ranks(tmp_path):
+def test_a_transformers_llama_is_divided_over_two_ranks(tmp_path):
     pytest.importorskip("transformers", reason="the example needs Hugging Face transformers")
     output = run(EXAMPLES / "llama_tensor.py", cwd=tmp_path)
     assert "tensor parallel on 2 ranks" in output
     assert number(output, "loss of the last epoch:") < 1  # guessing has 4.2
 
 
-def test_a_mixture_of_experts_on_two_ranks_is_that_of_one_process(tmp_path):
+def test_a_mixture_of_experts_on_two_ranks_is_equal_to_a_single_process(tmp_path):
     program = [EXAMPLES / "moe.py", "--part", "0.02"]
     alone, divided = (
         number(run(*program, *more, cwd=tmp_path), "bits per character:") for more in ([], ["--devices", "2"])
@@ -79,7 +79,7 @@ def test_a_mixture_of_experts_on_two_ranks_is_that_of_one_process(tmp_path):
     assert divided == pytest.approx(alone, rel=1e-2)  # the balance of the experts is a mean over a rank's tokens
 
 
-def test_runs_reach_other_services_through_four_methods(tmp_path):
+def test_a_logger_of_four_methods_sends_runs_to_other_services(tmp_path):
     run(EXAMPLES / "exports" / "wandb_logger.py", cwd=tmp_path)
     [stored] = tmp_path.glob("runs/*/wandb/offline-run-*/*.wandb")
     assert b"loss" in stored.read_bytes()
@@ -89,7 +89,7 @@ def test_runs_reach_other_services_through_four_methods(tmp_path):
     assert [path.read_text() for path in tmp_path.glob("mlruns/*/*/params/lr")] == ["0.1"]
 
 
-def test_coarse_spans_are_inside_of_one_another(tmp_path):
+def test_coarse_spans_are_nested(tmp_path):
     run(EXAMPLES / "exports" / "opentelemetry_spans.py", cwd=tmp_path)
     spans = [json.loads(line) for line in (tmp_path / "spans.jsonl").read_text().splitlines()]
     numbers = {span["context"]["span_id"]: span["name"] for span in spans}
@@ -104,12 +104,12 @@ def project(tmp_path) -> Path:
     return Path(shutil.copytree(EXAMPLES / "my_project", tmp_path / "my_project"))
 
 
-def test_a_project_has_a_script_of_its_own(project):
+def test_a_project_runs_by_its_own_script(project):
     output = run("train.py", "trainer.max_epochs=2", "trainer.devices=2", "strategy=ddp", cwd=project)
     assert number(output, "error of the forecast:") < 0.6
 
 
-def test_a_project_is_run_by_the_command_too(project):
+def test_a_project_runs_by_the_command(project):
     options = ["--config-dir", "conf", "--config-name", "train"]
     output = run("-m", "fabricx", "fit", *options, "module.hidden=16", "trainer.max_epochs=1", cwd=project)
     assert number(output, "val_loss") < 1.5  # the curves' variance
@@ -117,7 +117,7 @@ def test_a_project_is_run_by_the_command_too(project):
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(EXAMPLES)))
-def test_an_example_is_short_and_needs_little(path):
+def test_an_example_is_short_and_has_few_imports(path):
     text = path.read_text()
     assert text.count("\n") < 80
     allowed = {"fabricx", "torch", *sys.stdlib_module_names}
@@ -140,5 +140,5 @@ def test_an_example_is_short_and_needs_little(path):
     [path for path in sorted((EXAMPLES / "clusters").iterdir()) if path.suffix != ".md"],
     ids=lambda path: path.name,
 )
-def test_a_file_for_clusters_is_that_of_the_guide(path):
+def test_cluster_files_are_equal_to_those_of_the_guide(path):
     assert path.read_text() in (ROOT / "docs" / "guides" / "clusters.md").read_text()

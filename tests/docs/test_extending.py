@@ -61,7 +61,7 @@ def test_the_tests_on_the_page_pass(project: Path) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_command_on_the_page_uses_what_it_selects(project: Path, command: str) -> None:
+def test_commands_on_the_page_use_the_selected_plugin(project: Path, command: str) -> None:
     name, *arguments = shlex.split(command)
     if name == "python":
         said = run(*arguments).splitlines()
@@ -79,7 +79,7 @@ def test_a_command_on_the_page_uses_what_it_selects(project: Path, command: str)
     assert bool(list((project / "runs").glob("*/events.out.*"))) is ("logger=text" not in command)
 
 
-def test_a_registered_name_is_enough(project: Path) -> None:
+def test_a_registered_name_selects_the_plugin(project: Path) -> None:
     about = tomllib.loads(FILES["pyproject.toml"])["project"]
     installed = project / "my_project-0.1.dist-info"  # as pip install makes it
     installed.mkdir()

@@ -87,7 +87,7 @@ RUN = [page for page in PAGES if page not in OWN_TESTS and program(page)]
 COMMANDED = [page for page in PAGES if commands(page)]
 
 
-def test_no_python_is_where_the_tests_do_not_look():
+def test_no_python_block_is_outside_of_the_tested_pages():
     """Code of four spaces has no language, and nothing runs it."""
     outside = {page: FENCE.sub("", text) for page, text in PAGES.items()}
     assert {page: found for page, text in outside.items() if (found := PYTHON.findall(text))} == {}
@@ -99,7 +99,7 @@ def test_no_python_is_where_the_tests_do_not_look():
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_python_that_is_not_run_is_at_least_python(page):
+def test_python_blocks_that_are_not_run_compile(page):
     for line, language, text, reason in blocks(page):
         if language == "python" and reason:
             ast.parse(text, f"{page}:{line}")
@@ -141,7 +141,7 @@ def _check(cfg):
     config.check_settings(config.plain(cfg))
 
 
-def test_the_figure_of_the_first_page_is_what_two_runs_give(own_folder):
+def test_the_figure_of_the_first_page_is_reproduced_by_two_runs(own_folder):
     program = ROOT / "docs" / "figures" / "kill_a_worker.py"
     ended = warm.run(
         [sys.executable, str(program), "--steps", "6", "--file", "drawn.svg"],
@@ -176,7 +176,7 @@ def test_each_public_name_is_in_the_reference(package):
         assert [name for name in module.__all__ if name not in PAGES["docs/guides/callbacks.md"]] == []
 
 
-def test_diagrams_are_drawn_in_full():
+def test_diagrams_are_drawn_completely():
     for page, text in PAGES.items():
         found = diagrams.FENCE.findall(text)
         assert len(found) == text.count("```mermaid"), page  # the site draws no other kind
@@ -191,7 +191,7 @@ def test_diagrams_are_drawn_in_full():
             diagrams.drawn(kind, f"{first}\nloop over nothing")
 
 
-def test_a_decision_chart_has_yes_at_the_right_and_no_below():
+def test_a_decision_chart_has_yes_on_the_right_and_no_below():
     chart = 'a{"A?"} -->|yes| b{"B?"}\nb -->|yes| c["C"]\nb -->|no| d["D"]\na -->|no| e["E"]\n'
     drawn = ElementTree.fromstring(diagrams.drawn("flowchart TD", chart))
     boxes, texts = drawn.findall("{*}svg/{*}rect"), drawn.findall("{*}svg/{*}text")

@@ -72,21 +72,21 @@ def refused() -> list[Cell]:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", seeds(1, 5))
-def test_combinations_train_what_one_process_trains(seed: int, tmp_path: Path) -> None:
+def test_pairs_of_features_train_the_weights_of_a_single_process(seed: int, tmp_path: Path) -> None:
     cells = trained(seed)
     check([*some(cells, SHORT, len(cells)), *(() if SOAK else islice(all_triples(), TRIPLES))], tmp_path)
 
 
 @pytest.mark.soak
 @pytest.mark.skipif(not SOAK, reason="the test of pairs has some: starting ranks costs as much as several cells")
-def test_triples_of_features_train_what_one_process_trains(tmp_path: Path) -> None:
+def test_triples_of_features_train_the_weights_of_a_single_process(tmp_path: Path) -> None:
     check(list(islice(all_triples(), rounds(TRIPLES, 400))), tmp_path)
 
 
 @pytest.mark.soak
 @pytest.mark.skipif(not SOAK, reason="nearly all of these cells show little: TELLING has those that do")
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_each_feature_alone_trains_what_one_process_trains(ranks: int, tmp_path: Path) -> None:
+def test_each_feature_alone_trains_the_weights_of_a_single_process(ranks: int, tmp_path: Path) -> None:
     cells = [cell for cell in single_features(ranks) if not known_defect(cell)]
     count = min(len(cells), rounds(0, len(cells)))
     check(random.Random(ranks + SEED - 1).sample(cells, count), tmp_path)
@@ -123,7 +123,7 @@ TELLING = (  # short cells in which a usual mistake shows, with optimizers whose
 )
 
 
-def test_what_is_not_supported_is_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_unsupported_combinations_are_refused_before_the_first_step(tmp_path: Path) -> None:
     check([cell for cell in refused() if not known_defect(cell)], tmp_path)
 
 
@@ -180,7 +180,7 @@ AGAIN = (  # that were wrong once
 )
 
 
-def test_cells_that_were_wrong_once_and_those_in_which_usual_mistakes_show_are_right(tmp_path: Path) -> None:
+def test_earlier_defects_and_cells_that_expose_common_mistakes_are_right(tmp_path: Path) -> None:
     check([Cell.parse(text) for text in (*TELLING, *AGAIN)], tmp_path)
 
 
@@ -204,11 +204,11 @@ MESHES = (
 )
 
 
-def test_divided_modules_train_what_one_process_trains(tmp_path: Path) -> None:
+def test_divided_modules_train_the_weights_of_a_single_process(tmp_path: Path) -> None:
     check([Cell.parse(text) for text in MESHES], tmp_path)
 
 
-def test_an_error_in_a_job_of_a_server_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_a_server_job_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     def serve(world: World, number: int, *, network: bool) -> None:
         raise ValueError(f"server {number} of job {world.job}")
 
@@ -222,7 +222,7 @@ def test_an_error_in_a_job_of_a_server_ends_the_server(monkeypatch: pytest.Monke
         store.set("matrix/serve/1", "-1 0 0")  # its thread ends
 
 
-def test_a_cell_is_what_it_is_written_as() -> None:
+def test_a_cell_is_parsed_from_its_name() -> None:
     assert all(Cell.parse(str(cell)) == cell for cell in trained(0))
 
 
@@ -232,16 +232,16 @@ def test_strategies_with_each_feature_are_in_the_list() -> None:
     assert all(exists(cell) for cell in cells)
 
 
-def test_each_refusal_is_tried() -> None:
+def test_each_refusal_is_tested() -> None:
     cells = refused()
     assert [one.says for one in REFUSALS if not any(one.matches(cell) for cell in cells)] == []
 
 
-def test_known_defects_are_those_of_cells_that_exist() -> None:
+def test_known_defects_refer_to_existing_cells() -> None:
     cells = [*single_features(2), *single_features(3), *pairwise(0, lambda cell: None)]
     cells += [dataclasses.replace(cell, callback="ema") for cell in single_features(2)]  # defects of three features
     assert [one.what for one in KNOWN_DEFECTS if not any(one.matches(cell) for cell in cells)] == []
 
 
-def test_the_table_of_the_docs_is_what_the_rules_say() -> None:
+def test_the_table_of_the_docs_matches_the_rules() -> None:
     assert PAGE.read_text() == table(), "write it with: python -m tests.matrix.table"

@@ -82,11 +82,11 @@ def check(cells: list[Cell], folder: Path) -> None:
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
-def test_each_feature_alone_is_what_plain_torch_trains(tmp_path: Path) -> None:
+def test_each_feature_alone_is_equal_to_plain_torch(tmp_path: Path) -> None:
     check([cell for cell in single_features(1) if cell.way == "single" and known(cell)], tmp_path)
 
 
-def test_outer_momentum_and_what_compression_loses_are_what_plain_torch_computes(tmp_path: Path) -> None:
+def test_outer_momentum_and_compression_errors_are_equal_to_plain_torch(tmp_path: Path) -> None:
     cells = [Cell(way, ranks=1 if way == "rounds-nesterov" else 2) for way in JOINED_WAYS]
     for ranks in (1, 2):
         some = [(cell, tmp_path / cell.way) for cell in cells if cell.ranks == ranks]
@@ -101,5 +101,5 @@ def test_outer_momentum_and_what_compression_loses_are_what_plain_torch_computes
 
 
 @pytest.mark.soak
-def test_combinations_of_features_are_what_plain_torch_trains(tmp_path: Path) -> None:
+def test_combinations_of_features_are_equal_to_plain_torch(tmp_path: Path) -> None:
     check(combined(rounds(30, 1000)), tmp_path)

@@ -55,7 +55,7 @@ def test_a_configuration_becomes_objects() -> None:
 
 
 @pytest.mark.parametrize("saves", [True, False])
-def test_no_checkpoints_means_none_of_the_default_group_either(saves: bool) -> None:
+def test_disabled_checkpoints_exclude_the_default_callback_group(saves: bool) -> None:
     callbacks = {"model_checkpoint": {"save_top_k": 1}, "early_stopping": {"monitor": "val_loss"}}
     switch = {} if saves else {"enable_checkpointing": False}
     trainer, _, _ = build({**GIVEN, "trainer": {**GIVEN["trainer"], **switch}, "callbacks": callbacks})

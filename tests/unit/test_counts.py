@@ -86,14 +86,14 @@ def calls_per_batch(run: Any, logs: int, root: Path) -> float:
     return counter.calls / (MANY - FEW)
 
 
-def test_a_batch_costs_few_python_calls_more_than_a_plain_loop(tmp_path: Path) -> None:
+def test_a_batch_adds_few_python_calls_to_a_plain_loop(tmp_path: Path) -> None:
     bare = calls_per_batch(plain, 0, tmp_path)
     empty = calls_per_batch(trained, 0, tmp_path)
     assert empty - bare <= 50  # 150 would be allowed
     assert calls_per_batch(trained, 3, tmp_path) - empty <= 3 * 3  # three for each value
 
 
-def test_few_frames_lie_between_fit_and_the_training_step(tmp_path: Path) -> None:
+def test_few_frames_are_between_fit_and_the_training_step(tmp_path: Path) -> None:
     frames = trained(5, 0, tmp_path).frames
     assert frames[-1] == "fit"
     assert frames.index("fit") <= 4, frames  # the loop's, below those of the set-up

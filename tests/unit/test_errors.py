@@ -42,7 +42,7 @@ def test_the_environment_asks_for_all_frames(error, monkeypatch):
     assert "left out" not in text
 
 
-def test_nothing_is_left_out_of_an_error_that_has_no_frame_of_the_users():
+def test_an_error_without_a_user_frame_is_shown_completely():
     with pytest.raises(ValueError) as caught:
         fx.Trainer(profiler="simpel")
     error = caught.value
@@ -50,7 +50,7 @@ def test_nothing_is_left_out_of_an_error_that_has_no_frame_of_the_users():
     assert "options.py" in brief_traceback(error)
 
 
-def test_a_damaged_checkpoint_is_answered_with_the_way_to_another() -> None:
+def test_a_damaged_checkpoint_is_an_error_that_names_another_checkpoint() -> None:
     [note] = CheckpointError("a.ckpt/state.pt is damaged: its size or checksum isn't what the manifest says").__notes__
     assert "fabricx checkpoint ls" in note
     again = pickle.loads(pickle.dumps(CheckpointError("a.ckpt is not a complete checkpoint")))

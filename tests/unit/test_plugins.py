@@ -14,11 +14,11 @@ def test_every_built_in_name_can_be_found(kind: str) -> None:
     assert all(isinstance(plugins.find(kind, name), type) for name in plugins.names(kind))
 
 
-def test_a_dotted_path_is_a_plugin_too() -> None:
+def test_a_dotted_path_selects_a_plugin() -> None:
     assert isinstance(plugins.build("strategies", "fabricx.strategies.ddp.DDP", bucket_mib=5.0), DDP)
 
 
-def test_an_unknown_name_is_answered_with_the_nearest_and_all() -> None:
+def test_an_unknown_name_is_an_error_with_the_nearest_and_all_names() -> None:
     with pytest.raises(LookupError, match=r"Did you mean 'ddp'\?\n  known: async_sgd, .*, single, tensor\n  your own"):
         plugins.build("strategies", "dpd")
 
@@ -32,24 +32,24 @@ def test_an_unknown_name_is_answered_with_the_nearest_and_all() -> None:
         ("launchers", " launcher._target_=my_project.launcher.Mine"),
     ],
 )
-def test_the_way_to_ones_own_is_one_that_the_command_takes(kind: str, advice: str) -> None:
+def test_the_suggested_override_for_a_custom_plugin_is_accepted_by_the_command(kind: str, advice: str) -> None:
     with pytest.raises(LookupError, match=f"your own: give its dotted path instead, e.g.{advice}$"):
         plugins.find(kind, "mine")
 
 
-def test_an_unknown_option_is_answered_with_the_nearest() -> None:
+def test_an_unknown_option_is_an_error_with_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"no option 'bucket_mb'\. Did you mean 'bucket_mib'"):
         plugins.build("strategies", "ddp", bucket_mb=1)
 
 
-def test_a_dotted_path_that_leads_nowhere_is_explained() -> None:
+def test_an_invalid_dotted_path_is_explained() -> None:
     with pytest.raises(LookupError, match=r"there is no module .nowhere."):
         plugins.build("strategies", "nowhere.Strategy")
     with pytest.raises(LookupError, match=r"has no 'DPD'"):
         plugins.build("strategies", "fabricx.strategies.ddp.DPD")
 
 
-def test_what_another_package_registers_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plugins_registered_by_another_package_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     class Entry:
         name = "theirs"
 

@@ -107,11 +107,11 @@ OPEN = [
 
 
 @pytest.mark.parametrize(("keys", "expected"), [(SECRET, True), (OPEN, False)], ids=["secret", "open"])
-def test_a_secret_is_known_by_its_key(keys: list[str], expected: bool) -> None:
+def test_a_secret_is_recognised_by_its_key(keys: list[str], expected: bool) -> None:
     assert [key for key in keys if is_secret(key) is not expected] == []
 
 
-def test_all_below_a_secret_key_is_masked_and_what_is_no_secret_stays() -> None:
+def test_all_values_below_a_secret_key_are_masked_and_other_values_are_kept() -> None:
     arguments = {
         "auth": {"user": "me", "parts": ["abc", 7]}, "password": 12345, "token": None, "use_auth_token": True,
         "secret": "", "net": {"max_tokens": 5, "sizes": (1, 2)}, "pad_token": "<pad>",
@@ -135,18 +135,18 @@ def test_all_below_a_secret_key_is_masked_and_what_is_no_secret_stays() -> None:
         "logger.api_key=hunter2", "could not parse +logger.wandb.password=hunter2", "http://a:p@hunter2@host/",
     ],
 )  # fmt: skip
-def test_no_text_shows_a_secret(text: str) -> None:
+def test_no_output_contains_a_secret(text: str) -> None:
     assert "hunter2" not in masked_text(text)
     assert MASK in masked_text(text)
 
 
-def test_an_ordinary_text_stays_as_it_is() -> None:
+def test_text_without_secrets_is_unchanged() -> None:
     for text in ("lr=0.1, max_tokens=5", "see https://host/a:b", "git@github.com:a/b", "ssh://git@host/a", "a: b",
                  "3 tokens: 5", "token=null", "tokenizer: bert", "s3://bucket/key=1/a", "author: me"):  # fmt: skip
         assert masked_text(text) == text
 
 
-def test_a_value_that_was_masked_once_is_found_in_any_text(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_masked_value_is_masked_in_any_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redaction, "_secrets", set())
     masked({"logger": {"api_key": "a-long-value", "password": "abc"}, "url": "pg://me:another-one@host"})
     assert masked_text("refused: a-long-value, another-one, abc") == f"refused: {MASK}, {MASK}, abc"
@@ -180,9 +180,9 @@ def test_a_command_line_keeps_its_form() -> None:
         assert kept in said
 
 
-def test_what_is_printed_does_not_steer_the_terminal() -> None:
+def test_printed_text_sends_no_control_characters_to_the_terminal() -> None:
     assert printable("a\x1b[2J\x07\x9b\r\u202eb\n\té") == "a�[2J����b\n\té"
 
 
-def test_its_examples() -> None:
+def test_examples_of_secrets_are_masked() -> None:
     assert doctest.testmod(redaction).failed == 0

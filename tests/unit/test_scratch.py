@@ -32,14 +32,14 @@ def abandoned(parent: Path, host: str) -> Path:
     return folder
 
 
-def test_a_folder_is_private_and_gone_afterwards(tmp_path: Path) -> None:
+def test_a_folder_is_private_and_deleted_at_the_end(tmp_path: Path) -> None:
     with private_folder(tmp_path) as folder:
         assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
         assert not remove_if_abandoned(folder)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_dead_process_s_folder_is_removed_and_no_other_one(tmp_path: Path) -> None:
+def test_only_folders_of_dead_processes_are_removed(tmp_path: Path) -> None:
     dead = abandoned(tmp_path, socket.gethostname())
     elsewhere = abandoned(tmp_path, "another-machine")
     unlocked = Path(tempfile.mkdtemp(prefix="fabricx-", dir=tmp_path))
@@ -52,7 +52,7 @@ def test_a_dead_process_s_folder_is_removed_and_no_other_one(tmp_path: Path) -> 
         assert left == {elsewhere.name, unlocked.name, "fabricx-link", "mine", os.path.basename(alive)}
 
 
-def test_a_forked_child_that_drops_the_context_leaves_the_folder(tmp_path: Path) -> None:
+def test_a_forked_child_that_drops_the_context_does_not_delete_the_folder(tmp_path: Path) -> None:
     context = private_folder(tmp_path)
     folder = context.__enter__()
     child = os.fork()
@@ -66,7 +66,7 @@ def test_a_forked_child_that_drops_the_context_leaves_the_folder(tmp_path: Path)
     assert not os.path.exists(folder)
 
 
-def test_an_error_names_the_folder_and_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_names_the_folder_and_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (
         pytest.raises(OSError, match="nowhere: No such file or directory; set TMPDIR to"),
         private_folder(tmp_path / "nowhere"),
@@ -86,7 +86,7 @@ def test_an_error_names_the_folder_and_what_to_do(tmp_path: Path, monkeypatch: p
     assert not list(tmp_path.iterdir())
 
 
-def test_sockets_of_multiprocessing_never_have_too_long_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_of_multiprocessing_sockets_are_never_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     long = tmp_path / ("x" * 120)
     long.mkdir()
     process = multiprocessing.process.BaseProcess.__new__(multiprocessing.process.BaseProcess)
@@ -104,7 +104,7 @@ def test_sockets_of_multiprocessing_never_have_too_long_a_path(tmp_path: Path, m
         assert process._config["tempdir"] == f"{folder}/mp"  # type: ignore[attr-defined]
 
 
-def test_semaphores_go_with_the_folder_of_their_run_and_no_others_do(
+def test_only_semaphores_of_the_run_are_removed_with_its_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shm = tmp_path / "shm"
@@ -132,7 +132,7 @@ def test_semaphores_go_with_the_folder_of_their_run_and_no_others_do(
     assert {file.name for file in shm.iterdir()} == kept
 
 
-def test_a_place_where_every_user_can_rename_a_private_folder_is_refused(tmp_path: Path) -> None:
+def test_a_world_writable_parent_folder_without_sticky_bit_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(PermissionError, match=r"chmod \+t"), private_folder(tmp_path):
         pass

@@ -11,7 +11,7 @@ from fabricx.by_value import definitions
 from fabricx.by_value.definitions import Definitions
 
 
-def test_a_process_without_a_script_gets_an_empty_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_a_script_has_an_empty_main_module(monkeypatch: pytest.MonkeyPatch) -> None:
     process, before = Definitions(), sys.modules["__main__"]
     monkeypatch.setitem(sys.modules, "__main__", before)  # restored after the test
     assert process.namespace({"__file__": "a.py"}) is vars(before)  # a script is never replaced
@@ -22,7 +22,7 @@ def test_a_process_without_a_script_gets_an_empty_one(monkeypatch: pytest.Monkey
     assert process.namespace({"__file__": "b.py"})["__file__"] == "a.py"
 
 
-def test_an_object_is_made_and_filled_once() -> None:
+def test_an_object_is_created_and_filled_once() -> None:
     process, filled = Definitions(), []
     made = process.make("a", type, ("Made", (), {}))
     assert process.make("a", type, ("Made", (), {})) is made

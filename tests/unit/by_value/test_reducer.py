@@ -121,7 +121,7 @@ def receive(monkeypatch: pytest.MonkeyPatch) -> Receive:
     return received
 
 
-def test_all_kinds_of_classes_and_functions_arrive(script: types.ModuleType, receive: Receive) -> None:
+def test_classes_and_functions_of_all_kinds_are_sent_by_value(script: types.ModuleType, receive: Receive) -> None:
     sent = {name: value for name, value in vars(script).items() if getattr(value, "__module__", "") == "__main__"}
     got = types.SimpleNamespace(**receive({**sent, "add": script.add}))
     for name, value in sent.items():
@@ -154,7 +154,7 @@ def test_variables_of_the_script_are_copied_and_shared_by_its_functions(
     assert "kind" not in scaled.__globals__  # no function uses it
 
 
-def test_an_imported_object_of_which_there_is_no_copy_is_imported_by_the_receiver(
+def test_an_imported_object_without_a_copy_is_imported_by_the_receiver(
     script: types.ModuleType, receive: Receive, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     factories = types.ModuleType("factories_of_layers")
@@ -192,7 +192,7 @@ def test_functions_of_a_module_in_a_file_use_its_variables(receive: Receive) -> 
     assert receive(Definitions) is Definitions
 
 
-def test_enumerators_of_torch_are_found_by_the_public_name_of_their_class(receive: Receive) -> None:
+def test_enum_members_of_torch_are_resolved_by_the_public_name_of_their_class(receive: Receive) -> None:
     backends = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION]
     assert receive({"call": functools.partial(sdpa_kernel, backends)})["call"].args == (backends,)
 
@@ -219,7 +219,7 @@ def test_modules_of_any_class_are_imported_by_name(receive: Receive) -> None:
     assert receive([looks_up_names])[0] is looks_up_names
 
 
-def test_what_came_home_is_a_name_and_peers_get_no_other_definitions(
+def test_returned_definitions_are_sent_by_name_and_peers_receive_no_other_definitions(
     script: types.ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     box = script.Local()
@@ -235,7 +235,7 @@ def test_what_came_home_is_a_name_and_peers_get_no_other_definitions(
         pickle.loads(data)
 
 
-def test_compiled_functions_are_compiled_anew(receive: Receive) -> None:
+def test_compiled_functions_are_compiled_again_by_the_receiver(receive: Receive) -> None:
     @torch.compile(backend="eager", fullgraph=True, dynamic=True)
     def double(x: torch.Tensor) -> torch.Tensor:
         return x * 2
@@ -248,7 +248,7 @@ def test_compiled_functions_are_compiled_anew(receive: Receive) -> None:
 
 
 @pytest.mark.parametrize("parametrized", [False, True])
-def test_layers_that_are_compiled_in_place_are_compiled_anew(receive: Receive, parametrized: bool) -> None:
+def test_layers_compiled_in_place_are_compiled_again_by_the_receiver(receive: Receive, parametrized: bool) -> None:
     layer = torch.nn.Sequential(torch.nn.Linear(1, 1))
     if parametrized:
         torch.nn.utils.parametrizations.weight_norm(layer[0])
@@ -261,7 +261,7 @@ def test_layers_that_are_compiled_in_place_are_compiled_anew(receive: Receive, p
     assert got[0]._compiled_call_impl is None
 
 
-def test_the_lines_of_a_cell_travel_for_tracebacks(
+def test_source_lines_of_a_notebook_cell_are_sent_for_tracebacks(
     script: types.ModuleType, receive: Receive, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = SCRIPT.splitlines(keepends=True)
@@ -270,7 +270,7 @@ def test_the_lines_of_a_cell_travel_for_tracebacks(
     assert b"def scaled(x)" in data
 
 
-def test_without_such_objects_nothing_of_cloudpickle_is_imported() -> None:
+def test_cloudpickle_is_not_imported_for_objects_that_pickle_can_send() -> None:
     reducer = by_value.Reducer()
     assert reducer(torch.nn.Linear) is NotImplemented
     assert reducer([1]) is NotImplemented

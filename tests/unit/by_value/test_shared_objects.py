@@ -26,7 +26,7 @@ def test_results_refer_to_the_receivers_parameters_and_modules() -> None:
         pickle.loads(data)
 
 
-def test_only_the_process_that_has_sent_the_objects_gets_their_names() -> None:
+def test_only_the_sender_of_objects_receives_their_names() -> None:
     value = ["a"]
     with by_value.shared_objects({"value": value}):
         assert pickle.loads(by_value.dumps([value])) == [["a"]]

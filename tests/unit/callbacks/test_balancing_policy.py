@@ -20,7 +20,7 @@ from tests.cases import check_each, product
 Speeds = Callable[[int], Sequence[float]]
 
 
-def test_all_samples_are_given_and_each_rank_has_one() -> None:
+def test_all_samples_are_assigned_and_each_rank_has_at_least_1() -> None:
     check_each(_all_samples_are_given_and_each_rank_has_one, product(seed=range(200)))
 
 
@@ -36,7 +36,7 @@ def _all_samples_are_given_and_each_rank_has_one(seed: int) -> None:
         assert to == of or shares[of] == 1 or (shares[to] + 1) / speed >= longest
 
 
-def test_limits_are_kept() -> None:
+def test_limits_of_shares_are_respected() -> None:
     check_each(_limits_are_kept, product(seed=range(100)))
 
 
@@ -53,7 +53,7 @@ def _limits_are_kept(seed: int) -> None:
 @pytest.mark.parametrize(
     ("speeds", "samples"), [([1.0, 0.0], 8), ([1.0, float("inf")], 8), ([1.0, float("nan")], 8), ([1.0, 1.0], 1)]
 )
-def test_what_can_t_be_divided_is_said(speeds: list[float], samples: int) -> None:
+def test_a_global_batch_that_can_t_be_divided_is_an_error(speeds: list[float], samples: int) -> None:
     with pytest.raises(ValueError, match=r"speeds|divided"):
         share_batch(speeds, samples)
 
@@ -95,7 +95,7 @@ WAYS = [([2.0, 1.0], 64), ([4.0, 1.0], 64), ([3.0, 3.0, 1.0], 48), ([4.0, 4.0, 4
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 @pytest.mark.parametrize(("speeds", "samples"), WAYS)
-def test_three_decisions_are_enough(speeds: list[float], samples: int, noise: float) -> None:
+def test_shares_converge_within_three_decisions(speeds: list[float], samples: int, noise: float) -> None:
     for seed in range(10):
         ratios = trace(lambda window: speeds, samples, noise, seed=seed)
         assert ratios[3 if not noise else 4][0] < (
@@ -105,7 +105,7 @@ def test_three_decisions_are_enough(speeds: list[float], samples: int, noise: fl
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
-def test_a_rank_that_becomes_slow_and_fast_again_is_followed(noise: float) -> None:
+def test_shares_follow_a_rank_that_becomes_slow_and_fast_again(noise: float) -> None:
     def speeds(window: int) -> list[float]:
         return [1.0, 1.0, 0.25 if 20 <= window < 40 else 1.0]
 
@@ -115,20 +115,20 @@ def test_a_rank_that_becomes_slow_and_fast_again_is_followed(noise: float) -> No
         assert ratios[43][0] < 1.13
 
 
-def test_noise_moves_nothing() -> None:
+def test_noise_changes_no_share() -> None:
     for seed in range(20):
         ratios = trace(lambda window: [1.0, 1.0, 1.0, 1.0], 64, 0.1, seed=seed)
         assert {tuple(shares) for _, shares in ratios} == {(16, 16, 16, 16)}
 
 
-def test_no_share_changes_by_more_than_it_may() -> None:
+def test_no_share_changes_by_more_than_the_limit() -> None:
     shares = [shares for _, shares in trace(lambda window: [50.0, 1.0], 1000, 0.0)]
     for before, after in itertools.pairwise(shares):
         assert all(a >= b // 2 and a - b <= max(b, 500) // 2 + 1 for b, a in zip(before, after, strict=True))
     assert shares[-1][1] <= 21
 
 
-def test_a_change_that_brings_nothing_is_taken_back_and_tried_ever_more_seldom() -> None:
+def test_a_change_without_a_gain_is_undone_and_tried_less_and_less_often() -> None:
     policy, tried = SharePolicy(64, [32, 32]), []
     for window in range(60):  # the duration of steps does not depend on the shares
         before = policy.shares
@@ -138,7 +138,7 @@ def test_a_change_that_brings_nothing_is_taken_back_and_tried_ever_more_seldom()
     assert tried == [0, 3, 7, 13, 23, 41, 59]  # pauses of 1, 2, 4 ... 16 windows, plus two windows for each trial
 
 
-def test_ranks_of_one_core_don_t_run_away() -> None:
+def test_shares_of_ranks_on_the_same_core_stay_stable() -> None:
     """Ranks 1 and 2 share a core, so that the time of each includes the time of both: their speeds are coupled."""
     policy = SharePolicy(192, [64, 64, 64])
     for _ in range(60):
@@ -151,7 +151,7 @@ def test_ranks_of_one_core_don_t_run_away() -> None:
 
 @pytest.mark.parametrize("per_sample", [0.3, 0.6, 1.0])
 @pytest.mark.parametrize("per_sample_of_next", [0.5, 1.0, 2.0])
-def test_however_ranks_slow_each_other_down_steps_get_no_longer(per_sample: float, per_sample_of_next: float) -> None:
+def test_steps_are_not_longer_if_ranks_slow_each_other_down(per_sample: float, per_sample_of_next: float) -> None:
     """The load of the next rank slows a rank down, so that a smaller share does not help in proportion."""
 
     def times(shares: Sequence[int]) -> list[float]:
@@ -177,7 +177,7 @@ def test_however_ranks_slow_each_other_down_steps_get_no_longer(per_sample: floa
         ({"max_batch_size": 0}, "1 or more"),
     ],
 )
-def test_wrong_arguments_are_said(options: dict[str, object], message: str) -> None:
+def test_wrong_arguments_are_errors(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         LoadBalancer(**options)  # type: ignore[arg-type]
 
@@ -198,7 +198,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("trainer", "loader", "options", "message"), WRONG)
-def test_what_doesn_t_fit_is_said_before_any_process_starts(
+def test_options_that_don_t_fit_are_refused_before_a_process_starts(
     trainer: dict[str, object], loader: dict[str, object], options: dict[str, object], message: str
 ) -> None:  # fmt: skip
     balancer = LoadBalancer(**options)  # type: ignore[arg-type]
@@ -208,7 +208,7 @@ def test_what_doesn_t_fit_is_said_before_any_process_starts(
         made.fit(Ledger(8, 4), data)  # type: ignore[attr-defined]
 
 
-def test_a_manual_loop_is_refused_and_so_are_iterables() -> None:
+def test_manual_optimization_and_iterable_data_sets_are_refused() -> None:
     for module, data, message in ((Manual(), torch.utils.data.DataLoader(layered_data(8)), "manual"),
                                   (Ledger(8, 4), [torch.zeros(2)], "can't be divided")):  # fmt: skip
         trainer = fx.Trainer(**{**QUIET, "devices": 2, "max_epochs": 1}, callbacks=[LoadBalancer()])
@@ -216,7 +216,7 @@ def test_a_manual_loop_is_refused_and_so_are_iterables() -> None:
             trainer.fit(module, data)
 
 
-def test_batch_normalisation_is_warned_of() -> None:
+def test_batch_normalisation_is_a_warning() -> None:
     class Normed(Ledger):
         def __init__(self) -> None:
             super().__init__(8, 4)
@@ -241,7 +241,7 @@ class Event:
         return self.milliseconds < 50.0
 
 
-def test_a_device_s_work_is_what_is_left_of_its_time_without_pauses() -> None:
+def test_the_work_of_a_device_is_its_time_without_pauses() -> None:
     pauses = ((Event(10.0), Event(14.0)), (Event(20.0), Event(21.0)))
     computed = load_balancer._Computed(Event(1.0), Event(41.0), pauses)
     assert computed.is_over()

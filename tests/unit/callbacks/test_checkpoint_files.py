@@ -14,7 +14,7 @@ from fabricx.testing import QUIET, TinyModule, tiny_loader
 from tests.unit.checkpoint.hostile import saved
 
 
-def test_what_a_checkpoint_says_of_others_deletes_nothing_and_asks_no_url(tmp_path: Path) -> None:
+def test_paths_in_a_checkpoint_delete_no_files_and_request_no_url(tmp_path: Path) -> None:
     own, other = tmp_path / "own", tmp_path / "other"
     precious = [saved(other), saved(tmp_path)]
     (own / "folder").mkdir(parents=True)

@@ -26,25 +26,25 @@ METRICS = {"epoch": 3, "step": 40, "val_loss": 0.12345, "val/acc": 0.5}
         ("plain", "plain"),
     ],
 )
-def test_fields_are_filled_in(template: str, name: str) -> None:
+def test_fields_of_a_template_are_replaced(template: str, name: str) -> None:
     assert format_name(template, METRICS) == name
 
 
-def test_names_can_be_left_out() -> None:
+def test_metric_names_can_be_omitted() -> None:
     assert format_name("e{epoch}-acc{val/acc:.2f}", METRICS, auto_insert=False) == "e3-acc0.50"
 
 
-def test_a_metric_can_be_shown_as_a_whole_number() -> None:
+def test_a_metric_can_be_formatted_as_an_integer() -> None:
     assert format_name("{count:03d}", {"count": 7.0}) == "count=007"
     assert format_name("{count:03d}", {"count": math.nan}) == "count=nan"
 
 
-def test_a_wrong_format_is_named() -> None:
+def test_a_wrong_format_is_an_error_that_names_it() -> None:
     with pytest.raises(ValueError, match=r"\{epoch:zz\}"):
         format_name("{epoch:zz}", METRICS)
 
 
-def test_a_name_has_the_reason_unless_the_user_has_set_a_template() -> None:
+def test_a_name_has_the_reason_of_the_save_unless_the_user_sets_a_template() -> None:
     assert CheckpointNames(None).unranked("exception", METRICS) == "exception-epoch=3-step=40"
     assert CheckpointNames("net").unranked("exception", METRICS) == "net"
     assert CheckpointNames(None, join="_", equals="-", insert=True).ranked(METRICS) == "epoch-3_step-40"

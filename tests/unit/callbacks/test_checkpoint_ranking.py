@@ -9,15 +9,15 @@ import torch
 from fabricx.callbacks.checkpoint_ranking import MetricAge, admit, best, worst
 
 
-def test_ties_keep_the_older_one() -> None:
+def test_equal_scores_keep_the_older_checkpoint() -> None:
     assert admit({"a": 0.5}, 0.5, k=1, mode="min") == (False, None)
 
 
-def test_all_are_kept_with_minus_one() -> None:
+def test_all_checkpoints_are_kept_with_minus_1() -> None:
     assert admit({"a": 0.1, "b": 0.2}, 9.0, k=-1, mode="min") == (True, None)
 
 
-def test_nan_is_never_the_best_and_goes_first() -> None:
+def test_nan_is_never_the_best_and_is_removed_first() -> None:
     scores = {"a": math.nan, "b": 2.0, "c": 1.0}
     assert [best(scores, "min"), best(scores, "max"), worst(scores, "min"), worst(scores, "max")] == [
         "c",
@@ -30,7 +30,7 @@ def test_nan_is_never_the_best_and_goes_first() -> None:
     assert admit(scores, math.nan, k=3, mode="min") == (False, None)
 
 
-def test_a_value_of_a_validation_is_that_of_older_weights_after_a_step() -> None:
+def test_a_validation_metric_is_outdated_after_a_step() -> None:
     age, value = MetricAge(), torch.tensor(1.0)
     assert not age.stale(3)
     age.validation_starts(value)

@@ -13,7 +13,7 @@ from fabricx.loggers import JSONLogger
 from fabricx.testing import TinyModule, tiny_loader
 
 
-def test_the_load_of_the_machine_is_logged_before_and_after_batches(quiet: dict[str, Any], tmp_path: Path) -> None:
+def test_statistics_of_the_machine_are_logged_before_and_after_batches(quiet: dict[str, Any], tmp_path: Path) -> None:
     options = quiet | {"logger": JSONLogger(tmp_path), "log_every_n_steps": 2}
     fx.Trainer(max_steps=4, callbacks=DeviceStatsMonitor(), **options).fit(TinyModule(), tiny_loader())
     lines = [line for file in tmp_path.rglob("*.jsonl") for line in file.read_text().splitlines()]
@@ -35,7 +35,7 @@ def test_statistics_are_filtered_and_logged_once_in_an_evaluation(quiet: dict[st
     assert logged == [f"DeviceStatsMonitor.on_{hook}/cpu_percent" for hook in hooks]
 
 
-def test_without_a_logger_it_is_refused(quiet: dict[str, Any]) -> None:
+def test_it_is_refused_without_a_logger(quiet: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="no logger"):
         fx.Trainer(max_steps=1, callbacks=DeviceStatsMonitor(), **quiet).fit(TinyModule(), tiny_loader())
 

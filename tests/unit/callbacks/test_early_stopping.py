@@ -40,11 +40,11 @@ def stops_after(rule: Rule, scores: list[float]) -> int | None:
         (Rule(mode="max", divergence_threshold=0.1), [0.5, 0.05], 1),
     ],
 )
-def test_when_it_stops(rule: Rule, scores: list[float], stop: int | None) -> None:
+def test_it_stops_after_patience_checks_without_improvement(rule: Rule, scores: list[float], stop: int | None) -> None:
     assert stops_after(rule, scores) == stop
 
 
-def test_the_reason_is_told() -> None:
+def test_the_reason_of_the_stop_is_printed() -> None:
     assert judge(Rule(patience=1), 0.5, 0.4, 0).reason == "did not improve on 0.4 in the last 1 checks"
     assert judge(Rule(), 0.3, 0.4, 2) == Decision(0.3, 0)
 
@@ -64,7 +64,7 @@ def test_a_score_beyond_the_threshold_is_not_the_best_score() -> None:
         (Rule(), math.nan, "NON_FINITE_METRIC"),
     ],
 )
-def test_the_criterion_has_the_name_and_number_of_lightning(rule: Rule, score: float, kind: str) -> None:
+def test_the_criterion_has_lightnings_name_and_value(rule: Rule, score: float, kind: str) -> None:
     theirs = pytest.importorskip("lightning.pytorch.callbacks.early_stopping").EarlyStoppingReason
     found = judge(rule, score, 0.4, 0).kind
     assert (found.name, found.value) == (kind, theirs[kind].value)
@@ -94,7 +94,7 @@ def test_training_is_asked_to_stop(trainer: Any) -> None:
     assert "val_loss" in run.printed[-1]
 
 
-def test_the_sanity_check_does_not_count(trainer: Any) -> None:
+def test_the_sanity_check_is_not_counted(trainer: Any) -> None:
     callback = EarlyStopping("val_loss", check_on_train_epoch_end=False)
     run = trainer(callback, sanity_checking=True).start()
     run.validate(val_loss=0.001)
@@ -118,14 +118,14 @@ def test_a_metric_that_was_never_logged_is_an_error(trainer: Any) -> None:
         run.epoch(validation={"val_loss": 1.0})
 
 
-def test_a_metric_that_was_never_logged_can_be_waited_for(trainer: Any) -> None:
+def test_a_metric_that_was_never_logged_is_accepted_if_not_strict(trainer: Any) -> None:
     run = trainer(EarlyStopping("other", strict=False)).start()
     with pytest.warns(UserWarning, match=r"'other', strict=False\): no metric of that name.*Logged: val_loss"):
         run.epoch(validation={"val_loss": 1.0})
     assert not run.should_stop
 
 
-def test_a_training_metric_is_checked_where_there_is_no_validation(trainer: Any) -> None:
+def test_a_training_metric_is_checked_in_a_run_without_validation(trainer: Any) -> None:
     run = trainer(EarlyStopping("loss", patience=1), num_val_batches=[]).start()
     run.epoch(loss=0.1)
     run.epoch(loss=0.2)
@@ -149,7 +149,7 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any]) -> None:
         EarlyStopping("val_loss", **arguments)
 
 
-def test_the_value_of_the_main_rank_counts(trainer: Any) -> None:
+def test_all_ranks_use_the_value_of_the_main_rank(trainer: Any) -> None:
     callback = EarlyStopping("val_loss", patience=1)
     run = trainer(callback, world=FakeSecond(0.5, 0.4)).start()
     run.epoch(validation={"val_loss": 0.3})

@@ -39,7 +39,7 @@ def test_the_average_follows_its_definition(trainer: Any) -> None:
     assert value(run.module) == 5.0
 
 
-def test_validation_sees_the_averages_and_training_does_not(trainer: Any) -> None:
+def test_validation_uses_the_averages_and_training_uses_the_weights(trainer: Any) -> None:
     run = trainer(EMA(decay=0.5))
     change(run.module, 0.0)
     run.start()
@@ -52,7 +52,7 @@ def test_validation_sees_the_averages_and_training_does_not(trainer: Any) -> Non
     assert value(run.module) == 0.5
 
 
-def test_a_checkpoint_of_a_validation_collects_the_weights_and_leaves_what_the_module_shows(trainer: Any) -> None:
+def test_a_checkpoint_during_validation_saves_the_weights_and_keeps_the_averages_in_the_module(trainer: Any) -> None:
     callback = EMA(decay=0.5)
     run = trainer(callback)
     change(run.module, 0.0)
@@ -70,7 +70,7 @@ def test_a_checkpoint_of_a_validation_collects_the_weights_and_leaves_what_the_m
         assert value(run.module) == 3.0
 
 
-def test_the_weights_can_stay_at_the_end(trainer: Any) -> None:
+def test_the_module_can_keep_the_trained_weights_after_fit(trainer: Any) -> None:
     callback = EMA(decay=0.5, apply_at_end=False, validate_with_ema=False)
     run = trainer(callback)
     change(run.module, 0.0)
@@ -82,7 +82,7 @@ def test_the_weights_can_stay_at_the_end(trainer: Any) -> None:
     assert float(callback.averages["bias"][0]) == 0.5
 
 
-def test_the_first_steps_are_copied_and_some_left_out(trainer: Any) -> None:
+def test_start_step_and_every_n_steps_select_the_averaged_steps(trainer: Any) -> None:
     callback = EMA(decay=0.5, start_step=2, every_n_steps=2)
     run = trainer(callback)
     change(run.module, 0.0)
@@ -94,7 +94,7 @@ def test_the_first_steps_are_copied_and_some_left_out(trainer: Any) -> None:
 
 
 @pytest.mark.parametrize("use_buffers", [True, False])
-def test_buffers_are_averaged_if_wanted(trainer: Any, use_buffers: bool) -> None:
+def test_buffers_are_averaged_on_request(trainer: Any, use_buffers: bool) -> None:
     callback = EMA(decay=0.5, use_buffers=use_buffers)
     run = trainer(callback, module=nn.BatchNorm1d(3)).start()
     run.module.running_mean.fill_(1.0)
@@ -103,7 +103,7 @@ def test_buffers_are_averaged_if_wanted(trainer: Any, use_buffers: bool) -> None
     assert run.module.running_mean[0] == (0.5 if use_buffers else 1.0)
 
 
-def test_small_updates_reach_the_average_of_bfloat16(trainer: Any) -> None:
+def test_small_updates_are_not_lost_in_a_bfloat16_average(trainer: Any) -> None:
     callback = EMA(decay=0.999)
     run = trainer(callback, module=nn.Linear(2, 2).bfloat16())
     change(run.module, 1.0)
@@ -114,7 +114,7 @@ def test_small_updates_reach_the_average_of_bfloat16(trainer: Any) -> None:
     assert float(callback.averages["bias"][0]) == pytest.approx(2 - 0.999**100, rel=1e-4)
 
 
-def test_a_checkpoint_holds_the_averages_and_training_goes_on_with_the_weights(trainer: Any, tmp_path: Any) -> None:
+def test_a_checkpoint_has_the_averages_and_training_continues_with_the_weights(trainer: Any, tmp_path: Any) -> None:
     def begin() -> Any:
         run = trainer(EMA(decay=0.5))
         change(run.module, 0.0)
@@ -160,7 +160,7 @@ def test_tied_weights_are_saved_under_every_name(trainer: Any, tmp_path: Any) ->
     assert all(tensor.flatten()[0] == 0.5 for tensor in weights.values())
 
 
-def test_an_error_during_validation_leaves_the_weights(trainer: Any) -> None:
+def test_an_error_during_validation_restores_the_weights(trainer: Any) -> None:
     run = trainer(EMA(decay=0.5))
     change(run.module, 0.0)
     run.start()
@@ -170,7 +170,7 @@ def test_an_error_during_validation_leaves_the_weights(trainer: Any) -> None:
     assert value(run.module) == 1.0
 
 
-def test_another_fit_begins_anew(trainer: Any) -> None:
+def test_a_second_fit_begins_with_new_averages(trainer: Any) -> None:
     callback = EMA(decay=0.5)
     run = trainer(callback).start()
     step(run, 1.0)
@@ -182,7 +182,7 @@ def test_another_fit_begins_anew(trainer: Any) -> None:
     assert callback.updates == 0
 
 
-def test_a_run_that_goes_back_averages_from_there(trainer: Any) -> None:
+def test_a_rolled_back_run_continues_with_the_averages_of_that_step(trainer: Any) -> None:
     callback = EMA(decay=0.5)
     run = trainer(callback)
     change(run.module, 0.0)
@@ -234,7 +234,7 @@ def test_averages_follow_tensors_that_the_module_assigns(trainer: Any, tmp_path:
     assert callback.averages["running_mean"].tolist() == [7.0, 7.0]
 
 
-def test_averages_may_be_loaded_in_any_order(trainer: Any) -> None:
+def test_averages_load_in_any_order_of_parameters(trainer: Any) -> None:
     """Stages of a pipeline save those of their blocks one after the other."""
     callback = EMA(decay=0.5)
     run = trainer(callback, module=nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
@@ -249,7 +249,7 @@ def test_averages_may_be_loaded_in_any_order(trainer: Any) -> None:
     assert [float(callback.averages[f"{n}.bias"][0]) for n in (0, 1)] == [2.0, 4.5]
 
 
-def test_averages_of_other_tensors_begin_anew_with_a_warning(trainer: Any) -> None:
+def test_averages_of_different_tensors_start_again_with_a_warning(trainer: Any) -> None:
     callback = EMA(decay=0.5)
     run = trainer(callback)
     run.call("setup", "fit")

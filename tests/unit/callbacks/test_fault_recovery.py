@@ -72,13 +72,13 @@ def snapshots(
     return trainer.saved
 
 
-def test_a_snapshot_comes_each_minute_if_it_costs_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cheap_snapshot_is_taken_every_minute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved = snapshots(tmp_path, 0.5, 1600, monkeypatch)
     assert [after - before for before, after in itertools.pairwise(saved)] == [60 * 4] * (len(saved) - 1)
     assert len(saved) >= 6
 
 
-def test_one_that_takes_long_comes_so_rarely_that_it_is_a_hundredth_of_the_time(
+def test_an_expensive_snapshot_takes_at_most_a_hundredth_of_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved = snapshots(tmp_path, 5.0, 12_000, monkeypatch)
@@ -86,11 +86,11 @@ def test_one_that_takes_long_comes_so_rarely_that_it_is_a_hundredth_of_the_time(
     assert len(saved) * 5.0 <= 0.01 * 3000 + 2 * 5.0  # and the first two, before the first measurement
 
 
-def test_steps_that_were_asked_for_are_kept_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_requested_number_of_steps_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert snapshots(tmp_path, 2.0, 40, monkeypatch, every_n_train_steps=10) == [10, 20, 30, 40]
 
 
-def test_one_that_would_have_to_wait_is_left_out_unless_numbers_depend_on_it(
+def test_a_snapshot_that_would_wait_is_omitted_unless_results_depend_on_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: Any = {"writing_s": 3.0, "steps": 40, "monkeypatch": monkeypatch, "every_n_train_steps": 5}
@@ -128,7 +128,7 @@ def test_the_last_line_counts_samples_between_windows_of_the_data_order() -> Non
 
 
 @pytest.mark.parametrize(("position", "expected"), [(4, (0, 0)), (6, (2, 0)), (2, (0, 2))])
-def test_a_feed_that_goes_on_from_another_place_than_training_is_noticed(
+def test_a_difference_between_the_positions_of_data_and_training_is_detected(
     position: int, expected: tuple[int, int]
 ) -> None:
     feed = OrderedFeed(DataLoader(range(12), 2), World(), 0, float("inf"))
@@ -142,7 +142,7 @@ def test_a_feed_that_goes_on_from_another_place_than_training_is_noticed(
 
 
 @pytest.mark.parametrize("second", [(0, 1, 2), (0, 1), (0, 2, 2)])
-def test_the_last_line_counts_what_each_server_has_used(second: tuple[int, ...]) -> None:
+def test_the_last_line_counts_the_samples_that_each_server_has_used(second: tuple[int, ...]) -> None:
     """The second of two servers misses leases of the first server, or used a lease twice."""
     begun, _ = begin(workers=1, aggregate=False)
     servers = [Server(1), Server(1, grants=False)]
@@ -173,9 +173,7 @@ def test_the_last_line_counts_what_each_server_has_used(second: tuple[int, ...])
     ("error", "restarts"),
     [(EOFError("unexpected EOF"), True), (CopiesLost("no copies"), True), (EOFError("no data"), False)],
 )
-def test_lost_processes_and_copies_before_the_first_snapshot_are_no_error_of_the_program(
-    error: Exception, restarts: bool
-) -> None:
+def test_lost_processes_and_missing_copies_are_not_errors_of_the_program(error: Exception, restarts: bool) -> None:
     failed = RuntimeError("rank 1 failed")
     failed.__cause__ = error
     assert FaultRecovery(max_restarts=1).restarts_after(failed, -1) is restarts

@@ -54,7 +54,7 @@ class Steady:
 
 
 @pytest.mark.parametrize("train_bn", [True, False])
-def test_a_run_resumes_with_the_groups_that_were_added(
+def test_a_run_resumes_with_the_added_parameter_groups(
     train_bn: bool, quiet: dict[str, Any], tmp_path: Path
 ) -> None:  # fmt: skip
     class Scheduled(Tuned):
@@ -93,7 +93,7 @@ def test_tools() -> None:
     assert all(p.requires_grad for p in net.parameters())
 
 
-def test_what_cannot_grow_is_refused(quiet: dict[str, Any]) -> None:
+def test_optimizers_and_schedules_that_cannot_have_new_groups_are_refused(quiet: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="TinyModule has no `backbone`"):
         fx.Trainer(max_epochs=1, callbacks=BackboneFinetuning(1), **quiet).fit(TinyModule(), tiny_loader())
 
@@ -108,7 +108,7 @@ def test_what_cannot_grow_is_refused(quiet: dict[str, Any]) -> None:
         trainer.fit(Tuned(), tiny_loader())
 
 
-def test_schedules_of_schedules_have_the_groups_that_were_added(quiet: dict[str, Any]) -> None:
+def test_nested_schedules_have_the_added_parameter_groups(quiet: dict[str, Any]) -> None:
     class Scheduled(Tuned):
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.SGD(filter(lambda p: p.requires_grad, self.parameters()), lr=0.1)

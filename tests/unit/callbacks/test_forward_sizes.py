@@ -23,7 +23,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize("example", [(torch.zeros(3, 4),) * 2, dict.fromkeys(("first", "second"), torch.zeros(3, 4))])
-def test_the_first_call_of_each_submodule_counts_and_the_module_stays_as_it_was(example: Any) -> None:
+def test_the_first_call_of_each_submodule_is_measured_and_the_module_is_not_changed(example: Any) -> None:
     net = Net()
     net.noise.eval()
     before = torch.random.get_rng_state()

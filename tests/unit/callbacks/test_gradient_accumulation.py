@@ -18,7 +18,7 @@ def test_the_number_of_batches_follows_the_schedule(trainer: Any) -> None:
     assert run.accumulate_grad_batches == 1  # as it was
 
 
-def test_keys_may_be_text_as_in_a_configuration_file() -> None:
+def test_keys_may_be_strings_as_in_a_configuration_file() -> None:
     assert GradientAccumulation({"10": 2, "9": "4"}).scheduling == {9: 4, 10: 2}  # type: ignore[dict-item]
 
 
@@ -28,5 +28,5 @@ def test_wrong_schedules_are_refused(schedule: dict[Any, Any]) -> None:
         GradientAccumulation(schedule)
 
 
-def test_it_has_lightnings_name_too() -> None:
+def test_it_is_importable_by_lightnings_name() -> None:
     assert GradientAccumulationScheduler is GradientAccumulation

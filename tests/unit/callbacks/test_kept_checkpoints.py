@@ -19,7 +19,7 @@ def records(**scores: float) -> KeptCheckpoints:
     return kept
 
 
-def test_the_best_is_by_the_score_or_the_newest_without_a_metric() -> None:
+def test_the_best_checkpoint_has_the_best_score_or_is_the_newest_without_a_metric() -> None:
     kept = records(a=0.25, b=0.5)
     assert (kept.best_path, kept.best_score) == (A, torch.tensor(0.25))
     kept.keep(kept.models, "max")
@@ -29,7 +29,7 @@ def test_the_best_is_by_the_score_or_the_newest_without_a_metric() -> None:
     assert (newest.best_path, newest.best_score) == (B, None)
 
 
-def test_a_save_supersedes_the_displaced_and_an_unranked_target_of_the_link() -> None:
+def test_a_save_supersedes_displaced_checkpoints_and_an_unranked_target_of_the_link() -> None:
     kept = records(a=0.5, b=0.25)
     kept.target = C
     pending = kept.begin("/runs/d.ckpt", 8, kept.copy(), A, "/runs/last.ckpt", permanent=False)
@@ -56,7 +56,7 @@ def test_a_failed_save_restores_the_records_before_it() -> None:
     assert list(kept.models) == [A]
 
 
-def test_records_are_the_same_after_a_save_and_a_load() -> None:
+def test_records_are_unchanged_by_saving_and_loading() -> None:
     kept = records(a=0.5, b=0.25)
     kept.begin(B, 8, kept.copy(), A, "/runs/last.ckpt", permanent=True)
     loaded = KeptCheckpoints()

@@ -9,7 +9,7 @@ from fabricx.callbacks import LambdaCallback
 from fabricx.testing import TinyModule, tiny_loader
 
 
-def test_functions_run_at_their_hooks_and_others_cost_nothing(quiet: dict[str, Any]) -> None:
+def test_functions_run_at_their_hooks_and_other_hooks_have_no_cost(quiet: dict[str, Any]) -> None:
     calls: list[Any] = []
     callback = LambdaCallback(
         on_train_start=lambda trainer, module: calls.append(type(module).__name__),

@@ -31,7 +31,7 @@ def weights() -> list[nn.Parameter]:
     return [nn.Parameter(torch.zeros(1))]
 
 
-def test_names_are_those_that_users_of_lightning_know() -> None:
+def test_names_are_equal_to_lightnings() -> None:
     two = SGD([{"params": weights(), "lr": 0.1}, {"params": weights(), "lr": 0.2}])
     named = SGD([{"params": weights(), "lr": 0.1, "name": "head"}])
     assert rate_names([Adam(weights())], {}) == [["lr-Adam"]]
@@ -104,7 +104,7 @@ def test_rates_are_logged_by_epoch(trainer: Any) -> None:
     assert [(row["decay"], step) for row, step in logger.rows] == [(0.1, 0), (0.1, 4)]
 
 
-def test_other_ranks_write_nothing(trainer: Any) -> None:
+def test_only_the_main_rank_logs_rates(trainer: Any) -> None:
     logger = Recorder()
     run = trainer(LearningRateMonitor(), loggers=[logger], optimizers=[Adam(weights())], is_global_zero=False).start()
     run.epoch()

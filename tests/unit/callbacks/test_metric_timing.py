@@ -21,7 +21,7 @@ from fabricx.callbacks.metric_timing import reads_at_epoch_end
     ],
     ids=str,
 )
-def test_a_metric_is_read_where_those_of_training_and_validation_are_complete(
+def test_a_metric_is_read_when_training_and_validation_metrics_are_complete(
     trainer: Any, schedule: dict[str, Any], at_epoch_end: bool
 ) -> None:
     run = trainer(**schedule)

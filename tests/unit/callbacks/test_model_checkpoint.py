@@ -69,7 +69,7 @@ class NamesItself(ModelCheckpoint):
         return str(Path(self.dirpath or "") / "mine" / name)
 
 
-def test_a_subclass_may_choose_the_names(trainer: Any, tmp_path: Path) -> None:
+def test_a_subclass_may_override_the_names(trainer: Any, tmp_path: Path) -> None:
     callback = NamesItself(monitor="val_loss", save_top_k=1)
     run = trainer(callback).start()
     for loss in (0.5, 0.25, 0.75):
@@ -78,7 +78,7 @@ def test_a_subclass_may_choose_the_names(trainer: Any, tmp_path: Path) -> None:
     assert callback.best_model_path == str(tmp_path / "checkpoints" / "mine" / "0.2-after-8.ckpt")
 
 
-def test_large_whole_numbers_are_not_rounded_in_names() -> None:
+def test_large_integers_are_not_rounded_in_names() -> None:
     metrics = {"epoch": torch.tensor(3), "step": torch.tensor(12345678)}
     assert ModelCheckpoint().format_checkpoint_name(metrics) == "epoch=3-step=12345678.ckpt"
 
@@ -90,7 +90,7 @@ def test_without_a_monitor_nothing_is_ranked(trainer: Any) -> None:
     assert number(callback.kth_value) == float("inf")
 
 
-def test_a_single_file_that_is_not_among_the_best_is_last_itself(quiet: dict[str, Any], own_folder: Path) -> None:
+def test_a_single_file_that_is_not_among_the_best_is_saved_as_last(quiet: dict[str, Any], own_folder: Path) -> None:
     class Rises(fx.LightningModule):
         def __init__(self) -> None:
             super().__init__()
@@ -123,7 +123,7 @@ def test_a_single_file_that_is_not_among_the_best_is_last_itself(quiet: dict[str
     assert files("none") == ["last.ckpt"]
 
 
-def test_larger_can_be_better(trainer: Any) -> None:
+def test_mode_max_keeps_the_largest_metric(trainer: Any) -> None:
     callback = ModelCheckpoint(monitor="accuracy", mode="max")
     run = trainer(callback).start()
     for accuracy in (0.5, 0.7, 0.6):
@@ -131,7 +131,7 @@ def test_larger_can_be_better(trainer: Any) -> None:
     assert number(callback.best_model_score) == pytest.approx(0.7)
 
 
-def test_nan_never_becomes_the_best(trainer: Any, tmp_path: Path) -> None:
+def test_nan_is_never_the_best_metric(trainer: Any, tmp_path: Path) -> None:
     callback = ModelCheckpoint(monitor="val_loss")
     run = trainer(callback).start()
     run.epoch(validation={"val_loss": math.nan})
@@ -144,7 +144,7 @@ def test_nan_never_becomes_the_best(trainer: Any, tmp_path: Path) -> None:
     assert names(tmp_path / "checkpoints") == ["epoch=1-step=8.ckpt"]
 
 
-def test_nothing_is_deleted_before_the_newer_one_is_complete(trainer: Any, tmp_path: Path) -> None:
+def test_no_checkpoint_is_deleted_before_the_newer_checkpoint_is_complete(trainer: Any, tmp_path: Path) -> None:
     run = trainer(ModelCheckpoint(save_last=True)).start()
     run.epoch(validation={})
 
@@ -158,7 +158,7 @@ def test_nothing_is_deleted_before_the_newer_one_is_complete(trainer: Any, tmp_p
     assert checkpoint.is_committed(tmp_path / "checkpoints" / "last.ckpt")
 
 
-def test_a_checkpoint_knows_of_itself(trainer: Any) -> None:
+def test_a_checkpoint_contains_its_own_path(trainer: Any) -> None:
     callback = ModelCheckpoint(monitor="val_loss")
     run = trainer(callback).start()
     run.epoch(validation={"val_loss": 0.5})
@@ -185,7 +185,7 @@ def test_last_is_a_link_to_the_newest(trainer: Any, tmp_path: Path) -> None:
     assert checkpoint.is_committed(last)
 
 
-def test_a_fixed_name_keeps_its_name(trainer: Any, tmp_path: Path) -> None:
+def test_a_fixed_name_has_no_version_suffix(trainer: Any, tmp_path: Path) -> None:
     callback = ModelCheckpoint(filename="best", monitor="val_loss")
     run = trainer(callback).start()
     for loss in (0.3, 0.2, 0.1):
@@ -194,7 +194,7 @@ def test_a_fixed_name_keeps_its_name(trainer: Any, tmp_path: Path) -> None:
     assert "callbacks" in checkpoint.load(callback.best_model_path)
 
 
-def test_what_another_run_left_is_not_touched(trainer: Any, tmp_path: Path) -> None:
+def test_checkpoints_of_another_run_are_not_changed(trainer: Any, tmp_path: Path) -> None:
     first = trainer(ModelCheckpoint(dirpath=tmp_path / "mine", filename="best")).start()
     first.epoch(validation={})
     callback = ModelCheckpoint(dirpath=tmp_path / "mine", filename="best")
@@ -219,7 +219,7 @@ def test_checkpoints_of_a_resumed_run_in_another_folder_are_not_deleted(trainer:
     assert names(tmp_path / "new") == ["epoch=1-step=8.ckpt"]
 
 
-def test_checkpoints_that_are_gone_are_forgotten(trainer: Any, tmp_path: Path) -> None:
+def test_deleted_checkpoints_are_removed_from_the_records(trainer: Any, tmp_path: Path) -> None:
     old = ModelCheckpoint(monitor="val_loss")
     trainer(old).start().epoch(validation={"val_loss": 0.5})
     checkpoint.remove(old.best_model_path)
@@ -229,7 +229,7 @@ def test_checkpoints_that_are_gone_are_forgotten(trainer: Any, tmp_path: Path) -
     assert old.best_model_score is None
 
 
-def test_save_by_steps(trainer: Any, tmp_path: Path) -> None:
+def test_checkpoints_are_saved_by_steps(trainer: Any, tmp_path: Path) -> None:
     run = trainer(ModelCheckpoint(every_n_train_steps=3, save_top_k=-1)).start()
     run.epoch(validation={})
     run.epoch(validation={})
@@ -246,7 +246,7 @@ def test_batches_of_one_window_save_once(trainer: Any) -> None:
     assert saved == ["epoch=0-step=1.ckpt", "epoch=0-step=2.ckpt"]
 
 
-def test_steps_wait_for_the_metric_of_a_validation(trainer: Any, tmp_path: Path) -> None:
+def test_saves_by_steps_wait_for_the_metric_of_a_validation(trainer: Any, tmp_path: Path) -> None:
     callback = ModelCheckpoint(monitor="val_loss", every_n_train_steps=2, save_top_k=2, save_last=True)
     run = trainer(callback, val_check_interval=3).start()
     folder = tmp_path / "checkpoints"
@@ -264,7 +264,7 @@ def test_steps_wait_for_the_metric_of_a_validation(trainer: Any, tmp_path: Path)
     assert names(folder) == ["epoch=0-step=3.ckpt", "epoch=0-step=4.ckpt"]
 
 
-def test_validations_within_an_epoch_save(trainer: Any, tmp_path: Path) -> None:
+def test_each_validation_within_an_epoch_saves_a_checkpoint(trainer: Any, tmp_path: Path) -> None:
     run = trainer(ModelCheckpoint(monitor="val_loss", save_top_k=-1), val_check_interval=0.5).start()
     for loss in (0.2, 0.1):
         run.step()
@@ -274,14 +274,14 @@ def test_validations_within_an_epoch_save(trainer: Any, tmp_path: Path) -> None:
     assert names(tmp_path / "checkpoints") == ["epoch=0-step=2.ckpt", "epoch=0-step=4.ckpt"]
 
 
-def test_every_second_epoch(trainer: Any, tmp_path: Path) -> None:
+def test_every_n_epochs_2_saves_every_second_epoch(trainer: Any, tmp_path: Path) -> None:
     run = trainer(ModelCheckpoint(every_n_epochs=2, save_top_k=-1)).start()
     for _ in range(5):
         run.epoch(validation={})
     assert names(tmp_path / "checkpoints") == ["epoch=1-step=8.ckpt", "epoch=3-step=16.ckpt"]
 
 
-def test_save_by_time(trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_are_saved_by_time(trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr(f"{time_interval.__name__}.time.monotonic", lambda: now)
     callback = ModelCheckpoint(train_time_interval="10s", save_top_k=-1)
@@ -307,7 +307,7 @@ def test_a_monitor_that_was_never_logged_is_an_error_that_names_the_nearest(trai
     assert "logged: accuracy, val_loss" in str(error.value)
 
 
-def test_a_monitor_may_come_late(trainer: Any) -> None:
+def test_a_monitored_metric_may_be_logged_late(trainer: Any) -> None:
     callback = ModelCheckpoint(monitor="val_loss")
     run = trainer(callback, check_val_every_n_epoch=2, sanity_checking=True).start()
     run.call("on_validation_end")  # the sanity check: nothing is saved, no error
@@ -335,7 +335,7 @@ def test_an_interrupted_run_is_saved(trainer: Any, tmp_path: Path) -> None:
     assert names(tmp_path / "checkpoints") == ["epoch=0-step=4.ckpt", "epoch=1-step=5.ckpt"]
 
 
-def test_an_interrupted_run_without_a_new_metric_is_saved_aside(trainer: Any, tmp_path: Path) -> None:
+def test_an_interrupted_run_without_a_new_metric_is_saved_outside_of_the_ranking(trainer: Any, tmp_path: Path) -> None:
     callback = ModelCheckpoint(monitor="val_loss")
     run = trainer(callback).start()
     run.epoch(validation={"val_loss": 0.5})
@@ -369,7 +369,7 @@ def test_an_error_or_an_interruption_keeps_the_users_file_name(trainer: Any, tmp
     assert names(tmp_path / "checkpoints") == ["mine-step=1.ckpt", "mine-step=2.ckpt"]
 
 
-def test_an_error_while_saving_after_an_error_does_not_hide_it(trainer: Any) -> None:
+def test_an_error_of_the_save_after_an_error_does_not_hide_the_first_error(trainer: Any) -> None:
     run = trainer(ModelCheckpoint()).start()
     run.step()
 
@@ -381,7 +381,7 @@ def test_an_error_while_saving_after_an_error_does_not_hide_it(trainer: Any) -> 
         run.call("on_exception", RuntimeError("mine"))
 
 
-def test_only_the_main_rank_touches_files(trainer: Any, tmp_path: Path) -> None:
+def test_only_the_main_rank_changes_files(trainer: Any, tmp_path: Path) -> None:
     callback = ModelCheckpoint(save_last=True)
     run = trainer(callback, is_global_zero=False).start()
     saved: list[str] = []
@@ -392,7 +392,7 @@ def test_only_the_main_rank_touches_files(trainer: Any, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_save_nothing(trainer: Any, tmp_path: Path) -> None:
+def test_save_top_k_0_saves_no_checkpoint(trainer: Any, tmp_path: Path) -> None:
     run = trainer(ModelCheckpoint(save_top_k=0)).start()
     run.epoch(validation={})
     run.interrupted = True
@@ -419,7 +419,7 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) ->
         ModelCheckpoint(**arguments)
 
 
-def test_the_newest_are_kept_and_every_nth_for_ever(trainer: Any, tmp_path: Path) -> None:
+def test_the_newest_checkpoints_are_kept_and_every_nth_is_permanent(trainer: Any, tmp_path: Path) -> None:
     callback = ModelCheckpoint(filename="{step}", every_n_train_steps=1, save_top_k=2, keep_every_n_steps=3)
     run = trainer(callback).start()
     for _ in range(8):
@@ -439,7 +439,7 @@ def test_a_folder_that_cannot_be_written_to_is_an_error_at_set_up(trainer: Any, 
         trainer(ModelCheckpoint(folder, save_top_k=0)).start()  # it saves nothing
 
 
-def test_the_check_of_the_folder_leaves_nothing(trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_of_the_folder_leaves_no_file(trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer(ModelCheckpoint(tmp_path / "runs" / "saved")).start()
     assert list(tmp_path.iterdir()) == []
 
@@ -481,7 +481,7 @@ def test_without_a_counter_of_versions_a_name_is_overwritten(trainer: Any, tmp_p
     assert checkpoint.read_manifest(tmp_path / "checkpoints" / "fixed.ckpt")["step"] == 8
 
 
-def test_a_name_that_stays_the_same_is_the_newest_checkpoint(trainer: Any, tmp_path: Path) -> None:
+def test_a_constant_name_is_the_newest_checkpoint(trainer: Any, tmp_path: Path) -> None:
     callback = ModelCheckpoint(filename="fixed", save_top_k=-1)
     run = trainer(callback).start()
     run.epoch()
@@ -501,7 +501,7 @@ def test_without_a_counter_of_versions_the_checkpoint_of_another_callback_is_kep
 
 
 @pytest.mark.parametrize("monitor", ["step", "epoch"])
-def test_the_newest_of_all_steps_can_be_the_best(trainer: Any, tmp_path: Path, monitor: str) -> None:
+def test_step_and_epoch_can_be_monitored(trainer: Any, tmp_path: Path, monitor: str) -> None:
     callback = ModelCheckpoint(monitor=monitor, mode="max", save_top_k=2)
     run = trainer(callback).start()
     for _ in range(3):
@@ -511,7 +511,7 @@ def test_the_newest_of_all_steps_can_be_the_best(trainer: Any, tmp_path: Path, m
 
 
 @pytest.mark.parametrize("options", [{}, {"save_top_k": -1}, {"save_last": True}], ids=str)
-def test_a_metric_that_is_never_logged_is_an_error_where_steps_make_saves_due(
+def test_a_metric_that_is_never_logged_is_an_error_if_saves_are_due_by_steps(
     options: dict[str, Any], trainer: Any
 ) -> None:
     run = trainer(ModelCheckpoint(monitor="no_such_metric", every_n_train_steps=2, **options), num_val_batches=[])
@@ -566,7 +566,7 @@ def test_a_path_that_a_hook_reads_exists_while_checkpoints_are_written_in_the_ba
 
 
 @pytest.mark.parametrize("save_top_k", [-1, 9])
-def test_a_checkpoint_by_steps_has_the_metric_of_the_validation_that_follows(
+def test_a_checkpoint_by_steps_has_the_metric_of_the_next_validation(
     save_top_k: int, tmp_path: Path, quiet: dict[str, Any]
 ) -> None:
     class Counts(TinyModule):
@@ -646,7 +646,7 @@ def test_epochs_without_an_update_are_saved(
 
 
 @pytest.mark.filterwarnings("ignore:training_step returned no loss")
-def test_a_run_that_makes_no_update_has_a_last_checkpoint(tmp_path: Path, quiet: dict[str, Any]) -> None:
+def test_a_run_without_an_update_has_a_last_checkpoint(tmp_path: Path, quiet: dict[str, Any]) -> None:
     callback = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_last=True, single_file=True)
     fx.Trainer(**{**quiet, "callbacks": [callback], "max_epochs": 1}).fit(CountsSamples(False), tiny_loader())
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["last.ckpt"]

@@ -27,7 +27,7 @@ def test_parameters_and_bytes_are_counted() -> None:
 
 
 @pytest.mark.parametrize(("depth", "rows"), [(0, 0), (1, 2), (2, 4), (-1, 4)])
-def test_depth(depth: int, rows: int) -> None:
+def test_max_depth_limits_the_rows_of_the_summary(depth: int, rows: int) -> None:
     assert len(summarize(net(), depth).rows) == rows
 
 
@@ -37,7 +37,7 @@ def test_shared_parameters_count_once() -> None:
     assert summarize(module).total == 16 + 4 + 4
 
 
-def test_lazy_modules_are_fine() -> None:
+def test_lazy_modules_are_listed() -> None:
     summary = summarize(nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2)))
     assert summary.rows[0].parameters is None
     assert summary.total == 10
@@ -48,7 +48,7 @@ def test_lazy_modules_are_fine() -> None:
         assert summary.total_parameters == 10
 
 
-def test_the_table_reads_well() -> None:
+def test_the_table_is_aligned() -> None:
     lines = str(summarize(net())).splitlines()
     assert lines[0].split(" | ")[1].strip() == "Name"
     assert lines[2].startswith("0 | body | Sequential | 130")
@@ -63,7 +63,7 @@ def test_a_summary_has_lightnings_names() -> None:
     assert summary.model_size == pytest.approx(13 * 4 / 1e6)
 
 
-def test_numbers_for_people() -> None:
+def test_numbers_are_printed_with_units() -> None:
     assert [readable(n) for n in (0, 999, 1000, 2_500_000, 7 * 10**9)] == ["0", "999", "1.0 K", "2.5 M", "7.0 B"]
 
 
@@ -79,5 +79,5 @@ def test_a_wrong_depth_is_refused() -> None:
             ModelSummary(max_depth=depth)  # type: ignore[arg-type]
 
 
-def test_the_rich_summary_of_lightning_is_a_name_of_the_same_summary() -> None:
+def test_lightnings_rich_summary_is_an_alias() -> None:
     assert RichModelSummary(max_depth=2, header_style="bold").max_depth == 2

@@ -33,7 +33,7 @@ class Echo(TinyModule):
         return batch[0]
 
 
-def test_each_prediction_is_written_with_its_place_in_the_data_set(quiet: dict[str, Any]) -> None:
+def test_each_prediction_is_written_with_its_index_in_the_data_set(quiet: dict[str, Any]) -> None:
     writer = Writer()
     shuffled = DataLoader(tiny_data(10), batch_size=4, shuffle=True)
     assert fx.Trainer(callbacks=writer, **quiet).predict(Echo(), shuffled, return_predictions=False) is None
@@ -44,7 +44,7 @@ def test_each_prediction_is_written_with_its_place_in_the_data_set(quiet: dict[s
         assert torch.equal(prediction, tiny_data(10).tensors[0][of_batch])
 
 
-def test_several_loaders_and_data_without_places(quiet: dict[str, Any]) -> None:
+def test_several_loaders_and_data_without_indices_are_written(quiet: dict[str, Any]) -> None:
     writer = Writer()
     stream = list(tiny_loader(4, 2))
     batches = DataLoader(tiny_data(6), batch_sampler=[[5, 0], [3]])

@@ -24,7 +24,7 @@ def test_a_run_without_a_step_has_a_table() -> None:
     assert table([({}, 0)]).splitlines()[-1].split() == ["all", "0.000", "0.0", "%"]
 
 
-def test_it_is_printed_at_the_end_of_a_run(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_is_printed_at_the_end_of_a_run(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options: dict[str, Any] = {**QUIET, "logger": CSVLogger(), "enable_telemetry": True}
     fx.Trainer(max_steps=2, callbacks=[Profiler()], default_root_dir=own_folder, **options).fit(
         TinyModule(), tiny_loader()
@@ -33,7 +33,7 @@ def test_it_is_printed_at_the_end_of_a_run(own_folder: Path, capsys: pytest.Capt
 
 
 @pytest.mark.parametrize("options", [{"enable_telemetry": False}, {"logger": False}])
-def test_a_run_that_records_nothing_has_no_table_and_says_so(own_folder: Path, options: dict[str, Any]) -> None:
+def test_a_run_without_records_prints_that_it_has_no_table(own_folder: Path, options: dict[str, Any]) -> None:
     given = {**QUIET, "logger": CSVLogger(), "enable_telemetry": True, **options}
     with pytest.warns(UserWarning, match="nothing is recorded in this run, so no table is printed"):
         fx.Trainer(max_steps=2, callbacks=[Profiler()], default_root_dir=own_folder, **given).fit(

@@ -24,7 +24,7 @@ class Metrics(UserDict[str, float]):
         return super().keys()
 
 
-def test_a_log_file_gets_a_line_at_the_end_of_each_epoch(trainer: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_file_has_a_line_at_the_end_of_each_epoch(trainer: Any, capsys: pytest.CaptureFixture[str]) -> None:
     run = trainer(ProgressBar(), progress_bar_metrics={"loss": 0.5}).start()
     run.epoch(validation={})
     run.epoch(validation={})
@@ -34,7 +34,7 @@ def test_a_log_file_gets_a_line_at_the_end_of_each_epoch(trainer: Any, capsys: p
     assert all(line.endswith("loss=0.5") for line in lines)
 
 
-def test_a_log_file_gets_a_line_every_few_seconds(
+def test_a_log_file_has_a_line_every_few_seconds(
     trainer: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Clock:
@@ -54,7 +54,7 @@ def test_a_log_file_gets_a_line_every_few_seconds(
     run.call("on_exception", RuntimeError())
 
 
-def test_metrics_are_only_read_to_be_drawn(trainer: Any) -> None:
+def test_metrics_are_read_only_for_a_refresh(trainer: Any) -> None:
     metrics = Metrics()
     run = trainer(ProgressBar(), progress_bar_metrics=metrics).start()
     run.call("on_train_epoch_start")
@@ -66,9 +66,7 @@ def test_metrics_are_only_read_to_be_drawn(trainer: Any) -> None:
 
 
 @pytest.mark.parametrize("stage", ["validation", "test", "predict"])
-def test_an_evaluation_of_its_own_ends_with_a_line(
-    trainer: Any, capsys: pytest.CaptureFixture[str], stage: str
-) -> None:
+def test_a_separate_evaluation_ends_with_a_line(trainer: Any, capsys: pytest.CaptureFixture[str], stage: str) -> None:
     run = trainer(ProgressBar(), num_val_batches=[2, 3])
     run.call("setup", stage)
     run.call(f"on_{stage}_start")
@@ -82,7 +80,7 @@ def test_an_evaluation_of_its_own_ends_with_a_line(
     assert "5/5" in line
 
 
-def test_other_ranks_and_a_rate_of_zero_show_nothing(trainer: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_ranks_and_a_rate_of_zero_print_nothing(trainer: Any, capsys: pytest.CaptureFixture[str]) -> None:
     for run in (trainer(ProgressBar(), is_global_zero=False), trainer(ProgressBar(refresh_rate=0))):
         run.start()
         run.epoch(validation={})
@@ -90,7 +88,7 @@ def test_other_ranks_and_a_rate_of_zero_show_nothing(trainer: Any, capsys: pytes
     assert capsys.readouterr().err == ""
 
 
-def test_a_batch_that_draws_nothing_costs_little(trainer: Any) -> None:
+def test_a_batch_without_a_refresh_is_cheap(trainer: Any) -> None:
     callback = ProgressBar()
     run = trainer(callback).start()
     run.call("on_train_epoch_start")
@@ -118,7 +116,7 @@ def test_a_negative_rate_is_refused() -> None:
         ProgressBar(refresh_rate=-1)
 
 
-def test_the_bars_of_lightning_are_names_of_the_same_bar() -> None:
+def test_lightnings_progress_bars_are_aliases() -> None:
     assert [bar.refresh_rate for bar in (TQDMProgressBar(20), RichProgressBar(0, theme=object()))] == [20, 0]
     bar = TQDMProgressBar(20)
     bar.refresh_rate = 0

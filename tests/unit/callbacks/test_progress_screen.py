@@ -13,7 +13,7 @@ from fabricx.callbacks import ProgressBar
 from fabricx.callbacks.progress_screen import Lines, Speed, Terminal, View, open_screen
 
 
-def test_a_view_as_one_line() -> None:
+def test_a_view_is_printed_as_a_single_line() -> None:
     view = View("epoch 1/3", 32, 64, 8.0, {"loss": 0.12345, "accuracy": 1.0})
     assert view.text() == "epoch 1/3  32/64  8 it/s  0:04 left  loss=0.1235  accuracy=1"
     assert View("epoch 2", 7).text() == "epoch 2  7"
@@ -21,7 +21,7 @@ def test_a_view_as_one_line() -> None:
     assert View("e", 0, 10_000, 1.0).text() == "e  0/10000  1 it/s  2:46:40 left"
 
 
-def test_speed_leaves_out_pauses() -> None:
+def test_the_speed_excludes_pauses() -> None:
     speed = Speed(0, now=0.0)
     assert speed.update(10, now=1.0) == 10
     speed.pause(100)
@@ -29,7 +29,7 @@ def test_speed_leaves_out_pauses() -> None:
     assert speed.overall(20, now=102.0) == 10
 
 
-def test_on_a_terminal_what_is_printed_appears_above_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_appears_above_the_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     class Tty(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -76,5 +76,5 @@ def test_no_line_of_a_terminal_is_wrapped_or_cut(columns: int, monkeypatch: pyte
     assert "…" not in text
 
 
-def test_without_a_terminal_there_are_lines() -> None:
+def test_without_a_terminal_the_bar_is_printed_as_lines() -> None:
     assert isinstance(open_screen(), Lines)

@@ -59,7 +59,7 @@ LIGHTNING = [
 
 
 @pytest.mark.parametrize(("interval", "arguments", "rates", "weights"), LIGHTNING)
-def test_weights_and_rates_are_those_of_lightning(
+def test_weights_and_rates_are_equal_to_lightnings(
     interval: str | None, arguments: Any, rates: list[float], weights: float, quiet: dict[str, Any]
 ) -> None:
     class Net(fx.Module):
@@ -116,7 +116,7 @@ def test_a_resumed_run_has_the_average_and_the_rates_of_a_whole_run(
         assert resumed_rate == rate == 0.05
 
 
-def test_wrong_arguments_and_what_has_no_such_average_are_refused(quiet: dict[str, Any]) -> None:
+def test_wrong_arguments_and_unsupported_runs_are_refused(quiet: dict[str, Any]) -> None:
     for arguments in (
         {"swa_lrs": 0.0}, {"swa_lrs": []}, {"swa_epoch_start": 1.5}, {"swa_epoch_start": 0},
         {"annealing_strategy": "log"},
@@ -147,7 +147,7 @@ def test_an_average_with_the_weights_before_training_is_a_warning(quiet: dict[st
         trainer.fit(TinyModule(), tiny_loader())
 
 
-def test_small_differences_reach_the_average_of_bfloat16(quiet: dict[str, Any]) -> None:
+def test_small_differences_are_not_lost_in_a_bfloat16_average(quiet: dict[str, Any]) -> None:
     class Moves(TinyModule):
         def on_train_epoch_start(self) -> None:
             with torch.no_grad():

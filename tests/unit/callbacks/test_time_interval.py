@@ -37,7 +37,7 @@ class Broadcast:
         return value
 
 
-def test_ranks_with_other_clocks_agree(clock: Clock) -> None:
+def test_ranks_with_different_clocks_agree(clock: Clock) -> None:
     main, other = TimeInterval(timedelta(seconds=100)), TimeInterval(timedelta(seconds=100))
     main_world = Broadcast()
     due_main, due_other = [], []
@@ -57,7 +57,7 @@ def test_ranks_with_other_clocks_agree(clock: Clock) -> None:
     assert len(main_world.said) < 5 * 40  # and not 5,000 times
 
 
-def test_slower_steps_delay_it_by_little(clock: Clock) -> None:
+def test_slower_steps_delay_the_interval_only_slightly(clock: Clock) -> None:
     interval, world = TimeInterval(timedelta(seconds=100)), Broadcast()
     step = 0
     while not interval.due(step, world):  # type: ignore[arg-type]
@@ -66,7 +66,7 @@ def test_slower_steps_delay_it_by_little(clock: Clock) -> None:
     assert 100 <= clock.now < 160
 
 
-def test_the_clock_is_asked_at_least_ten_times_in_an_interval() -> None:
+def test_the_clock_is_read_at_least_ten_times_per_interval() -> None:
     assert steps_until_check(remaining_s=600, interval_s=600, s_per_step=1) == 60
     assert steps_until_check(remaining_s=30, interval_s=600, s_per_step=1) == 30
     assert steps_until_check(remaining_s=-5, interval_s=600, s_per_step=1) == 1

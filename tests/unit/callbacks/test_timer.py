@@ -77,7 +77,7 @@ def test_a_resumed_run_has_less_time_left(trainer: Any, clock: Any) -> None:
     assert trainer(again).start().stop_reasons == [f"reached the time limit of {again.duration} after 0 steps"]
 
 
-def test_the_death_of_a_rank_does_not_give_more_time(trainer: Any, clock: Any) -> None:
+def test_the_death_of_a_rank_does_not_extend_the_time_limit(trainer: Any, clock: Any) -> None:
     survivor, replacement = Timer("10s"), Timer("10s")
     trainer(survivor).start()
     clock.now += 7

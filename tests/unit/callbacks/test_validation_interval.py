@@ -55,7 +55,7 @@ def test_a_validation_follows_a_duration_since_the_newest_validation(
     assert validated(clock, quiet, val_check_interval=interval) == [5, 10]  # of 12 steps; none at the end of an epoch
 
 
-def test_only_in_the_epochs_that_validate(clock: Clock, quiet: dict[str, Any]) -> None:
+def test_validation_by_time_follows_check_val_every_n_epoch(clock: Clock, quiet: dict[str, Any]) -> None:
     assert validated(clock, quiet, val_check_interval="2s", check_val_every_n_epoch=2) == [5, 7]
     assert validated(clock, quiet, val_check_interval="3s", check_val_every_n_epoch=None) == [3, 6, 9, 12]
 
@@ -85,6 +85,6 @@ def test_a_checkpoint_before_the_validation_continues_with_it(
 
 
 @pytest.mark.parametrize("interval", ["", "fast", "5x", timedelta(seconds=-1), {"years": 1}, "00:30"], ids=str)
-def test_what_is_neither_a_count_nor_a_duration_is_refused(interval: Any, quiet: dict[str, Any]) -> None:
+def test_values_that_are_neither_a_count_nor_a_duration_are_refused(interval: Any, quiet: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="val_check_interval"):
         fx.Trainer(val_check_interval=interval, **quiet)

@@ -68,7 +68,7 @@ class TheirsChosen(Chosen, theirs.WeightAveraging):  # type: ignore[misc]
     ("Chosen", {}),
 ], ids=lambda arguments: "-".join([arguments[0], *arguments[1]]))  # fmt: skip
 @pytest.mark.filterwarnings("ignore")  # of Lightning
-def test_averages_are_those_of_lightning(arguments: Any, quiet: dict[str, Any]) -> None:
+def test_averages_are_equal_to_lightnings(arguments: Any, quiet: dict[str, Any]) -> None:
     name, options = arguments
     ours, same = OfFabricx(), OfLightning()
     callback = OursChosen() if name == "Chosen" else getattr(fx.callbacks, name)(**options)
@@ -113,7 +113,7 @@ def test_a_checkpoint_has_the_averages_and_a_resumed_run_the_weights(quiet: dict
         assert torch.equal(rest.state_dict()[name], weight), name
 
 
-def test_what_can_not_be_averaged_is_refused(quiet: dict[str, Any]) -> None:
+def test_runs_that_cannot_be_averaged_are_refused(quiet: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="set one of them"):
         WeightAveraging(avg_fn=max, multi_avg_fn=max)
     with pytest.raises(ValueError, match="decay must be from 0"):

@@ -27,13 +27,13 @@ def test_an_archive_with_a_record_is_a_checkpoint(archive: Path) -> None:
     assert torch.equal(torch.load(archive)["a"], torch.ones(3))
 
 
-def test_objects_that_grow_when_they_are_read_are_not_read(archive: Path) -> None:
+def test_objects_that_expand_when_read_are_refused(archive: Path) -> None:
     with zipfile.ZipFile(archive, "a", zipfile.ZIP_DEFLATED) as changed:
         changed.writestr("a/fabricx.objects.pt", bytes(1 << 20))
     assert read_objects(archive) == b""
 
 
-def test_other_files_and_two_records_are_no_checkpoint(archive: Path, tmp_path: Path) -> None:
+def test_other_files_and_files_with_two_records_are_no_checkpoints(archive: Path, tmp_path: Path) -> None:
     (tmp_path / "text").write_text("PK, and no archive")
     assert not is_single_file(tmp_path / "text")
     assert not is_single_file(tmp_path)

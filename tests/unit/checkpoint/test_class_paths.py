@@ -36,7 +36,7 @@ class _Net(_Base):
         self.layer, self.optimizer, self.sizes = layer, optimizer, sizes
 
 
-def test_classes_and_functions_are_found_where_an_argument_can_be_one() -> None:
+def test_classes_and_functions_are_resolved_for_arguments_that_accept_them() -> None:
     data = {"path": "a.b", "kind": "PLAIN", "sizes": [1], "free": "a.b", "lr": 0.1}
     assert classes_named(_Net, data) == set()
     nested = {"class_path": "torch.nn.ReLU", "init_args": {"inner": [{"class_path": "os.system"}]}}
@@ -74,11 +74,11 @@ ESCAPED = '{"class\\u005fpath": "torch.nn.Linear", "init_args": {"in_features": 
         ({"class_path": "a.B", "init_args": {}}, "a.B"),
     ],
 )
-def test_texts_that_jsonargparse_reads_as_classes_count(value: dict[str, Any], expected: str) -> None:
+def test_strings_that_jsonargparse_reads_as_classes_are_included(value: dict[str, Any], expected: str) -> None:
     assert classes_named(_Typed, value) == {expected}
 
 
-def test_other_texts_and_the_given_values_stay() -> None:
+def test_other_strings_and_explicit_values_are_unchanged() -> None:
     plain = {"free": "a.b", "table": {"x": "a: b"}, "items": ["x"], "untyped": "relu", "name": ESCAPED, "mode": "a.b"}
     assert classes_named(_Typed, plain) == set()
     given = {"table": {"x": ESCAPED}}
@@ -117,7 +117,7 @@ class _Attacked(fx.Module):
         self.layer = layer
 
 
-def test_a_checkpoint_creates_no_object_from_a_text(tmp_path: Path) -> None:
+def test_a_checkpoint_creates_no_object_from_a_string(tmp_path: Path) -> None:
     hparams = {"layer": ESCAPED, "_instantiator": "lightning.pytorch.cli.instantiate_module"}
     path = tmp_path / "a.ckpt"
     torch.save({"state_dict": {}, "hyper_parameters": hparams, "pytorch-lightning_version": "2.6.6"}, path)

@@ -12,7 +12,9 @@ from fabricx.checkpoint.command import main, table
 from tests.unit.checkpoint.hostile import rewrite, saved
 
 
-def test_words_of_a_checkpoint_do_not_steer_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_in_a_checkpoint_sends_no_control_characters_to_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = saved(tmp_path)
     rewrite(path, lambda manifest: manifest.update(strategy="\x1b]0;title\x07\x1b[2J", step="\x9b1"))
     assert main(["ls", str(path)]) == 0

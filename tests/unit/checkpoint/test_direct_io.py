@@ -23,11 +23,11 @@ def written(path: Path, *sizes: int) -> bytes:
 
 
 @pytest.mark.parametrize("sizes", [(), (1,), (BLOCK,), (BLOCK - 1, 2), (3, 2 * BLOCK, 4097)])
-def test_every_byte_is_there(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+def test_every_byte_is_written(tmp_path: Path, sizes: tuple[int, ...]) -> None:
     assert written(tmp_path / "file", *sizes) == (tmp_path / "file").read_bytes()
 
 
-def test_a_disk_that_refuses_is_written_the_common_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_refuses_direct_io_is_written_with_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     true_write, asked = os.write, []
 
     def refuse_once(file: int, data: memoryview) -> int:

@@ -34,7 +34,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 STATE = {"weights": torch.arange(4.0), "epoch": 3, "names": ["a"]}
 
 
-def test_what_was_saved_comes_back(place: Path) -> None:
+def test_a_saved_state_is_loaded(place: Path) -> None:
     path = checkpoint.save(place / "one", STATE, {"step": 7})
     loaded = checkpoint.load(path)
     assert torch.equal(loaded["weights"], STATE["weights"])
@@ -43,7 +43,7 @@ def test_what_was_saved_comes_back(place: Path) -> None:
     assert checkpoint.list_committed(place) == [path]
 
 
-def test_without_its_marker_it_is_neither_listed_nor_loaded(place: Path) -> None:
+def test_a_checkpoint_without_its_marker_is_neither_listed_nor_loaded(place: Path) -> None:
     path = checkpoint.save(place / "one", STATE, {})
     (path / checkpoint.MARKER).unlink()
     assert checkpoint.list_committed(place) == []
@@ -54,7 +54,7 @@ def test_without_its_marker_it_is_neither_listed_nor_loaded(place: Path) -> None
 
 
 @pytest.mark.parametrize("file", ["state.pt", "index.json", "manifest.json", "COMMITTED", "rank-00000.safetensors"])
-def test_one_flipped_bit_in_any_file_is_found(place: Path, file: str) -> None:
+def test_a_flipped_bit_in_any_file_is_detected(place: Path, file: str) -> None:
     path = checkpoint.save(place / "one", STATE, {})
     content = bytearray((path / file).read_bytes())
     for at in range(0, len(content), max(1, len(content) // 40)):
@@ -65,7 +65,7 @@ def test_one_flipped_bit_in_any_file_is_found(place: Path, file: str) -> None:
         content[at] ^= 1
 
 
-def test_a_failed_write_leaves_the_earlier_one_and_no_rest(place: Path) -> None:
+def test_a_failed_write_keeps_the_earlier_checkpoint_and_leaves_no_files(place: Path) -> None:
     path = checkpoint.save(place / "one", STATE, {"step": 1})
     with pytest.raises(CheckpointError, match=r"can't be pickled: bad \(builtins.function\)|can't be pickled: bad"):
         checkpoint.save(place / "one", {"bad": lambda: None}, {"step": 2})
@@ -73,14 +73,14 @@ def test_a_failed_write_leaves_the_earlier_one_and_no_rest(place: Path) -> None:
     assert [entry.name for entry in place.iterdir()] == ["one"]
 
 
-def test_writing_to_the_same_place_replaces_it(place: Path) -> None:
+def test_writing_to_the_same_path_replaces_the_checkpoint(place: Path) -> None:
     checkpoint.save(place / "one", STATE, {})
     checkpoint.save(place / "one", {**STATE, "epoch": 4}, {})
     assert checkpoint.load(place / "one")["epoch"] == 4
     assert [entry.name for entry in place.iterdir()] == ["one"]
 
 
-def test_a_newer_format_is_refused_and_said_so(place: Path) -> None:
+def test_a_newer_format_is_refused_with_its_version(place: Path) -> None:
     path = checkpoint.save(place / "one", STATE, {})
     data = (path / checkpoint.MANIFEST).read_bytes().replace(b'"format": 2', b'"format": 99')
     (path / checkpoint.MANIFEST).write_bytes(data)
@@ -89,7 +89,9 @@ def test_a_newer_format_is_refused_and_said_so(place: Path) -> None:
         checkpoint.load(path)
 
 
-def test_a_failure_between_two_renames_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_between_two_renames_keeps_the_old_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = checkpoint.save(tmp_path / "one", STATE, {})
     rename = Path.rename
 
@@ -106,7 +108,7 @@ def test_a_failure_between_two_renames_leaves_the_old_one(tmp_path: Path, monkey
     assert checkpoint.load(left)["epoch"] == 3
 
 
-def test_what_a_killed_run_left_is_swept_away_and_nothing_else(place: Path) -> None:
+def test_only_files_of_a_killed_run_are_removed(place: Path) -> None:
     whole = checkpoint.save(place / "whole", STATE, {})
     killed = checkpoint.save(place / "killed", STATE, {})
     (killed / checkpoint.MARKER).unlink()
@@ -131,7 +133,7 @@ def test_a_deletion_that_is_killed_halfway_is_completed_by_a_sweep(
     assert [entry.name for entry in place.iterdir()] == ["new"]
 
 
-def test_they_are_listed_by_the_time_of_writing_even_if_copied(tmp_path: Path) -> None:
+def test_checkpoints_are_listed_by_the_time_of_writing_even_if_copied(tmp_path: Path) -> None:
     for name in ("b", "a", "c"):
         checkpoint.save(tmp_path / "from" / name, STATE, {})
     for name in ("c", "b", "a"):
@@ -140,18 +142,18 @@ def test_they_are_listed_by_the_time_of_writing_even_if_copied(tmp_path: Path) -
     assert [path.name for path in checkpoint.list_committed(tmp_path / "to")] == ["b", "a", "c"]
 
 
-def test_one_that_vanishes_while_they_are_listed_is_not_there(tmp_path: Path) -> None:
+def test_a_checkpoint_that_is_deleted_during_listing_is_omitted(tmp_path: Path) -> None:
     kept = checkpoint.save(tmp_path / "kept", STATE, {})
     assert oldest_first([kept, tmp_path / "gone"]) == [kept]
 
 
 @pytest.mark.parametrize(("url", "reason"), [("nowhere://a/b", "nowhere"), ("s3://a/b", "s3fs")])
-def test_a_url_that_nothing_reads_is_refused_with_the_reason(url: str, reason: str) -> None:
+def test_an_unsupported_checkpoint_url_is_refused_with_the_reason(url: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         ModelCheckpoint(url)
 
 
-def test_a_run_saves_behind_a_url_and_goes_on_from_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_saves_to_a_url_and_resumes_from_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     url = f"memory://{tmp_path.name}"
 
     def train(steps: int, path: str | None) -> TinyModule:

@@ -129,7 +129,7 @@ def test_evaluation_has_the_weights_and_fit_begins_with_them(trained, tmp_path, 
     assert Ours.load_from_checkpoint(tmp_path / "new").hparams.lr == 0.5
 
 
-def test_a_class_of_lightning_loads_checkpoints_of_both_after_a_fit(trained, tmp_path):
+def test_a_lightning_class_loads_checkpoints_of_both_libraries_after_a_fit(trained, tmp_path):
     path, module = trained
     fitted, trainer = Theirs(2), fx.Trainer(max_epochs=1, **QUIET)
     trainer.fit(fitted, data())
@@ -185,7 +185,7 @@ def test_an_import_omits_objects_among_the_weights_by_name(tmp_path, capsys):
     assert "prefix" not in said
 
 
-def test_a_configuration_of_a_class_of_its_own_may_be_passed(tmp_path):
+def test_a_configuration_of_a_custom_class_may_be_passed(tmp_path):
     class Configured(Body, fx.Module):
         def __init__(self, config: Any) -> None:
             super().__init__(2)
@@ -237,7 +237,7 @@ def hostile(kind: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("kind", ["object", "legacy", "raw", "tar", "script", "bomb"])
-def test_a_hostile_file_is_refused_without_advice_to_trust_it(kind, tmp_path):
+def test_a_malicious_file_is_refused_without_advice_to_trust_it(kind, tmp_path):
     with pytest.raises(CheckpointError) as error:
         read_foreign(hostile(kind, tmp_path))
     assert not (tmp_path / "marker").exists()
@@ -245,7 +245,7 @@ def test_a_hostile_file_is_refused_without_advice_to_trust_it(kind, tmp_path):
         assert advice not in str(error.value)
 
 
-def test_hyperparameters_that_are_one_argument(tmp_path):
+def test_hyperparameters_of_a_single_argument_are_loaded(tmp_path):
     weights = {f"net.{name}": tensor for name, tensor in nn.Linear(3, 2).state_dict().items()}
     content = {"state_dict": weights, "hyper_parameters": {"width": 2, "depth": 1}, "hparams_name": "config"}
     torch.save(content, tmp_path / "a.ckpt")
@@ -253,7 +253,7 @@ def test_hyperparameters_that_are_one_argument(tmp_path):
     assert (loaded.config, loaded.scale) == ({"width": 2, "depth": 5}, 3.0)
 
 
-def test_safetensors_in_a_file_an_index_and_a_folder(tmp_path):
+def test_safetensors_are_read_from_a_file_an_index_and_a_folder(tmp_path):
     module = Ours(2)
     first, second = {"net.weight": module.net.weight.data}, {"net.bias": module.net.bias.data}
     save_file({**first, **second}, tmp_path / "all.safetensors")
@@ -276,14 +276,14 @@ def test_safetensors_in_a_file_an_index_and_a_folder(tmp_path):
         read_foreign(tmp_path / "all.safetensors")
 
 
-def test_a_tied_weight_may_have_one_of_its_names(tmp_path):
+def test_a_tied_weight_may_have_any_of_its_names(tmp_path):
     module = Tied()
     weights = {name: tensor for name, tensor in module.state_dict().items() if name != "second.weight"}
     save_file(weights, tmp_path / "a.safetensors")
     assert Tied.load_from_checkpoint(tmp_path / "a.safetensors").second.weight.equal(module.first.weight)
 
 
-def test_other_names_are_an_error_with_the_remedy_and_the_remedy_works(tmp_path, capsys):
+def test_different_names_are_an_error_with_a_remedy_that_works(tmp_path, capsys):
     torch.save(
         {f"model.net.{name}": tensor for name, tensor in nn.Linear(3, 2).state_dict().items()}, tmp_path / "a.pt"
     )
@@ -305,7 +305,7 @@ def test_other_names_are_an_error_with_the_remedy_and_the_remedy_works(tmp_path,
 
 
 @pytest.mark.parametrize("content", [3, {"a": 1}, {}])
-def test_a_file_without_weights_says_so(content, tmp_path):
+def test_a_file_without_weights_is_an_error(content, tmp_path):
     torch.save(content, tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match="no state_dict"):
         read_foreign(tmp_path / "a.pt")
@@ -333,7 +333,9 @@ class NewHead(Head):
 
 
 @pytest.mark.parametrize("form", ["torch", "fabricx"])
-def test_weights_of_another_shape_are_named_with_a_remedy_that_loads_the_others(tmp_path: Path, form: str) -> None:
+def test_weights_of_a_different_shape_are_named_with_a_remedy_that_loads_all_other_weights(
+    tmp_path: Path, form: str
+) -> None:
     old, path = Head(classes=2), tmp_path / "old.ckpt"
     if form == "torch":
         torch.save(old.state_dict(), path)

@@ -36,7 +36,7 @@ LIES: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_an_index_that_lies_is_refused_before_memory_is_taken(tmp_path: Path, lie: str) -> None:
+def test_a_false_index_is_refused_before_memory_is_allocated(tmp_path: Path, lie: str) -> None:
     path = saved(tmp_path)
     index = json.loads((path / "index.json").read_text())
     LIES[lie](index["strategy/module/w"])

@@ -71,7 +71,7 @@ def test_arrays_of_objects_are_not_read(value: Any, tmp_path: Path) -> None:
     assert is_unread(read(tmp_path, {"value": value})["value"])
 
 
-def test_a_list_that_contains_itself_and_times_are_read(tmp_path: Path) -> None:
+def test_recursive_lists_and_datetimes_are_read(tmp_path: Path) -> None:
     cycle: list[Any] = [np.float64(1.0)]
     cycle.append(cycle)
     found = read(tmp_path, {"cycle": cycle, "day": datetime.datetime(2020, 1, 2), "wait": datetime.timedelta(1)})

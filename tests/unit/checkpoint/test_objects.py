@@ -75,7 +75,7 @@ def saved(path: Path, *, single_file: bool = False, weights_only: bool = False) 
     return path
 
 
-def test_plain_data_stays_and_objects_are_taken_and_put_back() -> None:
+def test_plain_data_is_unchanged_and_objects_are_extracted_and_restored() -> None:
     loss, text = Loss(), "a/b"
     state = {"plain": [1, (2.0, None), {"a"}, OrderedDict(b=b"")], text: {"loss": loss, 1: (loss,)}, "kind": Loss}
     rest, taken = objects.taken(state)
@@ -96,12 +96,12 @@ def test_an_object_keeps_its_identity_within_a_checkpoint(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("value", [np.arange(3.0), Path("a"), Counter("a"), frozenset({1}), np.float32(2)])
-def test_arrays_paths_and_the_like_need_no_permission(value: Any, tmp_path: Path) -> None:
+def test_arrays_paths_and_similar_values_need_no_permission(value: Any, tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path / "one", {"value": [value]}, {})
     assert np.array_equal(checkpoint.load(path)["value"][0], value)
 
 
-def test_what_cannot_be_pickled_is_named(tmp_path: Path) -> None:
+def test_objects_that_cannot_be_pickled_are_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"can't be pickled: callbacks/a \(.*lambda"):
         checkpoint.save(tmp_path / "one", {"callbacks": {"a": lambda: None}, "loss": Loss()}, {})
     assert not list(tmp_path.iterdir())
@@ -168,7 +168,7 @@ def test_a_run_resumes_and_evaluates_with_permission(own_folder: Path, single_fi
 
 
 @pytest.mark.parametrize("single_file", [False, True], ids=["folder", "file"])
-def test_an_attack_is_not_executed_without_permission(own_folder: Path, single_file: bool) -> None:
+def test_a_malicious_pickle_is_not_executed_without_permission(own_folder: Path, single_file: bool) -> None:
     path, marker = own_folder / "a.ckpt", own_folder / "marker"
     if single_file:
         content = torch.load(saved(path, single_file=True), weights_only=False)
@@ -211,7 +211,7 @@ def test_an_export_omits_states_that_are_no_tensors_by_name(tmp_path: Path, caps
     assert "omitted states that are no tensors: a._extra_state, b._extra_state" in said
 
 
-def test_weights_are_read_beside_objects_that_torch_cannot_read_in_any_way(tmp_path: Path) -> None:
+def test_weights_are_read_beside_objects_that_torch_cannot_read(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path / "one", {"w": torch.ones(2), "it": Named([1]), "loss": Loss()}, {})
     state = checkpoint.load(path)
     assert torch.equal(state["w"], torch.ones(2))
@@ -227,14 +227,14 @@ class Named(list[int]):
         self.name = "a"
 
 
-def test_data_that_pose_as_an_object_are_no_object(tmp_path: Path) -> None:
+def test_data_in_the_form_of_an_object_stays_data(tmp_path: Path) -> None:
     pose = {"__object__": "loss", "class": "a"}
     path = checkpoint.save(tmp_path / "one", {"a": [pose], "loss": Loss()}, {})
     for trusted in (False, True):
         assert checkpoint.load(path, trusted=trusted)["a"] == [pose]
 
 
-def test_versions_that_know_no_objects_refuse_a_folder_with_objects(tmp_path: Path) -> None:
+def test_versions_without_support_for_objects_refuse_a_folder_with_objects(tmp_path: Path) -> None:
     formats = [
         files.read_manifest(checkpoint.save(tmp_path / name, {"a": value}, {}))["format"]
         for name, value in {"plain": 1, "object": Loss()}.items()
@@ -242,7 +242,7 @@ def test_versions_that_know_no_objects_refuse_a_folder_with_objects(tmp_path: Pa
     assert formats == [2, 3]
 
 
-def test_the_name_of_a_class_controls_no_terminal(tmp_path: Path) -> None:
+def test_a_class_name_sends_no_control_characters_to_the_terminal(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path / "one", {"loss": Loss()}, {})
     rest, _ = objects.taken({"loss": Loss()})
     rest["loss"]["class"] = "a\x1b[2J.\n  it is safe"
@@ -254,7 +254,7 @@ def test_the_name_of_a_class_controls_no_terminal(tmp_path: Path) -> None:
     assert "\n  it is" not in str(caught.value)
 
 
-def test_tensors_of_objects_are_on_the_device_of_the_others(tmp_path: Path) -> None:
+def test_tensors_of_objects_are_on_the_device_of_all_other_tensors(tmp_path: Path) -> None:
     key = b"k" * 32
     writer = checkpoint.Writer(World(), key)
     writer.begin(tmp_path / "one", {"loss": Scaled()}, {"step": 1})
@@ -288,7 +288,7 @@ class Scaled:
 
 
 @pytest.mark.parametrize("tag", ["\xe9", 1, None, "0" * 64])
-def test_another_tag_gives_no_permission(tag: Any, tmp_path: Path) -> None:
+def test_a_different_tag_does_not_grant_permission(tag: Any, tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path / "one", {"loss": Loss()}, {"objects_tag": tag})
     assert is_unread(checkpoint.load(path, key=b"k" * 32)["loss"])
     plain = checkpoint.save(tmp_path / "two", {"lr": 1}, {"objects_tag": tag})
@@ -296,7 +296,7 @@ def test_another_tag_gives_no_permission(tag: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("single_file", [False, True], ids=["folder", "file"])
-def test_a_restart_of_a_run_knows_its_own_objects_and_no_others(tmp_path: Path, single_file: bool) -> None:
+def test_a_restarted_run_loads_only_its_own_objects(tmp_path: Path, single_file: bool) -> None:
     path, key = tmp_path / "one", b"k" * 32
     writer = checkpoint.Writer(World(), key)
     writer.begin(path, {"loss": [Loss(4.0)]}, {"step": 1}, shown=() if single_file else None)
@@ -312,7 +312,7 @@ def test_a_restart_of_a_run_knows_its_own_objects_and_no_others(tmp_path: Path, 
         assert is_unread(checkpoint.load(path, key=key)["loss"][0])
 
 
-def test_the_objects_are_those_of_the_moment_of_saving(tmp_path: Path) -> None:
+def test_objects_are_saved_with_their_state_at_the_time_of_saving(tmp_path: Path) -> None:
     loss = Loss(1.0)
     writer = checkpoint.Writer(World())
     writer.begin(tmp_path / "one", {"loss": loss}, {"step": 1}, shown=["loss"])

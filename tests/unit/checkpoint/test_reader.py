@@ -26,7 +26,7 @@ OUTSIDE = (
 
 
 @pytest.mark.parametrize("place", ["manifest", "index"])
-def test_no_name_in_a_checkpoint_leads_out_of_its_folder(tmp_path: Path, place: str) -> None:
+def test_no_name_in_a_checkpoint_refers_outside_of_its_folder(tmp_path: Path, place: str) -> None:
     secret = b"a secret"
     (tmp_path / "secret").write_bytes(secret)
     for number, name in enumerate(OUTSIDE):
@@ -45,7 +45,7 @@ def test_no_name_in_a_checkpoint_leads_out_of_its_folder(tmp_path: Path, place: 
 
 
 @pytest.mark.parametrize("name", ["state.pt", "index.json", SHARD, "manifest.json", "COMMITTED"])
-def test_no_link_is_followed_and_no_pipe_is_waited_for(tmp_path: Path, name: str) -> None:
+def test_links_are_not_followed_and_pipes_do_not_block(tmp_path: Path, name: str) -> None:
     path = saved(tmp_path)
     (path / name).rename(tmp_path / "elsewhere")
     (path / name).symlink_to(tmp_path / "elsewhere")
@@ -55,7 +55,7 @@ def test_no_link_is_followed_and_no_pipe_is_waited_for(tmp_path: Path, name: str
     is_refused(path, "damaged|not a complete checkpoint")
 
 
-def test_all_that_is_loaded_has_a_checksum(tmp_path: Path) -> None:
+def test_all_loaded_data_has_a_checksum(tmp_path: Path) -> None:
     for name in ("state.pt", "index.json", SHARD):
         path = saved(tmp_path / name)
         rewrite(path, lambda manifest, name=name: manifest["files"].pop(name))
@@ -112,7 +112,7 @@ def refusal(path: Path, data: Path) -> str:
     return is_refused(path)
 
 
-def test_saving_what_could_not_be_loaded_shows_no_such_advice_either(tmp_path: Path) -> None:
+def test_an_object_that_could_not_be_loaded_is_saved_without_advice_to_allow_it(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"can't be pickled: bad .*lambda") as caught:
         checkpoint.save(tmp_path / "one", {"bad": lambda: None}, {})
     assert "safe_globals" not in str(caught.value)
@@ -167,7 +167,7 @@ class Strict(TinyModule):
 
 
 @pytest.mark.parametrize(("cls", "strict"), [(Lenient, True), (Strict, False)])
-def test_strict_contradicts_no_choice_of_the_module(cls: Any, strict: bool, own_folder: Path) -> None:
+def test_strict_does_not_override_the_choice_of_the_module(cls: Any, strict: bool, own_folder: Path) -> None:
     path = checkpoint.save(own_folder / "one", {"strategy": {"module": TinyModule().state_dict()}}, {})
     with pytest.raises(ValueError, match=rf"strict={strict}\) contradicts {cls.__name__}.strict_loading"):
         cls.load_from_checkpoint(path, strict=strict)
@@ -176,7 +176,7 @@ def test_strict_contradicts_no_choice_of_the_module(cls: Any, strict: bool, own_
     TinyModule.load_from_checkpoint(path, strict=strict)
 
 
-def test_strict_loading_of_none_is_the_default(own_folder: Path) -> None:
+def test_strict_loading_none_is_the_default(own_folder: Path) -> None:
     class Undecided(TinyModule):
         strict_loading = None
 

@@ -31,7 +31,7 @@ def tensors(count: int = 70) -> dict[str, Tensor]:
     return {f"layer.{number}": torch.full((3,), float(number)) for number in range(count)}
 
 
-def test_replicas_share_the_writing_and_each_tensor_is_written_once() -> None:
+def test_replicas_divide_the_tensors_and_each_tensor_is_written_once() -> None:
     parts = [sharded_tensors.plan(tensors(), Replicas(size=1000))]
     SENT[:] = [[sharded_tensors._entry(item) for item in _local(tensors())]]
     parts += [sharded_tensors.plan(tensors(), Replicas(rank, size=1000)) for rank in (1, 63, 64, 999)]

@@ -75,7 +75,7 @@ def test_the_file_has_the_hyperparameters_of_the_data_module_under_the_name_of_l
     assert Data.load_from_checkpoint(tmp_path / "one.ckpt").hparams.batch_size == 4
 
 
-def test_a_run_resumed_from_a_file_ends_as_the_undisturbed_run(tmp_path: Path) -> None:
+def test_a_run_resumed_from_a_file_ends_like_an_uninterrupted_run(tmp_path: Path) -> None:
     whole, resumed = OfLightningsUser(), OfLightningsUser()
     _, saver = fit(tmp_path / "whole", whole, 2)
     early = min(Path(saver.dirpath).glob("epoch=*.ckpt"))
@@ -138,7 +138,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path if request.param == "a folder" else as_path(f"memory://{tmp_path.name}")
 
 
-def test_a_file_is_listed_verified_loaded_and_removed_as_a_folder_is(place: Path) -> None:
+def test_a_file_is_listed_verified_loaded_and_removed_like_a_folder(place: Path) -> None:
     path = saved(place / "one.ckpt", STATE)
     assert checkpoint.list_committed(place) == find(place) == [path]
     assert checkpoint.verify(path)["step"] == 7
@@ -154,7 +154,7 @@ def test_a_tensor_is_stored_once(tmp_path: Path) -> None:
     assert saved(tmp_path / "a.ckpt", STATE).stat().st_size < 2 * 4000
 
 
-def test_a_flipped_bit_of_a_tensor_and_a_lost_end_are_found(tmp_path: Path) -> None:
+def test_a_flipped_bit_and_a_truncated_file_are_detected(tmp_path: Path) -> None:
     path = saved(tmp_path / "a.ckpt", STATE)
     content = bytearray(path.read_bytes())
     at = content.index(torch.tensor([500.0, 501.0]).numpy().tobytes())
@@ -169,7 +169,7 @@ def test_a_flipped_bit_of_a_tensor_and_a_lost_end_are_found(tmp_path: Path) -> N
         checkpoint.load(path)
 
 
-def test_a_file_without_the_manifest_is_another_programs(tmp_path: Path) -> None:
+def test_a_file_without_the_manifest_is_not_a_fabricx_checkpoint(tmp_path: Path) -> None:
     torch.save({"state_dict": STATE["strategy"]["module"]}, tmp_path / "a.ckpt")  # type: ignore[index]
     assert checkpoint.is_foreign(tmp_path / "a.ckpt")
     assert not checkpoint.is_committed(tmp_path / "a.ckpt")
@@ -249,7 +249,7 @@ def test_on_save_checkpoint_replaces_or_removes_hyperparameters(tmp_path: Path, 
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux on which each write fails")
-def test_the_error_of_a_full_disk_is_that_of_the_system(tmp_path: Path) -> None:
+def test_a_full_disk_raises_the_error_of_the_operating_system(tmp_path: Path) -> None:
     (tmp_path / "full").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left") as failure:
         single_file._write_archive(tmp_path / "full", {"weight": torch.zeros(100_000)}, {}, b"")

@@ -97,7 +97,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_else_of_a_file_is_read(kind: str, tmp_path: Path) -> None:
+def test_all_other_data_of_a_file_is_read(kind: str, tmp_path: Path) -> None:
     plain = {
         "tensor": torch.arange(3.0), "namespace": Namespace(a=[torch.ones(1)]), "path": Path("a"), "set": {1},
         "date": datetime.date(2020, 1, 1), "array": np.arange(2), "ordered": OrderedDict(a=(1, b"2")),
@@ -116,7 +116,7 @@ def test_all_else_of_a_file_is_read(kind: str, tmp_path: Path) -> None:
         found.anything  # noqa: B018
 
 
-def test_an_object_that_torch_cannot_read_in_any_way_refuses_the_file(tmp_path: Path) -> None:
+def test_a_file_with_an_object_that_torch_cannot_read_is_refused(tmp_path: Path) -> None:
     torch.save({"it": Calls()}, tmp_path / "a.ckpt")
     with pytest.raises(CheckpointError, match=r"(?s)refused, and nothing in it was executed.*weights_only=False"):
         torch_load(tmp_path / "a.ckpt", "cpu")
@@ -141,7 +141,7 @@ def test_a_class_within_a_class_is_allowed_by_its_name(others: list[str], tmp_pa
     assert name_of(content["kind"]) == f"{__name__}.Outer.Kind"
 
 
-def test_attributes_that_a_file_names_are_not_looked_up(tmp_path: Path) -> None:
+def test_attributes_named_by_a_file_are_not_accessed(tmp_path: Path) -> None:
     torch.save({"it": Looks()}, tmp_path / "a.ckpt")
     with torch.serialization.safe_globals([Outer]):
         assert is_unread(torch_load(tmp_path / "a.ckpt", "cpu")["it"])
@@ -162,7 +162,7 @@ def test_times_in_a_zone_are_read(tmp_path: Path) -> None:
     assert name_of(content["named"]) == "datetime.datetime"
 
 
-def test_attributes_of_an_object_that_has_none_refuse_the_file(tmp_path: Path) -> None:
+def test_a_file_with_attributes_for_an_object_without_attributes_is_refused(tmp_path: Path) -> None:
     file = hostile(b"builtins\nset")
     content = pickle.PROTO + b"\x02cbuiltins\nset\n)R}X\x01\x00\x00\x00aK\x01sb."
     changed = tmp_path / "a.ckpt"
@@ -187,7 +187,7 @@ def hostile(text: bytes) -> io.BytesIO:
 
 
 @pytest.mark.parametrize("name", ["os\nmkdir", "builtins\nexec", "subprocess\ncall", "runpy\nrun_path", "sys\nexit"])
-def test_functions_by_which_files_attack_refuse_the_file(name: str, tmp_path: Path) -> None:
+def test_files_that_call_dangerous_functions_are_refused(name: str, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     path.write_bytes(hostile(name.encode()).getvalue())
     with pytest.raises(CheckpointError, match="refused, and nothing in it was executed") as caught:

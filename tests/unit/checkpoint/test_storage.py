@@ -22,14 +22,14 @@ def remote() -> Any:
     return folder
 
 
-def test_a_path_is_local_and_a_url_is_not_except_that_of_a_file(tmp_path: Path) -> None:
+def test_paths_and_file_urls_are_local(tmp_path: Path) -> None:
     assert as_path(tmp_path) == as_path(f"file://{tmp_path}") == tmp_path
     assert is_local(as_path(f"file://{tmp_path}"))
     assert not is_local(as_path("memory://somewhere"))
 
 
 @pytest.mark.parametrize("url", ["s4://bucket/last.ckpt", "nothing://x"])
-def test_a_scheme_that_nobody_implements_is_an_error_with_the_url(url: str) -> None:
+def test_an_unsupported_scheme_is_an_error_with_the_url(url: str) -> None:
     with pytest.raises(ValueError, match=url):
         as_path(url)
 
@@ -57,7 +57,7 @@ def test_a_remote_file_is_local_while_it_is_used(remote: Any) -> None:
     assert (remote / "weights").read_bytes() == b"12"
 
 
-def test_a_local_file_is_used_where_it_is(tmp_path: Path) -> None:
+def test_a_local_file_is_used_in_place(tmp_path: Path) -> None:
     (tmp_path / "weights").write_bytes(b"12")
     with local_copy(tmp_path / "weights") as used:
         assert used == tmp_path / "weights"

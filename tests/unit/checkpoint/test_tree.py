@@ -43,7 +43,7 @@ def number_of_tensors(value: Any) -> int:
 @settings(max_examples=100, deadline=None)
 @given(STATES)
 @example({1: torch.zeros(1), "1": torch.ones(1)})
-def test_what_is_taken_apart_is_put_together_again(state: Any) -> None:
+def test_a_flattened_state_is_restored(state: Any) -> None:
     rest, tensors = split(state)
     assert len(tensors) == number_of_tensors(state)  # no two tensors share a name
     assert number_of_tensors(rest) == 0
@@ -71,7 +71,7 @@ def test_a_missing_tensor_is_an_error() -> None:
         join(rest, tensors)
 
 
-def test_room_for_a_tensor_is_a_shard_where_its_parameter_of_that_shape_is_sharded() -> None:
+def test_a_tensor_with_the_shape_of_a_sharded_parameter_is_allocated_as_a_shard() -> None:
     class Shard(torch.Tensor):
         """Stands for a sharded tensor: what `empty_like` makes of it is of its class."""
 

@@ -36,7 +36,7 @@ def test_each_use_is_an_error_that_names_class_and_remedies(use: Callable[[Any],
         assert part in str(caught.value)
 
 
-def test_it_can_be_held_found_and_shown() -> None:
+def test_an_unread_object_is_printed_and_found_in_containers() -> None:
     unread = Unread("pkg.Loss", "a.ckpt")
     assert repr([unread]) == "[<pkg.Loss, not read>]"
     assert is_unread(unread)

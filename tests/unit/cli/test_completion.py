@@ -19,7 +19,7 @@ COMMANDS = ("fit", "test", "resume", "report")
         ("fabricx resume tr", ""),
     ],
 )
-def test_a_line_is_completed(
+def test_a_command_line_is_completed(
     line: str, completions: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COMP_LINE", line)

@@ -67,7 +67,7 @@ def test_keys_are_listed_with_explanations_without_importing_classes(
     assert not (own_folder / "runs").exists()
 
 
-def test_what_a_docstring_refers_to_is_explained(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_references_in_a_docstring_are_explained(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (own_folder / "netfile.py").write_text(NET)
     for target in ("Wide", "Gone"):
         options = ["+module.pace=1", "+module.kind=2"]
@@ -83,7 +83,7 @@ def test_what_a_docstring_refers_to_is_explained(own_folder: Path, capsys: pytes
 
 
 @pytest.mark.parametrize("command", ["doctor", "scale", "resume", "simulate"])
-def test_a_command_without_a_configuration_explains_itself_and_does_nothing(
+def test_a_command_without_a_configuration_prints_its_help(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["fabricx", command, "--help"])

@@ -93,7 +93,7 @@ def test_the_folder_of_a_run_is_in_that_of_the_trainer(own_folder: Path, options
     assert folders[0].parent == own_folder / parent
 
 
-def test_no_line_of_pythons_library_is_named_as_the_users() -> None:
+def test_no_line_of_pythons_standard_library_is_named_as_the_users_line() -> None:
     @contextlib.contextmanager
     def refusing() -> Iterator[None]:
         raise ValueError("no")
@@ -105,7 +105,7 @@ def test_no_line_of_pythons_library_is_named_as_the_users() -> None:
     assert "test_hydra_app.py" in _place(caught.value)
 
 
-def test_a_checkpoint_in_place_of_a_runs_folder_is_an_error_with_both_commands(own_folder: Path) -> None:
+def test_a_checkpoint_instead_of_a_run_folder_is_an_error_with_both_commands(own_folder: Path) -> None:
     write(own_folder, {"runs/a/config.yaml": "seed: 1", "runs/a/checkpoints/b.ckpt": "", "c.ckpt": ""})
     with pytest.raises(ValueError, match=r"resume runs/a\n.*fabricx fit ckpt_path=runs/a/checkpoints/b.ckpt"):
         recorded_configuration(Path("runs/a/checkpoints/b.ckpt"))

@@ -71,7 +71,7 @@ def test_a_mistake_in_an_experiment_is_explained(
     assert "Traceback" not in said
 
 
-def test_keys_that_nothing_reads_are_found() -> None:
+def test_unused_keys_are_detected() -> None:
     cfg = OmegaConf.create(
         {"foo": 1, "width": 3, "module": {"width": "${width}", "depth": "${sizes.depth}"}, "sizes": {}}
     )

@@ -20,7 +20,7 @@ KEYS = [
 ]
 
 
-def test_flags_come_first_with_their_values() -> None:
+def test_flags_precede_overrides_with_their_values() -> None:
     arguments = ["seed=1", "-m", "trainer.max_epochs=1,2", "--cfg", "job", "~data", "--info"]
     ordered = ["-m", "--cfg", "job", "--info", "all", "seed=1", "trainer.max_epochs=1,2", "~data"]
     assert arranged(arguments, list) == ordered
@@ -42,13 +42,13 @@ def test_flags_come_first_with_their_values() -> None:
         ("${oc.env:HOME}", "${oc.env:HOME}"),
     ],
 )
-def test_a_value_is_read_as_it_is_written(value: str, read: object) -> None:
+def test_values_are_parsed_as_written(value: str, read: object) -> None:
     [argument] = arranged([f"module.name={value}"], list)
     [override] = parsed([argument])
     assert override.value() == read
 
 
-def test_texts_of_a_sweep_are_quoted_one_by_one() -> None:
+def test_strings_of_a_sweep_are_quoted_separately() -> None:
     [argument] = arranged(["ckpt_path=a=1.ckpt,b=2.ckpt"], list)
     [override] = parsed([argument])
     assert list(override.sweep_string_iterator()) == ["'a=1.ckpt'", "'b=2.ckpt'"]
@@ -73,7 +73,7 @@ def test_texts_of_a_sweep_are_quoted_one_by_one() -> None:
         (["runs/a/last.ckpt"], "did you mean ckpt_path=?"),
     ],
 )
-def test_a_mistake_is_answered_with_the_setting_to_write(arguments: list[str], message: str) -> None:
+def test_a_mistake_is_an_error_with_the_correct_setting(arguments: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         arranged(arguments, lambda: KEYS)
 

@@ -10,7 +10,7 @@ import pytest
 from fabricx.cli.run_log import logging_of_run
 
 
-def test_lines_are_added_to_the_file_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_are_appended_to_the_log_file_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     root, library = logging.getLogger(), logging.getLogger("fabricx")
     before = root.level, list(root.handlers), library.level, list(library.handlers), library.propagate
     for text in ("first", "second"):

@@ -47,7 +47,7 @@ def test_activations_of_32_bits_send_twice_as_much_along_the_tensor_axis():
         ("batch=16", "batch is set twice"),
     ],
 )
-def test_mistakes_are_errors_that_name_the_remedy(argument, message, capsys):
+def test_wrong_settings_are_errors_that_name_the_remedy(argument, message, capsys):
     arguments = [a for a in SMALL if a == argument or not a.startswith(argument.partition("=")[0] + "=")]
     assert main([*arguments, argument]) == 1
     assert message in capsys.readouterr().err

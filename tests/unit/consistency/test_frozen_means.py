@@ -38,7 +38,7 @@ def frozen(*values: float) -> list[nn.Parameter]:
         lambda weight: setattr(weight, "data", weight.data * 3.0),
     ],
 )
-def test_changed_parameters_are_averaged_from_then_on(change: Any) -> None:
+def test_changed_parameters_are_averaged_after_the_change(change: Any) -> None:
     first, second = frozen(0.5, 0.5)
     means, world = FrozenMeans([first, second]), Beside()
     means.join(world)  # type: ignore[arg-type]
@@ -53,7 +53,7 @@ def test_changed_parameters_are_averaged_from_then_on(change: Any) -> None:
     assert world.sums == 3
 
 
-def test_values_that_are_shown_in_a_validation_are_restored_but_for_what_hooks_change() -> None:
+def test_values_of_a_validation_are_restored_except_changes_of_hooks() -> None:
     [teacher] = frozen(0.5)
     means, world = FrozenMeans([teacher]), Beside()
     teacher.mul_(3.0)

@@ -49,19 +49,19 @@ def fit(*callbacks: fx.Callback) -> None:
         "on_before_optimizer_step", "on_train_batch_end", "on_validation_end", "on_train_epoch_end",
     ],
 )  # fmt: skip
-def test_a_hook_that_changes_weights_which_servers_have_is_refused(hook: str) -> None:
+def test_a_hook_that_changes_weights_held_by_servers_is_refused(hook: str) -> None:
     name = "a hook of the validation" if "validation" in hook else "change"
     with pytest.raises(ValueError, match=rf"{name} changes weights, but servers hold the weights"):
         fit(changes(hook))
 
 
-def test_one_that_restores_them_and_an_average_of_weights_are_not() -> None:
+def test_hooks_that_restore_the_weights_and_weight_averaging_are_accepted() -> None:
     fit(changes("on_train_batch_end", restores=True), EMA(0.5))
     fit(changes("on_train_end"))
 
 
 @pytest.mark.parametrize("restores", [False, True])
-def test_an_optimizer_step_that_changes_weights_which_servers_have_is_refused(restores: bool) -> None:
+def test_an_optimizer_step_that_changes_weights_held_by_servers_is_refused(restores: bool) -> None:
     class Scales(TinyModule):
         def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
             optimizer_closure()  # a server would step
@@ -79,7 +79,7 @@ def test_an_optimizer_step_that_changes_weights_which_servers_have_is_refused(re
         trainer.fit(Scales(), tiny_loader())
 
 
-def test_an_embedding_whose_lookups_change_its_rows_is_refused_where_the_change_would_be_lost() -> None:
+def test_an_embedding_with_max_norm_is_refused_if_its_changes_would_be_lost() -> None:
     """Otherwise each rank would have changed other rows; on one process `max_norm` acts."""
 
     class LooksUp(TinyModule):
@@ -100,7 +100,7 @@ def trained() -> tuple[HookChecks, Any, list[torch.Tensor]]:
     return trainer.session.checks, trainer, list(module.parameters())
 
 
-def test_rates_and_frozen_parameters_are_told_to_ranks_that_called_no_hook() -> None:
+def test_learning_rates_and_frozen_parameters_are_sent_to_ranks_that_called_no_hook() -> None:
     checks, trainer, parameters = trained()
     noted, group = checks.effects(), trainer.optimizers[0].param_groups[0]
     assert noted.changes() == ""
@@ -118,7 +118,7 @@ def test_rates_and_frozen_parameters_are_told_to_ranks_that_called_no_hook() -> 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize("rows", [4, 9000])
-def test_a_fingerprint_shows_changes_that_leave_norms_as_they_are(dtype: torch.dtype, rows: int) -> None:
+def test_a_fingerprint_detects_changes_that_keep_norms(dtype: torch.dtype, rows: int) -> None:
     module = torch.nn.ParameterList([torch.randn(1 + rows * 4).to(dtype)])
     weight = module[0].data[1:].view(rows, 4)  # not aligned to whole words
     module[0].data[0] = float("nan")
@@ -138,7 +138,7 @@ def test_a_fingerprint_shows_changes_that_leave_norms_as_they_are(dtype: torch.d
         assert not torch.equal(before, fingerprint(module))
 
 
-def test_changed_weights_are_an_error_where_each_rank_has_a_part_of_them() -> None:
+def test_changed_weights_are_an_error_if_they_are_sharded() -> None:
     checks, trainer, parameters = trained()
     noted = checks.effects()
     parameters[0].data.mul_(2.0)

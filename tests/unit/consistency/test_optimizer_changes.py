@@ -52,7 +52,7 @@ def test_each_use_of_a_state_is_noted_and_has_its_effect(use: Callable[[Any], An
     assert type(optimizer.state) is type(other.state)
 
 
-def test_a_checkpoint_that_a_hook_saves_uses_no_state_of_its_own() -> None:
+def test_a_checkpoint_saved_by_a_hook_does_not_count_as_a_use_of_the_state() -> None:
     _, optimizer = trained_layer()
     with watched_states([optimizer]) as used:
         with not_watched():

@@ -95,7 +95,7 @@ def train(
     return [*errors, str(len(asked))]
 
 
-def test_nothing_is_asked_for_while_nothing_changes() -> None:
+def test_the_store_is_not_read_without_a_change() -> None:
     assert train(lambda t, rank, number: None) == ["", "", "0"]
 
 
@@ -133,7 +133,7 @@ def test_a_change_on_one_rank_is_an_error_that_names_it_and_the_rank(told: str, 
 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("in_lockstep", [True, False])
-def test_a_change_on_all_ranks_in_one_batch_is_none(size: int, in_lockstep: bool) -> None:
+def test_a_change_on_all_ranks_in_the_same_batch_is_accepted(size: int, in_lockstep: bool) -> None:
     def act(t: Any, rank: int, now: int) -> bool:
         t.module.bias.requires_grad_(now % 2 == 0)
         t.max_epochs = now // 3
@@ -143,7 +143,7 @@ def test_a_change_on_all_ranks_in_one_batch_is_none(size: int, in_lockstep: bool
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_the_same_change_in_another_batch_is_an_error(ahead: int) -> None:
+def test_the_same_change_in_different_batches_is_an_error(ahead: int) -> None:
     def act(t: Any, rank: int, now: int) -> None:
         if now == (2 if rank == ahead else 3):
             freeze(t)
@@ -152,7 +152,7 @@ def test_the_same_change_in_another_batch_is_an_error(ahead: int) -> None:
     assert "weight: " in found[ahead] or "not in the same batch" in found[ahead]
 
 
-def test_a_rank_that_is_behind_goes_on_until_it_has_come_to_the_change() -> None:
+def test_a_rank_that_is_behind_continues_to_the_batch_of_the_change() -> None:
     go_on = threading.Event()
 
     def act(t: Any, rank: int, now: int) -> None:

@@ -35,12 +35,12 @@ def test_a_changed_weight_is_found_by_its_position(change: Callable[[Tensor], No
         assert changes.first(parameters) == (1 if seen else None)
 
 
-def test_another_parameter_with_the_same_values_is_a_change() -> None:
+def test_a_new_parameter_with_equal_values_is_a_change() -> None:
     weight = nn.Parameter(torch.ones(2))
     assert WeightChanges([weight], values=True).first([nn.Parameter(weight.detach())]) == 0
 
 
-def test_reading_and_gradients_are_no_change() -> None:
+def test_reads_and_gradients_are_not_changes() -> None:
     layer = nn.Linear(100, 90)
     changes = WeightChanges(layer.parameters(), values=True)
     layer(torch.ones(100)).sum().backward()

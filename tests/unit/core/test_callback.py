@@ -21,7 +21,7 @@ class Logs(Callback):
         self.log_dict({"end": 2.0})
 
 
-def test_a_callback_logs_by_the_module_of_the_run(quiet: dict[str, Any]) -> None:
+def test_a_callback_logs_through_the_module_of_the_run(quiet: dict[str, Any]) -> None:
     trainer = fx.Trainer(max_epochs=1, callbacks=[Logs()], **quiet)
     trainer.fit(TinyModule(), tiny_loader())
     assert (float(trainer.callback_metrics["index"]), float(trainer.callback_metrics["end"])) == (1.5, 2.0)

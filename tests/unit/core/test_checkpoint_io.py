@@ -69,7 +69,7 @@ def test_only_a_plugin_that_reads_is_accepted() -> None:
             fx.Trainer(plugins=[refused], **QUIET)
 
 
-def test_its_methods_serve_the_project_itself(tmp_path: Path) -> None:
+def test_its_methods_can_be_called_without_a_trainer(tmp_path: Path) -> None:
     plugin, path = TorchCheckpointIO(), tmp_path / "a.ckpt"
     plugin.save_checkpoint({"loss": Loss()}, path)
     with pytest.raises(Exception, match="Loss"):

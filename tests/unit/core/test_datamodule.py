@@ -70,7 +70,7 @@ def test_its_loaders_are_read_and_its_hooks_called_around_each_batch(quiet: dict
     ]  # fmt: skip
 
 
-def test_an_error_of_a_run_reaches_it(quiet: dict[str, Any]) -> None:
+def test_an_error_of_a_run_calls_its_exception_hook(quiet: dict[str, Any]) -> None:
     class Fails(TinyModule):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             raise KeyError("broken")
@@ -99,7 +99,7 @@ class Numbers(torch.utils.data.Dataset[Any]):
         return index
 
 
-def test_from_data_sets_it_has_their_loaders() -> None:
+def test_from_datasets_creates_loaders() -> None:
     data = fx.DataModule.from_datasets(Numbers(), [Numbers(), Numbers()], predict_dataset=Numbers(), batch_size=3)
     assert sorted(int(number) for batch in data.train_dataloader() for number in batch) == list(range(6))
     assert [batch.tolist() for batch in data.val_dataloader()[1]] == [[0, 1, 2], [3, 4, 5]]
@@ -109,7 +109,7 @@ def test_from_data_sets_it_has_their_loaders() -> None:
     assert pickle.loads(pickle.dumps(data)).predict_dataloader().batch_size == 3
 
 
-def test_its_constructor_gets_the_sizes_that_it_has() -> None:
+def test_its_constructor_receives_only_declared_sizes() -> None:
     class Sized(fx.DataModule):
         def __init__(self, name: str, batch_size: int) -> None:
             self.save_hyperparameters()
@@ -152,7 +152,7 @@ def test_objects_among_its_hyperparameters_are_loaded_with_permission(quiet: dic
     assert type(Encoded.load_from_checkpoint(path, weights_only=False).hparams.encoder) is Encoder
 
 
-def test_its_text_has_the_number_of_samples_of_each_loader() -> None:
+def test_its_string_has_the_number_of_samples_of_each_loader() -> None:
     class Later(fx.DataModule):
         def setup(self, stage: str) -> None:
             self.data = tiny_loader(8, 4)

@@ -38,7 +38,7 @@ def test_a_script_module_computes_what_the_module_computes_in_evaluation(method:
     assert torch.equal(script(inputs), module(inputs))
 
 
-def test_what_an_export_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_parts_of_an_export_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"pass example_inputs=\.\.\., or set self.example_input_array"):
         Net().to_torchscript(method="trace")
     with pytest.raises(ValueError, match=r"method='compile'\): set 'script' or 'trace'"):

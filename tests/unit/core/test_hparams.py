@@ -31,7 +31,7 @@ class Large(Small):
         super().__init__(2 * size, nn.Linear(1, 1), rate=0.5)
 
 
-def test_arguments_of_each_constructor_are_saved_and_those_of_the_outermost_count() -> None:
+def test_arguments_of_each_constructor_are_saved_and_the_outermost_take_precedence() -> None:
     assert Small(4).hparams == {"size": 4}
     assert Large(7).hparams == {"depth": 7, "size": 5, "rate": 0.5}
 
@@ -87,7 +87,7 @@ def test_different_values_of_the_module_and_the_data_module_are_an_error(quiet: 
         fx.Trainer(max_epochs=1, **quiet).fit(module, Data(0.25))
 
 
-def test_changes_are_kept_apart_from_what_was_given() -> None:
+def test_changes_do_not_affect_the_initial_hyperparameters() -> None:
     module = Large(7)
     module.hparams.depth = 8
     module.hparams["new"] = 1
@@ -105,18 +105,18 @@ class Chosen(HyperParameters):
     ("names", "saved"),
     [(("a",), {"a": 1}), (({"x": 3},), {"x": 3}), ((Namespace(y=4),), {"y": 4}), (("b", "a"), {"a": 1, "b": 2})],
 )
-def test_arguments_are_chosen_by_name_or_given(names: tuple[Any, ...], saved: dict[str, Any]) -> None:
+def test_arguments_are_selected_by_name_or_passed(names: tuple[Any, ...], saved: dict[str, Any]) -> None:
     assert Chosen(names=names).hparams == saved
 
 
-def test_a_name_that_is_no_argument_is_an_error_with_the_known_ones() -> None:
+def test_a_name_that_is_no_argument_is_an_error_with_the_valid_names() -> None:
     with pytest.raises(ValueError, match=r"'c'.*no such argument.\n  known: \['a', 'b', 'names'\]"):
         Chosen(names=("c",))
     with pytest.raises(AttributeError, match=r"no hyperparameter 'dept'.\n  known: \['depth', 'rate', 'size'\]"):
         Large(7).hparams.dept  # noqa: B018
 
 
-def test_plain_data_is_what_json_has_and_other_values_become_text() -> None:
+def test_plain_data_is_json_data_and_other_values_become_strings() -> None:
     shaped = nn.ReLU()
     shaped.shape = torch.Size()  # type: ignore[assignment]  # as environments of torchrl
     given = {"sizes": (1, 2), "nested": {"net": nn.ReLU(), "shaped": shaped}, 3: None, "scalar": torch.tensor(2)}

@@ -31,7 +31,7 @@ class Four:
         self.told.append(status)
 
 
-def test_an_object_of_four_methods_is_told_all_that_a_logger_is(tmp_path: Path) -> None:
+def test_an_object_with_four_methods_receives_all_calls_of_a_logger(tmp_path: Path) -> None:
     four = Four()
     options: dict[str, Any] = {**QUIET, "logger": four, "log_every_n_steps": 2}
     trainer = fx.Trainer(max_epochs=1, default_root_dir=tmp_path, **options)
@@ -54,6 +54,6 @@ class Three:
 
 
 @pytest.mark.parametrize("wrong", [Three(), Four, "tensorboard"])
-def test_what_is_no_logger_is_refused_with_what_one_needs(wrong: Any) -> None:
+def test_objects_that_are_not_loggers_are_refused_with_the_required_methods(wrong: Any) -> None:
     with pytest.raises(ValueError, match="with the methods open, log_metrics, log_hyperparams and close"):
         fx.Trainer(logger=wrong)

@@ -42,7 +42,7 @@ def test_a_copy_of_a_module_has_its_weights_and_hyperparameters_and_no_trainer(c
     assert module.trainer is not None
 
 
-def test_device_and_type_are_those_of_the_weights() -> None:
+def test_device_and_dtype_are_those_of_the_weights() -> None:
     module = fx.Module()
     assert (module.device, module.dtype) == (torch.device("cpu"), torch.float32)
     module.register_buffer("count", torch.zeros(1, dtype=torch.int64, device="meta"))
@@ -50,7 +50,7 @@ def test_device_and_type_are_those_of_the_weights() -> None:
     assert (module.device, module.dtype) == (torch.device("meta"), torch.float16)
 
 
-def test_private_names_of_device_and_type_are_those_of_lightning_unless_the_module_has_its_own() -> None:
+def test_private_names_of_device_and_dtype_are_lightnings_unless_the_module_defines_them() -> None:
     module = fx.LightningModule()
     module.layer = torch.nn.Linear(1, 1, dtype=torch.float64)
     assert (module._device, module._dtype) == (torch.device("cpu"), torch.float64)
@@ -77,7 +77,7 @@ def test_a_toggled_optimizer_is_the_only_one_that_trains_and_frozen_weights_stay
     assert trained() == before == ["layer.weight", "layer.bias", "other.weight"]
 
 
-def test_one_optimizer_or_schedule_is_itself_and_several_are_a_list() -> None:
+def test_optimizers_and_schedules_are_a_list_if_there_are_several() -> None:
     module, schedule = TinyModule(), SimpleNamespace(scheduler="steps")
     for handles, optimizers, schedules in ((["a"], "a", None), (["a", "b"], ["a", "b"], ["steps", "steps"])):
         trainer = SimpleNamespace(optimizer_handles=handles, optimizers=["plain"] * len(handles))
@@ -92,7 +92,7 @@ def test_one_optimizer_or_schedule_is_itself_and_several_are_a_list() -> None:
 
 
 @pytest.mark.parametrize("weight", [-1.0, math.inf, math.nan])
-def test_a_weight_that_is_no_number_of_terms_is_an_error(weight: float) -> None:
+def test_an_invalid_batch_weight_is_an_error(weight: float) -> None:
     class Weighs(TinyModule):
         def batch_weight(self, batch: Any) -> float:
             return batch
@@ -102,7 +102,7 @@ def test_a_weight_that_is_no_number_of_terms_is_an_error(weight: float) -> None:
         batch_weight(Weighs(), weight)
 
 
-def test_the_names_of_a_lightning_module(quiet: dict[str, Any]) -> None:
+def test_names_of_a_lightning_module_exist(quiet: dict[str, Any]) -> None:
     seen: dict[str, Any] = {}
 
     class Mine(TinyModule):
@@ -157,7 +157,7 @@ def test_a_checkpoint_is_not_loaded_by_a_call_on_an_object() -> None:
             owner.load_from_checkpoint("a.ckpt")
 
 
-def test_gathering_of_a_part_of_the_ranks_is_refused(quiet: dict[str, Any]) -> None:
+def test_gathering_on_a_subset_of_the_ranks_is_refused(quiet: dict[str, Any]) -> None:
     class Gathers(TinyModule):
         def on_train_start(self) -> None:
             self.gathered = self.all_gather(torch.ones(2), group=None)

@@ -47,7 +47,7 @@ STEPS, PLATEAU = StepLR(ONE, 1), ReduceLROnPlateau(TWO)
         ),
     ],
 )  # fmt: skip
-def test_each_form_is_understood(result: Any, optimizers: list[Any], schedules: list[Schedule]) -> None:
+def test_each_valid_form_is_accepted(result: Any, optimizers: list[Any], schedules: list[Schedule]) -> None:
     assert parse_optimizers(result) == (optimizers, schedules)
 
 
@@ -68,18 +68,18 @@ def test_each_form_is_understood(result: Any, optimizers: list[Any], schedules: 
         ({"optimizer": TWO, "lr_scheduler": PLATEAU}, "ReduceLROnPlateau needs the name of a metric"),
     ],
 )
-def test_another_form_is_an_error_that_shows_the_right_one(result: Any, said: str) -> None:
+def test_an_invalid_form_is_an_error_that_shows_the_valid_form(result: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         parse_optimizers(result)
 
 
-def test_another_key_is_ignored_with_a_warning() -> None:
+def test_an_unknown_key_is_ignored_with_a_warning() -> None:
     with pytest.warns(RuntimeWarning, match="has the key 'foo'.*\n.*\n  it is ignored"):
         parsed = parse_optimizers({"optimizer": ONE, "lr_scheduler": {"scheduler": STEPS, "foo": 1}})
     assert parsed == ([ONE], [Schedule(STEPS)])
 
 
-def test_one_cycle_by_epochs_is_rarely_intended(recwarn: pytest.WarningsRecorder) -> None:
+def test_one_cycle_by_epochs_is_a_warning(recwarn: pytest.WarningsRecorder) -> None:
     cycle = torch.optim.lr_scheduler.OneCycleLR(ONE, 0.1, total_steps=9)
     parse_optimizers({"optimizer": ONE, "lr_scheduler": {"scheduler": cycle, "interval": "step"}})
     parse_optimizers({"optimizer": ONE, "lr_scheduler": cycle}, manual=True)
@@ -95,13 +95,13 @@ def test_a_plateau_scheduler_of_manual_optimization_needs_no_metric() -> None:
 
 
 @pytest.mark.parametrize("option", [{"interval": "step"}, {"frequency": 2}, {"monitor": "val"}], ids=str)
-def test_times_of_a_schedule_in_manual_optimization_are_a_warning(option: dict[str, Any]) -> None:
+def test_the_interval_of_a_schedule_in_manual_optimization_is_a_warning(option: dict[str, Any]) -> None:
     category = RuntimeWarning if "monitor" in option else UserWarning  # as in Lightning
     with pytest.warns(category, match=r"monitor of StepLR have no effect.*self.lr_schedulers\(\).step\(\)"):
         parse_optimizers({"optimizer": ONE, "lr_scheduler": {"scheduler": STEPS, **option}}, manual=True)
 
 
-def test_a_state_belongs_to_schedules_of_the_same_description() -> None:
+def test_a_state_loads_only_into_schedules_of_the_same_description() -> None:
     schedules = [Schedule(STEPS, "step", 3)]
     assert schedules[0].described == "StepLR by 3 steps"
     state = {**STEPS.state_dict(), "last_epoch": 7}
@@ -118,7 +118,7 @@ def test_a_state_belongs_to_schedules_of_the_same_description() -> None:
 
 
 @pytest.mark.parametrize(("interval", "each_step"), [("step", True), ("epoch", False)])
-def test_a_metric_after_each_update_needs_ranks_that_are_together(interval: Any, each_step: bool) -> None:
+def test_a_metric_after_each_update_needs_ranks_in_lockstep(interval: Any, each_step: bool) -> None:
     plateau, together, apart = (Schedule(PLATEAU, interval, monitor="loss"), *map(strategy, (True, False)))
     assert need_metrics_each_step([plateau, Schedule(STEPS, "step")], together) is each_step
     assert not need_metrics_each_step([Schedule(STEPS, "step")], apart)
@@ -131,7 +131,7 @@ def strategy(lockstep: bool) -> Any:
     return SimpleNamespace(traits=Traits(lockstep=lockstep))
 
 
-def test_an_optimizer_that_calls_its_closure_several_times_needs_one() -> None:
+def test_an_optimizer_that_calls_its_closure_several_times_needs_a_closure() -> None:
     assert needs_closure(LBFGS([nn.Parameter(torch.zeros(1))]))
     assert not needs_closure(ONE)
 

@@ -28,14 +28,14 @@ def stepped(gradient: float, *, clip: float | None = None) -> tuple[Tensor, floa
     return weight.detach(), precision.state_dict()["scale"], done
 
 
-def test_a_step_is_made_with_the_gradient_of_the_unscaled_loss() -> None:
+def test_a_step_uses_the_gradient_of_the_unscaled_loss() -> None:
     weight, scale, done = stepped(0.25)
     assert done
     assert weight.item() == -0.25  # a power of two: scaling it is exact
     assert scale == 65536.0
 
 
-def test_clipping_sees_unscaled_gradients() -> None:
+def test_clipping_uses_unscaled_gradients() -> None:
     assert stepped(8.0, clip=2.0)[0].item() == pytest.approx(-2.0)
 
 
@@ -46,7 +46,7 @@ def test_a_step_with_infinite_gradients_is_skipped_and_the_scale_halved() -> Non
     assert scale == 32768.0
 
 
-def test_several_optimizers_are_skipped_each_by_its_own_gradients() -> None:
+def test_each_optimizer_is_skipped_according_to_its_own_gradients() -> None:
     precision = MixedPrecision("16-mixed", "cpu")
     weights = [torch.nn.Parameter(torch.zeros(())) for _ in range(2)]
     optimizers = [torch.optim.SGD([weight], lr=1.0) for weight in weights]
@@ -96,7 +96,7 @@ def test_a_batch_that_is_repeated_after_a_fault_is_unscaled_again(manual: bool) 
     assert weight.item() == -1.0
 
 
-def test_16_mixed_asks_for_cuda_and_is_bf16_mixed_on_a_cpu() -> None:
+def test_16_mixed_uses_fp16_on_cuda_and_bf16_on_a_cpu() -> None:
     with pytest.raises(ValueError, match="bf16-mixed"):
         make_precision("16-mixed", torch.device("meta"))
     with pytest.warns(UserWarning, match="this device is a CPU: it is 'bf16-mixed'"):
@@ -115,7 +115,7 @@ def test_complex_numbers_stay_complex(name: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["64-true", "bf16-true", "bf16-mixed"])
-def test_precisions_train(precision: str, quiet: dict[str, Any]) -> None:
+def test_every_precision_trains(precision: str, quiet: dict[str, Any]) -> None:
     module = TinyModule()
     fx.Trainer(max_epochs=2, precision=precision, **quiet).fit(module, tiny_loader(), tiny_loader())
     kept = {"64-true": torch.float64, "bf16-true": torch.bfloat16}.get(precision, torch.float32)

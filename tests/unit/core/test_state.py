@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from fabricx.core.state import Phase, RunningStage, RunState, TrainerFn, TrainerStatus
 
 
-def test_a_position_is_read_from_its_plain_data_also_where_a_newer_version_wrote_it() -> None:
+def test_a_position_is_read_from_plain_data_of_this_and_newer_versions() -> None:
     written = RunState(phase=Phase.VALIDATE, epoch=3, batch=2, drained=True, run="abc")
     data = written.state_dict()
     assert {type(value) for value in data.values()} == {str, int, bool}
@@ -39,7 +39,7 @@ def test_each_sample_that_is_not_trained_once_is_counted(windows: list[tuple[int
     assert state.again >= 0
 
 
-def test_text_of_stages_is_that_of_lightning() -> None:
+def test_stages_are_printed_like_lightnings() -> None:
     from lightning.pytorch.trainer import states
 
     for mine in (TrainerFn, TrainerStatus, RunningStage):

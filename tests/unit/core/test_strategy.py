@@ -93,7 +93,7 @@ def test_the_guide_shows_the_smallest_example() -> None:
     assert (ROOT / "examples" / "plain_ddp.py").read_text() in GUIDE
 
 
-def test_the_example_of_the_guide_is_as_long_as_it_says() -> None:
+def test_the_example_of_the_guide_has_the_stated_length() -> None:
     lines = (ROOT / "examples" / "quantized_ddp.py").read_text().count("\n")
     assert f"a complete strategy in {lines} lines" in GUIDE
     assert lines < 60

@@ -46,7 +46,7 @@ def test_a_method_of_a_part_that_is_not_inherited_is_an_error_that_names_the_par
         as_part(Plain(), Elastic).world_changed(World())
 
 
-def test_only_ranks_at_their_own_pace_are_dealt_data() -> None:
+def test_only_ranks_at_their_own_pace_receive_leases() -> None:
     own_pace = AsyncSGD()
     assert not own_pace.traits.lockstep
     assert as_part(own_pace, DealsData).dealer is own_pace.dealer

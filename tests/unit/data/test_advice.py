@@ -54,7 +54,7 @@ def test_shuffled_evaluation_data_are_a_warning(quiet: dict[str, Any]) -> None:
     fit(quiet, TinyModule(), tiny_loader())
 
 
-def test_a_length_that_is_not_chosen_is_a_warning(quiet: dict[str, Any]) -> None:
+def test_a_default_length_of_training_is_a_warning(quiet: dict[str, Any]) -> None:
     with pytest.warns(PossibleUserWarning, match="max_epochs is not set: training ends after 1000 epochs"):
         fx.Trainer(callbacks=[OneStep()], **quiet).fit(OnlyTrains(), tiny_loader())
     fx.Trainer(max_steps=1, **quiet).fit(OnlyTrains(), tiny_loader())
@@ -65,7 +65,7 @@ class OneStep(fx.Callback):
         trainer.should_stop = True
 
 
-def test_rows_that_no_logger_gets_are_a_warning(quiet: dict[str, Any]) -> None:
+def test_rows_that_no_logger_receives_are_a_warning(quiet: dict[str, Any]) -> None:
     with pytest.warns(PossibleUserWarning, match=r"training batches \(4\) is smaller than log_every_n_steps=50"):
         fit(quiet, OnlyTrains(), logger=CSVLogger())
     fit(quiet, OnlyTrains(), logger=CSVLogger(), log_every_n_steps=4)

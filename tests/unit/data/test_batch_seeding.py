@@ -27,9 +27,7 @@ class _Augmented(Dataset[Any]):
 
 
 @pytest.mark.parametrize("processes", [0, 2])
-def test_random_augmentation_is_the_same_in_a_resumed_run(
-    quiet: dict[str, Any], tmp_path: Path, processes: int
-) -> None:
+def test_random_augmentation_is_equal_in_a_resumed_run(quiet: dict[str, Any], tmp_path: Path, processes: int) -> None:
     def run(steps: int, path: Path | None) -> tuple[fx.Trainer, TinyModule]:
         fx.seed_everything(1)
         module, trainer = TinyModule(lr=0.01), fx.Trainer(max_epochs=2, max_steps=steps, **quiet)

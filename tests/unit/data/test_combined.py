@@ -49,7 +49,7 @@ def test_an_empty_list_is_a_loader_without_batches() -> None:
     assert items("sequential", [[], range(2)]) == [(0, 0, 1), (1, 1, 1)]  # the number of the second loader is 1
 
 
-def test_loaders_are_replaced_one_by_one_or_together() -> None:
+def test_loaders_are_replaced_separately_or_together() -> None:
     loader = CombinedLoader({"a": range(2), "b": [range(3)]})
     loader.flattened[0] = "xyz"
     assert [batch for batch, _, _ in loader] == [{"a": "x", "b": [0]}, {"a": "y", "b": [1]}, {"a": "z", "b": [2]}]
@@ -79,7 +79,7 @@ def test_limits_end_an_iteration_and_are_counted(mode: Any, limits: Any, expecte
     assert len(loader) == len(list(loader)) == {"min_size": 2, "sequential": 6}.get(mode, 4)
 
 
-def test_limits_bound_streams_and_have_a_number_for_each_loader() -> None:
+def test_limits_bound_streams_and_have_a_value_for_each_loader() -> None:
     loader = CombinedLoader([Stream(), Stream()], "max_size")
     loader.limits = 2
     assert loader.limits == [2, 2]
@@ -126,7 +126,7 @@ class OnNumbers(TinyModule):
         return self.layer.weight.sum() * batch["a"]
 
 
-def test_it_is_an_iterator_whose_loaders_side_by_side_begin_at_once() -> None:
+def test_it_is_an_iterator_that_starts_parallel_loaders_at_once() -> None:
     begun: list[str] = []
 
     class Begins:
@@ -151,7 +151,7 @@ def test_it_is_an_iterator_whose_loaders_side_by_side_begin_at_once() -> None:
             next(loader)
 
 
-def test_samplers_have_its_structure_and_a_stream_has_no_length() -> None:
+def test_samplers_have_the_nesting_of_loaders_and_a_stream_has_no_length() -> None:
     one = tiny_loader()
     loader = CombinedLoader({"a": one, "b": [Stream()]}, "min_size")
     assert loader.sampler == {"a": one.sampler, "b": [None]}
@@ -196,7 +196,7 @@ def test_a_run_resumes_at_its_next_combined_batch(tmp_path: Path) -> None:
     assert torch.equal(rest.layer.weight, whole.layer.weight)
 
 
-def test_evaluations_take_loaders_one_after_the_other_or_side_by_side(quiet: dict[str, Any]) -> None:
+def test_evaluations_read_loaders_sequentially_or_in_parallel(quiet: dict[str, Any]) -> None:
     class Counts(TinyModule):
         def __init__(self) -> None:
             super().__init__()

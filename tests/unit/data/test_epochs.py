@@ -38,7 +38,7 @@ class Turned(Sampler[int]):
 
 
 @pytest.mark.parametrize("kind", ["sampler", "batches of torch", "own batches", "loaders"])
-def test_the_sampler_within_batches_and_loaders_gets_the_number_of_the_epoch(kind: str) -> None:
+def test_set_epoch_is_called_on_the_sampler_within_batch_samplers_and_loaders(kind: str) -> None:
     loader: Any = {
         "sampler": lambda: DataLoader(DATA, 2, sampler=Turned()),
         "batches of torch": lambda: DataLoader(DATA, batch_sampler=BatchSampler(Turned(), 2, False)),
@@ -51,7 +51,7 @@ def test_the_sampler_within_batches_and_loaders_gets_the_number_of_the_epoch(kin
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_a_distributed_sampler_within_batches_gets_the_number_of_the_epoch(joined: bool) -> None:
+def test_set_epoch_is_called_on_a_distributed_sampler_within_a_batch_sampler(joined: bool) -> None:
     sampler: Any = DistributedSampler(DATA, num_replicas=1, rank=0)
     loader: Any = DataLoader(DATA, batch_sampler=BatchSampler(sampler, 4, False))
     feed = make_feed(CombinedLoader({"a": loader}) if joined else loader, World(), seed=5)
@@ -59,7 +59,7 @@ def test_a_distributed_sampler_within_batches_gets_the_number_of_the_epoch(joine
     assert orders[0] != orders[1]
 
 
-def test_the_data_set_the_samplers_and_the_loader_get_it_from_the_inside_out() -> None:
+def test_set_epoch_is_called_on_data_set_samplers_and_loader_in_this_order() -> None:
     got = []
 
     class Part:

@@ -20,7 +20,7 @@ class Batches(BatchSampler):
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_a_distributed_sampler_is_that_of_its_rank(wrapped: bool) -> None:
+def test_a_distributed_sampler_has_the_rank_of_its_process(wrapped: bool) -> None:
     sampler: Any = DistributedSampler(DATA, num_replicas=2, rank=1, shuffle=False)
     kind = {"batch_sampler": Batches(sampler, 5, False)} if wrapped else {"batch_size": 5, "sampler": sampler}
     loader = DataLoader(DATA, **kind)  # type: ignore[arg-type]
@@ -68,7 +68,7 @@ class Endless(Sampler[int]):
     ],
 )
 @pytest.mark.parametrize("joined", [False, True])
-def test_samples_that_each_rank_would_read_whole_are_refused(source: Any, reason: str, joined: bool) -> None:
+def test_loaders_that_each_rank_would_read_completely_are_refused(source: Any, reason: str, joined: bool) -> None:
     loader = CombinedLoader({"a": source}) if joined else source
     with pytest.raises(ValueError, match=f"{reason}.* over the 2 ranks.*use_distributed_sampler=False"):
         make_feed(loader, World(rank=1, size=2), seed=5)
@@ -92,7 +92,7 @@ class Stream(IterableDataset):
     ],
     ids=["map-style", "own batches", "stream", "own loader", "list"],
 )
-def test_a_map_style_loader_is_read_in_the_global_order_and_any_other_source_as_it_is(
+def test_a_map_style_loader_is_read_in_the_global_order_and_any_other_source_unchanged(
     source: Any, ordered: bool
 ) -> None:
     assert type(make_feed(source, World(), seed=5)) is (OrderedFeed if ordered else ListFeed)
@@ -101,7 +101,7 @@ def test_a_map_style_loader_is_read_in_the_global_order_and_any_other_source_as_
             make_feed(source, World(), seed=5, parts=12)
 
 
-def test_each_rank_reads_all_data_in_an_order_of_its_own_where_they_are_not_divided() -> None:
+def test_each_rank_reads_all_data_in_its_own_order_if_the_data_are_not_divided() -> None:
     loader = DataLoader(DATA, 20, shuffle=True)
     orders = []
     for rank in range(2):

@@ -77,7 +77,7 @@ def microbatches(lengths: list[int], accumulate: int, first: int = 0) -> list[li
     return found
 
 
-def test_each_batch_of_an_update_counts_the_same_wherever_streams_end() -> None:
+def test_all_batches_of_an_update_have_equal_weight_wherever_streams_end() -> None:
     for lengths in ([5], [5, 5], [5, 2], [1, 4, 7], [0, 3], [0, 0]):
         for accumulate in (1, 2, 3):
             by_rank = microbatches(lengths, accumulate)
@@ -98,7 +98,7 @@ def test_each_batch_of_an_update_counts_the_same_wherever_streams_end() -> None:
             assert not window
 
 
-def test_a_stream_goes_on_after_the_batches_that_were_trained() -> None:
+def test_a_stream_resumes_after_the_trained_batches() -> None:
     assert [[m.data for m in one] for one in microbatches([5, 3], 1, first=2)] == [[2, 3, 4], [2, None, None]]
 
 
@@ -122,7 +122,7 @@ class Continued(Source):
         self.done = state
 
 
-def test_a_rank_whose_stream_has_ended_computes_along_with_its_newest_batch_also_after_a_resume() -> None:
+def test_a_rank_whose_stream_has_ended_computes_with_its_newest_batch_also_after_a_resume() -> None:
     class Ended(Rank):
         def gather_objects(self, obj: Any) -> list[Any]:
             return [3, 4]
@@ -138,7 +138,7 @@ def test_a_rank_whose_stream_has_ended_computes_along_with_its_newest_batch_also
     assert along(Continued(3), {"over": True, "source": 3}) == [0, 3]  # of the next epoch, which isn't begun by that
 
 
-def test_a_length_that_promises_too_much_costs_no_batch() -> None:
+def test_no_batch_is_lost_if_the_declared_length_is_too_large() -> None:
     class Promising(Source):
         def __len__(self) -> int:
             return self.batches + 2
@@ -174,7 +174,7 @@ class Leases:
 
 
 @pytest.mark.parametrize("trained", [0, 2])
-def test_a_rank_at_its_own_pace_goes_on_after_its_own_batches_even_if_it_has_trained_none(trained: int) -> None:
+def test_a_rank_at_its_own_pace_resumes_after_its_own_batches_even_after_none(trained: int) -> None:
     def section(done: int, limit: float) -> None:
         return None
 
@@ -196,7 +196,7 @@ def test_a_rank_at_its_own_pace_goes_on_after_its_own_batches_even_if_it_has_tra
     assert values(again, 9, epoch=2) == source
 
 
-def test_a_meeting_after_no_lease_is_in_the_middle_of_a_batch() -> None:
+def test_a_meeting_without_a_lease_is_within_a_batch() -> None:
     feed = ListFeed([torch.rand(1) for _ in range(2)], Rank(0, 1, Together(1)), float("inf"))
     dealer, section = Leases(0), lambda done, limit: None
     meetings = []
@@ -207,7 +207,7 @@ def test_a_meeting_after_no_lease_is_in_the_middle_of_a_batch() -> None:
     assert meetings == [(0, True), (1, False), (2, False)]
 
 
-def test_a_dropped_gradient_ends_the_section_with_an_error_since_its_batch_is_in_no_other_stream() -> None:
+def test_a_dropped_gradient_of_a_stream_is_an_error_at_the_end_of_the_section() -> None:
     feed = ListFeed([torch.rand(1) for _ in range(2)], Rank(0, 1, Together(1)), float("inf"))
     dealer, section = Leases(2), lambda done, limit: None
     leased = feed.leased(cast(Any, dealer), cast(Any, section), 0)
@@ -227,7 +227,7 @@ def position_of(state: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("limit", [3, 0.6, 5, float("inf")])
 @pytest.mark.parametrize("restarts", [True, False])
-def test_after_an_epoch_that_a_limit_has_ended_a_resumed_run_reads_what_the_whole_one_reads(
+def test_after_a_limited_epoch_a_resumed_run_reads_the_samples_of_an_uninterrupted_run(
     restarts: bool, limit: float
 ) -> None:
     feed = ListFeed(Sized(0, 5, restarts=restarts), World(), limit)
@@ -245,7 +245,7 @@ def test_after_an_epoch_that_a_limit_has_ended_a_resumed_run_reads_what_the_whol
 
 
 @pytest.mark.parametrize("restarts", [True, False])
-def test_a_rank_whose_stream_is_shorter_reads_it_again_in_the_next_epoch_also_after_a_resume(restarts: bool) -> None:
+def test_a_shorter_stream_is_read_again_in_the_next_epoch_also_after_a_resume(restarts: bool) -> None:
     class Shorter(Rank):
         def gather_objects(self, obj: Any) -> list[Any]:
             return [2, 4]
@@ -287,7 +287,7 @@ class SizedNoise(Noise):
 
 @pytest.mark.parametrize("sized", [False, True])
 @pytest.mark.parametrize("stateful", [False, True])
-def test_a_resumed_stream_draws_the_numbers_of_a_run_without_interruption(sized: bool, stateful: bool) -> None:
+def test_a_resumed_stream_draws_the_random_numbers_of_an_uninterrupted_run(sized: bool, stateful: bool) -> None:
     def read(feed: ListFeed, epoch: int, first: int = 0) -> Iterator[Any]:
         for microbatch in feed.epoch(epoch, first=first):
             yield microbatch.data
@@ -311,7 +311,7 @@ def test_a_resumed_stream_draws_the_numbers_of_a_run_without_interruption(sized:
     assert len({draw for _, draw, _ in whole}) == 12
 
 
-def test_the_iterator_of_an_epoch_that_is_left_ends() -> None:
+def test_the_iterator_of_an_abandoned_epoch_is_closed() -> None:
     """With it end the processes of a loader."""
     ended = []
 
@@ -365,7 +365,7 @@ class Counts(IterableDataset[Any]):
 
 @pytest.mark.parametrize("survives", [True, False])
 @pytest.mark.parametrize("trained", [0, 2])
-def test_a_stream_is_read_again_with_its_counters_of_that_epoch(survives: bool, trained: int) -> None:
+def test_a_repeated_stream_has_the_counters_of_that_epoch(survives: bool, trained: int) -> None:
     """Also by a rank that has trained on, when all go back because another has died."""
 
     def read(feed: ListFeed, data: Counts, epoch: int, first: int = 0) -> Iterator[Any]:
@@ -436,7 +436,7 @@ class Parts(IterableDataset[Any]):
 
 @pytest.mark.parametrize("own_pace", [False, True])
 @pytest.mark.parametrize("at", range(5))
-def test_a_counter_that_only_the_prefetched_batch_has_changed_is_not_taken_for_a_hooks(at: int, own_pace: bool) -> None:
+def test_a_counter_changed_by_the_prefetched_batch_is_not_a_change_of_a_hook(at: int, own_pace: bool) -> None:
     def read(feed: ListFeed, epoch: int, first: int = 0, stop: int = 5) -> list[Any]:
         leases: tuple[Any, Any] = Leases(stop), lambda done, limit: None
         stream = feed.leased(*leases, epoch, first=first) if own_pace else feed.epoch(epoch, first=first)

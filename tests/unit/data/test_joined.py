@@ -16,7 +16,7 @@ from tests.unit.data.number_loaders import Numbers, Stream, loader, plain
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_single_loader_yields_what_the_loaders_yield_side_by_side(mode: Any) -> None:
+def test_a_joined_loader_yields_the_batches_of_the_parallel_loaders(mode: Any) -> None:
     both = CombinedLoader({"a": loader(0, 3), "b": [loader(10, 10, 4, drop_last=True), loader(20, 2)]}, mode)
     by_hand = [batch for batch, _, _ in both]
     as_one = joined(both, ranks=2)
@@ -25,14 +25,14 @@ def test_a_single_loader_yields_what_the_loaders_yield_side_by_side(mode: Any) -
     assert len(as_one) == len(both) == len(by_hand) == {"min_size": 1, "sequential": 5}.get(mode, 2)
 
 
-def test_samples_without_batches_and_own_batch_samplers() -> None:
+def test_samples_without_batching_and_custom_batch_samplers_are_joined() -> None:
     own = DataLoader(Numbers(0, 5), batch_sampler=[[4, 0], [3]])
     alone = DataLoader(Numbers(50, 3), batch_size=None)
     as_one = joined(CombinedLoader((own, alone), "max_size"), ranks=1)
     assert [(plain(a), b) for a, b in as_one] == [([4, 0], 50), ([3], 51), (None, 52)]
 
 
-def test_a_shorter_loader_is_shuffled_anew_when_it_begins_again() -> None:
+def test_a_shorter_loader_is_reshuffled_when_it_starts_again() -> None:
     both = CombinedLoader([loader(0, 40, 1), loader(100, 8, 1, shuffle=True)], "max_size_cycle")
     torch.manual_seed(3)
     numbers = [int(b) for _, b in joined(both, ranks=1)]
@@ -46,7 +46,7 @@ def test_loader_processes_make_the_same_batches() -> None:
     assert [plain(batch) for batch in joined(both, ranks=1)] == [plain(batch) for batch, _, _ in both]
 
 
-def test_streams_are_read_as_they_are_and_not_beside_data_that_is_divided() -> None:
+def test_streams_are_read_unchanged_and_not_beside_divided_data() -> None:
     stream, divided = DataLoader(Stream(), batch_size=2), loader(0, 4)
     with pytest.raises(ValueError, match=r"samples are divided over the 2 ranks, and a .* each rank reads whole"):
         joined(CombinedLoader([stream, divided]), ranks=2)

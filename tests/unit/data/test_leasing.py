@@ -31,7 +31,7 @@ class Dealer:
     items=st.integers(1, 60), begin=st.integers(0, 10), batch=st.integers(1, 5), accumulate=st.integers(1, 3),
     together=st.integers(1, 4), ranks=st.integers(1, 3), wanted=st.integers(1, 20), turns=st.randoms(),
 )  # fmt: skip
-def test_each_sample_is_leased_once_and_each_update_weighs_one(
+def test_each_sample_is_leased_once_and_each_update_has_weight_1(
     items: int, begin: int, batch: int, accumulate: int, together: int, ranks: int, wanted: int, turns: Any
 ) -> None:
     begin = begin * batch * accumulate % items // (batch * accumulate) * batch * accumulate  # of a whole lease

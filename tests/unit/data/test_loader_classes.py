@@ -77,7 +77,7 @@ def begins(batches: list[Any]) -> list[list[int]]:
     return [batch["begins"] for batch in batches]
 
 
-def test_a_loader_that_passes_all_indices_of_a_batch_to_the_dataset() -> None:
+def test_a_loader_may_pass_all_indices_of_a_batch_to_the_dataset() -> None:
     loader = list_loader()
     assert begins(read(loader)) == begins(list(loader)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert begins(read(list_loader(drop_last=True))) == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -88,16 +88,16 @@ def test_a_loader_that_passes_all_indices_of_a_batch_to_the_dataset() -> None:
     assert sorted(itertools.chain.from_iterable(shuffled)) == list(range(10))
 
 
-def test_its_samples_are_divided_over_ranks() -> None:
+def test_samples_of_a_subclass_are_divided_over_ranks() -> None:
     read_by = [begins(read(list_loader(), rank=rank, size=2)) for rank in (0, 1)]
     assert read_by == [[[0, 1, 2, 3], [8]], [[4, 5, 6, 7], [9]]]
 
 
-def test_its_batches_in_loader_processes() -> None:
+def test_a_subclass_makes_its_batches_in_loader_processes() -> None:
     assert begins(read(list_loader(num_workers=1))) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
-def test_it_is_read_beside_other_loaders() -> None:
+def test_a_subclass_is_read_beside_other_loaders() -> None:
     numbers: Any = range(6)
     both = CombinedLoader({"windows": list_loader(), "numbers": DataLoader(numbers, batch_size=3)}, "max_size_cycle")
     batches = read(both)
@@ -105,12 +105,12 @@ def test_it_is_read_beside_other_loaders() -> None:
     assert [batch["numbers"].tolist() for batch in batches] == [[0, 1, 2], [3, 4, 5], [0, 1, 2]]
 
 
-def test_a_trial_of_the_step_receives_its_batches() -> None:
+def test_a_trial_of_the_step_receives_batches_of_the_subclass() -> None:
     assert two_samples(list_loader())["begins"] == [0, 1]
     assert all(len(batch["begins"]) == 2 for batch in other_batches(list_loader()))
 
 
-def test_a_loader_with_another_order_of_batches_or_another_length_is_read_as_it_is() -> None:
+def test_a_loader_with_its_own_batch_order_or_length_is_read_unchanged() -> None:
     numbers: Any = range(10)
     assert [batch.tolist() for batch in read(Reversed(numbers, batch_size=4))] == [[8, 9], [4, 5, 6, 7], [0, 1, 2, 3]]
     assert [batch.tolist() for batch in read(Short(numbers, batch_size=4))] == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -119,7 +119,7 @@ def test_a_loader_with_another_order_of_batches_or_another_length_is_read_as_it_
             make_feed(kind(numbers, batch_size=4), World(size=2), seed=5)
 
 
-def test_a_class_that_changes_nothing_is_divided() -> None:
+def test_a_subclass_without_overrides_is_divided() -> None:
     numbers: Any = range(10)
     assert not reads_otherwise(Counts(numbers, batch_size=4))
     assert not fetches_lists(DataLoader(numbers, batch_size=None))

@@ -13,7 +13,7 @@ from fabricx.data.loader_order import chosen_items
 DATA: Any = range(20)
 
 
-def test_items_are_the_same_in_each_form() -> None:
+def test_items_are_equal_in_each_form_of_loader() -> None:
     forms: list[Any] = [[3, 5, 7], (3, 5, 7), range(3, 9, 2), np.array([3, 5, 7]), torch.tensor([3, 5, 7])]
     digests = {chosen_items(Subset(DATA, form)) for form in forms}
     assert len(digests) == 1

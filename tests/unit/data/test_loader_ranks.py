@@ -27,7 +27,7 @@ def first(number: int) -> None:
     SEEN.append((number, os.environ.get("RANK"), torch.distributed.get_rank()))
 
 
-def test_a_loader_process_has_the_rank_before_the_users_function(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loader_process_has_its_rank_before_worker_init_fn_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     loader = DataLoader(Stream(), num_workers=1, worker_init_fn=first)
     give_rank(loader)
     given = loader.worker_init_fn
@@ -47,7 +47,7 @@ def test_a_loader_process_has_the_rank_before_the_users_function(monkeypatch: py
         torch.distributed.destroy_process_group()
 
 
-def test_without_loader_processes_nothing_changes() -> None:
+def test_a_loader_without_processes_is_not_changed() -> None:
     loader = DataLoader(Stream())
     give_rank(loader)
     give_rank([1, 2])

@@ -29,7 +29,7 @@ def read(loader: Any, rank: int = 0, ranks: int = 1, epoch: int = 0, **options: 
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_a_batch_sampler_of_torch_is_read_as_the_loader_that_makes_one(drop_last: bool) -> None:
+def test_a_batch_sampler_of_torch_is_read_like_a_loader_with_batch_size(drop_last: bool) -> None:
     odd = range(1, 20, 2)
     own = DataLoader(DATA, batch_sampler=BatchSampler(odd, 4, drop_last))
     usual = DataLoader(DATA, batch_size=4, sampler=odd, drop_last=drop_last)
@@ -49,7 +49,7 @@ class Batches(BatchSampler):
     ],
     ids=["torch", "own", "shuffle"],
 )
-def test_a_fixed_order_is_that_of_the_data_with_any_batches(options: dict[str, Any]) -> None:
+def test_a_fixed_order_is_the_order_of_the_data_for_any_batch_size(options: dict[str, Any]) -> None:
     loader = DataLoader(DATA, **options)
     for epoch in (0, 3):
         assert read(loader, epoch=epoch, limit=2, fixed=True) == [[0, 1, 2, 3], [4, 5, 6, 7]]
@@ -81,7 +81,7 @@ def test_a_collate_function_that_drops_samples_is_a_warning_once() -> None:
     [torch.tensor, lambda rows: [torch.tensor(rows), torch.zeros(3)], lambda rows: torch.zeros(9, len(rows)), str],
     ids=["all", "of the batch and of others", "time first", "no tensors"],
 )
-def test_other_collate_functions_are_no_warning(collate: Any) -> None:
+def test_collate_functions_that_keep_all_samples_are_no_warning(collate: Any) -> None:
     feed = make_feed(DataLoader(DATA, 4, collate_fn=collate), World(), seed=5)
     assert len([micro.data for micro in feed.epoch(0)]) == 5
     both = CombinedLoader({"a": DataLoader(DATA, 4, collate_fn=collate), "b": DataLoader(DATA, 4)})
@@ -104,7 +104,7 @@ class Draws(Sampler[int]):
 
 
 @pytest.mark.parametrize("shuffle", [random.shuffle, np.random.shuffle], ids=["python", "numpy"])
-def test_a_sampler_that_draws_elsewhere_has_the_same_order_on_all_ranks(shuffle: Any) -> None:
+def test_a_sampler_with_another_source_of_random_numbers_has_the_same_order_on_all_ranks(shuffle: Any) -> None:
     orders = []
     for rank in range(2):
         random.seed(rank)
@@ -115,7 +115,7 @@ def test_a_sampler_that_draws_elsewhere_has_the_same_order_on_all_ranks(shuffle:
     assert orders[0] == orders[1] != read(DataLoader(DATA, sampler=Draws(shuffle)), 0, 2, epoch=1)
 
 
-def test_ranks_whose_samplers_differ_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_samplers_that_differ_between_ranks_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     loader = DataLoader(DATA, batch_size=2, sampler=range(0, 20, 2))
     monkeypatch.setattr(World, "gather_objects", lambda world, mine: [mine, "another"])
     with pytest.raises(RanksDisagree, match=r"a different order of the data.*use_distributed_sampler=False"):
@@ -124,7 +124,7 @@ def test_ranks_whose_samplers_differ_are_told_so(monkeypatch: pytest.MonkeyPatch
     assert next(make_feed(loader, World(rank=1, size=2), seed=5).epoch(0)).data.tolist() == [4, 6]
 
 
-def test_ranks_that_meet_without_a_lease_are_in_the_middle_of_a_batch() -> None:
+def test_ranks_that_meet_without_a_lease_are_within_a_batch() -> None:
     counts, opened = iter([0, 2, 0, 1]), []  # leases that are granted in each section
 
     class Grants(Dealer):

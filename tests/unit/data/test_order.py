@@ -9,7 +9,7 @@ from fabricx.data.order import Balance, Cut, epoch_order
 from tests.cases import check_each, product
 
 
-def test_every_place_belongs_to_exactly_one_rank() -> None:
+def test_every_position_belongs_to_exactly_one_rank() -> None:
     cases = product(items=[0, 1, 2, 5, 16, 29, 100], ranks=[1, 2, 3, 7], accumulate=[1, 2, 3], parts=[0, 5, 12])
     check_each(_every_place_belongs_to_exactly_one_rank, cases)
 
@@ -20,7 +20,7 @@ def _every_place_belongs_to_exactly_one_rank(items: int, ranks: int, accumulate:
     assert places == list(range(items))
 
 
-def test_all_ranks_have_as_many_microbatches_as_the_length_says() -> None:
+def test_all_ranks_have_the_declared_number_of_microbatches() -> None:
     cases = product(ranks=[1, 2, 3], accumulate=[1, 3], began_with=[0, 2, 5], parts=[0, 5])
     check_each(_all_ranks_have_as_many_microbatches_as_the_length_says, cases)
 
@@ -34,7 +34,7 @@ def _all_ranks_have_as_many_microbatches_as_the_length_says(
 
 
 @pytest.mark.parametrize("items", [5, 16, 29])
-def test_parts_are_the_same_whatever_the_number_of_ranks(items: int) -> None:
+def test_parts_are_equal_for_any_number_of_ranks(items: int) -> None:
     found = set()
     for ranks in (1, 2, 3, 7):
         cuts = [Cut(items, 12, rank, ranks, began_with=1, parts=12) for rank in range(ranks)]
@@ -53,11 +53,11 @@ def test_the_first_part_of_a_rank_has_a_sample(items: int) -> None:
                 assert all(share.begin < share.end for share in shares)
 
 
-def test_one_rank_gets_the_batches_that_a_plain_loader_gives() -> None:
+def test_a_single_rank_reads_the_batches_of_a_plain_loader() -> None:
     assert [(s.begin, s.end) for s in Cut(items=10, batch=4).shares()] == [(0, 4), (4, 8), (8, 10)]
 
 
-def test_a_position_is_where_an_earlier_run_has_stopped_under_any_number_of_ranks() -> None:
+def test_a_position_of_an_earlier_run_is_valid_for_any_number_of_ranks() -> None:
     whole = Cut(items=50, batch=4, ranks=2)
     first = [s for rank in range(2) for s in Cut(50, 4, rank, 2).shares() if s.window_end <= 16]
     rest = [s for rank in range(4) for s in Cut(50, 2, rank, 4).shares(position=16)]
@@ -72,7 +72,7 @@ def test_windows_open_and_close_once() -> None:
         assert [s.last for s in shares] == [False] * (len(shares) - 1) + [True]
 
 
-def test_an_epochs_order_is_a_permutation_that_only_seed_and_epoch_decide() -> None:
+def test_the_order_of_an_epoch_is_a_permutation_determined_by_seed_and_epoch() -> None:
     first = epoch_order(100, seed=1, epoch=0)
     assert torch.equal(first, epoch_order(100, seed=1, epoch=0))
     assert sorted(first.tolist()) == list(range(100))
@@ -83,7 +83,7 @@ def test_an_epochs_order_is_a_permutation_that_only_seed_and_epoch_decide() -> N
 @pytest.mark.parametrize("items", [40, 43])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("most", [None, (4, 8, 3)])
-def test_unequal_shares_are_of_the_same_global_batches(
+def test_unequal_shares_divide_the_same_global_batches(
     items: int, accumulate: int, most: tuple[int, ...] | None
 ) -> None:
     balance = Balance()
@@ -108,7 +108,7 @@ def test_a_rank_with_fewer_microbatches_has_its_own_at_the_end() -> None:
     assert sizes == [[4, 4, 4], [0, 0, 4]]
 
 
-def test_what_is_left_over_goes_to_each_rank_in_turn() -> None:
+def test_remaining_samples_are_assigned_to_ranks_in_turn() -> None:
     balance = Balance()
     balance.change(0, 0, (1.0, 1.0, 1.0), turns=True)
     by_rank = [list(Cut(40, 5, rank, 3, began_with=2, balance=balance).shares()) for rank in range(3)]
@@ -116,7 +116,7 @@ def test_what_is_left_over_goes_to_each_rank_in_turn() -> None:
     assert sizes == [[4, 3, 3, 4], [3, 4, 3, 3], [3, 3, 4, 3]]
 
 
-def test_shares_hold_from_a_place_on_and_for_as_many_ranks() -> None:
+def test_shares_apply_from_a_position_and_for_the_same_number_of_ranks() -> None:
     balance = Balance()
     balance.change(0, 24, (1.0, 3.0))
     balance.change(1, 8, (3.0, 1.0))
@@ -126,7 +126,7 @@ def test_shares_hold_from_a_place_on_and_for_as_many_ranks() -> None:
     assert balance.at(1, 8, 3) is None
 
 
-def test_each_rank_knows_how_many_ranks_have_nothing() -> None:
+def test_each_rank_computes_which_ranks_have_no_samples() -> None:
     cases = product(items=[1, 5, 17, 29], ranks=[2, 3, 7], accumulate=[1, 3], parts=[0, 5], balanced=[False, True])
     cases = [case for case in cases if not (case["parts"] and case["balanced"])]
     check_each(_each_rank_knows_which_ranks_have_nothing, cases)

@@ -18,7 +18,7 @@ class Noise:
             yield random.random(), float(np.random.rand()), float(torch.rand(()))
 
 
-def test_training_and_source_draw_apart() -> None:
+def test_training_and_data_source_have_separate_random_numbers() -> None:
     torch.manual_seed(1)
     alone = [next(draws) for draws in [OwnDraws(Noise())] for _ in range(4)]
     after = RandomState()
@@ -36,5 +36,5 @@ def test_training_and_source_draw_apart() -> None:
     assert [next(continued), next(continued)] == alone[2:]
 
 
-def test_each_epoch_has_other_numbers() -> None:
+def test_each_epoch_has_different_random_numbers() -> None:
     assert next(OwnDraws(Noise())) != next(OwnDraws(Noise()))

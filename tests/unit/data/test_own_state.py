@@ -46,7 +46,7 @@ SAMPLES = 12
         (None, None, True),
     ],
 )
-def test_states_are_equal_if_all_their_values_are(one: Any, other: Any, equal: bool) -> None:
+def test_states_are_equal_if_all_their_values_are_equal(one: Any, other: Any, equal: bool) -> None:
     assert equal_states(one, other) is equal
 
 
@@ -79,7 +79,7 @@ def draw(generator: Any) -> float:
 
 
 @pytest.mark.parametrize("name", generators())
-def test_a_generator_draws_again_what_it_drew_after_its_state_was_taken(name: str) -> None:
+def test_a_restored_generator_repeats_its_draws(name: str) -> None:
     generator = generators()[name]
     draw(generator)
     state = generator_state(generator)
@@ -89,7 +89,7 @@ def test_a_generator_draws_again_what_it_drew_after_its_state_was_taken(name: st
     assert [draw(other) for _ in range(3)] == drawn
 
 
-def test_generators_of_one_kind_take_over_each_others_state() -> None:
+def test_generators_of_the_same_kind_accept_each_others_state() -> None:
     assert len({generator_kind(generator) for generator in generators().values()}) == len(generators())
 
 
@@ -261,7 +261,7 @@ def train(loader: DataLoader[Any], ckpt: Path | None = None, save: Path | None =
 
 @pytest.mark.parametrize("steps", [4, 6], ids=["between epochs", "within an epoch"])
 @pytest.mark.parametrize("kind", LOADERS)
-def test_a_run_that_goes_on_sees_what_an_uninterrupted_run_sees(kind: str, steps: int, own_folder: Path) -> None:
+def test_a_resumed_run_reads_the_samples_of_an_uninterrupted_run(kind: str, steps: int, own_folder: Path) -> None:
     whole = train(LOADERS[kind](), max_epochs=4)
     begun = train(LOADERS[kind](), save=own_folder / "one.ckpt", max_steps=steps)
     assert whole == begun + train(LOADERS[kind](), own_folder / "one.ckpt", max_epochs=4)
@@ -288,13 +288,13 @@ class SavesAfterEpoch(fx.Callback):
             trainer.save_checkpoint(self.path)
 
 
-def test_a_run_goes_on_where_an_epoch_ended_but_for_its_hooks(own_folder: Path) -> None:
+def test_a_run_resumes_at_the_end_of_an_epoch_before_its_hooks(own_folder: Path) -> None:
     kind = LOADERS["list in place"]
     whole = train(kind(), max_epochs=3, callbacks=[SavesAfterEpoch(own_folder / "one.ckpt")])
     assert train(kind(), own_folder / "one.ckpt", max_epochs=3) == whole[SAMPLES // 3 :]
 
 
-def test_a_sampler_that_was_put_back_for_an_epoch_that_is_over_draws_the_next_order() -> None:
+def test_a_sampler_restored_for_a_complete_epoch_draws_the_next_order() -> None:
     def orders(*, interrupted: bool) -> list[Any]:
         feed = make_feed(LOADERS["list in place"](), World(), seed=5)
         found = [[micro.data.tolist() for micro in feed.epoch(0)]]
@@ -305,7 +305,7 @@ def test_a_sampler_that_was_put_back_for_an_epoch_that_is_over_draws_the_next_or
     assert orders(interrupted=True) == orders(interrupted=False)
 
 
-def test_a_sampler_is_put_back_to_where_no_order_had_been_drawn() -> None:
+def test_a_sampler_is_restored_to_the_state_before_its_first_order() -> None:
     feed = make_feed(LOADERS["list in place"](), World(), seed=5)
 
     def orders() -> list[Any]:
@@ -334,7 +334,7 @@ def test_global_generators_and_samples_are_not_searched() -> None:
     assert list(find_generators(data, "data")) == [f"data.transforms.{place}.generator" for place in range(2, 9)]
 
 
-def test_a_sampler_of_other_places_or_of_another_class_keeps_its_own(own_folder: Path) -> None:
+def test_a_sampler_with_another_path_or_class_keeps_its_own_state(own_folder: Path) -> None:
     def trained(sampler: Any, **options: Any) -> list[float]:
         rows = train(numbers(shuffle=False, sampler=sampler), **options)
         return sorted(number for row in rows for number in row[2:])

@@ -33,7 +33,7 @@ def test_a_copy_is_equal_and_of_the_same_types(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["batches", "numbers", "classes"])
-def test_a_change_in_place_shows(name: str) -> None:
+def test_a_change_in_place_is_detected(name: str) -> None:
     value = copy.deepcopy(VALUES[name])
     before = packed(value)
     if name == "classes":
@@ -60,7 +60,7 @@ def test_other_values_are_not_plain(value: Any) -> None:
     assert not is_plain(value)
 
 
-def test_a_list_that_has_itself_is_not_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recursive_list_is_not_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fabricx.data.plain_values._LISTS", 100)
     value: list[Any] = []
     value.append(value)

@@ -44,7 +44,7 @@ def trained(root: Path, loader: Any, **options: Any) -> Seeing:
     return module
 
 
-def test_samples_come_in_the_order_of_a_loader_without_processes(tmp_path: Path) -> None:
+def test_samples_have_the_order_of_a_loader_without_processes(tmp_path: Path) -> None:
     def doubled(sample: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return 2 * sample[0], sample[1]
 
@@ -54,7 +54,7 @@ def test_samples_come_in_the_order_of_a_loader_without_processes(tmp_path: Path)
 
 
 @pytest.mark.filterwarnings("ignore:the checkpoint has the state of ModelCheckpoint")
-def test_a_run_that_was_stopped_goes_on_with_the_same_draws(tmp_path: Path) -> None:
+def test_a_stopped_run_continues_with_the_same_random_draws(tmp_path: Path) -> None:
     def loader() -> Preprocess:
         return Preprocess(tiny_data(40), noisy, batch_size=4, shuffle=True, workers=1)
 
@@ -68,7 +68,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_draws(tmp_path: Path) -> N
     assert first + module.seen == whole
 
 
-def test_what_waits_to_be_trained_takes_no_more_memory_than_is_allowed() -> None:
+def test_prefetched_batches_stay_within_the_memory_limit() -> None:
     for workers in range(1, 9):
         for batch_mib in (0.1, 1.0, 30.0, 100.0):
             count, ahead = bounded(workers, batch_mib, 256.0)
@@ -77,13 +77,13 @@ def test_what_waits_to_be_trained_takes_no_more_memory_than_is_allowed() -> None
             assert count * ahead * batch_mib <= 256.0
 
 
-def test_a_batch_that_is_larger_than_the_memory_is_said_when_the_loader_is_made() -> None:
+def test_a_batch_larger_than_the_memory_limit_is_refused_by_the_constructor() -> None:
     with pytest.warns(UserWarning, match="exceed memory_mib=1"):
         loader = Preprocess([torch.zeros(2**19)], lambda sample: sample, batch_size=4, memory_mib=1, workers=3)
     assert (loader.num_workers, loader.prefetch_factor) == (1, 1)
 
 
-def test_making_a_loader_draws_nothing_from_the_users_generators() -> None:
+def test_the_constructor_draws_no_numbers_of_the_users_generators() -> None:
     torch.manual_seed(5)
     random.seed(5)
     np.random.seed(5)
@@ -112,12 +112,12 @@ class Stream(IterableDataset[Any]):
         (([1], str), {"prefetch_factor": 2}, "use memory_mib instead"),
     ],
 )
-def test_what_it_cannot_do_is_an_error_that_says_what_can(arguments: Any, options: Any, message: str) -> None:
+def test_unsupported_options_are_errors_that_name_an_alternative(arguments: Any, options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Preprocess(*arguments, **options)
 
 
-def test_a_function_that_fails_is_seen_before_anything_starts() -> None:
+def test_a_failing_function_is_reported_before_processes_start() -> None:
     def wrong(sample: Any) -> Any:
         raise KeyError("no image")
 

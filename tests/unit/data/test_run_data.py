@@ -26,7 +26,7 @@ class Plans(TinyModule):
         return super().configure_optimizers()
 
 
-def test_a_schedule_is_planned_for_the_updates_of_the_run_on_whatever_ranks_it_goes_on(own_folder: Path) -> None:
+def test_a_schedule_is_planned_for_the_updates_of_the_run_on_any_number_of_ranks(own_folder: Path) -> None:
     def plan(began: int, ckpt: Path | None = None) -> fx.Trainer:
         trainer = fx.Trainer(max_epochs=2, max_steps=-1 if ckpt else 1, **QUIET)
         trainer.state.ranks = began
@@ -93,7 +93,7 @@ def test_limits_count_batches_or_parts() -> None:
 
 
 @pytest.mark.parametrize(("of", "validation"), [(2, 2), (0.5, 3)])
-def test_overfit_takes_the_first_batches_of_each_loader_in_each_epoch(of: float, validation: int) -> None:
+def test_overfit_batches_reads_the_first_batches_of_each_loader_in_each_epoch(of: float, validation: int) -> None:
     module, val = Counts(), tiny_loader(samples=24, shuffle=True)
     trainer = fx.Trainer(max_epochs=3, overfit_batches=of, num_sanity_val_steps=0, **QUIET)
     with pytest.warns(UserWarning, match="a loader with shuffle=True is not shuffled"):
@@ -125,7 +125,7 @@ class _Reloads(Counts):
 
 
 @pytest.mark.parametrize(("every", "asked"), [(0, 1), (1, 4), (2, 2)])
-def test_loaders_are_asked_for_anew_each_so_many_epochs(every: int, asked: int) -> None:
+def test_loaders_are_reloaded_every_n_epochs(every: int, asked: int) -> None:
     module = _Reloads()
     fx.Trainer(max_epochs=4, reload_dataloaders_every_n_epochs=every, **QUIET).fit(module)
     assert module.asked == asked
@@ -263,7 +263,7 @@ class FromCheckpoint(TinyModule):
         [("level", 2, 3), ("level", 1, 3), ("calls", 0, 3), ("drawn", 0, 0), ("module", 2, 3)],
     ),
 )
-def test_a_resumed_run_creates_loaders_from_the_state_from_which_they_were_created(
+def test_a_resumed_run_creates_loaders_from_the_state_at_their_creation(
     kind: str, every: int, level: int, quiet: dict[str, Any], tmp_path: Path
 ) -> None:
     def train(folder: Path, level: int, ckpt: Path | None = None) -> tuple[Any, list[float], list[float]]:
@@ -320,7 +320,7 @@ def test_the_state_of_a_loader_is_loaded_into_the_loader_that_is_read(
         ({"limit_val_batches": 0.01}, {}, "limit_val_batches=0.01 of 4 batches is less than one"),
     ],
 )
-def test_no_batch_at_all_is_an_error(options: dict[str, Any], data: dict[str, Any], said: str) -> None:
+def test_a_training_without_batches_is_an_error(options: dict[str, Any], data: dict[str, Any], said: str) -> None:
     trainer = fx.Trainer(max_epochs=1, **QUIET, **options)
     whole: Any = tiny_loader().dataset
     kept = torch.utils.data.Subset(whole, range(data.pop("samples", len(whole))))
@@ -329,7 +329,7 @@ def test_no_batch_at_all_is_an_error(options: dict[str, Any], data: dict[str, An
     fx.Trainer(max_epochs=1, limit_train_batches=0, **QUIET).fit(Counts(), tiny_loader())  # nothing was asked for
 
 
-def test_a_part_of_the_batches_is_that_of_a_rank() -> None:
+def test_a_fraction_of_the_batches_is_divided_over_ranks() -> None:
     loader = tiny_loader(8)
     _check_part("limit_val_batches", 0.5, loader, 1, 2)
     said = r"limit_val_batches=0\.4 of 2 batches, divided over 2 ranks, is less than one each: set a number of batches"
@@ -363,7 +363,7 @@ class Stream(IterableDataset[Any]):
 
 
 @pytest.mark.parametrize("stage", ["train", "val"])
-def test_a_fraction_of_a_stream_is_an_error_and_none_of_it_is_not(stage: str, quiet: dict[str, Any]) -> None:
+def test_a_fraction_of_a_stream_is_an_error_unless_it_is_0(stage: str, quiet: dict[str, Any]) -> None:
     stream: Any = DataLoader(Stream(), batch_size=2)
     data = {"train_dataloaders": tiny_loader(), "val_dataloaders": tiny_loader(), f"{stage}_dataloaders": stream}
     limit: dict[str, Any] = {f"limit_{stage}_batches": 0.5}

@@ -49,7 +49,7 @@ def test_global_batches_are_the_same_for_any_number_of_ranks_and_from_any_positi
 
 
 @pytest.mark.parametrize("sampler", [SAMPLERS["buckets"], SAMPLERS["groups"]], ids=["buckets", "groups"])
-def test_each_sample_comes_once(sampler: Any) -> None:
+def test_each_sample_is_read_once(sampler: Any) -> None:
     assert sorted(sampler) == list(range(50))
     assert len(sampler) == 50
 
@@ -67,12 +67,12 @@ def test_a_group_stays_together_in_its_own_order() -> None:
     assert all(found == sorted(found) for found in runs)
 
 
-def test_a_bucket_of_nothing_is_refused() -> None:
+def test_an_empty_bucket_is_refused() -> None:
     with pytest.raises(ValueError, match="bucket=0"):
         BucketSampler([1, 2], bucket=0)
 
 
-def test_batches_of_ranks_that_each_read_all_data_are_parts_of_a_global_batch_and_are_not_dealt() -> None:
+def test_a_batch_sampler_on_ranks_that_read_all_data_is_divided_and_not_leased() -> None:
     feed = make_feed(DataLoader(range(8), 4), World(size=2), seed=1, shard=False)  # type: ignore[arg-type]
     assert [micro.loss_factor for micro in feed.epoch(0)] == [0.5, 0.5]
     with pytest.raises(ValueError, match="remove use_distributed_sampler"):

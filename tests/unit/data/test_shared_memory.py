@@ -17,7 +17,9 @@ from fabricx.testing import QUIET, TinyModule, tiny_loader
 
 # torch's half-made iterator complains when it is deleted
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_semaphore_for_which_there_is_no_room(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_semaphore_without_room_in_shared_memory_names_the_remedy(
+    own_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -48,7 +50,7 @@ def test_a_semaphore_for_which_there_is_no_room(own_folder: Path, monkeypatch: p
         (KeyboardInterrupt(), False),
     ],
 )
-def test_other_errors_stay_as_they_are(error: BaseException, is_one: bool) -> None:
+def test_other_errors_are_unchanged(error: BaseException, is_one: bool) -> None:
     loader = DataLoader(tiny_loader().dataset, batch_size=4, num_workers=2)
     assert (note_on(error, loader) is not None) is is_one
     assert note_on(error, DataLoader(tiny_loader().dataset)) is None

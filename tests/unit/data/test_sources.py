@@ -34,7 +34,7 @@ BATCHES = list(tiny_loader(4, 2))
 
 
 @pytest.mark.parametrize("source", [BATCHES, [[1.0, 2.0], [3.0]], [1.0], [], {}, range(3), [Movable(), Movable()]])
-def test_batches_are_a_single_source_of_a_training(source: Any) -> None:
+def test_a_list_of_batches_is_a_single_training_source(source: Any) -> None:
     assert training_source(source) is source
 
 
@@ -56,12 +56,12 @@ def test_loaders_are_combined_for_a_training(source: Any) -> None:
 @pytest.mark.parametrize(
     "source", [[None, tiny_loader()], {"a": None, "b": tiny_loader()}, {"a": torch.ones(2)}, {"a": "text"}, {"a": 1}]
 )
-def test_an_object_among_loaders_that_is_none_is_refused(choose: Any, source: Any) -> None:
+def test_an_object_that_is_no_loader_is_refused_among_loaders(choose: Any, source: Any) -> None:
     with pytest.raises(TypeError, match=r"An invalid dataloader was passed in a (list|dict): found \w+ where a loader"):
         choose(source)
 
 
-def test_loaders_of_an_evaluation_are_read_one_after_the_other() -> None:
+def test_evaluation_loaders_are_read_sequentially() -> None:
     one, two, three = tiny_loader(), tiny_loader(), tiny_loader()
     both = CombinedLoader([one, two], "min_size")
     assert evaluation_sources({"a": [one, two], "b": three}) == [one, two, three]
@@ -104,7 +104,7 @@ def test_nested_lists_are_trained_and_evaluated_and_the_trainer_has_them_as_pass
     assert trainer.val_dataloaders is evaluation
 
 
-def test_a_loader_with_limits_of_its_own_is_refused_in_a_run() -> None:
+def test_a_combined_loader_with_its_own_limits_is_refused_in_a_run() -> None:
     limited = CombinedLoader([range(3)])
     limited.limits = 1
     with pytest.raises(ValueError, match=r"CombinedLoader.limits = \[1\] has no effect in a run: set it to None"):
@@ -113,7 +113,7 @@ def test_a_loader_with_limits_of_its_own_is_refused_in_a_run() -> None:
         fx.Trainer(**QUIET).validate(Notes(), limited)
 
 
-def test_training_doesn_t_read_loaders_one_after_the_other() -> None:
+def test_training_does_not_read_loaders_sequentially() -> None:
     with pytest.raises(ValueError, match=r'mode="sequential"\) is for evaluations: for training choose "min_size"'):
         fx.Trainer(max_epochs=1, **QUIET).fit(
             TinyModule(), CombinedLoader([tiny_loader(), tiny_loader()], "sequential")

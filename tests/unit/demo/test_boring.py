@@ -12,7 +12,7 @@ ours: Any = importlib.import_module("fabricx.pytorch.demos.boring_classes")  # t
 
 
 @pytest.mark.parametrize("name", ["BoringModel", "ManualOptimBoringModel"])
-def test_the_models_of_reports_of_defects_run(name: str, quiet: dict[str, Any]) -> None:
+def test_models_for_bug_reports_run(name: str, quiet: dict[str, Any]) -> None:
     trainer, model, data = fx.Trainer(fast_dev_run=True, **quiet), getattr(ours, name)(), ours.BoringDataModule()
     before = model.layer.weight.clone()
     trainer.fit(model)

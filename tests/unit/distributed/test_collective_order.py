@@ -31,7 +31,7 @@ Make = Callable[[int], list[CollectiveOrder]]
 
 
 @EACH
-def test_ranks_in_one_order_find_no_difference(ranks: Make) -> None:
+def test_ranks_with_the_same_order_report_no_difference(ranks: Make) -> None:
     several = ranks(3)
     for number in range(3 * SLOTS):
         for order in several[number % 3 :] + several[: number % 3]:  # each is the first at some positions
@@ -69,7 +69,7 @@ def test_a_rank_may_be_ahead(ranks: Make) -> None:
         other.note("b")
 
 
-def test_ranks_that_read_too_early_find_the_difference_at_their_next_collective() -> None:
+def test_ranks_that_read_too_early_report_the_difference_at_their_next_collective() -> None:
     first, second = in_memory(2)
     memory = first._order
     assert isinstance(memory, OrderInMemory)

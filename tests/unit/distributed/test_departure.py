@@ -19,7 +19,7 @@ def world(server: StoreServer, rank: int = 0, size: int = 2) -> World:
     return World(rank=rank, size=size, store=PrivateStore(server.path, KEY))
 
 
-def test_no_rank_leaves_before_all_have_done_their_last_collective(server: StoreServer) -> None:
+def test_no_rank_leaves_before_all_ranks_have_finished_their_last_collective(server: StoreServer) -> None:
     first, second = (world(server, rank) for rank in (0, 1))
     order: list[str] = []
 
@@ -37,13 +37,13 @@ def test_no_rank_leaves_before_all_have_done_their_last_collective(server: Store
     assert order == ["the first rank has done its last collective", "the second rank leaves"]
 
 
-def test_a_peer_that_is_gone_is_not_waited_for_without_end(server: StoreServer) -> None:
+def test_the_wait_for_an_ended_peer_is_bounded(server: StoreServer) -> None:
     await_departure(world(server), 0.0)
     await_departure(World())
 
 
 @pytest.mark.parametrize("dies_while_others_wait", [False, True])
-def test_a_worker_whose_end_is_recorded_is_not_waited_for(server: StoreServer, dies_while_others_wait: bool) -> None:
+def test_a_worker_whose_end_is_recorded_is_not_awaited(server: StoreServer, dies_while_others_wait: bool) -> None:
     thread = threading.Thread(target=await_departure, args=(world(server), 3600.0))
     if dies_while_others_wait:
         thread.start()
@@ -71,7 +71,7 @@ def test_requests_of_a_rank_do_not_depend_on_the_number_of_ranks(server: StoreSe
     assert server.requests - before < 20
 
 
-def test_a_worker_that_ends_in_the_middle_of_its_report_is_not_waited_for(server: StoreServer) -> None:
+def test_a_worker_that_ends_during_its_report_is_not_awaited(server: StoreServer) -> None:
     """A report is two requests: a rank's key, and the count of all."""
     name = world(server).key("departure/0")
     thread = threading.Thread(target=await_departure, args=(world(server, size=3), 3600.0))
@@ -84,7 +84,7 @@ def test_a_worker_that_ends_in_the_middle_of_its_report_is_not_waited_for(server
     assert not thread.is_alive()
 
 
-def test_nothing_is_waited_for_when_the_store_is_gone(server: StoreServer) -> None:
+def test_no_rank_waits_after_the_store_has_closed(server: StoreServer) -> None:
     leaving = world(server)
     server.close()
     await_departure(leaving, 3600.0)

@@ -21,7 +21,7 @@ def resident() -> int:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc is asked")
-def test_freed_blocks_between_others_are_given_back() -> None:
+def test_freed_blocks_between_used_blocks_are_returned_to_the_system() -> None:
     kept, freed = [], []
     for _ in range(2000):  # below the size from which on blocks are mapped one by one
         freed.append(torch.ones(16 * 1024))
@@ -33,7 +33,7 @@ def test_freed_blocks_between_others_are_given_back() -> None:
     assert len(kept) == 2000
 
 
-def test_fsdp_gives_back_what_it_has_gathered_where_it_is_much(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fsdp_returns_large_gathered_memory_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     monkeypatch.setattr(fsdp, "release_freed_memory", lambda: calls.append(1))
     for elements, size, expected in ((LARGE // 4, 2, 1), (LARGE // 4 - 1, 2, 0), (LARGE // 4, 1, 0)):

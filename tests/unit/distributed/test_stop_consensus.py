@@ -28,7 +28,7 @@ class AnswersLate:
         return False
 
 
-def test_a_request_of_this_rank_outlives_a_look_at_the_store_that_began_before() -> None:
+def test_a_request_of_this_rank_is_kept_by_a_read_of_the_store_that_started_earlier() -> None:
     agreement = Agreement(World(), "stop")
     store: Any = AnswersLate(agreement)
     agreement._read_request(store, ["requested"])
@@ -43,7 +43,7 @@ def agreements(server: StoreServer, ranks: int, **options: Any) -> list[Agreemen
     ]
 
 
-def test_a_rank_that_has_ended_is_not_waited_for(server: StoreServer) -> None:
+def test_a_rank_that_has_ended_is_not_awaited(server: StoreServer) -> None:
     server.push(DEATHS, b"1")  # as the server of a launch's store does
     agreement, _ = both = agreements(server, 2)
     agreement.request("terminated")
@@ -53,7 +53,7 @@ def test_a_rank_that_has_ended_is_not_waited_for(server: StoreServer) -> None:
         each.close()
 
 
-def test_ranks_that_learn_of_a_request_at_different_boundaries_stop_at_the_same(server: StoreServer) -> None:
+def test_ranks_that_receive_a_request_at_different_boundaries_stop_at_the_same_boundary(server: StoreServer) -> None:
     ranks = agreements(server, 3)
     stopped: list[int] = []
 
@@ -135,7 +135,7 @@ def test_a_delayed_request_stops_all_ranks_when_the_minimum_is_reached(server: S
     assert first[1] == "should_stop"
 
 
-def test_a_rank_that_waits_for_requests_sends_none_itself(server: StoreServer) -> None:
+def test_a_boundary_sends_no_request_to_the_store(server: StoreServer) -> None:
     ranks = agreements(server, 2)
     topics = [Agreement(agreement._world, "settings/0", beside=agreement) for agreement in ranks]
     probe = PrivateStore(server.path, KEY)

@@ -11,7 +11,7 @@ import pytest
 from fabricx.distributed.world import World
 
 
-def test_the_ranks_of_the_only_axis_are_all_ranks() -> None:
+def test_a_single_axis_has_all_ranks() -> None:
     world = World(rank=1, size=3)
     assert world.axis("data") is world
     with pytest.raises(ValueError, match=r"axis='dat' isn't known to World\. Did you mean 'data'"):
@@ -19,7 +19,7 @@ def test_the_ranks_of_the_only_axis_are_all_ranks() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes are forked")
-def test_a_forked_process_does_not_end_groups_that_were_garbage_in_its_parent() -> None:
+def test_a_forked_process_does_not_destroy_garbage_groups_of_its_parent() -> None:
     ended: list[int] = []
 
     class Group:

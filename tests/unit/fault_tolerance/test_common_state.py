@@ -21,7 +21,7 @@ class Compares(fx.Callback):
             ]
 
 
-def test_a_recovery_goes_on_from_all_that_a_checkpoint_has() -> None:
+def test_a_recovery_restores_all_state_of_a_checkpoint() -> None:
     compares = Compares()
     fx.Trainer(max_epochs=1, callbacks=[compares], **QUIET).fit(TinyModule(), tiny_loader(16, 4))
     assert compares.changed == []

@@ -119,7 +119,7 @@ def happens(run: Workers, event: str, number: int) -> None:
 @settings(max_examples=SCHEDULES, deadline=None, derandomize=True)
 @pytest.mark.parametrize("waits", [0.0, 1.0, 1e9])
 @pytest.mark.parametrize("outlived", [False, True])
-def test_whatever_happens_those_that_are_left_come_together_again(
+def test_survivors_form_a_generation_under_any_schedule_of_events(
     waits: float, outlived: bool, events: list[tuple[str, int, int]], size: int
 ) -> None:
     run = Workers(ElasticPolicy(waits, tries=10**6, outlived=outlived), size)
@@ -142,7 +142,7 @@ def test_whatever_happens_those_that_are_left_come_together_again(
     assert [generation.number for generation in run.generations] == list(range(1, newest + 1))
 
 
-def test_who_comes_when_training_has_ended_is_sent_away() -> None:
+def test_a_worker_that_joins_after_training_is_dismissed() -> None:
     run = Workers(ElasticPolicy(), 2)
     run.end(1)
     run.supervise()
@@ -157,7 +157,7 @@ def test_who_comes_when_training_has_ended_is_sent_away() -> None:
     assert run.changes.wanted() is None
 
 
-def test_workers_that_still_wait_in_a_generation_are_informed_when_another_worker_has_left_it_for_a_join() -> None:
+def test_workers_that_wait_in_a_generation_are_informed_when_a_worker_leaves_it_for_a_join() -> None:
     changes = ElasticController(ElasticPolicy(), 2, [])
     for worker in (0, 1):
         changes.receive(worker, WorkerMessage.CAN_RECOVER, None)
@@ -170,7 +170,7 @@ def test_workers_that_still_wait_in_a_generation_are_informed_when_another_worke
     assert not list(changes.messages())
 
 
-def test_a_request_while_a_worker_still_starts_is_met_when_it_trains() -> None:
+def test_a_resize_request_is_met_after_a_starting_worker_trains() -> None:
     changes = ElasticController(ElasticPolicy(), 2, [])
     changes.receive(0, WorkerMessage.CAN_RECOVER, None)  # and trains already, if workers train asynchronously
     assert changes.resize(3) == "3 workers from now on"
@@ -181,7 +181,7 @@ def test_a_request_while_a_worker_still_starts_is_met_when_it_trains() -> None:
     assert [(workers, kind) for workers, kind, _ in changes.messages()] == [((0, 1, 2), "generation")]
 
 
-def test_workers_that_can_not_change_neither_recover_in_place_nor_are_joined_by_a_worker_that_was_requested() -> None:
+def test_workers_with_a_fixed_group_neither_recover_in_place_nor_accept_requested_workers() -> None:
     changes = ElasticController(ElasticPolicy(), 2, [])
     assert changes.resize(3) == "3 workers from now on"
     ready(changes, 2)
@@ -196,7 +196,7 @@ def test_workers_that_can_not_change_neither_recover_in_place_nor_are_joined_by_
     assert not changes.died(1, "killed")
 
 
-def test_workers_with_data_of_their_own_wait_for_a_replacement_without_a_limit() -> None:
+def test_workers_with_own_data_wait_for_a_replacement_without_a_limit() -> None:
     clock = Clock()
     changes = ElasticController(ElasticPolicy(waits=1.0, tries=2), 2, [], clock)
     for worker in (0, 1):
@@ -216,7 +216,7 @@ def test_workers_with_data_of_their_own_wait_for_a_replacement_without_a_limit()
     assert not changes.died(3, "killed")  # no further replacement will start: all workers restart
 
 
-def test_a_worker_that_is_not_needed_any_more_is_informed_too() -> None:
+def test_a_superfluous_worker_is_informed() -> None:
     changes = ElasticController(ElasticPolicy(), 3, [])
     for worker in range(3):
         changes.receive(worker, WorkerMessage.CAN_RECOVER, None)
@@ -226,7 +226,7 @@ def test_a_worker_that_is_not_needed_any_more_is_informed_too() -> None:
     assert list(changes.messages()) == [((0, 1, 2), "broken", 0)]
 
 
-def test_links_that_break_at_the_same_step_again_and_again_are_an_error() -> None:
+def test_links_that_break_repeatedly_at_the_same_step_are_an_error() -> None:
     run = Workers(ElasticPolicy(tries=2), 2)
     for number in range(5):
         run.changes.receive(1, WorkerMessage.LINKS_CUT, number)
@@ -241,7 +241,7 @@ def test_links_that_break_at_the_same_step_again_and_again_are_an_error() -> Non
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_links_that_a_dying_worker_has_cut_are_no_failure_of_their_own(late: bool) -> None:
+def test_links_cut_by_a_dying_worker_are_not_a_separate_failure(late: bool) -> None:
     run = Workers(ElasticPolicy(tries=1), 2)
     run.changes.receive(0, WorkerMessage.LINKS_CUT, 0)
     if late:  # the others already wait for it in the next generation
@@ -254,7 +254,7 @@ def test_links_that_a_dying_worker_has_cut_are_no_failure_of_their_own(late: boo
     assert run.failures == ["rank 1 failed: killed"]
 
 
-def test_links_that_were_made_again_before_a_worker_dies_are_a_failure_of_their_own() -> None:
+def test_links_restored_before_a_worker_dies_are_a_separate_failure() -> None:
     run = Workers(ElasticPolicy(), 2)
     run.changes.receive(0, WorkerMessage.LINKS_CUT, 0)
     run.clock.now += 1.0
@@ -278,7 +278,7 @@ def named(changes: ElasticController) -> Generation:
     return generation
 
 
-def test_who_dies_before_it_has_taken_anything_over_leaves_what_the_one_before_it_left() -> None:
+def test_a_replacement_that_dies_early_passes_on_the_state_of_its_predecessor() -> None:
     changes = ElasticController(ElasticPolicy(waits=10.0), 3, [])
     for worker in range(3):
         changes.receive(worker, WorkerMessage.CAN_RECOVER, None)
@@ -298,7 +298,7 @@ def test_who_dies_before_it_has_taken_anything_over_leaves_what_the_one_before_i
     assert named(changes).replacements == {6: (4,)}
 
 
-def test_what_somebody_left_whose_place_nobody_takes_is_told_by_who_has_left_it() -> None:
+def test_a_generation_lists_workers_without_a_replacement_by_their_successor() -> None:
     clock = Clock()
     changes = ElasticController(ElasticPolicy(waits=1.0), 3, [], clock)
     for worker in range(3):
@@ -312,7 +312,7 @@ def test_what_somebody_left_whose_place_nobody_takes_is_told_by_who_has_left_it(
     assert (generation.workers, generation.replacements, generation.departed) == ((1, 2), {}, ((2, (3, 0)),))
 
 
-def test_what_was_left_is_told_until_a_worker_has_gone_on() -> None:
+def test_departed_workers_are_listed_until_a_worker_reports_a_step() -> None:
     clock = Clock()
     changes = ElasticController(ElasticPolicy(), 4, [], clock)
     for worker in range(4):
@@ -328,7 +328,7 @@ def test_what_was_left_is_told_until_a_worker_has_gone_on() -> None:
     assert (generation.departed, generation.settled) == (((3, (3,)),), 2)
 
 
-def test_a_worker_that_came_is_named_by_its_rank_as_long_as_it_has_one_and_after() -> None:
+def test_a_joined_worker_is_named_by_its_current_or_last_rank() -> None:
     changes = ElasticController(ElasticPolicy(waits=60.0), 2, [])
     for worker in (0, 1):
         changes.receive(worker, WorkerMessage.CAN_RECOVER, None)
@@ -346,7 +346,7 @@ def test_a_worker_that_came_is_named_by_its_rank_as_long_as_it_has_one_and_after
             changes.receive(worker, WorkerMessage.STEP, (coming - 1, coming))
 
 
-def test_nobody_waits_for_a_replacement_that_does_not_come() -> None:
+def test_a_replacement_that_does_not_start_is_not_awaited() -> None:
     workers = Workers(ElasticPolicy(waits=10.0, tries=1), 2)
     workers.changes.died(1, "killed")
     workers.supervise()

@@ -44,7 +44,7 @@ TENSOR = group({5: "all_reduce"}, 5, name="tensor")
         ),  # ranks 0 and 1 go on, and may begin what the others wait for
     ],
 )  # fmt: skip
-def test_only_ranks_of_which_no_collective_can_end_are_blocked(
+def test_only_ranks_whose_collective_cannot_complete_are_blocked(
     traces: dict[int, list[GroupTrace]], is_blocked: bool
 ) -> None:
     answers = {rank: Diagnosis("", "", "", "", tuple(groups)) for rank, groups in traces.items()}
@@ -88,7 +88,7 @@ def moves(awaited: tuple[str, Route, int] | None, **begun: int) -> Diagnosis:
         (moves(("send", FORWARD, 1), send_forward=1), moves(("receive", FORWARD, 1), receive_forward=1), False),
     ],
 )
-def test_a_transfer_that_the_other_rank_has_begun_may_end(
+def test_a_transfer_that_both_ranks_have_started_can_complete(
     first: Diagnosis, second: Diagnosis, is_blocked: bool
 ) -> None:
     assert blocked({0: first, 1: second}) is is_blocked
@@ -102,7 +102,7 @@ def test_a_transfer_that_the_other_rank_has_begun_may_end(
         ((3, 3), (3, 3), False),
     ],
 )
-def test_messages_of_all_ranks_end_when_each_rank_has_sent_its_own(
+def test_an_exchange_completes_when_each_rank_has_sent_its_message(
     sent: tuple[int, int], awaited: tuple[int, int], is_blocked: bool
 ) -> None:
     answers = {rank: Diagnosis("", "", "", "", (messages(sent[rank], awaited[rank]),)) for rank in ALL}
@@ -123,7 +123,7 @@ def test_messages_and_collectives_block_each_other() -> None:
     assert not blocked({0: Diagnosis("", "", "", "", (GATHERS, messages(3, 0))), 1: second})
 
 
-def test_two_equal_answers_are_needed_and_progress_begins_anew() -> None:
+def test_a_deadlock_needs_two_equal_answers_and_progress_resets_it() -> None:
     detector = DeadlockDetector()
     answers: dict[int, Diagnosis | None] = {0: answer(GATHERS), 1: answer(REDUCES)}
     assert not detector.due(AFTER_S - 1)
@@ -147,7 +147,7 @@ def test_two_equal_answers_are_needed_and_progress_begins_anew() -> None:
         {0: answer(GATHERS), 1: answer(GATHERS)},
     ],
 )
-def test_a_rank_that_does_something_between_the_answers_is_not_blocked(second: dict[int, Diagnosis | None]) -> None:
+def test_a_rank_with_progress_between_two_answers_is_not_blocked(second: dict[int, Diagnosis | None]) -> None:
     detector = DeadlockDetector()
     detector.due(AFTER_S)
     assert not detector.found({0: answer(GATHERS), 1: answer(REDUCES)})
@@ -155,7 +155,7 @@ def test_a_rank_that_does_something_between_the_answers_is_not_blocked(second: d
     assert not detector.found(second)
 
 
-def test_without_a_proof_the_ranks_are_asked_less_and_less_often() -> None:
+def test_queries_without_a_deadlock_become_less_frequent() -> None:
     detector = DeadlockDetector()
     asked = []
     for waited_s in range(100):

@@ -57,7 +57,7 @@ Current thread 0x00007f2 (most recent call first):
 """
 
 
-def test_a_stack_that_a_signal_has_shown_names_the_users_line_of_the_main_thread() -> None:
+def test_a_stack_printed_by_a_signal_names_the_user_line_of_the_main_thread() -> None:
     diagnosis = from_dump(DUMP)
     assert diagnosis is not None
     assert diagnosis.where == "/home/me/train.py:15 in training_step"

@@ -56,14 +56,14 @@ def asked(module: fx.Module, *callbacks: fx.Callback) -> Asks:
     return asks
 
 
-def test_entries_are_those_that_the_module_adds_and_it_restores_them() -> None:
+def test_the_module_receives_its_hook_entries_for_restoration() -> None:
     module = Counts()
     asks = asked(module)
     assert (asks.entries, asks.called, module.count) == (({"count": 3}, {}), True, 3)
     assert {"callbacks", "count", "epoch", "global_step", "hyper_parameters", "state_dict"} <= set(module.seen)
 
 
-def test_callbacks_restore_what_they_add() -> None:
+def test_callbacks_restore_their_entries() -> None:
     callback = Remembers()
     asks = asked(TinyModule(), callback)
     assert (asks.entries, asks.called, callback.value) == (({"value": 5}, {}), False, 5)
@@ -79,7 +79,7 @@ class Exports(fx.Callback):
         checkpoint["exported"] = self.exported
 
 
-def test_hooks_that_restore_nothing_are_not_called() -> None:
+def test_hooks_without_entries_are_not_called() -> None:
     callback = Exports()
     asks = asked(TinyModule(), callback, kill(rank=0).during("checkpoint"), EMA(0.5))
     assert (asks.entries, asks.called, callback.exported) == (({}, {}), False, 0)
@@ -101,7 +101,7 @@ class CreatesLater(TinyModule):
         self.seen = checkpoint["seen"]
 
 
-def test_a_hook_that_fails_before_the_first_batch_ends_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_hook_before_the_first_batch_does_not_end_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     callback = Remembers()
     asks = asked(CreatesLater(), callback)
     values, failed = asks.entries
@@ -117,6 +117,6 @@ class Cut(Counts):
         raise RuntimeError("Connection closed by peer")
 
 
-def test_a_lost_connection_is_no_error_of_the_hook() -> None:
+def test_a_lost_connection_is_not_an_error_of_the_hook() -> None:
     with pytest.raises(RuntimeError, match="closed by peer"):
         asked(Cut())

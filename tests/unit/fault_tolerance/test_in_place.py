@@ -106,7 +106,7 @@ VARIANTS = [(24, 1), (23, 1), (22, 2)]  # samples, accumulated batches: with a l
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
 @pytest.mark.parametrize("waits", [10.0, 0.0], ids=["replaced", "without"])
-def test_under_any_schedule_of_deaths_each_sample_is_trained_once_an_epoch(
+def test_each_sample_is_trained_once_per_epoch_under_any_schedule_of_deaths(
     waits: float, variant: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch)
@@ -129,7 +129,7 @@ def test_under_any_schedule_of_deaths_each_sample_is_trained_once_an_epoch(
     assert deaths >= len(SCHEDULES)  # else nothing was tried
 
 
-def test_an_error_between_two_meetings_is_never_taken_for_a_cut_link(
+def test_an_error_between_two_collectives_is_not_a_cut_link(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     said: list[Any] = []
@@ -147,7 +147,7 @@ def test_an_error_between_two_meetings_is_never_taken_for_a_cut_link(
     assert not said
 
 
-def test_a_kill_is_nothing_that_fabricx_catches() -> None:
+def test_fabricx_does_not_catch_a_simulated_kill() -> None:
     assert not issubclass(Killed, Exception)
 
 

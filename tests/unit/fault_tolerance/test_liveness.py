@@ -31,7 +31,7 @@ def run(watch: HeartbeatMonitor, clock: Clock, seconds: float, beats: dict[int, 
     return lost
 
 
-def test_one_that_is_silent_is_given_up_and_the_others_are_not(clock: Clock) -> None:
+def test_only_the_silent_rank_is_declared_dead(clock: Clock) -> None:
     watch = HeartbeatMonitor(10.0, None, clock)
     assert run(watch, clock, 5, {0: 1, 1: 1}) == {}
     assert run(watch, clock, 9, {0: 2}) == {}
@@ -43,7 +43,7 @@ def test_one_that_is_silent_is_given_up_and_the_others_are_not(clock: Clock) -> 
     assert run(watch, clock, 60, {0: 3}) == {}  # alive, and without a limit for the time of a batch
 
 
-def test_a_process_that_stops_before_its_first_sign_of_life_is_given_up(clock: Clock) -> None:
+def test_a_process_without_a_first_heartbeat_is_declared_dead(clock: Clock) -> None:
     watch = HeartbeatMonitor(10.0, None, clock)
     watch.started(0)
     watch.started(1)
@@ -55,13 +55,13 @@ def test_a_process_that_stops_before_its_first_sign_of_life_is_given_up(clock: C
     assert list(run(watch, clock, 11, {0: 1})) == [1]  # from its first sign of life on it is as any other
 
 
-def test_one_that_has_not_begun_is_not_waited_for(clock: Clock) -> None:
+def test_a_rank_that_has_not_started_has_no_time_limit(clock: Clock) -> None:
     watch = HeartbeatMonitor(1.0, 1.0, clock)
     assert run(watch, clock, 60, {}) == {}
     assert run(watch, clock, 60, {0: 0}) == {}  # set-up has no limit
 
 
-def test_one_that_comes_no_further_is_given_up(clock: Clock) -> None:
+def test_a_rank_without_progress_is_declared_dead(clock: Clock) -> None:
     watch = HeartbeatMonitor(10.0, 20.0, clock)
     assert run(watch, clock, 15, {0: 1, 1: 1}) == {}
     assert run(watch, clock, 15, {0: 2, 1: 2}) == {}
@@ -70,7 +70,7 @@ def test_one_that_comes_no_further_is_given_up(clock: Clock) -> None:
     assert "completed no batch for" in lost[1].reason
 
 
-def test_what_is_too_long_is_learned_from_the_run(clock: Clock) -> None:
+def test_the_time_limit_is_learned_from_the_run(clock: Clock) -> None:
     watch = HeartbeatMonitor(1e9, "learned", clock)
     for step in range(1, 4):
         assert run(watch, clock, 10, {0: step, 1: step}) == {}
@@ -78,7 +78,7 @@ def test_what_is_too_long_is_learned_from_the_run(clock: Clock) -> None:
     assert list(run(watch, clock, 25, {0: 4, 1: 3})) == [1]  # twenty times the ten seconds
 
 
-def test_a_long_pause_is_told_of_with_what_each_rank_is_at(clock: Clock) -> None:
+def test_a_long_pause_is_reported_with_the_activity_of_each_rank(clock: Clock) -> None:
     watch, reports = HeartbeatMonitor(1e9, None, clock), []
     for second in range(1, 400):
         clock.now += 1.0
@@ -92,7 +92,7 @@ def test_a_long_pause_is_told_of_with_what_each_rank_is_at(clock: Clock) -> None
     assert "  rank 1 is at data.py:7 in __getitem__: sleep(3600)" in reports[0]
 
 
-def test_a_supervisor_that_was_stopped_itself_gives_nobody_up(clock: Clock) -> None:
+def test_a_suspended_supervisor_declares_no_rank_dead(clock: Clock) -> None:
     watch = HeartbeatMonitor(10.0, 20.0, clock)
     assert run(watch, clock, 5, {0: 1}) == {}
     clock.now += 3600.0  # Ctrl-Z, and fg
@@ -100,7 +100,7 @@ def test_a_supervisor_that_was_stopped_itself_gives_nobody_up(clock: Clock) -> N
     assert run(watch, clock, 5, {0: 1}) == {}
 
 
-def test_only_one_that_gave_signs_of_life_is_called_frozen(clock: Clock) -> None:
+def test_only_a_rank_with_earlier_heartbeats_is_called_frozen(clock: Clock) -> None:
     watch = HeartbeatMonitor(10.0, None, clock)
     assert (watch.answers(0), watch.frozen(0)) == (False, False)  # it is starting, and can't be asked yet
     watch.heard(0, 1)

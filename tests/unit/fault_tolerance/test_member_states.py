@@ -13,7 +13,7 @@ def record(name: str) -> dict[str, Any]:
     return {"sums": name}
 
 
-def test_the_record_of_the_furthest_progress_comes_before_the_present_state() -> None:
+def test_the_record_of_the_greatest_progress_has_precedence_over_the_present_state() -> None:
     records = [(BATCH_1, record("before")), (BATCH_2, record("after"))]
     assert record_at(records, BATCH_2, record("now")) == record("after")
     assert record_at(records[:1], BATCH_2, record("now")) == record("now")
@@ -45,7 +45,7 @@ def test_a_replacement_without_a_record_begins_with_empty_sums() -> None:
     assert records_of_all([survivor, Contribution()], BATCH_2) == ([record("0")], False)
 
 
-def test_a_rank_that_died_in_a_hook_has_the_buffers_that_this_hook_changes_from_another_rank() -> None:
+def test_a_rank_that_died_in_a_hook_receives_buffers_changed_by_the_hook_from_another_rank() -> None:
     before_hook, after_hook = (2, 0, 0), (2, 1, 0)  # (batch, stage, generation)
     changed = changed_buffers(
         [

@@ -39,7 +39,7 @@ def room(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
-def test_a_state_is_there_once_all_ranks_have_made_their_copies(tmp_path: Path) -> None:
+def test_a_state_is_available_after_all_ranks_have_copied_it(tmp_path: Path) -> None:
     one, other = ranks(tmp_path)
     assert memory_checkpoint.read(str(tmp_path)) == {}
     one.make(1, MEMBERS, state(1.0))
@@ -55,7 +55,7 @@ def test_a_state_is_there_once_all_ranks_have_made_their_copies(tmp_path: Path) 
         assert joined["step"] == int(value)
 
 
-def test_whoever_dies_while_making_one_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_death_during_a_copy_keeps_the_previous_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = ranks(tmp_path)
     for key in (1, 2):
         one.make(key, MEMBERS, state(key))
@@ -71,7 +71,7 @@ def test_whoever_dies_while_making_one_leaves_the_one_before(tmp_path: Path, mon
     assert set(whole(tmp_path)) == {2, 3}
 
 
-def test_a_process_that_comes_later_keeps_what_one_before_has_left(tmp_path: Path) -> None:
+def test_a_later_process_keeps_the_copies_of_its_predecessor(tmp_path: Path) -> None:
     for key in (1, 2):
         for copies in ranks(tmp_path):
             copies.make(key, MEMBERS, state(key))
@@ -83,7 +83,7 @@ def test_a_process_that_comes_later_keeps_what_one_before_has_left(tmp_path: Pat
     assert set(whole(tmp_path)) == {2, 3}
 
 
-def test_what_is_forgotten_is_gone_also_what_one_before_has_left(tmp_path: Path) -> None:
+def test_deleted_copies_are_removed_also_those_of_a_predecessor(tmp_path: Path) -> None:
     for copies in ranks(tmp_path):
         copies.make(1, MEMBERS, state(1.0))
     [later, _] = ranks(tmp_path)
@@ -93,7 +93,7 @@ def test_what_is_forgotten_is_gone_also_what_one_before_has_left(tmp_path: Path)
     assert len(memory_checkpoint.read(str(tmp_path))[2, MEMBERS]) == 1
 
 
-def test_a_copy_is_passed_on_bit_by_bit_and_is_none_before_it_is_complete(tmp_path: Path) -> None:
+def test_a_copy_is_sent_in_blocks_and_is_invalid_until_complete(tmp_path: Path) -> None:
     one, other = ranks(tmp_path)
     for number in range(memory_checkpoint.NEWEST):
         memory_checkpoint.path_of(str(tmp_path), 9, number).touch()
@@ -112,7 +112,7 @@ def test_a_copy_is_passed_on_bit_by_bit_and_is_none_before_it_is_complete(tmp_pa
     assert torch.equal(memory_checkpoint.join([copy], room)["weights"]["a"], torch.full((3,), 2.0))
 
 
-def test_a_changed_bit_shows(tmp_path: Path) -> None:
+def test_a_changed_bit_is_detected(tmp_path: Path) -> None:
     one, other = ranks(tmp_path)
     one.make(1, MEMBERS, state(1.0))
     other.make(1, MEMBERS, state(1.0))
@@ -138,11 +138,11 @@ def blocks(*begins: int) -> list[Copy]:
 
 
 @pytest.mark.parametrize("begins", [(0,), (0, 4), (0, 3, 6), (0, 3, 3, 7)])
-def test_blocks_are_put_together_whatever_their_sizes(begins: tuple[int, ...]) -> None:
+def test_blocks_of_any_size_are_reassembled(begins: tuple[int, ...]) -> None:
     joined = memory_checkpoint.join(blocks(*begins), room)
     assert torch.equal(joined, torch.arange(14.0).view(7, 2))
 
 
-def test_a_block_that_nobody_has_is_an_error() -> None:
+def test_a_block_without_a_copy_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="a part of m is in no in-memory checkpoint"):
         memory_checkpoint.join(blocks(0, 3, 5)[:2], room)

@@ -15,7 +15,7 @@ from fabricx.strategies import FSDP
 
 
 @pytest.mark.parametrize(("steps", "kept"), [((1, 2), {1, 9}), ((1, 2, 3), {2, 9})])
-def test_a_copy_before_a_change_leaves_the_newest_that_all_ranks_certainly_have(
+def test_a_copy_before_a_change_keeps_the_newest_complete_copy_of_all_ranks(
     steps: tuple[int, ...], kept: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Copies are made after steps 1 and 2. A rank that has ended step 3 knows that others have their copy of step 2."""

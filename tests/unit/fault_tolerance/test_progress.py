@@ -34,9 +34,7 @@ for _name in MOMENTS:
 
 
 @pytest.mark.parametrize("options", [{}, {"val_check_interval": 2}, {"accumulate_grad_batches": 3}], ids=str)
-def test_progress_never_goes_back_and_increases_from_batch_to_batch(
-    options: dict[str, Any], quiet: dict[str, Any]
-) -> None:
+def test_progress_is_monotonic_and_increases_with_each_batch(options: dict[str, Any], quiet: dict[str, Any]) -> None:
     follows = Follows()
     trainer = fx.Trainer(max_epochs=2, num_sanity_val_steps=0, callbacks=[follows], **options, **quiet)
     trainer.fit(TinyModule(), tiny_loader(20, 4), tiny_loader())

@@ -10,7 +10,7 @@ import torch
 from fabricx.fault_tolerance.rank_record import HEADER, PLACES, ROOM, Slot, read
 
 
-def test_a_worker_that_has_written_nothing_has_no_records(tmp_path: Path) -> None:
+def test_a_worker_without_writes_has_no_records(tmp_path: Path) -> None:
     assert read(str(tmp_path), 0) == []
     Slot(str(tmp_path), 0)
     assert read(str(tmp_path), 0) == []
@@ -27,7 +27,7 @@ def test_the_newest_records_are_kept_newest_first(tmp_path: Path) -> None:
     assert all(record["batch"] == key[1] == int(record["sum"]) for key, record in records)
 
 
-def test_earlier_records_survive_that_a_larger_one_needs_room(tmp_path: Path) -> None:
+def test_earlier_records_are_kept_when_a_larger_record_needs_space(tmp_path: Path) -> None:
     slot = Slot(str(tmp_path), 0)
     slot.write(1, "small")
     slot.write(2, bytes(4 * ROOM))
@@ -36,7 +36,7 @@ def test_earlier_records_survive_that_a_larger_one_needs_room(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("part", ["header", "content"])
-def test_a_record_that_a_death_has_interrupted_is_ignored(tmp_path: Path, part: str) -> None:
+def test_a_record_interrupted_by_a_death_is_ignored(tmp_path: Path, part: str) -> None:
     slot = Slot(str(tmp_path), 0)
     slot.write(1, "whole")
     slot.write(2, "torn")

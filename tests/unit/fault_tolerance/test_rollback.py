@@ -110,7 +110,7 @@ def found(world: Threads, groups: int = 1) -> tuple[int, list[float]] | None:
 
 
 @pytest.mark.parametrize("chunk", [1 << 26, 999])
-def test_a_lost_machine_s_part_comes_from_another(
+def test_the_part_of_a_lost_machine_is_restored_from_another_machine(
     chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     monkeypatch.setattr(rollback, "CHUNK", chunk)
@@ -127,7 +127,7 @@ def test_a_lost_machine_s_part_comes_from_another(
     assert together(tmp_path, ["d", "d", "e", "e", "a", "a"], found, monkeypatch) == [None] * 6
 
 
-def test_a_part_that_has_changed_is_taken_from_the_other_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_corrupt_part_is_restored_from_the_other_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     together(tmp_path, ["a", "b"], copy_steps(1, 2), monkeypatch)
     for path in (tmp_path / "a").glob("copy-0-*"):
         content = bytearray(path.read_bytes())
@@ -139,7 +139,7 @@ def test_a_part_that_has_changed_is_taken_from_the_other_copy(tmp_path: Path, mo
     assert together(tmp_path, ["a", "b"], found, monkeypatch) == [None, None]
 
 
-def test_a_copy_that_its_buddy_hasn_t_yet_doesn_t_count_once_the_machine_is_lost(
+def test_an_incomplete_buddy_copy_is_not_used_after_the_machine_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     together(tmp_path, ["a", "b"], copy_steps(1, 2), monkeypatch)
@@ -154,7 +154,7 @@ def test_a_copy_that_its_buddy_hasn_t_yet_doesn_t_count_once_the_machine_is_lost
     assert together(tmp_path, ["a", "c"], found, monkeypatch) == [(2, [20.0]), (2, [21.0])]
 
 
-def test_a_replica_has_the_tensors_and_the_buddy_what_is_a_rank_s_own(
+def test_replicated_tensors_are_restored_from_a_replica_and_rank_state_from_the_buddy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def look(world: Threads) -> tuple[int, list[float]] | None:
@@ -170,7 +170,7 @@ def test_a_replica_has_the_tensors_and_the_buddy_what_is_a_rank_s_own(
     assert together(tmp_path, ["c", "c", "d", "d"], look, monkeypatch) == [None] * 4
 
 
-def test_copies_of_another_division_of_the_model_are_not_loaded(
+def test_copies_of_a_different_sharding_are_not_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     together(tmp_path, ["a", "b"], copy_steps(1, 2), monkeypatch)

@@ -19,13 +19,13 @@ from fabricx.trainer import cluster_run
 from tests.ports import reserved_port
 
 
-def test_nothing_is_detected_where_a_person_has_started_the_script() -> None:
+def test_no_cluster_is_detected_for_a_script_started_by_hand() -> None:
     assert detect({}) is None
     assert detect({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
     assert detect({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_NAME": "interactive"}) is None
 
 
-def test_torchrun() -> None:
+def test_torchrun_is_detected() -> None:
     env = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "GROUP_RANK": "1"}
     world = detect({**env, "MASTER_ADDR": "node0", "MASTER_PORT": "1234"})
     assert world is not None
@@ -33,7 +33,7 @@ def test_torchrun() -> None:
     assert address({"MASTER_ADDR": "node0", "MASTER_PORT": "1234"}) == ("node0", 1234)
 
 
-def test_slurm() -> None:
+def test_slurm_is_detected() -> None:
     env = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_NNODES": "2"}
     world = detect(env)
     assert world is not None
@@ -51,7 +51,7 @@ SAGEMAKER = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2", "S
 
 
 @pytest.mark.parametrize("env", [MPICH, OPEN_MPI], ids=["mpich", "openmpi"])
-def test_mpi(env: dict[str, str]) -> None:
+def test_mpi_is_detected(env: dict[str, str]) -> None:
     for given in (env, {**env, "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}):  # mpirun within a job of SLURM
         world = detect(given)
         assert world is not None
@@ -62,7 +62,7 @@ def test_mpi(env: dict[str, str]) -> None:
         address(env)
 
 
-def test_on_one_machine_the_job_of_mpi_has_its_own_port() -> None:
+def test_an_mpi_job_on_a_single_machine_has_its_own_port() -> None:
     alone = {**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
     host, port = address(alone)
     assert on_one_machine(alone)
@@ -72,7 +72,7 @@ def test_on_one_machine_the_job_of_mpi_has_its_own_port() -> None:
     assert job({**MPICH, "MPI_LOCALNRANKS": "4"}).split()[0] == str(os.getppid())  # MPICH has no number of the job
 
 
-def test_the_variables_of_pmi_alone_are_those_of_srun() -> None:
+def test_pmi_variables_alone_are_those_of_srun() -> None:
     world = detect({"PMI_RANK": "1", "PMI_SIZE": "2", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1"})
     assert world is not None
     assert (world.rank, world.local_rank) == (1, 1)
@@ -102,7 +102,7 @@ def test_a_process_of_sagemaker_does_not_leave_gpus_unused(monkeypatch: pytest.M
         cluster_run.join_launch(options, DDP())
 
 
-def test_on_one_machine_the_store_of_the_first_rank_listens_on_the_loopback_interface(
+def test_the_store_on_a_single_machine_listens_on_the_loopback_interface(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -126,7 +126,7 @@ def test_on_one_machine_the_store_of_the_first_rank_listens_on_the_loopback_inte
     launch_store._CONNECTED.clear()
 
 
-def test_where_it_is_not_said_how_many_ranks_a_machine_has_there_may_be_others() -> None:
+def test_other_ranks_on_the_machine_are_assumed_without_a_local_world_size() -> None:
     assert not on_one_machine({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.1.1"})
     assert on_one_machine({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"})
     assert on_one_machine({"SLURM_PROCID": "0", "SLURM_NNODES": "1"})

@@ -73,7 +73,7 @@ def test_an_attempt_of_fewer_ranks_has_the_names_of_the_launch(monkeypatch: pyte
     assert found[0].names == found[1].names
 
 
-def test_ranks_of_one_machine_get_the_key_from_a_file_that_is_gone_then() -> None:
+def test_ranks_on_the_same_machine_read_the_key_from_a_file_that_is_then_deleted() -> None:
     results = together(dist.HashStore(), [launch(rank, 3, b"", alone=True) for rank in range(3)])
     stores, keys = zip(*results.values(), strict=True)
     assert len(set(keys)) == 1
@@ -97,7 +97,7 @@ def test_several_machines_without_a_key_have_none() -> None:
     assert [results[rank][1] for rank in (0, 1)] == [b"", b""]
 
 
-def test_ranks_with_different_keys_are_told_so() -> None:
+def test_ranks_with_different_keys_are_an_error() -> None:
     results, _ = begin(dist.HashStore(), [launch(0), launch(1, user_key=new_key())])
     deadline = time.monotonic() + 30
     while 1 not in results and time.monotonic() < deadline:
@@ -106,7 +106,7 @@ def test_ranks_with_different_keys_are_told_so() -> None:
     assert "have different keys" in str(results[1])
 
 
-def test_a_rank_that_finds_the_place_of_an_earlier_attempt_waits_for_its_own() -> None:
+def test_a_rank_ignores_the_address_of_an_earlier_attempt() -> None:
     store = dist.HashStore()
     first = together(store, [launch(0), launch(1)])
     results, threads = begin(store, [launch(1)])  # the earlier attempt has this rank already
@@ -121,7 +121,7 @@ def test_a_rank_that_finds_the_place_of_an_earlier_attempt_waits_for_its_own() -
 
 @pytest.mark.parametrize("kind", ["foreign", "replayed", "garbage", "large"])
 @pytest.mark.parametrize("alone", [True, False], ids=["one machine", "several"])
-def test_what_another_program_writes_while_ranks_join_is_an_error_that_says_so(kind: str, alone: bool) -> None:
+def test_writes_of_another_program_during_the_rendezvous_are_an_error(kind: str, alone: bool) -> None:
     store = dist.HashStore()
     key = b"" if alone else KEY
     other = dist.HashStore()
@@ -140,7 +140,7 @@ def test_what_another_program_writes_while_ranks_join_is_an_error_that_says_so(k
         assert "another program has written" in str(error)
 
 
-def test_a_place_that_is_deleted_is_written_again() -> None:
+def test_a_deleted_address_is_written_again() -> None:
     store = dist.HashStore()
     results, threads = begin(store, [launch(0)])
     store.wait([PLACE], timedelta(seconds=30))
@@ -151,7 +151,7 @@ def test_a_place_that_is_deleted_is_written_again() -> None:
     assert not isinstance(results[0], Exception)
 
 
-def test_nothing_that_happens_in_the_launchers_store_after_that_has_an_effect() -> None:
+def test_later_changes_in_the_launchers_store_have_no_effect() -> None:
     theirs = dist.HashStore()
     results = together(theirs, [launch(0), launch(1)])
     store = results[1][0]
@@ -162,7 +162,7 @@ def test_nothing_that_happens_in_the_launchers_store_after_that_has_an_effect() 
     assert results[0][0].add("count", 1) == 1
 
 
-def test_an_attempt_has_the_agents_and_the_highest_count_of_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_attempt_has_all_agents_and_their_highest_restart_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_store, "agent", lambda: "a")
     results = together(dist.HashStore(), [launch(rank, restarts=times) for rank, times in enumerate((0, 3))])
     assert launch_store.attempt(World(store=results[1][0])) == launch_store.Attempt(3, ["a", "a"])

@@ -81,7 +81,7 @@ def test_ranks_in_different_collectives_are_an_error_of_the_main_rank(ranks: Ran
     assert 10 < time_s < 20
 
 
-def test_a_collective_that_all_ranks_have_begun_is_reported_after_a_minute_and_again_later(ranks: Ranks) -> None:
+def test_a_collective_that_all_ranks_have_started_is_reported_after_a_minute_and_again_later(ranks: Ranks) -> None:
     ranks.diagnoses[1] = ranks.diagnoses[0]
     ranks.passes(3)
     ranks.reached = 1
@@ -101,7 +101,7 @@ def test_a_rank_that_posts_nothing_is_named_and_no_deadlock_is_concluded(ranks: 
     assert "rank 1 doesn't answer" in str(reports[0][1])
 
 
-def test_ranks_that_go_on_or_compute_are_left_alone(ranks: Ranks) -> None:
+def test_ranks_with_progress_or_cpu_time_are_not_reported(ranks: Ranks) -> None:
     for _ in range(30):
         ranks.reached += 1
         assert ranks.passes(5) == []
@@ -110,7 +110,7 @@ def test_ranks_that_go_on_or_compute_are_left_alone(ranks: Ranks) -> None:
     assert ranks.passes(90) == []  # the longest pause was 5 s, so that 90 s are no news
 
 
-def test_a_post_arrives_as_it_was_without_stacks_and_control_characters() -> None:
+def test_a_post_is_received_unchanged_without_stacks_and_control_characters() -> None:
     transfers = TransferTrace({("send", ROUTE): 4}, ("receive", ROUTE, 2))
     group = GroupTrace((0, 1), "0", {7: "all_reduce"}, (7,))
     sent = Diagnosis("a.py:1 in f: \x1b[31m", "all_reduce #7", "", "stacks", (group,), transfers, 1.5)

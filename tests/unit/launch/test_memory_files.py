@@ -8,7 +8,7 @@ from fabricx.fault_tolerance import memory_checkpoint
 from fabricx.launch.memory_files import MemoryFiles
 
 
-def test_the_files_of_a_process_stay_for_its_successor_until_they_are_closed(tmp_path: Path) -> None:
+def test_memory_files_are_kept_for_a_successor_until_closed(tmp_path: Path) -> None:
     files = MemoryFiles(str(tmp_path))
     links = [memory_checkpoint.path_of(str(tmp_path), worker, 0) for worker in range(2)]
     for worker in range(2):

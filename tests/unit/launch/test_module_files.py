@@ -23,7 +23,7 @@ def load(monkeypatch: pytest.MonkeyPatch, name: str, file: Path) -> ModuleType:
     return module
 
 
-def test_a_module_under_another_name_and_a_package_elsewhere_are_found(
+def test_modules_with_another_name_and_packages_in_other_folders_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "plugin.py").write_text("class Net: ...\n")

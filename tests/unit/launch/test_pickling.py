@@ -37,7 +37,7 @@ def numbers() -> Any:
     (made(guard=threading.Lock()), r"Local\.guard .*lock"),
     (made(step=staticmethod(uses(threading.Lock()))), r"the variable lock that Local\.step uses .*lock"),
 ])  # fmt: skip
-def test_the_smallest_part_is_named(value: Any, named: str) -> None:
+def test_the_smallest_object_that_cannot_be_pickled_is_named(value: Any, named: str) -> None:
     with pytest.raises(NotPicklable, match=rf"^{named} can't be pickled|^{named}.* can't be sent"):
         check_picklable({"module": value})
 

@@ -18,7 +18,7 @@ GARBAGE = (
 )  # fmt: skip
 
 
-def test_a_number_is_taken_once(tmp_path: Path) -> None:
+def test_a_requested_number_is_used_once(tmp_path: Path) -> None:
     with exclusive_run(tmp_path, ELASTIC):
         request_workers(tmp_path, 2)
         request_workers(tmp_path, 3)
@@ -30,7 +30,7 @@ def test_a_number_is_taken_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", GARBAGE, ids=range(len(GARBAGE)))
-def test_garbage_is_ignored_with_one_line_and_a_later_request_is_heard(
+def test_an_invalid_request_prints_a_line_and_a_later_request_is_accepted(
     tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     requests = Requests(tmp_path)
@@ -41,7 +41,9 @@ def test_garbage_is_ignored_with_one_line_and_a_later_request_is_heard(
     assert requests.take() == 2
 
 
-def test_what_is_no_file_is_not_opened_and_costs_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_path_that_is_not_a_file_is_not_opened_and_prints_a_single_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "workers"
     for make in (path.mkdir, lambda: os.mkfifo(path), lambda: path.symlink_to("/etc/hostname")):
         make()
@@ -51,7 +53,7 @@ def test_what_is_no_file_is_not_opened_and_costs_one_line(tmp_path: Path, capsys
         path.rmdir() if path.is_dir() else path.unlink()
 
 
-def test_a_file_that_cannot_be_taken_costs_one_line(
+def test_a_file_that_cannot_be_removed_prints_a_single_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*paths: object) -> None:
@@ -64,7 +66,7 @@ def test_a_file_that_cannot_be_taken_costs_one_line(
     assert capsys.readouterr().err.count("Permission denied") == 1
 
 
-def test_a_file_that_is_being_written_is_waited_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_incomplete_file_is_read_later(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, requests = tmp_path / "workers", Requests(tmp_path)
     path.touch()
     assert requests.take() is None
@@ -76,7 +78,7 @@ def test_a_file_that_is_being_written_is_waited_for(tmp_path: Path, capsys: pyte
     assert capsys.readouterr().err.count("ignored a request") == 1
 
 
-def test_the_command_refuses_what_no_run_can_have(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_refuses_invalid_numbers_of_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with exclusive_run(tmp_path, ELASTIC):
         for number in ("0", str(MAX_WORKERS + 1), "-1", "x", "", "1.5", "\u0663"):
             assert _scale([str(tmp_path), number]) == 1

@@ -26,7 +26,7 @@ def test_a_second_run_in_a_folder_is_refused_with_the_process_of_the_first(tmp_p
         assert lock_owner(folder) == str(os.getpid())  # without the label of the first
 
 
-def test_a_file_that_a_killed_run_has_left_locks_nothing(tmp_path: Path) -> None:
+def test_the_lock_file_of_a_killed_run_locks_nothing(tmp_path: Path) -> None:
     (tmp_path / "running").write_text("1234 killed")
     assert lock_owner(tmp_path) is None
     with exclusive_run(tmp_path):
@@ -49,7 +49,7 @@ def test_a_run_that_opens_the_file_as_another_run_deletes_it_is_the_only_owner(
         exclusive_run(tmp_path).__enter__()
 
 
-def test_a_question_for_the_owner_creates_and_changes_nothing(tmp_path: Path) -> None:
+def test_reading_the_owner_creates_and_changes_no_file(tmp_path: Path) -> None:
     assert lock_owner(tmp_path / "none") is None
     with exclusive_run(tmp_path), (tmp_path / "running").open() as file:
         assert lock_owner(tmp_path) == file.read()
@@ -58,7 +58,7 @@ def test_a_question_for_the_owner_creates_and_changes_nothing(tmp_path: Path) ->
     assert [path.name for path in tmp_path.iterdir()] == ["running"]
 
 
-def test_a_run_begins_while_another_process_asks_for_the_owner(
+def test_a_run_can_start_while_another_process_reads_the_owner(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     (tmp_path / "running").touch()

@@ -18,14 +18,14 @@ def handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def test_slurm_announces_the_end_by_a_signal_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slurm_signal_before_the_time_limit_requests_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     assert signals.termination_signals() == (signal.SIGTERM,)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert signals.termination_signals() == (signal.SIGTERM, signal.SIGUSR1)
 
 
-def test_a_signal_is_the_exception_that_programs_expect() -> None:
+def test_a_signal_raises_the_exception_that_programs_expect() -> None:
     with pytest.raises(KeyboardInterrupt):
         signals.stop_now(signal.SIGINT)
     with pytest.raises(SystemExit) as ended:
@@ -42,7 +42,7 @@ def test_signals_are_ignored_until_their_handling_is_restored() -> None:
     assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
 
-def test_a_request_is_passed_on_once_and_a_second_stops_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_request_is_forwarded_once_and_a_second_request_stops_immediately(capsys: pytest.CaptureFixture[str]) -> None:
     requests = signals.StopRequests(stops_at_step=True)
     with requests.received():
         assert not requests
@@ -57,7 +57,7 @@ def test_a_request_is_passed_on_once_and_a_second_stops_at_once(capsys: pytest.C
             requests.arrived()
 
 
-def test_a_request_stops_at_once_what_has_not_begun_or_has_no_steps() -> None:
+def test_a_request_stops_a_run_without_steps_immediately() -> None:
     for stops_at_step, begun in ((True, False), (False, True)):
         requests = signals.StopRequests(stops_at_step=stops_at_step)
         with requests.received():

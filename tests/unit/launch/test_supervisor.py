@@ -15,7 +15,7 @@ from fabricx.launch.supervisor import _Workers
 from fabricx.launch.worker import Failure
 
 
-def test_links_that_a_failed_rank_has_cut_are_no_failure_of_their_own() -> None:
+def test_links_cut_by_a_failed_rank_are_not_a_separate_failure() -> None:
     failures: list[str] = []
     workers: Any = object.__new__(_Workers)
     workers._controller = ElasticController(ElasticPolicy(), 2, failures)
@@ -50,7 +50,7 @@ def test_the_error_that_prevents_recovery_in_place_is_named_besides_the_death() 
 
 
 @pytest.mark.parametrize(("running", "secondary", "waits"), [(2, False, False), (2, True, True), (1, False, True)])
-def test_servers_are_not_waited_for_when_the_error_of_a_worker_is_its_own(
+def test_the_supervisor_does_not_wait_for_servers_after_an_own_error_of_a_worker(
     running: int, secondary: bool, waits: bool
 ) -> None:
     workers: Any = object.__new__(_Workers)
@@ -79,7 +79,7 @@ class Notes:
 
 @pytest.mark.parametrize("begun", [0, 1, 2])
 @pytest.mark.parametrize("asked", [(0,), (1, 2), (0, 1, 2)])
-def test_the_ends_of_ranks_are_taken_after_what_others_sent_before(begun: int, asked: tuple[int, ...]) -> None:
+def test_deaths_are_handled_after_earlier_messages_of_other_ranks(begun: int, asked: tuple[int, ...]) -> None:
     """Two ranks end; the third has begun before, and its message is read last or not at once."""
     workers: Any = object.__new__(_Workers)
     pipes = [Pipe() for _ in range(3)]
@@ -103,7 +103,7 @@ def test_the_ends_of_ranks_are_taken_after_what_others_sent_before(begun: int, a
             end.close()
 
 
-def test_a_server_that_dies_again_at_once_is_no_error_of_the_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_dies_repeatedly_is_not_an_error_of_the_supervisor(monkeypatch: pytest.MonkeyPatch) -> None:
     @dataclass
     class Spec:
         generation: int = 0

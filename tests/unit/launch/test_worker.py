@@ -11,7 +11,7 @@ from fabricx import by_value
 from fabricx.launch import worker
 
 
-def test_a_result_that_does_not_fit_names_the_folder_and_what_to_do(
+def test_a_result_too_large_for_the_disk_names_the_folder_and_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*arguments: object, **options: object) -> None:

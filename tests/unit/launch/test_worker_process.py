@@ -25,7 +25,7 @@ class Process:
         self.started = True
 
 
-def test_a_process_is_started_once_another_fork_server_is_there() -> None:
+def test_a_process_is_started_after_a_fork_server_has_been_replaced() -> None:
     process: Any = Process(EOFError("unexpected EOF"), BrokenPipeError(), ConnectionRefusedError())
     worker_process.start(process)
     assert process.started
@@ -74,7 +74,7 @@ Thread 0x00007f2 (most recent call first):
 Extension modules: numpy.linalg (total: 1)"""
 
 
-def test_a_process_that_crashed_in_a_thread_of_a_library_was_at_a_line_of_its_main_thread() -> None:
+def test_a_crash_in_a_library_thread_is_reported_with_the_line_of_the_main_thread() -> None:
     crashed = worker_process.failure_of_end(1, -signal.SIGSEGV, None, CRASH)
     assert crashed.traceback == "its process was killed by SIGSEGV at /home/me/train.py:15 in validation_step"
     aborted = worker_process.failure_of_end(1, -signal.SIGABRT, None, CRASH)

@@ -73,7 +73,7 @@ def end(folder: Path, number: int, ended: Ended) -> None:
 
 
 @pytest.mark.parametrize("user", [0, 1000])
-def test_the_train_job_is_of_kubeflows_schema(user: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_train_job_conforms_to_kubeflows_schema(user: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getuid", lambda: user)
     launcher = Kubernetes(
         "registry.example/train:1", volumes={"shared": "/shared", "data": "/data"}, namespace="team", grace_s=90,
@@ -109,7 +109,7 @@ def test_the_train_job_is_of_kubeflows_schema(user: int, monkeypatch: pytest.Mon
     assert "image" not in least["spec"]["trainer"]
 
 
-def test_a_job_is_created_waited_for_and_deleted(
+def test_a_job_is_created_awaited_and_deleted(
     kubectl: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def ends(folder: Path) -> None:
@@ -152,7 +152,7 @@ def test_a_job_that_ends_without_results_is_lost_and_a_deleted_job_is_not_starte
     assert ended.stopping is stopping
 
 
-def test_a_pod_without_a_sign_of_life_is_lost_and_the_others_are_killed(
+def test_a_pod_without_a_heartbeat_is_lost_and_all_other_pods_are_killed(
     kubectl: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def freezes(folder: Path) -> None:
@@ -227,7 +227,7 @@ def test_without_kubectl_and_without_a_pod_the_next_command_is_printed(
     assert "the TrainJob has to be deleted by hand:\n  kubectl --namespace=team delete trainjobs" in said
 
 
-def test_what_cannot_run_names_the_remedy(kubectl: Path) -> None:
+def test_an_invalid_configuration_names_the_remedy(kubectl: Path) -> None:
     kubectl.write_text("#!/bin/sh\necho 'no matches for kind TrainJob' >&2\nexit 1\n")
     with pytest.raises(ValueError, match=r"was not created:\nno matches for kind(?s:.*)needs Kubeflow Trainer 2.2"):
         Kubernetes().run(PROGRAM)
@@ -241,7 +241,7 @@ def test_what_cannot_run_names_the_remedy(kubectl: Path) -> None:
             Kubernetes(**wrong)  # type: ignore[arg-type]
 
 
-def test_a_cluster_that_is_out_of_reach_for_a_moment_ends_no_run_and_a_failed_deletion_is_said(
+def test_a_temporarily_unreachable_cluster_does_not_end_the_run_and_a_failed_deletion_is_reported(
     kubectl: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def ends(folder: Path) -> None:

@@ -13,7 +13,7 @@ from fabricx.launch.launcher import Program
 from fabricx.launchers import pod
 
 
-def test_a_pod_that_kubernetes_starts_again_trains_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pod_restarted_by_kubernetes_does_not_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PET_NODE_RANK", "1")
     monkeypatch.setattr(pod, "LOOK_S", 0.01)
     monkeypatch.setattr(pod, "GONE_S", 0.5)

@@ -88,7 +88,7 @@ def terminated(rank: int, task: Any, *, lost: bool) -> Ended:
     return Ended(failures=(slurm._lost(rank, "SIGTERM"),), stopping=True)
 
 
-def test_cpus_of_machines_with_gpus_have_to_be_chosen(commands: Path, tmp_path: Path) -> None:
+def test_the_number_of_cpus_of_gpu_machines_must_be_set(commands: Path, tmp_path: Path) -> None:
     program = dataclasses.replace(PROGRAM, gpus=False, gpus_unused=True)
     write(commands, "sinfo", f'echo "$@" > {tmp_path}/asked; echo gpu:a100:8')
     with pytest.raises(ValueError, match="set accelerator to 'gpu', or to 'cpu'"):
@@ -100,9 +100,7 @@ def test_cpus_of_machines_with_gpus_have_to_be_chosen(commands: Path, tmp_path: 
     assert (tmp_path / "submitted").exists()
 
 
-def test_what_cannot_be_submitted_names_the_remedy(
-    commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_invalid_job_names_the_remedy(commands: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="cluster='local' has one machine, and num_nodes=2"):
         Slurm(cluster="local", folder=str(tmp_path)).run(PROGRAM)
     write(commands, "sbatch", "echo invalid partition >&2; exit 1")

@@ -59,7 +59,7 @@ def test_a_users_callback_is_called_saved_and_resumed(tmp_path):
     assert resumed.state_key == "Counts{'of': 'batches'}"
 
 
-def test_callbacks_that_the_module_brings_are_adapted():
+def test_callbacks_of_configure_callbacks_are_adapted():
     trainer = fx.Trainer(max_epochs=1, **QUIET)
     trainer.fit(Brings(), tiny_loader())
     [counts] = [callback for callback in trainer.callbacks if isinstance(callback, Counts)]
@@ -105,7 +105,7 @@ def comparable(callback: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("given", "equal"), SAME, ids=lambda callback: type(callback).__name__)
-def test_a_callback_of_lightning_becomes_that_of_fabricx_with_its_arguments(given, equal):
+def test_a_lightning_callback_is_converted_to_fabricxs_with_its_arguments(given, equal):
     kind = type(given)
     adapted = adapt_callback(given)
     assert adapted is given
@@ -174,7 +174,7 @@ def test_a_users_finetuning_of_lightning_unfreezes():
     assert [len(group["params"]) for group in trainer.optimizers[0].param_groups] == [2, 2]
 
 
-def test_a_lambda_callback_runs_as_it_is():
+def test_a_lambda_callback_runs_unchanged():
     called = []
     callback = theirs.LambdaCallback(on_train_start=lambda trainer, module: called.append(type(module)))
     fx.Trainer(max_epochs=1, callbacks=[callback], **QUIET).fit(TinyModule(), tiny_loader())
@@ -191,7 +191,7 @@ def test_a_lambda_callback_runs_as_it_is():
         ),
     ],
 )
-def test_what_has_no_counterpart_is_refused(make, message):
+def test_callbacks_without_a_counterpart_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         fx.Trainer(callbacks=[make()], **QUIET)
 

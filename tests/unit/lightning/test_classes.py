@@ -79,12 +79,12 @@ def test_a_class_with_its_own_pickles_is_adapted_after_loading():
     assert twin.size == 7
 
 
-def test_adapting_is_not_seen_by_a_class_that_counts_its_subclasses():
+def test_adapting_does_not_call_init_subclass():
     assert isinstance(adapt_module(Labelled()), fx.Module)
     assert Registered.names == ["first"]
 
 
-def test_both_names_of_lightning_are_known():
+def test_both_package_names_of_lightning_are_recognised():
     assert lightning_base(Plain, "LightningModule") is L.LightningModule
     assert lightning_base(Older, "LightningModule") is pytorch_lightning.LightningModule
     assert isinstance(adapt_module(Older()), fx.Module)

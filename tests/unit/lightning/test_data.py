@@ -34,7 +34,7 @@ class Data(L.LightningDataModule):
         return self.train_dataloader()
 
 
-def test_a_lightning_data_module_feeds_fit_and_validate_in_either_place():
+def test_a_lightning_data_module_is_accepted_by_position_or_keyword():
     trainer, data = fx.Trainer(max_epochs=1, **QUIET), Data(12)
     trainer.fit(TinyModule(), data)
     assert trainer.global_step == 3
@@ -44,7 +44,7 @@ def test_a_lightning_data_module_feeds_fit_and_validate_in_either_place():
     assert (data.prepared, data.stages, data.trainer) == (2, ["fit", "validate"], trainer)
 
 
-def test_it_travels_to_workers_with_its_hyperparameters():
+def test_a_data_module_is_sent_to_workers_with_its_hyperparameters():
     twin = pickle.loads(pickle.dumps(adapt_data(Data(5))))
     assert type(twin) is type(adapt_data(Data()))
     assert twin.hparams.samples == 5
@@ -58,7 +58,7 @@ def test_preparing_on_one_rank_of_all_machines_is_respected():
 
 
 @pytest.mark.filterwarnings("ignore:.*pin_memory.*")  # as Lightning sets it
-def test_from_datasets_makes_loaders():
+def test_from_datasets_creates_the_loaders():
     dataset = TensorDataset(torch.ones(8, 4), torch.ones(8, 1))
     data = L.LightningDataModule.from_datasets(dataset, batch_size=4)
     trainer = fx.Trainer(max_epochs=1, **QUIET)
@@ -67,7 +67,7 @@ def test_from_datasets_makes_loaders():
 
 
 @pytest.mark.filterwarnings("ignore:.*treespec.*:FutureWarning")
-def test_a_combined_loader_of_lightning_is_read_as_that_of_fabricx() -> None:
+def test_a_combined_loader_of_lightning_is_read_like_fabricxs() -> None:
     class Notes(TinyModule):
         seen: list[Any] = []
 

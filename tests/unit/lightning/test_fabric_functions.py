@@ -42,7 +42,7 @@ def function(a: int) -> int:
 
 
 @pytest.mark.parametrize("name", ["sanitize_params", "sanitize_callable_params"])
-def test_hyperparameters_become_text_as_in_lightning(name: str) -> None:
+def test_hyperparameters_become_strings_as_in_lightning(name: str) -> None:
     params: dict[str, Callable[..., Any] | Any] = {
         "lr": 0.1, "n": np.int64(3), "x": np.float32(0.5), "flag": True, "list": [1], "none": None,
         "class": torch.nn.ReLU, "function": function, "makes": lambda: 3, "text": "a",
@@ -51,11 +51,11 @@ def test_hyperparameters_become_text_as_in_lightning(name: str) -> None:
 
 
 @pytest.mark.parametrize("params", [None, {"a": 1}, Namespace(a=1)])
-def test_hyperparameters_are_a_dict(params: Any) -> None:
+def test_hyperparameters_are_converted_to_a_dict(params: Any) -> None:
     assert ours.convert_params(params) == theirs._convert_params(params)
 
 
-def test_a_prefix_is_added() -> None:
+def test_a_prefix_is_added_to_metric_names() -> None:
     for prefix in ("", "train"):
         assert ours.add_prefix({"loss": 1}, prefix, "-") == theirs._add_prefix({"loss": 1}, prefix, "-")
 
@@ -68,7 +68,7 @@ def test_tensors_of_one_element_become_numbers() -> None:
         ours.convert_tensors_to_scalars([torch.ones(2)])
 
 
-def test_files_are_read_without_their_objects_unless_asked(tmp_path: Path) -> None:
+def test_files_are_read_without_objects_by_default(tmp_path: Path) -> None:
     content = {"it": Sizes()}
     torch.save(content, tmp_path / "a.pt")
     file = io.BytesIO((tmp_path / "a.pt").read_bytes())

@@ -75,7 +75,7 @@ def test_overridden_methods_are_found() -> None:
         functions.is_overridden("on_fit_start", object())
 
 
-def test_memory() -> None:
+def test_out_of_memory_errors_are_recognised_and_nested_tensors_detached() -> None:
     functions.garbage_collection_cuda()
     assert functions.is_oom_error(RuntimeError("CUDA out of memory. Tried to allocate"))
     assert functions.is_oom_error(MemoryError())

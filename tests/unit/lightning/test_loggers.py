@@ -64,7 +64,7 @@ def test_a_tensorboard_logger_has_events(tmp_path):
     assert list((tmp_path / "board" / "version_0").glob("events.*"))
 
 
-def test_a_users_logger_gets_metrics_and_the_end_and_keeps_its_methods():
+def test_a_users_logger_receives_metrics_and_the_status_and_keeps_its_methods():
     logger = Mine()
     fit(logger)
     kinds = [entry if isinstance(entry, str) else entry[0] for entry in logger.seen]
@@ -75,7 +75,7 @@ def test_a_users_logger_gets_metrics_and_the_end_and_keeps_its_methods():
     assert logger.seen[-1] == ("table", "name", ["a"], [[1]])
 
 
-def test_no_writer_is_created_where_nothing_is_logged(tmp_path):
+def test_no_writer_is_created_without_logged_values(tmp_path):
     logger = adapt_logger(CSVLogger(tmp_path, name="here"))
     assert isinstance(logger.experiment, Silent)
     assert isinstance(pickle.loads(pickle.dumps(logger)), CSVLogger)
@@ -110,7 +110,7 @@ def test_a_dummy_logger_accepts_all_calls() -> None:
 
 
 @pytest.mark.parametrize("base", [Logger, CSVLogger, lookup("loggers", "Logger"), lookup("loggers", "CSVLogger")])
-def test_a_logger_is_told_of_each_complete_checkpoint(base, tmp_path):
+def test_a_logger_is_notified_of_each_complete_checkpoint(base, tmp_path):
     class Uploads(base):
         name, version = "uploads", "1"
         log_metrics = log_hyperparams = log_graph = lambda self, *args, **options: None

@@ -97,7 +97,7 @@ class Mixed(L.LightningModule, Backbone):
     pass
 
 
-def test_a_forward_of_another_base_class_is_kept_and_lightnings_is_not_seen():
+def test_the_forward_of_another_base_class_is_kept():
     assert adapt_module(Mixed())(torch.zeros(1)).item() == 1
     assert type(adapt_module(L.LightningModule())).forward is nn.Module.forward
 
@@ -132,19 +132,19 @@ class Misspelt(L.LightningModule):
         (Misspelt, "Misspelt.on_train_strat would never be called"),
     ],
 )
-def test_what_fabricx_cannot_run_is_refused_by_name(module, message):
+def test_unsupported_methods_are_refused_by_name(module, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         fx.Trainer(**QUIET).fit(module(), data())
 
 
-def test_no_attribute_of_lightning_is_reached_by_accident():
+def test_attributes_of_lightnings_module_are_not_used():
     kept = {"strict_loading", "training_step", "validation_step", "test_step"}
     public = {name for name in dir(L.LightningModule) if not name.startswith("_")}
     reached = {name for name in public if not hasattr(fx.Module, name)} - kept
     assert reached <= HARMLESS
 
 
-def test_plain_objects_are_returned_as_they_are():
+def test_other_objects_are_returned_unchanged():
     layer = nn.Linear(1, 1)
     assert type(adapt_module(layer)) is nn.Linear
     assert adapt_module(None) is None

@@ -59,7 +59,7 @@ def test_an_attribute_is_found_in_the_module_and_in_its_hyperparameters() -> Non
         parsing.lightning_getattr(net, "no")
 
 
-def test_what_pickle_can_not_write_is_removed() -> None:
+def test_values_that_cannot_be_pickled_are_removed() -> None:
     values: dict[str, Any] = {"lr": 0.1, "function": lambda: None}
     parsing.clean_namespace(values)
     assert values == {"lr": 0.1}

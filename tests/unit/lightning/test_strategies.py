@@ -22,7 +22,7 @@ pl: Any = pytest.importorskip("lightning.pytorch")
         ("ddp_notebook", False), ("ddp_fork_find_unused_parameters_true", True),
     ],
 )  # fmt: skip
-def test_kinds_of_ddp_are_ddp(name: str, unused: bool) -> None:
+def test_variants_of_ddp_are_ddp(name: str, unused: bool) -> None:
     strategy: Any = fx.Trainer(strategy=name, devices=2, **QUIET).strategy
     assert type(strategy) is DDP
     assert strategy.find_unused_parameters is unused
@@ -55,7 +55,7 @@ def test_objects_of_lightning_become_strategies_with_their_arguments() -> None:
         adapt_strategy(pl.strategies.ModelParallelStrategy())
 
 
-def test_arguments_of_lightnings_constructors() -> None:
+def test_arguments_of_lightnings_strategies_are_accepted() -> None:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook, fp16_compress_hook
 
     kinds: tuple[Any, Any] = DDPStrategy, FSDPStrategy
@@ -99,7 +99,7 @@ def test_isinstance_finds_strategies_and_accelerators_by_lightnings_names() -> N
             mine("device")
 
 
-def test_a_class_of_lightning_in_a_file_is_a_class_of_fabricx_with_its_arguments() -> None:
+def test_a_lightning_class_in_a_file_is_a_fabricx_class_with_its_arguments() -> None:
     path = "lightning.pytorch.strategies.ddp.DDPStrategy"
     given = {"find_unused_parameters": True, "bucket_cap_mb": 5, "accelerator": None, "ddp_comm_hook": None}
     expected = "fabricx.strategies.ddp.DDP", {"find_unused_parameters": True, "bucket_mib": 5.0}

@@ -12,7 +12,7 @@ from fabricx.lightning import types
 theirs: Any = pytest.importorskip("lightning.pytorch.utilities.types")
 
 
-def test_each_public_type_of_lightning_is_here() -> None:
+def test_each_public_type_of_lightning_exists() -> None:
     elsewhere = {"DistributedDataParallel", "LRSchedulerConfig"}  # torch's; `fabricx.core.optimizers.Schedule`
     names = {
         name for name, value in vars(theirs).items()

@@ -20,7 +20,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Any:
     return double
 
 
-def test_an_experiment_and_its_metrics(service: Any, tmp_path: Path) -> None:
+def test_an_experiment_receives_metrics_and_hyperparameters(service: Any, tmp_path: Path) -> None:
     logger = CometLogger(
         api_key="k", project_name="p", offline=True, experiment_name="mine", save_dir="out", prefix="a"
     )

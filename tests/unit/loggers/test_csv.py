@@ -20,7 +20,7 @@ def rows(folder: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_columns_may_come_later(tmp_path: Path) -> None:
+def test_columns_can_be_added_later(tmp_path: Path) -> None:
     logger = CSVLogger()
     logger.open(tmp_path)
     logger.log_metrics({"loss": 0.5}, step=1)
@@ -35,7 +35,7 @@ def test_columns_may_come_later(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
 
 
-def test_a_run_that_goes_on_adds_to_the_file(tmp_path: Path) -> None:
+def test_a_resumed_run_appends_to_the_file(tmp_path: Path) -> None:
     for step in (1, 2):
         logger = CSVLogger()
         logger.open(tmp_path)
@@ -44,7 +44,7 @@ def test_a_run_that_goes_on_adds_to_the_file(tmp_path: Path) -> None:
     assert [row["step"] for row in rows(tmp_path)] == ["1", "2"]
 
 
-def test_names_with_commas_survive(tmp_path: Path) -> None:
+def test_names_with_commas_are_kept(tmp_path: Path) -> None:
     logger = CSVLogger()
     logger.open(tmp_path)
     logger.log_metrics({'a, "b"': 1.0}, step=1)
@@ -53,7 +53,7 @@ def test_names_with_commas_survive(tmp_path: Path) -> None:
     assert rows(tmp_path)[0]['a, "b"'] == "1.0"
 
 
-def test_hyperparameters_add_up(tmp_path: Path) -> None:
+def test_hyperparameters_are_accumulated(tmp_path: Path) -> None:
     logger = CSVLogger()
     logger.open(tmp_path)
     logger.log_hyperparams({"lr": 0.1, "sizes": (1, 2)})
@@ -83,7 +83,7 @@ def test_hyperparameters_of_the_script_are_resolved_when_it_logs_them(tmp_path: 
     assert yaml.safe_load((tmp_path / "hparams.yaml").read_text()) == {"seed": 7, "net": {"seed": 7}}
 
 
-def test_a_folder_of_its_own_is_numbered(tmp_path: Path) -> None:
+def test_each_run_has_a_numbered_folder(tmp_path: Path) -> None:
     folders = []
     for _ in range(2):
         logger = CSVLogger(tmp_path / "logs", name="mine")
@@ -107,14 +107,14 @@ def test_names_have_the_prefix(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("version", "folder"), [(3, "version_3"), ("first", "first"), ("", ".")])
-def test_a_version_can_be_given(tmp_path: Path, version: int | str, folder: str) -> None:
+def test_a_version_can_be_set(tmp_path: Path, version: int | str, folder: str) -> None:
     logger = CSVLogger(tmp_path, version=version)
     logger.open(tmp_path / "run")
     logger.close()
     assert logger.log_dir == str(tmp_path / folder)
 
 
-def test_nothing_happens_before_it_is_open(tmp_path: Path) -> None:
+def test_values_before_the_logger_is_open_are_ignored(tmp_path: Path) -> None:
     logger = pickle.loads(pickle.dumps(CSVLogger(tmp_path / "logs")))
     logger.log_hyperparams({"lr": 0.1})
     logger.flush()
@@ -143,7 +143,7 @@ def test_the_experiment_writes_rows_and_hyperparameters_as_lightning_s(tmp_path:
     logger.close()
 
 
-def test_the_experiment_is_that_of_the_present_run(tmp_path: Path) -> None:
+def test_the_experiment_belongs_to_the_present_run(tmp_path: Path) -> None:
     logger, folders = CSVLogger(), []
     for _ in range(2):
         options: dict[str, Any] = {**QUIET, "logger": logger, "default_root_dir": tmp_path}

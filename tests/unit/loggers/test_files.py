@@ -37,7 +37,7 @@ def read(logger: Logger, folder: Path) -> list[tuple[int, float]]:
 
 
 @pytest.mark.parametrize("kind", [CSVLogger, JSONLogger, TensorBoardLogger])
-def test_later_rows_of_a_killed_run_are_gone(tmp_path: Path, kind: type[Logger]) -> None:
+def test_later_rows_of_a_killed_run_are_removed(tmp_path: Path, kind: type[Logger]) -> None:
     first = kind()
     first.open(tmp_path)
     for step in (1, 2, 3):
@@ -56,9 +56,7 @@ def test_later_rows_of_a_killed_run_are_gone(tmp_path: Path, kind: type[Logger])
 
 
 @pytest.mark.parametrize("kind", [CSVLogger, JSONLogger, TensorBoardLogger])
-def test_a_row_that_was_written_after_the_checkpoint_of_its_step_is_there_once(
-    tmp_path: Path, kind: type[Logger]
-) -> None:
+def test_a_row_written_after_the_checkpoint_of_its_step_exists_once(tmp_path: Path, kind: type[Logger]) -> None:
     logger = kind()
     logger.open(tmp_path)
     for loss in (0.5, 0.25):  # of the step, and of the validation that came after the checkpoint
@@ -74,7 +72,7 @@ def test_a_row_that_was_written_after_the_checkpoint_of_its_step_is_there_once(
 
 @pytest.mark.parametrize("kind", [CSVLogger, JSONLogger, TensorBoardLogger])
 @pytest.mark.parametrize("step", [0, 2])
-def test_a_running_process_goes_back_without_losing_or_repeating_a_row(
+def test_a_rewind_in_a_running_process_neither_loses_nor_repeats_a_row(
     tmp_path: Path, kind: type[Logger], step: int
 ) -> None:
     logger = kind()
@@ -89,7 +87,7 @@ def test_a_running_process_goes_back_without_losing_or_repeating_a_row(
 
 
 @pytest.mark.parametrize("kind", [CSVLogger, JSONLogger, TensorBoardLogger])
-def test_the_folder_is_known_before_the_run_and_stays_that_of_the_logger(
+def test_the_folder_is_set_before_the_run_and_does_not_change(
     tmp_path: Path, kind: type[Logger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
@@ -180,7 +178,7 @@ def test_the_writer_is_open_before_and_after_a_run_too(tmp_path: Path, kind: typ
 
 
 @pytest.mark.parametrize("kind", [CSVLogger, JSONLogger, TensorBoardLogger])
-def test_the_writer_is_silent_on_other_ranks_and_in_a_folder_that_is_not_known(
+def test_the_writer_does_nothing_on_other_ranks_and_without_a_folder(
     tmp_path: Path, kind: type[Logger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.warns(UserWarning, match=r"Logger.experiment is used before the run, whose folder is not known yet"):
@@ -200,7 +198,7 @@ SCRIPT = """
 """
 
 
-def test_what_was_written_outside_of_a_run_is_there_when_the_process_ends(tmp_path: Path) -> None:
+def test_rows_written_outside_of_a_run_are_flushed_at_process_exit(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     warm.run([sys.executable, "script.py"], check=True, timeout=100, cwd=tmp_path, env=environment)
@@ -223,7 +221,7 @@ def test_metrics_after_a_run_keep_its_hyperparameters(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [CSVLogger, JSONLogger])
-def test_epochs_are_whole_numbers(tmp_path: Path, kind: type[Logger]) -> None:
+def test_epochs_are_written_as_integers(tmp_path: Path, kind: type[Logger]) -> None:
     logger: Any = kind(tmp_path, version="")  # type: ignore[call-arg]
     logger.log_metrics({"loss": 3.0, "epoch": 2.0}, step=1)
     [file] = [path for path in tmp_path.iterdir() if path.stem == "metrics"]

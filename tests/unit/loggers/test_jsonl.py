@@ -8,7 +8,7 @@ from pathlib import Path
 from fabricx.loggers import JSONLogger
 
 
-def test_each_line_is_an_object(tmp_path: Path) -> None:
+def test_each_line_is_a_json_object(tmp_path: Path) -> None:
     logger = JSONLogger()
     logger.open(tmp_path)
     logger.log_metrics({"loss": 0.5, "epoch": 0.0}, step=10)
@@ -21,7 +21,7 @@ def test_each_line_is_an_object(tmp_path: Path) -> None:
     assert lines[1]["norm"] is None
 
 
-def test_a_run_that_goes_on_adds_to_the_file(tmp_path: Path) -> None:
+def test_a_resumed_run_appends_to_the_file(tmp_path: Path) -> None:
     for step in (1, 2):
         logger = JSONLogger()
         logger.open(tmp_path)
@@ -31,7 +31,7 @@ def test_a_run_that_goes_on_adds_to_the_file(tmp_path: Path) -> None:
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
 
 
-def test_hyperparameters_are_a_file(tmp_path: Path) -> None:
+def test_hyperparameters_are_written_to_a_file(tmp_path: Path) -> None:
     logger = JSONLogger(tmp_path, name="mine", version="a")
     logger.open(tmp_path / "run")
     logger.log_hyperparams({"lr": 0.1})

@@ -21,7 +21,7 @@ def _folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, os.environ.get(name, ""))
 
 
-def test_a_run_and_a_worker_that_continues_it(tmp_path: Path) -> None:
+def test_a_worker_continues_the_run_of_the_script(tmp_path: Path) -> None:
     (tmp_path / "model.ckpt").mkdir()
     (tmp_path / "model.ckpt" / "weights").write_text("1")
     logger = MLFlowLogger("mine", tags={"a": "b"}, save_dir=tmp_path / "ml", log_model=True, prefix="train")

@@ -11,7 +11,7 @@ import fabricx.loggers.neptune as module
 from fabricx.loggers import NeptuneLogger
 
 
-def test_a_run_and_its_metrics(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_run_receives_metrics_and_hyperparameters(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     double = mock.MagicMock()
     monkeypatch.setattr(module, "client", lambda name: double)
     monkeypatch.setattr(module, "require", lambda *names: None)

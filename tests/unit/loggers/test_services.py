@@ -49,7 +49,7 @@ def test_the_run_is_open_for_the_user_before_and_after_a_fit_and_closed_for_a_wo
     logger.close()
 
 
-def test_a_run_that_the_user_gave_is_not_ended(tmp_path: Path) -> None:
+def test_a_run_passed_by_the_user_is_not_ended(tmp_path: Path) -> None:
     run = {"of": "user"}
     logger = Service(run)
     logger.open(tmp_path)
@@ -58,7 +58,7 @@ def test_a_run_that_the_user_gave_is_not_ended(tmp_path: Path) -> None:
     assert logger.calls == []
 
 
-def test_a_rank_of_a_launch_that_does_not_log_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launched_rank_that_does_not_log_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     assert isinstance(Service().experiment, Silent)
 

@@ -34,7 +34,7 @@ def session(folder: Path) -> tuple[Any, Any, Any]:
     return data[0].experiment, data[1].session_start_info, data[2].session_end_info
 
 
-def test_scalars_go_straight_into_the_runs_folder(tmp_path: Path) -> None:
+def test_scalars_are_written_directly_into_the_folder_of_the_run(tmp_path: Path) -> None:
     logger = TensorBoardLogger()
     logger.open(tmp_path)
     logger.log_metrics({"loss": 0.5}, step=10)
@@ -51,7 +51,7 @@ def test_several_values_of_a_name_are_in_one_chart(tmp_path: Path) -> None:
     assert events(tmp_path / "a" / "loss_val").Scalars("loss")[0].value == 0.25
 
 
-def test_arguments_are_those_of_lightning(tmp_path: Path) -> None:
+def test_arguments_are_equal_to_lightnings(tmp_path: Path) -> None:
     logger = TensorBoardLogger(
         tmp_path, "net", 3, default_hp_metric=False, prefix="first", sub_dir="part", flush_secs=10
     )  # fmt: skip
@@ -72,7 +72,9 @@ def test_hyperparameters_that_were_logged_before_the_run_are_in_its_session(tmp_
 
 
 @pytest.mark.parametrize(("status", "code"), [("success", 1), ("failed", 2), ("interrupted", 2)])
-def test_hyperparameters_come_with_final_metrics_and_the_ending(tmp_path: Path, status: Ending, code: int) -> None:
+def test_hyperparameters_are_written_with_final_metrics_and_the_status(
+    tmp_path: Path, status: Ending, code: int
+) -> None:
     logger = TensorBoardLogger()
     logger.open(tmp_path)
     logger.log_hyperparams({"net": {"width": 8}, "name": "a", "flag": True, "none": None}, {"before": 1.0})
@@ -117,7 +119,7 @@ def test_a_test_without_a_run_has_no_session(tmp_path: Path) -> None:
     assert list(tmp_path.glob("*.hparams")) == []
 
 
-def test_texts(tmp_path: Path) -> None:
+def test_texts_are_logged(tmp_path: Path) -> None:
     logger = TensorBoardLogger()
     logger.open(tmp_path)
     logger.log_text("config", "lr: 0.1")
@@ -152,7 +154,7 @@ def test_the_graph_of_a_module_with_an_example_needs_no_input(tmp_path: Path) ->
     assert events(tmp_path).Tags()["graph"]
 
 
-def test_a_graph_leaves_modes_and_random_numbers(tmp_path: Path) -> None:
+def test_tracing_a_graph_keeps_modes_and_random_state(tmp_path: Path) -> None:
     logger = TensorBoardLogger(log_graph=True)
     logger.open(tmp_path)
     module, state = nn.Sequential(nn.BatchNorm1d(4).eval(), Noisy()), torch.get_rng_state()

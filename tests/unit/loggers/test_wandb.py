@@ -44,7 +44,7 @@ def test_metrics_have_the_step_as_their_axis(service: Any, tmp_path: Path) -> No
     assert (logger.name, logger.version) == ("p", "abc")
 
 
-def test_tables_images_and_checkpoints(service: Any, tmp_path: Path) -> None:
+def test_tables_images_and_checkpoints_are_logged(service: Any, tmp_path: Path) -> None:
     logger = WandbLogger(log_model="all", version="abc")
     logger.open(tmp_path)
     run = service.init.return_value

@@ -57,7 +57,7 @@ def test_a_validation_does_not_change_whether_the_training_batch_is_the_last(qui
     assert seen == [False, False, False]
 
 
-def test_a_step_has_no_values_of_batches_before_it_that_were_skipped(quiet: dict[str, Any]) -> None:
+def test_a_step_has_no_values_of_earlier_skipped_batches(quiet: dict[str, Any]) -> None:
     seen: list[float] = []
 
     class Skips(TinyModule):
@@ -74,7 +74,7 @@ def test_a_step_has_no_values_of_batches_before_it_that_were_skipped(quiet: dict
     assert seen == pytest.approx([0.0, float("nan"), 2.0, 3.0], nan_ok=True)
 
 
-def test_a_run_that_resumes_after_a_skipped_batch_forgets_its_values(quiet: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_that_resumes_after_a_skipped_batch_drops_its_values(quiet: dict[str, Any], tmp_path: Path) -> None:
     seen: list[float] = []
 
     class Skips(TinyModule):

@@ -227,7 +227,7 @@ def test_options_that_a_hook_sets_after_they_were_read_are_refused(
         trainer.fit(TinyModule(), tiny_loader(8, 4), tiny_loader(4, 4))
 
 
-def test_a_limit_that_a_hook_sets_is_that_of_loaders_that_are_created_again(quiet: dict[str, Any]) -> None:
+def test_a_limit_set_by_a_hook_applies_to_reloaded_loaders(quiet: dict[str, Any]) -> None:
     class Creates(TinyModule):
         def train_dataloader(self) -> Any:
             return tiny_loader(8, 4)

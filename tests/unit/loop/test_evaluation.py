@@ -17,7 +17,7 @@ from fabricx.testing import QUIET, TinyModule, tiny_data, tiny_loader
 from tests.unit.trainer.counting import Counts
 
 
-def test_the_sanity_check_leaves_no_trace(quiet: dict[str, Any]) -> None:
+def test_the_sanity_check_changes_no_state(quiet: dict[str, Any]) -> None:
     def trained(checks: int) -> tuple[list[float], dict[str, Any]]:
         torch.manual_seed(0)
         module = _Dropout()
@@ -66,7 +66,7 @@ def test_each_submodule_keeps_its_mode_in_training_and_after_evaluations(quiet: 
 
 
 @pytest.mark.parametrize("hook", ["setup", "on_fit_start", "on_train_start", "on_train_epoch_start"])
-def test_a_mode_that_a_hook_sets_is_kept(hook: str, quiet: dict[str, Any]) -> None:
+def test_a_mode_set_by_a_hook_is_kept(hook: str, quiet: dict[str, Any]) -> None:
     class Sets(_Frozen):
         def __init__(self) -> None:
             super().__init__()
@@ -144,7 +144,7 @@ def test_training_uses_tensors_that_a_validation_of_the_run_has_made(quiet: dict
     assert trainer.global_step == 4
 
 
-def test_predictions_come_in_the_order_of_the_data(quiet: dict[str, Any]) -> None:
+def test_predictions_have_the_order_of_the_data(quiet: dict[str, Any]) -> None:
     class Echo(TinyModule):
         def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             return batch[0]
@@ -166,13 +166,13 @@ def test_several_validation_loaders_have_their_own_names(quiet: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("wanted", [True, False])
-def test_inference_mode_is_a_choice(wanted: bool) -> None:
+def test_inference_mode_can_be_disabled(wanted: bool) -> None:
     module = Counts()
     fx.Trainer(inference_mode=wanted, **QUIET).validate(module, tiny_loader(), verbose=False)
     assert set(module.grad_modes) == {wanted}
 
 
-def test_without_a_batch_there_are_no_results_and_no_hooks(quiet: dict[str, Any]) -> None:
+def test_an_evaluation_without_a_batch_has_no_results_and_calls_no_hooks(quiet: dict[str, Any]) -> None:
     called: list[str] = []
     hooks = LambdaCallback(
         on_test_start=lambda *args: called.append("test"), on_validation_start=lambda *args: called.append("validate"),

@@ -83,7 +83,7 @@ def test_a_callback_does_not_skip_the_rest_of_an_epoch(quiet: dict[str, Any]) ->
     assert trainer.global_step == 2
 
 
-def test_after_a_stop_the_epoch_that_was_stopped_counts(quiet: dict[str, Any]) -> None:
+def test_a_stopped_epoch_is_counted(quiet: dict[str, Any]) -> None:
     class Epochs(TinyModule):
         def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
             self.trainer.should_stop = self.global_step == 6
@@ -195,14 +195,14 @@ class _Unsized:
         return iter(self.batches)
 
 
-def test_a_generator_that_is_used_up_is_an_error_and_no_endless_run(quiet: dict[str, Any]) -> None:
+def test_an_exhausted_generator_is_an_error(quiet: dict[str, Any]) -> None:
     trainer = fx.Trainer(max_steps=10, **quiet)
     with pytest.raises(ValueError, match=r"generator yielded no batch in epoch 1.* can be iterated only once"):
         trainer.fit(TinyModule(), (batch for batch in tiny_loader(8, 4)))
     assert trainer.global_step == 2
 
 
-def test_a_second_fit_does_nothing_at_the_limit_and_goes_on_when_it_is_raised(quiet: dict[str, Any]) -> None:
+def test_a_second_fit_does_nothing_at_the_limit_and_continues_with_a_higher_limit(quiet: dict[str, Any]) -> None:
     trainer = fx.Trainer(max_epochs=1, **quiet)
     module = TinyModule()
     trainer.fit(module, tiny_loader())
@@ -219,7 +219,7 @@ class _Dropout(TinyModule):
         return output
 
 
-def test_a_stopped_run_goes_on_bit_for_bit(quiet: dict[str, Any], tmp_path: Path) -> None:
+def test_a_stopped_run_continues_bit_for_bit(quiet: dict[str, Any], tmp_path: Path) -> None:
     def run(steps: int, path: Path | None) -> tuple[fx.Trainer, _Dropout]:
         torch.manual_seed(1)
         module = _Dropout()
@@ -271,7 +271,7 @@ def test_a_run_that_resumes_at_the_end_of_an_epoch_begins_in_the_next(quiet: dic
 
 
 @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
-def test_a_run_of_steps_that_makes_no_update_ends_with_an_error(
+def test_a_run_with_max_steps_and_no_update_is_an_error(
     manual: bool, quiet: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fabricx.session.schedule.FEWEST_WITHOUT_STEP", 150)
@@ -339,7 +339,7 @@ class MeanOfOnes(fx.Module):
 @pytest.mark.filterwarnings("ignore:training_step returned no loss")
 @pytest.mark.parametrize("skipped", [0, 1, 2])
 @pytest.mark.parametrize("sizes", [(4, 4, 2), (7, 2, 1)])
-def test_a_window_with_a_skipped_batch_has_the_mean_over_the_samples_of_the_others(
+def test_a_window_with_a_skipped_batch_has_the_mean_over_all_other_samples(
     sizes: tuple[int, ...], skipped: int, quiet: dict[str, Any]
 ) -> None:
     places = iter(range(sum(sizes)))
@@ -363,7 +363,7 @@ def test_a_closure_can_not_compute_an_accumulated_gradient_again(quiet: dict[str
         fx.Trainer(max_epochs=1, accumulate_grad_batches=2, **quiet).fit(Twice(), data)
 
 
-def test_an_optimizer_step_without_a_step_is_reported(quiet: dict[str, Any]) -> None:
+def test_an_optimizer_step_hook_without_a_step_is_reported(quiet: dict[str, Any]) -> None:
     class Forgets(TinyModule):
         def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None: ...
 

@@ -95,7 +95,7 @@ def test_a_metric_that_was_never_logged_is_an_error_unless_the_schedule_may_wait
     assert waits.counts.metrics == []
 
 
-def test_in_manual_optimization_the_user_advances_it(quiet: dict[str, Any]) -> None:
+def test_in_manual_optimization_the_user_advances_the_schedule(quiet: dict[str, Any]) -> None:
     module = _Schedules(interval="step")
     module.automatic_optimization = False
     with (

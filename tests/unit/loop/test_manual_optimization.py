@@ -12,7 +12,7 @@ import fabricx as fx
 from fabricx.testing import TinyModule, tiny_loader
 
 
-def test_a_manual_step_in_bf16_computes_with_the_weights_of_its_own_update(quiet: dict[str, Any]) -> None:
+def test_a_manual_step_in_bf16_uses_the_weights_of_its_own_update(quiet: dict[str, Any]) -> None:
     """Autocast keeps 16-bit copies of weights: the second forward of a step must not see those of the first."""
 
     class Twice(TinyModule):
@@ -42,7 +42,7 @@ def test_a_manual_step_in_bf16_computes_with_the_weights_of_its_own_update(quiet
     assert len(set(wanted)) == 4
 
 
-def test_hooks_before_a_step_see_the_gradient_that_its_closure_computes(quiet: dict[str, Any]) -> None:
+def test_hooks_before_a_step_read_the_gradient_of_its_closure(quiet: dict[str, Any]) -> None:
     calls: list[Any] = []
 
     class Closures(TinyModule):

@@ -55,7 +55,7 @@ def test_clipping_limits_the_norm_and_the_values(quiet: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
-def test_clipping_is_that_of_torch(algorithm: str) -> None:
+def test_clipping_is_equal_to_torchs(algorithm: str) -> None:
     class Sees(Callback):
         def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
             if module.layer.weight.grad is not None:
@@ -144,7 +144,7 @@ class _Unnamed(_StepsItself):
 
 
 @pytest.mark.parametrize("clip", [None, 0.01])
-def test_steps_that_training_step_makes_itself_are_weight_updates(clip: float | None, quiet: dict[str, Any], tmp_path):
+def test_steps_called_by_training_step_are_weight_updates(clip: float | None, quiet: dict[str, Any], tmp_path):
     options: dict[str, Any] = {**quiet, "max_epochs": 2, "gradient_clip_val": clip}
     saver = fx.callbacks.ModelCheckpoint(tmp_path, monitor="own")
     module = _StepsItself()

@@ -43,7 +43,7 @@ def two_ranks(mine: Metrics, others: Sequence[Tensor], gathered: list[Any]) -> M
 
 
 @pytest.mark.parametrize(("reduction", "expected"), [("mean", 2.5), ("sum", 4.0), ("max", 3.0), ("min", 1.0)])
-def test_an_epoch_adds_up_by_its_reduction(reduction: str, expected: float) -> None:
+def test_an_epoch_value_is_accumulated_by_its_reduction(reduction: str, expected: float) -> None:
     metrics = alone()
     metrics.series["x"] = series(reduction)
     metrics.series["x"].add(torch.tensor(1.0), 1, step=1)
@@ -60,7 +60,7 @@ def test_a_step_is_the_weighted_mean_of_its_microbatches() -> None:
     assert metrics.joined(["x"], epoch=False)["x"].item() == 1.75
 
 
-def test_names_are_due_only_in_the_step_that_logged_them() -> None:
+def test_names_are_required_only_in_the_step_that_logged_them() -> None:
     metrics = alone()
     metrics.series["x"] = series()
     metrics.series["x"].add(1.0, 1, step=3)
@@ -78,7 +78,7 @@ def test_ranks_that_logged_different_names_are_listed() -> None:
 
 
 @pytest.mark.parametrize("batches", [0, 2])
-def test_a_rank_learns_names_that_others_logged_first_in_a_later_batch_and_changes_no_value(batches: int) -> None:
+def test_names_first_logged_by_other_ranks_in_a_later_batch_change_no_value(batches: int) -> None:
     metrics = alone()
     gathered = [(3, {"loss": series().logged_as()}, {"loss": batches + 1})]
     metrics = two_ranks(metrics, [torch.tensor([5, -5]), torch.tensor([[6.0, 3.0]])], gathered)
@@ -86,13 +86,13 @@ def test_a_rank_learns_names_that_others_logged_first_in_a_later_batch_and_chang
 
 
 @pytest.mark.parametrize("first", [0, 2])
-def test_a_rank_that_had_the_batch_or_the_hook_in_which_others_logged_has_to_log_too(first: int) -> None:
+def test_all_ranks_with_the_batch_or_hook_must_log_the_same_names(first: int) -> None:
     metrics = two_ranks(alone(), [torch.tensor([5, -5])], [(3, {"loss": series().logged_as()}, {"loss": first})])
     with pytest.raises(RanksDisagree, match=r"rank 0: nothing\n  rank 1: 'loss'"):
         metrics.joined([], epoch=True, batches=2)
 
 
-def test_a_series_knows_in_which_batch_its_step_and_its_epoch_began() -> None:
+def test_a_series_records_the_batch_where_its_step_and_epoch_began() -> None:
     book = logbook()
     for batch, step in ((2, 1), (3, 2)):
         log(book, 1.0)
@@ -131,7 +131,7 @@ def log(to: Logbook, value: Any, **options: Any) -> None:
     ],
     ids=["float16", "bfloat16", "uint8", "bool"],
 )
-def test_sums_do_not_depend_on_the_precision_of_what_is_logged(value: Tensor, expected: float) -> None:
+def test_sums_do_not_depend_on_the_precision_of_logged_values(value: Tensor, expected: float) -> None:
     book = logbook()
     for _ in range(600):
         log(book, value)
@@ -139,7 +139,7 @@ def test_sums_do_not_depend_on_the_precision_of_what_is_logged(value: Tensor, ex
     assert book.epoch_values(ended=True)["x"].item() == expected
 
 
-def test_whole_numbers_are_added_up_exactly() -> None:
+def test_integers_are_summed_exactly() -> None:
     book = logbook()
     for value in (2**24, 1, 1, 1):  # float32 has no 2**24 + 1
         log(book, torch.tensor(value), reduce_fx="sum")
@@ -168,7 +168,7 @@ def votes_of(way: tuple[Any, ...]) -> Tensor:
         ("mean", {"bar": True}, True, ""),
     ],
 )
-def test_ranks_that_log_a_name_in_different_ways_are_told_so(
+def test_ranks_that_log_a_name_with_different_options_are_an_error(
     reduction: str, flags: dict[str, bool], inside: bool | None, told: str
 ) -> None:
     mine, other = alone(), series(reduction, **flags)
@@ -198,7 +198,7 @@ def test_a_value_of_the_main_rank_alone_needs_no_other_rank_to_log_it() -> None:
     assert (values["x"].item(), values["y"].item()) == (3.0, 3.0)
 
 
-def test_values_that_only_other_ranks_have_are_added_to_those_of_a_rank() -> None:
+def test_values_only_on_other_ranks_are_added() -> None:
     metrics = alone()
     for name, local in (("a", False), ("mine", True)):
         metrics.series[name] = series(local=local)
@@ -222,7 +222,7 @@ def test_values_that_only_other_ranks_have_are_added_to_those_of_a_rank() -> Non
 
 @pytest.mark.parametrize(("mine", "other"), [(math.nan, 1.0), (1.0, math.nan), (math.nan, math.nan)])
 @pytest.mark.parametrize("reduction", ["max", "min"])
-def test_an_extreme_over_ranks_is_not_a_number_if_a_rank_has_none(reduction: Any, mine: float, other: float) -> None:
+def test_an_extreme_over_ranks_is_nan_if_a_rank_has_nan(reduction: Any, mine: float, other: float) -> None:
     """As gloo does, the reduction forgets NaN."""
 
     def ranks(value: float) -> Metrics:

@@ -18,7 +18,7 @@ from fabricx.metrics.series import Series, as_value
 from fabricx.testing import TinyModule, tiny_loader
 
 
-def test_a_value_logged_by_step_and_by_epoch_is_known_by_three_names(quiet: dict[str, Any]) -> None:
+def test_a_value_logged_by_step_and_by_epoch_has_three_names(quiet: dict[str, Any]) -> None:
     seen: list[float] = []
 
     class Mine(TinyModule):
@@ -67,7 +67,7 @@ def log(to: Logbook, value: Any, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("weigh", [None, lambda batch: 0.0], ids=["batch_size", "batch_weight"])
-def test_a_batch_of_weight_zero_has_no_part_in_a_mean_alone(weigh: Any) -> None:
+def test_a_batch_of_weight_zero_is_excluded_only_from_means(weigh: Any) -> None:
     found = logbook()
     log(found, 3.0)
     log(found, -7.0, name="lowest", reduce_fx="max")
@@ -91,7 +91,7 @@ def test_logged_integers_are_exact() -> None:
         assert float(found.step_values(1)["x"]) == float(found.epoch_values(ended=True)["x"]) == twice
 
 
-def test_sums_of_another_process_have_all_digits() -> None:
+def test_sums_of_another_process_have_full_precision() -> None:
     total = 205.0 + 2**-44
     found = [logbook(), logbook()]
     for one, sums in zip(found, (torch.tensor(total, dtype=torch.float64), total), strict=True):
@@ -103,7 +103,7 @@ def test_sums_of_another_process_have_all_digits() -> None:
 @pytest.mark.parametrize(
     "options", [{"reduce_fx": "max"}, {"on_epoch": False}, {"joined": False}, {"on_step": False}], ids=str
 )
-def test_one_name_is_not_logged_in_two_ways(options: dict[str, Any]) -> None:
+def test_a_name_logged_with_different_options_is_an_error(options: dict[str, Any]) -> None:
     book = logbook()
     log(book, 1.0)
     log(book, 2.0)
@@ -112,7 +112,7 @@ def test_one_name_is_not_logged_in_two_ways(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_a_mean_over_batches_takes_no_value_from_between_them(reduction: str) -> None:
+def test_a_mean_over_batches_excludes_values_logged_between_batches(reduction: str) -> None:
     book = logbook()
     log(book, 1.0, on_step=False, reduce_fx=reduction)
     book.end_batch()
@@ -137,7 +137,7 @@ def test_a_hook_at_the_end_of_an_epoch_logs_a_name_of_the_steps_again() -> None:
         assert book.names("x", epoch=True) == "x"
 
 
-def test_a_rank_without_outputs_shows_reduced_values_only() -> None:
+def test_a_rank_without_outputs_has_only_reduced_values() -> None:
     stage = World(axes={"pipeline": World(rank=0, size=2)})
     book = Logbook(cast(Any, SimpleNamespace(world=stage, traits=Traits(), module=None)), training=True)
     book.metrics.series["x"] = Series.of_kind(("mean", True, True, True, True, False))
@@ -146,7 +146,7 @@ def test_a_rank_without_outputs_shows_reduced_values_only() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_stage_logs_no_value_of_the_main_rank_alone(rank: int) -> None:
+def test_a_pipeline_stage_may_not_log_a_value_of_the_main_rank_only(rank: int) -> None:
     stage = World(axes={"pipeline": World(rank=rank, size=2)})
     book = Logbook(cast(Any, SimpleNamespace(world=stage, traits=Traits(), module=None)), training=True)
     log(book, 1.0)
@@ -166,7 +166,7 @@ class Unreachable(torchmetrics.MeanMetric):
         raise AssertionError("a collective at a rank's own pace")
 
 
-def test_the_step_of_a_metric_object_at_own_pace_is_of_this_rank_alone() -> None:
+def test_the_step_of_a_metric_object_at_own_pace_belongs_to_this_rank() -> None:
     mean = Unreachable()
     book = Logbook(cast(Any, SimpleNamespace(world=World(), traits=Traits(lockstep=False), module=None)), training=True)
     book.begin_batch(None, 4, step=1)
@@ -177,17 +177,17 @@ def test_the_step_of_a_metric_object_at_own_pace_is_of_this_rank_alone() -> None
         mean.compute()
 
 
-def test_a_name_is_text() -> None:
+def test_a_name_is_a_string() -> None:
     with pytest.raises(ValueError, match=r"self.log\(3, ...\): the name must be text, such as '3'"):
         logbook().log(3, 1.0, False, True, None, None, "mean", None, True, True)  # type: ignore[arg-type]
 
 
-def test_a_name_has_no_number_of_a_loader() -> None:
+def test_a_name_may_not_have_a_loader_suffix() -> None:
     with pytest.raises(ValueError, match="remove this part of the name"):
         logbook().log("x/dataloader_idx_0", 1.0, False, True, None, None, "mean", None, True, True)
 
 
-def test_a_value_is_shown_and_written_where_any_call_asks_for_it() -> None:
+def test_a_value_is_shown_and_written_if_any_call_requests_it() -> None:
     logs = logbook()
     for bar, to_logger in ((False, False), (True, False), (False, True), (False, False)):
         logs.log("a", 1.0, bar, to_logger, None, None, "mean", None, True, True)
@@ -238,7 +238,7 @@ def test_a_metric_object_of_steps_begins_each_epoch_without_samples() -> None:
         book.epoch_values(ended=True)
 
 
-def test_a_metric_object_is_of_a_single_loader() -> None:
+def test_a_metric_object_belongs_to_a_single_loader() -> None:
     book, metric = logbook(), torchmetrics.MeanMetric()
     book.loader = 0
     log(book, metric)
@@ -266,7 +266,7 @@ class _Unknown(torchmetrics.Metric):
         return self.total if self.total else None
 
 
-def test_a_metric_object_without_a_value_is_left_out(quiet: dict[str, Any]) -> None:
+def test_a_metric_object_without_a_value_is_omitted(quiet: dict[str, Any]) -> None:
     class Mine(TinyModule):
         def __init__(self) -> None:
             super().__init__()
@@ -300,7 +300,7 @@ def test_results_are_in_the_order_of_the_calls(quiet: dict[str, Any]) -> None:
     assert list(result) == ["z", "metric", "a", "y", "b"]
 
 
-def test_a_value_is_the_one_that_was_logged_if_its_tensor_changes_later() -> None:
+def test_a_logged_value_is_not_affected_by_later_changes_of_its_tensor() -> None:
     book, loss, weight = logbook(), torch.tensor(2.0), torch.nn.Parameter(torch.tensor(3.0))
     for value in (loss, weight, loss.view(1)):
         log(book, value, on_epoch=False, reduce_fx="sum")

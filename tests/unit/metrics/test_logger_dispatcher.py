@@ -52,7 +52,7 @@ class Tight(Logger):
         self.closed += 1
 
 
-def test_rows_without_room_are_lost_and_events_are_kept(tmp_path: Path) -> None:
+def test_without_disk_space_rows_are_lost_and_events_are_kept(tmp_path: Path) -> None:
     tight, wide = Tight(range(2, 4)), Tight(range(0))
     logger_dispatcher = LoggerDispatcher([tight, wide], tmp_path)
 
@@ -71,13 +71,13 @@ def test_rows_without_room_are_lost_and_events_are_kept(tmp_path: Path) -> None:
     assert tight.opened == tight.closed + 1
 
 
-def test_another_error_ends_the_run(tmp_path: Path) -> None:
+def test_other_errors_end_the_run(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="Input/output"):
         LoggerDispatcher([Tight(range(1), errno.EIO)], tmp_path).each(lambda logger: logger.log_metrics({}, 0))
 
 
 @pytest.mark.parametrize(("kind", "name"), [(CSVLogger, "metrics.csv"), (JSONLogger, "metrics.jsonl")])
-def test_a_row_that_was_cut_off_is_dropped(tmp_path: Path, kind: Any, name: str) -> None:
+def test_a_truncated_row_is_dropped(tmp_path: Path, kind: Any, name: str) -> None:
     for step in (1, 2):
         logger = kind()
         logger.open(tmp_path)
@@ -91,7 +91,7 @@ def test_a_row_that_was_cut_off_is_dropped(tmp_path: Path, kind: Any, name: str)
     assert (tmp_path / name).read_bytes() == whole
 
 
-def test_training_goes_on_with_a_full_disk_and_saves_when_there_is_room(
+def test_training_continues_with_a_full_disk_and_saves_when_space_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = sharded_tensors.write
@@ -157,7 +157,7 @@ def test_rows_of_evaluation_batches_are_rewound_by_updates(tmp_path: Path) -> No
     assert _steps(tmp_path) == [1, 2, 3, 4]
 
 
-def test_rows_that_come_again_after_a_recovery_are_written_once(tmp_path: Path) -> None:
+def test_rows_repeated_after_a_recovery_are_written_once(tmp_path: Path) -> None:
     tight = Tight(range(0))
     rows = LoggerDispatcher([tight], tmp_path, recovers=True)
     rows.metrics({"loss": 1.0}, 3)

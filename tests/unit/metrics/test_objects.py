@@ -91,7 +91,7 @@ def merged(metric: Any, *ranks: list[Any]) -> tuple[Any, bool]:
         torchmetrics.CatMetric,
     ],
 )  # fmt: skip
-def test_the_state_of_several_ranks_is_that_of_one_that_had_all_updates(kind: Any) -> None:
+def test_the_reduced_state_is_equal_to_that_of_a_rank_with_all_updates(kind: Any) -> None:
     metric = kind()
     alone, updates = metric.clone(), [(torch.tensor([value, value**2]),) for value in (1.0, 3.0, -2.0)]
     for update in updates:
@@ -106,7 +106,7 @@ def test_the_state_of_several_ranks_is_that_of_one_that_had_all_updates(kind: An
 
 
 @pytest.mark.filterwarnings("ignore:Metric `PearsonCorrCoef`")
-def test_a_state_with_a_row_for_each_rank_computes_and_accepts_no_updates() -> None:
+def test_a_state_with_a_row_per_rank_computes_and_refuses_updates() -> None:
     x, y = torch.randn(2, 8, generator=torch.Generator().manual_seed(2))
     first, second = [(x[:3], y[:3])], [(x[3:], y[3:])]
     joined, continues = merged(torchmetrics.PearsonCorrCoef(), first, second)
@@ -126,7 +126,7 @@ def test_states_are_set_in_any_order_also_those_of_a_wrapper_that_resets_its_met
     assert float(module.best._base_metric.compute()) == 4.0
 
 
-def test_members_of_a_collection_that_share_a_state_get_it_each() -> None:
+def test_each_member_of_a_compute_group_receives_its_state() -> None:
     def collection() -> Any:
         kinds = torchmetrics.classification
         return torchmetrics.MetricCollection([kinds.BinaryAUROC(), kinds.BinaryAveragePrecision()])

@@ -49,7 +49,7 @@ def rows(quiet: dict[str, Any], name: str, **options: Any) -> list[tuple[int, fl
 @pytest.mark.parametrize(
     ("every", "steps"), [(1, [1, 2, 3, 4, 5, 6]), (2, [2, 4, 6]), (4, [4]), (0, [])], ids=str
 )  # fmt: skip
-def test_loggers_have_a_row_each_so_many_updates(every: int, steps: list[int], quiet: dict[str, Any]) -> None:
+def test_loggers_have_a_row_every_n_updates(every: int, steps: list[int], quiet: dict[str, Any]) -> None:
     assert rows(quiet, "count", max_epochs=1, log_every_n_steps=every) == [(step, float(step)) for step in steps]
 
 
@@ -57,7 +57,7 @@ def test_the_sanity_check_is_in_no_row(quiet: dict[str, Any]) -> None:
     assert rows(quiet, "val", max_epochs=2) == [(6, 0.5), (12, 0.5)]
 
 
-def test_each_loader_of_an_evaluation_has_its_own_results_and_what_they_share(quiet: dict[str, Any]) -> None:
+def test_each_evaluation_loader_has_its_own_results_and_the_common_results(quiet: dict[str, Any]) -> None:
     trainer = fx.Trainer(**quiet)
     first, second = trainer.validate(Logs(), [tiny_loader(8, 4), tiny_loader(4, 4)], verbose=False)
     assert first == {"val/dataloader_idx_0": 0.5, "both": pytest.approx(1 / 3), "own0": 1.0}
@@ -65,7 +65,7 @@ def test_each_loader_of_an_evaluation_has_its_own_results_and_what_they_share(qu
     assert {name: float(value) for name, value in trainer.callback_metrics.items()} == first | second
 
 
-def test_callbacks_read_the_newest_values_in_each_batch_and_the_bar_has_those_that_ask_for_it(
+def test_callbacks_read_the_newest_values_in_each_batch_and_the_bar_has_only_prog_bar_values(
     quiet: dict[str, Any],
 ) -> None:
     seen: list[tuple[float, dict[str, float]]] = []
@@ -80,7 +80,7 @@ def test_callbacks_read_the_newest_values_in_each_batch_and_the_bar_has_those_th
     assert all("hidden" not in bar for _, bar in seen)
 
 
-def test_values_of_single_evaluation_batches_reach_the_loggers_with_a_number_that_rises(quiet: dict[str, Any]) -> None:
+def test_values_of_evaluation_batches_are_logged_with_an_increasing_number(quiet: dict[str, Any]) -> None:
     class Batches(TinyModule):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("one", float(batch_idx), on_step=True, on_epoch=False)
@@ -98,7 +98,7 @@ def test_values_of_single_evaluation_batches_reach_the_loggers_with_a_number_tha
     assert trainer.progress_bar_metrics == {"two_step": 2.0, "two_epoch": 1.0}
 
 
-def test_the_bar_names_values_of_steps_and_epochs_as_the_loggers_do(quiet: dict[str, Any]) -> None:
+def test_the_progress_bar_and_the_loggers_use_the_same_names(quiet: dict[str, Any]) -> None:
     class Bar(TinyModule):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.log("both", float(batch_idx), on_step=True, on_epoch=True, prog_bar=True)
@@ -227,7 +227,7 @@ class _ReadsWhatItLogs(TinyModule):
         self._read("train")
 
 
-def test_hooks_at_the_end_of_an_epoch_read_what_they_have_logged(quiet: dict[str, Any]) -> None:
+def test_hooks_at_the_end_of_an_epoch_read_values_that_they_logged(quiet: dict[str, Any]) -> None:
     module = _ReadsWhatItLogs()
     trainer = fx.Trainer(max_epochs=2, **{**quiet, "num_sanity_val_steps": 0})
     trainer.fit(module, tiny_loader(8, 4), tiny_loader(8, 4))

@@ -37,7 +37,7 @@ def test_a_rank_without_a_batch_changes_no_value(reduction: Any, neutral: float)
     assert float(join(reduction, 3.0, 1.0, neutral, 0.0)) == 3.0
 
 
-def test_latest_values_of_ranks_are_joined_if_they_are_of_the_newest_step() -> None:
+def test_latest_values_of_ranks_are_merged_if_they_are_of_the_newest_step() -> None:
     local = (*KIND[:-1], True)
     first = {"a": [KIND, 2, 1.0, 1], "old": [KIND, 1, 5.0, 1], "local": [local, 2, 7.0, 1]}
     second = {"a": [KIND, 2, 3.0, 3], "local": [local, 2, 9.0, 1]}

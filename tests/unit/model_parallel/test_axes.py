@@ -20,7 +20,7 @@ def test_ranks_that_do_not_fit_are_an_error_with_the_nearest_numbers(ranks: int,
         sizes_of(ranks, {"pipeline": 1, "tensor": 2}, "tensor")
 
 
-def test_ranks_along_the_axes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_numbered_along_the_axes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(World, "new_subgroup", lambda self, parts: parts)
     sizes = sizes_of(8, {"pipeline": 2, "tensor": 2}, "mesh")
     world = with_axes(World(rank=5, size=8), sizes)  # data 1, stage 0, tensor 1
@@ -61,7 +61,7 @@ def test_islands_have_replicas_whose_gradients_are_averaged(monkeypatch: pytest.
     assert World(size=4).axis("replicas").size == 1
 
 
-def test_the_ranks_at_the_same_place_of_all_islands_have_the_same_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_at_the_same_position_in_all_islands_have_the_same_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(World, "new_subgroup", lambda self, parts: parts)
     sizes = sizes_of(8, {"shard": 2, "tensor": 2}, "mesh")
     assert (sizes["data"], sizes["islands"]) == (4, 2)

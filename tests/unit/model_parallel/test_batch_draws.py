@@ -8,7 +8,7 @@ import torch
 from fabricx.model_parallel.batch_draws import BatchDraws, DifferentDraws, rows_of_draw
 
 
-def test_the_numbers_of_some_samples_are_found_in_any_dim() -> None:
+def test_random_numbers_of_selected_samples_are_found_in_any_dim() -> None:
     drawn = torch.arange(24).view(2, 6, 2)  # of 3 samples, which have 2 entries in dim 1
     part = rows_of_draw(drawn, [2, 2, 2], begin=2, rows=1, total=3)
     assert part is not None

@@ -18,7 +18,7 @@ def with_gradients(*gradients):
 
 
 @pytest.mark.parametrize("limit", [0.1, 100.0])
-def test_on_one_rank_it_is_the_norm_of_torch(limit):
+def test_the_norm_on_a_single_rank_is_equal_to_torchs(limit):
     ours, theirs = (with_gradients(torch.tensor([3.0, 4.0]), torch.tensor([[12.0]])) for _ in range(2))
     norm = clip_norm(ours, limit, World(), lambda _: 1)
     assert norm == nn.utils.clip_grad_norm_(theirs, limit) == 13.0
@@ -31,7 +31,7 @@ def test_elements_with_several_copies_count_once():
     assert clip_norm([parameter], 100.0, World(), lambda _: 4) == 5.0
 
 
-def test_values_are_clipped():
+def test_gradient_values_are_clipped():
     [parameter, _] = with_gradients(torch.tensor([-3.0, 0.5]))
     clip_value([parameter], 1.0)
     assert parameter.grad.tolist() == [-1.0, 0.5]

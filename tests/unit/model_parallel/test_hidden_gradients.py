@@ -37,7 +37,7 @@ def test_hooks_cannot_read_or_change_a_part_and_the_strategy_can() -> None:
     assert gradient.tolist() == [6.0, 6.0]
 
 
-def test_a_gradient_that_only_other_ranks_have_is_an_error_instead_of_none() -> None:
+def test_a_gradient_held_only_by_other_ranks_is_an_error_instead_of_none() -> None:
     absent, hidden = nn.Parameter(torch.ones(2)), HiddenGradients()
     with hidden.hide([weight(), absent], elsewhere=[absent]):
         assert absent.grad is not None
@@ -48,7 +48,7 @@ def test_a_gradient_that_only_other_ranks_have_is_an_error_instead_of_none() -> 
     assert absent.grad is None
 
 
-def test_a_gradient_that_a_hook_has_removed_stays_away() -> None:
+def test_a_gradient_removed_by_a_hook_stays_removed() -> None:
     divided, hidden = weight(), HiddenGradients()
     with hidden.hide([divided]):
         divided.grad = None

@@ -146,7 +146,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("absent", [False, True])
 @torch.no_grad()
-def test_what_a_hook_changes_reaches_all_parts(name: str, absent: bool) -> None:
+def test_changes_of_a_hook_are_written_to_all_shards(name: str, absent: bool) -> None:
     whole, half, division = divided(absent)
     CHANGES[name](whole)
     with HookWeights(division):  # type: ignore[arg-type]
@@ -159,7 +159,7 @@ def test_what_a_hook_changes_reaches_all_parts(name: str, absent: bool) -> None:
 
 
 @pytest.mark.parametrize("absent", [False, True])
-def test_what_a_hook_sets_of_the_parameter_itself_remains(absent: bool) -> None:
+def test_attributes_of_a_parameter_set_by_a_hook_are_kept(absent: bool) -> None:
     _, half, division = divided(absent)
     with HookWeights(division):  # type: ignore[arg-type]
         half.weight.register_post_accumulate_grad_hook(lambda parameter: None)
@@ -193,7 +193,7 @@ def test_changes_of_each_element_and_sizes_need_no_communication() -> None:
 
 
 @torch.no_grad()
-def test_code_of_fabricx_within_a_hook_sees_the_part() -> None:
+def test_code_of_fabricx_within_a_hook_reads_the_local_shard() -> None:
     _, half, division = divided()
     with HookWeights(division), paused():  # type: ignore[arg-type]
         assert half.weight.shape == (2, 3)
@@ -201,7 +201,7 @@ def test_code_of_fabricx_within_a_hook_sees_the_part() -> None:
     assert division.gathers == 0
 
 
-def test_a_gradient_that_only_another_stage_has_is_an_error_instead_of_none() -> None:
+def test_a_gradient_held_only_by_another_stage_is_an_error_instead_of_none() -> None:
     _, half, division = divided(absent=True)
     with HookWeights(division):  # type: ignore[arg-type]
         assert half.weight.grad is None
@@ -232,7 +232,7 @@ def test_moments_are_whole_and_gradients_are_an_error() -> None:
 
 
 @torch.no_grad()
-def test_what_has_no_result_of_one_process_is_an_error_with_the_remedy() -> None:
+def test_operations_without_a_single_process_result_are_an_error_with_the_remedy() -> None:
     _, half, division = divided()
     other = nn.Parameter(torch.ones(4, 3))
     with HookWeights(division):  # type: ignore[arg-type]

@@ -28,7 +28,7 @@ def test_microbatches_differ_by_one_row_at_most_and_none_is_empty():
             assert [row for part in found for row in part] == list(range(rows))
 
 
-def test_nested_batches_are_split_and_what_has_no_rows_is_the_same():
+def test_nested_batches_are_split_and_values_without_rows_are_shared():
     step, positions = torch.tensor(3), torch.zeros(1, 5)
     batch = {
         "x": torch.arange(4), "array": np.arange(4), "names": ["a", "b", "c", "d"], "step": step,
@@ -52,7 +52,7 @@ def test_nested_batches_are_split_and_what_has_no_rows_is_the_same():
     assert batch["tokens"]["ids"].tolist() == [0, 1, 2, 3]
 
 
-def test_one_microbatch_is_the_batch_itself():
+def test_a_single_microbatch_is_the_batch():
     batch = object()
     assert split(batch, 1) == [batch]
 
@@ -81,7 +81,7 @@ def test_rows_are_those_of_the_first_tensor_with_a_dimension():
     assert rows_of({"a": 1}) is None
 
 
-def test_results_of_microbatches_are_joined_to_that_of_the_batch():
+def test_results_of_microbatches_are_concatenated_to_the_result_of_the_batch():
     parts = split(torch.arange(3.0), 2)
     outputs = [{"loss": part.mean(), "logits": part * 2, "epoch": 4, "count": torch.tensor(7)} for part in parts]
     whole = joined(outputs, parts, [2 / 3, 1 / 3])
@@ -91,7 +91,7 @@ def test_results_of_microbatches_are_joined_to_that_of_the_batch():
     assert whole["count"] == 7
 
 
-def test_microbatches_without_a_loss_are_left_out():
+def test_microbatches_without_a_loss_are_omitted():
     parts = split(torch.arange(3.0), 2)
     assert joined([None, torch.tensor(5.0, requires_grad=True)], parts, [2 / 3, 1 / 3]) == 5
     assert not joined([torch.tensor(5.0, requires_grad=True)], parts[:1], [1.0]).requires_grad

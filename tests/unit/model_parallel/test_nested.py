@@ -23,7 +23,7 @@ def test_leaves_have_paths_through_all_containers():
     assert paths == [(0, 0), (0, 1, "a"), (1, "image"), (1, "name"), (2, "c"), (3, "d")]
 
 
-def test_changed_leaves_are_in_copies_of_the_same_classes():
+def test_containers_with_a_changed_leaf_are_copied_with_their_class():
     value = [Pair(1, OrderedDict(a=2)), Sample(torch.ones(1), "b"), UserDict(c=3)]
     changed = mapped(value, lambda path, leaf: -leaf if isinstance(leaf, int) else leaf)
     assert changed == [Pair(-1, OrderedDict(a=-2)), value[1], UserDict(c=-3)]
@@ -33,7 +33,7 @@ def test_changed_leaves_are_in_copies_of_the_same_classes():
     assert value[2] == UserDict(c=3)
 
 
-def test_containers_without_a_change_are_the_same_objects():
+def test_containers_without_a_change_are_not_copied():
     value = {"a": [1, (2,)], "b": [3]}
     changed = mapped(value, lambda path, leaf: 4 if leaf == 3 else leaf)
     assert changed["a"] is value["a"]

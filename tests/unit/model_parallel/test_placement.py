@@ -17,14 +17,14 @@ CASES = [
 
 
 @pytest.mark.parametrize(("shape", "dim", "parts", "ranks"), CASES)
-def test_the_shards_of_all_ranks_are_the_whole(shape, dim, parts, ranks):
+def test_the_shards_of_all_ranks_make_up_the_whole_tensor(shape, dim, parts, ranks):
     placement, whole = Placement(shape, dim, parts, ranks), torch.randn(shape)
     shards = [placement.shard(whole, rank) for rank in range(ranks)]
     assert [tuple(shard.shape) for shard in shards] == [placement.local_shape(rank) for rank in range(ranks)]
     assert torch.equal(placement.join(shards), whole)
 
 
-def test_a_rank_has_its_share_of_each_part():
+def test_a_rank_has_its_shard_of_each_part():
     placement = Placement((12,), 0, (8, 2, 2), 2)
     assert placement.shard(torch.arange(12), 1).tolist() == [4, 5, 6, 7, 9, 11]
 

@@ -11,7 +11,7 @@ from torch.utils import checkpoint
 from fabricx.model_parallel.recomputation import recomputing
 
 
-def test_a_recomputation_is_in_the_context_of_its_forward() -> None:
+def test_a_recomputation_runs_in_the_context_of_its_forward() -> None:
     seen: list[str] = []
     place = ["forward"]
 

@@ -32,7 +32,7 @@ def record(net):
     return recorded_step(net, lambda: net(X).square().sum())
 
 
-def test_a_record_changes_nothing():
+def test_recording_does_not_change_the_module():
     net = Net()
     before = {name: value.clone() for name, value in net.state_dict().items()}
     random = torch.get_rng_state()
@@ -58,7 +58,7 @@ def test_the_first_output_that_differs_is_named():
         check_unchanged(before, record(net), [], 1)
 
 
-def test_the_order_of_elements_counts():
+def test_the_order_of_elements_is_compared():
     net = Net()
     before = record(net)
     net.first.weight.data = net.first.weight.data.flip(0)
@@ -66,7 +66,7 @@ def test_the_order_of_elements_counts():
     assert first_difference(before, record(net)) == "first"
 
 
-def test_gradients_that_are_wrong_by_a_factor_are_found():
+def test_gradients_wrong_by_a_factor_are_detected():
     net = Net()
     before = record(net)
     net.first.weight.register_hook(lambda gradient: gradient / 2)
@@ -76,7 +76,7 @@ def test_gradients_that_are_wrong_by_a_factor_are_found():
     assert before.loss == after.loss
 
 
-def test_norms_of_shards_are_combined_and_those_of_copies_are_compared_one_by_one():
+def test_norms_of_shards_are_combined_and_norms_of_copies_are_compared_separately():
     before, after = record(Net()), record(Net())
     norm = before.gradients["second.weight"][0]
     after.gradients["second.weight"] = [norm * 0.6, norm * 0.8]
@@ -85,7 +85,7 @@ def test_norms_of_shards_are_combined_and_those_of_copies_are_compared_one_by_on
         check_unchanged(before, after, [], 2)
 
 
-def test_a_loss_that_differs_after_equal_outputs_is_found():
+def test_a_different_loss_after_equal_outputs_is_detected():
     net = Net()
     before = record(net)
     net.factor = 2.0

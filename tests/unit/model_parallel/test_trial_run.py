@@ -74,7 +74,7 @@ def compared(step: Any, weight: Any = None) -> bool:
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_a_loss_that_is_no_mean_over_samples_differs_in_parts(name: str) -> None:
+def test_a_loss_that_is_not_a_mean_over_samples_differs_on_parts_of_a_batch(name: str) -> None:
     step, weight, differs = STEPS[name]
     assert compared(step, weight) is differs
 
@@ -94,13 +94,13 @@ RANDOM = {
 
 
 @pytest.mark.parametrize("name", RANDOM)
-def test_samples_have_the_same_random_numbers_in_a_batch_and_in_its_parts(name: str) -> None:
+def test_samples_have_equal_random_numbers_in_a_batch_and_in_its_parts(name: str) -> None:
     step, differs = RANDOM[name]
     torch.manual_seed(2)  # different numbers of masked elements
     assert compared(step) is differs
 
 
-def test_numbers_that_are_not_those_of_samples_and_a_step_for_several_samples_are_errors() -> None:
+def test_random_numbers_without_a_sample_dim_and_steps_over_several_samples_are_errors() -> None:
     steps: dict[str, Any] = {
         "in another way": lambda batch, index: LAYER(batch[0])[torch.randperm(len(batch[0]))].mean(),
         "NumPy depend on the number": lambda batch, index: LAYER(batch[0]).mean() * np.random.rand(len(batch[0])).sum(),

@@ -30,7 +30,7 @@ def test_a_norm_can_be_limited_where_a_process_has_the_whole_gradient() -> None:
         assert design._design.norm_clipping_refused(servers, workers) == ""
 
 
-def test_batches_have_weights_unless_an_update_of_several_batches_waits_for_no_worker() -> None:
+def test_batches_are_weighted_except_in_asynchronous_updates_of_several_batches() -> None:
     assert "no worker waits" in BOUNDED._design.batch_weight_refused
     assert "no worker waits" in AsyncSGD(outer="average")._design.batch_weight_refused
     assert SYNC._design.batch_weight_refused == ASYNC._design.batch_weight_refused == ""

@@ -214,7 +214,7 @@ def same(one: Any, other: Any, close: float = 0.0) -> bool:
 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")  # a wrapper's own step isn't noticed by torch
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_any_optimizer_on_servers_is_a_plain_loop_to_the_bit(name: str) -> None:
+def test_any_optimizer_on_servers_is_bitwise_equal_to_a_plain_loop(name: str) -> None:
     make = OPTIMIZERS[name]
     wanted, states = plain(make)
     for servers, whole in [(1, False), (2, True)] + ([] if name == "by norm" else [(3, False)]):
@@ -256,7 +256,7 @@ def whole(make: Callable[[list[Any]], list[Any]], servers: int, shard_by: Any = 
     return needs_whole_tensors(make(weights), weights, servers, shard_by, **more)
 
 
-def test_what_is_said_of_an_optimizer_is_tried() -> None:
+def test_declared_properties_of_optimizers_are_verified() -> None:
     assert not whole(lambda p: [optim.AdamW(p)], 2)
     assert whole(lambda p: [optim.Adafactor(p), optim.AdamW(p)], 2)
     assert not whole(OPTIMIZERS["counting"], 2, "element")
@@ -320,7 +320,7 @@ DAMPED: dict[str, Callable[[list[Any]], list[Any]]] = {
 
 
 @pytest.mark.parametrize("name", DAMPED)
-def test_a_stale_gradient_moves_weights_by_a_part_of_what_it_would(name: str) -> None:
+def test_a_stale_gradient_scales_the_step_down(name: str) -> None:
     def moved(*, damp: bool) -> tuple[list[Tensor], list[Any]]:
         served = Served(DAMPED[name], 1, whole=False)
         [server] = served.servers

@@ -18,7 +18,7 @@ COMMON = [field.name for field in dataclasses.fields(ServerOptions)]
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_common_options_are_those_of_the_presets_with_the_same_defaults(preset: Any) -> None:
+def test_the_common_options_and_the_presets_have_the_same_defaults(preset: Any) -> None:
     parameters = inspect.signature(preset).parameters
     strategy, common = preset(), ServerOptions()
     assert {name: parameters[name].default for name in COMMON} == {name: getattr(common, name) for name in COMMON}

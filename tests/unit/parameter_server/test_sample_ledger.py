@@ -18,7 +18,7 @@ EMPTY = torch.empty(0)
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_each_sample_is_counted_as_often_as_it_is_in_the_weights(seed: int) -> None:
+def test_each_sample_is_counted_once_per_use_in_the_weights(seed: int) -> None:
     rng, trained = random.Random(seed), Counter[tuple[int, int]]()
     items, begin, end = 40, (1, 12), (3, 20)
     ledger = SampleLedger()
@@ -34,7 +34,7 @@ def test_each_sample_is_counted_as_often_as_it_is_in_the_weights(seed: int) -> N
     assert ledger.lost_and_repeated(*end) == (len(due - trained.keys()), twice)
 
 
-def test_an_epoch_that_was_left_out_is_lost_and_one_that_is_trained_in_order_takes_one_range() -> None:
+def test_a_skipped_epoch_is_lost_and_an_epoch_in_order_is_a_single_range() -> None:
     ledger = SampleLedger()
     for epoch in (0, 2):
         ledger.open(epoch, 0, 12)
@@ -54,7 +54,7 @@ def train(server: Server, section: int, position: int, leases: int) -> None:
 
 
 @pytest.mark.parametrize(("second", "expected"), [(6, (0, 0)), (4, (0, 2)), (8, (2, 0))])
-def test_a_section_that_begins_elsewhere_than_the_weights_are_is_seen_by_the_account_of_samples_alone(
+def test_a_section_at_a_wrong_position_is_detected_only_by_the_sample_ledger(
     second: int, expected: tuple[int, int]
 ) -> None:
     """A recovered position is before, or after, the samples in the weights: each lease was dealt and used once."""

@@ -71,7 +71,7 @@ from fabricx.pytorch.fabric.utilities.seed import seed_everything
 
 
 @pytest.mark.parametrize("line", IMPORTS)
-def test_an_import_with_the_name_swapped_works(line: str) -> None:
+def test_code_with_the_import_replaced_works(line: str) -> None:
     namespace: dict[str, Any] = {}
     exec(line, namespace)
     assert len(namespace) > 1
@@ -107,18 +107,18 @@ def test_names_are_the_objects_of_fabricx() -> None:
         ("import fabricx; fabricx.pytorch.Trainr", AttributeError, "Did you mean 'Trainer'"),
     ],
 )
-def test_a_name_that_is_not_here_is_an_error_with_its_successor(line: str, error: type, message: str) -> None:
+def test_a_missing_name_is_an_error_that_names_the_alternative(line: str, error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         exec(line, {})
 
 
-def test_the_import_is_light() -> None:
+def test_the_import_loads_no_heavy_modules() -> None:
     program = "import sys, fabricx.pytorch; print([name for name in ('torch', 'hydra') if name in sys.modules])"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
     assert ended.stdout == "[]\n"
 
 
-def test_a_logger_with_lightnings_methods_works_with_the_import_swapped(tmp_path: Any) -> None:
+def test_a_logger_with_lightnings_methods_works_with_the_import_replaced(tmp_path: Any) -> None:
 
     from fabricx.testing import TinyModule, tiny_loader
 

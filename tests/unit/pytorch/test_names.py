@@ -81,7 +81,7 @@ def _positional(function: Any) -> list[str]:
     return [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
 
 
-def test_each_path_of_lightning_below_a_known_package_is_known() -> None:
+def test_each_lightning_path_within_a_supported_package_is_resolved() -> None:
     for package in ("callbacks", "loggers", "strategies", "profilers", "tuner", "trainer", "core"):
         folder = importlib.import_module(f"lightning.pytorch.{package}").__path__
         for found in pkgutil.iter_modules(folder):
@@ -110,7 +110,7 @@ def members(cls: type) -> set[str]:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_each_member_of_lightnings_classes_is_here_or_has_a_successor(name: str) -> None:
+def test_each_member_of_lightnings_classes_exists_or_has_a_successor(name: str) -> None:
     steps = {"training_step", "validation_step", "test_step"}
     of_object = set(vars(fx.Trainer(**QUIET))) if name == "Trainer" else steps
     missing = {member for member in members(getattr(theirs, name)) if not hasattr(CLASSES[name], member)}

@@ -48,7 +48,7 @@ class Grows(fx.Callback):
 
 
 @pytest.mark.parametrize("steps", [4, 5, 6, 7])
-def test_an_accumulation_that_a_callback_sets_is_no_change(
+def test_an_accumulation_set_by_a_callback_is_accepted(
     own_folder: Path, steps: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def train(steps: int, ckpt: Path | None) -> tuple[fx.Trainer, fx.Module]:

@@ -127,7 +127,7 @@ class SavesIn(fx.Callback):
 
 
 @pytest.mark.parametrize("moment", ["before", "after", "on_validation_end", "on_validation_start"])
-def test_each_check_of_early_stopping_counts_wherever_the_run_was_saved(
+def test_each_check_of_early_stopping_is_counted_for_any_save_point(
     own_folder: Path, moment: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def train(ckpt: Path | None) -> fx.Trainer:
@@ -177,7 +177,7 @@ class Counts(fx.Callback):
         self.count = state_dict["count"]
 
 
-def test_each_of_several_callbacks_of_a_class_has_its_state_back(
+def test_each_of_several_callbacks_of_a_class_has_its_state_restored(
     own_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def train(steps: int, ckpt: Path | None, *each: int) -> list[int]:
@@ -197,7 +197,9 @@ def test_each_of_several_callbacks_of_a_class_has_its_state_back(
         train(4, own_folder / "3.ckpt")
 
 
-def test_one_rank_does_not_miss_the_recovery_of_several(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_single_rank_does_not_require_the_recovery_of_several_ranks(
+    own_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     trainer = fx.Trainer(max_steps=2, callbacks=[FaultRecovery()], **QUIET)
     trainer.fit(TinyModule(), tiny_loader())
     assert FaultRecovery().state_dict()  # so that the checkpoint has it
@@ -206,7 +208,7 @@ def test_one_rank_does_not_miss_the_recovery_of_several(own_folder: Path, capsys
     assert "no such callback" not in capsys.readouterr().out
 
 
-def test_one_average_of_the_weights_can_be_kept() -> None:
+def test_a_single_average_of_the_weights_can_be_saved() -> None:
     with pytest.raises(ValueError, match="all callbacks but one"):
         fx.Trainer(max_steps=1, callbacks=[EMA(0.9), EMA(0.5)], **QUIET).fit(TinyModule(), tiny_loader())
 
@@ -238,7 +240,9 @@ def test_a_stream_that_draws_its_order_is_read_again_in_the_same_order(own_folde
         assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), resumed.parameters(), strict=True))
 
 
-def test_a_finished_run_says_so_and_trains_nothing(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_prints_a_message_and_does_not_train(
+    own_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     options: Any = {**QUIET, "max_epochs": 1, "enable_checkpointing": True, "default_root_dir": own_folder}
     trainer, module = fx.Trainer(**options), TinyModule()
     trainer.fit(module, tiny_loader())
@@ -272,7 +276,7 @@ class Drawn(Sampler[int]):
         ("not shuffled", "16 in the order of the data"), ("batches", "another kind of loader than list"),
     ],
 )  # fmt: skip
-def test_an_epoch_that_goes_on_in_another_order_is_said(
+def test_an_epoch_that_continues_in_a_different_order_is_reported(
     own_folder: Path, kind: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def loader() -> DataLoader[Any]:
@@ -306,7 +310,7 @@ def train(steps: int, batch_size: int, accumulate: int, ckpt: Path | None) -> fx
     ("batch_size", "accumulate", "said"),
     [(4, 1, ""), (2, 2, ""), (8, 1, "each update now has 8 samples, and had 4"), (2, 1, "now has 2 samples")],
 )
-def test_another_batch_size_is_said_and_the_same_product_is_not(
+def test_a_different_global_batch_is_reported_and_an_equal_product_is_not(
     own_folder: Path, batch_size: int, accumulate: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(2, 4, 1, None).save_checkpoint(own_folder / "one.ckpt")
@@ -407,7 +411,7 @@ def test_averages_beside_the_trained_weights_are_no_reason_for_a_warning(
 @pytest.mark.parametrize(
     ("epoch", "batch", "persistent", "said"), [(0, 1, True, 0), (0, 2, False, 0), (0, 0, True, 1), (2, 1, True, 1)]
 )
-def test_what_persistent_loader_processes_have_kept_is_said_to_be_lost_after_their_first_epoch(
+def test_lost_state_of_persistent_loader_processes_is_reported_after_their_first_epoch(
     epoch: int, batch: int, persistent: bool, said: int
 ) -> None:
     lines: list[str] = []
@@ -425,7 +429,7 @@ def split(seed: int) -> DataLoader[Any]:
 
 
 @pytest.mark.parametrize("step", [2, 4])  # within an epoch, and at its end
-def test_another_split_is_reported(
+def test_a_different_split_is_reported(
     step: int, tmp_path: Path, quiet: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "saved.ckpt"

@@ -30,7 +30,7 @@ def with_buffers() -> nn.Module:
     return module
 
 
-def test_buffers_of_each_dtype_are_taken_up_to_the_bit() -> None:
+def test_buffers_of_each_dtype_are_restored_bit_for_bit() -> None:
     trained, replacement = with_buffers(), with_buffers()
     copies = BufferCopies(trained)
     for name, value in CHANGES.items():
@@ -39,7 +39,7 @@ def test_buffers_of_each_dtype_are_taken_up_to_the_bit() -> None:
     assert all(torch.equal(replacement.get_buffer(name), value) for name, value in CHANGES.items())
 
 
-def test_a_buffer_that_is_a_view_is_taken_too() -> None:
+def test_a_buffer_that_is_a_view_is_restored() -> None:
     trained, replacement = nn.Module(), nn.Module()
     for module in (trained, replacement):
         module.register_buffer("column", torch.zeros(3, 4)[:, 1])
@@ -56,7 +56,7 @@ class Means(fx.Module):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_metric_object_that_only_another_rank_has_logged_is_reduced_by_all(rank: int) -> None:
+def test_a_metric_object_logged_only_by_another_rank_is_reduced_by_all_ranks(rank: int) -> None:
     """A rank at its own pace may have had no batch of the epoch: its object would miss the reduction and the reset."""
     module, updated = Means(), torchmetrics.MeanMetric()
     states = [{"updates": 0, "values": dict(updated.metric_state)}]
@@ -75,7 +75,7 @@ def test_a_metric_object_that_only_another_rank_has_logged_is_reduced_by_all(ran
 
 
 @pytest.mark.parametrize("rank", [0, 1, None])
-def test_the_step_of_a_metric_object_is_restored_on_its_rank_and_known_on_the_others(rank: int | None) -> None:
+def test_the_step_of_a_metric_object_is_restored_on_its_rank_and_present_on_all_others(rank: int | None) -> None:
     """A rank without a sample, or another stage of a pipeline, would compute a value where the others reduce theirs."""
     module = Means()
     states = {"mean": {"updates": 1, "values": dict(torchmetrics.MeanMetric().metric_state)}}

@@ -42,12 +42,14 @@ def session(rank: int = 0, ranks: int = 1, store: Any = None, **batch: Any) -> A
         ({"in_step": True, "idle_ranks": 1}, True, RuntimeError, "some ranks have no sample of this batch"),
     ],
 )
-def test_no_moment_is_an_error_that_names_one(batch: Any, weights_only: bool, error: Any, said: str) -> None:
+def test_a_save_at_an_unsupported_time_is_an_error_that_names_a_valid_time(
+    batch: Any, weights_only: bool, error: Any, said: str
+) -> None:
     with pytest.raises(error, match=said):
         check_savable(session(**batch), weights_only=weights_only)
 
 
-def test_weights_alone_may_be_saved_within_a_step_and_everything_after_it() -> None:
+def test_only_weights_may_be_saved_within_a_step_and_all_state_after_it() -> None:
     check_savable(session(in_step=True), weights_only=True)
     check_savable(session(), weights_only=False)
 
@@ -90,7 +92,7 @@ def test_ranks_that_save_with_the_same_arguments_meet_each_time() -> None:
         assert results == [None, None]
 
 
-def test_other_arguments_are_an_error_of_all_ranks_that_lists_them() -> None:
+def test_different_arguments_are_an_error_of_all_ranks_that_lists_them() -> None:
     store = dist.HashStore()
     ranks = [session(rank, 2, store) for rank in range(2)]
     errors = on_ranks(
@@ -103,7 +105,7 @@ def test_other_arguments_are_an_error_of_all_ranks_that_lists_them() -> None:
         assert "rank 1: 'b.ckpt'" in str(error)
 
 
-def test_a_rank_that_saves_alone_is_told_which_ranks_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_on_a_single_rank_is_an_error_that_names_the_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(save_points, "ALL_CALL_S", 0.0)
     with pytest.raises(RanksDisagree, match=r"rank 0 has called save_checkpoint.*rank 1, 2 has not"):
         meet_to_save(session(0, 3, dist.HashStore()), "a.ckpt", weights_only=True, wait=True)  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ def test_states_of_callbacks_with_the_same_key_are_numbered_in_their_order() -> 
 
 
 @pytest.mark.parametrize("trains", [True, False])
-def test_hooks_see_weights_and_position_under_lightning_s_names_and_only_new_weights_are_kept(trains: bool) -> None:
+def test_hooks_read_weights_and_position_by_lightnings_names_and_only_new_weights_are_kept(trains: bool) -> None:
     state: dict[str, Any] = {"strategy": {"module": {"weight": 1}}}
     if trains:
         state["state"] = {"epoch": 3, "step": 40}
@@ -72,7 +72,7 @@ class _Counts:
         ("on_train_batch_start", 3, 1), ("on_train_epoch_start", 2, 1),
     ],
 )  # fmt: skip
-def test_what_a_resumed_run_repeats_is_not_in_the_states_of_callbacks(
+def test_callback_states_exclude_work_that_a_resumed_run_repeats(
     hook: str, call: int, accumulate: int, own_folder: Path
 ) -> None:
     def fit(ckpt: Path | None) -> tuple[int, ...]:

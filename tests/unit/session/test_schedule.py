@@ -24,7 +24,7 @@ from fabricx.testing import QUIET, TinyModule, tiny_loader
     ],
     ids=str,
 )  # fmt: skip
-def test_an_epoch_that_is_shorter_than_what_was_trained_ends_with_its_validation(
+def test_an_epoch_shorter_than_its_trained_batches_ends_with_its_validation(
     own_folder: Path, options: dict[str, Any], validations: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Validated(fx.Callback):
@@ -55,7 +55,7 @@ def train(steps: int, batch_size: int, accumulate: int, ckpt: Path | None) -> fx
 
 
 @pytest.mark.parametrize(("batch_size", "accumulate"), [(4, 1), (8, 1), (2, 1), (2, 2), (4, 2)])
-def test_the_end_of_an_epoch_is_validated_with_whatever_global_batch_it_goes_on(
+def test_the_end_of_an_epoch_is_validated_after_a_resume_with_any_global_batch(
     own_folder: Path, batch_size: int, accumulate: int
 ) -> None:
     train(1, 4, 1, None).save_checkpoint(own_folder / "one.ckpt")
@@ -68,7 +68,7 @@ def test_the_end_of_an_epoch_is_validated_with_whatever_global_batch_it_goes_on(
     assert validated == [1 + -(-12 // (batch_size * accumulate))] == [trainer.global_step]
 
 
-def test_limits_stop_where_they_say(quiet: dict[str, Any]) -> None:
+def test_limits_stop_at_the_requested_step_or_epoch(quiet: dict[str, Any]) -> None:
     for options, steps, epochs in [
         ({"max_epochs": 3}, 12, 3),
         ({"max_steps": 5}, 5, 2),
@@ -147,7 +147,7 @@ class Shrinks(Stream):
     first = 5
 
 
-def test_validation_comes_when_it_is_due(quiet: dict[str, Any]) -> None:
+def test_validation_runs_when_due(quiet: dict[str, Any]) -> None:
     for options, expected in [
         ({}, [8, 16]),
         ({"val_check_interval": 0.5}, [4, 8, 12, 16]),

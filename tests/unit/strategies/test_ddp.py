@@ -29,7 +29,7 @@ def test_thin_matrices_are_the_same_on_all_ranks_of_another_number(recwarn: pyte
     assert "the compression errors of gradients are dropped" in str(recwarn.pop().message)
 
 
-def test_complex_matrices_have_no_factors() -> None:
+def test_complex_matrices_are_not_compressed_to_factors() -> None:
     strategy, module = DDP(compression="powersgd"), nn.Linear(SIZE, SIZE, dtype=torch.complex64)
     strategy.world = World(size=2)
     with pytest.raises(ValueError, match=r"a parameter is complex: train torch\.view_as_real of it"):

@@ -10,7 +10,7 @@ from fabricx.strategies import FSDP
 @pytest.mark.parametrize(
     ("options", "message"), [({"param_dtype": "float16"}, "known: bf16"), ({"replicas": 0}, "replicas=0")]
 )
-def test_wrong_options_are_explained(options: dict[str, object], message: str) -> None:
+def test_wrong_options_are_errors_with_an_explanation(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         FSDP(**options)  # type: ignore[arg-type]
 

@@ -25,7 +25,7 @@ def copies(strategy: LocalSGD, module: nn.Module) -> float:
 
 
 @pytest.mark.parametrize(("outer", "kept"), [("average", 1), ("nesterov", 2)])
-def test_between_meetings_it_holds_no_copy_that_it_does_not_need(outer: str, kept: int) -> None:
+def test_between_synchronizations_it_holds_no_unneeded_copy(outer: str, kept: int) -> None:
     module = nn.Linear(100, 100)
     strategy = LocalSGD(every=4, outer=outer, fragments=1, overlap_steps=2)  # type: ignore[arg-type]
     strategy.world = World()
@@ -39,7 +39,7 @@ def test_between_meetings_it_holds_no_copy_that_it_does_not_need(outer: str, kep
     assert held == [kept] * 3 + [kept + 1] * 2 + [kept] * 2 + [kept + 1]  # one more while a meeting is under way
 
 
-def test_a_round_of_one_rank_ends_where_two_go_on() -> None:
+def test_a_round_of_a_single_rank_ends_where_two_ranks_continue() -> None:
     module = nn.Linear(2, 2)
     strategy = LocalSGD(every=4, overlap_steps=2)
     strategy.setup(module)
@@ -88,7 +88,7 @@ class AheadOfItsPeer(World):
         return tensor + tensor + 2.0
 
 
-def test_what_hooks_change_of_the_mean_of_all_ranks_is_kept_and_the_rest_is_each_rank_s_own() -> None:
+def test_changes_of_hooks_to_averaged_weights_are_kept_and_other_weights_stay_local() -> None:
     module = nn.Linear(3, 1, bias=False)
     strategy = LocalSGD(every=4)
     strategy.world = World()
@@ -105,7 +105,7 @@ def test_what_hooks_change_of_the_mean_of_all_ranks_is_kept_and_the_rest_is_each
         assert module.weight.tolist() == [[1.0, 9.0, 3.0]]
 
 
-def test_a_checkpoint_ends_a_round_with_the_mean_of_what_hooks_have_changed() -> None:
+def test_a_checkpoint_ends_a_round_with_the_mean_of_weights_changed_by_hooks() -> None:
     module, strategy = nn.Linear(3, 1, bias=False), LocalSGD(every=4, outer="nesterov")
     strategy.world = World()
     strategy.setup(module)
@@ -189,7 +189,7 @@ def test_outer_momentum_loads_with_other_fragments_and_from_earlier_checkpoints(
         assert all(torch.equal(value, saved["outer"][name]) for name, value in other._velocities().items())
 
 
-def test_an_in_memory_checkpoint_has_a_share_of_what_is_equal_on_all_ranks() -> None:
+def test_an_in_memory_checkpoint_has_a_share_of_replicated_state() -> None:
     module = nn.Linear(3, 3, bias=False)  # 9 weights, of 3 ranks
     strategy = LocalSGD(every=4, outer="nesterov")
     strategy.setup(module)
@@ -222,7 +222,7 @@ def test_moments_of_other_ranks_are_averaged_also_of_scalar_parameters() -> None
     assert found["lr"] == 1.0
 
 
-def test_a_parameter_that_only_some_ranks_have_stepped_has_the_mean_of_these() -> None:
+def test_a_parameter_stepped_by_some_ranks_has_the_mean_of_these_ranks() -> None:
     def state(value: float, steps: int) -> Any:
         return {"exp_avg": torch.full((2,), value), "step": steps}
 

@@ -33,7 +33,7 @@ def test_wrong_options_are_errors_with_the_remedy(options: dict[str, object], sa
         Mesh(**options)  # type: ignore[arg-type]
 
 
-def test_a_mesh_is_a_plain_description() -> None:
+def test_a_mesh_is_plain_data() -> None:
     for strategy in (
         Mesh(tensor=2, pipeline=2),
         ExpertMesh(expert=2),

@@ -60,7 +60,7 @@ def test_the_grid_follows_the_gradient() -> None:
 
 
 @pytest.mark.parametrize("exponent", [-60, -1, 40])
-def test_the_first_grid_is_that_of_the_first_part(exponent: int) -> None:
+def test_the_first_grid_is_determined_by_the_first_part(exponent: int) -> None:
     parameters = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(0)), nn.Parameter(torch.zeros(1))]
     sums, size = IntegerSums(parameters, PARTS), 2.0**exponent
     for part in range(PARTS):
@@ -111,7 +111,7 @@ def test_sums_that_are_repeated_before_their_update_have_the_same_bits() -> None
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_what_isn_t_finite_isn_t_afterwards(bad: float) -> None:
+def test_non_finite_gradients_stay_non_finite(bad: float) -> None:
     parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
     sums = IntegerSums(parameters, PARTS)
     parameters[0].grad, parameters[1].grad = torch.tensor([1.0, bad]), torch.ones(2)
@@ -184,7 +184,7 @@ def test_values_that_each_part_changes_are_refused(where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["on_before_optimizer_step", "on_before_optimizer_step buffer"])
-def test_values_that_each_update_changes_are_kept(where: str) -> None:
+def test_buffers_changed_by_each_update_are_kept(where: str) -> None:
     module = _trained(_Changes(where))
     assert float(module.seen if where.endswith("buffer") else module.teacher) == 2.0
     assert float(_trained(_Changes("on_train_epoch_end")).teacher) == 1.0

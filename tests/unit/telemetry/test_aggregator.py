@@ -29,7 +29,7 @@ def at_the_end_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aggregator, "READ_INTERVAL_S", 60.0)
 
 
-def test_a_warning_of_ranks_without_a_console_is_said_once_with_its_count(tmp_path: Path, capsys: Any) -> None:
+def test_a_warning_of_ranks_without_a_console_is_printed_once_with_its_count(tmp_path: Path, capsys: Any) -> None:
     watcher = Aggregator(tmp_path, board=False)
     warn(tmp_path, 1, "slow disk", "slow disk", "once")
     warn(tmp_path, 2, "slow disk")
@@ -42,7 +42,7 @@ def test_a_warning_of_ranks_without_a_console_is_said_once_with_its_count(tmp_pa
     ]  # fmt: skip
 
 
-def test_warnings_of_an_earlier_attempt_were_said_then(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_warnings_of_an_earlier_attempt_are_not_repeated(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     warn(tmp_path, 1, "old")
     later = aggregator.time.time() + 5.0
     with monkeypatch.context() as patch:
@@ -52,14 +52,14 @@ def test_warnings_of_an_earlier_attempt_were_said_then(tmp_path: Path, capsys: A
     assert said(capsys) == []
 
 
-def test_a_warning_cannot_steer_the_terminal(tmp_path: Path, capsys: Any) -> None:
+def test_a_warning_sends_no_control_characters_to_the_terminal(tmp_path: Path, capsys: Any) -> None:
     watcher = Aggregator(tmp_path, board=False)
     warn(tmp_path, 1, "\x1b]0;title\x07")
     watcher.close("success")
     assert not set("".join(said(capsys))) & set("\x1b\x07")
 
 
-def test_what_no_rank_can_record_is_recorded_and_logs_are_merged_at_the_end(tmp_path: Path) -> None:
+def test_events_outside_of_ranks_are_recorded_and_logs_are_merged_at_the_end(tmp_path: Path) -> None:
     watcher = Aggregator(tmp_path, board=False)
     watcher.record_event("death", "worker 1 was killed", seconds=0.5)
     warn(tmp_path, 1, "first")
@@ -71,7 +71,9 @@ def test_what_no_rank_can_record_is_recorded_and_logs_are_merged_at_the_end(tmp_
     assert "first" in (tmp_path / "logs" / "all.log").read_text()
 
 
-def test_a_full_disk_costs_the_merged_log_and_not_the_run(tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+def test_a_full_disk_loses_the_merged_log_and_does_not_end_the_run(
+    tmp_path: Path, capsys: Any, monkeypatch: Any
+) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 

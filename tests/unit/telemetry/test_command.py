@@ -13,9 +13,7 @@ from fabricx.telemetry.command import _table, main
 from tests.unit.telemetry.written import a_run
 
 
-def test_the_command_shows_tables_and_says_where_the_page_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_tables_and_the_path_of_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = a_run(tmp_path / "run")
     assert main("report", [str(run_dir)]) == 0
     shown = capsys.readouterr().out
@@ -29,7 +27,7 @@ def test_the_command_shows_tables_and_says_where_the_page_is(
 
 
 @pytest.mark.parametrize("command", ["report", "status"])
-def test_a_folder_that_is_no_runs_is_an_error_that_says_what_to_give(
+def test_a_folder_that_is_not_a_run_is_an_error_with_the_expected_argument(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
     assert main(command, [str(tmp_path)]) == 1
@@ -64,7 +62,7 @@ def test_a_wide_column_does_not_break_the_word_rank(
     assert "rank" in capsys.readouterr().out.split()
 
 
-def test_a_report_does_not_wait_for_torch() -> None:
+def test_a_report_does_not_import_torch() -> None:
     program = "import sys, fabricx.telemetry.command; print('torch' in sys.modules)"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
     assert ended.stdout == "False\n"

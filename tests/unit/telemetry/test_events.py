@@ -23,7 +23,7 @@ def test_all_files_of_a_run_have_one_id_also_of_later_attempts(tmp_path: Path) -
     assert sorted(record["who"] for record in Files(tmp_path).new()) == ["launcher", "worker0", "worker1"]
 
 
-def test_a_full_disk_costs_records_and_says_how_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_loses_records_and_reports_their_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = EventFile(tmp_path, "worker 0", 0)
     write = os.write
 
@@ -58,6 +58,6 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_a_process_that_was_forked_in_the_middle_of_a_write_can_write_too(tmp_path: Path) -> None:
+def test_a_process_forked_during_a_write_can_write(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", FORKS, str(tmp_path)], check=True, timeout=30)
     assert [record["name"] for record in Files(tmp_path).new()] == ["from a loader's process"]

@@ -35,7 +35,7 @@ def test_the_files_of_each_logger_are_read(tmp_path: Path, logger: type[Logger])
     assert metrics.keys() == {"loss", "val_loss", "epoch"}
 
 
-def test_a_run_without_telemetry_has_a_report_that_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_of_a_run_without_telemetry_states_this(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a", "b"):
         written_by(CSVLogger(), tmp_path / name)
     assert main("report", [str(tmp_path / "a")]) == 0

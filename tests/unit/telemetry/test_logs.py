@@ -51,7 +51,7 @@ def test_a_worker_logs_as_its_launcher_does_and_only_the_main_rank_on_the_consol
     assert logging.getLogger().handlers == []
 
 
-def test_a_process_that_launches_nobody_keeps_its_console(
+def test_a_process_that_launches_no_ranks_keeps_its_console_handler(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_handlers(monkeypatch)
@@ -75,7 +75,7 @@ def test_one_file_has_the_lines_of_all_ranks_in_the_order_of_time(tmp_path: Path
     assert [line.split(" ", 2)[2] for line in text] == ["rank 0 WARNING a: second", "rank 1 INFO a: third"]
 
 
-def test_warnings_of_silent_ranks_come_once_with_the_count_unless_the_main_rank_has_them(
+def test_warnings_of_silent_ranks_are_printed_once_with_a_count_unless_the_main_rank_has_them(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     watcher = Aggregator(tmp_path, board=False)

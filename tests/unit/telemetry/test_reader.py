@@ -10,7 +10,7 @@ from fabricx.telemetry.events import EventFile
 from fabricx.telemetry.reader import Files, NotARun, check_run
 
 
-def test_a_line_that_is_being_written_is_read_once_it_is_complete(tmp_path: Path) -> None:
+def test_an_incomplete_line_is_read_after_its_completion(tmp_path: Path) -> None:
     file = EventFile(tmp_path, "worker 0", 0)
     file.write("event", name="a", text="b", step=1)
     [path] = (tmp_path / "telemetry").glob("*.jsonl")
@@ -28,7 +28,7 @@ def test_a_line_that_is_being_written_is_read_once_it_is_complete(tmp_path: Path
     file.close()
 
 
-def test_lines_that_are_no_records_are_counted_and_all_others_read(tmp_path: Path) -> None:
+def test_invalid_lines_are_counted_and_all_other_lines_are_read(tmp_path: Path) -> None:
     (tmp_path / "telemetry").mkdir()
     (tmp_path / "telemetry" / "worker0-1-a.jsonl").write_text('what?\n[1]\n{"kind": "event", "name": "a", "at": 2}\n')
     files = Files(tmp_path)
@@ -36,7 +36,7 @@ def test_lines_that_are_no_records_are_counted_and_all_others_read(tmp_path: Pat
     assert files.complaints() == ["worker0-1-a.jsonl: 2 lines are not records; the other lines are shown"]
 
 
-def test_a_folder_without_records_is_named_with_what_to_give_instead(tmp_path: Path) -> None:
+def test_a_folder_without_records_is_an_error_with_the_expected_argument(tmp_path: Path) -> None:
     with pytest.raises(NotARun, match="does not exist"):
         check_run(tmp_path / "nowhere")
     with pytest.raises(NotARun, match="has no records of a run"):

@@ -48,7 +48,7 @@ def kinds(run_dir: Path, kind: str) -> list[dict[str, Any]]:
     return [record for record in Files(run_dir).new() if record["kind"] == kind]
 
 
-def test_a_lap_counts_for_its_span_and_waiting_is_counted_apart(tmp_path: Path, clock: Clock) -> None:
+def test_a_lap_is_added_to_its_span_and_waiting_is_counted_separately(tmp_path: Path, clock: Clock) -> None:
     recording = recorded(tmp_path, clock)
     recording.begin()
     for step in (1, 2):
@@ -77,9 +77,7 @@ def test_a_lap_counts_for_its_span_and_waiting_is_counted_apart(tmp_path: Path, 
     assert [record["ending"] for record in kinds(tmp_path, "end")] == ["success"]
 
 
-def test_time_inside_of_a_validation_is_its_own_and_a_checkpoint_in_it_the_checkpoints(
-    tmp_path: Path, clock: Clock
-) -> None:
+def test_a_checkpoint_within_a_validation_is_counted_as_checkpoint_time(tmp_path: Path, clock: Clock) -> None:
     recording = recorded(tmp_path, clock)
     recording.begin()
     clock.passes(1.0)
@@ -95,7 +93,7 @@ def test_time_inside_of_a_validation_is_its_own_and_a_checkpoint_in_it_the_check
     assert {name: us[0] / 1e6 for name, us in steps["us"].items()} == {"other": 17, "validation": 10, "checkpoint": 4}
 
 
-def test_what_an_interrupted_step_took_is_in_no_step(tmp_path: Path, clock: Clock) -> None:
+def test_the_time_of_an_interrupted_step_is_in_no_step(tmp_path: Path, clock: Clock) -> None:
     recording = recorded(tmp_path, clock)
     recording.begin()
     clock.passes(5.0)
@@ -132,7 +130,7 @@ def test_a_large_file_holds_several_steps_in_a_row(
     assert all(record["samples"] == [2 * record["each"]] for record in records)
 
 
-def test_each_lap_is_written_down_where_a_trace_is_wanted(tmp_path: Path, clock: Clock) -> None:
+def test_each_lap_is_recorded_if_a_trace_is_requested(tmp_path: Path, clock: Clock) -> None:
     recording = recorded(tmp_path, clock)
     recording.trace_laps(on=True)
     recording.begin()
@@ -143,7 +141,7 @@ def test_each_lap_is_written_down_where_a_trace_is_wanted(tmp_path: Path, clock:
     assert laps["laps"] == [[None, 100.0, 0.0], ["backward", 100.25, 0.125]]
 
 
-def test_numbers_that_json_has_not_are_read_as_what_they_were(tmp_path: Path, clock: Clock) -> None:
+def test_numbers_without_a_json_form_are_read_back(tmp_path: Path, clock: Clock) -> None:
     recording = recorded(tmp_path, clock)
     recording.metrics({"loss": float("nan"), "norm": float("inf"), "lr": 0.5}, 3)
     recording.close("failed")
@@ -154,7 +152,7 @@ def test_numbers_that_json_has_not_are_read_as_what_they_were(tmp_path: Path, cl
     assert {name: str(float(value)) for name, value in values.items()} == {"loss": "nan", "norm": "inf", "lr": "0.5"}
 
 
-def test_a_thread_says_each_second_that_the_process_lives_and_where_it_stands_still(
+def test_a_thread_writes_a_heartbeat_each_second_with_the_line_of_a_stalled_process(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recorder, "interval_s", lambda ranks: 0.01)
@@ -193,20 +191,20 @@ class TwoMachines:
         return torch.stack([own - 30.0 - late, own])
 
 
-def test_clocks_of_machines_are_compared_by_the_round_that_took_least() -> None:
+def test_clocks_of_machines_are_compared_by_the_fastest_round_trip() -> None:
     offset, uncertain = recorder._clock_offset(TwoMachines())
     assert offset == pytest.approx(30.0, abs=1e-4)
     assert 0.0 <= uncertain < 0.02
 
 
-def test_ranks_of_one_machine_have_one_clock() -> None:
+def test_ranks_of_a_machine_share_its_clock() -> None:
     alone = TwoMachines()
     alone.local_size = 2
     assert recorder._clock_offset(alone) == (0.0, 0.0)
     assert alone.rounds == 0
 
 
-def test_records_of_many_ranks_become_rare_and_their_rows_few(tmp_path: Path, clock: Clock) -> None:
+def test_records_and_rows_of_many_ranks_are_less_frequent(tmp_path: Path, clock: Clock) -> None:
     recording = Recorder(EventFile(tmp_path, "worker 0", 0), clock, torch.device("cpu"), ranks=10_000)
     recording.begin()
     for step in range(1, 65):

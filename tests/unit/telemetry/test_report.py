@@ -12,7 +12,7 @@ from tests.unit.telemetry.written import a_run
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link to another user")
-def test_a_folder_to_which_another_users_link_leads_is_not_read(tmp_path: Path) -> None:
+def test_a_folder_behind_a_link_of_another_user_is_not_read(tmp_path: Path) -> None:
     private = a_run(tmp_path / "own")
     sweep = tmp_path / "sweep"
     sweep.mkdir()

@@ -46,14 +46,14 @@ def test_a_long_run_keeps_a_bounded_number_of_rows_that_still_sum_to_all_steps(
     assert whole.step_s == pytest.approx(0.5)
 
 
-def test_first_steps_of_a_process_are_left_out() -> None:
+def test_first_steps_of_a_process_are_omitted() -> None:
     run = Run()
     run.feed([record("start", 0, 5.0, size=1), steps_of(0, 1, 10, 6.0, forward=100)])
     assert joined(run.ranks[0].rows).steps == 10 - runs.WARM_UP
     assert run.steps == 10
 
 
-def test_a_rank_goes_on_in_another_process_and_clocks_of_machines_are_brought_together() -> None:
+def test_a_rank_continues_in_another_process_and_clocks_of_machines_are_aligned() -> None:
     run = Run()
     run.feed([
         record("start", 0, 100.0, "worker0", size=2, clock_offset_s=0.0, host="a"),
@@ -74,7 +74,7 @@ def test_a_rank_goes_on_in_another_process_and_clocks_of_machines_are_brought_to
     assert [round(row.at, 3) for row in rank.rows] == [101.02, 101.03, 101.04, 105.02, 105.03]
 
 
-def test_what_was_logged_after_the_point_from_which_a_run_goes_on_is_forgotten() -> None:
+def test_values_logged_after_the_resume_point_are_dropped() -> None:
     run = Run()
     logged = [record("metrics", 0, float(step), step=step, values={"loss": step / 10}) for step in (1, 2, 3)]
     run.feed([*logged, record("rewind", 0, 4.0, step=1), record("metrics", 0, 5.0, step=2, values={"loss": "nan"})])
@@ -83,7 +83,7 @@ def test_what_was_logged_after_the_point_from_which_a_run_goes_on_is_forgotten()
     assert str(run.metrics["loss"][2]) == "nan"
 
 
-def test_recoveries_are_counted_with_what_they_took() -> None:
+def test_recoveries_are_counted_with_their_duration() -> None:
     run = Run()
     run.feed([
         record("event", None, 1.0, "launcher", name="failure", text="x", step=5, steps_again=3.0),
@@ -96,14 +96,14 @@ def test_recoveries_are_counted_with_what_they_took() -> None:
     assert recovery(run).startswith("recovered 2 times, 3 steps trained again, 31.8 s (30.0 s of them until a worker")
 
 
-def test_a_warning_of_several_ranks_is_told_once_with_the_count() -> None:
+def test_a_warning_of_several_ranks_is_shown_once_with_the_count() -> None:
     run = Run()
     lines = [record("log", rank, 1.0, level="WARNING", name="a", text="low") for rank in (0, 1, 1)]
     run.feed([*lines, record("log", 1, 2.0, level="INFO", name="a", text="fine")])
     assert warnings_of(run) == [("0, 1", "WARNING a: low", 3)]
 
 
-def test_a_rank_whose_file_is_missing_is_named_and_the_others_shown(tmp_path: Path) -> None:
+def test_a_rank_without_a_file_is_named_and_all_others_are_shown(tmp_path: Path) -> None:
     folder = tmp_path / "telemetry"
     folder.mkdir()
     (folder / "worker0-1-a.jsonl").write_text('{"kind": "start", "at": 1, "mono": 0, "rank": 0, "size": 3}\n')

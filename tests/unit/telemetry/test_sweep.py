@@ -11,7 +11,7 @@ from fabricx.telemetry.sweep import comparison, sweep_of
 from tests.unit.telemetry.written import a_run
 
 
-def test_runs_of_a_sweep_are_compared_by_what_differs(tmp_path: Path) -> None:
+def test_runs_of_a_sweep_are_compared_by_their_differences(tmp_path: Path) -> None:
     a_run(tmp_path / "0", loss=0.5, module={"lr": 0.1}, seed=1)
     a_run(tmp_path / "1", loss=0.25, module={"lr": 0.01}, seed=1)
     (tmp_path / "notes").mkdir()
@@ -24,14 +24,14 @@ def test_runs_of_a_sweep_are_compared_by_what_differs(tmp_path: Path) -> None:
     assert comparison(runs) == (header, rows)
 
 
-def test_a_configuration_that_is_no_yaml_does_not_end_the_report(tmp_path: Path) -> None:
+def test_an_invalid_yaml_configuration_does_not_end_the_report(tmp_path: Path) -> None:
     for number, text in enumerate([b"a: [", b"- 1", b"\xff\xfe", b"!!python/object/apply:os.abort []", b"[" * 5000]):
         run_dir = a_run(tmp_path / str(number))
         (run_dir / "config.yaml").write_bytes(text)
         assert comparison([load_run(run_dir)])[1][0][0] == str(number)
 
 
-def test_a_configuration_that_names_a_part_again_and_again_does_not_fill_the_memory(tmp_path: Path) -> None:
+def test_a_configuration_with_nested_aliases_does_not_exhaust_memory(tmp_path: Path) -> None:
     levels = "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 40))
     runs = [a_run(tmp_path / name) for name in ("a", "b")]
     for run_dir in runs:
@@ -40,7 +40,7 @@ def test_a_configuration_that_names_a_part_again_and_again_does_not_fill_the_mem
 
 
 @pytest.mark.parametrize(("mode", "best"), [("min", "1"), ("max", "0")])
-def test_the_best_run_is_that_of_the_configured_metric_and_curves_are_named_by_what_differs(
+def test_the_best_run_has_the_best_configured_metric_and_curves_are_named_by_differences(
     tmp_path: Path, mode: str, best: str
 ) -> None:
     for name, loss, lr in (("0", 0.5, 0.1), ("1", 0.25, 0.01), ("2", float("nan"), 0.001)):
@@ -52,7 +52,7 @@ def test_the_best_run_is_that_of_the_configured_metric_and_curves_are_named_by_w
     assert sweep.best.loaded.run_dir.name == best
 
 
-def test_repeated_values_are_told_apart_by_their_folders(tmp_path: Path) -> None:
+def test_runs_with_equal_values_are_named_by_their_folders(tmp_path: Path) -> None:
     for name, lr in (("a", 0.1), ("b", 0.1), ("c", 0.2)):
         a_run(tmp_path / name, module={"lr": lr})
     sweep = sweep_of([load_run(run) for run in runs_in(tmp_path)])

@@ -32,7 +32,7 @@ def two_ranks() -> Run:
     return run
 
 
-def test_nothing_is_written_before_there_is_something_to_show(tmp_path: Path) -> None:
+def test_no_file_is_written_before_the_first_value(tmp_path: Path) -> None:
     board = Board(tmp_path, two_ranks())
     board.write()
     board.close()
@@ -55,7 +55,7 @@ def test_each_step_is_written_once_for_each_rank(tmp_path: Path) -> None:
     assert scalars(tmp_path, "~training/step_ms") == [(12, 9.0), (22, 9.0)]
 
 
-def test_what_an_earlier_attempt_has_written_is_not_written_again(tmp_path: Path) -> None:
+def test_values_of_an_earlier_attempt_are_not_written_again(tmp_path: Path) -> None:
     run = two_ranks()
     run.feed([steps_of(0, 1, 12, at=100.0, forward=1_000), record("gauges", 0, 100.0, step=9, values={"norm": 1.0})])
     board = Board(tmp_path, run)
@@ -80,7 +80,7 @@ def test_recoveries_are_counted_and_events_are_texts(tmp_path: Path) -> None:
     assert any("death" in tag for tag in shown(tmp_path).Tags()["tensors"])
 
 
-def test_the_users_metrics_come_first_and_each_rank_has_a_colour(tmp_path: Path) -> None:
+def test_metrics_of_the_user_are_first_and_each_rank_has_a_colour(tmp_path: Path) -> None:
     import re
 
     from tensorboard.plugins.custom_scalar import layout_pb2
@@ -108,7 +108,7 @@ def test_the_users_metrics_come_first_and_each_rank_has_a_colour(tmp_path: Path)
     )
 
 
-def test_a_single_rank_needs_no_run_of_its_own(tmp_path: Path) -> None:
+def test_a_single_rank_needs_no_separate_tensorboard_run(tmp_path: Path) -> None:
     run = Run()
     run.feed([record("start", 0, 1.0, size=1, device="cpu"), steps_of(0, 1, 12, at=100.0, forward=1_000)])
     Board(tmp_path, run).close()
@@ -117,7 +117,7 @@ def test_a_single_rank_needs_no_run_of_its_own(tmp_path: Path) -> None:
     assert scalars(tmp_path, "~ranks/busy_ms") == [(12, 1.0)]
 
 
-def test_of_many_ranks_the_first_have_scalars_and_the_run_names_the_slowest(tmp_path: Path) -> None:
+def test_of_many_ranks_only_the_first_have_scalars_and_the_slowest_is_named(tmp_path: Path) -> None:
     ranks, run = tensorboard.MOST_RANKS + 6, Run()
     run.feed([record("start", rank, 1.0, size=ranks, device="cpu") for rank in range(ranks)])
     for rank in range(ranks):

@@ -14,7 +14,7 @@ from tests.unit.telemetry.test_run import record, steps_of
 BEGAN = 1000.0
 
 
-def test_bins_of_a_long_run_stay_few_and_keep_their_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_of_bins_of_a_long_run_is_bounded_and_their_sum_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timelines, "MAX_BINS", 16)
     bins = TimeBins(BEGAN, operator.add)
     for second in range(1000):
@@ -28,7 +28,7 @@ def test_bins_of_a_long_run_stay_few_and_keep_their_sum(monkeypatch: pytest.Monk
     assert max(values["mib"] for values in peaks.bins) == 99.0
 
 
-def test_every_moment_of_a_rank_that_dies_and_returns_belongs_to_one_activity() -> None:
+def test_all_time_of_a_rank_that_dies_and_returns_belongs_to_an_activity() -> None:
     timeline = Timeline(BEGAN)
     timeline.change(BEGAN + 1, fresh=True)
     timeline.spend(BEGAN + 5.0, {"forward": 1.0, "validation": 0.5})  # 3.5 s after the launch
@@ -45,7 +45,7 @@ def test_every_moment_of_a_rank_that_dies_and_returns_belongs_to_one_activity() 
     assert sum(timeline.totals().values()) == pytest.approx(16.0)
 
 
-def test_a_validation_lies_before_the_step_in_whose_row_it_is() -> None:
+def test_a_validation_is_drawn_before_the_step_of_its_row() -> None:
     timeline = Timeline(BEGAN)
     timeline.spend(BEGAN + 4.0, {"forward": 2.0, "validation": 2.0})
     bins = timeline.activity
@@ -54,7 +54,7 @@ def test_a_validation_lies_before_the_step_in_whose_row_it_is() -> None:
     assert of[0] == "validation"
 
 
-def test_clocks_that_were_set_change_no_sum() -> None:
+def test_clock_adjustments_change_no_sum() -> None:
     timeline = Timeline(BEGAN)
     timeline.spend(BEGAN + 2.0, {"forward": 5.0})  # more than there was time
     timeline.spend(BEGAN + 1.0, {"forward": 1.0})  # in the past

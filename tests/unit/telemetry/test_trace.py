@@ -86,7 +86,7 @@ def test_a_trace_has_a_row_for_each_rank_and_arrows_from_push_to_apply(tmp_path:
     assert (instant["name"], instant["ts"], instant["s"]) == ("death: worker 1: killed", 700_000.0, "g")
 
 
-def test_operators_of_torchs_profiler_are_brought_to_the_same_clock(tmp_path: Path) -> None:
+def test_operators_of_torchs_profiler_are_converted_to_the_same_clock(tmp_path: Path) -> None:
     a_run(tmp_path)
     profiled = {
         "baseTimeNanoseconds": 900 * 10**9,

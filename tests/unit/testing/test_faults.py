@@ -16,7 +16,7 @@ def test_a_fault_that_would_never_occur_is_refused(quiet: dict[str, Any]) -> Non
         kill(rank=0).during("forwards")
 
 
-def test_a_fault_occurs_at_its_moment(quiet: dict[str, Any]) -> None:
+def test_a_fault_occurs_at_its_step(quiet: dict[str, Any]) -> None:
     trainer = fx.Trainer(max_epochs=1, callbacks=[fail(rank=0, error="no luck").during("backward", step=1)], **quiet)
     with pytest.raises(RuntimeError, match="no luck"):
         trainer.fit(TinyModule(), tiny_loader())

@@ -87,7 +87,7 @@ def test_attributes_of_a_data_module_return_if_all_ranks_have_set_the_same() -> 
         _ = caller.line
 
 
-def test_large_values_remain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_values_are_not_sent_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attributes, "LIMIT", 1000)
     net, data = Net(), Data()
     data.unchanged = np.zeros(1000)

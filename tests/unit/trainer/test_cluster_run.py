@@ -62,7 +62,7 @@ def test_a_later_launch_of_the_same_name_does_not_continue_the_run(
     assert begun(tmp_path, monkeypatch, Attempt(0, ["a"]), launch="other").run_dir not in (first.run_dir, later.run_dir)
 
 
-def test_a_marker_that_cannot_be_read_counts_if_the_launcher_counts_a_restart(
+def test_an_unreadable_marker_is_accepted_if_the_launcher_reports_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = begun(tmp_path, monkeypatch, Attempt(0, ["a"]))

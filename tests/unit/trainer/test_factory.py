@@ -44,7 +44,7 @@ def test_weights_that_differ_by_rank_need_a_method_that_makes_them_equal() -> No
 
 @pytest.mark.parametrize("strategy", ["auto", "ddp", "single"])
 @pytest.mark.parametrize("devices", [1, 3])
-def test_elastic_determinism_takes_the_place_of_strategies_that_average(strategy: str, devices: int) -> None:
+def test_elastic_determinism_replaces_averaging_strategies(strategy: str, devices: int) -> None:
     assert type(choose_strategy(strategy, devices, 1, reproducible=True)) is Reproducible
     with pytest.raises(ValueError, match="set strategy to 'auto' or 'ddp', instead of FSDP"):
         choose_strategy("fsdp", devices, 1, reproducible=True)
@@ -58,7 +58,7 @@ def test_elastic_determinism_takes_the_place_of_strategies_that_average(strategy
         ("fabricx.core.callback.Callback", "is not a fabricx.Strategy"),
     ],
 )
-def test_what_is_no_strategy_for_these_ranks_is_an_error(strategy: Any, said: str) -> None:
+def test_an_unsuitable_strategy_for_the_number_of_ranks_is_an_error(strategy: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         choose_strategy(strategy, 2, 1)
 
@@ -81,7 +81,7 @@ def test_loggers_are_flags_objects_and_lists() -> None:
 
 
 @pytest.mark.parametrize("wrong", [CSVLogger, FourMethods, "csv", object()])
-def test_what_is_no_logger_is_an_error_that_names_the_methods(wrong: Any) -> None:
+def test_objects_that_are_not_loggers_are_an_error_that_names_the_methods(wrong: Any) -> None:
     with pytest.raises(
         ValueError,
         match="with the methods open, log_metrics, log_hyperparams and close",
@@ -103,7 +103,7 @@ def test_defaults_are_added_unless_the_user_has_such_a_callback() -> None:
     assert choose_callbacks(ListConfig([own], flags={"allow_objects": True}), {}) == [own]
 
 
-def test_checkpoints_are_last_and_a_checkpoint_class_of_the_user_replaces_the_default() -> None:
+def test_checkpoint_callbacks_are_last_and_a_users_class_replaces_the_default() -> None:
     class Several(Checkpoint):
         def __init__(self) -> None:
             self.parts = [ModelCheckpoint(), ModelCheckpoint(monitor="loss")]
@@ -117,14 +117,14 @@ def test_checkpoints_are_last_and_a_checkpoint_class_of_the_user_replaces_the_de
     assert trainer.checkpoint_callbacks == [several]
 
 
-def test_what_is_no_callback_is_an_error() -> None:
+def test_objects_that_are_not_callbacks_are_an_error() -> None:
     with pytest.raises(ValueError, match=r"contains 3, which is not a fabricx.Callback"):
         choose_callbacks([3], {})
     with pytest.raises(LookupError, match="Did you mean 'early_stopping'"):
         choose_callbacks("early_stoping", {})
 
 
-def test_an_elastic_strategy_has_to_say_how_it_continues_with_other_ranks() -> None:
+def test_an_elastic_strategy_must_declare_how_it_continues_with_other_ranks() -> None:
     class Grows(fx.Strategy):
         traits = fx.Traits(elastic=True)
 

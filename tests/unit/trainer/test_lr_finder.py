@@ -9,7 +9,7 @@ import pytest
 from fabricx.trainer.lr_finder import LRFinder, rate_at, steepest
 
 
-def test_rates_rise_from_the_least_to_the_most() -> None:
+def test_rates_increase_from_the_minimum_to_the_maximum() -> None:
     assert [rate_at(step, 5, 1.0, 2.0, "linear") for step in range(5)] == [1.0, 1.25, 1.5, 1.75, 2.0]
     rates = [rate_at(step, 5, 1e-4, 1.0, "exponential") for step in range(5)]
     assert rates == pytest.approx([1e-4, 1e-3, 1e-2, 1e-1, 1.0])

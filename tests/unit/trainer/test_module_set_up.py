@@ -39,7 +39,7 @@ def test_batches_need_no_transfer_on_a_cpu_without_hooks() -> None:
     assert trainer.session.transfer is None
 
 
-def test_a_batch_with_a_move_of_its_own_is_moved_on_a_cpu_too() -> None:
+def test_a_batch_with_a_custom_to_method_is_moved_on_a_cpu() -> None:
     class Own:
         def __init__(self, numbers: Any) -> None:
             self.numbers = numbers

@@ -73,7 +73,7 @@ def test_callbacks_are_found_by_their_role() -> None:
     assert type(trainer.progress_bar_callback).__name__ == "ProgressBar"
 
 
-def test_a_call_takes_its_module_under_either_name_and_its_arguments_in_lightnings_order(tmp_path: Any) -> None:
+def test_the_module_is_accepted_by_both_names_and_arguments_in_lightnings_order(tmp_path: Any) -> None:
     module, loader = Evaluated(), tiny_loader()
     trainer = fx.Trainer(max_epochs=1, default_root_dir=tmp_path, **QUIET)
     trainer.fit(model=module, train_dataloaders=loader)
@@ -127,7 +127,7 @@ def test_new_tensors_have_the_dtype_of_the_weights() -> None:
     assert torch.nn.Linear(1, 1).weight.dtype == torch.float32
 
 
-def test_stages_have_lightnings_words() -> None:
+def test_stages_have_lightnings_names() -> None:
     assert [stage.dataloader_prefix for stage in RunningStage] == ["train", "val", "val", "test", "predict"]
     assert [stage for stage in RunningStage if stage.evaluating] == ["sanity_check", "validate", "test"]
 
@@ -182,7 +182,7 @@ class Counts(TinyModule):
         self.on_before_optimizer_step(None)
 
 
-def test_counters_of_loops_are_those_of_lightning(quiet: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counters_of_loops_are_equal_to_lightnings(quiet: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # Lightning sets it
     lightning = pytest.importorskip("lightning.pytorch")
 
@@ -227,7 +227,7 @@ def test_a_strategy_moves_a_batch_by_the_methods_of_the_module(quiet: dict[str, 
     assert module.moved == [torch.ones(1), 0]
 
 
-def test_the_loader_is_set_in_configure_optimizers_where_lightning_needs_setup_data(quiet: dict[str, Any]) -> None:
+def test_the_loader_is_set_in_configure_optimizers_without_setup_data(quiet: dict[str, Any]) -> None:
     class Schedules(TinyModule):
         def configure_optimizers(self) -> Any:
             self.trainer.fit_loop.setup_data()

@@ -52,7 +52,7 @@ def test_the_programs_own_handler_is_called_before_the_run_stops(
     assert signal.getsignal(number) is mine
 
 
-def test_forked_processes_leave_the_first_signal_to_their_parent_and_obey_sigterm() -> None:
+def test_forked_processes_ignore_the_first_signal_and_obey_sigterm() -> None:
     """A signal to all processes of a rank must not use the rank's connections in its data loader processes."""
     requested: list[str] = []
     with process.interruptible("fit", requested.append, (signal.SIGTERM, signal.SIGUSR1)):

@@ -47,7 +47,7 @@ def test_a_run_is_described_once_and_without_secrets(tmp_path: Path, monkeypatch
     assert not any("abc" in path.read_text() for path in folder.iterdir())
 
 
-def test_a_configuration_that_does_not_fit_on_the_disk_is_not_that_of_a_later_resume(
+def test_a_configuration_truncated_by_a_full_disk_is_not_used_for_a_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def write_text(file: Path, text: str) -> None:

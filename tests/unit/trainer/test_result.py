@@ -22,7 +22,7 @@ from fabricx.trainer.result import Outcome, picklable_part
 from fabricx.trainer.run_records import RunRecords
 
 
-def test_what_cannot_be_sent_stays_in_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objects_that_cannot_be_sent_stay_in_the_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Shard: ...
 
     monkeypatch.setattr(attributes_module, "is_dtensor", lambda value: isinstance(value, Shard))
@@ -74,13 +74,13 @@ def test_callbacks_keep_their_state_if_the_module_has_configured_others_in_the_w
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_weights_have_the_type_that_they_were_trained_in(dtype: torch.dtype) -> None:
+def test_weights_have_the_dtype_of_the_training(dtype: torch.dtype) -> None:
     module = TinyModule()
     absorbed(module, {name: value.to(dtype) for name, value in module.state_dict().items()})
     assert module.dtype == dtype
 
 
-def test_layers_that_the_workers_have_built_are_built_here_too() -> None:
+def test_layers_built_in_the_workers_are_built_in_the_callers_process() -> None:
     module, trained = Later(), Later()
     trained.configure_model()
     absorbed(module, trained.state_dict())
@@ -108,7 +108,7 @@ def test_a_submodule_or_tensor_with_two_names_that_setup_has_replaced_by_a_copy_
     assert module.model[0].bias is module.model[1].bias
 
 
-def test_a_weak_reference_stays_that_of_the_caller() -> None:
+def test_weak_references_of_the_caller_are_kept() -> None:
     module, target = TinyModule(), {1, 2}
     module.reference = weakref.ref(target)
     sent = Outcome().portable(module, [], [], [], fx.Trainer(**QUIET).records, {})

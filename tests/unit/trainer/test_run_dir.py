@@ -33,11 +33,11 @@ def resolved(
     return resolve_checkpoint(path, callback, run_dir, root, trains=trains)
 
 
-def test_runs_of_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
+def test_runs_of_the_same_second_have_separate_folders(tmp_path: Path) -> None:
     assert len({new_run_dir(tmp_path) for _ in range(20)}) == 20
 
 
-def test_best_is_that_of_the_callback_and_an_error_without_one(tmp_path: Path) -> None:
+def test_best_is_the_callbacks_best_path_and_an_error_without_a_callback(tmp_path: Path) -> None:
     assert resolved(tmp_path, "best", best="/runs/best.ckpt") == Path("/runs/best.ckpt")
     with pytest.raises(ValueError, match="ckpt_path='best': no checkpoint was written yet; call fit first"):
         resolved(tmp_path, "best")
@@ -46,7 +46,7 @@ def test_best_is_that_of_the_callback_and_an_error_without_one(tmp_path: Path) -
         resolve_checkpoint("best", only_nan, None, tmp_path, trains=False)
 
 
-def test_last_is_that_of_the_callbacks_folder_then_of_this_run_then_of_the_newest_run(
+def test_last_is_searched_in_the_callbacks_folder_then_this_run_then_the_newest_run(
     tmp_path: Path,
 ) -> None:
     assert resolved(tmp_path, None) is None
@@ -90,7 +90,7 @@ def test_training_continues_from_a_newer_snapshot_of_a_run_that_has_ended(
     assert resolved(tmp_path, "last", trains=True, dirpath=tmp_path / "own") == own
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over_with_a_message(
+def test_a_damaged_newest_checkpoint_is_skipped_with_a_message(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     older, newer = saved(tmp_path / "a.ckpt", 1), saved(tmp_path / "b.ckpt", 2)
@@ -103,7 +103,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over_with_a_message(
         newest_whole([older, newer])
 
 
-def test_a_path_without_a_checkpoint_names_those_beside_it(tmp_path: Path) -> None:
+def test_a_path_without_a_checkpoint_is_an_error_that_lists_nearby_checkpoints(tmp_path: Path) -> None:
     good = saved(tmp_path / "checkpoints" / "epoch=1.ckpt")
     assert resolved(tmp_path, good) == good
     for wrong in (tmp_path, tmp_path / "checkpoints", tmp_path / "checkpoints" / "epoch=2.ckpt"):

@@ -55,7 +55,7 @@ def test_a_call_without_a_step_or_data_names_what_is_missing(stage: str, module:
         check(stage, module)
 
 
-def test_data_may_come_from_the_call_the_module_or_the_data_module() -> None:
+def test_data_are_accepted_from_the_call_the_module_or_the_data_module() -> None:
     check("fit", HasLoaders())
     check("fit", TinyModule(), train=tiny_loader())
     check("validate", TinyModule(), data=Data())
@@ -75,7 +75,7 @@ def test_callbacks_check_a_fit_with_the_samples_of_its_global_batch() -> None:
     assert seen == [12, None]
 
 
-def test_a_module_without_optimizers_says_so_by_a_method_that_returns_none() -> None:
+def test_a_module_without_optimizers_returns_none_from_configure_optimizers() -> None:
     class Still(fx.Module):
         def training_step(self, batch: Any) -> torch.Tensor:
             return torch.zeros(())
@@ -156,7 +156,7 @@ def test_loaders_of_a_data_module_replace_those_of_the_module() -> None:
         check("fit", OwnLoader(), data=Loaders())
 
 
-def test_errors_of_wrong_arguments_are_those_that_users_of_lightning_catch() -> None:
+def test_errors_of_wrong_arguments_have_lightnings_exception_types() -> None:
     module, data = TinyModule(), tiny_loader()
     for stage in ("fit", "validate", "test", "predict"):
         with pytest.raises(TypeError, match="has no data"):

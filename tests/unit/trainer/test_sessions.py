@@ -23,7 +23,7 @@ def test_a_fit_is_the_newest_fit_until_another_fit_begins():
 @pytest.mark.parametrize(
     "travels", [lambda sent: pickle.loads(pickle.dumps(sent)), copy.deepcopy], ids=["pickle", "copy"]
 )
-def test_sessions_do_not_leave_their_process(travels: Any):
+def test_sessions_are_not_sent_to_other_processes(travels: Any):
     sessions = Sessions()
     sessions.begin(cast(Session, object()), fits=True)
     assert travels(sessions).newest is None

@@ -17,7 +17,7 @@ from fabricx.testing import QUIET, TinyModule, tiny_loader
 from tests.unit.trainer.counting import Counts, fitted
 
 
-def test_fast_dev_run_touches_everything_for_a_few_batches() -> None:
+def test_fast_dev_run_runs_each_stage_for_a_few_batches() -> None:
     module, trainer = fitted(fast_dev_run=3, max_epochs=50)
     assert module.counts() == {"train": 3, "validation": 3, "test": 0, "predict": 0}
     trainer.test(module, tiny_loader(), verbose=False)
@@ -39,7 +39,7 @@ def test_under_fast_dev_run_the_loggers_accept_all_calls_and_write_nothing(tmp_p
     assert (len(trainer.loggers), list(tmp_path.iterdir())) == (1, [])
 
 
-def test_the_folder_of_a_run_is_known_before_it(tmp_path: Any) -> None:
+def test_the_folder_of_a_run_is_set_before_it_starts(tmp_path: Any) -> None:
     options: dict[str, Any] = {**QUIET, "default_root_dir": tmp_path, "enable_checkpointing": True}
     trainer = fx.Trainer(max_epochs=1, **options)
     before = trainer.log_dir
@@ -54,7 +54,7 @@ def test_the_folder_of_a_run_is_known_before_it(tmp_path: Any) -> None:
     ("options", "steps"),
     [({}, 2), ({"min_steps": 3}, 3), ({"min_epochs": 1}, 4), ({"min_epochs": 1, "min_steps": 6}, 6)],
 )
-def test_nobody_stops_a_run_before_its_least_steps_and_epochs(
+def test_a_run_is_not_stopped_before_min_steps_and_min_epochs(
     options: dict[str, Any], steps: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert fitted(Counts(stop_at=2), max_epochs=5, **options)[1].global_step == steps
@@ -67,7 +67,7 @@ class _Switches(Callback):
         self.anomaly, self.deterministic = torch.is_anomaly_enabled(), torch.are_deterministic_algorithms_enabled()
 
 
-def test_switches_of_torch_are_on_during_the_run_only() -> None:
+def test_global_flags_of_torch_are_set_only_during_the_run() -> None:
     switches = _Switches()
     fitted(detect_anomaly=True, deterministic=True, callbacks=[switches])
     assert switches.anomaly
@@ -82,7 +82,7 @@ def test_a_compiled_module_trains_to_the_same_weights() -> None:
     assert list(compiled.state_dict()) == ["layer.weight", "layer.bias"]
 
 
-def test_max_time_ends_a_run_that_nothing_else_would_end() -> None:
+def test_max_time_ends_a_run_without_other_limits() -> None:
     trainer = fx.Trainer(max_time={"milliseconds": 50}, **QUIET)
     trainer.fit(TinyModule(), tiny_loader())
     assert trainer.global_step > 0
@@ -126,7 +126,7 @@ def test_a_run_that_an_exception_ended_was_interrupted(error: type[BaseException
     assert not trainer.interrupted
 
 
-def test_under_fast_dev_run_checkpoint_callbacks_are_there_and_save_nothing(tmp_path: Any) -> None:
+def test_under_fast_dev_run_checkpoint_callbacks_exist_and_save_nothing(tmp_path: Any) -> None:
     options = {**QUIET, "enable_checkpointing": True, "default_root_dir": tmp_path, "fast_dev_run": 2}
     saver = fx.callbacks.ModelCheckpoint(tmp_path / "saved", save_last=True, every_n_train_steps=1)
     for callbacks in ([], [saver, fx.callbacks.EarlyStopping("is_not_logged")]):
@@ -169,7 +169,7 @@ def test_an_interrupt_keeps_its_arguments_and_a_class_of_the_user_stays_as_it_is
         assert error.value.args == ("now",)
 
 
-def test_a_test_without_a_model_says_that_it_uses_the_best_checkpoint(own_folder: Any) -> None:
+def test_a_test_without_a_model_reports_that_it_uses_the_best_checkpoint(own_folder: Any) -> None:
     trainer = fx.Trainer(max_epochs=1, callbacks=[ModelCheckpoint(own_folder)], **QUIET)
     trainer.fit(TinyModule(), tiny_loader())
     with pytest.warns(UserWarning, match=r"trainer.test\(\) without a model uses the best checkpoint"):

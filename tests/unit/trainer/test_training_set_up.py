@@ -52,7 +52,7 @@ def test_sparse_gradients_refuse_clipping_unless_the_module_clips() -> None:
     fx.Trainer(**options).fit(Clips(), tiny_loader())
 
 
-def test_the_recorder_knows_the_processes_of_the_loader(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_recorder_has_the_processes_of_the_loader(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from fabricx.telemetry.recorder import NoopRecorder
 
     attributes: dict[str, Any] = {}

@@ -39,13 +39,13 @@ def test_a_stream_stays_at_its_position() -> None:
     assert stream.given == 0
 
 
-def test_batches_that_exist_are_taken_as_they_are() -> None:
+def test_existing_batches_are_used_unchanged() -> None:
     batches = [torch.zeros(3), torch.ones(3)]
     assert two_samples(batches) is batches[0]
     assert two_samples(DataLoader(batches, batch_size=None)) is batches[0]  # type: ignore[arg-type]
 
 
-def test_other_batches_have_samples_with_few_and_many_words() -> None:
+def test_other_batches_have_short_and_long_samples() -> None:
     words = [torch.tensor([1, 2, 3, 4]) for _ in range(40)]
     words[21][1:] = 0
     loader = DataLoader([{"ids": ids, "name": "a"} for ids in words], 8)  # type: ignore[arg-type]
@@ -56,7 +56,7 @@ def test_other_batches_have_samples_with_few_and_many_words() -> None:
     assert [batch.shape for batch in other_batches(uneven)] == []  # they can't be collated
 
 
-def test_other_batches_of_streams_and_of_batches_leave_the_position() -> None:
+def test_other_batches_of_streams_do_not_change_the_position() -> None:
     stream = Stream()
     assert [batch.tolist() for batch in other_batches(DataLoader(stream, 2))] == [[0.0, 1.0]]
     assert stream.given == 0
@@ -64,7 +64,7 @@ def test_other_batches_of_streams_and_of_batches_leave_the_position() -> None:
     assert [float(batch[0]) for batch in other_batches(batches)] == [1.0, 3.0, 4.0]
 
 
-def test_what_cannot_be_copied_is_an_error() -> None:
+def test_batches_that_cannot_be_copied_are_an_error() -> None:
     with pytest.raises(ValueError, match=r"can't be copied.*Pass a DataLoader of a map-style data set"):
         two_samples(number for number in range(3))
     with pytest.raises(ValueError, match="combine the data sets in one DataLoader"):

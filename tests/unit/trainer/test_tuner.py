@@ -138,7 +138,7 @@ class Kept(fx.DataModule):
 
 @pytest.mark.parametrize("owner", [lambda kept: kept, Kept], ids=["loader", "data module"])
 @pytest.mark.parametrize("kind", [Positioned, Turns])
-def test_a_search_leaves_loaders_at_their_position(owner: Any, kind: Any, quiet: dict[str, Any]) -> None:
+def test_a_search_keeps_the_position_of_loaders(owner: Any, kind: Any, quiet: dict[str, Any]) -> None:
     trainer, kept = fx.Trainer(**quiet), kind()
     data = owner(kept if owner is Kept or kind is Positioned else DataLoader(tiny_data(8), sampler=kept))
     fx.Tuner(trainer).lr_find(TinyModule(), data, num_training=3, update_attr=False)
@@ -167,7 +167,7 @@ class Counting(fx.DataModule):
         self.state = state_dict
 
 
-def test_a_search_leaves_the_state_of_a_data_module(quiet: dict[str, Any]) -> None:
+def test_a_search_restores_the_state_of_a_data_module(quiet: dict[str, Any]) -> None:
     data, tuner = Counting(), fx.Tuner(fx.Trainer(**quiet))
     tuner.lr_find(TinyModule(), datamodule=data, num_training=3, update_attr=False)
     assert tuner.scale_batch_size(TinyModule(), datamodule=data, steps_per_trial=1) == data.batch_size == 8
@@ -182,7 +182,7 @@ def test_a_search_refuses_data_that_can_be_read_only_once(quiet: dict[str, Any])
 
 
 @pytest.mark.parametrize(("mode", "size"), [("power", 8), ("binsearch", 11)])
-def test_the_largest_batch_that_fits(quiet: dict[str, Any], mode: Any, size: int) -> None:
+def test_the_largest_batch_that_fits_is_found(quiet: dict[str, Any], mode: Any, size: int) -> None:
     module = Tuned()
     tuner = fx.Tuner(fx.Trainer(**quiet))
     assert tuner.scale_batch_size(module, mode=mode, steps_per_trial=1) == size
@@ -221,7 +221,7 @@ def test_after_a_search_the_trainer_has_module_and_loaders(
 
 
 @pytest.mark.parametrize("method", ["validate", "test", "predict"])
-def test_the_largest_batch_of_an_evaluation_that_fits(quiet: dict[str, Any], method: Any) -> None:
+def test_the_largest_batch_of_an_evaluation_that_fits_is_found(quiet: dict[str, Any], method: Any) -> None:
     class Evaluated(Tuned):
         def val_dataloader(self) -> Any:
             return DataLoader(tiny_data(32), batch_size=self.batch_size)
@@ -237,7 +237,7 @@ def test_the_largest_batch_of_an_evaluation_that_fits(quiet: dict[str, Any], met
     assert fx.Tuner(fx.Trainer(**quiet)).scale_batch_size(Evaluated(), method=method, steps_per_trial=1) == 8
 
 
-def test_a_batch_that_is_all_data_is_the_largest(quiet: dict[str, Any]) -> None:
+def test_the_batch_size_is_at_most_the_data_set(quiet: dict[str, Any]) -> None:
     class Small(Tuned):
         def train_dataloader(self) -> Any:
             return DataLoader(tiny_data(8), batch_size=self.batch_size)
@@ -245,7 +245,7 @@ def test_a_batch_that_is_all_data_is_the_largest(quiet: dict[str, Any]) -> None:
     assert fx.Tuner(fx.Trainer(**quiet)).scale_batch_size(Small(), steps_per_trial=1) == 8
 
 
-def test_nothing_fits_and_limits() -> None:
+def test_a_batch_size_search_respects_limits_and_reports_that_no_size_fits() -> None:
     with pytest.raises(ValueError, match="not even a batch of 1"):
         largest_fitting(lambda size: (False, True), "power", 4, 25, 99)
     assert largest_fitting(lambda size: (True, True), "power", 3, 25, 20) == 20
@@ -253,7 +253,7 @@ def test_nothing_fits_and_limits() -> None:
     assert largest_fitting(lambda size: (size < 3, True), "power", 8, 25, 99) == 2
 
 
-def test_errors_of_memory() -> None:
+def test_out_of_memory_errors_are_recognised() -> None:
     assert out_of_memory(MemoryError())
     assert out_of_memory(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
     assert out_of_memory(WorkerFailed("rank 1", rank=1, exit_code=-9))
@@ -262,7 +262,7 @@ def test_errors_of_memory() -> None:
     assert not out_of_memory(ValueError("out of memory"))
 
 
-def test_callbacks_search_before_a_fit_and_not_before_a_resumed_one(quiet: dict[str, Any], tmp_path: Any) -> None:
+def test_callbacks_search_before_a_fit_and_not_before_a_resumed_fit(quiet: dict[str, Any], tmp_path: Any) -> None:
     rate, size = LearningRateFinder(num_training_steps=40), BatchSizeFinder(steps_per_trial=1)
     module, trainer = Tuned(), fx.Trainer(max_epochs=1, callbacks=[size, rate], **quiet)
     trainer.fit(module)
@@ -286,7 +286,7 @@ def test_a_finder_of_the_module_is_refused(quiet: dict[str, Any]) -> None:
         LearningRateFinder().lr_find(None, None)
 
 
-def test_a_run_that_looks_for_errors_searches_nothing(quiet: dict[str, Any]) -> None:
+def test_fast_dev_run_starts_no_search(quiet: dict[str, Any]) -> None:
     rate, size = LearningRateFinder(), BatchSizeFinder()
     module, trainer = Tuned(), fx.Trainer(fast_dev_run=True, callbacks=[size, rate], **quiet)
     with pytest.warns(UserWarning, match="lr_find: no search, because fast_dev_run=True; lr is unchanged"):

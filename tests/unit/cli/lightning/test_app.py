@@ -96,7 +96,7 @@ def test_a_subcommand_trains_with_the_options_and_calls_the_methods_around_it(tm
     torch.testing.assert_close(cli.model.layer.weight, plain.layer.weight, rtol=0, atol=0)
 
 
-def test_a_method_of_the_class_replaces_the_trainers(tmp_path: Path) -> None:
+def test_a_method_of_the_cli_class_replaces_the_trainers_method(tmp_path: Path) -> None:
     class Own(LightningCLI):
         def fit(self, model: Any, datamodule: Any, ckpt_path: Any, weights_only: Any) -> None:
             self.given = type(model), type(datamodule), ckpt_path, weights_only
@@ -145,7 +145,7 @@ def test_a_linked_optimizer_is_an_argument_of_the_module() -> None:
     assert isinstance(cli.model.other(nn.Linear(1, 1).parameters()), torch.optim.Adagrad)
 
 
-def test_several_automatic_optimizers_are_refused() -> None:
+def test_several_optimizers_with_automatic_optimization_are_refused() -> None:
     class Two(LightningCLI):
         def add_arguments_to_parser(self, parser: Any) -> None:
             parser.add_optimizer_args(torch.optim.SGD, nested_key="one")

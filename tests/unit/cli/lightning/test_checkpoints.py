@@ -31,7 +31,7 @@ def _checkpoint(folder: Path, **hparams: Any) -> str:
     return str(path)
 
 
-def test_values_are_options_of_the_module(tmp_path: Path) -> None:
+def test_checkpoint_values_are_options_of_the_module(tmp_path: Path) -> None:
     path = _checkpoint(tmp_path, width=3, _instantiator="lightning.pytorch.cli.instantiate_module")
     assert hparams_of(path, Net, None, trusted=False) == {"width": 3}
     assert hparams_of(_checkpoint(tmp_path), Net, None, trusted=False) == {}

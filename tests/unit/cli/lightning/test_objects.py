@@ -46,7 +46,7 @@ def test_a_selected_class_is_a_hyperparameter() -> None:
     assert {"_class_path": "a.Net", "activation": _RELU, "width": 3}.items() <= net.hparams.items()
 
 
-def test_some_of_the_values_are_saved() -> None:
+def test_ignored_values_are_not_saved() -> None:
     class Some(fx.Module):
         def __init__(self, activation: nn.Module, width: int) -> None:
             super().__init__()
@@ -74,7 +74,7 @@ def test_optimizers_are_created_anew_for_each_fit() -> None:
     assert ConfiguredOptimizers(layer, configure, sgd, {})()[2] is None
 
 
-def test_a_class_is_created_and_that_of_a_function_known() -> None:
+def test_a_class_is_created_and_the_return_type_of_a_function_is_resolved() -> None:
     assert instantiate_class((2, 3), {"class_path": "torch.nn.Linear", "init_args": {"bias": False}}).bias is None
     assert isinstance(instantiate_class(2, {"class_path": "torch.nn.Flatten"}), nn.Flatten)
 

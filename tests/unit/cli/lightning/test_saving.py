@@ -34,7 +34,7 @@ def test_the_configuration_is_written_once_by_the_main_rank(tmp_path: Path) -> N
     assert not (tmp_path / "second").exists()
 
 
-def test_another_configuration_is_replaced_only_on_request(tmp_path: Path) -> None:
+def test_an_existing_configuration_is_replaced_only_on_request(tmp_path: Path) -> None:
     for _ in range(2):  # such as a rank that was replaced
         _callback().setup(_trainer(tmp_path), None, "fit")
     with pytest.raises(RuntimeError, match=r"config.yaml exists, with another configuration: .*'overwrite': True"):
@@ -43,7 +43,7 @@ def test_another_configuration_is_replaced_only_on_request(tmp_path: Path) -> No
     assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"lr": 0.2}
 
 
-def test_a_class_saves_the_configuration_elsewhere(tmp_path: Path) -> None:
+def test_a_class_may_save_the_configuration_in_another_folder(tmp_path: Path) -> None:
     seen = []
 
     class Elsewhere(SaveConfigCallback):

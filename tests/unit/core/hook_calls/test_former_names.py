@@ -26,7 +26,7 @@ def test_a_hook_of_lightning_1_names_its_successor(name: str, base: type) -> Non
         check_hooks(_with(base, name))
 
 
-def test_no_former_hook_is_a_hook_and_successors_are() -> None:
+def test_former_hooks_are_not_hooks_and_their_successors_are() -> None:
     assert not set(FORMER_HOOKS) & (CALLBACK_HOOKS | MODULE_HOOKS)
     for successor in FORMER_HOOKS.values():
         for word in successor.replace("(", " ").replace(",", " ").replace(":", " ").split():
@@ -66,7 +66,7 @@ def test_a_hook_that_a_data_module_does_not_have_names_its_successor(name: str) 
         check_hooks(_with(fx.DataModule, name))
 
 
-def test_fit_refuses_them_before_training(quiet: dict[str, Any]) -> None:
+def test_fit_refuses_former_names_before_training(quiet: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"training_epoch_end.*on_train_epoch_end\(self\)"):
         fx.Trainer(**quiet).fit(_with(TinyModule, "training_epoch_end"), tiny_loader())
     with pytest.raises(ValueError, match="on_train_start would never be called"):
@@ -88,7 +88,7 @@ def test_a_name_similar_to_a_method_that_is_missing_is_a_warning(name: str, mean
         check_hooks(_with(Bare, name))
 
 
-def test_users_have_methods_of_their_own() -> None:
+def test_methods_of_users_are_accepted() -> None:
     class Mine(TinyModule):
         def validation_step(self, batch: Any) -> None:
             self.val_step(batch)

@@ -12,7 +12,7 @@ from fabricx.core.hook_calls.hooks import CALLBACK_HOOKS, MODULE_HOOKS, Hooks, c
 from fabricx.testing import TinyModule, tiny_loader
 
 
-def test_callbacks_run_before_the_module_and_those_that_watch_metrics_after_it(quiet: dict[str, Any]) -> None:
+def test_callbacks_run_before_the_module_and_metric_callbacks_after_it(quiet: dict[str, Any]) -> None:
     order: list[str] = []
 
     class First(Callback):
@@ -66,19 +66,19 @@ def test_a_hook_of_callbacks_in_a_module_is_refused() -> None:
         check_hooks(Wrong())
 
 
-def test_a_hook_that_nobody_overrides_has_no_function_to_call() -> None:
+def test_a_hook_without_an_override_has_no_function_to_call() -> None:
     hooks = Hooks(None, TinyModule(), [Callback()])  # type: ignore[arg-type]
     assert all(getattr(hooks, name) == () for name in CALLBACK_HOOKS | MODULE_HOOKS)
 
 
-def test_a_method_of_an_instance_is_a_hook_too() -> None:
+def test_a_method_set_on_an_instance_is_a_hook() -> None:
     module, seen = TinyModule(), []
     module.on_fit_start = lambda: seen.append("called")  # type: ignore[method-assign]
     call(Hooks(None, module, []).on_fit_start)  # type: ignore[arg-type]
     assert seen == ["called"]
 
 
-def test_a_value_in_the_place_of_a_hook_is_a_warning_and_is_not_called(quiet: dict[str, Any]) -> None:
+def test_an_attribute_with_the_name_of_a_hook_is_a_warning_and_is_not_called(quiet: dict[str, Any]) -> None:
     class Flags(TinyModule):
         def __init__(self) -> None:
             super().__init__()
@@ -94,7 +94,7 @@ def test_a_value_in_the_place_of_a_hook_is_a_warning_and_is_not_called(quiet: di
     assert module.setup is True
 
 
-def test_callbacks_that_save_run_after_those_that_decide() -> None:
+def test_callbacks_that_save_run_after_callbacks_that_decide() -> None:
     class Decides(Callback):
         watches_metrics = True
 
@@ -112,7 +112,7 @@ def test_callbacks_that_save_run_after_those_that_decide() -> None:
     assert order == ["decides", "saves"]
 
 
-def test_methods_of_other_names_are_the_users_own() -> None:
+def test_methods_with_other_names_are_not_hooks() -> None:
     class Mine(TinyModule):
         def on_my_way(self) -> None: ...
 

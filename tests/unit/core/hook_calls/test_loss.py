@@ -21,7 +21,7 @@ def test_outputs_without_a_loss_are_an_error(outputs: Any) -> None:
         loss_of(outputs)
 
 
-def test_the_loss_is_the_outputs_or_an_entry() -> None:
+def test_the_loss_is_the_output_or_an_entry_of_it() -> None:
     loss = torch.ones((), requires_grad=True)
     assert loss_of(loss) is not None
     assert torch.equal(loss_of({"loss": loss, "n": 3}), loss)

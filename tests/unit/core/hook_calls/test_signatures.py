@@ -31,7 +31,7 @@ NAMES = ("outputs", "batch", "batch_idx", "dataloader_idx")
         (lambda *args, dataloader_idx=7: (args, dataloader_idx), ((1, 2, 3, 4), 7)),
     ],
 )
-def test_a_hook_gets_the_arguments_that_it_has(method: Callable[..., Any], received: Any) -> None:
+def test_a_hook_receives_only_its_declared_arguments(method: Callable[..., Any], received: Any) -> None:
     assert fitting(method, NAMES)(1, 2, 3, 4) == received
 
 

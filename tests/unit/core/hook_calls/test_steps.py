@@ -49,14 +49,14 @@ class _Step:
         (lambda batch, i, loader=7: [batch, i, loader], False, ["b", 3, 7]),
     ],
 )  # fmt: skip
-def test_a_step_may_take_fewer_arguments_than_the_loop_has(step: Any, several: bool, passed: list[Any]) -> None:
+def test_a_step_may_declare_fewer_arguments_than_the_loop_passes(step: Any, several: bool, passed: list[Any]) -> None:
     steps = wrap_steps(_Step(step), Precision(), several_loaders=several)  # type: ignore[arg-type]
     assert list(steps) == ["validation"]
     arguments = ("b", 3, 1) if several else ("b", 3)
     assert steps["validation"](*arguments) == passed
 
 
-def test_outputs_for_hooks_have_no_graph_and_other_entries_stay() -> None:
+def test_outputs_for_hooks_have_no_graph_and_other_entries_are_kept() -> None:
     loss = torch.ones((), requires_grad=True) * 2
     outputs = detached({"loss": loss, "ids": [1, 2]})
     assert not outputs["loss"].requires_grad

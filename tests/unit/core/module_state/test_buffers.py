@@ -8,7 +8,7 @@ from torch import nn
 from fabricx.core.module_state.buffers import BufferMark
 
 
-def test_buffers_are_restored_however_they_were_changed():
+def test_buffers_are_restored_after_any_kind_of_change():
     module = nn.Sequential(nn.BatchNorm1d(2), nn.Identity())
     module.register_buffer("average", torch.ones(2))
     module.register_buffer("late", None)

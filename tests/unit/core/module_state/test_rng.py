@@ -49,7 +49,7 @@ def own_numbers() -> Any:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("before", range(3))
-def test_numbers_after_a_snapshot_are_drawn_again(form: str, before: int) -> None:
+def test_random_numbers_after_a_snapshot_are_drawn_again(form: str, before: int) -> None:
     for _ in range(before):  # in the middle of pairs of normal numbers, too
         drawn()
     kept = FORMS[form](RandomState())
@@ -62,7 +62,7 @@ def test_numbers_after_a_snapshot_are_drawn_again(form: str, before: int) -> Non
 @pytest.mark.parametrize(
     "draw", [random.random, lambda: random.gauss(0, 1), np.random.rand, np.random.normal, lambda: random.seed(1)]
 )
-def test_a_snapshot_is_never_an_earlier_one(draw: Callable[[], Any]) -> None:
+def test_a_snapshot_has_the_current_state_after_any_draw(draw: Callable[[], Any]) -> None:
     """States are cached: whatever changes a generator has to be seen."""
     for _ in range(3):
         state = RandomState()
@@ -79,7 +79,7 @@ def test_a_snapshot_is_never_an_earlier_one(draw: Callable[[], Any]) -> None:
         lambda: [random.random()], lambda: torch.rand(1).tolist(),
     ],
 )  # fmt: skip
-def test_two_streams_of_numbers_that_take_turns_are_those_of_each_alone(draw: Callable[[], list[Any]]) -> None:
+def test_two_alternating_streams_of_random_numbers_are_independent(draw: Callable[[], list[Any]]) -> None:
     def alone(seed: int) -> list[Any]:
         seed_everything(seed)
         return [draw() for _ in range(6)]
@@ -97,7 +97,7 @@ def test_two_streams_of_numbers_that_take_turns_are_those_of_each_alone(draw: Ca
     assert found == wanted
 
 
-def test_numbers_are_kept_where_an_error_ends_the_block() -> None:
+def test_random_numbers_are_restored_after_an_error_in_the_block() -> None:
     after = RandomState()
     with contextlib.suppress(KeyError), random_kept():
         drawn()
@@ -114,7 +114,7 @@ def test_a_seed_out_of_range_is_refused() -> None:
             seed_everything(seed)
 
 
-def test_without_a_seed_that_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_seed_of_the_environment_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(GLOBAL_SEED, raising=False)
     before = random.getstate()
     reset_seed()
@@ -133,7 +133,7 @@ def test_without_a_seed_that_of_the_environment_is_used(monkeypatch: pytest.Monk
         seed_everything("x")  # type: ignore[arg-type]
 
 
-def test_seeds_within_a_step_are_those_of_other_seeds():
+def test_both_seed_functions_draw_the_same_numbers():
     with random_kept():
         drawn = []
         for seed in (seed_generators, seed_often):

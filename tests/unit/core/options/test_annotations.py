@@ -64,5 +64,5 @@ def test_a_mismatch_names_key_value_and_annotation() -> None:
         ("lr", object()),
     ],
 )
-def test_a_doubtful_value_passes(name: str, value: Any) -> None:
+def test_a_value_that_cannot_be_checked_is_accepted(name: str, value: Any) -> None:
     check_value(f"module.{name}", value, Net, name)

@@ -51,11 +51,11 @@ def test_a_limit_is_a_fraction_or_a_number_and_all_batches_are_1_0(limit: Any, c
 
 
 @pytest.mark.parametrize("limit", [-1, -0.5, 1.5, True, "half"])
-def test_another_limit_is_an_error_with_its_name(limit: Any) -> None:
+def test_an_invalid_limit_is_an_error_with_its_name(limit: Any) -> None:
     with pytest.raises(ValueError, match=f"limit_val_batches={limit!r}: set a number of batches"):
         check_limit("limit_val_batches", limit)
 
 
 @pytest.mark.parametrize("given", ["2h30m", timedelta(hours=2.5), {"hours": 2, "minutes": 30}, "00:02:30:00"])
-def test_a_time_has_several_forms(given: Any) -> None:
+def test_a_time_can_be_written_in_several_forms(given: Any) -> None:
     assert check_max_time(given) == timedelta(hours=2, minutes=30)

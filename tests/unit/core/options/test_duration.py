@@ -28,12 +28,12 @@ def test_a_duration_can_be_written_in_many_ways(value: Any, seconds: float) -> N
 
 
 @pytest.mark.parametrize("text", ["", "soon", "10", "2h2h", "-1h", "1x", "h", "12:00"])
-def test_what_is_not_a_duration_is_refused(text: str) -> None:
+def test_values_that_are_not_durations_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="can't be parsed"):
         parse_duration(text)
 
 
-def test_a_number_without_a_unit_is_asked_about() -> None:
+def test_a_number_without_a_unit_is_an_error_that_asks_for_the_unit() -> None:
     with pytest.raises(ValueError, match='Did you mean "10s" or "10m"'):
         parse_duration("10")
 
@@ -63,6 +63,6 @@ def test_a_count_has_a_unit(text: str, count: tuple[int, str]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "st", "1.5ep", "-3ep", "3 epochs", "3x"])
-def test_what_is_not_a_count_is_refused(text: str) -> None:
+def test_values_that_are_not_counts_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="can't be parsed"):
         parse_count(text)

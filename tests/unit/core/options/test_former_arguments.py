@@ -57,13 +57,13 @@ def test_one_is_explained_for_batches_and_for_fractions(monkeypatch: pytest.Monk
     assert fx.Trainer(fast_dev_run=1).fast_dev_run is True
 
 
-def test_plugins_are_other_arguments() -> None:
+def test_plugins_are_replaced_by_other_arguments() -> None:
     assert fx.Trainer(plugins=[]).precision == "32-true"
     with pytest.raises(ValueError, match=r"precision plugins are Trainer\(precision=\.\.\.\)"):
         fx.Trainer(plugins=[object()])
 
 
-def test_barebones_trains_without_what_costs_time(tmp_path: Any) -> None:
+def test_barebones_trains_without_features_that_cost_time(tmp_path: Any) -> None:
     class Logs(TinyModule):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.log("loss", 1.0, prog_bar=True)
@@ -80,14 +80,14 @@ def test_barebones_trains_without_what_costs_time(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("name", _BARE)
-def test_barebones_refuses_what_costs_time(name: str) -> None:
+def test_barebones_refuses_features_that_cost_time(name: str) -> None:
     value = {"profiler": "simple", "log_every_n_steps": 5, "num_sanity_val_steps": 1}.get(name, True)
     with pytest.raises(ValueError, match=f"Trainer\\(barebones=True, {name}={value!r}\\): barebones turns off"):
         fx.Trainer(barebones=True, **{name: value})
     assert fx.Trainer(barebones=True, **{name: _BARE[name]}).barebones
 
 
-def test_an_accelerator_or_a_profiler_of_lightning_is_meant_by_its_class() -> None:
+def test_lightnings_accelerators_and_profilers_are_accepted_by_class() -> None:
     def of_class(name: str) -> Any:
         return type(name, (), {})()
 
@@ -105,7 +105,7 @@ def test_an_accelerator_or_a_profiler_of_lightning_is_meant_by_its_class() -> No
 
 
 @pytest.mark.parametrize("precision", [16, "16", "bf16", 32, "32", 64, "bf16-mixed", "16-true"])
-def test_precisions_of_lightning_are_known(precision: Any) -> None:
+def test_precisions_of_lightning_are_accepted(precision: Any) -> None:
     assert fx.Trainer(precision=precision).precision in (
         "16-mixed", "bf16-mixed", "32-true", "64-true", "16-true",
     )  # fmt: skip

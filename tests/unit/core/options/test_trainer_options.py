@@ -46,7 +46,7 @@ def test_an_invalid_value_is_refused(options: dict[str, Any], said: str) -> None
     ],
     ids=str,
 )  # fmt: skip
-def test_limits_are_those_that_were_given(options: dict[str, Any], epochs: int | None, steps: int) -> None:
+def test_limits_are_the_passed_values(options: dict[str, Any], epochs: int | None, steps: int) -> None:
     given = TrainerOptions(**options)
     assert (given.max_epochs, given.max_steps) == (epochs, steps)
 
@@ -59,7 +59,7 @@ def test_a_fast_run_limits_each_loader_and_writes_nothing() -> None:
     assert not given.enable_telemetry
 
 
-def test_an_unknown_accelerator_or_a_url_is_answered_with_the_nearest() -> None:
+def test_an_unknown_accelerator_or_a_url_as_root_is_an_error_with_a_remedy() -> None:
     with pytest.raises(ValueError, match="Did you mean 'cuda'"):
         TrainerOptions(accelerator="cdua")
     with pytest.raises(ValueError, match=r"to write checkpoints to a URL, set ModelCheckpoint\(dirpath="):
@@ -67,7 +67,7 @@ def test_an_unknown_accelerator_or_a_url_is_answered_with_the_nearest() -> None:
     assert TrainerOptions(default_root_dir="~/runs").default_root_dir == str(Path.home() / "runs")
 
 
-def test_text_is_no_switch_and_a_schedule_no_number() -> None:
+def test_strings_are_not_flags_and_schedules_are_not_numbers() -> None:
     with pytest.raises(ValueError, match="enable_progress_bar='no': set True or False"):
         TrainerOptions(enable_progress_bar="no")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"pass GradientAccumulationScheduler\(\{0: 2\}\)"):

@@ -118,7 +118,7 @@ def test_gradients_are_held_until_they_are_used_or_cleared(
     assert model.held.needed is model.held.may_be_needed is needed
 
 
-def test_held_gradients_pass_through_the_state() -> None:
+def test_held_gradients_are_part_of_the_state() -> None:
     model, other = Model(), Model()
     model.backward(model.first)
     keep_in_state(model.optimizers[0])
@@ -210,7 +210,7 @@ class ZeroGradients(TinyModule):
 
 
 @pytest.mark.parametrize("kind", [Accumulates, Keeps, ZeroGradients])
-def test_a_run_resumes_between_batches_that_share_gradients(
+def test_a_run_resumes_within_an_accumulation_window(
     kind: type[TinyModule], quiet: dict[str, Any], tmp_path: Path
 ) -> None:
     class Saves(fx.Callback):

@@ -31,7 +31,7 @@ def test_a_single_rank_is_every_rank() -> None:
         strategy.reduce(numbers, group=object())  # type: ignore[arg-type]
 
 
-def test_an_absent_name_is_an_error_with_its_successor() -> None:
+def test_a_missing_name_is_an_error_with_its_successor() -> None:
     strategy: Any = Single()
     for name, successor in (
         ("setup_optimizers", "Single has no attribute 'setup_optimizers': .*add_param_group"),

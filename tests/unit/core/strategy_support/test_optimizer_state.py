@@ -72,7 +72,7 @@ def test_groups_that_hooks_have_added_are_part_of_a_state() -> None:
     assert len(second.param_groups) == 2
 
 
-def test_groups_of_another_configuration_are_no_groups_of_hooks() -> None:
+def test_groups_of_a_different_configuration_are_not_groups_added_by_hooks() -> None:
     (more, parameters), (fewer, others) = stepped("weight", "bias"), stepped("weight")
     let_groups_grow(more)
     let_groups_grow(fewer)

@@ -42,7 +42,7 @@ class Holds(fx.Callback):
 
 
 @pytest.mark.parametrize("where", ["module", "submodule", "hyperparameter", "callback", "dataset"])
-def test_a_run_may_have_such_objects_anywhere(where: str) -> None:
+def test_a_run_accepts_nested_objects_anywhere(where: str) -> None:
     term, module, loader = Term((1, (2, 3))), TinyModule(), tiny_loader(4, 4)
     owner: Any = {"submodule": module.layer, "dataset": loader.dataset}.get(where, module)
     if where == "hyperparameter":

@@ -13,6 +13,6 @@ def test_a_reduction_has_a_name_or_is_the_function_of_torch(name: str) -> None:
 
 
 @pytest.mark.parametrize("unknown", ["median", torch.median, None])
-def test_another_one_is_an_error_with_the_value_and_the_known_ones(unknown: object) -> None:
+def test_an_unknown_reduction_is_an_error_with_the_valid_names(unknown: object) -> None:
     with pytest.raises(ValueError, match=r"self.log\('loss'.*unknown reduction.\n  known: mean, sum, max, min"):
         check_reduction("loss", unknown)

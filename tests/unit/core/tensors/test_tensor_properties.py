@@ -22,7 +22,7 @@ class Others(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_sizes_and_kinds_are_properties_and_elements_are_not() -> None:
+def test_sizes_and_dtypes_are_properties_and_elements_are_not() -> None:
     tensor, mode = torch.ones(2, 3), Others()
     with mode:
         _ = tensor.shape, tensor.dtype, tensor.device, tensor.ndim, tensor.requires_grad, tensor.is_leaf, len(tensor)

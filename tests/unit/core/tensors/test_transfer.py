@@ -38,7 +38,7 @@ def test_tensors_at_any_depth_are_moved_and_the_nesting_is_kept() -> None:
     assert type(moved["b"]) is Pair
 
 
-def test_in_main_memory_only_objects_with_a_move_of_their_own_are_moved() -> None:
+def test_on_a_cpu_only_objects_with_a_custom_to_method_are_moved() -> None:
     own, plain = InPlace(), {"x": torch.zeros(2), "name": "a"}
     assert with_own_move(plain) is plain
     assert with_own_move(own) is own
@@ -48,7 +48,7 @@ def test_in_main_memory_only_objects_with_a_move_of_their_own_are_moved() -> Non
     assert moved[1].device == torch.device("cpu")
 
 
-def test_only_floating_point_numbers_change_their_type() -> None:
+def test_only_floating_point_tensors_change_their_dtype() -> None:
     converted = to_dtype([torch.zeros(1), torch.zeros(1, dtype=torch.int64), torch.tensor(True)], torch.bfloat16)
     assert [tensor.dtype for tensor in converted] == [torch.bfloat16, torch.int64, torch.bool]
 
@@ -65,5 +65,5 @@ def test_outputs_have_no_graph() -> None:
         (["a", "b"], 1), ([[], {"x": [torch.zeros(2, 9)]}], 2), (None, 1),
     ],
 )  # fmt: skip
-def test_the_size_of_a_batch_is_that_of_its_first_tensor(batch: Any, size: int) -> None:
+def test_the_batch_size_is_the_size_of_its_first_tensor(batch: Any, size: int) -> None:
     assert batch_size_of(batch) == size

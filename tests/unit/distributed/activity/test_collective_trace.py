@@ -29,7 +29,7 @@ def test_the_first_pending_and_the_last_complete_collective_are_named() -> None:
     assert collective_trace.ends([]) == ("", "")
 
 
-def test_collectives_of_gloo_are_listed_by_group_without_groups_that_were_destroyed(
+def test_collectives_of_gloo_are_listed_by_group_except_destroyed_groups(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def resolve(name: str) -> str:
@@ -42,7 +42,7 @@ def test_collectives_of_gloo_are_listed_by_group_without_groups_that_were_destro
     assert collective_trace.by_group(ENTRIES) == (GroupTrace((0, 1), "0", {1: "barrier", 2: "all_reduce"}, (2,)),)
 
 
-def test_without_a_group_nothing_is_recorded() -> None:
+def test_no_collective_is_recorded_without_a_group() -> None:
     assert collective_trace.by_group(collective_trace.recorded(0)) == ()
 
 

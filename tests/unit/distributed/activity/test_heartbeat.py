@@ -22,13 +22,13 @@ def counted() -> object:
     heartbeat.set_reached(before)
 
 
-def test_finished_batches_are_counted_from_where_the_run_was() -> None:
+def test_finished_batches_are_counted_from_the_position_of_the_run() -> None:
     heartbeat.set_reached(7)
     heartbeat.advance()
     assert heartbeat.reached() == 8
 
 
-def test_the_line_is_the_users_innermost_one_also_from_another_thread() -> None:
+def test_the_line_is_the_innermost_line_of_user_code_in_any_thread() -> None:
     found: list[str] = []
     thread = threading.Thread(target=lambda: found.append(heartbeat.where()))
     thread.start()
@@ -38,7 +38,7 @@ def test_the_line_is_the_users_innermost_one_also_from_another_thread() -> None:
     assert "thread.join()" in found[0] or "thread.start()" in found[0]
 
 
-def test_files_of_python_torch_and_fabricx_are_not_the_users() -> None:
+def test_files_of_python_torch_and_fabricx_are_not_user_code() -> None:
     import torch
 
     assert heartbeat.is_users(__file__)
@@ -61,7 +61,7 @@ def test_a_diagnosis_has_the_stacks_of_other_threads_by_name() -> None:
 
 
 @pytest.mark.parametrize("look", [heartbeat.where, heartbeat.waits, heartbeat.diagnosis])
-def test_variables_of_a_thread_end_with_their_function_though_its_stack_was_taken(look: Callable[[], object]) -> None:
+def test_reading_a_stack_does_not_keep_variables_of_a_thread_alive(look: Callable[[], object]) -> None:
     began, go_on = threading.Event(), threading.Event()
     batches: list[weakref.ref[Sampled]] = []
 
@@ -89,7 +89,7 @@ class Sampled:
     """Such as a batch, which can be large."""
 
 
-def test_no_garbage_is_collected_while_the_stacks_of_all_threads_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_garbage_is_collected_while_stacks_of_all_threads_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     collects: list[bool] = []
     take = sys._current_frames
 
@@ -111,7 +111,7 @@ def test_no_garbage_is_collected_while_the_stacks_of_all_threads_are_taken(monke
         gc.enable()
 
 
-def test_the_cpu_time_is_known_in_a_process_that_the_c_library_has_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpu_time_is_available_in_a_process_not_forked_by_the_c_library(monkeypatch: pytest.MonkeyPatch) -> None:
     usual = heartbeat.cpu_time()
 
     def fail(ident: int) -> int:

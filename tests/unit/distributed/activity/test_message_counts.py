@@ -17,7 +17,7 @@ def test_messages_are_counted_until_their_group_is_closed() -> None:
     assert message_counts.traces() == ()
 
 
-def test_a_new_process_group_forgets_the_messages_of_the_former() -> None:
+def test_a_new_process_group_resets_the_message_counts() -> None:
     MessageCounts("gradients", [0, 1], "exchange")
     message_counts.forget()
     assert message_counts.traces() == ()

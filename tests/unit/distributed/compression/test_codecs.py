@@ -71,7 +71,7 @@ class Lossy(Whole):
         (View, "returns a view of the bytes"), (Lossy, "is decoded to finite values"),
     ],
 )  # fmt: skip
-def test_a_codec_that_breaks_a_promise_is_named(broken: type[Codec], message: str) -> None:
+def test_a_codec_that_breaks_the_contract_is_named(broken: type[Codec], message: str) -> None:
     check_contract(Whole, rounds=3)
     with pytest.raises(BrokenContract, match=message):
         check_contract(broken)
@@ -107,19 +107,19 @@ def test_a_class_of_another_package_is_a_codec(monkeypatch: pytest.MonkeyPatch) 
         ("__main__.Mine", ValueError, "move it into a module"),
     ],
 )
-def test_other_names_are_refused_with_advice(name: str, error: type[Exception], message: str) -> None:
+def test_unknown_names_are_refused_with_the_nearest_name(name: str, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         check_codec("AsyncSGD", "pull_compression", name)
 
 
 @pytest.mark.parametrize(("kind", "part"), [("bf16", 2.0**-8), ("fp16", 2.0**-10)])
-def test_halves_are_near_at_any_scale(kind: str, part: float) -> None:
+def test_float16_is_accurate_at_any_scale(kind: str, part: float) -> None:
     for scale in (1e-20, 1e-6, 1.0, 1e8):
         gradient = torch.randn(1000) * scale
         assert float((sent(make_codec(kind), gradient) - gradient).abs().max()) <= part * float(gradient.abs().max())
 
 
-def test_the_largest_elements_arrive_as_they_are() -> None:
+def test_the_largest_elements_are_sent_unchanged() -> None:
     gradient = torch.arange(100.0) - 50
     found = sent(make_codec("topk", keep=0.05), gradient)
     assert found.nonzero().flatten().tolist() == [0, 1, 2, 98, 99] or int((found != 0).sum()) == 5
@@ -132,7 +132,7 @@ def test_the_types_of_options_name_the_table() -> None:
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16", "topk", "sign"])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_gradient_that_is_not_finite_leaves_no_error_behind(kind: str, bad: float) -> None:
+def test_a_non_finite_gradient_does_not_change_the_error_feedback(kind: str, bad: float) -> None:
     codec, room = make_codec(kind), torch.zeros(80_000, dtype=torch.uint8)
     spoilt = torch.randn(1000)
     spoilt[0] = bad

@@ -29,7 +29,7 @@ def test_a_gradient_of_the_rank_of_the_factors_is_exact() -> None:
     assert torch.allclose(found.view(SHAPE), gradients[0] + gradients[1], atol=1e-5)
 
 
-def test_what_is_lost_is_sent_later_also_by_a_rank_without_a_gradient() -> None:
+def test_the_error_is_sent_later_also_by_a_rank_without_a_gradient() -> None:
     torch.manual_seed(0)
     parameter = nn.Parameter(torch.zeros(SHAPE))
     gradient = torch.randn(SHAPE)
@@ -48,7 +48,7 @@ def test_only_matrices_whose_factors_are_smaller_are_compressed() -> None:
     assert not is_compressible(torch.zeros(0, 12), 1)
 
 
-def test_a_gradient_that_is_not_finite_leaves_nothing_behind() -> None:
+def test_a_non_finite_gradient_does_not_change_the_state() -> None:
     torch.manual_seed(0)
     matrices = [LowRankMatrix(nn.Parameter(torch.zeros(SHAPE)), 1) for _ in range(2)]
     gradient = torch.randn(SHAPE)

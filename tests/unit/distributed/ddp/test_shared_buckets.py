@@ -61,7 +61,7 @@ def gradients(rank: int, step: int, number: int, elements: int, dtype: torch.dty
 
 @pytest.mark.parametrize("room", [100, 1000])  # less than a bucket, and more
 @pytest.mark.parametrize("size", [2, 3, 6])
-def test_buckets_are_averaged_in_the_order_of_ranks_however_ranks_hurry(size: int, room: int) -> None:
+def test_buckets_are_averaged_in_rank_order_for_any_timing(size: int, room: int) -> None:
     kinds = [(7, torch.float32), (100, torch.float32), (33, torch.float64), (5, torch.bfloat16), (1, torch.float32)]
 
     def train(rank: int, averager: SharedMemoryAverager) -> list[Tensor]:
@@ -93,7 +93,7 @@ def test_buckets_are_averaged_in_the_order_of_ranks_however_ranks_hurry(size: in
         assert all(torch.equal(mean, total) for mean, total in zip(means, wanted, strict=True))
 
 
-def test_sums_of_whole_buckets_and_of_parts_are_equal_to_the_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_of_whole_buckets_and_of_parts_are_bitwise_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     def average(rank: int, averager: SharedMemoryAverager) -> Tensor:
         bucket: Any = Bucket(buffer := gradients(rank, 0, 0, 101, torch.float32), last=True)
         averager.average(bucket)
@@ -105,7 +105,7 @@ def test_sums_of_whole_buckets_and_of_parts_are_equal_to_the_bit(monkeypatch: py
         assert torch.equal(mean, whole[0])
 
 
-def test_a_rank_waits_for_a_bucket_only_when_it_has_the_next() -> None:
+def test_a_rank_waits_for_a_bucket_only_when_the_next_bucket_is_ready() -> None:
     posted = threading.Event()
 
     def train(rank: int, averager: SharedMemoryAverager) -> bool:
@@ -121,7 +121,7 @@ def test_a_rank_waits_for_a_bucket_only_when_it_has_the_next() -> None:
     assert on_ranks(2, train) == [False, False]
 
 
-def test_a_rank_that_waits_for_a_lost_rank_gets_an_error() -> None:
+def test_a_rank_that_waits_for_a_lost_rank_raises_an_error() -> None:
     def train(rank: int, averager: SharedMemoryAverager) -> None:
         if rank == 2:
             return  # closes its connections

@@ -8,7 +8,7 @@ from fabricx.distributed.store.server import StoreServer
 from tests.unit.distributed.conftest import KEY
 
 
-def test_each_end_is_read_once_and_the_next_one_can_be_waited_for(server: StoreServer) -> None:
+def test_each_death_is_read_once_and_the_next_death_can_be_awaited(server: StoreServer) -> None:
     store = PrivateStore(server.path, KEY)
     deaths = Deaths(store)
     assert deaths.read() == set()

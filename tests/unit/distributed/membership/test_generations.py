@@ -48,7 +48,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def test_all_groups_are_aborted_in_one_go_and_each_once(own: Membership, calls: list[str]) -> None:
+def test_all_groups_are_aborted_together_and_each_once(own: Membership, calls: list[str]) -> None:
     assert not own.shut_broken()
     own.on_message("broken", 0)
     assert own.shut_broken()
@@ -62,7 +62,7 @@ def test_all_groups_are_aborted_in_one_go_and_each_once(own: Membership, calls: 
 
 
 @pytest.mark.parametrize("silent", [True, False])
-def test_who_leaves_without_being_lost_is_waited_for_by_nobody(
+def test_a_departure_aborts_groups_only_if_it_would_be_silent(
     own: Membership, calls: list[str], *, silent: bool
 ) -> None:
     own.building(0, None, silent=silent)
@@ -71,7 +71,7 @@ def test_who_leaves_without_being_lost_is_waited_for_by_nobody(
     assert bool(calls) is silent
 
 
-def test_what_a_collective_gives_is_only_believed_if_nobody_has_left(own: Membership) -> None:
+def test_results_of_a_collective_are_valid_only_if_no_worker_has_left(own: Membership) -> None:
     silent, loud = World(size=2, backend="cpu:gloo,cuda:nccl"), World(size=2)
     silent.settle()
     with pytest.raises(ValueError, match="process group"):
@@ -86,7 +86,7 @@ def test_what_a_collective_gives_is_only_believed_if_nobody_has_left(own: Member
         loud.gather_objects("there is no group")
 
 
-def test_a_worker_that_builds_a_group_is_known(own: Membership) -> None:
+def test_a_worker_that_opens_a_group_is_marked_as_joining(own: Membership) -> None:
     """Its wait for a dead worker ends by a time-out, and is no lost operation."""
     assert not own.joins
     with own.opening():

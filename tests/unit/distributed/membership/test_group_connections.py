@@ -17,7 +17,7 @@ def opening(store: int) -> GroupConnections:
     return connections
 
 
-def test_reads_end_and_writes_go_on_until_the_connections_are_released() -> None:
+def test_reads_end_and_writes_continue_until_the_connections_are_released() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         before = socket.create_connection(listener.getsockname())
         before_peer = listener.accept()[0]
@@ -46,7 +46,7 @@ def test_reads_end_and_writes_go_on_until_the_connections_are_released() -> None
             link.close()
 
 
-def test_the_store_and_later_connections_are_left_alone() -> None:
+def test_the_store_and_later_connections_are_not_closed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         connections = opening(store=listener.getsockname()[1])
         store = socket.create_connection(listener.getsockname())

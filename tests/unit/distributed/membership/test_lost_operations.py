@@ -19,7 +19,7 @@ from fabricx.distributed.membership.lost_operations import CHECKS, BlockedMainTh
         (itertools.repeat(None), True, False),
     ],
 )
-def test_only_a_wait_without_cpu_time_in_an_operation_is_lost(
+def test_only_an_operation_that_uses_no_cpu_time_is_lost(
     used: itertools.repeat[float | None], *, waits: bool, found: bool
 ) -> None:
     blocked = BlockedMainThread(lambda: next(used), lambda: waits)
@@ -27,12 +27,12 @@ def test_only_a_wait_without_cpu_time_in_an_operation_is_lost(
     assert blocked.found() is found
 
 
-def test_progress_starts_the_count_again() -> None:
+def test_progress_resets_the_count() -> None:
     used = itertools.chain(itertools.repeat(1.0, CHECKS), itertools.repeat(2.0))
     blocked = BlockedMainThread(lambda: next(used), lambda: True)
     assert not any(blocked.found() for _ in range(2 * CHECKS))
     assert blocked.found()
 
 
-def test_this_test_is_no_operation() -> None:
+def test_a_python_thread_outside_of_collectives_is_not_in_an_operation() -> None:
     assert not heartbeat.communicates()

@@ -22,20 +22,20 @@ def raised_from(cause: Exception, *, hidden: bool = False) -> Exception:
     return error
 
 
-def test_a_lost_peer_is_a_type_of_fabricx_or_an_error_of_gloo_also_as_a_cause() -> None:
+def test_lost_peers_are_recognised_by_type_or_gloo_message_also_as_a_cause() -> None:
     for lost in (PeerLost("gone"), ServerLost("gone"), RuntimeError(GLOO), raised_from(RuntimeError(GLOO))):
         assert is_peer_lost(lost), lost
     for other in (None, RuntimeError("CUDA error"), raised_from(RuntimeError(GLOO), hidden=True)):
         assert not is_peer_lost(other), other
 
 
-def test_other_errors_of_sockets_are_asked_about() -> None:
+def test_other_socket_errors_may_be_cut_connections() -> None:
     assert may_be_cut(OSError("Broken pipe"))
     assert not is_peer_lost(OSError("Broken pipe"))
     assert not may_be_cut(ValueError("shapes differ"))
 
 
-def test_only_an_error_of_a_lost_peer_gets_the_type_and_keeps_its_text() -> None:
+def test_only_an_error_of_a_lost_peer_is_converted_and_keeps_its_message() -> None:
     raise_peer_lost(RuntimeError("shapes differ"), "rank 0 of 2, backward")
     error = RuntimeError(GLOO)
     with pytest.raises(PeerLost, match=r"rank 0 of 2, backward: .*closed by peer") as caught:
@@ -54,7 +54,7 @@ class _Cut(torch.autograd.Function):
         raise RuntimeError(GLOO)
 
 
-def test_a_backward_in_which_torch_communicates_raises_the_type() -> None:
+def test_a_backward_with_communication_raises_the_lost_peer_error() -> None:
     strategy = Strategy()
     strategy.enter(World(rank=1, size=2), nn.Linear(1, 1))
     loss = _Cut.apply(nn.Linear(1, 1)(torch.ones(1, 1)).sum())

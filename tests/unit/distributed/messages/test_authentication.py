@@ -37,7 +37,7 @@ def private(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_message_comes_back_in_its_own_context_only() -> None:
+def test_a_message_is_read_only_in_its_own_context() -> None:
     signed = authentication.dumps(KEY, ["gather", 3, 1], {"step": 7})
     assert authentication.loads(KEY, ["gather", 3, 1], signed) == {"step": 7}
     for context in (["gather", 4, 1], ["gather", 3, 0], ["broadcast", 3, 1], ["gather", 31], ["gather", "3 1"]):
@@ -45,7 +45,7 @@ def test_a_message_comes_back_in_its_own_context_only() -> None:
             authentication.loads(KEY, context, signed)
 
 
-def test_nothing_is_unpickled_that_was_altered_or_signed_with_another_key(tmp_path: Path) -> None:
+def test_altered_messages_and_messages_of_another_key_are_not_unpickled(tmp_path: Path) -> None:
     marker, context = tmp_path / "marker", ["broadcast", 0, 0]
     genuine = authentication.dumps(KEY, context, [1, 2])
     forged = pickle.dumps(Exploit(marker))
@@ -60,7 +60,7 @@ def test_nothing_is_unpickled_that_was_altered_or_signed_with_another_key(tmp_pa
     assert marker.exists()  # it would have worked
 
 
-def test_a_greeting_of_a_worker_is_valid_where_it_was_left() -> None:
+def test_a_handshake_of_a_worker_is_valid_only_under_its_key() -> None:
 
     hello = Handshake(2, torch.bfloat16, 10, None, 4)
     assert Handshake.loads(KEY, "server/0/from/1", hello.dumps(KEY, "server/0/from/1")) == hello
@@ -68,7 +68,7 @@ def test_a_greeting_of_a_worker_is_valid_where_it_was_left() -> None:
         Handshake.loads(KEY, "server/0/from/2", hello.dumps(KEY, "server/0/from/1"))
 
 
-def test_only_a_process_with_the_key_is_let_in(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_process_with_the_key_may_connect(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(authentication, "ANSWER_S", 0.2)
     listener = listen(private, "door")
     path = str(private / "door")
@@ -115,7 +115,7 @@ def test_a_listener_without_the_key_is_refused(private: Path) -> None:
     listener.close()
 
 
-def test_folders_and_files_of_others_are_refused(private: Path, tmp_path: Path) -> None:
+def test_folders_and_files_of_other_users_are_refused(private: Path, tmp_path: Path) -> None:
     authentication.write_private(private / "key", b"secret")
     assert authentication.read_private(private / "key") == b"secret"
     with pytest.raises(FileExistsError):

@@ -44,7 +44,7 @@ def test_a_message_of_another_rank_or_generation_is_refused() -> None:
             unpack(KEY, context, message)
 
 
-def test_without_a_key_a_pickle_of_a_program_that_poses_as_a_rank_runs_no_code(tmp_path: Path) -> None:
+def test_a_pickle_of_a_false_rank_is_not_executed_without_a_key(tmp_path: Path) -> None:
     marker = tmp_path / "marker"
     stream = io.BytesIO()
     torch.save(("", [Exploit(marker)]), stream)

@@ -85,7 +85,7 @@ def both(call: Callable[[int], Any], between: Callable[[], Any] = lambda: None) 
 
 
 @pytest.mark.parametrize("attack", ["none", "any", "same source"])
-def test_what_no_rank_has_begun_is_an_error_of_all_ranks_also_from_an_address_that_a_rank_uses(attack: str) -> None:
+def test_an_unexpected_connection_is_an_error_of_all_ranks_also_from_the_address_of_a_rank(attack: str) -> None:
     store = dist.HashStore()
     with contextlib.ExitStack() as stack:
         listener, other = (stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2))
@@ -123,7 +123,7 @@ def test_a_rank_whose_group_is_over_publishes_no_connections() -> None:
 
 
 @pytest.mark.parametrize("attacked", [False, True])
-def test_a_link_to_a_server_over_gloo_is_refused_at_both_ends_if_another_program_took_a_place(attacked: bool) -> None:
+def test_a_gloo_link_to_a_server_is_refused_at_both_ends_if_another_program_has_connected(attacked: bool) -> None:
     store, others, links = dist.HashStore(), peers.ports(), []
     with contextlib.ExitStack() as stack:
 
@@ -177,7 +177,7 @@ def test_an_attacked_group_is_an_error_of_all_its_ranks(attacked: str) -> None:
     assert [found[: len(text) or None] for found in run_workers(builds_groups, (attacked,), size=2)] == [text, text]
 
 
-def test_connections_that_begin_after_the_check_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_opened_after_the_check_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(peers.LAZY, "1")
     with pytest.raises(ValueError, match="unset it"):
         World(size=2, store=dist.HashStore(), secret=b"k" * 32).join()

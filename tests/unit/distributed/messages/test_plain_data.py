@@ -20,7 +20,7 @@ class Runs:
         return Path.touch, (Path("ran"),)
 
 
-def test_plain_data_and_tensors_come_back() -> None:
+def test_plain_data_and_tensors_are_decoded_unchanged() -> None:
     data = {"a": [1, 2.5, None, "text", b"bytes"], ("b", 1): {True}, "t": torch.arange(3, dtype=torch.bfloat16)}
     back = loads(dumps(data))
     assert torch.equal(back.pop("t"), data.pop("t"))
@@ -48,7 +48,7 @@ def evil() -> bytes:
 
 
 @pytest.mark.parametrize("make", [evil, bomb, lambda: pickle.dumps(Runs()), lambda: b"", lambda: dumps([1])[:-5]])
-def test_bytes_of_somebody_else_are_refused_and_nothing_in_them_runs(make: Any, own_folder: Path) -> None:
+def test_malicious_bytes_are_refused_and_not_executed(make: Any, own_folder: Path) -> None:
     with pytest.raises(ValueError) as error:
         loads(make())
     assert not Path("ran").exists()
@@ -56,7 +56,7 @@ def test_bytes_of_somebody_else_are_refused_and_nothing_in_them_runs(make: Any, 
     assert "weights_only" not in str(error.value)  # torch's advice to switch the protection off
 
 
-def test_numbers_and_texts_of_numpy_become_pythons_own() -> None:
+def test_numpy_numbers_and_strings_become_python_values() -> None:
     given = {"lr": np.float64(0.1), "steps": [np.int64(3), (np.float32(0.5), np.bool_(True))], "name": np.str_("a")}
     read = loads(dumps(given))
     assert read == {"lr": 0.1, "steps": [3, (0.5, True)], "name": "a"}

@@ -21,11 +21,11 @@ class Similar:
     def to_local(self) -> None: ...
 
 
-def test_tensors_and_other_objects_are_no_dtensors() -> None:
+def test_tensors_and_other_objects_are_not_dtensors() -> None:
     assert not any(map(is_dtensor, (torch.ones(2), torch.nn.Parameter(torch.ones(2)), None, Similar())))
 
 
-def test_a_distributed_tensor_is_a_dtensor_with_a_part_in_the_same_memory() -> None:
+def test_the_local_part_of_a_dtensor_shares_its_memory() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
@@ -41,7 +41,7 @@ def test_a_distributed_tensor_is_a_dtensor_with_a_part_in_the_same_memory() -> N
         dist.destroy_process_group()
 
 
-def test_the_question_imports_nothing() -> None:
+def test_the_check_for_dtensors_imports_no_module() -> None:
     program = (
         "import sys; from fabricx.distributed.sharding.dtensors import is_dtensor; assert not is_dtensor(1); "
         "print([name for name in sys.modules if name.startswith('torch')])"

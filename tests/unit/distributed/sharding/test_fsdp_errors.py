@@ -19,6 +19,6 @@ def test_an_error_of_shards_names_the_step_and_the_remedy(text: str, remedy: str
         raise RuntimeError(text)
 
 
-def test_other_errors_are_kept() -> None:
+def test_other_errors_are_raised_unchanged() -> None:
     with pytest.raises(RuntimeError, match="the user's"), explained("training_step"):
         raise RuntimeError("the user's")

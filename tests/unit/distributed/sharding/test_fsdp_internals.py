@@ -41,7 +41,7 @@ def group() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("group")
-def test_what_was_sharded_can_be_taken_apart_and_sharded_again() -> None:
+def test_a_sharded_module_can_be_unsharded_and_sharded_again() -> None:
     module, seen = Tied(), []
     module.register_forward_hook(lambda *_: seen.append(1))
     names, attributes = list(module.state_dict()), set(vars(module))
@@ -79,7 +79,7 @@ class Reshards(nn.Linear):
 
 
 @pytest.mark.usefixtures("group")
-def test_the_class_of_a_sharded_module_is_that_of_the_user() -> None:
+def test_the_class_of_a_sharded_module_is_the_users_class() -> None:
     module = Reshards(2, 2)
     assert class_before_fsdp(module) is Reshards
     fully_shard(module)

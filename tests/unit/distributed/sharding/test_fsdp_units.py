@@ -30,12 +30,12 @@ class Model(nn.Module):
         self.head = nn.Linear(4, 10)
 
 
-def test_auto_finds_the_repeated_layers_and_nothing_else() -> None:
+def test_auto_finds_only_the_repeated_layers() -> None:
     model = Model()
     assert blocks(model, "auto") == list(model.layers)[::-1]
 
 
-def test_auto_finds_nothing_in_a_model_without_repetition() -> None:
+def test_auto_finds_no_units_in_a_model_without_repeated_layers() -> None:
     assert blocks(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), "auto") == []
 
 
@@ -48,7 +48,7 @@ def test_classes_are_found_by_name_inner_ones_first() -> None:
         blocks(model, "Laier")
 
 
-def test_by_size_each_block_has_enough_parameters_of_its_own() -> None:
+def test_units_by_size_have_the_minimum_of_own_parameters() -> None:
     model = Model()
     selected = blocks(model, 70)  # attention 20, mlp 76, so a layer without its mlp has too few; embedding 40, head 50
     assert selected == [layer.mlp for layer in model.layers][::-1]

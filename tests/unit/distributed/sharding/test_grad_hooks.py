@@ -31,7 +31,9 @@ def hooked(kind: str) -> nn.Module:
 @pytest.mark.parametrize(
     ("check", "error"), [(check_before_pickling, NotPicklable), (check_before_sharding, ValueError)]
 )
-def test_a_module_with_a_hook_is_refused_with_the_place_where_to_add_it(check: Any, error: Any, kind: str) -> None:
+def test_a_module_with_a_gradient_hook_is_refused_with_the_hook_that_may_add_it(
+    check: Any, error: Any, kind: str
+) -> None:
     check(nn.Linear(1, 1))
     with pytest.raises(error, match=r"1\.weight.*on_fit_start"):
         check(hooked(kind))
@@ -51,7 +53,7 @@ def test_a_hook_of_a_shard_is_refused_unless_it_waits_for_the_gradient(
         check_sharded(module)
 
 
-def test_hooks_move_to_the_parameters_that_replace_theirs() -> None:
+def test_hooks_move_to_the_sharded_parameters() -> None:
     before, calls = dict(hooked(KINDS[1]).named_parameters()), []
     before["0.weight"].register_post_accumulate_grad_hook(calls.append)
     now = {name: nn.Parameter(torch.ones(1)) for name in before} | {"1.weight": before["1.weight"]}

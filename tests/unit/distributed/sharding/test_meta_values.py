@@ -88,7 +88,7 @@ def build(make: Callable[[], nn.Module], *, checkpoint: bool = False) -> nn.Modu
         lambda: tied(nn.Linear(3, 2), nn.Linear(3, 2)),
     ],
 )  # fmt: skip
-def test_layers_with_the_values_of_their_reset_parameters_are_built(make: Callable[[], nn.Module]) -> None:
+def test_meta_layers_are_initialised_by_reset_parameters(make: Callable[[], nn.Module]) -> None:
     assert all(parameter.is_meta for parameter in build(make).parameters())
 
 

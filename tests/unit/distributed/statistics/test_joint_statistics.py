@@ -38,7 +38,7 @@ def state_of(layer: nn.BatchNorm1d, start: nn.BatchNorm1d, parts: list[Tensor]) 
 
 
 @pytest.mark.parametrize("momentum", [0.1, 0.7, 1.0, None])
-def test_a_step_of_uneven_ranks_is_that_of_all_their_samples(momentum: float | None) -> None:
+def test_a_step_of_uneven_ranks_has_the_statistics_of_all_samples(momentum: float | None) -> None:
     torch.manual_seed(1)
     start = normalised(momentum)
     # The ranks have 2, 5 and 9 samples, around different means; the last rank may have none.
@@ -57,7 +57,7 @@ def test_a_step_of_uneven_ranks_is_that_of_all_their_samples(momentum: float | N
         assert torch.equal(joined[""]["start"][0], found.running_mean)
 
 
-def test_steps_in_which_ranks_differ_have_the_variance_between_them() -> None:
+def test_joint_variance_includes_differences_between_ranks() -> None:
     torch.manual_seed(1)
     start = normalised(0.1)
     steps = [[torch.randn(400, 3, dtype=torch.float64) + 10 * rank for rank in range(2)] for _ in range(5)]
@@ -71,7 +71,7 @@ def test_steps_in_which_ranks_differ_have_the_variance_between_them() -> None:
     assert float(variance.min() / alone.max()) > 5  # what rank 0 has for itself
 
 
-def test_equal_samples_on_average_have_their_own_variance_over_any_number_of_steps() -> None:
+def test_the_variance_of_identically_distributed_samples_is_unbiased_over_several_steps() -> None:
     torch.manual_seed(1)
     start = nn.BatchNorm1d(4000, momentum=0.3, affine=False)
     parts = [[torch.randn(n, 4000) for n in (2, 3)] for _ in range(4)]
@@ -81,7 +81,7 @@ def test_equal_samples_on_average_have_their_own_variance_over_any_number_of_ste
     assert float(found.running_var.mean()) == pytest.approx(1.0, abs=0.02)  # 4000 channels; without correction 1.15
 
 
-def test_a_rank_that_returns_to_its_state_goes_on_from_the_common_start() -> None:
+def test_a_restored_rank_continues_from_the_common_statistics() -> None:
     torch.manual_seed(1)
     start = normalised(0.1)
     own = copy.deepcopy(start)
@@ -109,7 +109,7 @@ class Pair(World):
     answers: ClassVar[list[Any]] = []
 
 
-def test_statistics_of_the_begin_of_a_window_are_joined_as_they_were_then() -> None:
+def test_statistics_of_the_start_of_a_window_are_joined_with_their_earlier_values() -> None:
     torch.manual_seed(1)
     start = normalised(0.1)
     own = copy.deepcopy(start)
@@ -130,7 +130,7 @@ def test_statistics_of_the_begin_of_a_window_are_joined_as_they_were_then() -> N
     statistics.join(Pair(), {"other": torch.zeros(1)})  # statistics that are not saved have no copies
 
 
-def test_averages_that_layers_have_for_a_validation_are_not_the_start_of_the_next_batches() -> None:
+def test_averages_for_a_validation_are_not_the_start_of_the_next_batches() -> None:
     layer = normalised(0.1)
     statistics = JointStatistics(layer)
     start = statistics.state_dict()[""]["start"]
@@ -141,7 +141,7 @@ def test_averages_that_layers_have_for_a_validation_are_not_the_start_of_the_nex
     assert all(torch.equal(a, b) for a, b in zip(statistics.state_dict()[""]["start"][:2], start[:2], strict=True))
 
 
-def test_equal_statistics_stay_as_they_are_and_uncounted_elements_weight_by_batches() -> None:
+def test_equal_statistics_are_unchanged_and_batches_are_the_weights_without_counts() -> None:
     mean, variance = torch.tensor([2.0]), torch.tensor([3.0])
     zero = torch.zeros(1), torch.ones(1)
     same = joint(zero, 0, [Share(mean, variance, 1, 4), Share(mean.clone(), variance.clone(), 1, 8)], 0.1)

@@ -21,7 +21,7 @@ def sums(reduction: str, total: Any, weights: float) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("reduction", "total"), [("mean", 7.0), ("sum", 7.0), ("max", 4.0), ("min", 1.0)]
 )  # fmt: skip
-def test_parts_give_the_same_in_each_order_and_stay_as_they_were(reduction: str, total: float) -> None:
+def test_merging_parts_is_independent_of_their_order_and_does_not_change_them(reduction: str, total: float) -> None:
     parts = [sums(reduction, torch.tensor(1.0), 1), sums(reduction, 2.0, 3), sums(reduction, 4.0, 5), {}]
     before = copy.deepcopy(parts)
     for order in itertools.permutations(parts):
@@ -31,6 +31,6 @@ def test_parts_give_the_same_in_each_order_and_stay_as_they_were(reduction: str,
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "max", "min"])
 @pytest.mark.parametrize("values", [(math.nan, 1.0), (1.0, math.nan)])
-def test_a_value_that_is_not_a_number_is_not_hidden(reduction: str, values: tuple[float, float]) -> None:
+def test_nan_is_not_hidden_by_an_extreme(reduction: str, values: tuple[float, float]) -> None:
     first, second = (sums(reduction, value, 1) for value in values)
     assert math.isnan(merge_sums(first, second)["value"][1])

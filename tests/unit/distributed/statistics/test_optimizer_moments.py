@@ -67,7 +67,7 @@ def test_a_rank_that_has_not_stepped_receives_the_state_of_the_others() -> None:
     assert optimizer.state[parameter]["step"] == 4
 
 
-def test_scalars_are_those_of_the_rank_with_the_most_steps() -> None:
+def test_scalars_are_taken_from_the_rank_with_the_most_steps() -> None:
     parameter = nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.NAdam([parameter], lr=0.1)
     for _ in range(2):
@@ -82,7 +82,7 @@ def test_scalars_are_those_of_the_rank_with_the_most_steps() -> None:
         assert found == pytest.approx({"step": 3.0, "mu_product": 0.4} if steps > 2.0 else own)
 
 
-def test_the_moments_of_a_single_rank_stay() -> None:
+def test_the_moments_of_a_single_rank_are_unchanged() -> None:
     parameter, optimizer = stepped()
     average_moments(World(), optimizer)
     assert optimizer.state[parameter]["momentum_buffer"].tolist() == [1.0] * 3

@@ -44,7 +44,7 @@ def address(server: StoreServer) -> Any:
     return server.path or ("127.0.0.1", server.port)
 
 
-def test_the_private_store_does_what_torch_asks_of_a_store(server: StoreServer) -> None:
+def test_the_private_store_implements_torchs_store_interface(server: StoreServer) -> None:
     store = PrivateStore(address(server), KEY)
     prefixed = dist.PrefixStore("run", store)
     prefixed.set("binary", b"\0\xff".decode("latin1"))
@@ -63,7 +63,7 @@ def test_the_private_store_does_what_torch_asks_of_a_store(server: StoreServer) 
         prefixed.wait(["missing"], timedelta(seconds=0.01))
 
 
-def test_a_thread_that_waits_in_the_private_store_holds_up_no_other(server: StoreServer) -> None:
+def test_a_thread_that_waits_in_the_private_store_does_not_block_other_threads(server: StoreServer) -> None:
     store = PrivateStore(address(server), KEY)
     found: list[bytes] = []
     thread = threading.Thread(target=lambda: found.append(store.get("later")))
@@ -74,13 +74,15 @@ def test_a_thread_that_waits_in_the_private_store_holds_up_no_other(server: Stor
     assert found == [b"now"]
 
 
-def test_the_private_store_admits_nobody_without_the_key(server: StoreServer) -> None:
+def test_the_private_store_refuses_clients_without_the_key(server: StoreServer) -> None:
     with pytest.raises(RuntimeError, match="can't be reached"):
         PrivateStore(address(server), new_key())
     assert not PrivateStore(address(server), KEY).check(["stop/requested"])  # it goes on for others
 
 
-def test_a_malformed_request_and_a_process_that_ends_while_it_waits_disturb_no_other(server: StoreServer) -> None:
+def test_malformed_requests_and_processes_that_end_while_waiting_do_not_affect_other_clients(
+    server: StoreServer,
+) -> None:
     store, other = PrivateStore(address(server), KEY), PrivateStore(address(server), KEY)
     for request in ((b"add", b"count", b"x"), (b"unknown",), (b"wait", b"1"), (b"set",)):
         with pytest.raises(dist.DistNetworkError):
@@ -96,7 +98,7 @@ def test_a_malformed_request_and_a_process_that_ends_while_it_waits_disturb_no_o
         time.sleep(0.001)
 
 
-def test_a_long_wait_and_a_number_that_is_none_end_no_other_wait(server: StoreServer) -> None:
+def test_a_long_wait_and_an_invalid_number_do_not_end_other_waits(server: StoreServer) -> None:
     store, other = PrivateStore(address(server), KEY), PrivateStore(address(server), KEY)
     found: list[Any] = []
     threads = [
@@ -140,7 +142,7 @@ def test_a_watch_ends_when_a_key_is_set_or_when_it_is_interrupted(server: StoreS
     watch.close()
 
 
-def test_numbers_only_grow_and_are_waited_for(server: StoreServer) -> None:
+def test_numbers_only_increase_and_can_be_awaited(server: StoreServer) -> None:
     store, other = PrivateStore(address(server), KEY), PrivateStore(address(server), KEY)
     for number in (3, 2):
         store.raise_to("passed", number)
@@ -153,7 +155,7 @@ def test_numbers_only_grow_and_are_waited_for(server: StoreServer) -> None:
     thread.join()
 
 
-def test_a_process_that_reads_no_answer_holds_up_no_other(server: StoreServer) -> None:
+def test_a_process_that_reads_no_answer_does_not_block_other_processes(server: StoreServer) -> None:
     store = PrivateStore(address(server), KEY)
     store.set("large", b"x" * (1 << 22))
     lazy = store._connected()
@@ -164,7 +166,7 @@ def test_a_process_that_reads_no_answer_holds_up_no_other(server: StoreServer) -
     lazy.close()
 
 
-def test_a_closed_private_store_ends_what_waits_in_it(private: Path) -> None:
+def test_closing_a_private_store_ends_its_waits(private: Path) -> None:
     server = StoreServer(str(private), KEY)
     store = PrivateStore(server.path, KEY)
     errors: list[RuntimeError] = []
@@ -203,7 +205,9 @@ def test_many_processes_that_connect_at_the_same_time_are_all_served(server: Sto
         peer.close()
 
 
-def test_programs_without_the_key_do_not_keep_others_out(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_without_the_key_do_not_block_other_clients(
+    server: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(store_server, "PROOF_S", 0.2)
     peers = opened(server, UNPROVEN + 10)
     PrivateStore(address(server), KEY).set("a", "")
@@ -222,7 +226,7 @@ sys.stdin.read()
 """
 
 
-def test_a_sequence_grows_when_the_process_ends_that_has_asked_for_it(server: StoreServer) -> None:
+def test_a_sequence_is_extended_when_its_registered_process_ends(server: StoreServer) -> None:
     store = PrivateStore(address(server), KEY)
     command = [sys.executable, "-c", ENDS, server.path, str(server.port)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:

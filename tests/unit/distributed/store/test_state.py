@@ -51,7 +51,7 @@ def test_requests_are_answered_when_their_keys_exist_or_at_their_deadline():
     assert state.requests == 6
 
 
-def test_a_request_that_an_answer_caused_is_answered_in_the_same_pass():
+def test_a_request_triggered_by_an_answer_is_answered_in_the_same_pass():
     state, first, second = StoreState(), Caller(), Caller()
     request(state, first, "wait", "60", "1", "a")
     request(state, second, "wait", "60", "1", "b")
@@ -62,7 +62,7 @@ def test_a_request_that_an_answer_caused_is_answered_in_the_same_pass():
     assert list(passed) == [(second, pack(b"b", b""))]
 
 
-def test_a_connection_that_ends_leaves_no_request_and_its_value_in_the_sequence():
+def test_a_closed_connection_drops_its_requests_and_extends_its_sequence():
     state, ended, waiting = StoreState(), Caller(), Caller()
     request(state, ended, "push_at_end", "gone", "3")
     request(state, ended, "wait", "60", "1", "a")

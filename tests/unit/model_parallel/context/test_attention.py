@@ -79,7 +79,7 @@ def test_keys_of_another_sequence_are_not_gathered() -> None:
     assert torch.equal(found, F.scaled_dot_product_attention(q, memory, memory))
 
 
-def test_a_mask_of_the_shard_only_is_an_error_with_the_remedy() -> None:
+def test_an_attention_mask_of_only_the_shard_is_an_error_with_the_remedy() -> None:
     query, key, value = tensors()
     shard = SequenceShard(LENGTH, RANKS, 0)
     q, k, v = (shard.part(tensor, 2) for tensor in (query, key, value))
@@ -88,7 +88,7 @@ def test_a_mask_of_the_shard_only_is_an_error_with_the_remedy() -> None:
         scaled_dot_product_attention(world, shard, q, k, v, torch.ones(4, 4, dtype=torch.bool), enable_gqa=True)
 
 
-def test_ranks_draw_other_numbers_for_dropout_and_have_drawn_the_same_afterwards() -> None:
+def test_dropout_differs_between_ranks_and_their_generators_stay_equal() -> None:
     drawn = []
     with torch.random.fork_rng():
         for rank in range(2):

@@ -48,7 +48,7 @@ def divided(net: Net, length: int = 8, **options: Any) -> ContextParallel:
     return parallel
 
 
-def test_tensors_with_the_sequence_are_divided_and_all_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_with_the_sequence_are_divided_and_all_others_are_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(World, "all_gather", lambda self, tensor: torch.stack([tensor, tensor]))
     net = Net()
     parallel = divided(net)
@@ -73,7 +73,7 @@ def test_a_module_without_the_sequence_is_an_error() -> None:
         divided(Net(), dim=5)
 
 
-def test_a_single_block_may_be_named() -> None:
+def test_a_single_block_is_accepted_by_name() -> None:
     net = Net()
     assert context_blocks(net, ["blocks.1"], lambda: None) == [("blocks.1", net.blocks[1])]
     with pytest.raises(LookupError, match="the module has no part 'block'"):

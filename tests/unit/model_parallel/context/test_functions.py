@@ -20,7 +20,7 @@ def within(*tables: torch.Tensor) -> ContextFunctions:
     return mode
 
 
-def test_positions_of_the_shard() -> None:
+def test_arange_yields_the_positions_of_the_shard() -> None:
     with within():
         assert torch.arange(4).tolist() == [2, 3, 4, 5]
         assert torch.arange(end=4, dtype=torch.float64).tolist() == [2.0, 3.0, 4.0, 5.0]
@@ -30,14 +30,14 @@ def test_positions_of_the_shard() -> None:
         assert torch.arange(0.0, 4.0).tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_outside_of_the_blocks_nothing_changes() -> None:
+def test_functions_outside_of_the_blocks_are_unchanged() -> None:
     mode = within()
     mode.shard = None
     with mode:
         assert torch.arange(4).tolist() == [0, 1, 2, 3]
 
 
-def test_a_number_that_is_the_length_of_a_shard_by_chance_is_an_error() -> None:
+def test_a_size_equal_to_the_shard_length_is_an_error() -> None:
     mode = within()
     mode.in_trial = True
     for length, local in ((12, 6), (12, 6)):
@@ -54,7 +54,7 @@ def test_a_number_that_is_the_length_of_a_shard_by_chance_is_an_error() -> None:
     assert mode.counts_positions(8)
 
 
-def test_rows_of_a_table_of_positions() -> None:
+def test_a_position_table_is_indexed_with_the_positions_of_the_shard() -> None:
     table, mask = torch.arange(20).view(10, 2), torch.ones(1, 9, 9).tril()
     with within(table, mask):
         assert table[:4, 0].tolist() == [4, 6, 8, 10]
@@ -70,7 +70,7 @@ def test_rows_of_a_table_of_positions() -> None:
         small[:4]
 
 
-def test_dropout_is_that_of_the_whole_sequence() -> None:
+def test_dropout_is_equal_to_that_of_the_whole_sequence() -> None:
     whole = torch.randn(2, 8, 3)
     with torch.random.fork_rng():
         torch.manual_seed(1)
@@ -119,7 +119,7 @@ class AheadOfItsPeer(World):
         return tensor + 2 if op == "max" else tensor
 
 
-def test_reductions_of_all_elements_are_those_of_the_whole_sequence() -> None:
+def test_reductions_of_all_elements_cover_the_whole_sequence() -> None:
     mode, x = ContextFunctions(AheadOfItsPeer(), 1, ()), torch.tensor([[1.0, 3.0]])
     with mode:
         assert (x > 5).any().item() is False  # outside of the blocks
@@ -158,7 +158,7 @@ def test_functions_over_positions_are_refused_unless_the_trial_shows_that_they_a
         assert whole.mean(1).shape == (2, 3)
 
 
-def test_a_tensor_of_other_positions_is_not_read() -> None:
+def test_a_tensor_of_different_positions_is_not_read() -> None:
     mode, table = within(), torch.zeros(4)
     mode.stale = {id(table): "blocks.0.positions"}
     with mode:

@@ -64,7 +64,7 @@ def every_kind(cases: list[tuple[dict[str, Any], list[Tensor]]], most: int) -> l
 
 
 @pytest.mark.parametrize(("ranks", "most"), [(2, 2**24), (3, 40)])
-def test_attention_and_gradients_are_those_of_the_whole_sequence(ranks: int, most: int) -> None:
+def test_attention_and_gradients_are_equal_to_those_of_the_whole_sequence(ranks: int, most: int) -> None:
     cases = [(options, inputs(HEADS, HEADS, torch.float64)) for options in KINDS.values()]
     for heads in ((2, 2), (1, 2)):
         cases += [({**KINDS[kind], "enable_gqa": True}, inputs(*heads, torch.float64)) for kind in ("causal", "bias")]
@@ -188,7 +188,7 @@ def counted(key_heads: int) -> tuple[set[int], int, int]:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_no_rank_holds_all_keys_and_memory_and_messages_are_those_of_theory(ranks: int) -> None:
+def test_no_rank_holds_all_keys_and_memory_and_messages_match_theory(ranks: int) -> None:
     kept = 2
     keys = 2 * kept * LENGTH * (FEATURES + VALUES)  # of the whole sequence
     for sizes, saved, sent in run_ranks(counted, ranks, kept):

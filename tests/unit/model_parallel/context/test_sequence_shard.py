@@ -18,7 +18,7 @@ def test_shards_are_the_sequence_and_its_order_is_restored() -> None:
     assert shards[1].pieces == ((2, 4), (8, 10))
 
 
-def test_each_rank_has_equally_many_pairs_of_causal_attention() -> None:
+def test_each_rank_has_the_same_number_of_causal_attention_pairs() -> None:
     pairs = {int((SequenceShard(24, 4, rank).positions + 1).sum()) for rank in range(4)}
     assert len(pairs) == 1
 
@@ -28,7 +28,7 @@ def test_a_sequence_that_does_not_fit_is_an_error_with_the_next_length_that_fits
         SequenceShard(10, 2, 0)
 
 
-def test_the_backward_of_joined_is_for_gradients_that_are_averaged() -> None:
+def test_gradients_of_joined_shards_are_scaled_for_averaging() -> None:
     local = torch.arange(3 * 4.0).view(3, 4).requires_grad_()
     shard = SequenceShard(4, 1, 0)
     for join, factor in ((joined, 1.0), (gathered, 1.0)):

@@ -32,7 +32,7 @@ def records(whole: dict[str, list[Tensor]], of_rank: Any) -> tuple[Record, Recor
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
-def test_fingerprints_of_shards_are_those_of_the_whole_sequence(dtype: torch.dtype) -> None:
+def test_fingerprints_of_shards_are_equal_to_those_of_the_whole_sequence(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     block, head = torch.randn(3, LENGTH, 5, dtype=dtype), torch.randn(2, 7, dtype=dtype)
     whole = {"block": [block, block.square()], "head": [head]}

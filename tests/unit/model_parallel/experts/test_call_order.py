@@ -8,7 +8,7 @@ from fabricx.errors import RanksDisagree
 from fabricx.model_parallel.experts.call_order import CallOrder
 
 
-def test_calls_are_counted_from_the_beginning_of_a_step() -> None:
+def test_calls_are_counted_from_the_start_of_a_step() -> None:
     order, begun, numbers = CallOrder(["a", "b"]), [], []
     step = order.wrap_step(
         lambda: numbers.append([order.next_call("a"), order.next_call("b")]), lambda: begun.append(1)
@@ -33,7 +33,7 @@ def test_a_step_that_fails_has_ended() -> None:
     assert not order.in_step
 
 
-def test_ranks_that_differ_are_an_error_that_names_their_places() -> None:
+def test_different_call_orders_of_ranks_are_an_error_that_names_the_calls() -> None:
     order = CallOrder(["layers.0.experts", "layers.1.experts"])
     order.in_step = True
     first, second = order.next_call("layers.0.experts"), order.next_call("layers.1.experts")

@@ -54,7 +54,7 @@ WEIGHTS = torch.rand(5, 2, generator=torch.Generator().manual_seed(2))
 @pytest.mark.parametrize(
     "arguments", [(INDEX, WEIGHTS), (INDEX, None), (INDEX[:, 0],), (INDEX[:, 0], WEIGHTS[:, 0])], ids=str
 )
-def test_routed_tokens_have_the_results_of_the_module(alone: World, arguments: Any) -> None:
+def test_routed_tokens_have_the_outputs_of_the_undivided_module(alone: World, arguments: Any) -> None:
     plain = Experts()
     module, parallel = divided(Experts(), alone)
     inputs = [TOKENS.clone().requires_grad_() for _ in range(2)]

@@ -47,7 +47,7 @@ def test_gradients_of_experts_are_summed_over_their_copies_only(sums: ExpertSums
     assert [float(p.grad.sum()) for p in sums.module.parameters()] == [6.0, 6.0, 4.0, 4.0]  # type: ignore[union-attr]
 
 
-def test_a_rank_without_a_sample_computes_that_of_another_rank(sums: ExpertSums) -> None:
+def test_a_rank_without_a_sample_computes_a_sample_of_another_rank(sums: ExpertSums) -> None:
     calls: list[Any] = []
 
     def step(batch: Any, index: int) -> Any:

@@ -93,7 +93,7 @@ def tied() -> nn.Module:
         (tied(), "auto", 2, ValueError, "other.matrix is tied to the experts experts"),
     ],
 )
-def test_what_cannot_be_divided_is_an_error(
+def test_modules_that_cannot_be_divided_are_an_error(
     module: nn.Module, experts: Any, ranks: int, error: type[Exception], said: str
 ) -> None:
     with pytest.raises(error, match=said):

@@ -59,7 +59,7 @@ def observe(model, blocks="auto"):
     return trace_chain(model, find_blocks(model, blocks, run, outside=True), run)
 
 
-def test_a_chain_says_where_each_parameter_and_buffer_is_used():
+def test_a_chain_records_where_each_parameter_and_buffer_is_used():
     model = Model()
     chain = observe(model)
     assert chain.blocks == ("blocks.0", "blocks.1", "blocks.2")
@@ -79,7 +79,7 @@ def test_a_chain_says_where_each_parameter_and_buffer_is_used():
     assert chain.saved[1] == chain.saved[2] > 0
 
 
-def test_random_numbers_gradients_and_buffers_are_those_before():
+def test_a_trace_restores_random_numbers_gradients_and_buffers():
     class Drawing(Model):
         def training_step(self, ids):
             self.offset += 1
@@ -120,7 +120,7 @@ def test_blocks_that_are_called_several_times_are_an_error_with_the_remedy():
         observe(Twice())
 
 
-def test_auto_takes_the_longest_run_of_modules_that_are_called_one_after_another():
+def test_auto_selects_the_longest_sequence_of_consecutive_modules():
     module = LayeredModule()
     module.log = lambda *args, **options: None
     run = lambda: module.training_step([torch.ones(2, 6), torch.ones(2, 1)], 0)  # noqa: E731
@@ -129,7 +129,7 @@ def test_auto_takes_the_longest_run_of_modules_that_are_called_one_after_another
     assert observe(Model(2)).blocks == ("blocks.0", "blocks.1")
 
 
-def test_auto_takes_attributes_of_the_same_class():
+def test_auto_selects_attributes_of_the_same_class():
     class Stages(Model):
         def __init__(self) -> None:
             super().__init__()
@@ -154,7 +154,7 @@ def test_auto_skips_branches_that_all_take_the_same_input():
     assert observe(Branches()).blocks == ("blocks.0", "blocks.1")
 
 
-def test_blocks_are_given_by_class_or_names():
+def test_blocks_are_selected_by_class_or_names():
     model = Model()
     assert observe(model, "Block").blocks == ("blocks.0", "blocks.1", "blocks.2")
     assert observe(model, ["blocks.0", "blocks.1"]).blocks == ("blocks.0", "blocks.1")
@@ -172,7 +172,7 @@ def test_blocks_are_given_by_class_or_names():
         (["blocks.0", "blocks.0.inner"], "blocks.0 calls blocks.0.inner: blocks can't be nested"),
     ],
 )
-def test_blocks_that_are_no_chain_are_refused(blocks, message):
+def test_blocks_that_form_no_chain_are_refused(blocks, message):
     with pytest.raises((ValueError, LookupError), match=message):
         observe(Model(), blocks)
 
@@ -242,7 +242,7 @@ def joined(model) -> dict[int, str]:
     return dict(observe(model, ["blocks.0", "blocks.1", "blocks.2"]).joined)
 
 
-def test_no_cut_where_a_tensor_passes_the_blocks_by():
+def test_no_cut_is_made_where_a_tensor_skips_the_blocks():
     class Skips(Model):
         def body(self, x):
             first = self.blocks[0](x)
@@ -345,7 +345,7 @@ def test_code_after_a_block_may_use_the_arguments_of_the_block():
     assert list(observe(Normalised(), names).joined) == [1, 3]
 
 
-def test_auto_takes_the_blocks_that_can_be_divided_best():
+def test_auto_selects_the_blocks_that_can_be_divided_best():
     class Stem(Outside):
         def __init__(self) -> None:
             super().__init__()
@@ -409,7 +409,7 @@ def test_code_between_blocks_belongs_to_the_block_before():
     assert chain.uses["scales"] == {0, 1, 3}
 
 
-def test_values_that_are_logged_early_join_the_stages():
+def test_values_logged_in_an_early_block_merge_the_stages():
     class Logs(Model):
         def body(self, x):
             self.log("rows", torch.tensor(2.0))
@@ -479,7 +479,7 @@ def test_batch_normalisation_has_a_note():
     assert "blocks.0.norm normalises each microbatch by its own statistics" in observe(model).notes[0]
 
 
-def test_what_a_microbatch_sees_or_does_by_itself_has_a_note():
+def test_effects_that_depend_on_the_microbatch_have_a_note():
     model = Model()
     hooked, normalised = next(model.blocks[1].named_parameters())[0], next(model.blocks[2].named_children())[0]
     model.blocks[1].get_parameter(hooked).register_hook(lambda gradient: gradient / (1 + gradient.norm()))

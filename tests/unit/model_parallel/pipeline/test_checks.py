@@ -40,7 +40,7 @@ def evaluate(run, trained=None):
         lambda model, ids: model(ids).argmax(-1).tolist(),
     ],
 )
-def test_evaluations_that_call_the_model_as_the_training_does_pass(run):
+def test_evaluations_that_call_the_model_like_training_are_accepted(run):
     evaluate(run)
 
 
@@ -67,7 +67,7 @@ def test_evaluations_that_the_last_stage_cannot_compute_are_refused(run, message
         evaluate(run)
 
 
-def test_a_tensor_that_passes_the_cut_by_is_refused():
+def test_a_tensor_that_bypasses_the_cut_is_refused():
     def run(model, ids):
         first = model.blocks[0](model.embed(ids))
         x = first

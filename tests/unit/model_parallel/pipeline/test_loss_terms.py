@@ -155,7 +155,7 @@ def test_selections_among_parameters_and_sums_by_former_arguments_are_not_refuse
     compute(lambda used: F.mse_loss(ERRORS[used], ERRORS[used] + 1, size_average=False) / SAMPLES, used | True, used)
 
 
-def test_a_count_that_changes_in_place_is_that_of_its_microbatch() -> None:
+def test_a_count_changed_in_place_belongs_to_its_microbatch() -> None:
     number = torch.zeros(())
     used = torch.tensor([True, True, False, False])
     with pytest.raises(ValueError, match="is a mean over 4, 2"):

@@ -7,7 +7,7 @@ from torch import nn
 from fabricx.model_parallel.pipeline.placeholders import release, restore
 
 
-def test_placeholders_have_no_memory_and_show_in_results():
+def test_placeholders_use_no_memory_and_are_detected_in_results():
     module = nn.BatchNorm1d(1000)
     weight, before = module.weight, module.weight.detach().clone()
     weight.grad = torch.ones(1000)

@@ -36,7 +36,7 @@ def test_messages_between_two_ranks_arrive_in_the_order_of_their_use():
             assert orders == [orders[0]] * stages
 
 
-def test_idle_time_is_that_of_the_literature():
+def test_idle_time_matches_the_literature():
     for kind, stages, virtual, microbatches in CASES:
         if virtual > 1 and microbatches % stages:
             continue

@@ -31,7 +31,7 @@ def gradients(model, inputs):
 
 
 @pytest.mark.parametrize("dtype", [None, torch.complex128, torch.bfloat16], ids=["float64", "complex", "autocast"])
-def test_deferred_gradients_are_those_of_autograd(dtype):
+def test_deferred_gradients_are_equal_to_autograds(dtype):
     found = []
     half = dtype is torch.bfloat16
     for defer in (False, True):

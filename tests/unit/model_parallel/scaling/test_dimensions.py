@@ -26,7 +26,7 @@ def test_activations_of_a_block_are_divided_within_the_pairs_only():
     assert divided - sharded == pytest.approx(2 * model.hidden * 7 / 8)
 
 
-def test_a_group_that_leaves_a_node_has_the_links_of_its_ranks_there():
+def test_a_group_across_nodes_uses_the_links_of_its_ranks_on_a_node():
     cluster = Cluster()
     assert cluster.link(8, 1) == (cluster.inside, cluster.inside_latency)
     assert cluster.link(2, 8) == (cluster.between, cluster.between_latency)

@@ -20,7 +20,7 @@ def test_the_fastest_layout_that_fits_is_that_of_a_search_over_all():
         assert found.step <= 1.001 * min(prediction.step for prediction in fitting)
 
 
-def test_where_nothing_fits_the_smallest_is_shown():
+def test_the_smallest_layout_is_shown_if_no_layout_fits():
     cluster = Cluster(memory=1e6)
     found = fastest(SMALL, cluster, layouts(SMALL, cluster, 8, 64))
     assert found is not None

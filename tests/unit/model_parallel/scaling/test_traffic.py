@@ -15,7 +15,7 @@ from fabricx.model_parallel.scaling.traffic import (
 )
 
 
-def test_a_ring_sends_what_the_literature_says():
+def test_a_ring_sends_the_bytes_of_the_literature():
     for ranks in (1, 2, 3, 8, 512):
         assert Exchange(reduced=6.0).sent(ranks) == pytest.approx(6 * 2 * (ranks - 1) / ranks)
         assert Exchange(gathered=6.0).sent(ranks) == Exchange(scattered=6.0).sent(ranks)
@@ -27,7 +27,7 @@ def test_elements_of_different_sizes_become_bytes():
     assert found == Exchange(reduced=4, gathered=4, scattered=12, collectives=4)
 
 
-def test_a_block_has_four_sums_and_with_recomputation_five():
+def test_a_block_has_four_all_reduces_and_five_with_recomputation():
     assert tensor_exchange(3, 10.0).total.reduced == 3 * 4 * 10
     assert tensor_exchange(3, 10.0, recompute=True).total.reduced == 3 * 5 * 10
     assert tensor_exchange(3, 10.0).forward == tensor_exchange(3, 10.0).backward
@@ -42,7 +42,7 @@ def test_sequence_parallelism_sends_as_much_in_two_halves():
     assert before.forward == after.backward == Exchange()
 
 
-def test_vocabulary_and_context():
+def test_embedding_output_and_context_traffic_is_counted():
     assert (embedding_exchange(10.0) + head_exchange(10.0, 2.0)).total.reduced == 2 * 10 + 3 * 2
     assert context_exchange(3, 8.0).total == Exchange(gathered=24, reduced=24, collectives=9)
     assert context_exchange(3, 8.0, recompute=True).total.gathered == 48

@@ -44,5 +44,5 @@ def test_all_ranks_read_a_weight_whose_rows_are_sharded_also_in_new_groups(monke
             divided.division.meet("weight")
 
 
-def test_a_backend_without_silent_ends_has_no_channels_of_stages() -> None:
+def test_a_backend_that_reports_closed_connections_has_no_stage_channels() -> None:
     assert stage_channels(World()) == {}

@@ -59,7 +59,7 @@ def test_copies_of_an_element_are_the_ranks_that_hold_it() -> None:
     assert copies == {"a.weight": 2.0, "b.weight": 4.0, "c.weight": 8.0}  # of two stages, two halves, two data ranks
 
 
-def test_weights_moments_and_averages_are_converted_and_back() -> None:
+def test_weights_moments_and_averages_are_converted_in_both_directions() -> None:
     built = module(2)
     division = Division(built, World(), Halves(), None)  # type: ignore[arg-type]
     ones = torch.ones(2, 1)
@@ -88,7 +88,7 @@ def test_tensors_of_other_stages_are_absent_under_all_names() -> None:
     assert list(division.own_state({"a.weight": 1, "again.weight": 2, "c.weight": 3})) == ["a.weight", "c.weight"]
 
 
-def test_at_the_end_module_and_optimizer_have_whole_tensors() -> None:
+def test_module_and_optimizer_have_whole_tensors_at_the_end() -> None:
     built = module(2)
     optimizer = torch.optim.SGD(built.parameters(), lr=0.1, momentum=0.9)
     sum(p.sum() for p in built.parameters()).backward()  # type: ignore[union-attr]

@@ -51,7 +51,7 @@ def test_outputs_logged_values_and_metrics_of_all_loaders_are_recorded_after_the
     assert not any("predicted" in name for name in found.values)  # equal values may be in another order
 
 
-def test_a_difference_is_named_and_rounding_is_none() -> None:
+def test_differences_are_named_and_rounding_is_no_difference() -> None:
     before = evaluate_whole(trial())
     assert isinstance(before, Evaluated)
 
@@ -68,7 +68,7 @@ def test_a_difference_is_named_and_rounding_is_none() -> None:
 
 
 @pytest.mark.parametrize("other", [-torch.inf, torch.inf, torch.nan, torch.finfo(torch.float32).min])
-def test_infinite_elements_and_masks_are_compared_by_their_places(other: float) -> None:
+def test_infinite_elements_and_masks_are_compared_by_position(other: float) -> None:
     """Such as logits with a mask, and the state of a MaxMetric that was not updated."""
 
     def mask(values: list[float]) -> Any:
@@ -83,7 +83,7 @@ def test_infinite_elements_and_masks_are_compared_by_their_places(other: float) 
         assert (check_evaluated(trial(), again, again.step, before, 1e-3, complete=True) == "") is same, values
 
 
-def test_a_step_that_can_not_be_tried_has_a_reason() -> None:
+def test_a_step_that_cannot_be_tried_has_a_reason() -> None:
     assert evaluate_whole(trial(lambda shared: None)) is None
     broken = lambda shared: validation()._replace(step=lambda *args: 1 / 0)  # noqa: E731
     assert evaluate_whole(trial(broken)) == "ZeroDivisionError: division by zero"

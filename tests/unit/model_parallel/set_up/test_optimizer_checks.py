@@ -14,7 +14,7 @@ from fabricx.model_parallel.set_up.optimizer_checks import check_elementwise, ch
 @pytest.mark.parametrize(
     "name", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adamax", "NAdam", "RAdam", "Rprop", "ASGD"]
 )
-def test_optimizers_of_torch_that_treat_elements_separately_pass_and_stay(name: str) -> None:
+def test_elementwise_optimizers_of_torch_are_accepted_and_unchanged(name: str) -> None:
     parameter = nn.Parameter(torch.ones(4, 4))
     optimizer = getattr(torch.optim, name)([parameter], lr=0.0)  # a warm-up may begin with 0
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -86,7 +86,7 @@ def test_a_users_optimizer_of_all_parameters_is_refused_where_these_are_on_sever
     assert optimizer.steps == [0], "copies of it have stepped"
 
 
-def test_optimizers_of_separate_parameters_and_those_that_cannot_be_tried_pass() -> None:
+def test_optimizers_of_separate_parameters_and_untestable_optimizers_are_accepted() -> None:
     parameters = [nn.Parameter(torch.ones(2, 2))]
     check_separate(OfNorms(parameters), "pipeline=2")
     check_separate(torch.optim.AdamW(parameters), "pipeline=2")

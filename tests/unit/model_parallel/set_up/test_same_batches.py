@@ -27,7 +27,7 @@ def digests(monkeypatch: pytest.MonkeyPatch, batch: Any) -> list[int]:
     return found
 
 
-def test_values_shapes_and_places_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_comparison_includes_values_shapes_and_positions(monkeypatch: pytest.MonkeyPatch) -> None:
     four = torch.arange(4)
     batches = [four, four + 1, four.view(2, 2), four.flip(0), {"x": torch.zeros(4)}]
     seen = [tuple(digests(monkeypatch, batch)) for batch in batches]
@@ -36,7 +36,7 @@ def test_values_shapes_and_places_count(monkeypatch: pytest.MonkeyPatch) -> None
     assert digests(monkeypatch, torch.arange(4)) == list(seen[0])
 
 
-def test_another_batch_on_a_rank_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_different_batch_on_a_rank_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(World, "all_reduce", lambda world, tensor, op: tensor + torch.tensor([1, 0]))
     with pytest.raises(RanksDisagree, match="have read different samples"):
         SameBatches(World(size=2)).check([torch.zeros(2)])

@@ -28,14 +28,14 @@ def test_a_view_divides_or_merges_the_dims_of_features(dims, before, after, expe
     assert (found and found.dims) == expected
 
 
-def test_a_permutation_moves_them():
+def test_a_permutation_moves_the_feature_dims():
     features = Features(SPANS, (2, 3))
     assert permuted(features, torch.Tensor.transpose, [torch.empty(2, 6, 4, 6), 1, 2], {}).dims == (1, 3)
     assert permuted(features, torch.Tensor.permute, [torch.empty(2, 6, 4, 6), (3, 0, 1, 2)], {}).dims == (3, 0)
     assert permuted(Features(SPANS, (1,)), torch.Tensor.mT.__get__, [torch.empty(2, 6)], {}).dims == (0,)
 
 
-def test_an_operation_on_single_elements_keeps_them_and_a_sum_over_them_does_not():
+def test_elementwise_operations_keep_feature_dims_and_sums_over_them_do_not():
     features = Features(SPANS, (1, 3))
     assert broadcast(features, (2, 4, 6, 6), (5, 2, 4, 6, 6)).dims == (2, 4)
     assert broadcast(features, (2, 4, 6, 6), (2, 4, 6, 1)).dims == (1,)

@@ -246,7 +246,7 @@ def test_attention_layers_of_torch_are_sharded_by_heads():
     assert find_tensor_plan(layer, lambda: layer(X), 3, {}).unsharded["self_attn"].startswith("its 4 heads")
 
 
-def test_replicate_keeps_the_pair_whole():
+def test_replicate_keeps_both_layers_of_a_pair_whole():
     plan = plan_of(split_evenly, overrides={"out": "replicate"}, qkv=(C, 3 * C), out=(C, C))
     assert plan.unsharded == {"qkv": "out stays whole", "out": "by the plan's override"}
 
@@ -299,6 +299,6 @@ def test_layers_that_differ_by_numbers_share_a_line():
     ]
 
 
-def test_a_plan_is_the_same_after_its_way_to_another_rank() -> None:
+def test_a_plan_is_unchanged_when_sent_to_another_rank() -> None:
     plan = TensorPlan(2, {"a": Layer("colwise", (4, 4, 4)), "b": Layer("rowwise", ())}, {"c": "no linear layer"})
     assert TensorPlan.of(json.loads(json.dumps(plan.plain()))) == plan

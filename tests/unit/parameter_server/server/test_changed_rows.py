@@ -16,7 +16,7 @@ from fabricx.parameter_server.wire.partition import divide
 HEIGHT, WIDTH = 6, 2
 
 
-def test_a_server_knows_which_rows_have_changed_also_when_it_was_started_again() -> None:
+def test_a_server_tracks_changed_rows_also_after_a_restart() -> None:
     table = nn.Parameter(torch.zeros(HEIGHT, WIDTH))
     optimizer = optim.SGD([table], lr=1.0)
     [shard] = divide([table.shape], 1, by_row=frozenset({0}))

@@ -60,7 +60,7 @@ def test_an_unknown_message_is_an_error_and_waits_for_nothing(server: Server) ->
             act()
 
 
-def test_before_the_begin_all_other_messages_wait() -> None:
+def test_all_other_messages_wait_for_the_begin_message() -> None:
     server, (start, _) = Server(2), begin(workers=2)
     waiting = [
         Pull(),
@@ -90,7 +90,7 @@ def test_other_state_is_sent_under_each_name_of_the_message() -> None:
     assert content["logged"] == {}
 
 
-def test_messages_that_change_nothing_are_processed_again_and_not_replayed() -> None:
+def test_read_only_messages_are_processed_again_and_not_replayed() -> None:
     repeatable = {kind for kind, handler in HANDLERS.items() if handler.repeatable}
     assert repeatable == {Pull, ReadNorm, ReadState}
     assert HANDLERS[Pull].journaled(Pull())
@@ -99,7 +99,7 @@ def test_messages_that_change_nothing_are_processed_again_and_not_replayed() -> 
     assert journaled == set(HANDLERS) - {Pull, ServerInit, ReadNorm, ReadState}
 
 
-def test_updates_that_are_not_held_have_no_norm() -> None:
+def test_updates_that_are_not_stored_have_no_norm() -> None:
     server = begun(aggregate=False)
     server.handle(0, Push(0, 1, (0,)), torch.zeros(SIZE), NONE)
     assert not server.ready(0, ReadNorm(5, [0]))  # for ever: no such update is held

@@ -35,7 +35,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mode", MODES)
-def test_each_lease_is_in_the_weights_once(mode: str, tmp_path: Path) -> None:
+def test_each_lease_is_applied_to_the_weights_once(mode: str, tmp_path: Path) -> None:
     for seed in SCHEDULES:
         folder = tmp_path / str(seed)
         folder.mkdir()
@@ -49,12 +49,12 @@ def test_each_lease_is_in_the_weights_once(mode: str, tmp_path: Path) -> None:
             assert max(server.counts.staleness) <= (run.settings.max_staleness or 0), (seed, run.log)
 
 
-def test_a_worker_that_was_away_does_not_hold_the_turn_for_ever(tmp_path: Path) -> None:
+def test_a_disconnected_worker_does_not_hold_the_turn_indefinitely(tmp_path: Path) -> None:
     """Its link ended while it computed, so that its lease went to another worker, and others had begun since."""
     assert Faulty(42, tmp_path, **MODES["a bound by version"]).run()
 
 
-def test_the_rest_of_an_incomplete_record_is_no_record(tmp_path: Path) -> None:
+def test_an_incomplete_record_is_ignored(tmp_path: Path) -> None:
     """The server dies within a record, and again after a shorter one, where a header seems to follow."""
     begun, _ = begin(workers=2, aggregate=False, snapshot_every=10)
     paths, empty = [tmp_path / "0", tmp_path / "1"], torch.empty(0)

@@ -41,7 +41,7 @@ def test_other_servers_accept_the_first_gradient_of_a_lease() -> None:
 
 
 @pytest.mark.parametrize("grants", [True, False])
-def test_leases_are_counted_when_they_are_dealt_and_used(grants: bool) -> None:
+def test_leases_are_counted_when_granted_and_used(grants: bool) -> None:
     ledger, counts = opened(grants=grants)
     assert ledger.is_leased
     ledger.use([0, 1])
@@ -51,7 +51,7 @@ def test_leases_are_counted_when_they_are_dealt_and_used(grants: bool) -> None:
     assert counts.dealt == 0  # no lease was granted
 
 
-def test_workers_in_lockstep_use_gradients_of_no_lease() -> None:
+def test_workers_in_lockstep_send_gradients_without_a_lease() -> None:
     counts = Counts()
     ledger = LeaseLedger(2, grants=True, counts=counts)
     ledger.use([0])

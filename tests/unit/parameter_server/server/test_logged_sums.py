@@ -14,7 +14,7 @@ def sums(value: float, how: str = "mean") -> dict[str, Any]:
     return {"a": [[how], value, 2]}
 
 
-def test_values_of_a_gradient_that_is_dropped_do_not_count() -> None:
+def test_values_of_a_dropped_gradient_are_not_counted() -> None:
     logged = LoggedSums()
     logged.open(0)
     logged.add(0, (sums(1.0), {}), used=True)
@@ -24,7 +24,7 @@ def test_values_of_a_gradient_that_is_dropped_do_not_count() -> None:
     assert logged.of(0)["a"][1:] == [1103.0, 8]
 
 
-def test_a_section_can_be_asked_for_until_the_one_after_the_next_begins() -> None:
+def test_the_sums_of_a_section_are_kept_until_the_second_next_section_begins() -> None:
     logged = LoggedSums()
     for section in (0, 1):
         logged.open(section)
@@ -35,7 +35,7 @@ def test_a_section_can_be_asked_for_until_the_one_after_the_next_begins() -> Non
 
 
 @pytest.mark.parametrize(("how", "expected"), [("mean", 5.0), ("sum", 5.0), ("max", 3.0), ("min", 2.0)])
-def test_sums_are_merged_as_their_kind_says(how: str, expected: float) -> None:
+def test_sums_are_merged_by_their_kind(how: str, expected: float) -> None:
     first = sums(2.0, how)
     assert merge_sums(first, sums(3.0, how))["a"][1:] == [expected, 4]
     assert first == sums(2.0, how)

@@ -67,7 +67,7 @@ def straight(optimizer: str, updates: int, parts: int, weights: Tensor) -> Tenso
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_one_asynchronous_worker_is_a_plain_loop_to_the_bit(optimizer: str) -> None:
+def test_a_single_asynchronous_worker_is_bitwise_equal_to_a_plain_loop(optimizer: str) -> None:
     start, weights = begin(optimizer, workers=1, aggregate=False, damp=True)
     server, _, _ = simulate(start, 20, gradient)
     assert torch.equal(server.values, straight(optimizer, 20, 1, weights))
@@ -76,7 +76,7 @@ def test_one_asynchronous_worker_is_a_plain_loop_to_the_bit(optimizer: str) -> N
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("workers", [2, 4])
-def test_no_staleness_and_whole_batches_is_a_plain_loop(optimizer: str, workers: int) -> None:
+def test_whole_batches_without_staleness_are_equal_to_a_plain_loop(optimizer: str, workers: int) -> None:
     start, weights = begin(optimizer, workers=workers, aggregate=True, max_staleness=0)
     server, who, _ = simulate(start, 8 * workers, gradient, uneven)
     assert torch.allclose(server.values, straight(optimizer, 8, workers, weights), atol=1e-6)
@@ -85,7 +85,7 @@ def test_no_staleness_and_whole_batches_is_a_plain_loop(optimizer: str, workers:
 
 
 @pytest.mark.parametrize("bound", [1, 2, 4])
-def test_whole_batches_within_a_bound_reach_it_and_no_more(bound: int) -> None:
+def test_the_staleness_of_whole_batches_reaches_the_bound_and_not_more(bound: int) -> None:
     start, _ = begin(workers=4, aggregate=True, max_staleness=bound)
     server, _, _ = simulate(start, 80, gradient, uneven)
     assert max(server.counts.staleness) == bound
@@ -111,7 +111,7 @@ def test_a_bound_by_clock_limits_how_far_a_worker_is_ahead(bound: int) -> None:
     assert sum(len(worker.trained) for worker in who) == 80
 
 
-def test_without_a_bound_a_slow_worker_holds_nobody_up() -> None:
+def test_without_a_bound_a_slow_worker_does_not_delay_other_workers() -> None:
     duration = lambda worker, lease: 4.0 if worker == 0 else 1.0  # noqa: E731
     free, _ = begin(workers=4, aggregate=False)
     _, who, seconds = simulate(free, 325, gradient, duration)
@@ -122,7 +122,7 @@ def test_without_a_bound_a_slow_worker_holds_nobody_up() -> None:
     assert seconds == pytest.approx(100.0)  # 4 leases in the time of the slowest
 
 
-def test_too_old_gradients_are_dropped_and_their_data_trained_again() -> None:
+def test_gradients_beyond_the_bound_are_dropped_and_their_data_trained_again() -> None:
     start, _ = begin(workers=4, aggregate=False, max_staleness=2, bound="version", on_stale="drop")
     server, _, _ = simulate(start, 60, gradient, uneven)
     assert server.counts.dropped > 0
@@ -131,7 +131,7 @@ def test_too_old_gradients_are_dropped_and_their_data_trained_again() -> None:
     assert (server.counts.dealt, server.counts.used, server.counts.repeated) == (server.trained, server.trained, 0)
 
 
-def test_an_update_takes_the_first_gradients_and_late_ones_are_trained_again() -> None:
+def test_an_update_uses_the_first_gradients_and_late_gradients_are_trained_again() -> None:
     slow = lambda worker, lease: 5.0 if worker == 0 else 1.0 + 0.01 * worker  # noqa: E731
     start, _ = begin(workers=4, backup=1)
     server, who, seconds = simulate(start, 60, gradient, slow)
@@ -143,7 +143,7 @@ def test_an_update_takes_the_first_gradients_and_late_ones_are_trained_again() -
 
 
 @pytest.mark.parametrize("count", [7, 8, 9, 10])
-def test_the_mean_is_right_where_the_end_has_fewer_parts(count: int) -> None:
+def test_the_mean_is_right_if_the_last_batch_has_fewer_parts(count: int) -> None:
     start, weights = begin(workers=4, backup=1)
     server, _, _ = simulate(start, count, gradient, uneven)
     assert server.version == -(-count // 3)
@@ -155,7 +155,7 @@ def test_the_mean_is_right_where_the_end_has_fewer_parts(count: int) -> None:
 
 
 @pytest.mark.parametrize("deaths", [[(5.05, 2)], [(3.3, 0), (7.7, 3)], [(2.5, 1), (2.6, 2), (9.0, 3)]])
-def test_updates_go_on_with_fewer_workers_than_they_take(deaths: list[tuple[float, int]]) -> None:
+def test_updates_continue_with_fewer_workers_than_gradients_per_update(deaths: list[tuple[float, int]]) -> None:
     start, _ = begin(workers=4, backup=1)
     server, who, _ = simulate(start, 40, gradient, uneven, deaths=deaths)
     assert sum(server.counts.staleness.values()) == 40
@@ -168,7 +168,7 @@ def test_updates_go_on_with_fewer_workers_than_they_take(deaths: list[tuple[floa
     [{"backup": 1}, {"max_staleness": 0}, {"aggregate": False, "max_staleness": 0}, {"aggregate": False}],
     ids=["backup", "whole batches", "clock", "no bound"],
 )
-def test_a_worker_does_not_wait_for_one_that_closes_the_section_instead_of_training_it(
+def test_a_worker_does_not_wait_for_a_worker_that_closes_the_section_without_training(
     settings: dict[str, Any], trained: int
 ) -> None:
     start, _ = begin(workers=3, **settings)
@@ -203,7 +203,7 @@ def test_a_worker_does_not_wait_for_one_that_closes_the_section_instead_of_train
     assert not server.state.ledger.leases.over
 
 
-def test_a_worker_whose_data_are_over_does_not_bound_the_clocks_of_others() -> None:
+def test_a_worker_at_the_end_of_its_data_does_not_bound_other_clocks() -> None:
     start, _ = begin(workers=2, aggregate=False, max_staleness=0)
     server, nothing = Server(2), torch.zeros(SIZE)
     for message in (start, OpenSection(0, 9), RequestLease(0, True), Push(0, 1, (0,))):
@@ -216,14 +216,14 @@ def test_a_worker_whose_data_are_over_does_not_bound_the_clocks_of_others() -> N
 
 
 @pytest.mark.parametrize("settings", [{"aggregate": False}, {"aggregate": True, "max_staleness": 1}])
-def test_what_a_dead_worker_had_is_trained_by_another(settings: dict[str, Any]) -> None:
+def test_leases_of_a_dead_worker_are_trained_by_another_worker(settings: dict[str, Any]) -> None:
     start, _ = begin(workers=3, **settings)
     server, who, _ = simulate(start, 30, gradient, uneven, deaths=[(5.05, 2), (12.3, 0)])
     assert sorted(lease for worker in who for lease in worker.trained) == list(range(30))
     assert server.version == (10 if settings["aggregate"] else 30)
 
 
-def test_a_stale_gradient_counts_less() -> None:
+def test_a_stale_gradient_has_a_smaller_weight() -> None:
     start, weights = begin(workers=2, aggregate=False, damp=True)
     server, _, _ = simulate(start, 2, gradient, lambda worker, lease: 1.0 + worker)
     first = weights - 0.1 * gradient(0, weights)
@@ -248,7 +248,7 @@ def test_delays_are_compensated_as_in_the_paper(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_pieces_step_as_the_whole(optimizer: str) -> None:
+def test_pieces_of_a_model_step_like_the_whole_model(optimizer: str) -> None:
     def train(pieces: int) -> list[Tensor]:
         torch.manual_seed(0)
         parameters = [nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(7)), nn.Parameter(torch.randn(1))]
@@ -272,7 +272,7 @@ def test_pieces_step_as_the_whole(optimizer: str) -> None:
         assert all(torch.equal(a, b) for a, b in zip(train(pieces), whole, strict=True))
 
 
-def test_every_element_is_with_one_server() -> None:
+def test_every_element_is_on_a_single_server() -> None:
     sizes = [3, 1, 20, 7, 1]
     for whole in (False, True):
         for servers in (1, 2, 3, 7):
@@ -287,7 +287,7 @@ def test_every_element_is_with_one_server() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"aggregate": False}, {"aggregate": True, "max_staleness": 2}])
-def test_a_server_goes_on_from_a_snapshot_of_any_moment(settings: dict[str, Any]) -> None:
+def test_a_server_restarts_from_a_snapshot_of_any_time(settings: dict[str, Any]) -> None:
     start, _ = begin("momentum", workers=3, **settings)
     moments: list[bytes] = []
 

@@ -12,7 +12,7 @@ from fabricx.telemetry import events
 from fabricx.telemetry.reader import Files
 
 
-def test_a_server_tells_what_has_come_since_the_last_time(tmp_path: Path) -> None:
+def test_a_server_reports_the_counts_since_its_last_report(tmp_path: Path) -> None:
     told = ServerTelemetry(tmp_path, 2, traces=True)
     told.write(Counts(1, 0, {0: 3, 1: 1}, 0, 8, 4))
     told.applied(0, 1.0)
@@ -28,7 +28,7 @@ def test_a_server_tells_what_has_come_since_the_last_time(tmp_path: Path) -> Non
     assert {first["who"], second["who"], applied["who"]} == {"server2"}
 
 
-def test_a_worker_that_comes_again_counts_from_one(tmp_path: Path) -> None:
+def test_a_rejoined_worker_counts_from_1(tmp_path: Path) -> None:
     told = ServerTelemetry(tmp_path, 0, traces=True)
     told.applied(0, 1.0)
     told.joined(0)
@@ -39,7 +39,9 @@ def test_a_worker_that_comes_again_counts_from_one(tmp_path: Path) -> None:
     assert [one[1] for one in applied["applied"]] == [1, 1]
 
 
-def test_a_server_without_room_for_records_serves_all_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_without_disk_space_for_records_continues_to_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*anything: object) -> int:
         raise OSError(28, "No space left on device")
 

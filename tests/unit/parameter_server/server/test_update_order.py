@@ -12,7 +12,7 @@ def ordered(bases: dict[int, int], bound: int = 1) -> UpdateOrder:
     return order
 
 
-def test_no_more_workers_compute_than_the_bound_has_room_for() -> None:
+def test_the_bound_limits_the_number_of_computing_workers() -> None:
     order = ordered({0: 0, 1: 0})
     assert not order.may_begin(2)
     assert order.may_begin(1)  # it asks again, after its server was started again
@@ -26,7 +26,7 @@ def test_an_early_update_waits_for_the_gradient_that_it_would_make_too_old() -> 
     assert order.may_push(1, 2)
 
 
-def test_a_turn_is_one_workers_until_its_gradient_has_come() -> None:
+def test_a_turn_belongs_to_a_worker_until_its_gradient_arrives() -> None:
     order = ordered({0: 0, 1: 0})
     order.take_turn(1)
     assert order.may_take_turn(1, 0)
@@ -42,14 +42,14 @@ def test_the_turn_of_a_worker_that_has_left_is_free() -> None:
     assert order.may_take_turn(0, 0)
 
 
-def test_a_worker_that_was_away_has_no_place_and_waits_for_none() -> None:
+def test_a_disconnected_worker_has_no_turn_and_does_not_wait() -> None:
     order = ordered({0: 1, 1: 1})  # two compute, so that a third gradient would make one of theirs too old
     order.remove(2)
     assert not order.has_place(2)
     assert order.may_push(2, 1)
 
 
-def test_without_a_bound_none_waits() -> None:
+def test_without_a_bound_no_worker_waits() -> None:
     order = UpdateOrder()
     assert order.has_place(0)
     for worker in range(9):

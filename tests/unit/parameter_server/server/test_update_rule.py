@@ -24,7 +24,7 @@ def moved(number: int) -> Gradient:
     return Gradient(torch.arange(SIZE) / 7 - number / 3)
 
 
-def test_momentum_continues_within_the_rounds_of_an_update_of_the_velocity() -> None:
+def test_nesterov_momentum_resumes_between_the_rounds_of_a_velocity_update() -> None:
     init = initial(workers=3, outer="nesterov", outer_lr=0.7, outer_momentum=0.9)
     whole = Outer(copy.deepcopy(init))
     for number in range(5):  # the newest velocity has 3 of these rounds
@@ -39,7 +39,7 @@ def test_momentum_continues_within_the_rounds_of_an_update_of_the_velocity() -> 
         assert torch.equal(resumed.values, whole.values)
 
 
-def test_an_adaptive_compensation_continues() -> None:
+def test_an_adaptive_compensation_continues_after_a_restart() -> None:
     init = initial(workers=1, compensation="dc-adaptive", dc_lambda=0.5, dc_momentum=0.9)
     whole, now, base = Correction(init), torch.ones(SIZE), torch.zeros(SIZE)
 

@@ -100,7 +100,7 @@ def add_thrice(store: PrivateStore) -> None:
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-def test_a_change_on_the_way_ends_the_connection_and_changes_no_value(kind: str) -> None:
+def test_an_altered_message_ends_the_connection_and_changes_no_value(kind: str) -> None:
     server = StoreServer(None, KEY)
     try:
         with man_in_the_middle(server.port, CHANGES[kind]) as port:
@@ -112,7 +112,7 @@ def test_a_change_on_the_way_ends_the_connection_and_changes_no_value(kind: str)
     assert server._state._values == {"a": b"2" if kind == "a byte of an answer" else b"1"}
 
 
-def test_what_was_recorded_of_one_connection_is_refused_in_another() -> None:
+def test_messages_recorded_on_a_connection_are_refused_on_another_connection() -> None:
     server, recorded = StoreServer(None, KEY), []
 
     def record(direction: str, number: int, message: bytes) -> list[bytes]:
@@ -136,7 +136,7 @@ def test_what_was_recorded_of_one_connection_is_refused_in_another() -> None:
 SECRET, SERVER = b"s" * 32, "run/server/0"
 
 
-def test_the_meeting_itself_has_a_limit() -> None:
+def test_the_connection_set_up_has_a_time_limit() -> None:
     began = time.monotonic()
     with pytest.raises(RuntimeError):
         meet_over_gloo(dist.HashStore(), "link", Handshake(0, torch.float32, 2, 2), SECRET, server=False,
@@ -144,7 +144,7 @@ def test_the_meeting_itself_has_a_limit() -> None:
     assert time.monotonic() - began < 30.0  # the default is 20 s, and it was a year
 
 
-def test_a_server_accepts_workers_after_one_whose_connection_was_reset(tmp_path: Path) -> None:
+def test_a_server_accepts_workers_after_a_reset_connection(tmp_path: Path) -> None:
     """A worker that dies before it has read the server's proof resets its connection, which is no end of a stream."""
     listener = LinkListener(KEY, str(tmp_path))
     path = listener.address.partition(":")[2]

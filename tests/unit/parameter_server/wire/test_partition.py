@@ -40,7 +40,7 @@ def test_each_element_is_on_one_server(shapes: list[list[int]], servers: int, wh
         assert max(dense) - min(dense) <= 1
 
 
-def test_rows_lie_behind_their_numbers_in_the_vector_of_gradients() -> None:
+def test_rows_follow_their_indices_in_the_gradient_vector() -> None:
     [shard] = divide([[3], [4, 2]], 1, by_row=frozenset({1}))
     vector = torch.zeros(shard.room)
     numbers, values = shard.rows_in(vector, 0, 2)

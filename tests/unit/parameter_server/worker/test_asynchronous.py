@@ -35,6 +35,6 @@ def test_hyperparameters_are_those_of_the_newest_update() -> None:
     assert [len(group["params"]) for group in own.param_groups] == [1, 1]
 
 
-def test_workers_that_disagree_are_an_error_when_they_meet() -> None:
+def test_different_settings_of_workers_are_an_error_at_connection() -> None:
     with pytest.raises(RuntimeError, match=r"self\.global_step alone.*scheduler"):
         worker(0.1)[0].meet()

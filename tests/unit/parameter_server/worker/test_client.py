@@ -66,7 +66,7 @@ def client(monkeypatch: pytest.MonkeyPatch) -> Client:
     return client_of(monkeypatch, 1)
 
 
-def test_a_gradient_that_is_not_used_changes_nothing_of_what_was_kept(client: Client) -> None:
+def test_an_unused_gradient_does_not_change_the_error_feedback(client: Client) -> None:
     assert client.push([torch.arange(float(SIZE))])
     before = client.error_feedback[0].clone()
     assert before.any()
@@ -76,7 +76,9 @@ def test_a_gradient_that_is_not_used_changes_nothing_of_what_was_kept(client: Cl
     assert torch.equal(client.error_feedback[0], before)
 
 
-def test_where_a_link_may_be_cut_each_server_says_whether_it_uses_the_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_unreliable_links_each_server_reports_whether_it_uses_the_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     client = client_of(monkeypatch, 2)
     client.begin(Settings(2, aggregate=False, snapshot_every=100, compression="topk", keep=0.2), None, 0)
     before = [lost.clone() for lost in client.error_feedback]
@@ -87,7 +89,7 @@ def test_where_a_link_may_be_cut_each_server_says_whether_it_uses_the_gradient(m
 
 @pytest.mark.filterwarnings("ignore:the number of ranks has changed")
 @pytest.mark.parametrize("own", [True, False])
-def test_servers_go_on_with_what_workers_have_kept_only_for_as_many_workers(client: Client, own: bool) -> None:
+def test_servers_use_kept_error_feedback_only_for_the_same_number_of_workers(client: Client, own: bool) -> None:
     strategy, module = ParameterServer(compression="topk"), nn.Linear(1, 1)
     strategy._use(Connection(WorkerStep(strategy._settings, several=False, low_rank=None), client))
     strategy._protocol.connect(World(), client, [], [], NoPulls())
@@ -113,7 +115,7 @@ def connected(store: dist.Store) -> Client:
     return Client(store, "run", SECRET, 0, [torch.nn.Parameter(torch.zeros(2))], 1, over_gloo=True)
 
 
-def test_a_worker_meets_the_server_that_replaces_one_that_died_before_the_meeting() -> None:
+def test_a_worker_connects_to_the_replacement_of_a_server_that_died_before_the_connection() -> None:
     store = published(0)
     heard: list[object] = []
     hello = Handshake(0, torch.float32, 2, 2)
@@ -141,7 +143,7 @@ def test_a_worker_meets_the_server_that_replaces_one_that_died_before_the_meetin
     assert heard == [None]  # that the worker has done
 
 
-def test_a_server_that_never_meets_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_never_connects_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_locator, "RESTART_S", 0.1)
     with pytest.raises(ServerLost, match="server 0"):
         connected(published(0))

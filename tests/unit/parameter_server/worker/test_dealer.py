@@ -64,7 +64,7 @@ def test_dealer_and_protocol_have_the_same_lease() -> None:
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_a_round_is_pushed_before_its_worker_waits_for_the_end_of_the_section(wait: bool) -> None:
+def test_a_round_is_pushed_before_the_wait_for_the_end_of_the_section(wait: bool) -> None:
     leases, protocol, requests = dealer(leases=0)
     protocol.trained = 2
     assert not leases.begins_update
@@ -73,7 +73,7 @@ def test_a_round_is_pushed_before_its_worker_waits_for_the_end_of_the_section(wa
     assert requests.calls == ([("ask", False), ("ask", True)] if wait else [("ask", False)])
 
 
-def test_a_round_goes_on_while_there_are_leases() -> None:
+def test_a_round_continues_while_leases_are_available() -> None:
     leases, protocol, requests = dealer(leases=1)
     protocol.trained = 2
     assert leases.ask(wait=True).lease == 0
@@ -84,7 +84,7 @@ def test_a_round_goes_on_while_there_are_leases() -> None:
     ("ordered", "aggregate", "workers", "turns"),
     [(True, False, 2, 1), (False, False, 2, 0), (True, True, 2, 0), (True, False, 1, 0)],
 )
-def test_a_turn_is_taken_where_the_number_of_the_update_depends_on_others(
+def test_a_turn_is_requested_if_the_update_number_depends_on_other_workers(
     ordered: bool, aggregate: bool, workers: int, turns: int
 ) -> None:
     leases, _, requests = dealer(workers=workers, aggregate=aggregate)
@@ -92,7 +92,7 @@ def test_a_turn_is_taken_where_the_number_of_the_update_depends_on_others(
     assert requests.calls.count("turn") == turns
 
 
-def test_a_section_begins_at_the_version_that_the_worker_knows() -> None:
+def test_a_section_begins_at_the_version_of_the_worker() -> None:
     leases, protocol, requests = dealer()
     leases.workers, protocol.numbers.version, protocol.has_whole_weights = (0, 3), 5, True
     leases.open(12, (1, 4, 40))

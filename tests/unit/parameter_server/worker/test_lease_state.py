@@ -22,7 +22,7 @@ class Log:
         return logged(value) if value else {}
 
 
-def test_values_of_a_lease_are_apart_from_those_of_hooks_before_it() -> None:
+def test_values_of_a_lease_are_separate_from_values_of_earlier_hooks() -> None:
     leases, log = LeaseState(), Log()
     log.value = 2.0  # by a hook after the newest push
     leases.log_with(log.take, new_update=True)
@@ -31,7 +31,7 @@ def test_values_of_a_lease_are_apart_from_those_of_hooks_before_it() -> None:
     assert leases.logged_sums() == ({}, {})
 
 
-def test_values_between_the_leases_of_a_round_belong_to_the_round() -> None:
+def test_values_logged_between_leases_belong_to_the_round() -> None:
     leases, log = LeaseState(), Log()
     leases.log_with(log.take, new_update=True)
     log.value = 2.0

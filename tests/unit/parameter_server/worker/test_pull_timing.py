@@ -55,7 +55,7 @@ def weights() -> Any:
     return Weights()
 
 
-def test_weights_before_the_step_are_noted_at_once(weights: Any) -> None:
+def test_weights_before_the_step_are_recorded_immediately(weights: Any) -> None:
     noted: list[int] = []
     BeforeStep(weights, []).pull(3, lambda reply: noted.append(reply.version), one_by_one=True)
     assert (noted, weights.pulled) == ([3], [(3, True)])
@@ -98,7 +98,7 @@ def test_a_parameter_that_is_used_before_it_arrived_is_an_error(weights: Any) ->
     timing.backward(net(torch.ones(2)).sum().backward)
 
 
-def test_without_pulls_a_step_waits_for_nothing() -> None:
+def test_without_pulls_a_step_does_not_wait() -> None:
     timing, done = NoPulls(), []
     timing.pull(3, done.append)
     timing.begin_step()

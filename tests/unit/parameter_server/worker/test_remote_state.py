@@ -52,7 +52,7 @@ def test_each_server_keeps_the_average_of_its_part() -> None:
     assert torch.equal(torch.cat([message.values for _, message in requests]), FLAT)
 
 
-def test_no_servers_have_no_statistics() -> None:
+def test_without_servers_there_are_no_statistics() -> None:
     none = RemoteState.none()
     assert none.counts() == none.error_feedback() == none.optimizers() == []
     with pytest.raises(LookupError, match="there is no server 0"):

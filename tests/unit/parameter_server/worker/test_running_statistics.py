@@ -16,7 +16,7 @@ from fabricx.parameter_server.worker.running_statistics import RunningStatistics
 
 @pytest.mark.parametrize("momentum", [0.1, 0.5, None])
 @pytest.mark.parametrize("batches", [[1, 9], [3, 3, 3], [0, 4], [7, 0, 1], [0, 0]])
-def test_uneven_workers_give_what_one_process_gives(momentum: float | None, batches: list[int]) -> None:
+def test_uneven_workers_have_the_statistics_of_a_single_process(momentum: float | None, batches: list[int]) -> None:
     torch.manual_seed(0)
     start = nn.BatchNorm1d(4, momentum=momentum)
     start(torch.randn(8, 4))  # what all have seen together
@@ -39,7 +39,7 @@ def test_uneven_workers_give_what_one_process_gives(momentum: float | None, batc
         assert torch.allclose(found, getattr(wanted, name), rtol=1e-5)  # float32, in another order
 
 
-def test_a_newcomer_takes_the_others_statistics() -> None:
+def test_a_joining_worker_adopts_the_statistics_of_other_workers() -> None:
     holder, of_start, factors = shares([Seen(0, 0), Seen(90, 0)], 0.1)
     assert (holder, of_start, factors) == (1, 1.0, [0.0, 0.0])
 
@@ -64,7 +64,7 @@ class _Pair(World):
 
 
 @pytest.mark.parametrize(("batches", "source"), [(1, 0), (2, 0), (3, 1)])
-def test_buffers_that_are_no_statistics_come_from_the_worker_with_the_most_batches(batches: int, source: int) -> None:
+def test_other_buffers_are_taken_from_the_worker_with_the_most_batches(batches: int, source: int) -> None:
     module = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2))
     module[0].register_buffer("codes", torch.zeros(3))
     module.register_buffer("count", torch.zeros(()))

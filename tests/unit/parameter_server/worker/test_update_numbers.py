@@ -22,7 +22,7 @@ def test_an_update_has_the_hyperparameters_before_the_next_change(update: int, e
     assert numbers.earlier_groups(update) == (None if expected is None else rates(expected))
 
 
-def test_only_so_many_changes_are_kept() -> None:
+def test_the_number_of_kept_changes_is_limited() -> None:
     numbers = UpdateNumbers(0)
     for change in range(2 * EARLIER):
         numbers.keep_earlier_groups(change, rates(change))

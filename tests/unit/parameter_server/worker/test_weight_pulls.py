@@ -60,7 +60,7 @@ COMPLETIONS: dict[str, Callable[[Servers, WeightPulls], Any]] = {
 
 
 @pytest.mark.parametrize("how", COMPLETIONS)
-def test_the_reply_of_a_background_pull_is_noted_once(servers: Servers, how: str) -> None:
+def test_the_reply_of_a_background_pull_is_recorded_once(servers: Servers, how: str) -> None:
     pulls, noted = WeightPulls(servers, ExchangeStatistics()), []
     pulls.begin(0, lambda reply, late: noted.append((reply.version, late)))
     pulls.await_parameters({0})

@@ -17,7 +17,7 @@ def of_one_parameter() -> tuple[nn.Parameter, torch.optim.Optimizer, WorkerOptim
     return parameter, optimizer, WorkerOptimizers([optimizer], [parameter])
 
 
-def test_hyperparameters_of_another_worker_are_taken_over() -> None:
+def test_hyperparameters_of_another_worker_are_adopted() -> None:
     _, optimizer, optimizers = of_one_parameter()
     groups = optimizers.groups()
     groups[0][0]["lr"] = 0.25
@@ -43,7 +43,7 @@ def test_a_parameter_that_servers_do_not_have_is_an_error() -> None:
         optimizers.check_parameters()
 
 
-def test_the_state_of_servers_is_held_for_a_checkpoint_only() -> None:
+def test_server_state_is_held_only_for_a_checkpoint() -> None:
     parameter, optimizer, optimizers = of_one_parameter()
     servers = []
     for number, shard in enumerate(divide([[4]], 2)):

@@ -24,7 +24,7 @@ def test_a_curve_of_many_points_keeps_its_shape_its_end_and_its_extremes() -> No
     assert thinned([(0.0, math.nan), (1.0, 2.0)], 240).xs == [1.0]
 
 
-def test_curves_that_have_nothing_to_show_are_no_picture() -> None:
+def test_curves_without_points_make_no_chart() -> None:
     assert chart("a", {"a": [(1.0, math.nan)], "b": []}, 100) is None
     drawn = chart("a", {"a": [(1.0, 3.0)]}, 100)
     assert drawn is not None
@@ -54,12 +54,12 @@ RANGES = {
 
 
 @pytest.mark.parametrize("name", RANGES)
-def test_an_axis_leaves_out_outliers_and_nothing_else(name: str) -> None:
+def test_an_axis_excludes_only_outliers(name: str) -> None:
     values, expected = RANGES[name]
     assert robust_range(values) == (expected or (min(values), max(values)))
 
 
-def test_a_chart_says_what_its_axis_leaves_out() -> None:
+def test_a_chart_states_which_values_its_axis_excludes() -> None:
     values = [(n, 1e9 if n == 50 else float(n)) for n in range(100)]
     drawn = chart("loss", {"loss": values}, 100)
     assert drawn is not None
@@ -85,7 +85,7 @@ def test_ticks_are_few_and_within_the_axis(low: float, high: float) -> None:
         assert all(low - 1e-9 * abs(high) <= tick <= high * (1 + 1e-9) for tick in ticks)
 
 
-def test_the_pages_script_finds_the_same_ranges(tmp_path: Path) -> None:
+def test_the_script_of_the_page_computes_the_same_ranges(tmp_path: Path) -> None:
     node = shutil.which("node") or _node()
     script = (Path(pages.__file__).parent / "charts.js").read_text()
     begin = script.index("function robustRange")

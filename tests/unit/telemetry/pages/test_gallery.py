@@ -30,7 +30,7 @@ def test_charts_beyond_the_limit_are_counted_and_all_have_the_same_axis() -> Non
     json.dumps(data, allow_nan=False)
 
 
-def test_failures_are_lines_in_the_pictures_of_their_axis() -> None:
+def test_failures_are_lines_in_the_charts_of_their_axis() -> None:
     kinds = [("a", "help", [Curves("loss", {"loss": LINE}), Curves("memory", {"rank 0": LINE}, "time")])]
     marks = [{"kind": "failure", "step": 700, "time": 3.0}, {"kind": "checkpoint", "step": 9}]
     [section], _ = sections_of(kinds, marks, 5_000.0, 1.0)

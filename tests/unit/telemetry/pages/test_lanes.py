@@ -36,7 +36,7 @@ def test_lanes_have_equal_bins_few_cells_and_whole_sums() -> None:
     assert lanes({}) == []
 
 
-def test_equal_bins_are_sent_once() -> None:
+def test_equal_bins_are_stored_once() -> None:
     [lane] = lanes({0: a_timeline(100.0)})
     cells = lane.data()["cells"]
     assert sum(count for count, *_ in cells) == len(lane.bins)

@@ -17,7 +17,7 @@ from tests.unit.telemetry.written import Page, a_run
 FOLDER = Path(pages.__file__).parent
 
 
-def test_the_library_is_the_one_that_its_name_says_with_its_license() -> None:
+def test_the_chart_library_has_its_stated_version_and_license() -> None:
     text = (FOLDER / pages.LIBRARY).read_text()
     [version] = re.findall(r"uPlot-([\d.]+)\.min\.js", pages.LIBRARY)
     assert text.startswith(f"/*! https://github.com/leeoniya/uPlot (v{version}) */")
@@ -50,7 +50,7 @@ def test_data_cannot_end_its_element() -> None:
     assert json.loads(text) == hostile
 
 
-def test_a_page_that_is_too_large_is_made_again_with_less(tmp_path: Path, monkeypatch) -> None:
+def test_a_page_that_is_too_large_is_rendered_again_with_less_data(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(render, "MAX_BYTES", 120_000)
     scales = []
 

@@ -16,7 +16,7 @@ from fabricx.telemetry.report import load_run
 from tests.unit.telemetry.written import EVIL, HOSTILE, Page, a_hostile_run, a_run
 
 
-def test_a_page_has_all_there_is_and_runs_nothing_that_a_run_has_written(tmp_path: Path) -> None:
+def test_a_page_has_all_sections_and_executes_no_text_of_a_run(tmp_path: Path) -> None:
     run_dir = a_run(tmp_path / "run", seed=3, note=EVIL)
     (run_dir / "checkpoints").mkdir()
     text = write_page(load_run(run_dir)).read_text()
@@ -41,7 +41,7 @@ def test_a_long_run_still_has_a_small_page(tmp_path: Path) -> None:
     assert len(text) < 300_000
 
 
-def test_a_page_of_a_run_that_has_just_begun_says_so(tmp_path: Path) -> None:
+def test_the_page_of_a_run_that_has_just_started_states_this(tmp_path: Path) -> None:
     folder = tmp_path / "telemetry"
     folder.mkdir()
     (folder / "worker0-1-a.jsonl").write_text('{"kind": "start", "at": 1, "mono": 0, "rank": 0, "size": 1}\n{"ki')
@@ -50,7 +50,7 @@ def test_a_page_of_a_run_that_has_just_begun_says_so(tmp_path: Path) -> None:
     assert "the last line is incomplete" in text
 
 
-def test_a_page_stays_small_whatever_a_run_has_done(tmp_path: Path) -> None:
+def test_a_page_stays_small_for_any_run(tmp_path: Path) -> None:
     folder = tmp_path / "telemetry"
     folder.mkdir()
     text = "x" * 5_000
@@ -107,7 +107,7 @@ def test_hostile_text_in_every_field_stays_text(tmp_path: Path, text: str, capfd
     assert "a-secret-value" not in shown
 
 
-def test_links_in_a_run_of_another_user_lead_a_reader_neither_to_read_nor_to_overwrite_own_files(
+def test_links_in_a_run_of_another_user_cause_no_reads_or_writes_of_the_readers_files(
     tmp_path: Path,
 ) -> None:
     private = tmp_path / "private"
@@ -124,7 +124,7 @@ def test_links_in_a_run_of_another_user_lead_a_reader_neither_to_read_nor_to_ove
     assert sorted(path.name for path in run_dir.iterdir() if path.name.startswith(".")) == []
 
 
-def test_the_times_of_a_page_add_up_to_the_wall_clock_and_the_page_says_so(tmp_path: Path) -> None:
+def test_the_times_of_a_page_sum_to_the_stated_wall_clock(tmp_path: Path) -> None:
     page = Page(write_page(load_run(a_run(tmp_path))).read_text())
     assert (
         "The activities of each rank add up to the 9.0 s from the first to the newest record of the run." in page.text
@@ -161,7 +161,7 @@ def test_events_are_marked_and_named_by_paths_within_the_run(tmp_path: Path) -> 
     assert len(marks) <= 70
 
 
-def test_a_diverged_run_has_a_page_that_says_so(tmp_path: Path) -> None:
+def test_the_page_of_a_diverged_run_states_the_divergence(tmp_path: Path) -> None:
     run_dir = a_run(tmp_path)
     values = [{"kind": "metrics", "at": 3.0, "step": n, "values": {"loss": "nan"}} for n in range(51, 60)]
     with open(run_dir / "telemetry" / "worker0-1-a.jsonl", "a") as file:

@@ -16,7 +16,7 @@ def a_sweep(folder: Path) -> Sweep:
     return sweep_of([load_run(run) for run in runs_in(folder)])
 
 
-def test_the_page_names_the_best_run_and_links_all_pictures_of_a_run(tmp_path: Path) -> None:
+def test_the_page_names_the_best_run_and_links_all_charts_of_a_run(tmp_path: Path) -> None:
     sweep = a_sweep(tmp_path)
     text = write_comparison(tmp_path, [entry.loaded for entry in sweep.entries]).read_text()
     page = Page(text)
@@ -27,7 +27,7 @@ def test_the_page_names_the_best_run_and_links_all_pictures_of_a_run(tmp_path: P
     assert [series.get("best", 0) for series in chart["series"]] == [0, 1, 0]
 
 
-def test_each_value_has_a_picture_with_a_point_for_each_run(tmp_path: Path) -> None:
+def test_each_value_has_a_chart_with_a_point_for_each_run(tmp_path: Path) -> None:
     pictures = scatters(a_sweep(tmp_path))
     assert [picture["title"] for picture in pictures] == ["loss against lr", "loss against optimizer"]
     assert all(picture["svg"].count('class="point') == 3 for picture in pictures)
@@ -53,7 +53,7 @@ def test_an_axis_is_logarithmic_for_values_of_different_magnitude() -> None:
     assert len(many.ticks) <= 12
 
 
-def test_runs_without_results_are_compared_without_pictures(tmp_path: Path) -> None:
+def test_runs_without_results_are_compared_without_charts(tmp_path: Path) -> None:
     for name in ("a", "b"):
         folder = tmp_path / name / "telemetry"
         folder.mkdir(parents=True)
