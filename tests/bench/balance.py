@@ -112,38 +112,38 @@ def sum_of_speeds(speeds: Speeds, *, computes: bool) -> float:
         for process in both:
             process.join()
         return sum(results.get() for _ in both)
-    mine = BATCH // len(speeds)
-    alone = {speed: run(Paced([speed]), 1, batch=mine, steps=40) for speed in set(speeds)}
-    return sum(mine / alone[speed] for speed in speeds)
+    equal_share = BATCH // len(speeds)
+    alone = {speed: run(Paced([speed]), 1, batch=equal_share, steps=40) for speed in set(speeds)}
+    return sum(equal_share / alone[speed] for speed in speeds)
 
 
 def compare(title: str, speeds: Speeds, later: Speeds | None, rounds: int, *, computes: bool = False) -> None:
     """Print steps of equal shares and of balanced ones beside those of the sum of all speeds."""
-    found: dict[str, list[float]] = {"equal": [], "balanced": []}
+    times: dict[str, list[float]] = {"equal": [], "balanced": []}
     ideal: list[float] = []
     last = later or speeds
     for number in range(rounds):
         ideal.append(BATCH / sum_of_speeds(last, computes=computes))
-        for way in list(found) if number % 2 == 0 else list(found)[::-1]:
+        for way in list(times) if number % 2 == 0 else list(times)[::-1]:
             module = Paced(speeds, later, computes=computes)
-            found[way].append(run(module, len(speeds), *([LoadBalancer()] if way == "balanced" else [])))
+            times[way].append(run(module, len(speeds), *([LoadBalancer()] if way == "balanced" else [])))
     alike = min(last) == max(last)
     rows = [
         Row("the sum of all speeds", ideal, "ms"),
-        Row("ddp, equal shares", found["equal"], "ms"),
-        Row("ddp, LoadBalancer", found["balanced"], "ms", None if alike else 1.11),
+        Row("ddp, equal shares", times["equal"], "ms"),
+        Row("ddp, LoadBalancer", times["balanced"], "ms", None if alike else 1.11),
     ]
     show(title, rows)
     if alike:
-        show("the same, beside equal shares", [rows[1], Row(rows[2].name, found["balanced"], "ms", 1.03)])
+        show("the same, beside equal shares", [rows[1], Row(rows[2].name, times["balanced"], "ms", 1.03)])
 
 
 def agreement() -> None:
     """Print by how much weights differ from those of one process on the same global batches."""
-    balanced, one = Paced([1.0, 0.25]), Paced([1.0])
+    balanced, single = Paced([1.0, 0.25]), Paced([1.0])
     run(balanced, 2, LoadBalancer())
-    run(one, 1)
-    pairs = list(zip(balanced.parameters(), one.parameters(), strict=True))
+    run(single, 1)
+    pairs = list(zip(balanced.parameters(), single.parameters(), strict=True))
     off = max(float((a - b).detach().abs().max()) for a, b in pairs)
     size = max(float(b.detach().abs().max()) for _, b in pairs)
     print(f"\nweights after {STEPS} steps differ from one process's by {off:.1e}, and are up to {size:.1f}")

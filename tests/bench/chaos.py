@@ -100,15 +100,15 @@ def run(
         times = [float(line) for line in (folder / "steps").read_text().split()]
         gaps = [b - a for a, b in itertools.pairwise(sorted(times))]
         # An asynchronous gradient is the mean of a worker's own batch, not a part of a global one.
-        each = float(WORKERS) if isinstance(strategy, AsyncSGD) else 1.0
-        return seconds, gaps, faults, float((module.entries.detach() / each + epochs).abs().max())
+        factor = float(WORKERS) if isinstance(strategy, AsyncSGD) else 1.0
+        return seconds, gaps, faults, float((module.entries.detach() / factor + epochs).abs().max())
 
 
 def left_over() -> dict[str, int]:
     """Count what a run may leave behind in this process, and on this machine."""
-    own = psutil.Process()
+    process = psutil.Process()
     return {
-        "processes": len(own.children(recursive=True)), "descriptors": own.num_fds(),
+        "processes": len(process.children(recursive=True)), "descriptors": process.num_fds(),
         "threads": threading.active_count(), "shared memory": len(os.listdir("/dev/shm")),
     }  # fmt: skip
 

@@ -83,16 +83,16 @@ def main() -> None:
     args = parser.parse_args()
     ways = {"no checkpoints": "none", f"fabricx, one each {EVERY} steps": "checkpoints", "torch.save": "torch.save"}
     rows = {name: (lambda way=way: per_step_ms(way, args.checkpoints)) for name, way in ways.items()}
-    found = interleaved(rows, args.rounds)
+    times = interleaved(rows, args.rounds)
     wanted = dict(zip(rows, (None, 1.05, None), strict=True))
-    show("20 million parameters, AdamW", [Row(n, values, "ms a step", wanted[n]) for n, values in found.items()])
+    show("20 million parameters, AdamW", [Row(n, values, "ms a step", wanted[n]) for n, values in times.items()])
     with tempfile.TemporaryDirectory() as folder:
         run("checkpoints", EVERY, folder)
         path = next(Path(folder).glob("*.ckpt"))
         starts = {"from nothing": lambda: to_first_step_s(None), "from a checkpoint": lambda: to_first_step_s(path)}
-        found = interleaved(starts, args.rounds + 2)
+        times = interleaved(starts, args.rounds + 2)
     most = {"from nothing": None, "from a checkpoint": 1.5}
-    show("from fit to the end of the first step", [Row(n, v, "s", most[n]) for n, v in found.items()])
+    show("from fit to the end of the first step", [Row(n, v, "s", most[n]) for n, v in times.items()])
 
 
 if __name__ == "__main__":

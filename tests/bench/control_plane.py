@@ -82,7 +82,7 @@ def of_all(ranks: int, work: Callable[[int], None]) -> None:
 def measured(ranks: int, folder: str) -> dict[str, tuple[float, float, float]]:
     """Return (requests per rank, microseconds of the server per request, seconds) by phase."""
     server = opened(folder)
-    found: dict[str, tuple[float, float, float]] = {}
+    results: dict[str, tuple[float, float, float]] = {}
     stores: list[PrivateStore] = [None] * ranks  # type: ignore[list-item]
     agreements: list[Agreement] = [None] * ranks  # type: ignore[list-item]
 
@@ -93,8 +93,8 @@ def measured(ranks: int, folder: str) -> dict[str, tuple[float, float, float]]:
         seconds = time.perf_counter() - began
         time.sleep(0.2)  # requests of the threads that wait
         requests, cpu_s, memory = server.since()
-        found[name] = requests / ranks, 1e6 * cpu_s / max(1.0, requests), seconds
-        found["memory"] = memory, 0.0, 0.0
+        results[name] = requests / ranks, 1e6 * cpu_s / max(1.0, requests), seconds
+        results["memory"] = memory, 0.0, 0.0
 
     def join(rank: int) -> None:
         stores[rank] = store = PrivateStore(server.address, KEY)
@@ -129,7 +129,7 @@ def measured(ranks: int, folder: str) -> dict[str, tuple[float, float, float]]:
             agreement.close()
     finally:
         server.process.communicate()
-    return found
+    return results
 
 
 def main() -> None:
@@ -147,9 +147,9 @@ def main() -> None:
     print(f"{'ranks':>6} {'join':>12} {f'{STEPS} steps':>12} {'stop':>12} {'leave':>12} {'server MiB':>12}")
     for ranks in args.ranks:
         with tempfile.TemporaryDirectory() as folder:
-            found = measured(ranks, "" if args.network else folder)
-        cells = [f"{found[name][0]:.1f} x {found[name][1]:.0f}" for name in ("join", "train", "stop", "leave")]
-        print(f"{ranks:>6} {' '.join(f'{cell:>12}' for cell in cells)} {found['memory'][0]:>12.0f}", flush=True)
+            results = measured(ranks, "" if args.network else folder)
+        cells = [f"{results[name][0]:.1f} x {results[name][1]:.0f}" for name in ("join", "train", "stop", "leave")]
+        print(f"{ranks:>6} {' '.join(f'{cell:>12}' for cell in cells)} {results['memory'][0]:>12.0f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -86,8 +86,8 @@ def main() -> None:
             "a plain loop": lambda processes=processes: plain(data, processes),
             "fabricx": lambda processes=processes: ours(data, processes),
         }
-        found = interleaved(ways, args.rounds)
-        rows = [Row(way, values, "ms", None if way == "a plain loop" else 1.0) for way, values in found.items()]
+        times = interleaved(ways, args.rounds)
+        rows = [Row(way, values, "ms", None if way == "a plain loop" else 1.0) for way, values in times.items()]
         show(f"a batch of 32 images, {processes} loader processes", rows)
 
 

@@ -105,8 +105,8 @@ def measure(way: str, batches: int, width: int) -> tuple[float, float]:
         subprocess.run(
             command, check=True, cwd=folder, env={**os.environ, "BENCH_OUT": str(out), "OMP_NUM_THREADS": "1"}
         )
-        found = json.loads(out.read_text())
-    return found["first"] - begun, found["step"] * 1e3
+        result = json.loads(out.read_text())
+    return result["first"] - begun, result["step"] * 1e3
 
 
 def main() -> None:
@@ -122,18 +122,18 @@ def main() -> None:
     names = {"plain": "a plain DDP script under torchrun", "ours": "fabricx, one log, TensorBoard, checkpoints"}
     wanted = {"0.3": 1.0, "1": 0.8, "25": 0.55}
     for mib, width in WIDTHS.items():
-        found: dict[str, list[tuple[float, float]]] = {"plain": [], "ours": []}
+        results: dict[str, list[tuple[float, float]]] = {"plain": [], "ours": []}
         batches = args.batches if width < 1000 else args.batches // 10
         for number in range(args.rounds):
-            for way in list(found) if number % 2 == 0 else list(found)[::-1]:
-                found[way].append(measure(way, batches, width))
+            for way in list(results) if number % 2 == 0 else list(results)[::-1]:
+                results[way].append(measure(way, batches, width))
         titles = [(f"two ranks, a step of 2 x 32 samples, {mib} MiB of gradients", "ms", 1, wanted[mib])]
         if width == WIDTHS["0.3"]:
             titles.insert(0, ("two ranks, from the command to the end of the first step", "s", 0, 1.0))
-        for title, unit, place, most in titles:
+        for title, unit, index, most in titles:
             show(title, [
-                Row(names[way], [pair[place] for pair in pairs], unit, most if way == "ours" else None)
-                for way, pairs in found.items()
+                Row(names[way], [pair[index] for pair in pairs], unit, most if way == "ours" else None)
+                for way, pairs in results.items()
             ])  # fmt: skip
     return None
 

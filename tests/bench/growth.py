@@ -51,10 +51,10 @@ class Played(World):
 @contextmanager
 def seconds_of() -> Iterator[list[float]]:
     """Yield a list to which the CPU seconds of the block are appended; of all threads, so of a server as well."""
-    found: list[float] = []
+    times: list[float] = []
     began = time.process_time()
-    yield found
-    found.append(time.process_time() - began)
+    yield times
+    times.append(time.process_time() - began)
 
 
 def planned(ranks: int) -> tuple[float, float]:
@@ -153,7 +153,7 @@ def recovered(workers: int) -> tuple[float, float]:
 
 def main() -> None:
     """Print a row for each number of ranks, and for each number of workers of a machine."""
-    own = len(pickle.dumps(RandomState().packed()))
+    rng = len(pickle.dumps(RandomState().packed()))
     print("ranks   plan s  later s | reports s    MiB | states MiB | records, core  KiB/s | leaving requests  s in all")
     for ranks in RANKS:
         with tempfile.TemporaryDirectory() as folder:
@@ -167,7 +167,7 @@ def main() -> None:
             requests, leaving_s = departed(ranks, server)
             server.close()
         print(
-            f"{ranks:5} {first:8.2f} {later:8.3f} | {report_s:9.3f} {report_mib:6.2f} | {own * ranks / 2**20:10.2f} | "
+            f"{ranks:5} {first:8.2f} {later:8.3f} | {report_s:9.3f} {report_mib:6.2f} | {rng * ranks / 2**20:10.2f} | "
             f"{core:13.3f} {kib:6.0f} | {requests:16} {leaving_s:9.1f}", flush=True,
         )  # fmt: skip
 

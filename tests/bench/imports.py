@@ -24,7 +24,7 @@ def seconds(statement: str) -> float:
 def main() -> None:
     values = interleaved({name: lambda s=statement: seconds(s) for name, statement in STATEMENTS.items()}, rounds=7)
     show("imports, in a fresh process", [
-        Row(name, found, "s", None if name == "import torch" else 1.10) for name, found in values.items()
+        Row(name, value, "s", None if name == "import torch" else 1.10) for name, value in values.items()
     ])  # fmt: skip
 
 

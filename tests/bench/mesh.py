@@ -62,9 +62,9 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * part, bias=False), nn.Linear(4 * part, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        b, t, _ = x.shape
+        b, positions, _ = x.shape
         qkv = self.qkv(self._enter(self.norm1(x))).chunk(3, dim=-1)
-        q, k, v = (part.view(b, t, self.heads, -1).transpose(1, 2) for part in qkv)
+        q, k, v = (part.view(b, positions, self.heads, -1).transpose(1, 2) for part in qkv)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self._leave(self.out(y))
         return x + self._leave(self.down(F.gelu(self.up(self._enter(self.norm2(x))))))
@@ -125,7 +125,7 @@ def plain(tensor: int, steps: int) -> tuple[float, float]:
     torch.set_num_threads(1)
     began, ranks = time.perf_counter(), dist.get_world_size()
     groups = [dist.new_group(list(range(first, first + tensor))) for first in range(0, ranks, tensor)]
-    across = [dist.new_group(list(range(place, ranks, tensor))) for place in range(tensor)]
+    across = [dist.new_group(list(range(column, ranks, tensor))) for column in range(tensor)]
     model: nn.Module = Net(tensor, groups[dist.get_rank() // tensor])
     if ranks > tensor:
         model = nn.parallel.DistributedDataParallel(model, process_group=across[dist.get_rank() % tensor])
@@ -144,15 +144,15 @@ def compare(title: str, measures: dict[str, Callable[[], tuple[float, float]]], 
     setups: dict[str, list[float]] = {name: [] for name in measures}
 
     def step(name: str) -> float:
-        found, setup = measures[name]()
+        rates, setup = measures[name]()
         setups[name].append(setup)
-        return found
+        return rates
 
     values = interleaved({name: lambda name=name: step(name) for name in measures}, rounds)  # type: ignore[misc]
-    for kind, found in (("a step", values), ("set-up, with the trial run", setups)):
-        wanted = [None] + [most if kind == "a step" else None] * (len(found) - 1)
+    for kind, rates in (("a step", values), ("set-up, with the trial run", setups)):
+        wanted = [None] + [most if kind == "a step" else None] * (len(rates) - 1)
         show(f"{title}: {kind}", [
-            Row(name, times, "ms", limit) for (name, times), limit in zip(found.items(), wanted, strict=True)
+            Row(name, times, "ms", limit) for (name, times), limit in zip(rates.items(), wanted, strict=True)
         ])  # fmt: skip
 
 

@@ -61,18 +61,18 @@ def error(seed: int, epochs: int, workers: int, codec: tuple[str, bool] | None =
     size = parameter.numel()
     [shard] = divide([[size]], 1)
     copies, pieces = sliced([torch.optim.SGD([parameter], lr=LR)], [parameter], shard)
-    told = Settings(workers, aggregate=False, **settings)
-    begin = ServerInit(told, copies, pieces, shard, torch.float32, 0)
+    server_settings = Settings(workers, aggregate=False, **settings)
+    begin = ServerInit(server_settings, copies, pieces, shard, torch.float32, 0)
     rng = random.Random(seed)
     coders = {worker: make_codec(codec[0], keep=0.01, feedback=codec[1]) for worker in range(workers)} if codec else {}
     room = torch.zeros(4 * size, dtype=torch.uint8)
 
     def gradient(lease: int, weights: Tensor) -> Tensor:
-        found = task.gradient(lease, weights)
+        value = task.gradient(lease, weights)
         if coders:
-            scale = coders[0].encode(found, room)
-            found = coders[0].decode(room, size, scale, torch.float32)
-        return found
+            scale = coders[0].encode(value, room)
+            value = coders[0].decode(room, size, scale, torch.float32)
+        return value
 
     server, _, _ = simulate(begin, len(task.batches), gradient, lambda worker, lease: 1.0 + rng.random() / 2)
     return task.error(server.values)
@@ -97,9 +97,9 @@ def main() -> None:
     args = parser.parse_args()
     print(f"\ntest error on digits, %, mean of {args.seeds} seeds (and its standard error)")
     for name, options in ROWS.items():
-        found = [error(seed, args.epochs, **options) for seed in range(args.seeds)]
-        spread = statistics.stdev(found) / len(found) ** 0.5 if len(found) > 1 else 0.0
-        print(f"  {name:<36}  {statistics.mean(found):6.2f} ({spread:.2f})", flush=True)
+        errors = [error(seed, args.epochs, **options) for seed in range(args.seeds)]
+        spread = statistics.stdev(errors) / len(errors) ** 0.5 if len(errors) > 1 else 0.0
+        print(f"  {name:<36}  {statistics.mean(errors):6.2f} ({spread:.2f})", flush=True)
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def main() -> None:
     }
     values = interleaved(rows, args.rounds)
     wanted = dict(zip(rows, (None, None, 1.15), strict=True))
-    show("one process", [Row(name, found, "ms a step", wanted[name]) for name, found in values.items()])
+    show("one process", [Row(name, value, "ms a step", wanted[name]) for name, value in values.items()])
 
 
 if __name__ == "__main__":

@@ -119,11 +119,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
 
-    found: dict[str, list[tuple[Prediction, float]]] = {name: [] for name in MESHES}
+    predictions: dict[str, list[tuple[Prediction, float]]] = {name: [] for name in MESHES}
     for _ in range(args.rounds):
         for name, (strategy, layout) in MESHES.items():
-            found[name].append(run_ranks(compare, 2, strategy, layout)[0])
-    for name, pairs in found.items():
+            predictions[name].append(run_ranks(compare, 2, strategy, layout)[0])
+    for name, pairs in predictions.items():
         predicted, measured = (
             [value * 1e3 for value in values] for values in zip(*((p.step, m) for p, m in pairs), strict=True)
         )

@@ -41,8 +41,8 @@ def error(seed: int, strategy: Any, epochs: int) -> float:
     fx.seed_everything(seed)
     module, data = Digits(), DigitsData(batch_size=16)
     fx.Trainer(devices=WORKERS, strategy=strategy, max_epochs=epochs, **QUIET).fit(module, datamodule=data)
-    [found] = fx.Trainer(devices=1, **QUIET).test(module, datamodule=data, verbose=False)
-    return found["error"]
+    [result] = fx.Trainer(devices=1, **QUIET).test(module, datamodule=data, verbose=False)
+    return result["error"]
 
 
 def bits(strategy: Any, epochs: int) -> float:
@@ -65,9 +65,9 @@ def main() -> None:
     for name, outer in rows.items():
         cells = []
         for every in PERIODS:
-            found = [error(seed, AsyncSGD(every=every, outer=outer), args.epochs) for seed in range(args.seeds)]
-            spread = statistics.stdev(found) / len(found) ** 0.5 if len(found) > 1 else 0.0
-            cells.append(f"{statistics.mean(found):6.2f} ({spread:.2f})")
+            errors = [error(seed, AsyncSGD(every=every, outer=outer), args.epochs) for seed in range(args.seeds)]
+            spread = statistics.stdev(errors) / len(errors) ** 0.5 if len(errors) > 1 else 0.0
+            cells.append(f"{statistics.mean(errors):6.2f} ({spread:.2f})")
         print(f"  {name:<36}" + "".join(f"{cell:>14}" for cell in cells), flush=True)
     ways = {
         "ddp, which meets at each step": DDP(),

@@ -198,10 +198,10 @@ def main() -> None:
         "async_sgd": lambda: ms_a_batch(AsyncSGD(), 20 * args.steps),
         "ddp, as fast as the slowest": lambda: ms_a_batch(DDP(), 2 * args.steps),
     }
-    found = interleaved(rows, args.rounds)
+    times = interleaved(rows, args.rounds)
     wanted = dict(zip(rows, (None, 1 / 0.90, None), strict=True))
     show(
-        f"{WORKERS} workers, one {SLOWER} times slower", [Row(n, v, "ms a batch", wanted[n]) for n, v in found.items()]
+        f"{WORKERS} workers, one {SLOWER} times slower", [Row(n, v, "ms a batch", wanted[n]) for n, v in times.items()]
     )
     rows = {
         "gloo's all_reduce and SGD": lambda: plain_gloo_ms(args.steps),
@@ -210,11 +210,11 @@ def main() -> None:
         "parameter_server, servers=1": lambda: exchange_ms(ParameterServer(), args.steps),
         "parameter_server, link=gloo": lambda: exchange_ms(ParameterServer(link="gloo"), args.steps),
     }
-    found = interleaved(rows, args.rounds)
+    times = interleaved(rows, args.rounds)
     wanted = dict(zip(rows, (None, 0.25, None, None, None), strict=True))
     show(
         f"{MIB} MiB of gradients exchanged by 2 workers, and a step",
-        [Row(n, v, "ms", wanted[n]) for n, v in found.items()],
+        [Row(n, v, "ms", wanted[n]) for n, v in times.items()],
     )
     rows = {
         "ddp": lambda: step_ms(DDP(), args.steps),
@@ -223,11 +223,11 @@ def main() -> None:
         "parameter_server, optimizer=server": lambda: step_ms(ParameterServer(optimizer="server"), args.steps),
         "async_sgd": lambda: step_ms(AsyncSGD(), args.steps),
     }
-    found = interleaved(rows, args.rounds)
-    show(f"a whole step with {MIB} MiB of weights, 2 workers", [Row(n, v, "ms", None) for n, v in found.items()])
-    found = interleaved({"a core": lambda: 1.0, "a server that nobody asks": idle_part_of_a_core}, args.rounds)
-    wanted = dict(zip(found, (None, 0.02), strict=True))
-    show("doing nothing", [Row(n, v, "cores", wanted[n]) for n, v in found.items()])
+    times = interleaved(rows, args.rounds)
+    show(f"a whole step with {MIB} MiB of weights, 2 workers", [Row(n, v, "ms", None) for n, v in times.items()])
+    times = interleaved({"a core": lambda: 1.0, "a server that nobody asks": idle_part_of_a_core}, args.rounds)
+    wanted = dict(zip(times, (None, 0.02), strict=True))
+    show("doing nothing", [Row(n, v, "cores", wanted[n]) for n, v in times.items()])
 
 
 if __name__ == "__main__":

@@ -34,8 +34,15 @@ class Transformer(fx.Module):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         state = self.trainer.optimizers[0].state
-        held = [t for p in self.parameters() for t in (p, p.grad, *state.get(p, {}).values()) if t is not None]
-        self.held_mib = sum((t.to_local() if hasattr(t, "to_local") else t).nbytes for t in held) / 2**20
+        held = [
+            tensor
+            for p in self.parameters()
+            for tensor in (p, p.grad, *state.get(p, {}).values())
+            if tensor is not None
+        ]
+        self.held_mib = (
+            sum((tensor.to_local() if hasattr(tensor, "to_local") else tensor).nbytes for tensor in held) / 2**20
+        )
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=1e-4)

@@ -453,12 +453,12 @@ def main() -> None:
             )
     print(f"{'ranks':>6} {'joining':>28} {f'{STEPS} steps':>10} {'a stop':>28} {'departure':>28}")
     for ranks in args.ranks:
-        found = simulated(ranks, costs)
+        result = simulated(ranks, costs)
         cells = [
             f"{phase.seconds:7.3f} s {phase.requests / ranks:4.1f} {1e6 * phase.busy / ranks:5.0f} us"
-            for phase in (found.join, found.stop, found.leave)
+            for phase in (result.join, result.stop, result.leave)
         ]
-        print(f"{ranks:>6} {cells[0]:>28} {found.train.requests:>10} {cells[1]:>28} {cells[2]:>28}", flush=True)
+        print(f"{ranks:>6} {cells[0]:>28} {result.train.requests:>10} {cells[1]:>28} {cells[2]:>28}", flush=True)
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def main() -> None:
         values = interleaved(rows, args.rounds)
         wanted = dict(zip(rows, (None, 1.02), strict=True))
         title = f"{ranks} rank{'s' if ranks > 1 else ''}"
-        show(title, [Row(name, found, "ms a step", wanted[name]) for name, found in values.items()])
+        show(title, [Row(name, value, "ms a step", wanted[name]) for name, value in values.items()])
 
 
 if __name__ == "__main__":

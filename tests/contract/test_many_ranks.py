@@ -26,9 +26,9 @@ def test_the_number_of_requests_is_independent_of_the_number_of_ranks_and_zero_d
 
 def test_ranks_that_connect_at_the_same_time_wait_for_each_other(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tests.bench.simulation.SPREAD_S", 0.0)
-    found = simulated(UNPROVEN + 88, Costs(latency=0.05))  # as between continents
-    assert found.waiting >= 88
-    assert found.join.seconds < 5.0
+    result = simulated(UNPROVEN + 88, Costs(latency=0.05))  # as between continents
+    assert result.waiting >= 88
+    assert result.join.seconds < 5.0
 
 
 def test_simulated_times_match_the_cost_model(small: Launched):

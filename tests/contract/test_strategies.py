@@ -120,15 +120,15 @@ def test_ranks_train_the_weights_of_a_single_process(way: str, task: str) -> Non
         ):
             train(way, **TASKS[task]())
         return
-    wanted, one = alone(task)
-    found, several = train(way, **TASKS[task]())
+    wanted, single = alone(task)
+    weights, several = train(way, **TASKS[task]())
     loose = task == "in bf16"  # 8 bits of mantissa, and a part of a batch is rounded elsewhere than the whole
-    for (name, a), b in zip(found.named_parameters(), wanted.parameters(), strict=True):
+    for (name, a), b in zip(weights.named_parameters(), wanted.parameters(), strict=True):
         # float32 sums in another order
         assert torch.allclose(a, b, rtol=2e-5, atol=6e-3 if loose else 1e-6), (name, (a - b).abs().max())
-    assert (several.global_step, several.current_epoch) == (one.global_step, one.current_epoch)
+    assert (several.global_step, several.current_epoch) == (single.global_step, single.current_epoch)
     for name in ("loss_epoch", "val"):
-        value, right = float(several.callback_metrics[name]), float(one.callback_metrics[name])
+        value, right = float(several.callback_metrics[name]), float(single.callback_metrics[name])
         assert value == pytest.approx(right, rel=5e-2 if loose else 1e-4), name
 
 

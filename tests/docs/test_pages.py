@@ -90,7 +90,7 @@ COMMANDED = [page for page in PAGES if commands(page)]
 def test_no_python_block_is_outside_of_the_tested_pages():
     """Code of four spaces has no language, and nothing runs it."""
     outside = {page: FENCE.sub("", text) for page, text in PAGES.items()}
-    assert {page: found for page, text in outside.items() if (found := PYTHON.findall(text))} == {}
+    assert {page: blocks_found for page, text in outside.items() if (blocks_found := PYTHON.findall(text))} == {}
     languages = {language for page in PAGES for _, language, _, _ in blocks(page)}
     assert languages <= {"", "python", "bash", "sh", "yaml", "toml", "text", "json", "mermaid", "console", "dockerfile"}
     for page, test in OWN_TESTS.items():
@@ -178,9 +178,9 @@ def test_each_public_name_is_in_the_reference(package):
 
 def test_diagrams_are_drawn_completely():
     for page, text in PAGES.items():
-        found = diagrams.FENCE.findall(text)
-        assert len(found) == text.count("```mermaid"), page  # the site draws no other kind
-        for kind, lines in found:
+        drawings = diagrams.FENCE.findall(text)
+        assert len(drawings) == text.count("```mermaid"), page  # the site draws no other kind
+        for kind, lines in drawings:
             texts = ElementTree.fromstring(diagrams.drawn(kind, lines)).findall("{*}svg/{*}text")
             # A name, or the text of a step; the lines of the labels, and the answers.
             labels = sum(1 + label.count("<br>") for label in re.findall(r'"(.+?)"', lines))

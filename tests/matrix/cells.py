@@ -165,14 +165,14 @@ class Cell:
         way, *rest = text.split()
         if way not in WAYS | MESH_WAYS:
             raise ValueError(f"no strategy {way!r}; known: {', '.join(WAYS | MESH_WAYS)}")
-        given: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         for part in rest:
             name, _, value = part.partition("=")
-            known = {str(one): one for one in FEATURES[name]}
+            known = {str(option): option for option in FEATURES[name]}
             if value not in known:
                 raise ValueError(f"{name}={value!r}; known: {', '.join(known)}")
-            given[name] = known[value]
-        return Cell(way, **given)
+            values[name] = known[value]
+        return Cell(way, **values)
 
     @property
     def data_ranks(self) -> int:
@@ -369,14 +369,14 @@ def triples(seed: int, excluded: Callable[[Cell], object]) -> Iterator[Cell]:
 
 
 def _cell_with(
-    given: dict[str, Any], known: dict[str, tuple[Any, ...]], chance: random.Random, excluded: Callable[[Cell], object]
+    values: dict[str, Any], known: dict[str, tuple[Any, ...]], chance: random.Random, excluded: Callable[[Cell], object]
 ) -> Cell | None:  # fmt: skip
     """Return a cell with these values and many others at random; None if there is none with the other defaults."""
-    for way in [given["way"]] if "way" in given else chance.sample(known["way"], len(known["way"])):
-        cell = _completed({**given, "way": way})
+    for way in [values["way"]] if "way" in values else chance.sample(known["way"], len(known["way"])):
+        cell = _completed({**values, "way": way})
         if not exists(cell) or excluded(cell):
             continue
-        others = [name for name in FEATURES if name not in given]
+        others = [name for name in FEATURES if name not in values]
         for name in chance.sample(others, len(others)):
             more = dataclasses.replace(cell, **{name: chance.choice(OFTEN.get(name, known[name]))})
             if exists(more) and not excluded(more):
@@ -385,10 +385,10 @@ def _cell_with(
     return None
 
 
-def _completed(given: dict[str, Any]) -> Cell:
+def _completed(values: dict[str, Any]) -> Cell:
     """Return a cell of the first values of a row; the ranks are those that the strategy can have."""
-    way = given["way"]
-    return Cell(**{"ranks": 1 if way == "single" or way in ONE_WORKER else 2, **given})
+    way = values["way"]
+    return Cell(**{"ranks": 1 if way == "single" or way in ONE_WORKER else 2, **values})
 
 
 def _on_more_ranks(cell: Cell, chance: random.Random, excluded: Callable[[Cell], object]) -> Cell:
@@ -405,8 +405,8 @@ def single_features(ranks: int) -> list[Cell]:
     """Return each strategy with each value of each feature alone: the table of the docs."""
     cells = []
     for way in WAYS | MESH_WAYS:
-        place = _completed({"way": way}).ranks
-        plain = Cell(way, ranks=place if place == 1 or way == "hsdp" else ranks)
+        world_size = _completed({"way": way}).ranks
+        plain = Cell(way, ranks=world_size if world_size == 1 or way == "hsdp" else ranks)
         values = [(name, value) for name, known in FEATURES.items() if name != "ranks" for value in known]
         cells += [dataclasses.replace(plain, **{name: value}) for name, value in values]
     return [cell for cell in dict.fromkeys(cells) if exists(cell)]

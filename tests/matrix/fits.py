@@ -88,8 +88,8 @@ class Found:
 class Watches(fx.Callback):
     """Notes the rates and the gradient of each update, and saves the state at the end."""
 
-    def __init__(self, found: Found, path: Path) -> None:
-        self.found, self.path = found, path
+    def __init__(self, result: Found, path: Path) -> None:
+        self.found, self.path = result, path
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
         world = trainer.world
@@ -197,50 +197,50 @@ class Unfreezes(BaseFinetuning):
 def options(cell: Cell) -> dict[str, Any]:
     """Return the Trainer's options."""
     clip = None if cell.clip == "module" or cell.manual else CLIP[cell.clip]
-    found: dict[str, Any] = {
+    trainer_options: dict[str, Any] = {
         "max_epochs": 2, "precision": "32-true" if cell.model == "dtypes" else PRECISIONS[cell.precision],
         "accumulate_grad_batches": cell.accumulate,
         "gradient_clip_val": clip, "sync_batchnorm": cell.model == "sync-batchnorm", "num_sanity_val_steps": 1,
         "compile": {"backend": "eager"} if cell.model == "compiled" else False,
     }  # fmt: skip
     if clip is not None:
-        found["gradient_clip_algorithm"] = cell.clip
+        trainer_options["gradient_clip_algorithm"] = cell.clip
     more: dict[str, dict[str, Any]] = {
         "limit": {"limit_train_batches": 1}, "max-steps": {"max_steps": 3}, "val-interval": {"val_check_interval": 1},
         "overfit": {"overfit_batches": 1}, "reload": {"reload_dataloaders_every_n_epochs": 1},
         "stop-early": {"max_epochs": 4}, "nan": {"max_epochs": 4},
     }  # fmt: skip
-    return {**QUIET, "enable_fault_recovery": False, **found, **more.get(cell.loop, {})}
+    return {**QUIET, "enable_fault_recovery": False, **trainer_options, **more.get(cell.loop, {})}
 
 
 def callbacks(cell: Cell, ranks: int) -> list[fx.Callback]:
     """Return the callbacks that a cell asks for."""
-    found: list[fx.Callback] = []
+    chosen: list[fx.Callback] = []
     if cell.callback == "ema":
-        found.append(EMA(0.5))
+        chosen.append(EMA(0.5))
     if cell.callback == "swa":
-        found.append(StochasticWeightAveraging(0.15, swa_epoch_start=1, annealing_epochs=2))
+        chosen.append(StochasticWeightAveraging(0.15, swa_epoch_start=1, annealing_epochs=2))
     if cell.callback == "averaging":
-        found.append(EMAWeightAveraging(decay=0.5, update_every_n_steps=2, update_starting_at_epoch=1))
+        chosen.append(EMAWeightAveraging(decay=0.5, update_every_n_steps=2, update_starting_at_epoch=1))
     if cell.callback == "scheduler":
-        found.append(GradientAccumulationScheduler({0: 2, 1: 1}))
+        chosen.append(GradientAccumulationScheduler({0: 2, 1: 1}))
     if cell.callback == "finetuning":
-        found.append(Unfreezes())
+        chosen.append(Unfreezes())
     if cell.callback == "backbone":
-        found.append(BackboneFinetuning(1, backbone_initial_ratio_lr=0.7))
+        chosen.append(BackboneFinetuning(1, backbone_initial_ratio_lr=0.7))
     if cell.loop == "lr-callback":
-        found.append(ChangesRate(3 if cell.data in ("few", "uneven") else 2))  # where some ranks may have no sample
+        chosen.append(ChangesRate(3 if cell.data in ("few", "uneven") else 2))  # where some ranks may have no sample
     if cell.loop == "stop-early":
-        found.append(EarlyStopping(monitor="val", patience=1, min_delta=100.0))
+        chosen.append(EarlyStopping(monitor="val", patience=1, min_delta=100.0))
     if cell.loop == "nan":
-        found.append(EarlyStopping(monitor="val"))
+        chosen.append(EarlyStopping(monitor="val"))
     if cell.model == "toggled":
-        found.append(Toggles())
+        chosen.append(Toggles())
     if cell.change != "none":
-        found.append(changes_weights(cell.change))
+        chosen.append(changes_weights(cell.change))
     if cell.data == "balanced" and ranks > 1:
-        found.append(LoadBalancer(shares=[2 / (ranks + 1), *[1 / (ranks + 1)] * (ranks - 1)]))
-    return found
+        chosen.append(LoadBalancer(shares=[2 / (ranks + 1), *[1 / (ranks + 1)] * (ranks - 1)]))
+    return chosen
 
 
 def fit(
@@ -248,18 +248,18 @@ def fit(
 ) -> Found:  # fmt: skip
     """Train a cell in this process, as one rank of a world; it goes on with a run that `began` on so many."""
     began = began or cell.data_ranks
-    found = Found()
+    result = Found()
     torch.manual_seed(7)
     module = make_module(cell)
     try:
-        mine = [*callbacks(cell, cell.data_ranks), Watches(found, folder / "end.ckpt")]
+        own_callbacks = [*callbacks(cell, cell.data_ranks), Watches(result, folder / "end.ckpt")]
         if save is not None:
             elsewhere = "on_train_epoch_end" if cell.way in UNEQUAL_PACE else "on_train_batch_end"
-            mine.append(saves_in(cell.save, save, elsewhere=elsewhere))
+            own_callbacks.append(saves_in(cell.save, save, elsewhere=elsewhere))
         trainer = fx.Trainer(
             devices=world.size,
             strategy={**JOINED_WAYS, **WAYS, **MESH_WAYS}[cell.way](),
-            callbacks=mine,
+            callbacks=own_callbacks,
             default_root_dir=folder,
             **options(cell),
         )
@@ -268,19 +268,19 @@ def fit(
             vars(module)["train_dataloader"] = lambda: make_loaders(cell, began)[0]
             train = None
         _run(trainer, Job("fit", module, train, validation, None, resume), world, folder)
-        found.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        found.position = trainer.global_step, trainer.current_epoch
+        result.metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        result.position = trainer.global_step, trainer.current_epoch
         if cell.loop == "evaluate":
-            found.results = []
+            result.results = []
             for stage in ("validate", "test", "predict"):
                 loader = make_loaders(cell, began)[1]
                 job = Job(stage, module, None, loader, None, None, stage == "predict")
-                found.results.append(_run(trainer, job, world, folder))
-            found.results[2] = torch.cat(found.results[2])
+                result.results.append(_run(trainer, job, world, folder))
+            result.results[2] = torch.cat(result.results[2])
     except Exception as error:
-        found.error = "".join(traceback.format_exception(error)[-6:])
-    found.trained, found.random = module.trained, module.random
-    return found
+        result.error = "".join(traceback.format_exception(error)[-6:])
+    result.trained, result.random = module.trained, module.random
+    return result
 
 
 def _run(trainer: fx.Trainer, job: Job, world: World, folder: Path) -> Any:
@@ -296,14 +296,14 @@ def run_cell(cell: Cell, world: World, folder: Path) -> Found:
     if cell.save == "from-single":
         return fit(cell, world, folder, resume=folder / "single.ckpt", began=1)
     middle = folder / "mid.ckpt"
-    found = fit(cell, world, folder, save=None if cell.save == "none" else middle)
-    if cell.save not in ("none", "to-single") and not found.error:
+    result = fit(cell, world, folder, save=None if cell.save == "none" else middle)
+    if cell.save not in ("none", "to-single") and not result.error:
         world.barrier()  # the main rank may still be writing it
         if middle.exists():
-            found.resumed = _beside(cell, world, folder, "again", resume=middle)
-    if needs_own_oracle(cell) and not found.error:
-        found.reference = _beside(reference_of(cell), world, folder, "reference")
-    return found
+            result.resumed = _beside(cell, world, folder, "again", resume=middle)
+    if needs_own_oracle(cell) and not result.error:
+        result.reference = _beside(reference_of(cell), world, folder, "reference")
+    return result
 
 
 def _beside(cell: Cell, world: World, folder: Path, name: str, **more: Any) -> Found:
@@ -360,12 +360,12 @@ def run_cells(cells: Sequence[tuple[Cell, Path]]) -> list[list[Found]]:
                     _file(cells[done][1], rank).write_bytes(pickle.dumps(lost))
             done += 1
         begin = done
-    found = []
+    results = []
     for cell, folder in cells:
         by_rank = [_read(folder, rank) for rank in range(cell.ranks)]
         _read_states(by_rank[0], folder)
-        found.append(by_rank)
-    return found
+        results.append(by_rank)
+    return results
 
 
 def _file(folder: Path, rank: int) -> Path:
@@ -373,19 +373,19 @@ def _file(folder: Path, rank: int) -> Path:
 
 
 def _read(folder: Path, rank: int) -> Found:
-    found: Found = pickle.loads(_file(folder, rank).read_bytes())
-    return found
+    result: Found = pickle.loads(_file(folder, rank).read_bytes())
+    return result
 
 
-def _failed(found: Found) -> bool:
+def _failed(result: Found) -> bool:
     """Return whether a rank failed in training: others may be at another place then."""
-    return bool(found.error) and found.trained != 0
+    return bool(result.error) and result.trained != 0
 
 
-def _read_states(found: Found, folder: Path) -> None:
-    for one, name in ((found, "."), (found.resumed, "again"), (found.reference, "reference")):
-        if one is not None and (folder / name / "end.ckpt").exists():
-            one.state = checkpoint.load(folder / name / "end.ckpt")
+def _read_states(result: Found, folder: Path) -> None:
+    for part, name in ((result, "."), (result.resumed, "again"), (result.reference, "reference")):
+        if part is not None and (folder / name / "end.ckpt").exists():
+            part.state = checkpoint.load(folder / name / "end.ckpt")
 
 
 def _in_rank(world: World, cells: Sequence[tuple[Cell, Path]]) -> None:
@@ -397,37 +397,37 @@ def _in_rank(world: World, cells: Sequence[tuple[Cell, Path]]) -> None:
     try:
         for number, (cell, folder) in enumerate(cells):
             faulthandler.dump_traceback_later(CELL_S, exit=True)
-            found = run_cell(cell, world, folder)
+            result = run_cell(cell, world, folder)
             faulthandler.cancel_dump_traceback_later()
-            _file(folder, world.rank).with_suffix(".new").write_bytes(pickle.dumps(found))
+            _file(folder, world.rank).with_suffix(".new").write_bytes(pickle.dumps(result))
             _file(folder, world.rank).with_suffix(".new").rename(_file(folder, world.rank))
-            if not _together(world, number, found):
+            if not _together(world, number, result):
                 return
     finally:
         if world.rank == 0:
             world.store.set(f"matrix/serve/{len(_SERVED)}", "-1 0 0")
 
 
-def _together(world: World, number: int, found: Found) -> bool:
+def _together(world: World, number: int, result: Found) -> bool:
     """Return whether all ranks can go on with the next cell: it went well on all, or was refused on all.
 
     Raises:
         RuntimeError: this rank has failed, and others may wait for it: they end, too.
     """
     assert world.store is not None
-    world.store.set(f"matrix/{number}/{world.rank}", "failed" if _failed(found) else str(bool(found.error)))
+    world.store.set(f"matrix/{number}/{world.rank}", "failed" if _failed(result) else str(bool(result.error)))
     keys = [f"matrix/{number}/{rank}" for rank in range(world.size)]
-    if _failed(found):
+    if _failed(result):
         try:
             world.store.wait(keys, timedelta(seconds=ALONE_S))
         except dist.DistError:
             cut_links()  # as a supervisor does, which ends this rank
     with contextlib.suppress(Exception):
-        world.store.wait(keys, timedelta(seconds=FAILED_S if _failed(found) else CELL_S))
+        world.store.wait(keys, timedelta(seconds=FAILED_S if _failed(result) else CELL_S))
         said = {world.store.get(key) for key in keys}
         return len(said) == 1 and b"failed" not in said
-    if found.error:
-        raise RuntimeError(found.error)
+    if result.error:
+        raise RuntimeError(result.error)
     return False
 
 
@@ -447,8 +447,8 @@ def _serve(world: World, number: int, folder: str | None = None, **more: Any) ->
     def listen() -> None:
         assert world.store is not None
         try:
-            for told in itertools.count():
-                job, servers, gloo = map(int, world.store.get(f"matrix/serve/{told}").split())
+            for request in itertools.count():
+                job, servers, gloo = map(int, world.store.get(f"matrix/serve/{request}").split())
                 if job < 0:
                     break
                 if number < servers:

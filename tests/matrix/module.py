@@ -31,9 +31,9 @@ CLIP = {"norm": 0.3, "value": 0.05, "module": 0.1, "none": None}
 
 def whole(tensor: Any) -> Tensor:
     """Return all of a tensor of which each rank may have a shard only; every rank calls it."""
-    found: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    found = torch.view_as_real(found) if found.is_complex() else found
-    return found.to_dense() if found.is_sparse else found
+    full: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    full = torch.view_as_real(full) if full.is_complex() else full
+    return full.to_dense() if full.is_sparse else full
 
 
 class Samples(Dataset[Any]):
@@ -65,9 +65,9 @@ class Stream:
     def __iter__(self) -> Iterator[Any]:
         rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         rank, ranks = rank // self.together, ranks // self.together
-        each = GLOBAL_BATCH // ranks
+        rank_batch = GLOBAL_BATCH // ranks
         for start in range(0, len(self.samples), GLOBAL_BATCH):
-            numbers = range(start + rank * each, start + (rank + 1) * each)
+            numbers = range(start + rank * rank_batch, start + (rank + 1) * rank_batch)
             if self.ends and start:
                 if rank:
                     return
@@ -97,8 +97,8 @@ class Experts(nn.Module):
         self.matrix = nn.Parameter(torch.randn(6, 4, 4, generator=torch.Generator().manual_seed(4)))
 
     def forward(self, inputs: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        each = (inputs[:, None, None] @ self.matrix[index].to(inputs.dtype)).squeeze(2)
-        return (torch.tanh(each) * weights[..., None]).sum(1)
+        output = (inputs[:, None, None] @ self.matrix[index].to(inputs.dtype)).squeeze(2)
+        return (torch.tanh(output) * weights[..., None]).sum(1)
 
 
 class Mixture(nn.Module):
@@ -289,18 +289,18 @@ class Net(fx.Module):
     # -- a step -------------------------------------------------------------------------------------------------
 
     def batch_loss(self, batch: Any) -> Tensor:
-        each = (self.predicted(batch) - batch[1]).square().mean(1)
+        sample_loss = (self.predicted(batch) - batch[1]).square().mean(1)
         if self.cell.data == "weighted" and self.training:
-            return (each * batch[3]).sum() / batch[3].sum()
-        return each.mean()
+            return (sample_loss * batch[3]).sum() / batch[3].sum()
+        return sample_loss.mean()
 
     def predicted(self, batch: Any) -> Tensor:
         if self.cell.update != "manual-submodule":
             output: Tensor = self(batch[0], batch[2])
             return output
         hidden = torch.tanh(self.first(batch[0]))  # its parts are called, and it isn't
-        found: Tensor = self.head(self.second(hidden))
-        return found
+        prediction: Tensor = self.head(self.second(hidden))
+        return prediction
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.random = self.random or hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()
@@ -367,16 +367,16 @@ class Net(fx.Module):
         if self.cell.callback in UNFREEZING:
             parameters = [parameter for parameter in parameters if parameter.requires_grad]
         if self.cell.update in ("several", "manual-two"):
-            mine = {id(parameter) for parameter in self.first.parameters()}
+            first_ids = {id(parameter) for parameter in self.first.parameters()}
             parts = [
-                [p for p in parameters if id(p) in mine],
-                [p for p in parameters if id(p) not in mine],
+                [p for p in parameters if id(p) in first_ids],
+                [p for p in parameters if id(p) not in first_ids],
             ]
             optimizers = [_optimizer(kind, part) for part in parts]
         else:
             optimizers = [_optimizer(kind, parameters)]
         kinds = {"none": (), "two": ("step", "epoch-exponential")}.get(self.cell.schedule, (self.cell.schedule,))
-        return optimizers, [self._schedule(one, optimizer) for optimizer in optimizers for one in kinds]
+        return optimizers, [self._schedule(schedule, optimizer) for optimizer in optimizers for schedule in kinds]
 
     def _schedule(self, kind: str, optimizer: Any) -> Any:
         if kind == "own":
@@ -461,9 +461,9 @@ def make_loaders(cell: Cell, began: int) -> tuple[Any, Any]:
     if cell.data not in STREAMS:
         train = DataLoader(samples, GLOBAL_BATCH // began, shuffle=cell.data == "shuffled")
     if cell.data == "combined":
-        each = GLOBAL_BATCH // 2 // began
+        rank_batch = GLOBAL_BATCH // 2 // began
         long, short = Subset(samples, range(24)), Subset(samples, range(24, 36))  # the short one is read twice
-        train = {"long": DataLoader(long, each), "short": DataLoader(short, each)}
+        train = {"long": DataLoader(long, rank_batch), "short": DataLoader(short, rank_batch)}
     validation: Any = DataLoader(
         Samples(1 if cell.loop == "one-val" else VALIDATION_SAMPLES, dtype, seed=2), 6 // cell.data_ranks
     )

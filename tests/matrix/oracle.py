@@ -39,43 +39,43 @@ def oracle_of(cell: Cell) -> Cell:
 def run_oracle(cell: Cell, folder: Path) -> Found:
     """Train on one process; with "from-single", a checkpoint is written on the way."""
     middle = folder / "mid.ckpt" if cell.save == "from-single" else None
-    found = fit(cell, World(), folder, save=middle)
+    oracle = fit(cell, World(), folder, save=middle)
     if (folder / "end.ckpt").exists():
-        found.state = checkpoint.load(folder / "end.ckpt")
-    return found
+        oracle.state = checkpoint.load(folder / "end.ckpt")
+    return oracle
 
 
-def problems(cell: Cell, found: Sequence[Found], oracle: Found) -> list[str]:
+def problems(cell: Cell, results: Sequence[Found], oracle: Found) -> list[str]:
     """Return what is wrong with a cell: nothing, if it is right, or refused as it has to be."""
     expected = refusal(cell)
     if expected is not None:
-        says = "|".join(one.says for one in refusals(cell))  # any of them may be seen first
+        says = "|".join(rule.says for rule in refusals(cell))  # any of them may be seen first
         trial = TRIAL_STEPS if cell.way in DIVIDES else 0
-        return list(_refused_wrongly(found, says, max(expected.steps, trial)))
+        return list(_refused_wrongly(results, says, max(expected.steps, trial)))
     if oracle.error:
         return [f"the oracle failed: {oracle.error}"]
-    failed = [f"rank {rank}: {one.error}" for rank, one in enumerate(found) if one.error]
+    failed = [f"rank {rank}: {rule.error}" for rank, rule in enumerate(results) if rule.error]
     if failed:
-        kind = "failed in training" if any(one.trained for one in found) else "was refused without a rule"
+        kind = "failed in training" if any(rule.trained for rule in results) else "was refused without a rule"
         return [f"{kind}: {failed[0]}"]
-    return list(_wrong(cell, found, oracle))
+    return list(_wrong(cell, results, oracle))
 
 
-def _refused_wrongly(found: Sequence[Found], says: str, steps: int) -> Iterator[str]:
-    refused = any(re.search(says, one.error) for one in found)
-    for rank, one in enumerate(found):
-        if refused and re.search(_PEER_GONE, one.error):
+def _refused_wrongly(results: Sequence[Found], says: str, steps: int) -> Iterator[str]:
+    refused = any(re.search(says, result.error) for result in results)
+    for rank, result in enumerate(results):
+        if refused and re.search(_PEER_GONE, result.error):
             continue
-        if not one.error:
+        if not result.error:
             yield f"rank {rank} trains what is to be refused ({says})"
-        elif one.trained > steps:
-            yield f"rank {rank} refused after {one.trained} training steps: {one.error}"
-        elif not re.search(says, one.error):
-            yield f"rank {rank}: the error doesn't say {says!r}: {one.error}"
+        elif result.trained > steps:
+            yield f"rank {rank} refused after {result.trained} training steps: {result.error}"
+        elif not re.search(says, result.error):
+            yield f"rank {rank}: the error doesn't say {says!r}: {result.error}"
 
 
-def _wrong(cell: Cell, found: Sequence[Found], oracle: Found) -> Iterator[str]:
-    first, close = found[0], tolerance(cell)
+def _wrong(cell: Cell, results: Sequence[Found], oracle: Found) -> Iterator[str]:
+    first, close = results[0], tolerance(cell)
     wanted = oracle
     if needs_own_oracle(cell):
         assert first.reference is not None
@@ -94,49 +94,49 @@ def _wrong(cell: Cell, found: Sequence[Found], oracle: Found) -> Iterator[str]:
                 yield f"after going on from the checkpoint: {problem}"
     elif cell.save.startswith("on_") and not first.error:
         yield f"nothing was saved in {cell.save}"
-    for rank, one in enumerate(found[1:], 1):
+    for rank, result in enumerate(results[1:], 1):
         if (
-            one.random
-            and one.random == first.random
+            result.random
+            and result.random == first.random
             and cell.way not in ("reproducible", *DIVIDES)  # the first step is that of the trial
             and cell.save != "from-single"
         ):
             yield f"rank {rank} draws the random numbers of rank 0"
-        if one.position != first.position:
-            yield f"rank {rank} is at {one.position}, rank 0 at {first.position}"
-        if not same(one.metrics, first.metrics, 1e-12):
-            yield f"rank {rank} has other metrics than rank 0: {one.metrics} {first.metrics}"
+        if result.position != first.position:
+            yield f"rank {rank} is at {result.position}, rank 0 at {first.position}"
+        if not same(result.metrics, first.metrics, 1e-12):
+            yield f"rank {rank} has other metrics than rank 0: {result.metrics} {first.metrics}"
 
 
-def _against(cell: Cell, found: Found, oracle: Found, close: float, *, whole: bool) -> Iterator[str]:
-    if found.position != oracle.position:
-        yield f"(updates, epochs) are {found.position}, and have to be {oracle.position}"
-    if found.state is None or oracle.state is None:
+def _against(cell: Cell, result: Found, oracle: Found, close: float, *, whole: bool) -> Iterator[str]:
+    if result.position != oracle.position:
+        yield f"(updates, epochs) are {result.position}, and have to be {oracle.position}"
+    if result.state is None or oracle.state is None:
         yield "no state was saved at the end"
         return
     for part in ("strategy", "callbacks"):
-        for path, a, b in differences(found.state.get(part), oracle.state.get(part), close):
+        for path, a, b in differences(result.state.get(part), oracle.state.get(part), close):
             if not _compared(path) or (cell.ranks > 1 and path.endswith(".calls")):  # a rank counts its own
                 continue
             if not _keeps_more(cell, path) or not same(a.to(b.dtype), b, close):
                 yield f"{part}{path}: {_short(a)}, and has to be {_short(b)}"
-    far = astray(cell, found.state["strategy"]["module"], oracle.state["strategy"]["module"])
+    far = astray(cell, result.state["strategy"]["module"], oracle.state["strategy"]["module"])
     if far > (most := min(max(close, 1e-9), MOST_ASTRAY)):
         yield f"the weights are beside their way by {far:.3g} of its length, and may be by {most:.3g}"
-    seen = oracle.seen if whole else oracle.seen[len(oracle.seen) - len(found.seen) :]
+    seen = oracle.seen if whole else oracle.seen[len(oracle.seen) - len(result.seen) :]
     if cell.way not in (*BOUNDED, "local_sgd") or cell.ranks == 1:  # there a hook sees this worker's own gradient
-        yield from _against_seen(found.seen, seen, close)
-    for path, a, b in differences(found.metrics, oracle.metrics, max(close, 1e-6)):  # sums in float32
+        yield from _against_seen(result.seen, seen, close)
+    for path, a, b in differences(result.metrics, oracle.metrics, max(close, 1e-6)):  # sums in float32
         yield f"metric {path}: {a}, and has to be {b}"
-    for path, a, b in differences(found.results, oracle.results, max(close, 1e-6)):
+    for path, a, b in differences(result.results, oracle.results, max(close, 1e-6)):
         yield f"results {path}: {_short(a)}, and have to be {_short(b)}"
 
 
 def _compared(path: str) -> bool:
     """Return whether a part of a checkpoint means the same under each strategy."""
-    own = (".kept", ".thin", ".exponents", ".outer", ".used", ".LoadBalancer", ".Watches", ".SavesIn")
+    own_keys = (".kept", ".thin", ".exponents", ".outer", ".used", ".LoadBalancer", ".Watches", ".SavesIn")
     scratch = ".al[" in path  # of LBFGS, which writes it before it reads it
-    return not path.startswith(own) and not path.endswith(".reason") and not scratch
+    return not path.startswith(own_keys) and not path.endswith(".reason") and not scratch
 
 
 def _keeps_more(cell: Cell, path: str) -> bool:
@@ -145,7 +145,7 @@ def _keeps_more(cell: Cell, path: str) -> bool:
 
 
 @torch.no_grad()
-def astray(cell: Cell, found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+def astray(cell: Cell, actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     """Return the distance between weights after training, relative to how far these have come from the first ones.
 
     Steps that are wrong by a factor show here whatever the size of the weights.
@@ -154,73 +154,73 @@ def astray(cell: Cell, found: dict[str, Tensor], wanted: dict[str, Tensor]) -> f
     begun.configure_model()
     distance = way = 0.0
     for name, first in begun.named_parameters():
-        distance += float((found[name] - wanted[name]).abs().double().square().sum())
+        distance += float((actual[name] - wanted[name]).abs().double().square().sum())
         way += float((wanted[name] - first.to(wanted[name].dtype)).abs().double().square().sum())
     if not way or not way < DIVERGED**2:  # nothing was trained, or training diverges in this cell
         return 0.0
     return math.sqrt(distance / way)
 
 
-def _against_seen(found: list[Any], wanted: list[Any], close: float) -> Iterator[str]:
-    if len(found) != len(wanted):
-        yield f"{len(found)} updates were seen by hooks, and have to be {len(wanted)}"
+def _against_seen(actual: list[Any], wanted: list[Any], close: float) -> Iterator[str]:
+    if len(actual) != len(wanted):
+        yield f"{len(actual)} updates were seen by hooks, and have to be {len(wanted)}"
         return
-    for number, ((rates, norm), (right, right_norm)) in enumerate(zip(found, wanted, strict=True)):
+    for number, ((rates, norm), (right, right_norm)) in enumerate(zip(actual, wanted, strict=True)):
         if rates != right:
             yield f"update {number}: its rates are {rates}, and have to be {right}"
         if norm is not None and not _close(norm, right_norm, max(close, 1e-9)):
             yield f"update {number}: a hook sees a gradient of norm {norm:.6g}, and it is {right_norm:.6g}"
 
 
-def same(one: Any, other: Any, close: float) -> bool:
+def same(first: Any, other: Any, close: float) -> bool:
     """Return whether there is no difference."""
-    return next(differences(one, other, close), None) is None
+    return next(differences(first, other, close), None) is None
 
 
-def differences(one: Any, other: Any, close: float, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+def differences(first: Any, other: Any, close: float, path: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield the paths at which two nested states differ, with both values."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        if one.shape != other.shape or one.dtype != other.dtype or not _near(one, other, close):
-            yield path, one, other
-    elif isinstance(one, dict) and isinstance(other, dict):
-        for key in sorted(one.keys() | other.keys(), key=str):
-            if key not in one or key not in other:
-                yield f"{path}.{key}", one.get(key, "(missing)"), other.get(key, "(missing)")
+    if isinstance(first, Tensor) and isinstance(other, Tensor):
+        if first.shape != other.shape or first.dtype != other.dtype or not _near(first, other, close):
+            yield path, first, other
+    elif isinstance(first, dict) and isinstance(other, dict):
+        for key in sorted(first.keys() | other.keys(), key=str):
+            if key not in first or key not in other:
+                yield f"{path}.{key}", first.get(key, "(missing)"), other.get(key, "(missing)")
             else:
-                yield from differences(one[key], other[key], close, f"{path}.{key}")
-    elif isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        if len(one) != len(other):
-            yield path, one, other
+                yield from differences(first[key], other[key], close, f"{path}.{key}")
+    elif isinstance(first, (list, tuple)) and isinstance(other, (list, tuple)):
+        if len(first) != len(other):
+            yield path, first, other
         else:
-            for number, (a, b) in enumerate(zip(one, other, strict=True)):
+            for number, (a, b) in enumerate(zip(first, other, strict=True)):
                 yield from differences(a, b, close, f"{path}[{number}]")
-    elif isinstance(one, float) and isinstance(other, float):
-        if not _close(one, other, max(close, 1e-12)):
-            yield path, one, other
-    elif one != other:
-        yield path, one, other
+    elif isinstance(first, float) and isinstance(other, float):
+        if not _close(first, other, max(close, 1e-12)):
+            yield path, first, other
+    elif first != other:
+        yield path, first, other
 
 
-def _close(one: float, other: float, relative: float) -> bool:
+def _close(first: float, other: float, relative: float) -> bool:
     if not math.isfinite(other):  # training diverges in this cell
-        return not math.isfinite(one)
-    return math.isclose(one, other, rel_tol=relative, abs_tol=1e-12)
+        return not math.isfinite(first)
+    return math.isclose(first, other, rel_tol=relative, abs_tol=1e-12)
 
 
-def _near(one: Tensor, other: Tensor, close: float) -> bool:
-    if one.is_complex():
-        one, other = torch.view_as_real(one), torch.view_as_real(other)
-    if torch.equal(one, other):
+def _near(first: Tensor, other: Tensor, close: float) -> bool:
+    if first.is_complex():
+        first, other = torch.view_as_real(first), torch.view_as_real(other)
+    if torch.equal(first, other):
         return True
     if not other.isfinite().all():  # training diverges in this cell
-        return torch.equal(one.isfinite(), other.isfinite())
+        return torch.equal(first.isfinite(), other.isfinite())
     if close >= ROUNDED_GRADIENTS and other.numel() and float(other.abs().max()) > DIVERGED:
         return True
-    if not close or not one.is_floating_point():
+    if not close or not first.is_floating_point():
         return False
     least = 0.5 if close >= ROUNDED_GRADIENTS else 1e-3  # steps of rounded gradients may have made a weight small
     scale = max(least, float(other.abs().max())) if other.numel() else 1.0
-    return bool(((one - other).abs().max() <= close * scale).item())
+    return bool(((first - other).abs().max() <= close * scale).item())
 
 
 def _short(value: Any) -> str:

@@ -167,52 +167,54 @@ class Joined:
                 shares = zip(*(column.chunk(self._workers) for column in batch), strict=True)
                 losses = [self.module.batch_loss(share) / self._workers for share in shares]
                 gradients = [torch.autograd.grad(loss, self._parameters) for loss in losses]
-                given = [
+                by_worker = [
                     [a + b for a, b in zip(*pair, strict=True)] for pair in zip(gradients, self._lost, strict=True)
                 ]
-                for parameter, gradient in zip(self._parameters, self._joins(given), strict=True):
+                for parameter, gradient in zip(self._parameters, self._joins(by_worker), strict=True):
                     parameter.grad = gradient
                 self._optimizer.step()
         return self.module
 
-    def _sent(self, given: list[list[Tensor]], compressed: list[Tensor]) -> list[Tensor]:
+    def _sent(self, gradients: list[list[Tensor]], compressed: list[Tensor]) -> list[Tensor]:
         """Return the sum of what was sent, of each worker flat; the rest is kept."""
         sizes = [parameter.numel() for parameter in self._parameters]
         sent = [
             [part.view_as(p) for part, p in zip(flat.split(sizes), self._parameters, strict=True)]
             for flat in compressed
         ]
-        self._lost = [[a - b for a, b in zip(*pair, strict=True)] for pair in zip(given, sent, strict=True)]
+        self._lost = [[a - b for a, b in zip(*pair, strict=True)] for pair in zip(gradients, sent, strict=True)]
         return _sums(sent)
 
-    def _largest(self, given: list[list[Tensor]]) -> list[Tensor]:
+    def _largest(self, gradients: list[list[Tensor]]) -> list[Tensor]:
         compressed = []
-        for flat in map(_flat, given):
+        for flat in map(_flat, gradients):
             places = flat.abs().topk(round(0.3 * len(flat))).indices
             compressed.append(torch.zeros_like(flat).index_copy(0, places, flat[places]))
-        return self._sent(given, compressed)
+        return self._sent(gradients, compressed)
 
-    def _signs(self, given: list[list[Tensor]]) -> list[Tensor]:
-        return self._sent(given, [flat.abs().mean().expand_as(flat).copysign(flat) for flat in map(_flat, given)])
+    def _signs(self, gradients: list[list[Tensor]]) -> list[Tensor]:
+        return self._sent(
+            gradients, [flat.abs().mean().expand_as(flat).copysign(flat) for flat in map(_flat, gradients)]
+        )
 
-    def _thin(self, given: list[list[Tensor]]) -> list[Tensor]:
-        found = []
-        for number, several in enumerate(zip(*given, strict=True)):
+    def _thin(self, gradients: list[list[Tensor]]) -> list[Tensor]:
+        results = []
+        for number, several in enumerate(zip(*gradients, strict=True)):
             if several[0].dim() == 1:
-                found.append(torch.stack(several).sum(0))
+                results.append(torch.stack(several).sum(0))
                 continue
             side = torch.linalg.qr(torch.stack(several).sum(0) @ self._bases[number])[0]
-            factors = [one.T @ side for one in several]
+            factors = [left.T @ side for left in several]
             self._bases[number] = torch.stack(factors).sum(0)
-            for lost, one, factor in zip(self._lost, several, factors, strict=True):
-                lost[number] = one - side @ factor.T
-            found.append(side @ self._bases[number].T)
-        return found
+            for lost, left, factor in zip(self._lost, several, factors, strict=True):
+                lost[number] = left - side @ factor.T
+            results.append(side @ self._bases[number].T)
+        return results
 
 
 def _flat(gradients: list[Tensor]) -> Tensor:
     return torch.cat([gradient.reshape(-1) for gradient in gradients])
 
 
-def _sums(given: list[list[Tensor]]) -> list[Tensor]:
-    return [torch.stack(several).sum(0) for several in zip(*given, strict=True)]
+def _sums(gradients: list[list[Tensor]]) -> list[Tensor]:
+    return [torch.stack(several).sum(0) for several in zip(*gradients, strict=True)]

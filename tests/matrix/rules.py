@@ -353,7 +353,7 @@ REFUSALS = (
 
 def refusals(cell: Cell) -> list[Refusal]:
     """Return all reasons why a cell is refused."""
-    return [one for one in REFUSALS if one.matches(cell)]
+    return [rule for rule in REFUSALS if rule.matches(cell)]
 
 
 def refusal(cell: Cell) -> Refusal | None:
@@ -408,9 +408,9 @@ KNOWN_DEFECTS: tuple[Defect, ...] = ()
 
 def known_defect(cell: Cell) -> str | None:
     """Return which known defect keeps a cell from being run; None if it has to be right."""
-    return next((one.what for one in KNOWN_DEFECTS if not one.says and one.matches(cell)), None)
+    return next((rule.what for rule in KNOWN_DEFECTS if not rule.says and rule.matches(cell)), None)
 
 
 def excused(cell: Cell, problem: str) -> bool:
     """Return whether a problem comes of a known defect."""
-    return any(one.says and one.matches(cell) and re.search(one.says, problem) for one in KNOWN_DEFECTS)
+    return any(rule.says and rule.matches(cell) and re.search(rule.says, problem) for rule in KNOWN_DEFECTS)

@@ -21,8 +21,8 @@ def judge(cells: Sequence[Cell], folder: Path) -> dict[Cell, list[str]]:
     oracles: dict[Cell, Found] = {}
     places: dict[Cell, Path] = {}
     for number, cell in enumerate(cells):
-        places[cell] = place = folder / f"cell-{number}"
-        place.mkdir(parents=True)
+        places[cell] = cell_folder = folder / f"cell-{number}"
+        cell_folder.mkdir(parents=True)
         wanted = oracle_of(cell)
         if wanted not in oracles and refusal(cell) is None:
             at = folder / f"oracle-{number}"
@@ -32,26 +32,26 @@ def judge(cells: Sequence[Cell], folder: Path) -> dict[Cell, list[str]]:
                 shutil.copytree(at / "mid.ckpt", folder / f"shared-{len(oracles)}")
                 oracles[wanted].shared = folder / f"shared-{len(oracles)}"
         if cell.save == "from-single" and wanted in oracles and oracles[wanted].shared is not None:
-            shutil.copytree(oracles[wanted].shared, place / "single.ckpt")
-    found: dict[Cell, list[str]] = {}
+            shutil.copytree(oracles[wanted].shared, cell_folder / "single.ckpt")
+    problems_of: dict[Cell, list[str]] = {}
     for ranks in sorted({cell.ranks for cell in cells}):
         some = [cell for cell in cells if cell.ranks == ranks]
         for cell, by_rank in zip(some, run_cells([(cell, places[cell]) for cell in some]), strict=True):
             oracle = oracles.get(oracle_of(cell), Found())
             wrong = [*problems(cell, by_rank, oracle), *_on_one_process(cell, by_rank, oracle, places[cell])]
-            found[cell] = [line for line in wrong if not excused(cell, line)]
-    return found
+            problems_of[cell] = [line for line in wrong if not excused(cell, line)]
+    return problems_of
 
 
-def _on_one_process(cell: Cell, found: Sequence[Found], oracle: Found, place: Path) -> list[str]:
+def _on_one_process(cell: Cell, results: Sequence[Found], oracle: Found, folder: Path) -> list[str]:
     """Go on from a cell's checkpoint on one process, if that is what it is about."""
-    if cell.save != "to-single" or found[0].error or refusal(cell) is not None:
+    if cell.save != "to-single" or results[0].error or refusal(cell) is not None:
         return []
-    (place / "one").mkdir()
+    (folder / "one").mkdir()
     single = dataclasses.replace(cell, way="single", ranks=1)
-    resumed = fit(single, World(), place / "one", resume=place / "mid.ckpt", began=cell.data_ranks)
-    if (place / "one/end.ckpt").exists():
-        resumed.state = checkpoint.load(place / "one/end.ckpt")
+    resumed = fit(single, World(), folder / "one", resume=folder / "mid.ckpt", began=cell.data_ranks)
+    if (folder / "one/end.ckpt").exists():
+        resumed.state = checkpoint.load(folder / "one/end.ckpt")
     like = dataclasses.replace(cell, save="from-single")  # what came before isn't in it
     return [f"one process, from its checkpoint: {problem}" for problem in problems(like, [resumed], oracle)]
 
@@ -69,8 +69,12 @@ def shrink(cell: Cell, folder: Path) -> tuple[Cell, list[str]]:
     for number in itertools.count():
         names = [name for name in FEATURES if name != "ranks"]
         simpler = [dataclasses.replace(cell, **{name: FEATURES[name][0]}) for name in names]
-        tried = [one for one in dict.fromkeys(simpler) if one != cell and exists(one) and refusal(one) is None]
-        failing = {one: lines for one, lines in judge(tried, folder / str(number)).items() if lines}
+        tried = [
+            simpler_cell
+            for simpler_cell in dict.fromkeys(simpler)
+            if simpler_cell != cell and exists(simpler_cell) and refusal(simpler_cell) is None
+        ]
+        failing = {simpler_cell: lines for simpler_cell, lines in judge(tried, folder / str(number)).items() if lines}
         if not failing:
             return cell, wrong or judge([cell], folder / "itself")[cell]
         cell, wrong = next(iter(failing.items()))

@@ -178,8 +178,8 @@ def table() -> str:
 
 def _entry(way: str, name: str, value: object, notes: dict[str, int]) -> str:
     cell = Cell(way, **{"ranks": 1 if way == "single" else 2, name: value})  # type: ignore[arg-type]
-    if (found := refusal(cell)) is not None:
-        return str(notes.setdefault(found.why, len(notes) + 1))
+    if (rule := refusal(cell)) is not None:
+        return str(notes.setdefault(rule.why, len(notes) + 1))
     if any(defect.matches(cell) for defect in KNOWN_DEFECTS):
         return "open"
     ranks = (1,) if way in ONE_WORKER else (2, 3)

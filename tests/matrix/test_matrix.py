@@ -52,7 +52,7 @@ def refused() -> list[Cell]:
     In the short form one of the strategies that have class and traits in common is enough, and any one for what is
     seen in training only, since ranks have to be started anew after it, and one of the meshes, whose trial takes long.
     """
-    found: dict[tuple[int, Any], Cell] = {}
+    cells: dict[tuple[int, Any], Cell] = {}
     made = {name: make() for name, make in (WAYS | MESH_WAYS).items()}
     kinds = {name: name if SOAK else (type(strategy), strategy.traits) for name, strategy in made.items()}
     alone = single_features(2)
@@ -63,11 +63,11 @@ def refused() -> list[Cell]:
     ]  # fmt: skip
     pairs = [dataclasses.replace(cell, **more) for cell in alone for more in others]
     for cell in (*alone, *(pair for pair in pairs if exists(pair))):
-        for number, one in enumerate(REFUSALS):
-            if one.matches(cell):
-                each = SOAK or not (one.steps or cell.way in MESH_WAYS)
-                found.setdefault((number, kinds[cell.way] if each else ""), cell)
-    return list(dict.fromkeys(found.values()))  # a cell may show several refusals
+        for number, rule in enumerate(REFUSALS):
+            if rule.matches(cell):
+                each_cell = SOAK or not (rule.steps or cell.way in MESH_WAYS)
+                cells.setdefault((number, kinds[cell.way] if each_cell else ""), cell)
+    return list(dict.fromkeys(cells.values()))  # a cell may show several refusals
 
 
 @pytest.mark.soak
@@ -234,13 +234,13 @@ def test_strategies_with_each_feature_are_in_the_list() -> None:
 
 def test_each_refusal_is_tested() -> None:
     cells = refused()
-    assert [one.says for one in REFUSALS if not any(one.matches(cell) for cell in cells)] == []
+    assert [rule.says for rule in REFUSALS if not any(rule.matches(cell) for cell in cells)] == []
 
 
 def test_known_defects_refer_to_existing_cells() -> None:
     cells = [*single_features(2), *single_features(3), *pairwise(0, lambda cell: None)]
     cells += [dataclasses.replace(cell, callback="ema") for cell in single_features(2)]  # defects of three features
-    assert [one.what for one in KNOWN_DEFECTS if not any(one.matches(cell) for cell in cells)] == []
+    assert [rule.what for rule in KNOWN_DEFECTS if not any(rule.matches(cell) for cell in cells)] == []
 
 
 def test_the_table_of_the_docs_matches_the_rules() -> None:

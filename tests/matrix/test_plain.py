@@ -27,20 +27,20 @@ def known(cell: Cell) -> bool:
 def combined(count: int) -> list[Cell]:
     """Return cells with most of their features set."""
     chance = random.Random(SEED)
-    found: list[Cell] = []
-    while len(found) < count:
+    cells: list[Cell] = []
+    while len(cells) < count:
         cell = Cell("single", ranks=1)
         for name in chance.sample(list(FEATURES), len(FEATURES)):
             more = dataclasses.replace(cell, **{name: chance.choice(FEATURES[name])})
             cell = more if name != "ranks" and known(more) else cell
-        found.append(cell)
-    return found
+        cells.append(cell)
+    return cells
 
 
 def wrong(cell: Cell, folder: Path) -> list[str]:
     """Return what one process has trained otherwise than the plain loop."""
-    found, plain = run_oracle(cell, folder), Plain(cell).train()
-    assert not found.error, found.error
+    result, plain = run_oracle(cell, folder), Plain(cell).train()
+    assert not result.error, result.error
     # The same operations in the same order; only norms and metrics are added up otherwise, in float32 at worst.
     # The model "dtypes" has a layer in float32, and "complex" numbers of such parts, whose rounding reaches
     # the others where losses are weighted otherwise.
@@ -48,21 +48,21 @@ def wrong(cell: Cell, folder: Path) -> list[str]:
     close = {"rtol": 1e-12, "atol": 1e-12} if exact else {"rtol": 1e-5, "atol": 1e-6}
     rel = 1e-6 if exact else 1e-5  # of what is computed with these weights
     lines = []
-    if found.position[0] != plain.updates:
-        lines.append(f"{found.position[0]} updates, and there are {plain.updates}")
+    if result.position[0] != plain.updates:
+        lines.append(f"{result.position[0]} updates, and there are {plain.updates}")
     weights = plain.averages if cell.callback == "ema" else dict(plain.module.named_parameters())
-    saved = found.state["strategy"]["module"]
+    saved = result.state["strategy"]["module"]
     for name, value in {**dict(plain.module.named_buffers()), **weights}.items():
         if not torch.allclose(saved[name], value.detach(), **close):
             lines.append(f"{name}: {saved[name].tolist()}, and has to be {value.tolist()}")
-    if [rates for rates, _ in found.seen] != [rates for rates, _ in plain.seen]:
-        lines.append(f"rates {found.seen}, and have to be {plain.seen}")
-    if [norm for _, norm in found.seen] != pytest.approx([norm for _, norm in plain.seen], rel=rel):
-        lines.append(f"gradients {found.seen}, and have to be {plain.seen}")
+    if [rates for rates, _ in result.seen] != [rates for rates, _ in plain.seen]:
+        lines.append(f"rates {result.seen}, and have to be {plain.seen}")
+    if [norm for _, norm in result.seen] != pytest.approx([norm for _, norm in plain.seen], rel=rel):
+        lines.append(f"gradients {result.seen}, and have to be {plain.seen}")
     for name, value in metrics(cell, plain).items():
         diverged = value > torch.finfo(torch.float32).max  # the dtype of callback_metrics
-        if not diverged and found.metrics[name] != pytest.approx(value, rel=rel, abs=1e-9):
-            lines.append(f"metric {name}: {found.metrics[name]}, and has to be {value}")
+        if not diverged and result.metrics[name] != pytest.approx(value, rel=rel, abs=1e-9):
+            lines.append(f"metric {name}: {result.metrics[name]}, and has to be {value}")
     return lines
 
 
@@ -74,12 +74,12 @@ def metrics(cell: Cell, plain: Plain) -> dict[str, float]:
 
 def check(cells: list[Cell], folder: Path) -> None:
     """Fail with what is wrong of each cell."""
-    found = {}
+    results = {}
     for number, cell in enumerate(cells):
-        place = folder / str(number)
-        place.mkdir()
-        found[str(cell)] = wrong(cell, place)
-    assert {name: lines for name, lines in found.items() if lines} == {}
+        cell_folder = folder / str(number)
+        cell_folder.mkdir()
+        results[str(cell)] = wrong(cell, cell_folder)
+    assert {name: lines for name, lines in results.items() if lines} == {}
 
 
 def test_each_feature_alone_is_equal_to_plain_torch(tmp_path: Path) -> None:
@@ -90,11 +90,11 @@ def test_outer_momentum_and_compression_errors_are_equal_to_plain_torch(tmp_path
     cells = [Cell(way, ranks=1 if way == "rounds-nesterov" else 2) for way in JOINED_WAYS]
     for ranks in (1, 2):
         some = [(cell, tmp_path / cell.way) for cell in cells if cell.ranks == ranks]
-        for _, place in some:
-            place.mkdir()
-        for (cell, _), (found, *_) in zip(some, run_cells(some), strict=True):
-            assert not found.error, found.error
-            saved, plain = found.state["strategy"]["module"], Joined(cell.way, ranks).train()
+        for _, cell_folder in some:
+            cell_folder.mkdir()
+        for (cell, _), (results, *_) in zip(some, run_cells(some), strict=True):
+            assert not results.error, results.error
+            saved, plain = results.state["strategy"]["module"], Joined(cell.way, ranks).train()
             for name, weight in plain.named_parameters():
                 # Servers and workers exchange float32 in some places, and sum in another order.
                 assert torch.allclose(saved[name], weight.detach(), rtol=1e-5, atol=1e-5), (cell.way, name)

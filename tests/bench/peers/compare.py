@@ -63,9 +63,9 @@ def measure(way: str, task: str, ranks: int, steps: int) -> dict[str, float]:
         if ranks > 1 and WAYS[way][1]:
             command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         command += [str(HERE / f"way_{way}.py"), "--task", task, "--ranks", str(ranks), "--steps", str(steps)]
-        own = {"BENCH_OUT": str(out), "BENCH_BEGIN": str(time.time()), "BENCH_STEPS": str(steps),
+        environment = {"BENCH_OUT": str(out), "BENCH_BEGIN": str(time.time()), "BENCH_STEPS": str(steps),
                "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}  # fmt: skip
-        settings = {**os.environ, **own}
+        settings = {**os.environ, **environment}
         done = subprocess.run(command, check=False, cwd=folder, env=settings, capture_output=True, text=True)
         if done.returncode or not out.exists():
             sys.exit(f"{way}, {task}, {ranks} ranks: exit status {done.returncode}\n{done.stdout}\n{done.stderr}")
@@ -88,23 +88,23 @@ def main() -> None:
           + ", ".join(f"{WAYS[way][0]} {versions[way]}" for way in ways))  # fmt: skip
     for ranks in args.ranks:
         for task in args.tasks:
-            found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+            results: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
             for number in range(args.rounds):
                 for way in ways if number % 2 == 0 else ways[::-1]:
-                    found[way].append(measure(way, task, ranks, args.steps))
-            show(task, ranks, found)
+                    results[way].append(measure(way, task, ranks, args.steps))
+            show(task, ranks, results)
 
 
-def show(task: str, ranks: int, found: dict[str, list[dict[str, float]]]) -> None:
+def show(task: str, ranks: int, results: dict[str, list[dict[str, float]]]) -> None:
     """Print the table of a task."""
     samples = TASKS[task][1] * ranks
-    step = statistics.median(each["step"] for each in found["plain"])
+    step = statistics.median(result["step"] for result in results["plain"])
     print(f"\n{task}, {ranks} rank{'s' if ranks > 1 else ''}, {samples} samples a step, plain {1e3 * step:.1f} ms\n")
     print("| | time of a step | to the end of the first step | peak memory of a rank | lines |\n|---|---|---|---|---|")
-    for way, rounds in found.items():
+    for way, rounds in results.items():
         cells = []
         for what in ("step", "first", "memory"):
-            ratios = [each[what] / base[what] for each, base in zip(rounds, found["plain"], strict=True)]
+            ratios = [result[what] / base[what] for result, base in zip(rounds, results["plain"], strict=True)]
             cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
         print(f"| {way} | {' | '.join(cells)} | {lines_of(way)} |", flush=True)
 

@@ -84,10 +84,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--task", choices=list(TASKS), default="gpt")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--steps", type=int, default=100)
-    given = parser.parse_args()
-    given.batch_size = TASKS[given.task][1]
+    options = parser.parse_args()
+    options.batch_size = TASKS[options.task][1]
     torch.set_num_threads(1)
-    return given
+    return options
 
 
 def make_model(task: str) -> nn.Module:
@@ -96,14 +96,14 @@ def make_model(task: str) -> nn.Module:
     return TASKS[task][0]()
 
 
-def make_data(given: argparse.Namespace) -> Dataset:
+def make_data(options: argparse.Namespace) -> Dataset:
     """Make the samples of one epoch."""
     random = torch.Generator().manual_seed(0)
-    samples = given.steps * given.ranks * given.batch_size
-    if given.task == "gpt":
+    samples = options.steps * options.ranks * options.batch_size
+    if options.task == "gpt":
         text = torch.randint(96, (samples, 129), generator=random)
         return TensorDataset(text[:, :-1], text[:, 1:])
-    if given.task == "resnet":
+    if options.task == "resnet":
         return TensorDataset(torch.randn(samples, 3, 32, 32, generator=random), torch.arange(samples) % 10)
     return TensorDataset(torch.randint(20_000, (samples, 2), generator=random), torch.arange(samples) % 2)
 
@@ -124,12 +124,12 @@ class Clock:
         if len(cls.begins) != int(os.environ["BENCH_STEPS"]) or (dist.is_initialized() and dist.get_rank()):
             return
         begins, out = cls.begins, Path(os.environ["BENCH_OUT"])
-        found = {
+        record = {
             "first": begins[1] - float(os.environ["BENCH_BEGIN"]),
             "step": (begins[-1] - begins[WARM]) / (len(begins) - 1 - WARM),
             "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         }
-        out.write_text(json.dumps(found))
+        out.write_text(json.dumps(record))
 
 
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:

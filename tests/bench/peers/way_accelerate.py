@@ -4,11 +4,11 @@ from accelerate import Accelerator  # pyright: ignore[reportMissingImports]
 from tasks import arguments, loss_of, make_data, make_model, make_optimizer
 from torch.utils.data import DataLoader
 
-given = arguments()
+options = arguments()
 accelerator = Accelerator(cpu=True)
-model = make_model(given.task)
+model = make_model(options.task)
 optimizer = make_optimizer(model)
-loader = DataLoader(make_data(given), given.batch_size, shuffle=True)
+loader = DataLoader(make_data(options), options.batch_size, shuffle=True)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 for inputs, targets in loader:
     optimizer.zero_grad()

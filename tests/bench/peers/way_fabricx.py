@@ -21,7 +21,7 @@ class Net(fx.Module):
 
 
 if __name__ == "__main__":
-    given = arguments()
-    loader = DataLoader(make_data(given), given.batch_size, shuffle=True)
-    trainer = fx.Trainer(max_epochs=1, accelerator="cpu", devices=given.ranks)
-    trainer.fit(Net(given.task), loader)
+    options = arguments()
+    loader = DataLoader(make_data(options), options.batch_size, shuffle=True)
+    trainer = fx.Trainer(max_epochs=1, accelerator="cpu", devices=options.ranks)
+    trainer.fit(Net(options.task), loader)

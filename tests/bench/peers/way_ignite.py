@@ -5,11 +5,11 @@ from ignite.engine import Engine  # pyright: ignore[reportMissingImports]
 from tasks import arguments, loss_of, make_data, make_model, make_optimizer
 
 
-def train(rank, given):
-    model = idist.auto_model(make_model(given.task))
+def train(rank, options):
+    model = idist.auto_model(make_model(options.task))
     optimizer = idist.auto_optim(make_optimizer(model))
     loader = idist.auto_dataloader(
-        make_data(given), batch_size=given.batch_size * given.ranks, shuffle=True, pin_memory=False
+        make_data(options), batch_size=options.batch_size * options.ranks, shuffle=True, pin_memory=False
     )
 
     def step(engine, batch):
@@ -23,6 +23,6 @@ def train(rank, given):
 
 
 if __name__ == "__main__":
-    given = arguments()
-    with idist.Parallel(backend="gloo" if given.ranks > 1 else None) as parallel:
-        parallel.run(train, given)
+    options = arguments()
+    with idist.Parallel(backend="gloo" if options.ranks > 1 else None) as parallel:
+        parallel.run(train, options)

@@ -28,13 +28,15 @@ class Samples:
         return {"inputs": inputs, "labels": labels}
 
 
-given = arguments()
-model = Net(given.task)
+options = arguments()
+model = Net(options.task)
 with tempfile.TemporaryDirectory() as folder:
-    options = TrainingArguments(
-        folder, num_train_epochs=1, per_device_train_batch_size=given.batch_size, use_cpu=True, max_grad_norm=0.0,
-        ddp_backend="gloo" if given.ranks > 1 else None, report_to="none", dataloader_pin_memory=False,
+    training_arguments = TrainingArguments(
+        folder, num_train_epochs=1, per_device_train_batch_size=options.batch_size, use_cpu=True, max_grad_norm=0.0,
+        ddp_backend="gloo" if options.ranks > 1 else None, report_to="none", dataloader_pin_memory=False,
         ddp_find_unused_parameters=False,
     )  # fmt: skip
-    trainer = Trainer(model, options, train_dataset=Samples(make_data(given)), optimizers=(make_optimizer(model), None))
+    trainer = Trainer(
+        model, training_arguments, train_dataset=Samples(make_data(options)), optimizers=(make_optimizer(model), None)
+    )
     trainer.train()

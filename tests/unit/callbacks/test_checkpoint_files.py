@@ -15,11 +15,16 @@ from tests.unit.checkpoint.hostile import saved
 
 
 def test_paths_in_a_checkpoint_delete_no_files_and_request_no_url(tmp_path: Path) -> None:
-    own, other = tmp_path / "own", tmp_path / "other"
+    own_folder, other = tmp_path / "own", tmp_path / "other"
     precious = [saved(other), saved(tmp_path)]
-    (own / "folder").mkdir(parents=True)
-    links = [str(own / ".." / "other" / "one"), str(precious[0]), str(own / "folder"), "s3://nowhere/at/all"]
-    saver = ModelCheckpoint(own, monitor="step", mode="max", every_n_train_steps=1, save_top_k=1)
+    (own_folder / "folder").mkdir(parents=True)
+    links = [
+        str(own_folder / ".." / "other" / "one"),
+        str(precious[0]),
+        str(own_folder / "folder"),
+        "s3://nowhere/at/all",
+    ]
+    saver = ModelCheckpoint(own_folder, monitor="step", mode="max", every_n_train_steps=1, save_top_k=1)
     trainer = fx.Trainer(max_steps=1, callbacks=[saver], **{**QUIET, "enable_checkpointing": True})
     trainer.fit(TinyModule(), tiny_loader())
     hostile = {
@@ -27,13 +32,13 @@ def test_paths_in_a_checkpoint_delete_no_files_and_request_no_url(tmp_path: Path
         "last_target": links[0], "best_model_path": links[3],
     }  # fmt: skip
     saver.load_state_dict(hostile)
-    assert saver.dirpath == str(own)
+    assert saver.dirpath == str(own_folder)
     assert set(saver.best_k_models) == set(links[:3])
     assert saver.best_model_path == ""
     for path in links[:3]:
         remove_own(saver.dirpath, path)
     assert all(checkpoint.is_committed(path) for path in precious)
-    assert (own / "folder").is_dir()
-    [kept] = checkpoint.list_committed(own)
+    assert (own_folder / "folder").is_dir()
+    [kept] = checkpoint.list_committed(own_folder)
     remove_own(saver.dirpath, str(kept))
-    assert checkpoint.list_committed(own) == []
+    assert checkpoint.list_committed(own_folder) == []

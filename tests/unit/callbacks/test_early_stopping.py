@@ -66,8 +66,8 @@ def test_a_score_beyond_the_threshold_is_not_the_best_score() -> None:
 )
 def test_the_criterion_has_lightnings_name_and_value(rule: Rule, score: float, kind: str) -> None:
     theirs = pytest.importorskip("lightning.pytorch.callbacks.early_stopping").EarlyStoppingReason
-    found = judge(rule, score, 0.4, 0).kind
-    assert (found.name, found.value) == (kind, theirs[kind].value)
+    criterion = judge(rule, score, 0.4, 0).kind
+    assert (criterion.name, criterion.value) == (kind, theirs[kind].value)
     assert len(EarlyStoppingReason) == len(theirs)
 
 

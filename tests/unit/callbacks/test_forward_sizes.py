@@ -27,8 +27,8 @@ def test_the_first_call_of_each_submodule_is_measured_and_the_module_is_not_chan
     net = Net()
     net.noise.eval()
     before = torch.random.get_rng_state()
-    found = forward_sizes(net, example, net)
-    assert found == {"": ([[3, 4], [3, 4]], [[3, 2], "?"]), "layer": ([3, 4], [3, 2]), "noise": ([3, 2], [3, 2])}
+    sizes = forward_sizes(net, example, net)
+    assert sizes == {"": ([[3, 4], [3, 4]], [[3, 2], "?"]), "layer": ([3, 4], [3, 2]), "noise": ([3, 2], [3, 2])}
     assert torch.equal(torch.random.get_rng_state(), before)
     assert [part.training for part in (net, net.layer, net.noise)] == [True, True, False]
     assert not net.layer._forward_hooks

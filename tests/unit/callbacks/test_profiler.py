@@ -34,8 +34,8 @@ def test_the_table_is_printed_at_the_end_of_a_run(own_folder: Path, capsys: pyte
 
 @pytest.mark.parametrize("options", [{"enable_telemetry": False}, {"logger": False}])
 def test_a_run_without_records_prints_that_it_has_no_table(own_folder: Path, options: dict[str, Any]) -> None:
-    given = {**QUIET, "logger": CSVLogger(), "enable_telemetry": True, **options}
+    arguments = {**QUIET, "logger": CSVLogger(), "enable_telemetry": True, **options}
     with pytest.warns(UserWarning, match="nothing is recorded in this run, so no table is printed"):
-        fx.Trainer(max_steps=2, callbacks=[Profiler()], default_root_dir=own_folder, **given).fit(
+        fx.Trainer(max_steps=2, callbacks=[Profiler()], default_root_dir=own_folder, **arguments).fit(
             TinyModule(), tiny_loader()
         )

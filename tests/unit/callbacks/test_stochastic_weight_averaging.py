@@ -43,11 +43,11 @@ def train(quiet: dict[str, Any], **options: Any) -> Watched:
 
 def test_the_module_ends_with_the_mean_of_the_beginnings_of_the_last_epochs(quiet: dict[str, Any]) -> None:
     module = train(quiet, max_epochs=6)
-    each = len(module.ends) // 6
-    expected = torch.stack([module.ends[epoch * each - 1] for epoch in (2, 3, 4, 5)]).mean(0)
+    per_epoch = len(module.ends) // 6
+    expected = torch.stack([module.ends[epoch * per_epoch - 1] for epoch in (2, 3, 4, 5)]).mean(0)
     assert torch.allclose(module.layer.weight, expected)
     assert module.rates[:3] == [0.4, 0.2, 0.1]
-    assert module.rates[3 * each :] == [0.1] * (3 * each)
+    assert module.rates[3 * per_epoch :] == [0.1] * (3 * per_epoch)
 
 
 # Rates of the epochs and sum of the weights of Lightning 2.6.6.

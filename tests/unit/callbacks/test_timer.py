@@ -83,8 +83,8 @@ def test_the_death_of_a_rank_does_not_extend_the_time_limit(trainer: Any, clock:
     clock.now += 7
     run = trainer(replacement).start()
     clock.now += 1
-    for each in (survivor, replacement):  # all ranks load the state of the most advanced rank
-        each.load_state_dict({"time_elapsed": {"train": 7.5}})
+    for rank_timer in (survivor, replacement):  # all ranks load the state of the most advanced rank
+        rank_timer.load_state_dict({"time_elapsed": {"train": 7.5}})
     assert (survivor.time_remaining(), replacement.time_remaining()) == (2, 2.5)
     clock.now += 2
     assert survivor.state_dict()["time_elapsed"]["train"] == 10

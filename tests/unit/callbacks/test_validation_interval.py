@@ -19,9 +19,9 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    found = Clock()
-    monkeypatch.setattr(time_interval, "time", found)
-    return found
+    fake_clock = Clock()
+    monkeypatch.setattr(time_interval, "time", fake_clock)
+    return fake_clock
 
 
 class Timed(TinyModule):

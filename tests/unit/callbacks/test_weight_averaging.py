@@ -76,11 +76,11 @@ def test_averages_are_equal_to_lightnings(arguments: Any, quiet: dict[str, Any])
     callback = TheirsChosen() if name == "Chosen" else getattr(theirs, name)(**options)
     trainer = L.Trainer(max_epochs=3, callbacks=[callback], **quiet)
     trainer.fit(same, tiny_loader(), tiny_loader())
-    for (key, wanted), found in zip(same.state_dict().items(), ours.state_dict().values(), strict=True):
+    for (key, wanted), actual in zip(same.state_dict().items(), ours.state_dict().values(), strict=True):
         if "num_batches" not in key and not ("running" in key and options.get("use_buffers") is False):
-            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)  # another order of multiplications
-    for found, wanted in zip(ours.validated[1:], same.validated[1:], strict=True):  # after the sanity check
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6)  # another order of multiplications
+    for actual, wanted in zip(ours.validated[1:], same.validated[1:], strict=True):  # after the sanity check
+        torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_callbacks_of_lightning_average_in_a_run_of_fabricx(quiet: dict[str, Any]) -> None:

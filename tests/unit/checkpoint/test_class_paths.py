@@ -81,11 +81,11 @@ def test_strings_that_jsonargparse_reads_as_classes_are_included(value: dict[str
 def test_other_strings_and_explicit_values_are_unchanged() -> None:
     plain = {"free": "a.b", "table": {"x": "a: b"}, "items": ["x"], "untyped": "relu", "name": ESCAPED, "mode": "a.b"}
     assert classes_named(_Typed, plain) == set()
-    given = {"table": {"x": ESCAPED}}
+    explicit = {"table": {"x": ESCAPED}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # jsonargparse 5 leaves such values as they are
-        instantiate_module(_Typed, given)
-    assert given == {"table": {"x": ESCAPED}}
+        instantiate_module(_Typed, explicit)
+    assert explicit == {"table": {"x": ESCAPED}}
 
 
 def test_classes_are_refused_with_a_remedy() -> None:

@@ -23,39 +23,39 @@ from fabricx.testing import QUIET, TinyModule, tiny_loader
 
 
 @pytest.fixture(params=["a folder", "a URL"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     """An empty folder, of this machine or behind a URL."""
-    found = tmp_path if request.param == "a folder" else as_path(f"memory://{tmp_path.name}")
-    yield found
-    if found is not tmp_path:
-        discard(found)
+    root = tmp_path if request.param == "a folder" else as_path(f"memory://{tmp_path.name}")
+    yield root
+    if root is not tmp_path:
+        discard(root)
 
 
 STATE = {"weights": torch.arange(4.0), "epoch": 3, "names": ["a"]}
 
 
-def test_a_saved_state_is_loaded(place: Path) -> None:
-    path = checkpoint.save(place / "one", STATE, {"step": 7})
+def test_a_saved_state_is_loaded(folder: Path) -> None:
+    path = checkpoint.save(folder / "one", STATE, {"step": 7})
     loaded = checkpoint.load(path)
     assert torch.equal(loaded["weights"], STATE["weights"])
     assert loaded["epoch"] == 3
     assert checkpoint.read_manifest(str(path))["step"] == 7
-    assert checkpoint.list_committed(place) == [path]
+    assert checkpoint.list_committed(folder) == [path]
 
 
-def test_a_checkpoint_without_its_marker_is_neither_listed_nor_loaded(place: Path) -> None:
-    path = checkpoint.save(place / "one", STATE, {})
+def test_a_checkpoint_without_its_marker_is_neither_listed_nor_loaded(folder: Path) -> None:
+    path = checkpoint.save(folder / "one", STATE, {})
     (path / checkpoint.MARKER).unlink()
-    assert checkpoint.list_committed(place) == []
+    assert checkpoint.list_committed(folder) == []
     with pytest.raises(CheckpointError, match="not a complete checkpoint"):
         checkpoint.load(path)
     with pytest.raises(FileNotFoundError, match=r"there is no checkpoint .*two"):
-        checkpoint.load(place / "two")
+        checkpoint.load(folder / "two")
 
 
 @pytest.mark.parametrize("file", ["state.pt", "index.json", "manifest.json", "COMMITTED", "rank-00000.safetensors"])
-def test_a_flipped_bit_in_any_file_is_detected(place: Path, file: str) -> None:
-    path = checkpoint.save(place / "one", STATE, {})
+def test_a_flipped_bit_in_any_file_is_detected(folder: Path, file: str) -> None:
+    path = checkpoint.save(folder / "one", STATE, {})
     content = bytearray((path / file).read_bytes())
     for at in range(0, len(content), max(1, len(content) // 40)):
         content[at] ^= 1
@@ -65,23 +65,23 @@ def test_a_flipped_bit_in_any_file_is_detected(place: Path, file: str) -> None:
         content[at] ^= 1
 
 
-def test_a_failed_write_keeps_the_earlier_checkpoint_and_leaves_no_files(place: Path) -> None:
-    path = checkpoint.save(place / "one", STATE, {"step": 1})
+def test_a_failed_write_keeps_the_earlier_checkpoint_and_leaves_no_files(folder: Path) -> None:
+    path = checkpoint.save(folder / "one", STATE, {"step": 1})
     with pytest.raises(CheckpointError, match=r"can't be pickled: bad \(builtins.function\)|can't be pickled: bad"):
-        checkpoint.save(place / "one", {"bad": lambda: None}, {"step": 2})
+        checkpoint.save(folder / "one", {"bad": lambda: None}, {"step": 2})
     assert checkpoint.load(path)["epoch"] == 3
-    assert [entry.name for entry in place.iterdir()] == ["one"]
+    assert [entry.name for entry in folder.iterdir()] == ["one"]
 
 
-def test_writing_to_the_same_path_replaces_the_checkpoint(place: Path) -> None:
-    checkpoint.save(place / "one", STATE, {})
-    checkpoint.save(place / "one", {**STATE, "epoch": 4}, {})
-    assert checkpoint.load(place / "one")["epoch"] == 4
-    assert [entry.name for entry in place.iterdir()] == ["one"]
+def test_writing_to_the_same_path_replaces_the_checkpoint(folder: Path) -> None:
+    checkpoint.save(folder / "one", STATE, {})
+    checkpoint.save(folder / "one", {**STATE, "epoch": 4}, {})
+    assert checkpoint.load(folder / "one")["epoch"] == 4
+    assert [entry.name for entry in folder.iterdir()] == ["one"]
 
 
-def test_a_newer_format_is_refused_with_its_version(place: Path) -> None:
-    path = checkpoint.save(place / "one", STATE, {})
+def test_a_newer_format_is_refused_with_its_version(folder: Path) -> None:
+    path = checkpoint.save(folder / "one", STATE, {})
     data = (path / checkpoint.MANIFEST).read_bytes().replace(b'"format": 2', b'"format": 99')
     (path / checkpoint.MANIFEST).write_bytes(data)
     (path / checkpoint.MARKER).write_text(f"manifest.json crc32 {zlib.crc32(data)}\n")
@@ -108,29 +108,29 @@ def test_a_failure_between_two_renames_keeps_the_old_checkpoint(
     assert checkpoint.load(left)["epoch"] == 3
 
 
-def test_only_files_of_a_killed_run_are_removed(place: Path) -> None:
-    whole = checkpoint.save(place / "whole", STATE, {})
-    killed = checkpoint.save(place / "killed", STATE, {})
+def test_only_files_of_a_killed_run_are_removed(folder: Path) -> None:
+    whole = checkpoint.save(folder / "whole", STATE, {})
+    killed = checkpoint.save(folder / "killed", STATE, {})
     (killed / checkpoint.MARKER).unlink()
-    if isinstance(place, Path):
+    if isinstance(folder, Path):
         killed.rename(killed.with_name(".killed.0123.partial"))
-    (place / "notes").mkdir()
-    (place / "notes" / "mine").write_text("mine")
-    checkpoint.sweep(place)
-    assert {entry.name for entry in place.iterdir()} == {"whole", "notes"}
+    (folder / "notes").mkdir()
+    (folder / "notes" / "mine").write_text("mine")
+    checkpoint.sweep(folder)
+    assert {entry.name for entry in folder.iterdir()} == {"whole", "notes"}
     checkpoint.verify(whole)
 
 
 def test_a_deletion_that_is_killed_halfway_is_completed_by_a_sweep(
-    place: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old, new = (checkpoint.save(place / name, STATE, {}) for name in ("old", "new"))
+    old, new = (checkpoint.save(folder / name, STATE, {}) for name in ("old", "new"))
     with monkeypatch.context() as patched:
         patched.setattr(files, "discard", lambda path: None)
         checkpoint.remove(old)
-    assert checkpoint.list_committed(place) == [new]
-    checkpoint.sweep(place)
-    assert [entry.name for entry in place.iterdir()] == ["new"]
+    assert checkpoint.list_committed(folder) == [new]
+    checkpoint.sweep(folder)
+    assert [entry.name for entry in folder.iterdir()] == ["new"]
 
 
 def test_checkpoints_are_listed_by_the_time_of_writing_even_if_copied(tmp_path: Path) -> None:

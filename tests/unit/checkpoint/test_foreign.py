@@ -116,9 +116,9 @@ def test_evaluation_has_the_weights_and_fit_begins_with_them(trained, tmp_path, 
     assert main(["import", str(path), str(tmp_path / "new")]) == 0
     assert "2 tensors, 2 hyperparameters" in capsys.readouterr().out
     for source in (path, tmp_path / "new"):
-        trainer, found = fx.Trainer(**QUIET), Ours(2)
-        trainer.validate(found, data(), ckpt_path=source, verbose=False)
-        assert found.net.weight.equal(module.net.weight)
+        trainer, evaluated = fx.Trainer(**QUIET), Ours(2)
+        trainer.validate(evaluated, data(), ckpt_path=source, verbose=False)
+        assert evaluated.net.weight.equal(module.net.weight)
         begun, seen = Ours(2, lr=0.0), fx.Trainer(max_epochs=1, **QUIET)
         seen.fit(begun, data(), ckpt_path=source)
         assert begun.net.weight.equal(module.net.weight)

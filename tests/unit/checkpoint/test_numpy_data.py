@@ -33,12 +33,12 @@ def read(folder: Path, hparams: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_values_of_numpy_are_read(value: Any, tmp_path: Path) -> None:
     nested = argparse.Namespace(value=value, inner=[(value,), {"of": value}])
-    found = read(tmp_path, {"value": value, "nested": nested})
-    inner, of = found["nested"].inner
-    for each in (found["value"], found["nested"].value, inner[0], of["of"]):
-        assert type(each) is type(value)
-        assert np.array_equal(each, value)
-        assert getattr(each, "dtype", each) == getattr(value, "dtype", value)
+    content = read(tmp_path, {"value": value, "nested": nested})
+    inner, of = content["nested"].inner
+    for array in (content["value"], content["nested"].value, inner[0], of["of"]):
+        assert type(array) is type(value)
+        assert np.array_equal(array, value)
+        assert getattr(array, "dtype", array) == getattr(value, "dtype", value)
 
 
 class Crafted:
@@ -74,6 +74,6 @@ def test_arrays_of_objects_are_not_read(value: Any, tmp_path: Path) -> None:
 def test_recursive_lists_and_datetimes_are_read(tmp_path: Path) -> None:
     cycle: list[Any] = [np.float64(1.0)]
     cycle.append(cycle)
-    found = read(tmp_path, {"cycle": cycle, "day": datetime.datetime(2020, 1, 2), "wait": datetime.timedelta(1)})
-    assert found["cycle"][1] is found["cycle"]
-    assert (found["day"], found["wait"]) == (datetime.datetime(2020, 1, 2), datetime.timedelta(1))
+    content = read(tmp_path, {"cycle": cycle, "day": datetime.datetime(2020, 1, 2), "wait": datetime.timedelta(1)})
+    assert content["cycle"][1] is content["cycle"]
+    assert (content["day"], content["wait"]) == (datetime.datetime(2020, 1, 2), datetime.timedelta(1))

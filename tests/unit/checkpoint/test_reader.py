@@ -25,14 +25,14 @@ OUTSIDE = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("place", ["manifest", "index"])
-def test_no_name_in_a_checkpoint_refers_outside_of_its_folder(tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("unsafe_path", ["manifest", "index"])
+def test_no_name_in_a_checkpoint_refers_outside_of_its_folder(tmp_path: Path, unsafe_path: str) -> None:
     secret = b"a secret"
     (tmp_path / "secret").write_bytes(secret)
     for number, name in enumerate(OUTSIDE):
         path = saved(tmp_path / str(number))
         (path.parent / "secret").write_bytes(secret)
-        if place == "manifest":
+        if unsafe_path == "manifest":
             rewrite(path, lambda manifest, name=name: manifest["files"].update({str(name): listed(secret)}))
             if isinstance(name, str):
                 assert main(["verify", str(path)]) == 1

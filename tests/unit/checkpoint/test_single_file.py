@@ -134,13 +134,13 @@ STATE = {"strategy": {"module": {"weight": torch.arange(1000.0)}}, "names": ["a"
 
 
 @pytest.fixture(params=["a folder", "a URL"])
-def place(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path if request.param == "a folder" else as_path(f"memory://{tmp_path.name}")
 
 
-def test_a_file_is_listed_verified_loaded_and_removed_like_a_folder(place: Path) -> None:
-    path = saved(place / "one.ckpt", STATE)
-    assert checkpoint.list_committed(place) == find(place) == [path]
+def test_a_file_is_listed_verified_loaded_and_removed_like_a_folder(folder: Path) -> None:
+    path = saved(folder / "one.ckpt", STATE)
+    assert checkpoint.list_committed(folder) == find(folder) == [path]
     assert checkpoint.verify(path)["step"] == 7
     assert not checkpoint.is_foreign(path)
     loaded = checkpoint.load(path)
@@ -263,9 +263,9 @@ def test_torch_s_optimizer_loads_its_state_and_callbacks_have_theirs(tmp_path: P
     optimizer = module.configure_optimizers()
     optimizer.load_state_dict(content["optimizer_states"][0])
     [trained] = trainer.optimizers
-    for mine, theirs in zip(optimizer.state.values(), trained.state.values(), strict=True):
-        assert mine["step"] == 10
-        assert mine["exp_avg"].equal(theirs["exp_avg"])
+    for loaded_state, theirs in zip(optimizer.state.values(), trained.state.values(), strict=True):
+        assert loaded_state["step"] == 10
+        assert loaded_state["exp_avg"].equal(theirs["exp_avg"])
     assert content["callbacks"][saver.state_key]["dirpath"] == str(tmp_path)
     assert content["lr_schedulers"] == []
     trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)

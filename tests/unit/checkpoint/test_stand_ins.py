@@ -108,12 +108,12 @@ def test_all_other_data_of_a_file_is_read(kind: str, tmp_path: Path) -> None:
     for part in ("before", "after"):
         assert str(content[part]) == str(plain)
         assert [type(item) for item in content[part].values()] == [type(item) for item in plain.values()]
-    found = content["it"][0]
+    stand_in = content["it"][0]
     if kind == "nested":
-        found = found["a"]
-    assert is_unread(found), found
-    with pytest.raises(CheckpointError, match=name_of(found)):
-        found.anything  # noqa: B018
+        stand_in = stand_in["a"]
+    assert is_unread(stand_in), stand_in
+    with pytest.raises(CheckpointError, match=name_of(stand_in)):
+        stand_in.anything  # noqa: B018
 
 
 def test_a_file_with_an_object_that_torch_cannot_read_is_refused(tmp_path: Path) -> None:

@@ -85,10 +85,10 @@ def test_a_storage_of_the_user_is_found_by_its_scheme_without_a_warning(
     monkeypatch.setitem(
         importlib.import_module("fsspec.registry")._registry, "ofuser", Store
     )  # as fsspec.register_implementation does
-    place = as_path(f"ofuser://{tmp_path}/first") / "a.ckpt"
-    assert not is_local(place)
-    checkpoint.save(place, {"epoch": 3}, {"step": 7})
-    assert checkpoint.load(str(place)) == {"epoch": 3}
-    assert [path.name for path in checkpoint.list_committed(place.parent)] == ["a.ckpt"]
-    checkpoint.remove(place)
-    assert not place.exists()
+    checkpoint_path = as_path(f"ofuser://{tmp_path}/first") / "a.ckpt"
+    assert not is_local(checkpoint_path)
+    checkpoint.save(checkpoint_path, {"epoch": 3}, {"step": 7})
+    assert checkpoint.load(str(checkpoint_path)) == {"epoch": 3}
+    assert [path.name for path in checkpoint.list_committed(checkpoint_path.parent)] == ["a.ckpt"]
+    checkpoint.remove(checkpoint_path)
+    assert not checkpoint_path.exists()

@@ -106,12 +106,12 @@ def test_learning_rates_and_frozen_parameters_are_sent_to_ranks_that_called_no_h
     assert noted.changes() == ""
     group["lr"], group["betas"] = 0.025, (0.1, 0.2)
     parameters[0].requires_grad_(False)
-    told = noted.changes()
+    sent_changes = noted.changes()
     group["lr"], group["betas"] = 0.1, (0.5, 0.6)
     parameters[0].requires_grad_(True)
-    checks.apply_changes(told, idle=True)
+    checks.apply_changes(sent_changes, idle=True)
     assert (group["lr"], group["betas"], parameters[0].requires_grad) == (0.025, (0.1, 0.2), False)
-    assert noted.changes() == told
+    assert noted.changes() == sent_changes
     with pytest.raises(RanksDisagree, match="in a batch of which some ranks have no sample"):
         noted.check()
 

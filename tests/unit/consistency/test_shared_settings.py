@@ -31,22 +31,22 @@ KEY = b"k" * 32
 @contextmanager
 def trainers(path: str, size: int) -> Iterator[list[Any]]:
     """Yield so many ranks, as far as their settings are compared."""
-    found = []
+    created = []
     for rank in range(size):
         world = World(rank=rank, size=size, store=PrivateStore(path, KEY))
-        t: Any = SimpleNamespace(
+        trainer: Any = SimpleNamespace(
             world=world, agreement=Agreement(world, "stop"), module=nn.Linear(2, 1), state=SimpleNamespace(step=7),
             strategy=SimpleNamespace(world=world, traits=Traits()),
             **dict.fromkeys(LIMITS, 1),
         )  # fmt: skip
-        t.module.automatic_optimization = True
-        t.shared = SharedSettings(t, t.module, t.strategy, t.state, t.agreement)
-        found.append(t)
+        trainer.module.automatic_optimization = True
+        trainer.shared = SharedSettings(trainer, trainer.module, trainer.strategy, trainer.state, trainer.agreement)
+        created.append(trainer)
     try:
-        yield found
+        yield created
     finally:
-        for t in found:
-            t.agreement.close()
+        for trainer in created:
+            trainer.agreement.close()
 
 
 def train(
@@ -59,17 +59,17 @@ def train(
     errors, asked = [""] * size, []
     passed = threading.Barrier(size)
 
-    def work(t: Any) -> None:
+    def work(trainer: Any) -> None:
         try:
             for number in range(checks):
-                t.shared.check(skips=bool(act(t, t.world.rank, number)))
+                trainer.shared.check(skips=bool(act(trainer, trainer.world.rank, number)))
                 if in_lockstep:
                     passed.wait(60)
         except RanksDisagree as error:
-            errors[t.world.rank] = str(error)
+            errors[trainer.world.rank] = str(error)
             passed.abort()
         except threading.BrokenBarrierError:
-            errors[t.world.rank] = "waits"
+            errors[trainer.world.rank] = "waits"
 
     request = PrivateStore._request
 
@@ -85,7 +85,9 @@ def train(
         pytest.MonkeyPatch.context() as patch,
     ):
         patch.setattr(PrivateStore, "_request", counted)
-        threads = [threading.Thread(target=work, args=(t,), name=f"rank {t.world.rank}") for t in ranks]
+        threads = [
+            threading.Thread(target=work, args=(trainer,), name=f"rank {trainer.world.rank}") for trainer in ranks
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -96,15 +98,15 @@ def train(
 
 
 def test_the_store_is_not_read_without_a_change() -> None:
-    assert train(lambda t, rank, number: None) == ["", "", "0"]
+    assert train(lambda trainer, rank, number: None) == ["", "", "0"]
 
 
-def freeze(t: Any) -> None:
-    t.module.weight.requires_grad_(False)
+def freeze(trainer: Any) -> None:
+    trainer.module.weight.requires_grad_(False)
 
 
-def change_limit(t: Any) -> None:
-    t.max_steps = 3
+def change_limit(trainer: Any) -> None:
+    trainer.max_steps = 3
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -115,18 +117,18 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("number", [0, 3])
-@pytest.mark.parametrize("told", CHANGES)
-def test_a_change_on_one_rank_is_an_error_that_names_it_and_the_rank(told: str, number: int) -> None:
-    change = CHANGES[told]
+@pytest.mark.parametrize("message", CHANGES)
+def test_a_change_on_one_rank_is_an_error_that_names_it_and_the_rank(message: str, number: int) -> None:
+    change = CHANGES[message]
 
-    def act(t: Any, rank: int, now: int) -> bool:
+    def act(trainer: Any, rank: int, now: int) -> bool:
         if rank == 1 and now == number:
-            change(t)
+            change(trainer)
             return change is bool
         return False
 
     first, second, _ = train(act)
-    assert told.format(others=0, rank=1) in second
+    assert message.format(others=0, rank=1) in second
     assert first in ("waits", second)  # it may have gone on by then, to a collective in which it waits
     assert "step 7: " in second
 
@@ -134,9 +136,9 @@ def test_a_change_on_one_rank_is_an_error_that_names_it_and_the_rank(told: str, 
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("in_lockstep", [True, False])
 def test_a_change_on_all_ranks_in_the_same_batch_is_accepted(size: int, in_lockstep: bool) -> None:
-    def act(t: Any, rank: int, now: int) -> bool:
-        t.module.bias.requires_grad_(now % 2 == 0)
-        t.max_epochs = now // 3
+    def act(trainer: Any, rank: int, now: int) -> bool:
+        trainer.module.bias.requires_grad_(now % 2 == 0)
+        trainer.max_epochs = now // 3
         return now == 4
 
     assert train(act, size=size, in_lockstep=in_lockstep)[:-1] == [""] * size
@@ -144,23 +146,23 @@ def test_a_change_on_all_ranks_in_the_same_batch_is_accepted(size: int, in_locks
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_the_same_change_in_different_batches_is_an_error(ahead: int) -> None:
-    def act(t: Any, rank: int, now: int) -> None:
+    def act(trainer: Any, rank: int, now: int) -> None:
         if now == (2 if rank == ahead else 3):
-            freeze(t)
+            freeze(trainer)
 
-    found = train(act)
-    assert "weight: " in found[ahead] or "not in the same batch" in found[ahead]
+    errors = train(act)
+    assert "weight: " in errors[ahead] or "not in the same batch" in errors[ahead]
 
 
 def test_a_rank_that_is_behind_continues_to_the_batch_of_the_change() -> None:
     go_on = threading.Event()
 
-    def act(t: Any, rank: int, now: int) -> None:
+    def act(trainer: Any, rank: int, now: int) -> None:
         if now == 4:
-            freeze(t)
+            freeze(trainer)
         if rank == 1 and now == 0:  # asked before its first check
             go_on.wait(60)
-            t.shared._topic.reason = "changed"
+            trainer.shared._topic.reason = "changed"
         elif rank == 0 and now == 4:
             go_on.set()
 
@@ -170,8 +172,8 @@ def test_a_rank_that_is_behind_continues_to_the_batch_of_the_change() -> None:
 def test_changes_leave_few_keys_behind() -> None:
     keys: list[int] = []
 
-    def act(t: Any, rank: int, now: int) -> None:
-        t.module.bias.requires_grad_(now % 2 == 1)
+    def act(trainer: Any, rank: int, now: int) -> None:
+        trainer.module.bias.requires_grad_(now % 2 == 1)
 
     assert train(act, checks=30, keys=keys)[:-1] == ["", ""]
     assert keys[0] <= 14  # of two comparisons, for two ranks

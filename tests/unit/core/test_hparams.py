@@ -119,11 +119,16 @@ def test_a_name_that_is_no_argument_is_an_error_with_the_valid_names() -> None:
 def test_plain_data_is_json_data_and_other_values_become_strings() -> None:
     shaped = nn.ReLU()
     shaped.shape = torch.Size()  # type: ignore[assignment]  # as environments of torchrl
-    given = {"sizes": (1, 2), "nested": {"net": nn.ReLU(), "shaped": shaped}, 3: None, "scalar": torch.tensor(2)}
-    assert not is_plain(given)
+    hyperparameters = {
+        "sizes": (1, 2),
+        "nested": {"net": nn.ReLU(), "shaped": shaped},
+        3: None,
+        "scalar": torch.tensor(2),
+    }
+    assert not is_plain(hyperparameters)
     texts = {"net": "ReLU()", "shaped": "ReLU()"}
-    assert plain(given) == {"sizes": [1, 2], "nested": texts, "3": None, "scalar": 2}
-    assert is_plain(plain(given))
+    assert plain(hyperparameters) == {"sizes": [1, 2], "nested": texts, "3": None, "scalar": 2}
+    assert is_plain(plain(hyperparameters))
 
 
 class Color(str, Enum):  # noqa: UP042

@@ -42,9 +42,9 @@ def test_each_sample_that_is_not_trained_once_is_counted(windows: list[tuple[int
 def test_stages_are_printed_like_lightnings() -> None:
     from lightning.pytorch.trainer import states
 
-    for mine in (TrainerFn, TrainerStatus, RunningStage):
-        theirs = getattr(states, mine.__name__)
-        for member in mine:
+    for enumeration in (TrainerFn, TrainerStatus, RunningStage):
+        theirs = getattr(states, enumeration.__name__)
+        for member in enumeration:
             assert member == member.value
             assert str(member) == str(theirs(member.value))
             assert f"{member}" == f"{theirs(member.value)}"

@@ -103,8 +103,8 @@ def test_ranks_with_the_same_part_of_a_model_are_replicas(
 ) -> None:
     traits = Traits(unreplicated=True, model_axes=axes)
     assert traits.replicas_of(2, 8) == replicas
-    found = [traits.model_part(rank) for rank in range(8)]
-    assert [sorted(set(found)).index(part) for part in found] == parts
+    model_parts = [traits.model_part(rank) for rank in range(8)]
+    assert [sorted(set(model_parts)).index(part) for part in model_parts] == parts
     assert [rank for rank in range(8) if traits.represents(rank)] == represents
     assert traits.resizable
     assert not Traits(synchronous=False, model_axes=axes).resizable

@@ -152,13 +152,13 @@ def test_it_is_an_iterator_that_starts_parallel_loaders_at_once() -> None:
 
 
 def test_samplers_have_the_nesting_of_loaders_and_a_stream_has_no_length() -> None:
-    one = tiny_loader()
-    loader = CombinedLoader({"a": one, "b": [Stream()]}, "min_size")
-    assert loader.sampler == {"a": one.sampler, "b": [None]}
-    assert loader.batch_sampler == {"a": one.batch_sampler, "b": [None]}
-    assert len(loader) == len(one)
+    first = tiny_loader()
+    loader = CombinedLoader({"a": first, "b": [Stream()]}, "min_size")
+    assert loader.sampler == {"a": first.sampler, "b": [None]}
+    assert loader.batch_sampler == {"a": first.batch_sampler, "b": [None]}
+    assert len(loader) == len(first)
     with pytest.raises(TypeError, match="has no length, because 'Stream' has none"):
-        len(CombinedLoader([one, Stream()], "max_size"))
+        len(CombinedLoader([first, Stream()], "max_size"))
     iter(loader)
     copy = pickle.loads(pickle.dumps(CombinedLoader([[1], [2]])))
     assert next(iter(copy)) == ([1, 2], 0, 0)

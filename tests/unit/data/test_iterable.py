@@ -59,11 +59,11 @@ class Source:
 
 def microbatches(lengths: list[int], accumulate: int, first: int = 0) -> list[list[Any]]:
     """Return what each rank is given of an epoch."""
-    others, found = Together(len(lengths)), [[] for _ in lengths]
+    others, batches = Together(len(lengths)), [[] for _ in lengths]
 
     def read(rank: int) -> None:
         feed = ListFeed(Source(lengths[rank]), Rank(rank, len(lengths), others), float("inf"))
-        found[rank] += feed.epoch(0, accumulate=accumulate, first=first)
+        batches[rank] += feed.epoch(0, accumulate=accumulate, first=first)
 
     threads = [threading.Thread(target=read, args=(rank,)) for rank in range(len(lengths))]
     gc.disable()  # torch.get_rng_state holds a lock: a collection within it lets other threads run, which wait for it
@@ -74,15 +74,15 @@ def microbatches(lengths: list[int], accumulate: int, first: int = 0) -> list[li
             thread.join(30.0)
     finally:
         gc.enable()
-    return found
+    return batches
 
 
 def test_all_batches_of_an_update_have_equal_weight_wherever_streams_end() -> None:
     for lengths in ([5], [5, 5], [5, 2], [1, 4, 7], [0, 3], [0, 0]):
         for accumulate in (1, 2, 3):
             by_rank = microbatches(lengths, accumulate)
-            assert [sum(not micro.empty for micro in one) for one in by_rank] == lengths
-            assert {len(one) for one in by_rank} == {max(lengths)}
+            assert [sum(not micro.empty for micro in stream) for stream in by_rank] == lengths
+            assert {len(stream) for stream in by_rank} == {max(lengths)}
             window: list[Any] = []
             for row in zip(*by_rank, strict=True):
                 assert {(m.opens, m.closes, m.last, m.idle) for m in row} == {
@@ -91,15 +91,15 @@ def test_all_batches_of_an_update_have_equal_weight_wherever_streams_end() -> No
                 window.append(row)
                 if row[0].closes:
                     # as in `AccumulationWindow.close`
-                    scale = row[0].planned / sum(one[0].window_weight for one in window)
-                    counts = [scale * m.loss_factor for one in window for m in one if not m.empty]
+                    scale = row[0].planned / sum(stream[0].window_weight for stream in window)
+                    counts = [scale * m.loss_factor for stream in window for m in stream if not m.empty]
                     assert all(abs(count - 1 / len(counts)) < 1e-12 for count in counts)
                     window = []
             assert not window
 
 
 def test_a_stream_resumes_after_the_trained_batches() -> None:
-    assert [[m.data for m in one] for one in microbatches([5, 3], 1, first=2)] == [[2, 3, 4], [2, None, None]]
+    assert [[m.data for m in stream] for stream in microbatches([5, 3], 1, first=2)] == [[2, 3, 4], [2, None, None]]
 
 
 class Continued(Source):
@@ -143,10 +143,10 @@ def test_no_batch_is_lost_if_the_declared_length_is_too_large() -> None:
         def __len__(self) -> int:
             return self.batches + 2
 
-    found = list(ListFeed(Promising(3), World(), float("inf")).epoch(0, accumulate=2))
-    assert [(m.data, m.closes) for m in found] == [(0, False), (1, True), (2, False), (None, True)]
-    assert {m.planned for m in found} == {2}
-    assert sum(m.window_weight for m in found[2:]) == 1.0
+    batches = list(ListFeed(Promising(3), World(), float("inf")).epoch(0, accumulate=2))
+    assert [(m.data, m.closes) for m in batches] == [(0, False), (1, True), (2, False), (None, True)]
+    assert {m.planned for m in batches} == {2}
+    assert sum(m.window_weight for m in batches[2:]) == 1.0
 
 
 class Leases:
@@ -179,12 +179,12 @@ def test_a_rank_at_its_own_pace_resumes_after_its_own_batches_even_after_none(tr
         return None
 
     def values(feed: ListFeed, leases: int, epoch: int, first: int = 0) -> list[Any]:
-        found = []
+        batches = []
         for part in feed.leased(cast(Any, Leases(leases)), cast(Any, section), epoch, first=first):
             if part.synchronises:
                 break
-            found.append(part.data)
-        return found
+            batches.append(part.data)
+        return batches
 
     source = [torch.rand(1) for _ in range(4)]
     feed = ListFeed(source, Rank(0, 1, Together(1)), float("inf"))
@@ -401,14 +401,14 @@ def test_a_counter_that_a_hook_changes_within_an_epoch_keeps_its_value_on_resume
         feed = ListFeed(DataLoader(data, batch_size=None), World(), float("inf"))
         if state is not None:
             feed.load_state_dict(state)
-        found = []
+        batches = []
         for microbatch in feed.epoch(0, first=first):
             data.level += 1  # as a hook
-            found.append(microbatch.data.tolist())
+            batches.append(microbatch.data.tolist())
             state = feed.state_dict()
-            if len(found) == stop:
+            if len(batches) == stop:
                 break
-        return found, state
+        return batches, state
 
     whole, _ = read(Counts())
     before, saved = read(Counts(), stop=2)
@@ -440,14 +440,14 @@ def test_a_counter_changed_by_the_prefetched_batch_is_not_a_change_of_a_hook(at:
     def read(feed: ListFeed, epoch: int, first: int = 0, stop: int = 5) -> list[Any]:
         leases: tuple[Any, Any] = Leases(stop), lambda done, limit: None
         stream = feed.leased(*leases, epoch, first=first) if own_pace else feed.epoch(epoch, first=first)
-        found = []
+        batches = []
         for microbatch in stream:
-            if microbatch.synchronises or len(found) == stop:
+            if microbatch.synchronises or len(batches) == stop:
                 break
-            found.append(microbatch.data.tolist())
-            if len(found) == stop and not own_pace:
+            batches.append(microbatch.data.tolist())
+            if len(batches) == stop and not own_pace:
                 break
-        return found
+        return batches
 
     def feed_of() -> ListFeed:
         return ListFeed(DataLoader(Parts(at), batch_size=None), World(), float("inf"))

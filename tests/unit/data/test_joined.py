@@ -26,9 +26,9 @@ def test_a_joined_loader_yields_the_batches_of_the_parallel_loaders(mode: Any) -
 
 
 def test_samples_without_batching_and_custom_batch_samplers_are_joined() -> None:
-    own = DataLoader(Numbers(0, 5), batch_sampler=[[4, 0], [3]])
+    custom = DataLoader(Numbers(0, 5), batch_sampler=[[4, 0], [3]])
     alone = DataLoader(Numbers(50, 3), batch_size=None)
-    as_one = joined(CombinedLoader((own, alone), "max_size"), ranks=1)
+    as_one = joined(CombinedLoader((custom, alone), "max_size"), ranks=1)
     assert [(plain(a), b) for a, b in as_one] == [([4, 0], 50), ([3], 51), (None, 52)]
 
 

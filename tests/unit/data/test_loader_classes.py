@@ -81,8 +81,8 @@ def test_a_loader_may_pass_all_indices_of_a_batch_to_the_dataset() -> None:
     loader = list_loader()
     assert begins(read(loader)) == begins(list(loader)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert begins(read(list_loader(drop_last=True))) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    own = ListLoader(loader.dataset, batch_sampler=[[3, 1], [2]], collate_fn=as_it_is)  # type: ignore[arg-type]
-    assert begins(read(own)) == begins(list(own)) == [[3, 1], [2]]
+    subclass = ListLoader(loader.dataset, batch_sampler=[[3, 1], [2]], collate_fn=as_it_is)  # type: ignore[arg-type]
+    assert begins(read(subclass)) == begins(list(subclass)) == [[3, 1], [2]]
     shuffled = begins(read(list_loader(shuffle=True)))
     assert [len(batch) for batch in shuffled] == [4, 4, 2]
     assert sorted(itertools.chain.from_iterable(shuffled)) == list(range(10))

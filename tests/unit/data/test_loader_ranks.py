@@ -30,11 +30,11 @@ def first(number: int) -> None:
 def test_a_loader_process_has_its_rank_before_worker_init_fn_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     loader = DataLoader(Stream(), num_workers=1, worker_init_fn=first)
     give_rank(loader)
-    given = loader.worker_init_fn
+    init_fn = loader.worker_init_fn
     give_rank(loader)  # a second run with the same loader
-    assert loader.worker_init_fn is given
+    assert loader.worker_init_fn is init_fn
     monkeypatch.setattr(worlds, "_CURRENT", [World(rank=2, size=3)])
-    sent = pickle.dumps(given)
+    sent = pickle.dumps(init_fn)
     for name in World().variables:
         monkeypatch.setenv(name, "")
     pickle.loads(sent)(7)

@@ -31,9 +31,9 @@ def read(loader: Any, rank: int = 0, ranks: int = 1, epoch: int = 0, **options: 
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_a_batch_sampler_of_torch_is_read_like_a_loader_with_batch_size(drop_last: bool) -> None:
     odd = range(1, 20, 2)
-    own = DataLoader(DATA, batch_sampler=BatchSampler(odd, 4, drop_last))
+    custom = DataLoader(DATA, batch_sampler=BatchSampler(odd, 4, drop_last))
     usual = DataLoader(DATA, batch_size=4, sampler=odd, drop_last=drop_last)
-    assert read(own) == read(usual) == [[1, 3, 5, 7], [9, 11, 13, 15], [17, 19]][: 2 if drop_last else 3]
+    assert read(custom) == read(usual) == [[1, 3, 5, 7], [9, 11, 13, 15], [17, 19]][: 2 if drop_last else 3]
 
 
 class Batches(BatchSampler):
@@ -117,10 +117,10 @@ def test_a_sampler_with_another_source_of_random_numbers_has_the_same_order_on_a
 
 def test_samplers_that_differ_between_ranks_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     loader = DataLoader(DATA, batch_size=2, sampler=range(0, 20, 2))
-    monkeypatch.setattr(World, "gather_objects", lambda world, mine: [mine, "another"])
+    monkeypatch.setattr(World, "gather_objects", lambda world, value: [value, "another"])
     with pytest.raises(RanksDisagree, match=r"a different order of the data.*use_distributed_sampler=False"):
         next(make_feed(loader, World(rank=0, size=2), seed=5).epoch(0))
-    monkeypatch.setattr(World, "gather_objects", lambda world, mine: [mine, mine])
+    monkeypatch.setattr(World, "gather_objects", lambda world, value: [value, value])
     assert next(make_feed(loader, World(rank=1, size=2), seed=5).epoch(0)).data.tolist() == [4, 6]
 
 

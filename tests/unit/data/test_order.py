@@ -16,7 +16,7 @@ def test_every_position_belongs_to_exactly_one_rank() -> None:
 
 def _every_place_belongs_to_exactly_one_rank(items: int, ranks: int, accumulate: int, parts: int) -> None:
     cuts = [Cut(items, 4, rank, ranks, accumulate, parts=parts) for rank in range(ranks)]
-    places = sorted(place for cut in cuts for share in cut.shares() for place in range(share.begin, share.end))
+    places = sorted(position for cut in cuts for share in cut.shares() for position in range(share.begin, share.end))
     assert places == list(range(items))
 
 
@@ -35,11 +35,11 @@ def _all_ranks_have_as_many_microbatches_as_the_length_says(
 
 @pytest.mark.parametrize("items", [5, 16, 29])
 def test_parts_are_equal_for_any_number_of_ranks(items: int) -> None:
-    found = set()
+    splits = set()
     for ranks in (1, 2, 3, 7):
         cuts = [Cut(items, 12, rank, ranks, began_with=1, parts=12) for rank in range(ranks)]
-        found.add(tuple(sorted((s.begin, s.end) for cut in cuts for s in cut.shares() if s.begin < s.end)))
-    assert len(found) == 1
+        splits.add(tuple(sorted((s.begin, s.end) for cut in cuts for s in cut.shares() if s.begin < s.end)))
+    assert len(splits) == 1
 
 
 @pytest.mark.parametrize("items", [1, 4, 12, 17])
@@ -92,7 +92,9 @@ def test_unequal_shares_divide_the_same_global_batches(
     equal = list(Cut(items, 4, 0, 3, accumulate).shares())
     windows = {(share.window_begin, share.window_end) for share in equal}
     assert {(share.window_begin, share.window_end) for shares in ranks for share in shares} == windows
-    assert sorted(place for shares in ranks for s in shares for place in range(s.begin, s.end)) == list(range(items))
+    assert sorted(position for shares in ranks for s in shares for position in range(s.begin, s.end)) == list(
+        range(items)
+    )
     for shares in ranks:  # all ranks have the same microbatches, and count them as if shares were equal
         assert [(s.window_begin, s.opens, s.closes, s.last, s.incomplete) for s in shares] == [
             (s.window_begin, s.opens, s.closes, s.last, s.incomplete) for s in ranks[0]
@@ -121,8 +123,8 @@ def test_shares_apply_from_a_position_and_for_the_same_number_of_ranks() -> None
     balance.change(0, 24, (1.0, 3.0))
     balance.change(1, 8, (3.0, 1.0))
     assert balance.at(0, 23, 2) is None
-    found = [balance.at(*place, 2) for place in ((0, 24), (0, 1000), (1, 0), (1, 8), (7, 0))]
-    assert [shares.weights for shares in found if shares] == [(1.0, 3.0)] * 3 + [(3.0, 1.0)] * 2
+    applied = [balance.at(*position, 2) for position in ((0, 24), (0, 1000), (1, 0), (1, 8), (7, 0))]
+    assert [shares.weights for shares in applied if shares] == [(1.0, 3.0)] * 3 + [(3.0, 1.0)] * 2
     assert balance.at(1, 8, 3) is None
 
 

@@ -33,7 +33,7 @@ SAMPLES = 12
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "equal"),
+    ("first", "other", "equal"),
     [
         ({"a": [1, (2.0, "x")], "b": torch.ones(2)}, {"a": (1, [2.0, "x"]), "b": torch.ones(2)}, True),
         ({"a": 1}, {"a": 1, "b": None}, False),
@@ -46,8 +46,8 @@ SAMPLES = 12
         (None, None, True),
     ],
 )
-def test_states_are_equal_if_all_their_values_are_equal(one: Any, other: Any, equal: bool) -> None:
-    assert equal_states(one, other) is equal
+def test_states_are_equal_if_all_their_values_are_equal(first: Any, other: Any, equal: bool) -> None:
+    assert equal_states(first, other) is equal
 
 
 def test_the_state_of_a_data_module_is_a_copy_and_none_without_a_state() -> None:
@@ -136,7 +136,7 @@ class Shuffled(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         self.random.shuffle(self.places)
-        return iter([int(place) for place in self.places])
+        return iter([int(position) for position in self.places])
 
 
 class Counted(Sampler[int]):
@@ -195,7 +195,7 @@ class OfClasses(Sampler[int]):
         random.shuffle(self.names)
         for name in self.names:
             np.random.shuffle(self.places[name])  # type: ignore[arg-type]
-        return iter([int(place) for name in self.names for place in self.places[name]])
+        return iter([int(position) for name in self.names for position in self.places[name]])
 
 
 class Seen(fx.Module):
@@ -297,10 +297,10 @@ def test_a_run_resumes_at_the_end_of_an_epoch_before_its_hooks(own_folder: Path)
 def test_a_sampler_restored_for_a_complete_epoch_draws_the_next_order() -> None:
     def orders(*, interrupted: bool) -> list[Any]:
         feed = make_feed(LOADERS["list in place"](), World(), seed=5)
-        found = [[micro.data.tolist() for micro in feed.epoch(0)]]
+        epochs = [[micro.data.tolist() for micro in feed.epoch(0)]]
         if interrupted:
             feed.place_sampler(0)
-        return [*found, *([micro.data.tolist() for micro in feed.epoch(epoch)] for epoch in (1, 2))]
+        return [*epochs, *([micro.data.tolist() for micro in feed.epoch(epoch)] for epoch in (1, 2))]
 
     assert orders(interrupted=True) == orders(interrupted=False)
 
@@ -331,7 +331,7 @@ def test_generators_in_loader_processes_are_named(own_folder: Path, capsys: pyte
 def test_global_generators_and_samples_are_not_searched() -> None:
     data = Numbers([Noise(torch.default_generator), random.SystemRandom(), *map(Noise, generators().values())])
     data.samples = [random.Random(1)] * 1000  # type: ignore[attr-defined]
-    assert list(find_generators(data, "data")) == [f"data.transforms.{place}.generator" for place in range(2, 9)]
+    assert list(find_generators(data, "data")) == [f"data.transforms.{position}.generator" for position in range(2, 9)]
 
 
 def test_a_sampler_with_another_path_or_class_keeps_its_own_state(own_folder: Path) -> None:

@@ -67,11 +67,11 @@ class _PlansEarly(Counts):
 
 def test_a_schedule_may_be_planned_in_setup_before_the_data_is_loaded() -> None:
     module, plain, order = _PlansEarly(), Counts(), []
-    for each in (module, plain):
+    for candidate in (module, plain):
         fx.seed_everything(3)
         trainer = fx.Trainer(max_epochs=3, accumulate_grad_batches=3, **QUIET)
-        trainer.fit(each, None if each is module else tiny_loader(shuffle=True))
-        order.append(torch.cat(each.seen["train"]))
+        trainer.fit(candidate, None if candidate is module else tiny_loader(shuffle=True))
+        order.append(torch.cat(candidate.seen["train"]))
     assert module.early == trainer.global_step == trainer.estimated_stepping_batches == 6
     assert module.within == float("inf")  # the loader, which it is asked for, does not exist yet
     assert module.created == 1
@@ -143,7 +143,7 @@ class Grows(IterableDataset[Any]):
 
     def __iter__(self) -> Any:
         data = [*tiny_data(8 + 2 * self.epoch)]
-        return iter([data[place] for place in torch.randperm(len(data)).tolist()])
+        return iter([data[position] for position in torch.randperm(len(data)).tolist()])
 
 
 class Curriculum(fx.DataModule):

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, WeightedRandomSampler
 from fabricx.data import BucketSampler, GroupSampler, make_feed
 from fabricx.distributed.world import World
 
-LENGTHS = [(7 * place) % 31 for place in range(50)]
-GROUPS = [place % 6 for place in range(50)]
+LENGTHS = [(7 * position) % 31 for position in range(50)]
+GROUPS = [position % 6 for position in range(50)]
 SAMPLERS = {
     "buckets": BucketSampler(LENGTHS, bucket=8),
     "groups": GroupSampler(GROUPS),
@@ -24,7 +24,7 @@ SAMPLERS = {
 @pytest.fixture(autouse=True)
 def _without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks compare their orders by a collective; here are none."""
-    monkeypatch.setattr(World, "gather_objects", lambda world, mine: [mine])
+    monkeypatch.setattr(World, "gather_objects", lambda world, value: [value])
 
 
 def trained(sampler: Any, ranks: int, position: int = 0, epoch: int = 0, began_with: int = 4) -> list[set[int]]:
@@ -56,15 +56,17 @@ def test_each_sample_is_read_once(sampler: Any) -> None:
 
 def test_a_bucket_holds_samples_of_similar_length() -> None:
     order = list(SAMPLERS["buckets"])
-    spreads = [max(found) - min(found) for found in ([LENGTHS[i] for i in order[a : a + 8]] for a in range(0, 48, 8))]
+    spreads = [
+        max(members) - min(members) for members in ([LENGTHS[i] for i in order[a : a + 8]] for a in range(0, 48, 8))
+    ]
     assert max(spreads) <= 5  # 50 lengths of 0 to 30 in buckets of 8
 
 
 def test_a_group_stays_together_in_its_own_order() -> None:
     order = list(SAMPLERS["groups"])
-    runs = [list(found) for _, found in itertools.groupby(order, key=lambda place: GROUPS[place])]
+    runs = [list(members) for _, members in itertools.groupby(order, key=lambda position: GROUPS[position])]
     assert len(runs) == 6
-    assert all(found == sorted(found) for found in runs)
+    assert all(members == sorted(members) for members in runs)
 
 
 def test_an_empty_bucket_is_refused() -> None:

@@ -62,11 +62,11 @@ def test_an_object_that_is_no_loader_is_refused_among_loaders(choose: Any, sourc
 
 
 def test_evaluation_loaders_are_read_sequentially() -> None:
-    one, two, three = tiny_loader(), tiny_loader(), tiny_loader()
-    both = CombinedLoader([one, two], "min_size")
-    assert evaluation_sources({"a": [one, two], "b": three}) == [one, two, three]
-    assert evaluation_sources([[], one]) == [[], one]
-    assert evaluation_sources(CombinedLoader({"a": one, "b": two}, "sequential")) == [one, two]
+    first, two, three = tiny_loader(), tiny_loader(), tiny_loader()
+    both = CombinedLoader([first, two], "min_size")
+    assert evaluation_sources({"a": [first, two], "b": three}) == [first, two, three]
+    assert evaluation_sources([[], first]) == [[], first]
+    assert evaluation_sources(CombinedLoader({"a": first, "b": two}, "sequential")) == [first, two]
     assert evaluation_sources(both) == [both]
     assert evaluation_sources([both, three]) == [both, three]
     assert evaluation_sources(BATCHES) == [BATCHES]

@@ -28,9 +28,9 @@ def test_models_for_bug_reports_run(name: str, quiet: dict[str, Any]) -> None:
 
 def test_streams_and_dicts_of_random_vectors_have_lightning_s_shapes() -> None:
     for name in ("RandomIterableDataset", "RandomIterableDatasetWithLen"):
-        mine, reference = getattr(ours, name)(32, 3), getattr(theirs, name)(32, 3)
-        assert [item.shape for item in mine] == [item.shape for item in reference]
-        assert hasattr(mine, "__len__") == hasattr(reference, "__len__")
+        dataset, reference = getattr(ours, name)(32, 3), getattr(theirs, name)(32, 3)
+        assert [item.shape for item in dataset] == [item.shape for item in reference]
+        assert hasattr(dataset, "__len__") == hasattr(reference, "__len__")
     pair, other = ours.RandomDictDataset(4, 2)[1], theirs.RandomDictDataset(4, 2)[1]
     assert {name: value.shape for name, value in pair.items()} == {name: value.shape for name, value in other.items()}
     assert pair["b"].equal(pair["a"] + 2)

@@ -89,8 +89,8 @@ def test_an_error_in_the_block_leaves_collectives_allowed() -> None:
 
 
 def test_groups_without_the_absent_ranks_may_call_collectives() -> None:
-    mine, both = dist.new_group([0]), dist.new_group([0, 1])
+    alone, both = dist.new_group([0]), dist.new_group([0, 1])
     with without_sample([1]):
-        dist.all_reduce(torch.ones(1), group=mine)
+        dist.all_reduce(torch.ones(1), group=alone)
         with pytest.raises(RanksApart, match="ranks 1 don't call training_step and the hooks of this batch"):
             dist.all_reduce(torch.ones(1), group=both)

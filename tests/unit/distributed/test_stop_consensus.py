@@ -49,8 +49,8 @@ def test_a_rank_that_has_ended_is_not_awaited(server: StoreServer) -> None:
     agreement.request("terminated")
     with pytest.raises(PeerLost, match="rank 1 has ended"):
         agreement.at_boundary(0)
-    for each in both:
-        each.close()
+    for consensus in both:
+        consensus.close()
 
 
 def test_ranks_that_receive_a_request_at_different_boundaries_stop_at_the_same_boundary(server: StoreServer) -> None:
@@ -90,7 +90,7 @@ def stops(server: StoreServer, requests: list[dict[int, str]], minimum: int) -> 
         requests: by rank: reasons, by the boundary before which the rank requests the stop.
         minimum: boundary before which only signals stop the ranks.
     """
-    found: list[tuple[int, str | None]] = []
+    results: list[tuple[int, str | None]] = []
 
     def train(rank: int) -> None:
         requested = StopRequests(World(rank=rank, size=len(requests), store=PrivateStore(server.path, KEY)))
@@ -102,7 +102,7 @@ def stops(server: StoreServer, requests: list[dict[int, str]], minimum: int) -> 
                 requested.request(requests[rank][index])
             reason = requested.at_boundary(index, delayed=index < minimum)
             time.sleep(0.002)
-        found.append((index, reason))
+        results.append((index, reason))
         requested.close()
 
     ready = threading.Barrier(len(requests))
@@ -111,7 +111,7 @@ def stops(server: StoreServer, requests: list[dict[int, str]], minimum: int) -> 
         thread.start()
     for thread in threads:
         thread.join(60)
-    return found
+    return results
 
 
 @pytest.mark.parametrize("requests", [

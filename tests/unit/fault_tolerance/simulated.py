@@ -141,9 +141,9 @@ class Threads(World):
         if self.newcomer:
             return [value]
         self.machine.point(f"before {what}")
-        found: list[Any] = self.machine.group(self.generation, self.size).exchange(self.rank, value)
+        values: list[Any] = self.machine.group(self.generation, self.size).exchange(self.rank, value)
         self.machine.point(f"after {what}")
-        return found
+        return values
 
     def follow(self) -> None:
         generations.membership().joined = self.generation  # type: ignore[attr-defined]
@@ -156,7 +156,7 @@ class Threads(World):
     def all_reduce(self, tensor: Tensor, op: Any = "sum") -> Tensor:
         stacked = torch.stack(self._exchange(tensor.detach().clone(), "a reduction"))
         kinds: dict[str, Callable[[Tensor], Tensor]] = {
-            "sum": lambda t: t.sum(0), "max": lambda t: t.amax(0), "min": lambda t: t.amin(0)
+            "sum": lambda parts: parts.sum(0), "max": lambda parts: parts.amax(0), "min": lambda parts: parts.amin(0)
         }  # fmt: skip
         tensor.detach().copy_(kinds[op](stacked))
         return tensor
@@ -300,12 +300,12 @@ class Simulation:
             target=self._work, args=(worker, seat, newcomer), name=f"worker-{worker}", daemon=True
         )
         self.threads[worker] = thread
-        own = self.members[worker] = Membership(
+        member = self.members[worker] = Membership(
             worker, str(self.machine.folder), lambda kind, content: self.machine.messages.put((worker, kind, content)),
             leave=_leave,
         )  # fmt: skip
-        own.shut = lambda: self.machine.break_off(own.joined)  # type: ignore[method-assign, attr-defined]
-        own.joined = 0  # type: ignore[attr-defined]  # the generation of its connections
+        member.shut = lambda: self.machine.break_off(member.joined)  # type: ignore[method-assign, attr-defined]
+        member.joined = 0  # type: ignore[attr-defined]  # the generation of its connections
         thread.start()
 
     def _work(self, worker: int, seat: int, newcomer: bool) -> None:

@@ -84,13 +84,13 @@ class Workers:
 
     def copy(self, worker: int, generation: Generation) -> None:
         """Roll a worker back to the newest complete copies, and make its next copy."""
-        own = self.copies.get(worker, [])
+        present = self.copies.get(worker, [])
         whole = {
             copy for copies in self.copies.values() for copy in copies
             if all(copy in self.copies.get(member, []) for member in copy[1])
         }  # fmt: skip
         assert whole or not self.outlived
-        kept = [copy for copy in own if copy == max(whole, default=None)] or own[-1:]
+        kept = [copy for copy in present if copy == max(whole, default=None)] or present[-1:]
         self.copies[worker] = [*kept[-1:], (generation.number, generation.workers)]
 
 

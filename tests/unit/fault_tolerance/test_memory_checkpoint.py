@@ -40,12 +40,12 @@ def room(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
 
 
 def test_a_state_is_available_after_all_ranks_have_copied_it(tmp_path: Path) -> None:
-    one, other = ranks(tmp_path)
+    holder, other = ranks(tmp_path)
     assert memory_checkpoint.read(str(tmp_path)) == {}
-    one.make(1, MEMBERS, state(1.0))
+    holder.make(1, MEMBERS, state(1.0))
     assert not whole(tmp_path)
     other.make(1, MEMBERS, state(10.0))
-    one.make(2, MEMBERS, state(2.0))
+    holder.make(2, MEMBERS, state(2.0))
     [copies] = whole(tmp_path).values()
     assert [copy.key for copy in copies] == [1, 1]
     for rank, value in enumerate((1.0, 10.0)):
@@ -56,17 +56,17 @@ def test_a_state_is_available_after_all_ranks_have_copied_it(tmp_path: Path) -> 
 
 
 def test_a_death_during_a_copy_keeps_the_previous_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other = ranks(tmp_path)
+    holder, other = ranks(tmp_path)
     for key in (1, 2):
-        one.make(key, MEMBERS, state(key))
+        holder.make(key, MEMBERS, state(key))
         other.make(key, MEMBERS, state(key))
     with monkeypatch.context() as patch:
         patch.delattr(memory_checkpoint, "_sum")  # what is needed last
         with pytest.raises(NameError):
-            one.make(3, MEMBERS, state(3.0))
+            holder.make(3, MEMBERS, state(3.0))
     assert list(whole(tmp_path)) == [2]
-    one.keep(2)
-    one.make(3, MEMBERS, {"more": torch.zeros(1000), **state(3.0)})  # more room than before
+    holder.keep(2)
+    holder.make(3, MEMBERS, {"more": torch.zeros(1000), **state(3.0)})  # more room than before
     other.make(3, MEMBERS, {"more": torch.zeros(1000), **state(3.0)})
     assert set(whole(tmp_path)) == {2, 3}
 
@@ -94,27 +94,27 @@ def test_deleted_copies_are_removed_also_those_of_a_predecessor(tmp_path: Path) 
 
 
 def test_a_copy_is_sent_in_blocks_and_is_invalid_until_complete(tmp_path: Path) -> None:
-    one, other = ranks(tmp_path)
+    holder, other = ranks(tmp_path)
     for number in range(memory_checkpoint.NEWEST):
         memory_checkpoint.path_of(str(tmp_path), 9, number).touch()
     buddy = Copies(str(tmp_path), -1, 9)
-    one.make(1, MEMBERS, state(1.0))
+    holder.make(1, MEMBERS, state(1.0))
     other.make(1, MEMBERS, state(2.0))
     header, content = other.content()
     for number in range(memory_checkpoint.NEWEST):  # the machine is lost
         memory_checkpoint.path_of(str(tmp_path), MEMBERS[1], number).unlink()
-    with buddy.taking(header) as place:
-        place[:-8] = content[:-8]
+    with buddy.taking(header) as buffer:
+        buffer[:-8] = content[:-8]
         assert not whole(tmp_path)
-        place[-8:] = content[-8:]
+        buffer[-8:] = content[-8:]
     [[_, copy]] = whole(tmp_path).values()
     assert copy.whole()
     assert torch.equal(memory_checkpoint.join([copy], room)["weights"]["a"], torch.full((3,), 2.0))
 
 
 def test_a_changed_bit_is_detected(tmp_path: Path) -> None:
-    one, other = ranks(tmp_path)
-    one.make(1, MEMBERS, state(1.0))
+    holder, other = ranks(tmp_path)
+    holder.make(1, MEMBERS, state(1.0))
     other.make(1, MEMBERS, state(1.0))
     [copies] = whole(tmp_path).values()
     assert all(copy.whole() for copy in copies)

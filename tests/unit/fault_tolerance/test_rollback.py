@@ -35,9 +35,9 @@ class Threads(World):
     def gather_objects(self, obj: Any) -> list[Any]:
         self.meeting.sent[self.rank] = obj
         self.meeting.barrier.wait()
-        found = list(self.meeting.sent)
+        gathered = list(self.meeting.sent)
         self.meeting.barrier.wait()
-        return found
+        return gathered
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         return self.gather_objects(obj)[src]
@@ -61,11 +61,11 @@ def together(root: Path, nodes: list[str], work: Callable[[Threads], Any], monke
         folder = root / node
         folder.mkdir(exist_ok=True)
         for slot in (rank % per_machine, per_machine + rank % per_machine):
-            for place in range(memory_checkpoint.NEWEST):
-                memory_checkpoint.path_of(str(folder), slot, place).touch()
+            for index in range(memory_checkpoint.NEWEST):
+                memory_checkpoint.path_of(str(folder), slot, index).touch()
         thread.membership = SimpleNamespace(folder=str(folder), worker=rank, slot=rank % per_machine, changes=False)
-        place = Threads(rank, len(nodes), rank % per_machine, per_machine, ord(node), meeting=meeting)
-        return work(place)
+        index = Threads(rank, len(nodes), rank % per_machine, per_machine, ord(node), meeting=meeting)
+        return work(index)
 
     with ThreadPoolExecutor(len(nodes)) as pool:
         return list(pool.map(run, range(len(nodes))))
@@ -98,7 +98,7 @@ def copy_steps(*steps: int, groups: int = 1) -> Callable[[Threads], None]:
     return work
 
 
-def found(world: Threads, groups: int = 1) -> tuple[int, list[float]] | None:
+def restored(world: Threads, groups: int = 1) -> tuple[int, list[float]] | None:
     """Return the step and the parts that this rank would restore."""
     source = rollback._newest(world, in_groups(groups))
     if source is None:
@@ -116,15 +116,15 @@ def test_the_part_of_a_lost_machine_is_restored_from_another_machine(
     monkeypatch.setattr(rollback, "CHUNK", chunk)
     monkeypatch.setattr(memory_checkpointer, "CHUNK", chunk)
     together(tmp_path, ["a", "a", "b", "b", "c", "c"], copy_steps(3, 4, 5), monkeypatch)
-    same = together(tmp_path, ["a", "a", "b", "b", "c", "c"], found, monkeypatch)
+    same = together(tmp_path, ["a", "a", "b", "b", "c", "c"], restored, monkeypatch)
     assert same == [(5, [50.0 + rank]) for rank in range(6)]
     # b is lost; d comes, and torchrun gives the machines other numbers.
-    assert together(tmp_path, ["d", "d", "c", "c", "a", "a"], found, monkeypatch) == same
+    assert together(tmp_path, ["d", "d", "c", "c", "a", "a"], restored, monkeypatch) == same
     # Without d, four ranks have all six parts to divide.
-    fewer = together(tmp_path, ["c", "c", "a", "a"], found, monkeypatch)
+    fewer = together(tmp_path, ["c", "c", "a", "a"], restored, monkeypatch)
     assert fewer == [(5, [50.0, 51.0, 52.0, 53.0, 54.0, 55.0])] * 4
     # A machine and its buddy are lost: some parts are nowhere.
-    assert together(tmp_path, ["d", "d", "e", "e", "a", "a"], found, monkeypatch) == [None] * 6
+    assert together(tmp_path, ["d", "d", "e", "e", "a", "a"], restored, monkeypatch) == [None] * 6
 
 
 def test_a_corrupt_part_is_restored_from_the_other_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,10 +133,10 @@ def test_a_corrupt_part_is_restored_from_the_other_copy(tmp_path: Path, monkeypa
         content = bytearray(path.read_bytes())
         content[memory_checkpoint.ALIGN + 100] ^= 1
         path.write_bytes(content)
-    assert together(tmp_path, ["a", "b"], found, monkeypatch) == [(2, [20.0]), (2, [21.0])]
+    assert together(tmp_path, ["a", "b"], restored, monkeypatch) == [(2, [20.0]), (2, [21.0])]
     for path in (tmp_path / "b").glob("copy-1-*"):  # and the other one is half written
         path.write_bytes(bytes(len(path.read_bytes())))
-    assert together(tmp_path, ["a", "b"], found, monkeypatch) == [None, None]
+    assert together(tmp_path, ["a", "b"], restored, monkeypatch) == [None, None]
 
 
 def test_an_incomplete_buddy_copy_is_not_used_after_the_machine_is_lost(
@@ -150,15 +150,15 @@ def test_an_incomplete_buddy_copy_is_not_used_after_the_machine_is_lost(
         memory_checkpointer.copies.make((3,), range(2), state_of(3, 0))
 
     together(tmp_path, ["a", "b"], die_while_copying, monkeypatch)
-    assert together(tmp_path, ["a", "b"], found, monkeypatch) == [(3, [30.0]), (3, [30.0])]
-    assert together(tmp_path, ["a", "c"], found, monkeypatch) == [(2, [20.0]), (2, [21.0])]
+    assert together(tmp_path, ["a", "b"], restored, monkeypatch) == [(3, [30.0]), (3, [30.0])]
+    assert together(tmp_path, ["a", "c"], restored, monkeypatch) == [(2, [20.0]), (2, [21.0])]
 
 
 def test_replicated_tensors_are_restored_from_a_replica_and_rank_state_from_the_buddy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def look(world: Threads) -> tuple[int, list[float]] | None:
-        return found(world, groups=2)
+        return restored(world, groups=2)
 
     together(tmp_path, ["a", "a", "b", "b"], copy_steps(1, 2, groups=2), monkeypatch)
     sizes = {path.name[5]: path.stat().st_size for path in (tmp_path / "a").glob("copy-*-1")}
@@ -175,4 +175,4 @@ def test_copies_of_a_different_sharding_are_not_loaded(
 ) -> None:  # fmt: skip
     together(tmp_path, ["a", "b"], copy_steps(1, 2), monkeypatch)
     monkeypatch.setattr(rollback, "layout_of", lambda strategy: (LAYOUT[0], {"cuts": [[0, 1], [1, 3]]}))
-    assert together(tmp_path, ["a", "b"], found, monkeypatch) == [None, None]
+    assert together(tmp_path, ["a", "b"], restored, monkeypatch) == [None, None]

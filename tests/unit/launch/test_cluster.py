@@ -52,8 +52,8 @@ SAGEMAKER = {"SM_HOSTS": '["algo-1", "algo-2"]', "SM_CURRENT_HOST": "algo-2", "S
 
 @pytest.mark.parametrize("env", [MPICH, OPEN_MPI], ids=["mpich", "openmpi"])
 def test_mpi_is_detected(env: dict[str, str]) -> None:
-    for given in (env, {**env, "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}):  # mpirun within a job of SLURM
-        world = detect(given)
+    for environment in (env, {**env, "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}):  # mpirun within a job of SLURM
+        world = detect(environment)
         assert world is not None
         assert (world.rank, world.size, world.local_rank, world.local_size, world.node_rank) == (3, 4, 1, 2, 1)
     assert not on_one_machine(env)
@@ -150,9 +150,9 @@ def test_a_run_shows_the_numbers_of_its_workers_and_the_launch_keeps_its_own(mon
         monkeypatch.setenv(name, value)
     with cluster.shows_rank(World(1, 2, local_rank=1, local_size=2)):
         assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]) == ("1", "2", "2")
-        found = cluster.detect()
-        assert found is not None
-        assert (found.rank, found.size) == (1, 3)
+        detected = cluster.detect()
+        assert detected is not None
+        assert (detected.rank, detected.size) == (1, 3)
     assert {name: os.environ[name] for name in launched} == launched
     for name in launched:
         monkeypatch.delenv(name)

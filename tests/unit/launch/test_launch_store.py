@@ -58,19 +58,19 @@ def _hosts_end(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_an_attempt_of_fewer_ranks_has_the_names_of_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """It took the address that the ranks before it had written for that of another program."""
-    found: list[Launch] = []
+    launches: list[Launch] = []
     monkeypatch.setattr(launch_store, "_open_launcher_store", lambda *_, **__: None)
     monkeypatch.setattr(launch_store, "_CONNECTED", {})
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # set for a launch on one machine
-    monkeypatch.setattr(launch_store, "meet", lambda store, info: (found.append(info), (None, b""))[1])
+    monkeypatch.setattr(launch_store, "meet", lambda store, info: (launches.append(info), (None, b""))[1])
     for size in ("4", "2"):
         environment = {
             "RANK": "1", "WORLD_SIZE": size, "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "node0",
             "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "run", "FABRICX_KEY": "k" * 40,
         }  # fmt: skip
         launch_store.connect(World(), environment)
-    assert [info.size for info in found] == [4, 2]
-    assert found[0].names == found[1].names
+    assert [info.size for info in launches] == [4, 2]
+    assert launches[0].names == launches[1].names
 
 
 def test_ranks_on_the_same_machine_read_the_key_from_a_file_that_is_then_deleted() -> None:

@@ -53,9 +53,9 @@ def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def job_folder() -> Path:
     """Return the folder of the only job, when it is there."""
-    while not (found := list(Path("kubernetes_jobs").glob("*/trainjob.yaml"))):
+    while not (jobs := list(Path("kubernetes_jobs").glob("*/trainjob.yaml"))):
         time.sleep(0.01)
-    return found[0].parent
+    return jobs[0].parent
 
 
 @contextlib.contextmanager

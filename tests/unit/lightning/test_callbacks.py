@@ -104,11 +104,11 @@ def comparable(callback: Any) -> dict[str, Any]:
             for name, value in vars(callback).items() if name not in ("_clock", "_metric")}  # fmt: skip
 
 
-@pytest.mark.parametrize(("given", "equal"), SAME, ids=lambda callback: type(callback).__name__)
-def test_a_lightning_callback_is_converted_to_fabricxs_with_its_arguments(given, equal):
-    kind = type(given)
-    adapted = adapt_callback(given)
-    assert adapted is given
+@pytest.mark.parametrize(("lightning_callback", "equal"), SAME, ids=lambda callback: type(callback).__name__)
+def test_a_lightning_callback_is_converted_to_fabricxs_with_its_arguments(lightning_callback, equal):
+    kind = type(lightning_callback)
+    adapted = adapt_callback(lightning_callback)
+    assert adapted is lightning_callback
     assert isinstance(adapted, (type(equal), kind))
     assert isinstance(adapted, type(equal))
     assert comparable(adapted) == comparable(equal)

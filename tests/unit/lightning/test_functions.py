@@ -23,9 +23,9 @@ def test_norms_of_gradients_are_lightnings(kind: Any) -> None:
     assert functions.grad_norm(net, kind) == {}
     net(torch.randn(4, 3)).sum().backward()
     expected = utilities.grad_norm(net, kind)
-    found = functions.grad_norm(net, kind)
-    assert found.keys() == expected.keys()
-    for name, norm in found.items():
+    norms = functions.grad_norm(net, kind)
+    assert norms.keys() == expected.keys()
+    for name, norm in norms.items():
         assert float(norm) == pytest.approx(float(expected[name]))  # the sum of float32 values in another order
     with pytest.raises(ValueError, match="set a positive number"):
         functions.grad_norm(net, 0)
@@ -41,8 +41,8 @@ def test_a_profiler_measures_the_actions_of_a_program(capsys: pytest.CaptureFixt
     with pytest.raises(ValueError, match=r"filename='times'\): the table is printed, not written to a file"):
         functions.SimpleProfiler(filename="times")
     profiler, silent = functions.SimpleProfiler(), functions.PassThroughProfiler()
-    for each in (profiler, silent, profiler):
-        with each.profile("load"):
+    for profiled in (profiler, silent, profiler):
+        with profiled.profile("load"):
             pass
     assert len(profiler.recorded_durations["load"]) == 2
     profiler.describe()

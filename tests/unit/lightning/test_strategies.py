@@ -93,17 +93,17 @@ def test_isinstance_finds_strategies_and_accelerators_by_lightnings_names() -> N
     assert not isinstance("auto", accelerators.Accelerator)
     assert not isinstance(single.accelerator, accelerators.CUDAAccelerator)
     for kind in kinds:
-        mine: Any = type("Mine", (kind,), {})  # a package with strategies for other devices can be imported
-        assert not isinstance(single.strategy, mine)
+        subclass: Any = type("Mine", (kind,), {})  # a package with strategies for other devices can be imported
+        assert not isinstance(single.strategy, subclass)
         with pytest.raises(TypeError, match=r"class Mine\(.*derive from fabricx\.Strategy"):
-            mine("device")
+            subclass("device")
 
 
 def test_a_lightning_class_in_a_file_is_a_fabricx_class_with_its_arguments() -> None:
     path = "lightning.pytorch.strategies.ddp.DDPStrategy"
-    given = {"find_unused_parameters": True, "bucket_cap_mb": 5, "accelerator": None, "ddp_comm_hook": None}
+    options = {"find_unused_parameters": True, "bucket_cap_mb": 5, "accelerator": None, "ddp_comm_hook": None}
     expected = "fabricx.strategies.ddp.DDP", {"find_unused_parameters": True, "bucket_mib": 5.0}
-    assert own_class(path, given) == expected
+    assert own_class(path, options) == expected
     assert own_class("pytorch_lightning.strategies.SingleDeviceStrategy", {"device": "cpu"}) == (
         "fabricx.strategies.single.Single", {},
     )  # fmt: skip

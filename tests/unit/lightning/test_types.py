@@ -19,8 +19,8 @@ def test_each_public_type_of_lightning_exists() -> None:
         if not name.startswith("_") and (inspect.getmodule(value) in (theirs, None) or "SchedulerType" in name)
         and name.lower() != name
     }  # fmt: skip
-    own = {name for name in names if not hasattr(types, name)} - elsewhere
-    assert own <= {"Any", "Union", "Optional", "Protocol", "TypedDict", "Required", "NotRequired"}
+    missing = {name for name in names if not hasattr(types, name)} - elsewhere
+    assert missing <= {"Any", "Union", "Optional", "Protocol", "TypedDict", "Required", "NotRequired"}
 
 
 def test_a_scheduler_is_recognised_by_its_classes() -> None:

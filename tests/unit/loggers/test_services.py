@@ -64,10 +64,10 @@ def test_a_launched_rank_that_does_not_log_writes_nothing(monkeypatch: pytest.Mo
 
 
 def test_checkpoints_are_uploaded_once() -> None:
-    each, last, none = Uploads("all"), Uploads(True), Uploads(False)
-    assert each.after_save(["a"]) == ["a"]
-    assert each.after_save(["a", "b"]) == ["b"]
-    assert each.at_end() == []
+    every, last, none = Uploads("all"), Uploads(True), Uploads(False)
+    assert every.after_save(["a"]) == ["a"]
+    assert every.after_save(["a", "b"]) == ["b"]
+    assert every.at_end() == []
     assert last.after_save(["a"]) == last.after_save(["b"]) == []
     assert last.at_end() == ["b"]
     none.after_save(["a"])

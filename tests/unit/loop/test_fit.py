@@ -384,8 +384,12 @@ def test_the_phase_of_a_call_holds_from_its_set_up_to_its_end(quiet: dict[str, A
 
     class Looks(TinyModule):
         def _look(self, hook: str) -> None:
-            t = self.trainer
-            words = [w for w in ("training", "validating", "testing", "predicting", "sanity_checking") if getattr(t, w)]
+            run_trainer = self.trainer
+            words = [
+                w
+                for w in ("training", "validating", "testing", "predicting", "sanity_checking")
+                if getattr(run_trainer, w)
+            ]
             seen.append((hook, " ".join(words)))
 
         def setup(self, stage: str) -> None:

@@ -70,13 +70,13 @@ def test_clipping_is_equal_to_torchs(algorithm: str) -> None:
         nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
     else:
         nn.utils.clip_grad_value_(plain.parameters(), 0.05)
-    for found, wanted in zip(sees.clipped, plain.parameters(), strict=True):
+    for actual, wanted in zip(sees.clipped, plain.parameters(), strict=True):
         assert wanted.grad is not None
-        assert torch.equal(found, wanted.grad)
+        assert torch.equal(actual, wanted.grad)
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["by the option", "by the module"])
-def test_each_gradient_that_a_closure_computes_is_clipped(own: bool, quiet: dict[str, Any]) -> None:
+@pytest.mark.parametrize("custom", [False, True], ids=["by the option", "by the module"])
+def test_each_gradient_that_a_closure_computes_is_clipped(custom: bool, quiet: dict[str, Any]) -> None:
     norms: list[float] = []
 
     def stepped(optimizer: torch.optim.Optimizer, closure: Any) -> None:
@@ -96,7 +96,7 @@ def test_each_gradient_that_a_closure_computes_is_clipped(own: bool, quiet: dict
             assert gradient_clip_val == 0.01
             nn.utils.clip_grad_norm_(self.parameters(), 0.01)
 
-    module, batch = (ClipsItself if own else TinyModule)(), next(iter(tiny_loader()))
+    module, batch = (ClipsItself if custom else TinyModule)(), next(iter(tiny_loader()))
     plain = TinyModule()
     module.configure_optimizers = lambda: Quasi(module.parameters(), max_iter=4)  # type: ignore
     fx.Trainer(max_steps=1, gradient_clip_val=0.01, **quiet).fit(module, [batch])
@@ -113,8 +113,8 @@ def test_each_gradient_that_a_closure_computes_is_clipped(own: bool, quiet: dict
         return loss
 
     by_hand.step(closure)
-    for found, wanted in zip(module.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    for actual, wanted in zip(module.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=0)
 
 
 class _StepsItself(TinyModule):
@@ -154,8 +154,8 @@ def test_steps_called_by_training_step_are_weight_updates(clip: float | None, qu
     assert saver.best_model_path
     wanted: TinyModule = _Unnamed() if clip is None else TinyModule()  # clipping belongs to automatic optimization
     fx.Trainer(**options).fit(wanted, tiny_loader(8, 4))
-    for found, parameter in zip(module.parameters(), wanted.parameters(), strict=True):
-        torch.testing.assert_close(found, parameter, rtol=0, atol=0)  # the same operations in the same order
+    for actual, parameter in zip(module.parameters(), wanted.parameters(), strict=True):
+        torch.testing.assert_close(actual, parameter, rtol=0, atol=0)  # the same operations in the same order
 
 
 def test_a_loss_that_is_returned_after_a_step_of_training_step_is_a_warning(quiet: dict[str, Any]):

@@ -22,15 +22,15 @@ CPU = torch.device("cpu")
 
 
 def series(reduction: Any = "mean", **flags: bool) -> Series:
-    given = {"on_step": True, "on_epoch": True, "bar": False, "to_logger": True, "local": False, **flags}
-    return Series(reduction, **given)
+    options = {"on_step": True, "on_epoch": True, "bar": False, "to_logger": True, "local": False, **flags}
+    return Series(reduction, **options)
 
 
 def alone() -> Metrics:
     return Metrics(lambda values, op: values, lambda obj: [obj], 1, CPU)
 
 
-def two_ranks(mine: Metrics, others: Sequence[Tensor], gathered: list[Any]) -> Metrics:
+def two_ranks(local: Metrics, others: Sequence[Tensor], gathered: list[Any]) -> Metrics:
     """A metrics object whose reductions meet the given tensors of one other rank."""
     queue = list(others)
 
@@ -38,8 +38,8 @@ def two_ranks(mine: Metrics, others: Sequence[Tensor], gathered: list[Any]) -> M
         other = queue.pop(0).to(values.dtype)
         return {"sum": values + other, "max": torch.maximum(values, other), "min": torch.minimum(values, other)}[op]
 
-    mine._reduce, mine._gather, mine._size = reduce, lambda obj: [obj, *((*one, {}, {}) for one in gathered)], 2
-    return mine
+    local._reduce, local._gather, local._size = reduce, lambda obj: [obj, *((*entry, {}, {}) for entry in gathered)], 2
+    return local
 
 
 @pytest.mark.parametrize(("reduction", "expected"), [("mean", 2.5), ("sum", 4.0), ("max", 3.0), ("min", 1.0)])
@@ -109,15 +109,24 @@ def test_a_series_records_the_batch_where_its_step_and_epoch_began() -> None:
 
 def logbook() -> Logbook:
     """Return a logbook in the middle of a training batch of 1024 samples."""
-    found = Logbook(cast(Any, SimpleNamespace(world=World(), traits=Traits(), module=None)), training=True)
-    found.begin_batch(None, 1024, step=1)
-    return found
+    book = Logbook(cast(Any, SimpleNamespace(world=World(), traits=Traits(), module=None)), training=True)
+    book.begin_batch(None, 1024, step=1)
+    return book
 
 
 def log(to: Logbook, value: Any, **options: Any) -> None:
-    given = {"on_step": None, "on_epoch": True, "reduce_fx": "mean", "joined": True, **options}
+    arguments = {"on_step": None, "on_epoch": True, "reduce_fx": "mean", "joined": True, **options}
     to.log(
-        "x", value, False, True, given["on_step"], given["on_epoch"], given["reduce_fx"], None, True, given["joined"]
+        "x",
+        value,
+        False,
+        True,
+        arguments["on_step"],
+        arguments["on_epoch"],
+        arguments["reduce_fx"],
+        None,
+        True,
+        arguments["joined"],
     )
 
 
@@ -159,7 +168,7 @@ def votes_of(way: tuple[Any, ...]) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("reduction", "flags", "inside", "told"),
+    ("reduction", "flags", "inside", "message"),
     [
         ("max", {}, True, "rank 1: reduce_fx=max, on_step=True, on_epoch=True"),
         ("mean", {"on_step": False}, True, "rank 1: reduce_fx=mean, on_step=False, on_epoch=True"),
@@ -169,32 +178,32 @@ def votes_of(way: tuple[Any, ...]) -> Tensor:
     ],
 )
 def test_ranks_that_log_a_name_with_different_options_are_an_error(
-    reduction: str, flags: dict[str, bool], inside: bool | None, told: str
+    reduction: str, flags: dict[str, bool], inside: bool | None, message: str
 ) -> None:
-    mine, other = alone(), series(reduction, **flags)
-    mine.series["x"], other.inside = series("mean"), inside
-    mine.series["x"].inside = True
-    mine.series["x"].add(1.0, 1, step=1)
+    local, other = alone(), series(reduction, **flags)
+    local.series["x"], other.inside = series("mean"), inside
+    local.series["x"].inside = True
+    local.series["x"].add(1.0, 1, step=1)
     values = [votes_of(other.logged_as()), torch.tensor([[3.0, 1.0]])]
-    joined = two_ranks(mine, values, [(1, {"x": other.logged_as()}, {"x": 1})])
-    if not told:
+    joined = two_ranks(local, values, [(1, {"x": other.logged_as()}, {"x": 1})])
+    if not message:
         assert joined.joined(["x"], epoch=True)["x"].item() == 2.0
         return
-    with pytest.raises(RanksDisagree, match=f"'x' in different ways.*\n  rank 0: reduce_fx=mean.*\n  {told}"):
+    with pytest.raises(RanksDisagree, match=f"'x' in different ways.*\n  rank 0: reduce_fx=mean.*\n  {message}"):
         joined.joined(["x"], epoch=True)
 
 
 def test_a_value_of_the_main_rank_alone_needs_no_other_rank_to_log_it() -> None:
-    mine = alone()
-    mine.series["x"], mine.series["y"] = series(local=True), series()
+    local = alone()
+    local.series["x"], local.series["y"] = series(local=True), series()
     for name in ("x", "y"):
-        mine.series[name].add(3.0, 1, step=1)
+        local.series[name].add(3.0, 1, step=1)
     other = alone()
-    other.series["y"] = mine.series["y"]
+    other.series["y"] = local.series["y"]
     votes: list[Tensor] = []
     other._reduce, other._size = lambda values, op: (votes.append(values.clone()), values)[1], 2  # type: ignore
     other.joined(["y"], epoch=True)
-    values = two_ranks(mine, votes, []).joined(["x", "y"], epoch=True)
+    values = two_ranks(local, votes, []).joined(["x", "y"], epoch=True)
     assert (values["x"].item(), values["y"].item()) == (3.0, 3.0)
 
 
@@ -220,9 +229,9 @@ def test_values_only_on_other_ranks_are_added() -> None:
     assert len(asked) == 1
 
 
-@pytest.mark.parametrize(("mine", "other"), [(math.nan, 1.0), (1.0, math.nan), (math.nan, math.nan)])
+@pytest.mark.parametrize(("local", "other"), [(math.nan, 1.0), (1.0, math.nan), (math.nan, math.nan)])
 @pytest.mark.parametrize("reduction", ["max", "min"])
-def test_an_extreme_over_ranks_is_nan_if_a_rank_has_nan(reduction: Any, mine: float, other: float) -> None:
+def test_an_extreme_over_ranks_is_nan_if_a_rank_has_nan(reduction: Any, local: float, other: float) -> None:
     """As gloo does, the reduction forgets NaN."""
 
     def ranks(value: float) -> Metrics:
@@ -233,7 +242,7 @@ def test_an_extreme_over_ranks_is_nan_if_a_rank_has_nan(reduction: Any, mine: fl
         return metrics
 
     sent: list[Tensor] = []
-    theirs, ours = ranks(other), ranks(mine)
+    theirs, ours = ranks(other), ranks(local)
     theirs._reduce, theirs._size = lambda values, op: (sent.append(values.clone()), values)[1], 2  # type: ignore
     theirs.joined(["x", "y"], epoch=True)
     forgets = {"max": torch.fmax, "min": torch.fmin}

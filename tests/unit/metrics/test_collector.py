@@ -51,31 +51,31 @@ def test_only_one_number_can_be_logged() -> None:
 
 def logbook() -> Logbook:
     """Return a logbook in the middle of a training batch of 1024 samples."""
-    found = Logbook(cast(Any, SimpleNamespace(world=World(), traits=Traits(), module=None)), training=True)
-    found.begin_batch(None, 1024, step=1)
-    return found
+    book = Logbook(cast(Any, SimpleNamespace(world=World(), traits=Traits(), module=None)), training=True)
+    book.begin_batch(None, 1024, step=1)
+    return book
 
 
 def log(to: Logbook, value: Any, **options: Any) -> None:
-    given = {"name": "x", "on_step": None, "on_epoch": True, "reduce_fx": "mean", "joined": True, "indexed": True}
-    given |= options
-    reduction, indexed = given["reduce_fx"], given["indexed"]
+    arguments = {"name": "x", "on_step": None, "on_epoch": True, "reduce_fx": "mean", "joined": True, "indexed": True}
+    arguments |= options
+    reduction, indexed = arguments["reduce_fx"], arguments["indexed"]
     to.log(
-        given["name"], value, False, True, given["on_step"], given["on_epoch"], reduction, None, indexed,
-        given["joined"],
+        arguments["name"], value, False, True, arguments["on_step"], arguments["on_epoch"], reduction, None, indexed,
+        arguments["joined"],
     )  # fmt: skip
 
 
 @pytest.mark.parametrize("weigh", [None, lambda batch: 0.0], ids=["batch_size", "batch_weight"])
 def test_a_batch_of_weight_zero_is_excluded_only_from_means(weigh: Any) -> None:
-    found = logbook()
-    log(found, 3.0)
-    log(found, -7.0, name="lowest", reduce_fx="max")
-    found._weigh = weigh
-    found.begin_batch(None, 0, step=2)
-    log(found, torch.tensor(torch.nan))  # of no samples
-    log(found, -5.0, name="lowest", reduce_fx="max")
-    assert {name: float(value) for name, value in found.epoch_values(ended=True).items()} == {"x": 3.0, "lowest": -5.0}
+    book = logbook()
+    log(book, 3.0)
+    log(book, -7.0, name="lowest", reduce_fx="max")
+    book._weigh = weigh
+    book.begin_batch(None, 0, step=2)
+    log(book, torch.tensor(torch.nan))  # of no samples
+    log(book, -5.0, name="lowest", reduce_fx="max")
+    assert {name: float(value) for name, value in book.epoch_values(ended=True).items()} == {"x": 3.0, "lowest": -5.0}
 
 
 def test_logged_integers_are_exact() -> None:
@@ -83,21 +83,21 @@ def test_logged_integers_are_exact() -> None:
     for options, value in itertools.product(
         ({}, {"reduce_fx": "sum"}, {"reduce_fx": "max"}), (torch.tensor(number), number, float(number))
     ):
-        found = logbook()
+        book = logbook()
         for size in (3, 3):
-            found.begin_batch(None, size, step=1)
-            log(found, value, **options, on_step=True)
+            book.begin_batch(None, size, step=1)
+            log(book, value, **options, on_step=True)
         twice = 2 * number if options == {"reduce_fx": "sum"} else number
-        assert float(found.step_values(1)["x"]) == float(found.epoch_values(ended=True)["x"]) == twice
+        assert float(book.step_values(1)["x"]) == float(book.epoch_values(ended=True)["x"]) == twice
 
 
 def test_sums_of_another_process_have_full_precision() -> None:
     total = 205.0 + 2**-44
-    found = [logbook(), logbook()]
-    for one, sums in zip(found, (torch.tensor(total, dtype=torch.float64), total), strict=True):
-        one.metrics.add_sums({"x": [["mean", False, True, False, True, False], sums, 1.0]})
-    exact, given = [one.metrics._pack(["x"], epoch=True)[0, 0].item() for one in found]
-    assert given == exact == total
+    books = [logbook(), logbook()]
+    for book, sums in zip(books, (torch.tensor(total, dtype=torch.float64), total), strict=True):
+        book.metrics.add_sums({"x": [["mean", False, True, False, True, False], sums, 1.0]})
+    exact, received = [book.metrics._pack(["x"], epoch=True)[0, 0].item() for book in books]
+    assert received == exact == total
 
 
 @pytest.mark.parametrize(
@@ -277,8 +277,8 @@ def test_a_metric_object_without_a_value_is_omitted(quiet: dict[str, Any]) -> No
             self.none.update(torch.tensor(0.0))
             self.log_dict({"some": self.some, "none": self.none})
 
-    [found] = fx.Trainer(**quiet).validate(Mine(), tiny_loader(8, 4), verbose=False)
-    assert found == {"some": 4.0}
+    [results] = fx.Trainer(**quiet).validate(Mine(), tiny_loader(8, 4), verbose=False)
+    assert results == {"some": 4.0}
 
 
 def test_results_are_in_the_order_of_the_calls(quiet: dict[str, Any]) -> None:

@@ -110,7 +110,7 @@ def test_training_continues_with_a_full_disk_and_saves_when_space_is_free(
     with pytest.warns(UserWarning, match="the disk is full") as warned:
         trainer.fit(TinyModule(), tiny_loader())
     assert trainer.global_step == 8
-    assert len([one for one in warned if "step=4.ckpt" in str(one.message)]) == 1
+    assert len([warning for warning in warned if "step=4.ckpt" in str(warning.message)]) == 1
     assert logger.texts[-2:] == [("events/checkpoint", 4), ("events/checkpoint", 6)]
     assert [path.name for path in checkpoint.list_committed(tmp_path)] == ["step=8.ckpt"]
     assert saver.best_model_path == str(tmp_path / "step=8.ckpt")

@@ -77,10 +77,10 @@ def merged(metric: Any, *ranks: list[Any]) -> tuple[Any, bool]:
     """Return the metric with the states of ranks that had these updates, and whether updates may follow."""
     states = []
     for updates in ranks:
-        own = metric.clone()
+        local = metric.clone()
         for update in updates:
-            own.update(*update)
-        states.append(states_of(own))
+            local.update(*update)
+        states.append(states_of(local))
     return metric, merge_states(metric, states)
 
 
@@ -100,8 +100,8 @@ def test_the_reduced_state_is_equal_to_that_of_a_rank_with_all_updates(kind: Any
     assert may_follow
     assert torch.equal(joined.compute(), alone.compute())
     assert joined.update_called
-    for each in (joined, alone):
-        each.update(torch.tensor([5.0]))
+    for state in (joined, alone):
+        state.update(torch.tensor([5.0]))
     assert torch.equal(joined.compute(), alone.compute())
 
 
@@ -149,8 +149,8 @@ def test_metrics_in_lists_and_dicts_of_a_module_or_callback_are_found_once() -> 
     module.metric, module.listed, module.losses = metric, [other], [0.5] * 1000
     callback = SimpleNamespace(seen={"all": torchmetrics.SumMetric()}, net=module)
     assert list(metric_objects(module)) == ["metric", "listed.0"]
-    found = held_metrics({"module": module, "Watch 0": callback})
-    assert list(found) == ["module.metric", "module.listed.0", "Watch 0.seen.all"]
+    names = held_metrics({"module": module, "Watch 0": callback})
+    assert list(names) == ["module.metric", "module.listed.0", "Watch 0.seen.all"]
 
 
 def test_a_rank_without_an_update_since_the_last_value_takes_part_in_the_next_reduction() -> None:

@@ -208,8 +208,10 @@ class _ReadsWhatItLogs(TinyModule):
 
     def _read(self, name: str) -> None:
         trainer = self.trainer
-        found = [trainer.callback_metrics.get(name), trainer.logged_metrics.get(name)]
-        shown = [value if value is None else float(value) for value in (*found, trainer.progress_bar_metrics.get(name))]
+        values = [trainer.callback_metrics.get(name), trainer.logged_metrics.get(name)]
+        shown = [
+            value if value is None else float(value) for value in (*values, trainer.progress_bar_metrics.get(name))
+        ]
         self.seen.append(tuple(shown))
 
     def on_validation_epoch_start(self) -> None:
@@ -271,9 +273,9 @@ def test_a_logged_value_named_step_is_the_step_of_its_row(quiet: dict[str, Any])
     keeps = Keeps()
     trainer = fx.Trainer(**{**quiet, "logger": keeps, "max_epochs": 2, "log_every_n_steps": 1})
     trainer.fit(_Axis(), tiny_loader(8, 4), tiny_loader(8, 4))
-    found = [(step, sorted(row)) for step, row in keeps.rows if "val" not in row]
+    steps_and_names = [(step, sorted(row)) for step, row in keeps.rows if "val" not in row]
     update, epoch = ["loss", "now"], ["mean"]
-    assert found == [(0, update), (4, update), (0, epoch), (8, update), (12, update), (1, epoch)]
+    assert steps_and_names == [(0, update), (4, update), (0, epoch), (8, update), (12, update), (1, epoch)]
     assert [step for step, row in keeps.rows if "val" in row] == [2, 4]  # without: the number of updates
     assert "step" in trainer.callback_metrics
 

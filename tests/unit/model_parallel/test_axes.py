@@ -24,8 +24,10 @@ def test_ranks_are_numbered_along_the_axes(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(World, "new_subgroup", lambda self, parts: parts)
     sizes = sizes_of(8, {"pipeline": 2, "tensor": 2}, "mesh")
     world = with_axes(World(rank=5, size=8), sizes)  # data 1, stage 0, tensor 1
-    place = {name: (world.axis(name).rank, world.axis(name).size) for name in ("data", "pipeline", "context", "tensor")}
-    assert place == {"data": (1, 2), "pipeline": (0, 2), "context": (0, 1), "tensor": (1, 2)}
+    coordinates = {
+        name: (world.axis(name).rank, world.axis(name).size) for name in ("data", "pipeline", "context", "tensor")
+    }
+    assert coordinates == {"data": (1, 2), "pipeline": (0, 2), "context": (0, 1), "tensor": (1, 2)}
     assert world.axis("tensor").group == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert world.axis("pipeline").group == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert world.axis("data").group == [[0, 4], [1, 5], [2, 6], [3, 7]]

@@ -21,11 +21,11 @@ class Sample:
 def test_microbatches_differ_by_one_row_at_most_and_none_is_empty():
     for rows in range(1, 12):
         for parts in range(1, 6):
-            found = [part.tolist() for part in split(torch.arange(rows), parts)]
-            sizes = [len(part) for part in found]
+            microbatches = [part.tolist() for part in split(torch.arange(rows), parts)]
+            sizes = [len(part) for part in microbatches]
             assert len(sizes) == min(rows, parts)
             assert max(sizes) - min(sizes) <= 1
-            assert [row for part in found for row in part] == list(range(rows))
+            assert [row for part in microbatches for row in part] == list(range(rows))
 
 
 def test_nested_batches_are_split_and_values_without_rows_are_shared():

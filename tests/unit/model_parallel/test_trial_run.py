@@ -25,8 +25,8 @@ def test_gradients_are_measured_and_removed() -> None:
         return float(loss.detach())
 
     norm = lambda parameters: nn.utils.get_total_norm([p.grad for p in parameters])  # noqa: E731
-    found = measure(compute, layer.parameters(), norm, [torch.float32])
-    assert found.norm == 5.0
+    measured = measure(compute, layer.parameters(), norm, [torch.float32])
+    assert measured.norm == 5.0
     assert layer.weight.grad is None
 
 

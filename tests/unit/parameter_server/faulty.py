@@ -112,7 +112,7 @@ class Faulty:
             self._come(worker, 0)
 
     def _journal(self, number: int) -> Journal:
-        return Journal([self.folder / f"{number}-{place}" for place in range(2)])
+        return Journal([self.folder / f"{number}-{index}" for index in range(2)])
 
     # -- a worker -----------------------------------------------------------------------------------------------------
 
@@ -127,40 +127,44 @@ class Faulty:
 
     def _section(self, worker: int, section: int) -> Step:
         """Train one section as `Asynchronous` and `LocalRounds` do."""
-        servers, mine = range(len(self.servers)), []
+        servers, samples = range(len(self.servers)), []
         present = tuple(sorted(self.ends))
         for server in servers:
             yield "send", server, OpenSection(section, self.leases, 0, present)
         while True:
-            granted: LeaseReply = yield "ask", 0, RequestLease(section, not mine)
-            if granted.lease is None and mine:
-                yield from self._push(section, granted, mine)
-                mine = []
+            granted: LeaseReply = yield "ask", 0, RequestLease(section, not samples)
+            if granted.lease is None and samples:
+                yield from self._push(section, granted, samples)
+                samples = []
                 continue
             if granted.lease is None:
                 break
-            if granted.again and mine:
-                yield from self._push(section, granted, mine)
-                mine = []
-            if not mine:
+            if granted.again and samples:
+                yield from self._push(section, granted, samples)
+                samples = []
+            if not samples:
                 bound = self.settings.max_staleness
                 version = 0 if bound is None or not self.settings.aggregate else max(0, granted.clock - bound)
                 for server in servers:
                     yield "ask", server, Pull(version, to_train=True, rows={})
-            mine.append(granted.lease)
-            if granted.again or len(mine) >= (self.every or 1):
-                yield from self._push(section, granted, mine)
-                mine = []
+            samples.append(granted.lease)
+            if granted.again or len(samples) >= (self.every or 1):
+                yield from self._push(section, granted, samples)
+                samples = []
         yield "meet", 0, None
 
-    def _push(self, section: int, granted: LeaseReply, mine: list[int]) -> Step:
+    def _push(self, section: int, granted: LeaseReply, samples: list[int]) -> Step:
         if self.settings.orders_updates and len(self.servers) > 1 and not (yield "ask", 0, TakeTurn()).content:
             return
         for server in range(1, len(self.servers)):
-            yield "ask", server, Push(granted.clock, granted.parts, tuple(mine), share=1 / granted.parts, confirm=True)
-        logged = {"numbers": [["sum"], float(sum(mine)), len(mine)]}
+            yield (
+                "ask",
+                server,
+                Push(granted.clock, granted.parts, tuple(samples), share=1 / granted.parts, confirm=True),
+            )
+        logged = {"numbers": [["sum"], float(sum(samples)), len(samples)]}
         share = 1 / granted.parts
-        yield "send", 0, Push(granted.clock, granted.parts, tuple(mine), share=share, logged=(logged, {}))
+        yield "send", 0, Push(granted.clock, granted.parts, tuple(samples), share=share, logged=(logged, {}))
 
     def _vector(self, worker: int, server: int, message: Any) -> Tensor:
         """Return what a push brings: -1 for each of its leases, so that SGD adds 1."""
@@ -216,7 +220,7 @@ class Faulty:
     # -- a server -----------------------------------------------------------------------------------------------------
 
     def _deliverable(self) -> list[tuple[int, int]]:
-        found = []
+        requests = []
         for worker, ends in self.ends.items():
             for number, end in enumerate(ends):
                 if not end.queue:
@@ -224,8 +228,8 @@ class Faulty:
                 sent, server = end.queue[0], self.servers[number]
                 known = sent is None or server.repeated(worker, sent.number, sent.message)
                 if known or (sent is not None and server.ready(worker, sent.message)):
-                    found.append((worker, number))
-        return found
+                    requests.append((worker, number))
+        return requests
 
     def _deliver(self, worker: int, number: int) -> None:
         """Let a server handle a message, as `serving` does; it may die before, or after, or in between."""

@@ -202,14 +202,14 @@ class Served:
         return [optimizer.state_dict() for optimizer in self.optimizers]
 
 
-def same(one: Any, other: Any, close: float = 0.0) -> bool:
-    if isinstance(one, Tensor):
-        return torch.allclose(one, other, rtol=close, atol=close)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(value, other[key], close) for key, value in one.items())
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(same(a, b, close) for a, b in zip(one, other, strict=True))
-    return bool(one == other)
+def same(first: Any, other: Any, close: float = 0.0) -> bool:
+    if isinstance(first, Tensor):
+        return torch.allclose(first, other, rtol=close, atol=close)
+    if isinstance(first, dict):
+        return first.keys() == other.keys() and all(same(value, other[key], close) for key, value in first.items())
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(other) and all(same(a, b, close) for a, b in zip(first, other, strict=True))
+    return bool(first == other)
 
 
 @pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")  # a wrapper's own step isn't noticed by torch

@@ -63,6 +63,6 @@ def test_a_section_at_a_wrong_position_is_detected_only_by_the_sample_ledger(
     server.handle(0, begun, EMPTY, EMPTY)
     train(server, 0, 0, 3)
     train(server, 1, second, (12 - second) // 2)
-    counts, told = server.counts, cast(Reply, server.handle(0, ReadState("samples"), EMPTY, EMPTY))
+    counts, reply = server.counts, cast(Reply, server.handle(0, ReadState("samples"), EMPTY, EMPTY))
     assert (counts.dealt - counts.used, counts.repeated) == (0, 0)
-    assert told.content.lost_and_repeated(1, 0) == expected
+    assert reply.content.lost_and_repeated(1, 0) == expected

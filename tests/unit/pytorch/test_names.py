@@ -84,8 +84,8 @@ def _positional(function: Any) -> list[str]:
 def test_each_lightning_path_within_a_supported_package_is_resolved() -> None:
     for package in ("callbacks", "loggers", "strategies", "profilers", "tuner", "trainer", "core"):
         folder = importlib.import_module(f"lightning.pytorch.{package}").__path__
-        for found in pkgutil.iter_modules(folder):
-            path = f"{package}.{found.name}"
+        for module_info in pkgutil.iter_modules(folder):
+            path = f"{package}.{module_info.name}"
             known = names_of(path) is not None
             private = {
                 "core.saving", "trainer.call", "trainer.configuration_validator", "trainer.connectors", "trainer.setup",

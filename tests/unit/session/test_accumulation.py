@@ -118,7 +118,7 @@ def test_the_gradient_of_a_parameter_of_two_optimizers_is_divided_once(weighs: b
             return self.layer.bias.sum() if batch_idx or weighs else None
 
         def on_before_optimizer_step(self, optimizer: Any) -> None:
-            found.append(float(self.layer.bias.grad))
+            gradients.append(float(self.layer.bias.grad))
 
         def configure_optimizers(self) -> Any:
             return [torch.optim.SGD([self.layer.bias], lr=0.1) for _ in range(2)]
@@ -127,6 +127,6 @@ def test_the_gradient_of_a_parameter_of_two_optimizers_is_divided_once(weighs: b
         def batch_weight(self, batch: Any) -> float:
             return 3.0 * len(batch[0])
 
-    found: list[float] = []
+    gradients: list[float] = []
     fx.Trainer(max_steps=1, accumulate_grad_batches=2, **QUIET).fit((Weighs if weighs else Shared)(), tiny_loader())
-    assert found == [1.0, 1.0]
+    assert gradients == [1.0, 1.0]

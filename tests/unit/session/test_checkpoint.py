@@ -164,8 +164,8 @@ def test_a_step_of_an_earlier_run_is_the_newest_value(own_folder: Path) -> None:
 
 
 class Counts(fx.Callback):
-    def __init__(self, each: int) -> None:
-        self.each, self.count = each, 0
+    def __init__(self, increment: int) -> None:
+        self.each, self.count = increment, 0
 
     def on_train_batch_start(self, *_: Any) -> None:
         self.count += self.each
@@ -180,12 +180,12 @@ class Counts(fx.Callback):
 def test_each_of_several_callbacks_of_a_class_has_its_state_restored(
     own_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def train(steps: int, ckpt: Path | None, *each: int) -> list[int]:
-        counts = [Counts(one) for one in each]
+    def train(steps: int, ckpt: Path | None, *increments: int) -> list[int]:
+        counts = [Counts(increment) for increment in increments]
         trainer = fx.Trainer(max_steps=steps, callbacks=[*counts], **QUIET)
         trainer.fit(TinyModule(), tiny_loader(), ckpt_path=ckpt)
         trainer.save_checkpoint(own_folder / f"{steps}.ckpt")
-        return [one.count for one in counts]
+        return [increment.count for increment in counts]
 
     assert train(2, None, 1, 10, 100) == [2, 20, 200]
     assert train(3, own_folder / "2.ckpt", 1, 10, 100) == [3, 30, 300]
@@ -218,7 +218,7 @@ class Shuffled(IterableDataset[Any]):
 
     def __iter__(self) -> Any:
         data = tiny_data()
-        return iter([data[int(place)] for place in torch.randperm(len(data))])
+        return iter([data[int(position)] for position in torch.randperm(len(data))])
 
 
 class Dropped(TinyModule):
@@ -295,7 +295,7 @@ def test_an_epoch_that_continues_in_a_different_order_is_reported(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(7, others.get(kind) or loader(), own_folder / "six.ckpt")
-    shown = capsys.readouterr().out + "".join(str(one.message) for one in caught)
+    shown = capsys.readouterr().out + "".join(str(warning.message) for warning in caught)
     assert said in shown
     assert ("some of its samples are trained twice" in shown) is bool(said)
 
@@ -405,7 +405,7 @@ def test_averages_beside_the_trained_weights_are_no_reason_for_a_warning(
     fx.Trainer(max_epochs=2, callbacks=[averaging, Saves()], **QUIET).fit(TinyModule(), tiny_loader())
     recwarn.clear()
     fx.Trainer(max_epochs=3, **QUIET).fit(TinyModule(), tiny_loader(), ckpt_path=own_folder / "a.ckpt")
-    assert [str(found.message) for found in recwarn if "averages" in str(found.message)] == []
+    assert [str(warning.message) for warning in recwarn if "averages" in str(warning.message)] == []
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,6 @@ def test_the_step_of_a_metric_object_is_restored_on_its_rank_and_present_on_all_
     book = Logbook(cast(Any, SimpleNamespace(world=World(), traits=Traits(), module=module)), training=True)
     metrics = cast(Any, SimpleNamespace(training=book))
     restore_rank_states(module, cast(Any, None), metrics, World(), ranks, rank=rank)
-    found = float(module.mean._forward_cache), book.updated
+    restored = float(module.mean._forward_cache), book.updated
     wanted: Any = {0: (0.0, {}), 1: (2.0, {"mean": (3, 4)}), None: (4.0, {"mean": (3, 12)})}  # None: all are joined
-    assert found == wanted[rank]
+    assert restored == wanted[rank]

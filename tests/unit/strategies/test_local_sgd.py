@@ -17,11 +17,11 @@ from fabricx.strategies import LocalSGD, local_sgd
 
 def copies(strategy: LocalSGD, module: nn.Module) -> float:
     """Return the bytes of the strategy's tensors, in units of the weights."""
-    found = {}
+    storages = {}
     for fragment in strategy._fragments:
         for tensor in (fragment.base, fragment.velocity, fragment.moved):
-            found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    return sum(found.values()) / sum(parameter.nbytes for parameter in module.parameters())
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    return sum(storages.values()) / sum(parameter.nbytes for parameter in module.parameters())
 
 
 @pytest.mark.parametrize(("outer", "kept"), [("average", 1), ("nesterov", 2)])
@@ -216,10 +216,10 @@ def test_moments_of_other_ranks_are_averaged_also_of_scalar_parameters() -> None
         moments = {"exp_avg": torch.tensor(value), "step": torch.tensor(value)}
         return [{"state": {"a/b": moments, "wide": {**moments, "exp_avg": torch.full((2,), value)}}, "lr": value}]
 
-    found = local_sgd._mean([state(1.0), state(4.0)], {"a%2Fb"})[0]
-    assert {name: value.tolist() for name, value in found["state"]["a/b"].items()} == {"exp_avg": 2.5, "step": 4.0}
-    assert {name: value.tolist() for name, value in found["state"]["wide"].items()} == {"exp_avg": [2.5] * 2, "step": 4}
-    assert found["lr"] == 1.0
+    mean = local_sgd._mean([state(1.0), state(4.0)], {"a%2Fb"})[0]
+    assert {name: value.tolist() for name, value in mean["state"]["a/b"].items()} == {"exp_avg": 2.5, "step": 4.0}
+    assert {name: value.tolist() for name, value in mean["state"]["wide"].items()} == {"exp_avg": [2.5] * 2, "step": 4}
+    assert mean["lr"] == 1.0
 
 
 def test_a_parameter_stepped_by_some_ranks_has_the_mean_of_these_ranks() -> None:
@@ -227,9 +227,9 @@ def test_a_parameter_stepped_by_some_ranks_has_the_mean_of_these_ranks() -> None
         return {"exp_avg": torch.full((2,), value), "step": steps}
 
     ranks = [{"a": state(1.0, 2), "c": {}}, {"a": state(3.0, 5), "b": state(4.0, 3)}, {"b": state(6.0, 1), "a": {}}]
-    [found] = local_sgd._mean([[{"state": parameters}] for parameters in ranks], set())
+    [mean] = local_sgd._mean([[{"state": parameters}] for parameters in ranks], set())
     values = {
         name: {key: torch.as_tensor(value).tolist() for key, value in entry.items()}
-        for name, entry in found["state"].items()
+        for name, entry in mean["state"].items()
     }
     assert values == {"a": {"exp_avg": [2.0, 2.0], "step": 5}, "c": {}, "b": {"exp_avg": [5.0, 5.0], "step": 3}}

@@ -36,18 +36,18 @@ def test_the_order_changes_no_bit_and_the_sum_is_right() -> None:
         gradients = [
             torch.randn(500, generator=torch.Generator().manual_seed(100 * seed + n)) * size for n in range(PARTS)
         ]
-        found = []
+        results = []
         for _ in range(3):
             random.shuffle(gradients)
             sums = IntegerSums([parameter], PARTS)
             sums.exponents.fill_(12)
-            found.append(summed(sums, parameter, gradients))
+            results.append(summed(sums, parameter, gradients))
             parameter.grad = None
-        assert torch.equal(found[0], found[1])
-        assert torch.equal(found[0], found[2])
+        assert torch.equal(results[0], results[1])
+        assert torch.equal(results[0], results[2])
         exact = torch.stack(gradients).double().sum(0)
         bound = 2.0 ** (12 + HEADROOM + 4 - 62) * PARTS
-        assert bool(((found[0].double() - exact).abs() <= bound + exact.abs() * 2.0**-24).all())
+        assert bool(((results[0].double() - exact).abs() <= bound + exact.abs() * 2.0**-24).all())
 
 
 def test_the_grid_follows_the_gradient() -> None:
@@ -55,8 +55,8 @@ def test_the_grid_follows_the_gradient() -> None:
     sums = IntegerSums([parameter], PARTS)
     for step in range(10):
         size = 2.0 ** (-12 * step)
-        found = summed(sums, parameter, [torch.tensor([size, size * 2.0**-20])] * PARTS)
-        assert found.tolist() == [PARTS * size, PARTS * size * 2.0**-20]
+        total = summed(sums, parameter, [torch.tensor([size, size * 2.0**-20])] * PARTS)
+        assert total.tolist() == [PARTS * size, PARTS * size * 2.0**-20]
 
 
 @pytest.mark.parametrize("exponent", [-60, -1, 40])
@@ -87,8 +87,8 @@ def test_more_gradients_than_parts_do_not_exceed_the_integers() -> None:
     """Accumulation of 16 batches of 12 parts: 2**58 times 192 is above 2**63."""
     parameter = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     sums = IntegerSums([parameter], PARTS)
-    found = summed(sums, parameter, [torch.full((2,), 2.0**12, dtype=torch.float64)] * 16 * PARTS)
-    assert found.tolist() == [2.0**12 * 16 * PARTS] * 2
+    total = summed(sums, parameter, [torch.full((2,), 2.0**12, dtype=torch.float64)] * 16 * PARTS)
+    assert total.tolist() == [2.0**12 * 16 * PARTS] * 2
     sums.exponents.zero_()
     with pytest.raises(FloatingPointError, match=r"more than 2\*\*12 times .* 192 can.t"):
         summed(sums, parameter, [torch.full((2,), 2.0**15, dtype=torch.float64)] * 16 * PARTS)
@@ -100,14 +100,14 @@ def test_sums_that_are_repeated_before_their_update_have_the_same_bits() -> None
     sums = IntegerSums([parameter], PARTS)
     gradient = torch.randn(500, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     summed(sums, parameter, [gradient])
-    found = []
+    results = []
     for _ in range(2):
         parameter.grad = gradient * 2.0**10 / 3
         sums.add()
         sums.join(World())
-        found.append(parameter.grad)
+        results.append(parameter.grad)
         sums.clear()
-    assert torch.equal(*found)
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

@@ -186,9 +186,9 @@ class TwoMachines:
         if self.rounds != 3:
             time.sleep(0.02)
 
-    def all_gather(self, own: torch.Tensor) -> torch.Tensor:
+    def all_gather(self, local: torch.Tensor) -> torch.Tensor:
         late = 0.0 if self.rounds == 3 else 0.5
-        return torch.stack([own - 30.0 - late, own])
+        return torch.stack([local - 30.0 - late, local])
 
 
 def test_clocks_of_machines_are_compared_by_the_fastest_round_trip() -> None:

@@ -43,7 +43,7 @@ def sent(value: Any, worker: dict[str, Any], caller: dict[str, Any]) -> Any:
 
 
 def changed(before: AttributesBefore, module: Any, data: Any, others: tuple[Any, ...] = ()) -> Changed:
-    return before.changed(module, data, lambda own: [own, *others], main_rank=True)
+    return before.changed(module, data, lambda value: [value, *others], main_rank=True)
 
 
 def test_plain_attributes_of_submodules_and_private_ones_return() -> None:
@@ -55,10 +55,10 @@ def test_plain_attributes_of_submodules_and_private_ones_return() -> None:
     worker.layer.history += [1.0, np.float64(2.0), torch.ones(1)]
     worker.layer.average += 3.0
     worker.layer._first = worker.layer.history
-    found = sent(changed(before, worker, None), {}, {})
-    assert set(found.module[""]) == {"_seen"}
-    assert set(found.module["layer"]) == {"history", "average", "_first"}
-    found.absorb(caller, None)
+    attributes_sent = sent(changed(before, worker, None), {}, {})
+    assert set(attributes_sent.module[""]) == {"_seen"}
+    assert set(attributes_sent.module["layer"]) == {"history", "average", "_first"}
+    attributes_sent.absorb(caller, None)
     assert (caller._seen, caller._untouched is kept) == (5, True)
     assert caller.layer.history == [1.0, 2.0, torch.ones(1)]
     assert caller.layer._first is caller.layer.history
@@ -73,11 +73,11 @@ def test_attributes_of_a_data_module_return_if_all_ranks_have_set_the_same() -> 
     for rank, data in enumerate((worker, other)):
         data.train, data.scaler["mean"] = torch.utils.data.TensorDataset(torch.arange(3)), torch.ones(1)
         data.rank, data.lines = rank, (line for line in "ab")
-    elsewhere.changed(nn.Module(), other, lambda own: gathered.append(own) or [own], main_rank=False)
-    found = changed(before, nn.Module(), worker, tuple(gathered))
-    assert set(found.data) == {"train", "scaler"}
-    assert found.remaining == {"rank": "different on each rank", "lines": "can't be pickled"}
-    found.absorb(nn.Module(), caller)
+    elsewhere.changed(nn.Module(), other, lambda value: gathered.append(value) or [value], main_rank=False)
+    attributes_sent = changed(before, nn.Module(), worker, tuple(gathered))
+    assert set(attributes_sent.data) == {"train", "scaler"}
+    assert attributes_sent.remaining == {"rank": "different on each rank", "lines": "can't be pickled"}
+    attributes_sent.absorb(nn.Module(), caller)
     assert len(caller.train) == 3
     assert float(caller.scaler["mean"]) == 1.0
     with pytest.raises(AttributeError, match=r"'lines': it remains in the workers.*\(can't be pickled\).*call setup"):
@@ -94,11 +94,11 @@ def test_large_values_are_not_sent_back(monkeypatch: pytest.MonkeyPatch) -> None
     before = AttributesBefore(net, data)
     net._large, net._view = torch.zeros(1000), torch.zeros(1000)[:2]
     data.large, data.text, data.first, data.second = [np.zeros(1000)], "a" * 1001, "b" * 900, "c" * 900
-    found = changed(before, net, data)
-    assert set(found.module[""]) == {"_view"}
-    assert found.module[""]["_view"].untyped_storage().nbytes() == 8
-    assert set(found.data) == {"first"}
-    assert set(found.remaining) == {"large", "text", "second"}
+    attributes_sent = changed(before, net, data)
+    assert set(attributes_sent.module[""]) == {"_view"}
+    assert attributes_sent.module[""]["_view"].untyped_storage().nbytes() == 8
+    assert set(attributes_sent.data) == {"first"}
+    assert set(attributes_sent.remaining) == {"large", "text", "second"}
 
 
 def test_optimizers_return_with_the_callers_parameters_or_the_reason_is_an_error() -> None:
@@ -110,10 +110,10 @@ def test_optimizers_return_with_the_callers_parameters_or_the_reason_is_an_error
     names = [dict(net.named_parameters()) for net in (worker, caller)]
     sessions = Sessions()
     sessions.returned = sent(returned([optimizer], [schedule], whole=True), *names)
-    [found] = sessions.optimizers
-    assert found.param_groups[0]["params"][0] is caller.layer.weight
-    assert int(found.state[caller.layer.weight]["step"]) == 1
-    assert sessions.schedules[0].optimizer is found
+    [restored] = sessions.optimizers
+    assert restored.param_groups[0]["params"][0] is caller.layer.weight
+    assert int(restored.state[caller.layer.weight]["step"]) == 1
+    assert sessions.schedules[0].optimizer is restored
     assert len(pickle.loads(pickle.dumps(sessions)).optimizers) == 1
     sessions.returned = returned([optimizer], [schedule], whole=False)
     for part in ("optimizers", "schedules"):

@@ -71,10 +71,13 @@ class FourMethods:
 
 
 def test_loggers_are_flags_objects_and_lists() -> None:
-    own, csv = FourMethods(), CSVLogger()
+    custom, csv = FourMethods(), CSVLogger()
     assert [type(logger) for logger in choose_loggers(True)] == [TensorBoardLogger]
     assert choose_loggers(False) == choose_loggers(None) == choose_loggers([]) == []
-    for listed in ((csv, own), OmegaConf.create([csv, own], flags={"allow_objects": True})):  # Hydra's instantiate
+    for listed in (
+        (csv, custom),
+        OmegaConf.create([csv, custom], flags={"allow_objects": True}),
+    ):  # Hydra's instantiate
         first, second = choose_loggers(listed)
         assert first is csv
         assert isinstance(second, Adapted)
@@ -93,14 +96,14 @@ DEFAULTS = {"model_checkpoint": {}, "progress_bar": {"refresh_rate": 3}}
 
 
 def test_defaults_are_added_unless_the_user_has_such_a_callback() -> None:
-    own = ProgressBar()
+    custom = ProgressBar()
     assert [type(callback) for callback in choose_callbacks(None, DEFAULTS)] == [
         ProgressBar, ModelCheckpoint,
     ]  # fmt: skip
-    chosen = choose_callbacks([own, "learning_rate_monitor"], {"progress_bar": {}})
-    assert chosen[0] is own
+    chosen = choose_callbacks([custom, "learning_rate_monitor"], {"progress_bar": {}})
+    assert chosen[0] is custom
     assert [type(callback) for callback in chosen[1:]] == [LearningRateMonitor]
-    assert choose_callbacks(ListConfig([own], flags={"allow_objects": True}), {}) == [own]
+    assert choose_callbacks(ListConfig([custom], flags={"allow_objects": True}), {}) == [custom]
 
 
 def test_checkpoint_callbacks_are_last_and_a_users_class_replaces_the_default() -> None:
@@ -112,7 +115,7 @@ def test_checkpoint_callbacks_are_last_and_a_users_class_replaces_the_default() 
         trainer_role = "progress_bar"
 
     several, bar = Several(), Bar()
-    assert choose_callbacks([several, bar, own := LearningRateMonitor()], DEFAULTS) == [bar, own, several]
+    assert choose_callbacks([several, bar, custom := LearningRateMonitor()], DEFAULTS) == [bar, custom, several]
     trainer = fx.Trainer(callbacks=[several], enable_progress_bar=False, logger=False)
     assert trainer.checkpoint_callbacks == [several]
 

@@ -53,9 +53,9 @@ def test_hooks_that_a_run_has_registered_return_to_the_caller() -> None:
     worker.layer.register_forward_pre_hook(lambda module, arguments: (arguments[0] * 2,))
     worker.layer.register_full_backward_hook(seen)
     worker.layer.register_full_backward_pre_hook(seen)
-    found = sent(changed(before, worker, None), {}, {})
-    assert len(found.hooks) == 4
-    found.absorb(caller, None)
+    received = sent(changed(before, worker, None), {}, {})
+    assert len(received.hooks) == 4
+    received.absorb(caller, None)
     data = torch.ones(1, caller.layer.in_features, requires_grad=True)
     out = nn.functional.linear(data * 2, caller.layer.weight, caller.layer.bias) + 21
     torch.testing.assert_close(caller.layer(data), out)
@@ -80,9 +80,9 @@ def test_handles_in_attributes_remove_the_hooks_of_the_caller_and_a_removed_hook
         attributes = {name: getattr(worker, name) for name in ("handle", "removed", "added")}
         result = by_value.dumps((attributes, changed(before, worker, None)), home=True)
     with by_value.shared_objects({f"module.{name}": part for name, part in caller.named_modules()}):
-        attributes, found = pickle.loads(result)
+        attributes, received = pickle.loads(result)
     caller.__dict__.update(attributes)
-    found.absorb(caller, None)
+    received.absorb(caller, None)
     assert list(caller.layer._forward_hooks.values()) == [plus]
     assert len(caller.layer._forward_pre_hooks) == 1
     assert caller.layer._forward_hooks_always_called == {caller.handle.id: True}

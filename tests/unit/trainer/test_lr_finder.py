@@ -16,9 +16,9 @@ def test_rates_increase_from_the_minimum_to_the_maximum() -> None:
 
 
 def test_the_suggestion_is_where_the_loss_falls_fastest_without_the_ends() -> None:
-    found = LRFinder("linear", 0.0, 1.0, 7)
-    assert found.suggestion() is None
-    found.results = {"lr": [1, 2, 3, 4, 5, 6, 7], "loss": [90.0, 9, 8.9, 8, 3, math.nan, 2]}
-    assert found.suggestion(skip_begin=0) == 1
-    assert found.suggestion(skip_begin=1) == 5
+    finder = LRFinder("linear", 0.0, 1.0, 7)
+    assert finder.suggestion() is None
+    finder.results = {"lr": [1, 2, 3, 4, 5, 6, 7], "loss": [90.0, 9, 8.9, 8, 3, math.nan, 2]}
+    assert finder.suggestion(skip_begin=0) == 1
+    assert finder.suggestion(skip_begin=1) == 5
     assert steepest([math.inf, math.nan, 1.0], 0, 0) is None

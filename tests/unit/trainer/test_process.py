@@ -42,14 +42,14 @@ class Raises(TinyModule):
 def test_the_programs_own_handler_is_called_before_the_run_stops(
     number: signal.Signals, own_handlers: list[str]
 ) -> None:
-    trainer, mine = fx.Trainer(max_epochs=1, **QUIET), signal.getsignal(number)
+    trainer, handler = fx.Trainer(max_epochs=1, **QUIET), signal.getsignal(number)
     ends = pytest.raises(SystemExit, match="143") if number is signal.SIGTERM else contextlib.nullcontext()
     with ends:
         trainer.fit(Raises(int(number)), tiny_loader())
     assert own_handlers == [number.name]
     assert trainer.interrupted
     assert trainer.global_step == 2
-    assert signal.getsignal(number) is mine
+    assert signal.getsignal(number) is handler
 
 
 def test_forked_processes_ignore_the_first_signal_and_obey_sigterm() -> None:

@@ -63,8 +63,8 @@ def test_callbacks_keep_their_state_if_the_module_has_configured_others_in_the_w
     theirs, configured = EarlyStopping("loss"), ModelCheckpoint(monitor="loss")  # in place of the caller's `saves`
     theirs.wait_count, configured.best_model_path = 3, "best"
     module = TinyModule()
-    given, weights = [ModelCheckpoint(), theirs], module.state_dict()
-    outcome = Outcome().portable(module, [theirs, configured], given, [], RunRecords(), weights)
+    callbacks, weights = [ModelCheckpoint(), theirs], module.state_dict()
+    outcome = Outcome().portable(module, [theirs, configured], callbacks, [], RunRecords(), weights)
     first, second = outcome.absorb(module, [saves, stops], [])
     assert first is stops
     assert stops.wait_count == 3
@@ -154,7 +154,7 @@ class Stateful(TinyModule):
 
 def test_metric_objects_have_their_states_and_those_built_in_the_workers_are_added() -> None:
     caller, worker = Stateful(), Stateful()
-    own, known = caller.values, {name for name, _ in worker.named_modules()}
+    caller_values, known = caller.values, {name for name, _ in worker.named_modules()}
     worker.extra = 4
     worker.values.update(torch.ones(2))
     caller.values.update(torch.zeros(1))
@@ -168,7 +168,7 @@ def test_metric_objects_have_their_states_and_those_built_in_the_workers_are_add
     outcome = Outcome().portable(worker, [], [], [], RunRecords(), weights, known)
     with pytest.warns(UserWarning, match=r"created can't be sent, so their states remain in the workers: late\.total"):
         outcome.absorb(caller, [], [])
-    assert caller.values is own
-    assert own.compute().tolist() == [1.0, 1.0]
+    assert caller.values is caller_values
+    assert caller_values.compute().tolist() == [1.0, 1.0]
     assert caller.extra == 4
     assert float(caller.tracker.compute()) == 2.0

@@ -61,11 +61,11 @@ def test_last_is_searched_in_the_callbacks_folder_then_this_run_then_the_newest_
     (runs[2] / "checkpoints").mkdir(parents=True)  # a run that has saved nothing yet
     assert resolved(tmp_path, "last") == newer
     assert resolved(tmp_path, "last", run_dir=runs[0]) == older
-    own = saved(tmp_path / "own" / "a.ckpt")
-    assert resolved(tmp_path, "last", run_dir=runs[0], dirpath=tmp_path / "own") == own
+    own_path = saved(tmp_path / "own" / "a.ckpt")
+    assert resolved(tmp_path, "last", run_dir=runs[0], dirpath=tmp_path / "own") == own_path
     weights = saved(tmp_path / "own" / "exception.ckpt", 2, weights_only=True)  # an error within a step leaves it
     assert resolved(tmp_path, "last", dirpath=tmp_path / "own") == weights
-    assert resolved(tmp_path, "last", dirpath=tmp_path / "own", trains=True) == own
+    assert resolved(tmp_path, "last", dirpath=tmp_path / "own", trains=True) == own_path
 
 
 def test_training_continues_from_a_newer_snapshot_of_a_run_that_has_ended(
@@ -86,8 +86,8 @@ def test_training_continues_from_a_newer_snapshot_of_a_run_that_has_ended(
     assert resolved(tmp_path, "last", trains=True, run_dir=run, dirpath=run / "checkpoints") == newest
     only_snapshot = saved(begun / "recovery" / "step=2", 2)
     assert resolved(tmp_path, "last", trains=True) == only_snapshot
-    own = saved(tmp_path / "own" / "a.ckpt")
-    assert resolved(tmp_path, "last", trains=True, dirpath=tmp_path / "own") == own
+    own_path = saved(tmp_path / "own" / "a.ckpt")
+    assert resolved(tmp_path, "last", trains=True, dirpath=tmp_path / "own") == own_path
 
 
 def test_a_damaged_newest_checkpoint_is_skipped_with_a_message(

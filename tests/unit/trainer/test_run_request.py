@@ -96,7 +96,7 @@ class Trains(fx.DataModule):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("argument", "said"),
     [
         ((TinyModule, tiny_loader()), r"trainer.fit got the class TinyModule: pass an object of it, TinyModule\(...\)"),
         ((TinyModule(), Trains), "got the class Trains"),
@@ -106,9 +106,9 @@ class Trains(fx.DataModule):
         ((TinyModule(), torch.ones(4, 4)), "Tensor is a batch: pass a DataLoader"),
     ],
 )
-def test_arguments_of_the_wrong_kind_are_named(given: Any, said: str) -> None:
+def test_arguments_of_the_wrong_kind_are_named(argument: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        fx.Trainer(max_epochs=1, **QUIET).fit(*given)
+        fx.Trainer(max_epochs=1, **QUIET).fit(*argument)
 
 
 def test_a_prediction_without_a_step_and_a_forward_is_refused() -> None:
@@ -132,9 +132,9 @@ class OwnMethods(OwnLoader):
 
 def test_parameters_of_a_method_that_the_run_does_not_call_are_a_warning() -> None:
     def warned(stage: str, **data: Any) -> list[str]:
-        with pytest.warns(UserWarning, match=r"this run does not call it") as found:
+        with pytest.warns(UserWarning, match=r"this run does not call it") as caught:
             check(stage, OwnMethods(), **data)
-        return [str(warning.message).split()[0].partition(".")[2] for warning in found]
+        return [str(warning.message).split()[0].partition(".")[2] for warning in caught]
 
     assert warned("fit", train=tiny_loader()) == ["predict_step", "predict_dataloader", "train_dataloader"]
     assert warned("validate", evaluate=tiny_loader()) == ["predict_step", "predict_dataloader", "train_dataloader"]

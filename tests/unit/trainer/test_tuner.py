@@ -52,17 +52,17 @@ def test_a_search_for_a_rate_changes_only_the_rate(quiet: dict[str, Any]) -> Non
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     states = torch.get_rng_state(), random.getstate(), generator.get_state()
     options: dict[str, Any] = {"min_lr": 1e-4, "max_lr": 10.0, "num_training": 60, "early_stop_threshold": None}
-    found = fx.Tuner(trainer).lr_find(module, loader, **options)
-    assert found is not None
+    finder = fx.Tuner(trainer).lr_find(module, loader, **options)
+    assert finder is not None
     assert torch.equal(states[0], torch.get_rng_state())
     assert states[1] == random.getstate()
     assert torch.equal(states[2], generator.get_state())
     assert all(torch.equal(before[name], tensor) for name, tensor in module.state_dict().items())
     assert (trainer.global_step, trainer.current_epoch, module.calls) == (0, 0, 0)
-    rates, losses = found.results["lr"], found.results["loss"]
+    rates, losses = finder.results["lr"], finder.results["loss"]
     assert rates[0] == pytest.approx(1e-4)
     assert len(rates) == len(losses) <= 60
-    assert module.hparams.lr == found.suggestion()
+    assert module.hparams.lr == finder.suggestion()
     assert 1e-4 < module.hparams.lr < 10.0
     trainer.fit(module, loader)
     assert trainer.current_epoch == 1
@@ -119,7 +119,7 @@ class Turns(Sampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         self.epochs += 1
-        return iter([(place + self.epochs) % 8 for place in range(8)])
+        return iter([(position + self.epochs) % 8 for position in range(8)])
 
     def __len__(self) -> int:
         return 8
@@ -314,9 +314,9 @@ def test_schedules_of_the_module_do_not_change_the_rates_of_a_search(quiet: dict
             used.append(optimizer.param_groups[0]["lr"])
 
     trainer = fx.Trainer(max_epochs=1, **quiet)
-    found = fx.Tuner(trainer).lr_find(Scheduled(), tiny_loader(), max_lr=1e-3, num_training=10)  # in several epochs
-    assert found is not None
-    assert used == pytest.approx(found.results["lr"])
+    finder = fx.Tuner(trainer).lr_find(Scheduled(), tiny_loader(), max_lr=1e-3, num_training=10)  # in several epochs
+    assert finder is not None
+    assert used == pytest.approx(finder.results["lr"])
 
 
 @pytest.mark.parametrize(

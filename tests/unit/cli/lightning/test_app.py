@@ -166,9 +166,9 @@ def test_callbacks_of_options_defaults_and_the_command_line_are_all_added() -> N
         "--trainer.callbacks=LearningRateMonitor", "--best.save_top_k=2", kind=More, run=False,
         trainer_defaults={"callbacks": timer, "max_epochs": 7}, save_config_callback=SaveConfigCallback,
     )  # fmt: skip
-    given = [callback for callback in cli.trainer.callbacks if type(callback).__module__ != "x"]
-    assert [type(callback) for callback in given][:3] == [LearningRateMonitor, Timer, SaveConfigCallback]
-    best = given[-1]
+    callbacks = [callback for callback in cli.trainer.callbacks if type(callback).__module__ != "x"]
+    assert [type(callback) for callback in callbacks][:3] == [LearningRateMonitor, Timer, SaveConfigCallback]
+    best = callbacks[-1]
     assert isinstance(best, ModelCheckpoint)
     assert (best.monitor, best.save_top_k, cli.trainer.max_epochs) == ("loss", 2, 7)
     assert cli.instantiate_trainer(max_epochs=8).max_epochs == 8

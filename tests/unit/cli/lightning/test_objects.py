@@ -41,8 +41,8 @@ def test_hyperparameters_are_the_values_of_the_configuration() -> None:
 
 
 def test_a_selected_class_is_a_hyperparameter() -> None:
-    given = {"class_path": "a.Net", "init_args": {"activation": _RELU}, "dict_kwargs": {"width": 3}}
-    net = Instantiator(lambda: {"model": given}, "model")(_Net, nn.ReLU(), 3, applied_instantiation_links={})
+    configuration = {"class_path": "a.Net", "init_args": {"activation": _RELU}, "dict_kwargs": {"width": 3}}
+    net = Instantiator(lambda: {"model": configuration}, "model")(_Net, nn.ReLU(), 3, applied_instantiation_links={})
     assert {"_class_path": "a.Net", "activation": _RELU, "width": 3}.items() <= net.hparams.items()
 
 

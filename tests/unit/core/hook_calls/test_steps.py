@@ -44,7 +44,7 @@ class _Step:
     ("step", "several", "passed"),
     [
         (lambda batch: [batch], False, ["b"]), (lambda batch, i: [batch, i], False, ["b", 3]),
-        (lambda *given: list(given), False, ["b", 3]), (lambda *given: list(given), True, ["b", 3, 1]),
+        (lambda *received: list(received), False, ["b", 3]), (lambda *received: list(received), True, ["b", 3, 1]),
         (lambda batch, i, loader: [batch, i, loader], True, ["b", 3, 1]), (lambda batch: [batch], True, ["b"]),
         (lambda batch, i, loader=7: [batch, i, loader], False, ["b", 3, 7]),
     ],

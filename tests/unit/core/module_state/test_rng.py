@@ -85,16 +85,16 @@ def test_two_alternating_streams_of_random_numbers_are_independent(draw: Callabl
         return [draw() for _ in range(6)]
 
     wanted = [alone(1), alone(2)]
-    states, found = [], list[list[Any]]()
+    states, draws = [], list[list[Any]]()
     for seed in (1, 2):
         seed_everything(seed)
         states.append(RandomState())
-        found.append([])
+        draws.append([])
     for turn in range(12):
         states[turn % 2].restore()
-        found[turn % 2].append(draw())
+        draws[turn % 2].append(draw())
         states[turn % 2] = RandomState()
-    assert found == wanted
+    assert draws == wanted
 
 
 def test_random_numbers_are_restored_after_an_error_in_the_block() -> None:
@@ -144,11 +144,11 @@ def test_both_seed_functions_draw_the_same_numbers():
 
 def test_generators_of_a_module_are_restored() -> None:
     module = nn.Sequential(nn.Module())
-    own: Any = module[0]
-    own.torch, own.numpy, own.python = torch.Generator(), np.random.default_rng(1), random.Random(1)
+    dropout: Any = module[0]
+    dropout.torch, dropout.numpy, dropout.python = torch.Generator(), np.random.default_rng(1), random.Random(1)
 
     def draw() -> list[float]:
-        return [float(torch.rand((), generator=own.torch)), own.numpy.random(), own.python.random()]
+        return [float(torch.rand((), generator=dropout.torch)), dropout.numpy.random(), dropout.python.random()]
 
     restores = [*generators_of(module)]
     first = draw()

@@ -45,9 +45,9 @@ def test_no_devices_are_an_error(devices: Any, said: str) -> None:
     [(None, 1.0), (1.0, 1.0), (1, 1), (0, 0), (0.0, 0.0), (0.25, 0.25), (10, 10), (10.0, 10)],
 )
 def test_a_limit_is_a_fraction_or_a_number_and_all_batches_are_1_0(limit: Any, checked: float) -> None:
-    found = check_limit("limit_val_batches", limit)
-    assert found == checked
-    assert type(found) is type(checked)
+    limit_value = check_limit("limit_val_batches", limit)
+    assert limit_value == checked
+    assert type(limit_value) is type(checked)
 
 
 @pytest.mark.parametrize("limit", [-1, -0.5, 1.5, True, "half"])
@@ -56,6 +56,6 @@ def test_an_invalid_limit_is_an_error_with_its_name(limit: Any) -> None:
         check_limit("limit_val_batches", limit)
 
 
-@pytest.mark.parametrize("given", ["2h30m", timedelta(hours=2.5), {"hours": 2, "minutes": 30}, "00:02:30:00"])
-def test_a_time_can_be_written_in_several_forms(given: Any) -> None:
-    assert check_max_time(given) == timedelta(hours=2, minutes=30)
+@pytest.mark.parametrize("value", ["2h30m", timedelta(hours=2.5), {"hours": 2, "minutes": 30}, "00:02:30:00"])
+def test_a_time_can_be_written_in_several_forms(value: Any) -> None:
+    assert check_max_time(value) == timedelta(hours=2, minutes=30)

@@ -47,16 +47,27 @@ def test_an_invalid_value_is_refused(options: dict[str, Any], said: str) -> None
     ids=str,
 )  # fmt: skip
 def test_limits_are_the_passed_values(options: dict[str, Any], epochs: int | None, steps: int) -> None:
-    given = TrainerOptions(**options)
-    assert (given.max_epochs, given.max_steps) == (epochs, steps)
+    trainer_options = TrainerOptions(**options)
+    assert (trainer_options.max_epochs, trainer_options.max_steps) == (epochs, steps)
 
 
 def test_a_fast_run_limits_each_loader_and_writes_nothing() -> None:
-    given = TrainerOptions(fast_dev_run=True, limit_val_batches=0.5, check_val_every_n_epoch=5, val_check_interval=7)
-    assert given.limit_train_batches == given.limit_val_batches == given.limit_test_batches == 1
-    assert (given.num_sanity_val_steps, given.check_val_every_n_epoch, given.val_check_interval) == (0, 1, 1.0)
-    assert not given.enable_checkpointing
-    assert not given.enable_telemetry
+    trainer_options = TrainerOptions(
+        fast_dev_run=True, limit_val_batches=0.5, check_val_every_n_epoch=5, val_check_interval=7
+    )
+    assert (
+        trainer_options.limit_train_batches
+        == trainer_options.limit_val_batches
+        == trainer_options.limit_test_batches
+        == 1
+    )
+    assert (
+        trainer_options.num_sanity_val_steps,
+        trainer_options.check_val_every_n_epoch,
+        trainer_options.val_check_interval,
+    ) == (0, 1, 1.0)
+    assert not trainer_options.enable_checkpointing
+    assert not trainer_options.enable_telemetry
 
 
 def test_an_unknown_accelerator_or_a_url_as_root_is_an_error_with_a_remedy() -> None:

@@ -50,8 +50,8 @@ class Model:
 
     def names(self) -> list[str]:
         """Return which gradients are held."""
-        found = [id(parameter) for optimizer in self.optimizers for parameter in held_gradients(optimizer)]
-        return [name for name in ("first", "second") if id(getattr(self, name)) in found]
+        identities = [id(parameter) for optimizer in self.optimizers for parameter in held_gradients(optimizer)]
+        return [name for name in ("first", "second") if id(getattr(self, name)) in identities]
 
 
 def usual(model: Model, batch: int) -> None:

@@ -31,18 +31,18 @@ class InPlace:
 
 
 def test_tensors_at_any_depth_are_moved_and_the_nesting_is_kept() -> None:
-    own = InPlace()
-    moved = to_device({"a": [torch.zeros(2), "text"], "b": Pair(torch.ones(1), 3), "c": own}, META)
-    assert moved["a"][0].device == moved["b"].inputs.device == own.device == META
-    assert (moved["a"][1], moved["b"].targets, moved["c"]) == ("text", 3, own)
+    in_place = InPlace()
+    moved = to_device({"a": [torch.zeros(2), "text"], "b": Pair(torch.ones(1), 3), "c": in_place}, META)
+    assert moved["a"][0].device == moved["b"].inputs.device == in_place.device == META
+    assert (moved["a"][1], moved["b"].targets, moved["c"]) == ("text", 3, in_place)
     assert type(moved["b"]) is Pair
 
 
 def test_on_a_cpu_only_objects_with_a_custom_to_method_are_moved() -> None:
-    own, plain = InPlace(), {"x": torch.zeros(2), "name": "a"}
+    in_place, plain = InPlace(), {"x": torch.zeros(2), "name": "a"}
     assert with_own_move(plain) is plain
-    assert with_own_move(own) is own
-    assert own.device == torch.device("cpu")
+    assert with_own_move(in_place) is in_place
+    assert in_place.device == torch.device("cpu")
     moved = with_own_move(batch := [torch.zeros(1), InPlace()])
     assert moved is not batch
     assert moved[1].device == torch.device("cpu")

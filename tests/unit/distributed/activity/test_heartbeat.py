@@ -29,13 +29,13 @@ def test_finished_batches_are_counted_from_the_position_of_the_run() -> None:
 
 
 def test_the_line_is_the_innermost_line_of_user_code_in_any_thread() -> None:
-    found: list[str] = []
-    thread = threading.Thread(target=lambda: found.append(heartbeat.where()))
+    lines: list[str] = []
+    thread = threading.Thread(target=lambda: lines.append(heartbeat.where()))
     thread.start()
     thread.join()  # a line of python's own, which this test calls
-    assert "test_heartbeat.py" in found[0]
-    assert "in test_the_line_is_the_users_innermost_one" in found[0]
-    assert "thread.join()" in found[0] or "thread.start()" in found[0]
+    assert "test_heartbeat.py" in lines[0]
+    assert "in test_the_line_is_the_users_innermost_one" in lines[0]
+    assert "thread.join()" in lines[0] or "thread.start()" in lines[0]
 
 
 def test_files_of_python_torch_and_fabricx_are_not_user_code() -> None:

@@ -121,9 +121,9 @@ def test_float16_is_accurate_at_any_scale(kind: str, part: float) -> None:
 
 def test_the_largest_elements_are_sent_unchanged() -> None:
     gradient = torch.arange(100.0) - 50
-    found = sent(make_codec("topk", keep=0.05), gradient)
-    assert found.nonzero().flatten().tolist() == [0, 1, 2, 98, 99] or int((found != 0).sum()) == 5
-    assert torch.equal(found[found != 0], gradient[found != 0])
+    received = sent(make_codec("topk", keep=0.05), gradient)
+    assert received.nonzero().flatten().tolist() == [0, 1, 2, 98, 99] or int((received != 0).sum()) == 5
+    assert torch.equal(received[received != 0], gradient[received != 0])
 
 
 def test_the_types_of_options_name_the_table() -> None:

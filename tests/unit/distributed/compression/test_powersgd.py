@@ -25,8 +25,8 @@ def test_a_gradient_of_the_rank_of_the_factors_is_exact() -> None:
     torch.manual_seed(0)
     parameter = nn.Parameter(torch.zeros(SHAPE))
     gradients = [torch.outer(torch.randn(6), torch.randn(12)).view(SHAPE) for _ in range(2)]
-    found = summed([LowRankMatrix(parameter, 2) for _ in gradients], gradients)
-    assert torch.allclose(found.view(SHAPE), gradients[0] + gradients[1], atol=1e-5)
+    total = summed([LowRankMatrix(parameter, 2) for _ in gradients], gradients)
+    assert torch.allclose(total.view(SHAPE), gradients[0] + gradients[1], atol=1e-5)
 
 
 def test_the_error_is_sent_later_also_by_a_rank_without_a_gradient() -> None:

@@ -35,14 +35,14 @@ class Bucket:
 def on_ranks(size: int, work: Callable[[int, SharedMemoryAverager], Any], room: int = 1000) -> list[Any]:
     """Run a function as each of several ranks, and return the results, or errors, by rank."""
     store = dist.HashStore()
-    found: list[Any] = [None] * size
+    results: list[Any] = [None] * size
 
     def run(rank: int) -> None:
         averager = SharedMemoryAverager(World(rank=rank, size=size, store=store, secret=b"key"), room)
         try:
-            found[rank] = work(rank, averager)
+            results[rank] = work(rank, averager)
         except Exception as error:
-            found[rank] = error
+            results[rank] = error
         finally:
             averager.close()
 
@@ -51,7 +51,7 @@ def on_ranks(size: int, work: Callable[[int, SharedMemoryAverager], Any], room: 
         thread.start()
     for thread in threads:
         thread.join()
-    return found
+    return results
 
 
 def gradients(rank: int, step: int, number: int, elements: int, dtype: torch.dtype) -> Tensor:
@@ -80,7 +80,7 @@ def test_buckets_are_averaged_in_rank_order_for_any_timing(size: int, room: int)
                 means.append(buffer)
         return means
 
-    found = on_ranks(size, train, room)
+    results = on_ranks(size, train, room)
     wanted = []
     for step in range(8):
         for number, (elements, dtype) in enumerate(kinds):
@@ -89,7 +89,7 @@ def test_buckets_are_averaged_in_rank_order_for_any_timing(size: int, room: int)
             for share in shares[2:]:
                 total += share
             wanted.append(total)
-    for means in found:
+    for means in results:
         assert all(torch.equal(mean, total) for mean, total in zip(means, wanted, strict=True))
 
 
@@ -129,8 +129,8 @@ def test_a_rank_that_waits_for_a_lost_rank_raises_an_error() -> None:
         averager.average(bucket)
         averager.average(bucket)
 
-    found = on_ranks(3, train)
-    assert found[2] is None
+    results = on_ranks(3, train)
+    assert results[2] is None
     assert all(
-        isinstance(error, PeerLost) and "connection to another rank was lost" in str(error) for error in found[:2]
+        isinstance(error, PeerLost) and "connection to another rank was lost" in str(error) for error in results[:2]
     )

@@ -31,7 +31,7 @@ class Group:
 
 
 @pytest.fixture
-def own() -> Iterator[Membership]:
+def member() -> Iterator[Membership]:
     before = membership()
     enter(Membership(0, "", lambda kind, content: None))
     membership().building(0, None, silent=True)
@@ -41,42 +41,42 @@ def own() -> Iterator[Membership]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    found: list[str] = []
-    names = {Group("0", found): "0", Group("1", found): "1"}
+    recorded: list[str] = []
+    names = {Group("0", recorded): "0", Group("1", recorded): "1"}
     monkeypatch.setattr(c10d, "_world", SimpleNamespace(pg_names=names))
     monkeypatch.setattr(c10d, "is_nccl_available", lambda: True)
-    return found
+    return recorded
 
 
-def test_all_groups_are_aborted_together_and_each_once(own: Membership, calls: list[str]) -> None:
-    assert not own.shut_broken()
-    own.on_message("broken", 0)
-    assert own.shut_broken()
+def test_all_groups_are_aborted_together_and_each_once(member: Membership, calls: list[str]) -> None:
+    assert not member.shut_broken()
+    member.on_message("broken", 0)
+    assert member.shut_broken()
     assert calls == ["begin", "abort 1", "abort 0", "end"]
     c10d._world.pg_names[Group("2", calls)] = "2"  # type: ignore[index]
-    assert own.shut_broken()  # while a worker is busy with it still
+    assert member.shut_broken()  # while a worker is busy with it still
     assert calls[4:] == ["begin", "abort 2", "end"]
-    own.shut()
+    member.shut()
     assert len(calls) == 7
-    assert not own.shut_broken()
+    assert not member.shut_broken()
 
 
 @pytest.mark.parametrize("silent", [True, False])
 def test_a_departure_aborts_groups_only_if_it_would_be_silent(
-    own: Membership, calls: list[str], *, silent: bool
+    member: Membership, calls: list[str], *, silent: bool
 ) -> None:
-    own.building(0, None, silent=silent)
-    own.on_message("generation", Generation(1, (0, 2)))
-    assert own.shut_broken() is silent  # else an error comes when the others end their links
+    member.building(0, None, silent=silent)
+    member.on_message("generation", Generation(1, (0, 2)))
+    assert member.shut_broken() is silent  # else an error comes when the others end their links
     assert bool(calls) is silent
 
 
-def test_results_of_a_collective_are_valid_only_if_no_worker_has_left(own: Membership) -> None:
+def test_results_of_a_collective_are_valid_only_if_no_worker_has_left(member: Membership) -> None:
     silent, loud = World(size=2, backend="cpu:gloo,cuda:nccl"), World(size=2)
     silent.settle()
     with pytest.raises(ValueError, match="process group"):
         silent.gather_objects("an error of any kind")
-    own.on_message("broken", 0)
+    member.on_message("broken", 0)
     with pytest.raises(PeerLost):
         silent.settle()
     with pytest.raises(PeerLost):
@@ -86,11 +86,11 @@ def test_results_of_a_collective_are_valid_only_if_no_worker_has_left(own: Membe
         loud.gather_objects("there is no group")
 
 
-def test_a_worker_that_opens_a_group_is_marked_as_joining(own: Membership) -> None:
+def test_a_worker_that_opens_a_group_is_marked_as_joining(member: Membership) -> None:
     """Its wait for a dead worker ends by a time-out, and is no lost operation."""
-    assert not own.joins
-    with own.opening():
-        assert own.joins
-    assert not own.joins
-    own.shut()
-    assert not own.joins
+    assert not member.joins
+    with member.opening():
+        assert member.joins
+    assert not member.joins
+    member.shut()
+    assert not member.joins

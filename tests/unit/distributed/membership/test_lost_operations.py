@@ -11,7 +11,7 @@ from fabricx.distributed.membership.lost_operations import CHECKS, BlockedMainTh
 
 
 @pytest.mark.parametrize(
-    ("used", "waits", "found"),
+    ("used", "waits", "lost"),
     [
         (itertools.repeat(1.0), True, True),
         (itertools.repeat(1.0), False, False),  # such as a loader's batch, or a file
@@ -20,11 +20,11 @@ from fabricx.distributed.membership.lost_operations import CHECKS, BlockedMainTh
     ],
 )
 def test_only_an_operation_that_uses_no_cpu_time_is_lost(
-    used: itertools.repeat[float | None], *, waits: bool, found: bool
+    used: itertools.repeat[float | None], *, waits: bool, lost: bool
 ) -> None:
     blocked = BlockedMainThread(lambda: next(used), lambda: waits)
     assert not any(blocked.found() for _ in range(CHECKS))
-    assert blocked.found() is found
+    assert blocked.found() is lost
 
 
 def test_progress_resets_the_count() -> None:

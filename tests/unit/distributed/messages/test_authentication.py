@@ -136,7 +136,7 @@ def test_folders_and_files_of_other_users_are_refused(private: Path, tmp_path: P
 
 
 def test_a_folder_of_another_user_is_refused(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = os.geteuid()
-    monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
-    with pytest.raises(PermissionError, match=f"belongs to user {mine}"):
+    own_uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: own_uid + 1)
+    with pytest.raises(PermissionError, match=f"belongs to user {own_uid}"):
         authentication.check_private(private)

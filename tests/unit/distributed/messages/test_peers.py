@@ -60,10 +60,10 @@ def stranger(ports: set[int], source: int = 0) -> Iterator[None]:
 def listened(others: set[int]) -> set[int]:
     """Return the ports at which this process listens, and didn't before, as soon as there is one."""
     deadline = time.monotonic() + 20
-    while not (found := peers.ports() - others):
+    while not (opened := peers.ports() - others):
         assert time.monotonic() < deadline
         time.sleep(0.001)
-    return found
+    return opened
 
 
 def both(call: Callable[[int], Any], between: Callable[[], Any] = lambda: None) -> list[str]:
@@ -99,8 +99,8 @@ def test_an_unexpected_connection_is_an_error_of_all_ranks_also_from_the_address
                 stranger({listener.getsockname()[1]}, link.getsockname()[1] if attack == "same source" else 0)
             )
             stack.enter_context(listener.accept()[0])
-        own = ({listener.getsockname()[1]}, {other.getsockname()[1]})
-        errors = both(lambda rank: peers.confirm(store, rank, 2, own[rank], LIMIT, lambda: None))
+        own_ports = ({listener.getsockname()[1]}, {other.getsockname()[1]})
+        errors = both(lambda rank: peers.confirm(store, rank, 2, own_ports[rank], LIMIT, lambda: None))
     text = "AuthenticationError: another program has connected to rank 0"
     assert [error[: len(text)] for error in errors] == ([] if attack == "none" else [text, text])
 
@@ -174,7 +174,7 @@ def builds_groups(world: World, attacked: str) -> str:
 @pytest.mark.parametrize("attacked", ["main", "beside", "none"])
 def test_an_attacked_group_is_an_error_of_all_its_ranks(attacked: str) -> None:
     text = "" if attacked == "none" else "another program has connected to rank 0"
-    assert [found[: len(text) or None] for found in run_workers(builds_groups, (attacked,), size=2)] == [text, text]
+    assert [error[: len(text) or None] for error in run_workers(builds_groups, (attacked,), size=2)] == [text, text]
 
 
 def test_connections_opened_after_the_check_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

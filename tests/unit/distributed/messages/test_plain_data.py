@@ -57,7 +57,7 @@ def test_malicious_bytes_are_refused_and_not_executed(make: Any, own_folder: Pat
 
 
 def test_numpy_numbers_and_strings_become_python_values() -> None:
-    given = {"lr": np.float64(0.1), "steps": [np.int64(3), (np.float32(0.5), np.bool_(True))], "name": np.str_("a")}
-    read = loads(dumps(given))
+    values = {"lr": np.float64(0.1), "steps": [np.int64(3), (np.float32(0.5), np.bool_(True))], "name": np.str_("a")}
+    read = loads(dumps(values))
     assert read == {"lr": 0.1, "steps": [3, (0.5, True)], "name": "a"}
     assert [type(read["lr"]), type(read["steps"][0]), type(read["name"])] == [float, int, str]

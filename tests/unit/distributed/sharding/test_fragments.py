@@ -28,7 +28,7 @@ def test_fragments_follow_the_sizes_of_whole_parameters_and_are_cut_into_blocks(
 ) -> None:
     monkeypatch.setattr(fragments, "_BLOCK", 8)
     parameters = {name: torch.zeros(4, dtype=torch.float64 if name == "d" else None) for name in "abcd"}
-    found = in_fragments(parameters, {"a": 12}, 2, momentum=False)
-    assert [(f.number, "".join(f.parameters)) for f in found] == [(0, "a"), (1, "bc"), (1, "d")]
-    assert [f.base.dtype for f in found] == [torch.float32, torch.float32, torch.float64]
-    assert not found[0].velocity.numel()
+    divided = in_fragments(parameters, {"a": 12}, 2, momentum=False)
+    assert [(f.number, "".join(f.parameters)) for f in divided] == [(0, "a"), (1, "bc"), (1, "d")]
+    assert [f.base.dtype for f in divided] == [torch.float32, torch.float32, torch.float64]
+    assert not divided[0].velocity.numel()

@@ -24,10 +24,10 @@ class Tied(nn.Module):
         self.fails = False
 
     def forward(self, inputs: Tensor) -> Tensor:
-        found: Tensor = self.head(self.body(self.first(inputs)))
+        outputs: Tensor = self.head(self.body(self.first(inputs)))
         if self.fails:
             raise RuntimeError("in the middle")
-        return found
+        return outputs
 
     def training_step(self, inputs: Tensor) -> Tensor:
         return self(inputs).sum()

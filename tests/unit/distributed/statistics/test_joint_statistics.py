@@ -30,10 +30,10 @@ def normalised(momentum: float | None) -> nn.BatchNorm1d:
 
 
 def state_of(layer: nn.BatchNorm1d, start: nn.BatchNorm1d, parts: list[Tensor]) -> dict[str, object]:
-    own = copy.deepcopy(start)
-    statistics = JointStatistics(own)
+    local = copy.deepcopy(start)
+    statistics = JointStatistics(local)
     for part in parts:
-        own(part)
+        local(part)
     return statistics.state_dict()
 
 
@@ -45,16 +45,16 @@ def test_a_step_of_uneven_ranks_has_the_statistics_of_all_samples(momentum: floa
     parts = [torch.randn(n, 3, dtype=torch.float64) * (1 + n) + 4 * n for n in (2, 5, 9)]
     for some in (parts, parts[:2]):
         states = [state_of(start, start, [part]) for part in some] + [state_of(start, start, [])] * (3 - len(some))
-        found = copy.deepcopy(start)
-        statistics = JointStatistics(found)
+        combined = copy.deepcopy(start)
+        statistics = JointStatistics(combined)
         statistics.load_states(states, own=False)
         mean, variance = by_hand(start, [some])
-        assert torch.allclose(found.running_mean, mean, rtol=1e-12)
-        assert torch.allclose(found.running_var, variance, rtol=1e-12)
-        assert int(found.num_batches_tracked) == 2
+        assert torch.allclose(combined.running_mean, mean, rtol=1e-12)
+        assert torch.allclose(combined.running_var, variance, rtol=1e-12)
+        assert int(combined.num_batches_tracked) == 2
         joined = statistics.state_dict()
         assert joined[""]["elements"] == 0  # the next step starts from here
-        assert torch.equal(joined[""]["start"][0], found.running_mean)
+        assert torch.equal(joined[""]["start"][0], combined.running_mean)
 
 
 def test_joint_variance_includes_differences_between_ranks() -> None:
@@ -62,11 +62,11 @@ def test_joint_variance_includes_differences_between_ranks() -> None:
     start = normalised(0.1)
     steps = [[torch.randn(400, 3, dtype=torch.float64) + 10 * rank for rank in range(2)] for _ in range(5)]
     states = [state_of(start, start, [parts[rank] for parts in steps]) for rank in range(2)]
-    found = copy.deepcopy(start)
-    JointStatistics(found).load_states(states, own=False)
+    combined = copy.deepcopy(start)
+    JointStatistics(combined).load_states(states, own=False)
     mean, variance = by_hand(start, steps)
-    assert torch.allclose(found.running_mean, mean, rtol=1e-12)
-    assert torch.allclose(found.running_var, variance, rtol=1e-3)  # samples of ranks vary from step to step
+    assert torch.allclose(combined.running_mean, mean, rtol=1e-12)
+    assert torch.allclose(combined.running_var, variance, rtol=1e-3)  # samples of ranks vary from step to step
     alone = states[0][""]["now"][1]  # type: ignore[index]
     assert float(variance.min() / alone.max()) > 5  # what rank 0 has for itself
 
@@ -76,27 +76,27 @@ def test_the_variance_of_identically_distributed_samples_is_unbiased_over_severa
     start = nn.BatchNorm1d(4000, momentum=0.3, affine=False)
     parts = [[torch.randn(n, 4000) for n in (2, 3)] for _ in range(4)]
     states = [state_of(start, start, [step[rank] for step in parts]) for rank in range(2)]
-    found = copy.deepcopy(start)
-    JointStatistics(found).load_states(states, own=False)
-    assert float(found.running_var.mean()) == pytest.approx(1.0, abs=0.02)  # 4000 channels; without correction 1.15
+    combined = copy.deepcopy(start)
+    JointStatistics(combined).load_states(states, own=False)
+    assert float(combined.running_var.mean()) == pytest.approx(1.0, abs=0.02)  # 4000 channels; without correction 1.15
 
 
 def test_a_restored_rank_continues_from_the_common_statistics() -> None:
     torch.manual_seed(1)
     start = normalised(0.1)
-    own = copy.deepcopy(start)
-    statistics = JointStatistics(own)
+    local = copy.deepcopy(start)
+    statistics = JointStatistics(local)
     part, other = torch.randn(2, 5, 3, dtype=torch.float64)
-    own(part)
-    saved, weights = copy.deepcopy(statistics.state_dict()), copy.deepcopy(own.state_dict())
-    own(part)
+    local(part)
+    saved, weights = copy.deepcopy(statistics.state_dict()), copy.deepcopy(local.state_dict())
+    local(part)
     statistics.remember()
-    own.load_state_dict(weights)
+    local.load_state_dict(weights)
     statistics.load_states([saved], own=True)
     statistics.load_states([statistics.state_dict(), state_of(start, start, [other])], own=False)
-    assert torch.allclose(own.running_var, by_hand(start, [[part, other]])[1], rtol=1e-12)
+    assert torch.allclose(local.running_var, by_hand(start, [[part, other]])[1], rtol=1e-12)
     statistics.close()
-    own(part)
+    local(part)
     assert statistics.state_dict()[""]["elements"] == 0
 
 
@@ -112,20 +112,20 @@ class Pair(World):
 def test_statistics_of_the_start_of_a_window_are_joined_with_their_earlier_values() -> None:
     torch.manual_seed(1)
     start = normalised(0.1)
-    own = copy.deepcopy(start)
-    statistics = JointStatistics(own)
+    local = copy.deepcopy(start)
+    statistics = JointStatistics(local)
     first, second = torch.randn(2, 2, 5, 3, dtype=torch.float64)
-    own(first[0])
-    kept = {name: buffer.clone() for name, buffer in own.named_buffers()}
-    own(second[0])
+    local(first[0])
+    kept = {name: buffer.clone() for name, buffer in local.named_buffers()}
+    local(second[0])
     Pair.answers = [state_of(start, start, [first[1]]), state_of(start, start, [first[1], second[1]])]
     statistics.join(Pair(), kept)
     mean, variance = by_hand(start, [[first[0], first[1]]])
     assert torch.allclose(kept["running_mean"], mean, rtol=1e-12)
     assert torch.allclose(kept["running_var"], variance, rtol=1e-12)
     assert int(kept["num_batches_tracked"]) == 2
-    assert torch.allclose(own.running_mean, by_hand(start, [[*first], [*second]])[0], rtol=1e-12)
-    assert int(own.num_batches_tracked) == 3
+    assert torch.allclose(local.running_mean, by_hand(start, [[*first], [*second]])[0], rtol=1e-12)
+    assert int(local.num_batches_tracked) == 3
     Pair.answers = [statistics.state_dict()]
     statistics.join(Pair(), {"other": torch.zeros(1)})  # statistics that are not saved have no copies
 
@@ -146,9 +146,9 @@ def test_equal_statistics_are_unchanged_and_batches_are_the_weights_without_coun
     zero = torch.zeros(1), torch.ones(1)
     same = joint(zero, 0, [Share(mean, variance, 1, 4), Share(mean.clone(), variance.clone(), 1, 8)], 0.1)
     assert same == (mean, variance)
-    found = joint(zero, 0, [Share(mean, variance, 1), Share(2 * mean, variance, 3)], None)
-    assert float(found[0]) == pytest.approx(3.5)
-    assert float(found[1]) == pytest.approx(3.0 + 0.25 * 1.5**2 + 0.75 * 0.5**2)
+    combined = joint(zero, 0, [Share(mean, variance, 1), Share(2 * mean, variance, 3)], None)
+    assert float(combined[0]) == pytest.approx(3.5)
+    assert float(combined[1]) == pytest.approx(3.0 + 0.25 * 1.5**2 + 0.75 * 0.5**2)
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
@@ -157,10 +157,10 @@ def test_an_instance_normalisation_has_the_statistics_of_all_instances(momentum:
     torch.manual_seed(1)
     start: Any = nn.InstanceNorm1d(3, momentum=momentum, track_running_stats=True, dtype=torch.float64)  # type: ignore[arg-type]
     steps = [[torch.randn(n, 3, 5, dtype=torch.float64) * n + 4 * n for n in (1, 3)] for _ in range(2)]
-    wanted, found = copy.deepcopy(start), copy.deepcopy(start)
+    wanted, combined = copy.deepcopy(start), copy.deepcopy(start)
     for parts in steps:
         wanted(torch.cat(parts))
     states = [state_of(start, start, [parts[rank] for parts in steps]) for rank in range(2)]
-    JointStatistics(found).load_states(states, own=False)
-    assert torch.allclose(found.running_mean, wanted.running_mean, rtol=1e-12)
-    assert torch.allclose(found.running_var, wanted.running_var, rtol=1e-12)
+    JointStatistics(combined).load_states(states, own=False)
+    assert torch.allclose(combined.running_mean, wanted.running_mean, rtol=1e-12)
+    assert torch.allclose(combined.running_var, wanted.running_var, rtol=1e-12)

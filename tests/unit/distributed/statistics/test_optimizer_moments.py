@@ -74,12 +74,12 @@ def test_scalars_are_taken_from_the_rank_with_the_most_steps() -> None:
         parameter.grad = torch.ones(3)
         optimizer.step()
     moments = {(0, name): SHAPE for name in ("exp_avg", "exp_avg_sq")}
-    own = {name: float(optimizer.state[parameter][name]) for name in ("step", "mu_product")}
+    local = {name: float(optimizer.state[parameter][name]) for name in ("step", "mu_product")}
     for steps, product in ((1.0, 0.9), (2.0, 0.5), (3.0, 0.4)):  # of a later rank with fewer steps, as many, and more
         rest = {0: {"step": torch.tensor(steps), "mu_product": torch.tensor(product)}}
         average_moments(_Pair(described=(moments, rest), sums={(3,): torch.zeros(3)}), optimizer)
-        found = {name: float(optimizer.state[parameter][name]) for name in own}
-        assert found == pytest.approx({"step": 3.0, "mu_product": 0.4} if steps > 2.0 else own)
+        combined = {name: float(optimizer.state[parameter][name]) for name in local}
+        assert combined == pytest.approx({"step": 3.0, "mu_product": 0.4} if steps > 2.0 else local)
 
 
 def test_the_moments_of_a_single_rank_are_unchanged() -> None:

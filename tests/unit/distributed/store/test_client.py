@@ -65,13 +65,13 @@ def test_the_private_store_implements_torchs_store_interface(server: StoreServer
 
 def test_a_thread_that_waits_in_the_private_store_does_not_block_other_threads(server: StoreServer) -> None:
     store = PrivateStore(address(server), KEY)
-    found: list[bytes] = []
-    thread = threading.Thread(target=lambda: found.append(store.get("later")))
+    received: list[bytes] = []
+    thread = threading.Thread(target=lambda: received.append(store.get("later")))
     thread.start()
     assert store.add("steps", 1) == 1
     server.set("later", b"now")
     thread.join()
-    assert found == [b"now"]
+    assert received == [b"now"]
 
 
 def test_the_private_store_refuses_clients_without_the_key(server: StoreServer) -> None:
@@ -100,10 +100,10 @@ def test_malformed_requests_and_processes_that_end_while_waiting_do_not_affect_o
 
 def test_a_long_wait_and_an_invalid_number_do_not_end_other_waits(server: StoreServer) -> None:
     store, other = PrivateStore(address(server), KEY), PrivateStore(address(server), KEY)
-    found: list[Any] = []
+    received: list[Any] = []
     threads = [
-        threading.Thread(target=lambda: found.append(store.wait(["late"], timedelta(days=365)))),
-        threading.Thread(target=lambda: found.append(store.reach({"count": 1}, 60.0))),
+        threading.Thread(target=lambda: received.append(store.wait(["late"], timedelta(days=365)))),
+        threading.Thread(target=lambda: received.append(store.reach({"count": 1}, 60.0))),
     ]
     for thread in threads:
         thread.start()
@@ -114,26 +114,26 @@ def test_a_long_wait_and_an_invalid_number_do_not_end_other_waits(server: StoreS
     other.set("late", "")
     for thread in threads:
         thread.join(60)
-    assert sorted(map(str, found)) == ["None", "['count']"]
+    assert sorted(map(str, received)) == ["None", "['count']"]
 
 
 def test_a_watch_ends_when_a_key_is_set_or_when_it_is_interrupted(server: StoreServer) -> None:
-    watch, found = PrivateStore(address(server), KEY).watch(), []
+    watch, received = PrivateStore(address(server), KEY).watch(), []
 
     def wait() -> None:
-        while not found or found[-1]:
-            found.append(watch.wait_any(["a", "b"], 60.0))
+        while not received or received[-1]:
+            received.append(watch.wait_any(["a", "b"], 60.0))
             server._state._values.clear()
 
     thread = threading.Thread(target=wait)
     thread.start()
     for key in ("a", "b"):
         server.set(key, b"")
-        while [key] not in found:
+        while [key] not in received:
             time.sleep(0.001)
     watch.interrupt()
     thread.join(60)
-    assert found == [["a"], ["b"], []]
+    assert received == [["a"], ["b"], []]
     watch.interrupt()  # before the wait
     assert watch.wait_any(["a"], 60.0) == []
     server.set("a", b"")

@@ -66,8 +66,8 @@ def test_a_shard_attends_as_the_whole_sequence(rank: int, kind: str) -> None:
     both = [key, value, torch.cat((key, value), -1), KEYS[None].to(torch.uint8), added]
     world: Any = Known(rank, both)
     q, k, v = (shard.part(tensor, 2) for tensor in (query, key, value))
-    found = scaled_dot_product_attention(world, shard, q, k, v, enable_gqa=True, scale=0.3, **options)
-    assert torch.allclose(found, shard.part(expected, 2), atol=1e-12)
+    output = scaled_dot_product_attention(world, shard, q, k, v, enable_gqa=True, scale=0.3, **options)
+    assert torch.allclose(output, shard.part(expected, 2), atol=1e-12)
 
 
 def test_keys_of_another_sequence_are_not_gathered() -> None:
@@ -75,8 +75,8 @@ def test_keys_of_another_sequence_are_not_gathered() -> None:
     memory = torch.randn(2, 4, 7, 3, dtype=torch.float64)
     shard, world = SequenceShard(LENGTH, RANKS, 0), Known(0, [])
     q = shard.part(query, 2)
-    found = scaled_dot_product_attention(world, shard, q, memory, memory)  # type: ignore[arg-type]
-    assert torch.equal(found, F.scaled_dot_product_attention(q, memory, memory))
+    output = scaled_dot_product_attention(world, shard, q, memory, memory)  # type: ignore[arg-type]
+    assert torch.equal(output, F.scaled_dot_product_attention(q, memory, memory))
 
 
 def test_an_attention_mask_of_only_the_shard_is_an_error_with_the_remedy() -> None:

@@ -50,8 +50,8 @@ def attended(options: dict[str, Any], tensors: list[Tensor]) -> list[Tensor]:
         options["attn_mask"] = mask = mask.requires_grad_(mask.is_floating_point())
     output = scaled_dot_product_attention(world, shard, *parts, ring=True, **options)
     (output * weights(output.shape[:2]).index_select(2, shard.positions)).sum().backward()
-    found = [*parts, *([mask] if mask is not None and mask.requires_grad else [])]
-    return [output.detach(), *(tensor.grad for tensor in found)]  # type: ignore[list-item]
+    outputs = [*parts, *([mask] if mask is not None and mask.requires_grad else [])]
+    return [output.detach(), *(tensor.grad for tensor in outputs)]  # type: ignore[list-item]
 
 
 def weights(batch: Any) -> Tensor:
@@ -78,21 +78,21 @@ def test_attention_and_gradients_are_equal_to_those_of_the_whole_sequence(ranks:
         )
         (expected * weights(expected.shape[:2])).sum().backward()
         shards = [SequenceShard(LENGTH, ranks, rank) for rank in range(ranks)]
-        for place, target in enumerate([expected, *(tensor.grad for tensor in (*whole, *learned))]):
-            parts = torch.stack([results[number][place] for results in by_rank])
-            dim = 1 if place == 4 else 2
-            found = shards[0].ordered(parts, dim)
+        for index, target in enumerate([expected, *(tensor.grad for tensor in (*whole, *learned))]):
+            parts = torch.stack([results[number][index] for results in by_rank])
+            dim = 1 if index == 4 else 2
+            actual = shards[0].ordered(parts, dim)
             assert target is not None
-            assert torch.allclose(found, target, rtol=0, atol=1e-12), (options, place)
+            assert torch.allclose(actual, target, rtol=0, atol=1e-12), (options, index)
 
 
 def test_an_output_in_16_bits_is_rounded_once() -> None:
     options, tensors = {"is_causal": True}, inputs(HEADS, HEADS, torch.bfloat16)
     parts = [results[0][0] for results in run_ranks(every_kind, 2, [(options, tensors)], 40)]
     exact = F.scaled_dot_product_attention(*(tensor.double() for tensor in tensors), **options)  # type: ignore[arg-type]
-    found = SequenceShard(LENGTH, 2, 0).ordered(torch.stack(parts), 2)
-    assert found.dtype is torch.bfloat16
-    assert torch.equal(found, exact.to(torch.bfloat16))
+    outputs = SequenceShard(LENGTH, 2, 0).ordered(torch.stack(parts), 2)
+    assert outputs.dtype is torch.bfloat16
+    assert torch.equal(outputs, exact.to(torch.bfloat16))
 
 
 def with_dropout(seed: int) -> list[Tensor]:

@@ -25,7 +25,7 @@ def records(whole: dict[str, list[Tensor]], of_rank: Any) -> tuple[Record, Recor
         outputs = [(name, comparison.of_shard(name, output)) for name in parts for output in parts[name]]
         every.append((comparison._kinds, outputs))
         comparisons.append(comparison)
-    comparisons[0]._world.gather_objects = lambda own: every
+    comparisons[0]._world.gather_objects = lambda value: every
     after = Record(outputs=every[0][1])
     comparisons[0].combine(before, after)
     return before, after

@@ -20,9 +20,9 @@ def test_calls_pass_through_the_function_before_hooks_and_a_call_of_the_class():
     expected = layer(inputs)
     seen.clear()
 
-    def call(own, args, kwargs):
+    def call(function, args, kwargs):
         seen.append("before")
-        return own(*args, **kwargs)
+        return function(*args, **kwargs)
 
     restore = intercept(layer, call)
     other = Checkpointed(2, 2)
@@ -42,9 +42,9 @@ def test_an_interception_may_be_within_another():
     layer, seen = nn.Linear(2, 2), []
 
     def named(name):
-        def call(own, args, kwargs):
+        def call(function, args, kwargs):
             seen.append(name)
-            return own(*args, **kwargs)
+            return function(*args, **kwargs)
 
         return call
 

@@ -40,14 +40,14 @@ def test_idle_time_matches_the_literature():
     for kind, stages, virtual, microbatches in CASES:
         if virtual > 1 and microbatches % stages:
             continue
-        found = simulate(kind, stages, virtual, microbatches, forward=1.0, input_gradient=1.0, weight_gradient=1.0)
+        result = simulate(kind, stages, virtual, microbatches, forward=1.0, input_gradient=1.0, weight_gradient=1.0)
         if kind != "zero_bubble":
             expected = (stages - 1) / (virtual * microbatches + stages - 1)
         elif microbatches < stages:
             continue
         else:  # (p - 1)(F + B - W), Qi et al. 2023, table 2
             expected = (stages - 1) / (3 * microbatches + stages - 1)
-        assert found.idle == pytest.approx(expected, abs=1e-9), (kind, stages, virtual, microbatches)
+        assert result.idle == pytest.approx(expected, abs=1e-9), (kind, stages, virtual, microbatches)
 
 
 def test_ranks_hold_as_many_microbatches_as_the_literature_says():

@@ -32,7 +32,7 @@ def gradients(model, inputs):
 
 @pytest.mark.parametrize("dtype", [None, torch.complex128, torch.bfloat16], ids=["float64", "complex", "autocast"])
 def test_deferred_gradients_are_equal_to_autograds(dtype):
-    found = []
+    results = []
     half = dtype is torch.bfloat16
     for defer in (False, True):
         model = Model() if half else Model().double()
@@ -49,14 +49,14 @@ def test_deferred_gradients_are_equal_to_autograds(dtype):
                     loss = model(inputs)
             loss.real.backward()
             assert len(mode.queue) == (3 if defer else 0)
-            assert not defer or model.second.weight.grad is None or len(found) == 1
+            assert not defer or model.second.weight.grad is None or len(results) == 1
             while mode.queue:
                 mode.queue.pop()()
-        found.append(gradients(model, inputs))
-    for name, expected in found[0].items():
+        results.append(gradients(model, inputs))
+    for name, expected in results[0].items():
         tolerance = 0.05 if half else 1e-12
-        assert torch.allclose(found[1][name], expected, atol=tolerance, rtol=tolerance), name
-        assert found[1][name].dtype == expected.dtype
+        assert torch.allclose(results[1][name], expected, atol=tolerance, rtol=tolerance), name
+        assert results[1][name].dtype == expected.dtype
 
 
 def test_weights_with_a_gradient_hook_and_frozen_weights_are_not_deferred():
@@ -73,7 +73,7 @@ def test_weights_with_a_gradient_hook_and_frozen_weights_are_not_deferred():
 
 
 def test_checkpointed_code_is_not_deferred_as_it_computes_again_outside_of_the_mode():
-    found = []
+    results = []
     for defer in (False, True):
         model, mode = Model().double(), DeferredWeights()
         inputs = torch.ones(1, 2, 3, dtype=torch.float64, requires_grad=True)
@@ -82,6 +82,6 @@ def test_checkpointed_code_is_not_deferred_as_it_computes_again_outside_of_the_m
                 loss = checkpoint(model, inputs, use_reentrant=reentrant)
             loss.backward()
         assert not mode.queue
-        found.append(gradients(model, inputs))
-    for name, expected in found[0].items():
-        assert torch.equal(found[1][name], expected), name
+        results.append(gradients(model, inputs))
+    for name, expected in results[0].items():
+        assert torch.equal(results[1][name], expected), name

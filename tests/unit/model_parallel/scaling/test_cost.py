@@ -17,19 +17,19 @@ EVEN = Transformer(layers=16, hidden=64, heads=4, kv_heads=2, ffn=128, vocabular
 def test_a_pipeline_of_equal_stages_is_idle_as_long_as_the_literature_says():
     for stages, virtual in ((2, 1), (4, 1), (4, 2)):
         layout = Layout(pipeline=stages, virtual=virtual, rows=16, microbatches=16)
-        found = predict(EVEN, FREE, layout)
+        prediction = predict(EVEN, FREE, layout)
         expected = (stages - 1) / (virtual * 16 + stages - 1)
-        assert found.idle == pytest.approx(expected, abs=0.01)  # the head is a small part of the last stage
-        pipeline = found.step - found.seconds["update"]
-        assert found.seconds["bubble"] / pipeline == pytest.approx(found.idle, rel=1e-9)
+        assert prediction.idle == pytest.approx(expected, abs=0.01)  # the head is a small part of the last stage
+        pipeline = prediction.step - prediction.seconds["update"]
+        assert prediction.seconds["bubble"] / pipeline == pytest.approx(prediction.idle, rel=1e-9)
 
 
 def test_without_communication_and_bubble_a_step_takes_the_time_of_its_products():
     for layout in (Layout(rows=8, microbatches=8), Layout(tensor=2, rows=8), Layout(data=2, context=2, rows=8)):
-        found = predict(replace(EVEN, vocabulary=1), FREE, layout)
+        prediction = predict(replace(EVEN, vocabulary=1), FREE, layout)
         least = FREE.products(EVEN.step_operations * 8 * layout.data / layout.devices)
-        assert found.seconds["products"] == pytest.approx(least, rel=1e-3)
-        assert found.step == pytest.approx(found.seconds["products"] + found.seconds["update"])
+        assert prediction.seconds["products"] == pytest.approx(least, rel=1e-3)
+        assert prediction.step == pytest.approx(prediction.seconds["products"] + prediction.seconds["update"])
 
 
 def test_recomputation_adds_the_forward_of_the_blocks_and_saves_activations():

@@ -23,8 +23,8 @@ def test_a_ring_sends_the_bytes_of_the_literature():
 
 
 def test_elements_of_different_sizes_become_bytes():
-    found = Exchange(reduced=1, gathered=2, scattered=3, collectives=4).in_bytes(4, 2)
-    assert found == Exchange(reduced=4, gathered=4, scattered=12, collectives=4)
+    sizes = Exchange(reduced=1, gathered=2, scattered=3, collectives=4).in_bytes(4, 2)
+    assert sizes == Exchange(reduced=4, gathered=4, scattered=12, collectives=4)
 
 
 def test_a_block_has_four_all_reduces_and_five_with_recomputation():

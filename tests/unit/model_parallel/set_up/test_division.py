@@ -74,9 +74,9 @@ def test_weights_moments_and_averages_are_converted_in_both_directions() -> None
     assert whole["callbacks"]["EMA"]["averages"]["a.weight"].shape == (4, 1)
     assert whole["other"] is ones
     assert whole["optimizers"][0]["a.weight"]["step"].shape == ()
-    own = division.own_state(whole)
-    assert torch.equal(own["module"]["a.weight"], ones)
-    assert torch.equal(own["callbacks"]["EMA"]["averages"]["a.weight"], ones)
+    local = division.own_state(whole)
+    assert torch.equal(local["module"]["a.weight"], ones)
+    assert torch.equal(local["callbacks"]["EMA"]["averages"]["a.weight"], ones)
 
 
 def test_tensors_of_other_stages_are_absent_under_all_names() -> None:
@@ -140,8 +140,8 @@ def test_weights_that_not_all_ranks_hold_whole_are_named() -> None:
     built = module(2)
     placeholders.release(built, ["b.weight"])
     stages = Division(built, world(), None, Stages())  # type: ignore[arg-type]
-    found = [(name, absent) for name, _, absent in stages.divided_tensors()]
-    assert found == [("a.weight", False), ("b.weight", True)]  # both stages hold `c`
+    divided = [(name, absent) for name, _, absent in stages.divided_tensors()]
+    assert divided == [("a.weight", False), ("b.weight", True)]  # both stages hold `c`
     assert [name for name, _, _ in stages.divided_tensors(also_shared=True)] == ["a.weight", "b.weight", "c.weight"]
     halves = Division(built, World(), Halves(), None)  # type: ignore[arg-type]
     assert [name for name, _, _ in halves.divided_tensors()] == ["a.weight"]

@@ -36,19 +36,19 @@ def validation(shared: Any = ()) -> Validation:
     return Validation(model, model.step, model.begin, [(torch.ones(3), 0, 0), (torch.ones(2), 0, 1)])
 
 
-def trial(found: Any = validation) -> Trial:
-    return Trial(lambda batch, index: None, None, nullcontext, validation=found)
+def trial(loaders: Any = validation) -> Trial:
+    return Trial(lambda batch, index: None, None, nullcontext, validation=loaders)
 
 
 def test_outputs_logged_values_and_metrics_of_all_loaders_are_recorded_after_the_hooks_that_the_step_needs() -> None:
-    found = evaluate_whole(trial())
-    assert isinstance(found, Evaluated)
-    assert found.begins
-    logged = {name: values[0] for name, values in found.values.items() if "logged" in name}
+    records = evaluate_whole(trial())
+    assert isinstance(records, Evaluated)
+    assert records.begins
+    logged = {name: values[0] for name, values in records.values.items() if "logged" in name}
     assert logged == {"the logged 'sum'": 3.0, "the logged 'sum' (2)": 3.0}
-    assert {"the output['outputs']", "the output for loader 1['outputs']"} <= found.values.keys()
-    assert any(name.startswith("the state of mean") for name in found.values)
-    assert not any("predicted" in name for name in found.values)  # equal values may be in another order
+    assert {"the output['outputs']", "the output for loader 1['outputs']"} <= records.values.keys()
+    assert any(name.startswith("the state of mean") for name in records.values)
+    assert not any("predicted" in name for name in records.values)  # equal values may be in another order
 
 
 def test_differences_are_named_and_rounding_is_no_difference() -> None:

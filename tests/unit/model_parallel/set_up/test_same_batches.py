@@ -15,16 +15,16 @@ from fabricx.model_parallel.set_up.same_batches import SameBatches
 
 def digests(monkeypatch: pytest.MonkeyPatch, batch: Any) -> list[int]:
     """Return the pair of numbers that a rank contributes."""
-    found: list[int] = []
+    values: list[int] = []
 
     def all_reduce(world: World, tensor: Tensor, op: str) -> Tensor:
         assert op == "max"
-        found.extend(tensor.tolist())
+        values.extend(tensor.tolist())
         return tensor
 
     monkeypatch.setattr(World, "all_reduce", all_reduce)
     SameBatches(World(size=2)).check(batch)
-    return found
+    return values
 
 
 def test_the_comparison_includes_values_shapes_and_positions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,8 +24,8 @@ SPANS = (("layer", 0, 24),)
     ],
 )
 def test_a_view_divides_or_merges_the_dims_of_features(dims, before, after, expected):
-    found = viewed(Features(SPANS, dims), before, after)
-    assert (found and found.dims) == expected
+    result = viewed(Features(SPANS, dims), before, after)
+    assert (result and result.dims) == expected
 
 
 def test_a_permutation_moves_the_feature_dims():
@@ -44,6 +44,6 @@ def test_elementwise_operations_keep_feature_dims_and_sums_over_them_do_not():
 
 def test_an_index_with_a_tensor_is_not_followed():
     assert indices((4, 6), torch.tensor([0])) is None
-    found = indices((4, 6, 2), (0, None, ..., slice(1, None)))
-    assert found is not None
-    assert [entry.dim for entry in found] == [0, None, 1, 2]
+    result = indices((4, 6, 2), (0, None, ..., slice(1, None)))
+    assert result is not None
+    assert [entry.dim for entry in result] == [0, None, 1, 2]

@@ -11,10 +11,12 @@ from fabricx.model_parallel.tensor.parallel_layers import Layer, kind_of, layers
 def test_dims_of_weights_and_biases_by_style():
     linear = nn.Linear(8, 12)
     placed = placements_of(linear, Layer("colwise", (4, 4, 4)), 2)
-    assert {key: (each.dim, each.parts) for key, each in placed.items()} == {
+    assert {key: (placement.dim, placement.parts) for key, placement in placed.items()} == {
         "weight": (0, (4, 4, 4)), "bias": (0, (4, 4, 4))
     }  # fmt: skip
-    assert [(key, each.dim) for key, each in placements_of(linear, Layer("rowwise"), 2).items()] == [("weight", 1)]
+    assert [(key, placement.dim) for key, placement in placements_of(linear, Layer("rowwise"), 2).items()] == [
+        ("weight", 1)
+    ]
 
 
 def test_an_attention_layer_is_one_layer():
@@ -24,7 +26,7 @@ def test_an_attention_layer_is_one_layer():
         placed = placements_of(attention, Layer("attention"), 2)
         assert placed["out_proj.weight"].dim == 1
         assert placed["in_proj_bias"].parts == (8, 8, 8)
-        assert sum(sum(each.parts) for key, each in placed.items() if key.endswith("proj_weight")) == 24
+        assert sum(sum(placement.parts) for key, placement in placed.items() if key.endswith("proj_weight")) == 24
 
 
 def test_a_style_that_does_not_fit_is_refused():

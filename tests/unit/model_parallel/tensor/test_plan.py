@@ -224,10 +224,10 @@ class Tied(nn.Module):
 def test_embeddings_and_heads_are_sharded_if_they_are_large_or_the_plan_says_so():
     small, large = Tied(), Tied(8192)
     assert find_tensor_plan(small, small.loss, 2, {}).layers == {}
-    found = find_tensor_plan(large, large.loss, 2, {})
-    assert styles(found) == {"embed": ("vocab", ()), "head": ("head", ())}
-    given = find_tensor_plan(small, small.loss, 2, {"embed": "vocab", "he*": "head"})
-    assert styles(given) == {"embed": ("vocab", ()), "head": ("head", ())}
+    plan = find_tensor_plan(large, large.loss, 2, {})
+    assert styles(plan) == {"embed": ("vocab", ()), "head": ("head", ())}
+    with_overrides = find_tensor_plan(small, small.loss, 2, {"embed": "vocab", "he*": "head"})
+    assert styles(with_overrides) == {"embed": ("vocab", ()), "head": ("head", ())}
 
 
 def test_tied_parameters_stay_whole_unless_all_their_layers_are_sharded_alike():

@@ -238,11 +238,11 @@ def test_a_stale_gradient_has_a_smaller_weight() -> None:
 def test_delays_are_compensated_as_in_the_paper(kind: Any) -> None:
     start, weights = begin(workers=2, aggregate=False, compensation=kind, dc_lambda=0.5, dc_momentum=0.9)
     server, _, _ = simulate(start, 2, gradient, lambda worker, lease: 1.0 + worker)
-    one, two = gradient(0, weights), gradient(1, weights)
-    first = weights - 0.1 * one
+    first_gradient, two = gradient(0, weights), gradient(1, weights)
+    first = weights - 0.1 * first_gradient
     strength: Any = 0.5
     if kind == "dc-adaptive":
-        strength = 0.5 / (0.9 * 0.1 * one**2 + 0.1 * two**2 + 1e-7).sqrt()
+        strength = 0.5 / (0.9 * 0.1 * first_gradient**2 + 0.1 * two**2 + 1e-7).sqrt()
     wanted = first - 0.1 * (two + strength * two * two * (first - weights))
     assert torch.allclose(server.values, wanted, atol=1e-6)
 
@@ -254,7 +254,7 @@ def test_pieces_of_a_model_step_like_the_whole_model(optimizer: str) -> None:
         parameters = [nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(7)), nn.Parameter(torch.randn(1))]
         chosen = OPTIMIZERS[optimizer](parameters)
         gradients = [torch.randn_like(parameter) for parameter in parameters]
-        found = [parameter.detach().reshape(-1).clone() for parameter in parameters]
+        values = [parameter.detach().reshape(-1).clone() for parameter in parameters]
         for shard in divide([parameter.shape for parameter in parameters], pieces):
             packed, made = sliced([chosen], parameters, shard)
             copies = packed.unpack(made)
@@ -263,9 +263,9 @@ def test_pieces_of_a_model_step_like_the_whole_model(optimizer: str) -> None:
                     part.grad = part_of(gradients[piece.parameter], piece)
                 copies[0].step()
             for part, piece in zip(made, shard.pieces, strict=True):
-                found[piece.parameter][piece.start : piece.stop] = part.detach().reshape(-1)
+                values[piece.parameter][piece.start : piece.stop] = part.detach().reshape(-1)
         assert all(int(state.get("step", 0)) == 0 for state in chosen.state.values())  # the user's own stays as it is
-        return found
+        return values
 
     whole = train(1)
     for pieces in (2, 3, 5):
@@ -331,8 +331,8 @@ def test_updates_whose_parts_have_different_hyperparameters_are_counted(rate: fl
     start, weights = begin(workers=2)
     server = Server(2)
     server.handle(0, start, torch.empty(0), torch.empty(0))
-    for worker, own in enumerate((0.1, rate)):
-        groups = [[{"lr": own}]]
+    for worker, lr in enumerate((0.1, rate)):
+        groups = [[{"lr": lr}]]
         push = Push(clock=0, parts=2, leases=(worker,), groups=groups)
         server.handle(worker, push, gradient(worker, weights), torch.empty(SIZE))
     assert (server.version, server.counts.conflicts) == (1, conflicts)

@@ -13,30 +13,30 @@ from fabricx.telemetry.reader import Files
 
 
 def test_a_server_reports_the_counts_since_its_last_report(tmp_path: Path) -> None:
-    told = ServerTelemetry(tmp_path, 2, traces=True)
-    told.write(Counts(1, 0, {0: 3, 1: 1}, 0, 8, 4))
-    told.applied(0, 1.0)
-    told.applied(1, 1.5)
-    told.applied(0, 2.0)
-    told.write(Counts(3, 0, {0: 3, 1: 1, 4: 2}, 0, 10, 7))
-    told.write(Counts(3, 0, {0: 3, 1: 1, 4: 2}, 0, 10, 7))  # nothing has come
-    told.end()
+    telemetry = ServerTelemetry(tmp_path, 2, traces=True)
+    telemetry.write(Counts(1, 0, {0: 3, 1: 1}, 0, 8, 4))
+    telemetry.applied(0, 1.0)
+    telemetry.applied(1, 1.5)
+    telemetry.applied(0, 2.0)
+    telemetry.write(Counts(3, 0, {0: 3, 1: 1, 4: 2}, 0, 10, 7))
+    telemetry.write(Counts(3, 0, {0: 3, 1: 1, 4: 2}, 0, 10, 7))  # nothing has come
+    telemetry.end()
     first, second, applied = Files(tmp_path).new()
     assert (first["queue"], first["staleness"]) == (0.5, 0.25)
     assert (second["queue"], second["staleness"], second["messages"]) == (1.5, 4.0, 2)
-    assert [one[:3] for one in applied["applied"]] == [[0, 1, 1.0], [1, 1, 1.5], [0, 2, 2.0]]
+    assert [entry[:3] for entry in applied["applied"]] == [[0, 1, 1.0], [1, 1, 1.5], [0, 2, 2.0]]
     assert {first["who"], second["who"], applied["who"]} == {"server2"}
 
 
 def test_a_rejoined_worker_counts_from_1(tmp_path: Path) -> None:
-    told = ServerTelemetry(tmp_path, 0, traces=True)
-    told.applied(0, 1.0)
-    told.joined(0)
-    told.applied(0, 2.0)
-    told.write(Counts(messages=1))
-    told.end()
+    telemetry = ServerTelemetry(tmp_path, 0, traces=True)
+    telemetry.applied(0, 1.0)
+    telemetry.joined(0)
+    telemetry.applied(0, 2.0)
+    telemetry.write(Counts(messages=1))
+    telemetry.end()
     [applied] = [record for record in Files(tmp_path).new() if record["kind"] == "applied"]
-    assert [one[1] for one in applied["applied"]] == [1, 1]
+    assert [entry[1] for entry in applied["applied"]] == [1, 1]
 
 
 def test_a_server_without_disk_space_for_records_continues_to_serve(
@@ -47,7 +47,7 @@ def test_a_server_without_disk_space_for_records_continues_to_serve(
 
     monkeypatch.setattr(events.os, "open", full)
     with pytest.warns(UserWarning, match="the records of a server will be missing"):
-        told = ServerTelemetry(tmp_path, 0, traces=True)
-    told.applied(0, 1.0)
-    told.write(Counts(messages=1))
-    told.end()
+        telemetry = ServerTelemetry(tmp_path, 0, traces=True)
+    telemetry.applied(0, 1.0)
+    telemetry.write(Counts(messages=1))
+    telemetry.end()

@@ -32,7 +32,9 @@ def test_nesterov_momentum_resumes_between_the_rounds_of_a_velocity_update() -> 
     saved = whole.state()
     for piece, (start, stop) in zip(init.pieces, init.shard.spans, strict=True):
         piece.data = whole.values[start:stop].view(piece.shape).clone()
-    resumed = Outer(replace(init, rule=RuleState({n: t.clone() for n, t in saved.tensors.items()}, saved.rounds)))
+    resumed = Outer(
+        replace(init, rule=RuleState({n: tensor.clone() for n, tensor in saved.tensors.items()}, saved.rounds))
+    )
     for number in range(5, 12):
         whole.update(moved(number), None)
         resumed.update(moved(number), None)

@@ -75,9 +75,9 @@ def man_in_the_middle(port: int, change: Change) -> Iterator[int]:
         try:
             yield listener.getsockname()[1]
         finally:
-            for one in sockets:
+            for connection in sockets:
                 with contextlib.suppress(OSError):
-                    one.shutdown(socket.SHUT_RDWR)
+                    connection.shutdown(socket.SHUT_RDWR)
             for thread in threads:
                 thread.join()
 

@@ -27,12 +27,12 @@ def worker(rate: float) -> tuple[Asynchronous, LeaseDealer, torch.optim.Optimize
 
 
 def test_hyperparameters_are_those_of_the_newest_update() -> None:
-    (protocol, behind, own), (_, _, ahead) = worker(0.1), worker(0.2)
-    told = [(4, groups_of([own])), (5, groups_of([ahead])), (-1, groups_of([own]))]
-    protocol.world.gather_objects = lambda value: told  # type: ignore[method-assign]
+    (protocol, behind, optimizer), (_, _, ahead) = worker(0.1), worker(0.2)
+    replies = [(4, groups_of([optimizer])), (5, groups_of([ahead])), (-1, groups_of([optimizer]))]
+    protocol.world.gather_objects = lambda value: replies  # type: ignore[method-assign]
     behind.join_hyperparameters()
-    assert [group["lr"] for group in own.param_groups] == [0.2, 7.0]
-    assert [len(group["params"]) for group in own.param_groups] == [1, 1]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.2, 7.0]
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 1]
 
 
 def test_different_settings_of_workers_are_an_error_at_connection() -> None:

@@ -105,8 +105,8 @@ def test_a_section_begins_at_the_version_of_the_worker() -> None:
 def test_a_worker_that_joins_takes_the_position_of_another() -> None:
     (first, protocol, _), (second, other, _) = dealer(), dealer()
     optimizers = [torch.optim.SGD([torch.zeros(1)], lr=0.1) for _ in range(2)]
-    for each, optimizer in zip((protocol, other), optimizers, strict=True):
-        each.optimizers = WorkerOptimizers([optimizer], [])
+    for worker_protocol, optimizer in zip((protocol, other), optimizers, strict=True):
+        worker_protocol.optimizers = WorkerOptimizers([optimizer], [])
     first.section, first.planned, protocol.settings.workers = 2, 3, 4
     first.passes(5)
     optimizers[0].param_groups[0]["lr"] = 0.05  # a schedule has stepped

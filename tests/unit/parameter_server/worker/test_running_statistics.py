@@ -33,10 +33,10 @@ def test_uneven_workers_have_the_statistics_of_a_single_process(momentum: float 
     holder, of_start, factors = shares(seen, momentum)
     assert holder == 0
     for name in ("running_mean", "running_var"):
-        found = getattr(start, name) * of_start
+        expected = getattr(start, name) * of_start
         for layer, factor in zip(layers, factors, strict=True):
-            found = found + getattr(layer, name) * factor
-        assert torch.allclose(found, getattr(wanted, name), rtol=1e-5)  # float32, in another order
+            expected = expected + getattr(layer, name) * factor
+        assert torch.allclose(expected, getattr(wanted, name), rtol=1e-5)  # float32, in another order
 
 
 def test_a_joining_worker_adopts_the_statistics_of_other_workers() -> None:

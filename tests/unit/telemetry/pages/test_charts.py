@@ -94,7 +94,7 @@ def test_the_script_of_the_page_computes_the_same_ranges(tmp_path: Path) -> None
     values = [values for values, _ in RANGES.values()]
     program.write_text(f"{function}\nconsole.log(JSON.stringify({json.dumps(values)}.map(robustRange)));")
     printed = subprocess.run([node, program], capture_output=True, text=True, timeout=60, check=True).stdout
-    assert [tuple(pair) for pair in json.loads(printed)] == [robust_range(each) for each in values]
+    assert [tuple(pair) for pair in json.loads(printed)] == [robust_range(curve) for curve in values]
     subprocess.run([node, "--check", Path(pages.__file__).parent / "charts.js"], timeout=60, check=True)
 
 

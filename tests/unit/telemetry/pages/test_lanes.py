@@ -26,13 +26,13 @@ def test_each_kind_of_time_belongs_to_one_activity_with_a_colour_of_its_own() ->
 
 
 def test_lanes_have_equal_bins_few_cells_and_whole_sums() -> None:
-    found = lanes({0: a_timeline(40.0), 3: a_timeline(100.0)}, most=128)
-    assert [lane.rank for lane in found] == [0, 3]
-    assert len({lane.width_s for lane in found}) == 1
-    assert all(len(lane.bins) <= 64 for lane in found)
-    assert [sum(lane.seconds.values()) for lane in found] == [pytest.approx(40.0), pytest.approx(100.0)]
-    assert all(sum(shares.values()) == pytest.approx(1.0) for lane in found for shares in lane.bins)
-    assert found[1].seconds[NAMES.index("compute")] == pytest.approx(25.0)
+    drawn = lanes({0: a_timeline(40.0), 3: a_timeline(100.0)}, most=128)
+    assert [lane.rank for lane in drawn] == [0, 3]
+    assert len({lane.width_s for lane in drawn}) == 1
+    assert all(len(lane.bins) <= 64 for lane in drawn)
+    assert [sum(lane.seconds.values()) for lane in drawn] == [pytest.approx(40.0), pytest.approx(100.0)]
+    assert all(sum(shares.values()) == pytest.approx(1.0) for lane in drawn for shares in lane.bins)
+    assert drawn[1].seconds[NAMES.index("compute")] == pytest.approx(25.0)
     assert lanes({}) == []
 
 

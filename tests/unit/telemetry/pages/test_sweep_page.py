@@ -45,7 +45,7 @@ def test_parallel_coordinates_have_a_line_for_each_run_and_the_best_on_top(tmp_p
 
 
 def test_an_axis_is_logarithmic_for_values_of_different_magnitude() -> None:
-    assert [round(place or 0.0, 3) for place in axis_of(["0.1", "0.001", "0.01"]).places] == [1.0, 0.0, 0.5]
+    assert [round(position or 0.0, 3) for position in axis_of(["0.1", "0.001", "0.01"]).places] == [1.0, 0.0, 0.5]
     assert axis_of(["10", "20", None]).places == [0.0, 1.0, None]
     assert axis_of(["True", "False"]).places == [1.0, 0.0]
     assert axis_of(["3", "3"]).places == [0.5, 0.5]
