@@ -96,7 +96,7 @@ def test_a_batch_adds_few_python_calls_to_a_plain_loop(tmp_path: Path) -> None:
 def test_few_frames_are_between_fit_and_the_training_step(tmp_path: Path) -> None:
     frames = trained(5, 0, tmp_path).frames
     assert frames[-1] == "fit"
-    assert frames.index("fit") <= 4, frames  # the loop's, below those of the set-up
+    assert frames.index("fit") <= 4, frames  # frames of the loop, below the frames of the set-up
     assert len(frames) - 1 <= 8, frames
 
 

@@ -1,4 +1,4 @@
-"""Definitions are made once in another process, and never in the process that has sent them."""
+"""Definitions are created once in a receiving process, and never in the process that sent them."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def receive(monkeypatch: pytest.MonkeyPatch) -> Receive:
             other.setattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS", weakref.WeakKeyDictionary())
             got = pickle.loads(data)
             assert pickle.loads(data) is not None  # a second time, nothing is made
-            pickle.dumps(getattr(process.script, "Config", None))  # by its name, since the script's name is there
+            pickle.dumps(getattr(process.script, "Config", None))  # by name, since the receiver has the script's name
             if (outer := getattr(process.script, "Outer", None)) is not None:
                 assert type(pickle.loads(pickle.dumps(outer.Inner()))) is outer.Inner
         return got
@@ -278,7 +278,7 @@ def test_cloudpickle_is_not_imported_for_objects_that_pickle_can_send() -> None:
 
 
 def test_a_parametrized_module_has_its_class_in_another_process() -> None:
-    """torch gives each of these modules a class of its own, and refuses to pickle them."""
+    """torch creates a separate class for each of these modules, and refuses to pickle them."""
     from torch import nn
     from torch.nn.utils import parametrizations
 

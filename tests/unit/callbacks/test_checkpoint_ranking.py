@@ -37,7 +37,7 @@ def test_a_validation_metric_is_outdated_after_a_step() -> None:
     age.validation_ends(value, 3)  # logged by training: the validation has not changed it
     assert not age.stale(4)
     age.validation_starts(value)
-    age.validation_ends(torch.tensor(1.0), 4)  # an equal value, but a new one
+    age.validation_ends(torch.tensor(1.0), 4)  # an equal but newer value
     assert [age.stale(4), age.stale(5)] == [False, True]
     age.validation_ends(value, 5)  # of a run that was resumed within it
     assert [age.validated_step, age.stale(5), age.stale(6)] == [5, False, True]

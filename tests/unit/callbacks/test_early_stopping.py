@@ -153,6 +153,6 @@ def test_all_ranks_use_the_value_of_the_main_rank(trainer: Any) -> None:
     callback = EarlyStopping("val_loss", patience=1)
     run = trainer(callback, world=FakeSecond(0.5, 0.4)).start()
     run.epoch(validation={"val_loss": 0.3})
-    run.epoch()  # here the metric is not logged
+    run.epoch()  # the metric is not logged in this epoch
     assert not run.should_stop
     assert float(callback.best_score) == pytest.approx(0.4)

@@ -62,7 +62,7 @@ def test_a_checkpoint_during_validation_saves_the_weights_and_keeps_the_averages
     change(run.module, 7.0)  # by a hook
     with callback.trained_weights():
         assert value(run.module) == 1.0
-        change(run.module, 3.0)  # by a strategy whose checkpoint ends a round
+        change(run.module, 3.0)  # as a strategy does whose checkpoint ends a round
     assert value(run.module) == 7.0
     run.call("on_validation_end")
     assert value(run.module) == 3.0
@@ -219,7 +219,7 @@ def test_complex_weights_are_averaged_too(trainer: Any) -> None:
 def test_averages_follow_tensors_that_the_module_assigns(trainer: Any, tmp_path: Any) -> None:
     callback = EMA(decay=0.5, use_buffers=True)
     run = trainer(callback, module=nn.BatchNorm1d(3)).start()
-    run.module.weight.data = torch.full((3,), 3.0)  # from ones
+    run.module.weight.data = torch.full((3,), 3.0)  # from the initial weights of 1
     run.module.running_mean = torch.ones(3)  # from zeros
     run.step()
     saved = checkpoint.load(run.save_checkpoint(tmp_path / "a"))["strategy"]["module"]
@@ -235,7 +235,7 @@ def test_averages_follow_tensors_that_the_module_assigns(trainer: Any, tmp_path:
 
 
 def test_averages_load_in_any_order_of_parameters(trainer: Any) -> None:
-    """Stages of a pipeline save those of their blocks one after the other."""
+    """Pipeline stages save the averages of their blocks in sequence."""
     callback = EMA(decay=0.5)
     run = trainer(callback, module=nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     run.call("setup", "fit")

@@ -47,7 +47,7 @@ def test_the_backbone_is_frozen_and_then_trained_with_a_rising_rate(quiet: dict[
 
 
 class Steady:
-    """A schedule that is an object, whose attributes torch saves for each group."""
+    """A scheduler object with a list attribute per parameter group, which torch saves."""
 
     def __call__(self, epoch: int) -> float:
         return 1.0

@@ -1,4 +1,4 @@
-"""Records of kept checkpoints: what each save supersedes, and what a failed save restores."""
+"""Records of kept checkpoints: the checkpoints that each save supersedes, and restoration after a failed save."""
 
 from __future__ import annotations
 

@@ -609,7 +609,7 @@ def test_a_checkpoint_that_is_missing_is_named_and_removed_from_the_records(trai
 
 
 class CountsSamples(TinyModule):
-    """Fits a buffer to the data; makes an update in each batch of its first epoch if told so."""
+    """Fits a buffer to the data; with `updates`, also steps in each batch of the first epoch."""
 
     def __init__(self, updates: bool) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The table of where the time went."""
+"""The profiler's table of times."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def test_a_subclass_reads_the_trainer_and_numbers_of_batches(trainer: Any, capsy
 
 
 class _ByEpochs(ProgressBar):
-    """Have a rate of its own as a property without a setter, as bars that derive from Lightning's class do."""
+    """Overrides the refresh rate by a property without a setter, as subclasses of Lightning's bar do."""
 
     def __init__(self, rate: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a screen writes: a bar, or lines."""
+"""Output of a screen: a bar on a terminal, or lines."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from fabricx.testing import TinyModule, tiny_loader
 
 
 class Watched(TinyModule):
-    """Notes its weights at the ends of epochs, and the rates of its steps; a schedule changes the rate at each step."""
+    """Records its weights at the ends of epochs and the learning rate of each step; a schedule changes the rate."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ def test_steps_stop_when_time_is_up(trainer: Any, clock: Any) -> None:
 
 
 def test_the_limit_is_printed_if_another_rank_reaches_it_first(trainer: Any, clock: Any) -> None:
-    """The main rank stops with it, before its own clock shows the limit."""
+    """The main rank stops at the same time, before its own clock reaches the limit."""
     run = trainer(Timer("10s")).start()
     clock.now += 9
     run.step()

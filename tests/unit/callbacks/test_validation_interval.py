@@ -25,7 +25,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Timed(TinyModule):
-    """Each step takes a second, each validation 10; notes the steps of validations."""
+    """Each step lasts 1 s and each validation 10 s; records the steps of validations."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()

@@ -78,7 +78,7 @@ def test_averages_are_equal_to_lightnings(arguments: Any, quiet: dict[str, Any])
     trainer.fit(same, tiny_loader(), tiny_loader())
     for (key, wanted), actual in zip(same.state_dict().items(), ours.state_dict().values(), strict=True):
         if "num_batches" not in key and not ("running" in key and options.get("use_buffers") is False):
-            torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6)  # another order of multiplications
+            torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6)  # different order of multiplications
     for actual, wanted in zip(ours.validated[1:], same.validated[1:], strict=True):  # after the sanity check
         torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-6)
 

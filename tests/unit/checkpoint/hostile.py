@@ -1,4 +1,4 @@
-"""Checkpoints that somebody has changed, with checksums that fit; each way to read them has to refuse them."""
+"""Tampered checkpoints with valid checksums; every function that reads checkpoints must refuse them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def listed(data: bytes) -> dict[str, int]:
 
 
 def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the manifest as an attacker does, who makes the checksums fit."""
+    """Change the manifest like an attacker, with matching checksums."""
     manifest = json.loads((path / "manifest.json").read_text())
     change(manifest)
     data = json.dumps(manifest).encode()
@@ -41,7 +41,7 @@ def replace(path: Path, name: str, data: bytes) -> None:
 
 
 def is_refused(path: Path, match: str | None = None) -> str:
-    """Check that each way to read it refuses it, with one message; returns that."""
+    """Check that all reading functions refuse it with the same message; returns the message."""
     said = set()
     for read in (
         lambda: checkpoint.load(path),

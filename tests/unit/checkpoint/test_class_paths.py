@@ -83,7 +83,7 @@ def test_other_strings_and_explicit_values_are_unchanged() -> None:
     assert classes_named(_Typed, plain) == set()
     explicit = {"table": {"x": ESCAPED}}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # jsonargparse 5 leaves such values as they are
+        warnings.simplefilter("ignore")  # jsonargparse 5 does not change such values
         instantiate_module(_Typed, explicit)
     assert explicit == {"table": {"x": ESCAPED}}
 

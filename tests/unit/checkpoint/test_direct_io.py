@@ -1,4 +1,4 @@
-"""Bytes past the cache: all of them, whatever their number and whatever the disk can do."""
+"""Direct I/O writes all bytes, for any size and any capability of the disk."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class Theirs(Body, L.LightningModule):
 
 
 class Whole(fx.Module):
-    """Takes all hyperparameters as one argument."""
+    """Takes all hyperparameters as a single argument."""
 
     def __init__(self, config: dict[str, Any], scale: float = 1.0) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     folder = tmp_path_factory.mktemp("lightning")
     module = Theirs(2, lr=0.5)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Lightning's, about itself and this machine
+        warnings.simplefilter("ignore")  # Lightning's records of versions and of this machine
         trainer = L.Trainer(
             max_epochs=1, logger=False, enable_checkpointing=False, enable_progress_bar=False,
             enable_model_summary=False, default_root_dir=folder, accelerator="cpu",

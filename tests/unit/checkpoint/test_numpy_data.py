@@ -42,7 +42,7 @@ def test_values_of_numpy_are_read(value: Any, tmp_path: Path) -> None:
 
 
 class Crafted:
-    """An array whose type says that it has objects, and whose bytes would be their addresses."""
+    """An array with an object dtype, whose bytes would be used as addresses."""
 
     def __init__(self, *arguments: Any, state: Any = None) -> None:
         self._arguments, self._state = arguments, state

@@ -51,7 +51,7 @@ class Exploit:
 
 
 class Net(TinyModule):
-    """Has objects in its hyperparameters, and adds others to checkpoints."""
+    """Has objects in its hyperparameters, and adds objects to checkpoints."""
 
     def __init__(self, loss: Any, kinds: Any = (), lr: float = 0.1) -> None:
         super().__init__(lr)
@@ -187,7 +187,7 @@ def test_a_malicious_pickle_is_not_executed_without_permission(own_folder: Path,
     main(["verify", str(path)])
     main(["export", str(path)])
     assert not marker.exists()
-    checkpoint.load(path, trusted=True)  # the attack is one
+    checkpoint.load(path, trusted=True)  # the file does contain the attack
     assert marker.exists()
 
 

@@ -1,4 +1,4 @@
-"""A checkpoint of somebody else: nothing outside of its folder is read, nothing in it runs, no number is believed."""
+"""An untrusted checkpoint: no file outside of its folder is read, no code in it runs, and all sizes are verified."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from fabricx.distributed.world import World
 
 
 class Replicas(World):
-    """A rank of a world whose ranks have the same tensors; counts the plans that are sent."""
+    """A rank of a world with replicated tensors; counts the plans that are sent."""
 
     sent = 0
 

@@ -1,4 +1,4 @@
-"""A checkpoint in one file: torch and Lightning read it, and a run resumes from it."""
+"""Single-file checkpoints: torch and Lightning read them, and runs resume from them."""
 
 from __future__ import annotations
 

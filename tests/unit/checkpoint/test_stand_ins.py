@@ -78,7 +78,7 @@ class Outer:
             """Do nothing."""
 
     class Kind(enum.Enum):
-        """Another class within."""
+        """A nested class."""
 
         A = 1
 

@@ -1,4 +1,4 @@
-"""A state and its tensors are taken apart and put together again, whatever the keys are."""
+"""A state is flattened into tensors and a structure, and restored, for any keys."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_missing_tensor_is_an_error() -> None:
 
 def test_a_tensor_with_the_shape_of_a_sharded_parameter_is_allocated_as_a_shard() -> None:
     class Shard(torch.Tensor):
-        """Stands for a sharded tensor: what `empty_like` makes of it is of its class."""
+        """Simulates a sharded tensor: `empty_like` returns a tensor of the same class."""
 
     room = like({"net/a": torch.zeros(4, 2).as_subclass(Shard)}, "cpu")
     assert type(room("strategy/module/net%2Fa", torch.Size((4, 2)), torch.bfloat16)) is Shard

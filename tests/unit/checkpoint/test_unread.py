@@ -1,4 +1,4 @@
-"""What takes the place of an object that was not read: each use is an error with the remedies."""
+"""Placeholders for objects that were not read: each use is an error with the remedies."""
 
 from __future__ import annotations
 

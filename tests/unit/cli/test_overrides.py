@@ -1,4 +1,4 @@
-"""The arguments of a command line: what Hydra then reads, and which mistakes are refused before."""
+"""Arguments of a command line: their conversion for Hydra, and mistakes that are refused first."""
 
 from __future__ import annotations
 

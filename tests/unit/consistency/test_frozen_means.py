@@ -1,4 +1,4 @@
-"""Frozen parameters that user code changes are averaged over ranks, and others are not."""
+"""Only frozen parameters that user code changes are averaged over ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fabricx.consistency.frozen_means import FrozenMeans
 
 
 class Beside:
-    """Another rank, which has changed nothing: all of its elements are 0.5."""
+    """A world whose second rank has not changed its elements: all are 0.5."""
 
     size, device = 2, torch.device("cpu")
 

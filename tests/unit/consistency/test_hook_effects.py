@@ -1,4 +1,4 @@
-"""Weights that hooks change: what servers have is guarded, and what some ranks have not called is told to them."""
+"""Weights changed by hooks: weights on servers are protected, and changes on some ranks are sent to all other ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fabricx.testing import QUIET, TinyModule, tiny_loader
 
 
 class Served(Strategy, HasServers):
-    """One rank whose weights would be a server's."""
+    """A single rank whose weights would be on a server."""
 
     traits = Traits(max_ranks=1)
     weight_pulls = 0
@@ -80,7 +80,7 @@ def test_an_optimizer_step_that_changes_weights_held_by_servers_is_refused(resto
 
 
 def test_an_embedding_with_max_norm_is_refused_if_its_changes_would_be_lost() -> None:
-    """Otherwise each rank would have changed other rows; on one process `max_norm` acts."""
+    """Otherwise each rank would have changed different rows; `max_norm` works on a single process."""
 
     class LooksUp(TinyModule):
         def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Uses of optimizers by hooks that would have no effect on servers, or another one over ranks."""
+"""Uses of optimizers by hooks that would have no effect on servers, or a different effect on several ranks."""
 
 from __future__ import annotations
 

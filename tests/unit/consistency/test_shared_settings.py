@@ -1,4 +1,4 @@
-"""What hooks change on some ranks is noticed by all, at the first batch; what they change on all ranks is no error."""
+"""Settings that hooks change on some ranks only are an error on all ranks; equal changes are accepted."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def trainers(path: str, size: int) -> Iterator[list[Any]]:
 def train(
     act: Act, *, size: int = 2, checks: int = 6, in_lockstep: bool = True, keys: list[int] | None = None
 ) -> list[str]:
-    """Let ranks check again and again; returns the error of each, "" for none.
+    """Run `checks` checks on ranks in threads; returns the error of each rank, or "".
 
-    A rank that meets no error waits after each check until all have passed it, as in a collective.
+    Without an error, a rank waits after each check for all other ranks, as in a collective.
     """
     errors, asked = [""] * size, []
     passed = threading.Barrier(size)
@@ -129,7 +129,7 @@ def test_a_change_on_one_rank_is_an_error_that_names_it_and_the_rank(message: st
 
     first, second, _ = train(act)
     assert message.format(others=0, rank=1) in second
-    assert first in ("waits", second)  # it may have gone on by then, to a collective in which it waits
+    assert first in ("waits", second)  # the rank may already wait in a later collective
     assert "step 7: " in second
 
 

@@ -1,4 +1,4 @@
-"""What callbacks have beside their hooks."""
+"""Attributes and methods of callbacks other than hooks."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class Loss:
 
 
 class Allows(TorchCheckpointIO):
-    """Reads objects of one class, and has Lightning's former signature."""
+    """Reads objects of a single class, and has Lightning's former signature."""
 
     read: int = 0
 
@@ -29,7 +29,7 @@ class Allows(TorchCheckpointIO):
 
 
 class Writes(TorchCheckpointIO):
-    """Writes in its own way."""
+    """Writes in a custom format."""
 
     def save_checkpoint(self, *arguments: Any, **options: Any) -> None:
         pass

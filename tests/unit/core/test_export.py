@@ -1,4 +1,4 @@
-"""Export of a module: TorchScript here; ONNX needs packages that tests do not install."""
+"""Export of a module with TorchScript; ONNX needs packages that tests do not install."""
 
 from __future__ import annotations
 

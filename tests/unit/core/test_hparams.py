@@ -151,7 +151,7 @@ def test_a_checkpoint_holds_hyperparameters_with_their_types_and_omits_others_wi
     trainer.fit(Net(nn.Linear(1, 1), **options), tiny_loader())
     with pytest.warns(UserWarning, match=r"checkpoints omit the hyperparameters net \(Linear\)"):
         trainer.save_checkpoint(tmp_path / "a.ckpt")
-    trainer.save_checkpoint(tmp_path / "a.ckpt")  # without a second warning, which would be an error here
+    trainer.save_checkpoint(tmp_path / "a.ckpt")  # a second warning would be an error in this test
     with pytest.warns(UserWarning, match=r"omits net \(Linear\).*pass it to load_from_checkpoint"):
         loaded = Net.load_from_checkpoint(tmp_path / "a.ckpt").hparams
     assert torch.equal(loaded.pop("weights"), torch.ones(2))

@@ -13,7 +13,7 @@ from fabricx.testing import QUIET, TinyModule, tiny_loader
 
 
 class Four:
-    """Notes what it is told."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.told: list[Any] = []

@@ -1,4 +1,4 @@
-"""What a module does without a trainer, and what it takes along when it is sent to a worker."""
+"""A module without a trainer, and the state that is sent to a worker with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each form in which a module may return its optimizers and schedules, and what it is told where it returns another."""
+"""Each valid return value of `configure_optimizers`, and the errors for all other values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loss scaling, on the CPU: GradScaler works there as it does on CUDA."""
+"""Loss scaling on the CPU, where GradScaler works as on CUDA."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fabricx.testing import TinyModule, tiny_loader
 
 
 def stepped(gradient: float, *, clip: float | None = None) -> tuple[Tensor, float, bool]:
-    """Make one step of 1.0 * gradient in 16-mixed; returns the weight, the scale, and whether it was done."""
+    """Step once with gradient 1.0 * gradient in 16-mixed; returns the weight, the scale, and whether it stepped."""
     precision = MixedPrecision("16-mixed", "cpu")
     weight = torch.nn.Parameter(torch.zeros(()))
     optimizer = torch.optim.SGD([weight], lr=1.0)

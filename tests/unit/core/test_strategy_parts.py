@@ -1,4 +1,4 @@
-"""Parts of the contract: a strategy implements them by inheritance, and all others have the defaults."""
+"""Optional parts of the strategy contract: implemented by inheritance, with defaults otherwise."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_replicas_follow_from_traits(traits: Traits, replicas: list[int]) -> Non
 @pytest.mark.parametrize(
     ("axes", "replicas", "parts", "represents"),
     [
-        ((2, 2, 1, 1), [2, 3, 6, 7], [0, 0, 1, 1, 0, 0, 1, 1], [2, 6]),  # rank 0 has another stage
+        ((2, 2, 1, 1), [2, 3, 6, 7], [0, 0, 1, 1, 0, 0, 1, 1], [2, 6]),  # rank 0 holds a different stage
         ((1, 2, 2, 1), [2, 0, 4, 6], [0, 1, 0, 1, 0, 1, 0, 1], [0, 4]),
         ((2, 1, 2, 1), [2, 6], [0, 1, 2, 3, 0, 1, 2, 3], [2, 6]),
     ],

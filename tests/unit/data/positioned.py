@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 
 class Positioned:
-    """Numbers after `begin` with a position; `iter` begins anew, or after the newest number.
+    """Numbers after `begin` with a position; `iter` restarts, or continues after the newest number.
 
     Args:
         begin: the first number is larger by 1.
-        count: how many numbers there are.
-        restarts: `iter` begins anew, unless a state was loaded since the last call.
+        count: number of items.
+        restarts: `iter` restarts, unless a state was loaded since the last call.
     """
 
     def __init__(self, begin: int, count: int, *, restarts: bool) -> None:

@@ -16,7 +16,7 @@ from fabricx.testing import TinyModule
 
 
 class _Augmented(Dataset[Any]):
-    """Adds noise to what it gives."""
+    """Adds noise to its samples."""
 
     def __len__(self) -> int:
         return 30

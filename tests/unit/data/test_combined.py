@@ -1,4 +1,4 @@
-"""Several loaders as one."""
+"""A combination of several loaders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The samplers of a user get the number of the epoch, wherever they are."""
+"""`set_epoch` is called on the user's samplers at any nesting."""
 
 from __future__ import annotations
 

@@ -31,21 +31,21 @@ def test_a_distributed_sampler_has_the_rank_of_its_process(wrapped: bool) -> Non
 
 
 class Own(DataLoader):
-    """Reads its data in a way of its own, with a position that it saves itself."""
+    """Overrides iteration, with a position that it saves."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
 
 
 class Filtered(DataLoader):
-    """Changes what is read."""
+    """Overrides the batches."""
 
     def __iter__(self) -> Any:
         return map(str, super().__iter__())
 
 
 class Prepared(DataLoader):
-    """Changes what is read in another way, as loaders of torch_geometric do."""
+    """Overrides batch creation, as loaders of torch_geometric do."""
 
     def _get_iterator(self) -> Any:
         return super()._get_iterator()

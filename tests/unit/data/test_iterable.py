@@ -48,7 +48,7 @@ class Rank(World):
 
 
 class Source:
-    """Numbers of which only their end tells how many there are."""
+    """A stream whose length is unknown until its end."""
 
     def __init__(self, batches: int) -> None:
         self.batches = batches
@@ -58,7 +58,7 @@ class Source:
 
 
 def microbatches(lengths: list[int], accumulate: int, first: int = 0) -> list[list[Any]]:
-    """Return what each rank is given of an epoch."""
+    """Return the microbatches of each rank in an epoch."""
     others, batches = Together(len(lengths)), [[] for _ in lengths]
 
     def read(rank: int) -> None:
@@ -66,7 +66,7 @@ def microbatches(lengths: list[int], accumulate: int, first: int = 0) -> list[li
         batches[rank] += feed.epoch(0, accumulate=accumulate, first=first)
 
     threads = [threading.Thread(target=read, args=(rank,)) for rank in range(len(lengths))]
-    gc.disable()  # torch.get_rng_state holds a lock: a collection within it lets other threads run, which wait for it
+    gc.disable()  # torch.get_rng_state holds a lock: garbage collection within it would run waiting threads
     try:
         for thread in threads:
             thread.start()
@@ -103,7 +103,7 @@ def test_a_stream_resumes_after_the_trained_batches() -> None:
 
 
 class Continued(Source):
-    """A source that can say where it is, and was saved at its end."""
+    """A stream with a state that was saved at its end."""
 
     def __init__(self, batches: int) -> None:
         super().__init__(batches)
@@ -150,7 +150,7 @@ def test_no_batch_is_lost_if_the_declared_length_is_too_large() -> None:
 
 
 class Leases:
-    """Dealer that gives so many leases, and then none until the next section."""
+    """Dealer that grants a fixed number of leases, and no more until the next section."""
 
     leases_per_update = 1
     within_section = drops_late = False
@@ -234,7 +234,7 @@ def test_after_a_limited_epoch_a_resumed_run_reads_the_samples_of_an_uninterrupt
     states = [feed.state_dict() for _ in feed.epoch(0)]
     ended, batches = feed.state_dict(), len(states)
     whole = data_of(feed, 1) + data_of(feed, 2)
-    # The checkpoint is of the last batch, of the end of its epoch, or of the begin of the next epoch.
+    # The checkpoint is of the last batch, of the end of its epoch, or of the start of the next epoch.
     for state, position in ((states[-1], batches), (ended, batches), (ended, 0)):
         resumed = ListFeed(Sized(0, 5, restarts=restarts), World(), limit)
         resumed.load_state_dict(state)
@@ -261,7 +261,7 @@ def test_a_shorter_stream_is_read_again_in_the_next_epoch_also_after_a_resume(re
 
 
 class Noise:
-    """Batches with numbers of the global generators; those with `state` have a position."""
+    """Batches with random numbers of the global generators; batches with `state` have a position."""
 
     def __init__(self, *, sized: bool, stateful: bool) -> None:
         self.at = 0
@@ -329,7 +329,7 @@ def test_the_iterator_of_an_abandoned_epoch_is_closed() -> None:
 
 
 class Divided(IterableDataset[int]):
-    """Ten numbers, of which each loader process has its own."""
+    """Ten numbers, divided over the loader processes."""
 
     def __len__(self) -> int:
         return 10
@@ -366,7 +366,7 @@ class Counts(IterableDataset[Any]):
 @pytest.mark.parametrize("survives", [True, False])
 @pytest.mark.parametrize("trained", [0, 2])
 def test_a_repeated_stream_has_the_counters_of_that_epoch(survives: bool, trained: int) -> None:
-    """Also by a rank that has trained on, when all go back because another has died."""
+    """Also on a rank that is ahead when all ranks roll back after a death."""
 
     def read(feed: ListFeed, data: Counts, epoch: int, first: int = 0) -> Iterator[Any]:
         data.level = epoch  # as a hook at the epoch's begin
@@ -387,7 +387,7 @@ def test_a_repeated_stream_has_the_counters_of_that_epoch(survives: bool, traine
             saved = feed.state_dict()
     whole += read(feed, data, 2)
     data, first = (data, feed.at_first) if survives else (Counts(), None)
-    feed = feed_of(data)  # each generation of ranks has its own
+    feed = feed_of(data)  # each generation of ranks has a separate dealer
     feed.at_first = first or feed.at_first
     feed.load_state_dict(saved)
     assert [*read(feed, data, 1, trained), *read(feed, data, 2)] == whole[trained:]
@@ -418,10 +418,10 @@ def test_a_counter_that_a_hook_changes_within_an_epoch_keeps_its_value_on_resume
 
 
 class Parts(IterableDataset[Any]):
-    """A stream of four batches that begins its next part before one of them, or at its end.
+    """A stream of four batches that increments its part before a batch, or at its end.
 
     Args:
-        at: number of the batch.
+        at: index of this batch.
     """
 
     def __init__(self, at: int) -> None:
@@ -454,7 +454,7 @@ def test_a_counter_changed_by_the_prefetched_batch_is_not_a_change_of_a_hook(at:
 
     undisturbed = feed_of()
     whole = [read(undisturbed, epoch) for epoch in range(3)]
-    for trained in range(0 if own_pace else 1, 5):  # at its own pace, a rank may have trained none of the epoch
+    for trained in range(0 if own_pace else 1, 5):  # at its own pace, a rank may have trained no batch of the epoch
         first, resumed = feed_of(), feed_of()
         assert [read(first, 0), read(first, 1, stop=trained)] == [whole[0], whole[1][:trained]]
         resumed.load_state_dict(first.state_dict())

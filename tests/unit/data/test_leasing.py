@@ -1,4 +1,4 @@
-"""Leases of the order: each sample is in one lease, and the weights of an update's leases sum to one."""
+"""Leases of the order: each sample is in a single lease, and the weights of the leases of an update sum to 1."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fabricx.data.leasing import LeasedSection
 
 
 class Dealer:
-    """Grants the leases of a section one after the other, to whoever asks."""
+    """Grants the leases of a section in order to any rank."""
 
     def __init__(self, leases: int, leases_per_update: int) -> None:
         self.leases_per_update, self.leases, self.next, self.lease = leases_per_update, leases, 0, None

@@ -1,4 +1,4 @@
-"""A DataLoader of a user's class yields to the run what it yields to a program, or it is refused."""
+"""A user's subclass of DataLoader yields the same batches in a run as in a script, or is refused."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ListLoader(DataLoader[Any]):
 
 
 class Reversed(DataLoader[Any]):
-    """Yields the batches in another order."""
+    """Yields the batches in a different order."""
 
     @property
     def _index_sampler(self) -> Any:
@@ -51,7 +51,7 @@ class Reversed(DataLoader[Any]):
 
 
 class Short(DataLoader[Any]):
-    """Counts two of its batches, as for an epoch that ends early."""
+    """Declares two of its batches, as for an epoch that ends early."""
 
     def __len__(self) -> int:
         return 2

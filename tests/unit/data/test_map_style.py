@@ -1,4 +1,4 @@
-"""The order that a user's samplers and batch samplers give is the one that is trained, or it is refused."""
+"""The order of a user's samplers and batch samplers is the order of training, or they are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DATA: Any = range(20)
 def read(loader: Any, rank: int = 0, ranks: int = 1, epoch: int = 0, **options: Any) -> list[list[int]]:
     feed = make_feed(loader, World(rank=rank, size=ranks), seed=5, **options)
     order = feed._order(epoch) if isinstance(feed, OrderedFeed) else None
-    if ranks > 1 and order is not None:  # without a group of processes: only what the order is
+    if ranks > 1 and order is not None:  # no process group: only the order is tested
         return [list(order)]
     return [micro.data.tolist() for micro in feed.epoch(epoch) if not micro.empty]
 
@@ -111,7 +111,7 @@ def test_a_sampler_with_another_source_of_random_numbers_has_the_same_order_on_a
         np.random.seed(rank)
         before = random.getstate()
         orders.append(read(DataLoader(DATA, sampler=Draws(shuffle)), rank, 2))
-        assert random.getstate() == before  # what the run draws next is not changed by it
+        assert random.getstate() == before  # the run's next draws are not affected
     assert orders[0] == orders[1] != read(DataLoader(DATA, sampler=Draws(shuffle)), 0, 2, epoch=1)
 
 
@@ -148,7 +148,7 @@ def test_ranks_that_meet_without_a_lease_are_within_a_batch() -> None:
 
 
 class Lengths:
-    """A batch sampler with another number of batches than its length."""
+    """A batch sampler whose number of batches differs from its length."""
 
     def __init__(self, *batches: list[int], length: int = 2) -> None:
         self.batches, self.length, self.drawn = batches, length, 0

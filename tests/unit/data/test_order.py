@@ -1,4 +1,4 @@
-"""The order of data is cut without loss, repetition or padding, whatever the number of ranks."""
+"""The order of the data is divided without loss, repetition or padding, for any number of ranks."""
 
 from __future__ import annotations
 

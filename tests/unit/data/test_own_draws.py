@@ -1,4 +1,4 @@
-"""A source that draws random numbers isn't disturbed by what the training draws, and doesn't disturb it."""
+"""Random numbers of a data source and of the training are independent."""
 
 from __future__ import annotations
 

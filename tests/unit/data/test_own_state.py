@@ -1,4 +1,4 @@
-"""State that samplers and data sets keep by themselves is part of a checkpoint."""
+"""Internal state of samplers and data sets is part of a checkpoint."""
 
 from __future__ import annotations
 
@@ -94,10 +94,10 @@ def test_generators_of_the_same_kind_accept_each_others_state() -> None:
 
 
 class Numbers(Dataset[Any]):
-    """Numbers, with noise from generators of its own where it has some.
+    """Numbers, to which `transforms` add noise.
 
     Args:
-        transforms: called with a number.
+        transforms: each returns a random number.
     """
 
     def __init__(self, transforms: list[Any] | None = None) -> None:
@@ -111,7 +111,7 @@ class Numbers(Dataset[Any]):
 
 
 class Noise:
-    """Draws from a generator of its own."""
+    """Draws from a private generator."""
 
     def __init__(self, generator: Any) -> None:
         self.generator = generator
@@ -121,11 +121,11 @@ class Noise:
 
 
 class Shuffled(Sampler[int]):
-    """Shuffles what it has, in place.
+    """Shuffles its positions in place.
 
     Args:
-        generator: for it.
-        places: a list or an array.
+        generator: for the permutation.
+        places: positions, as a list or an array.
     """
 
     def __init__(self, generator: Any, places: Any) -> None:
@@ -199,10 +199,10 @@ class OfClasses(Sampler[int]):
 
 
 class Seen(fx.Module):
-    """Keeps what it is trained with.
+    """Records its training samples.
 
     Args:
-        generator: of its own.
+        generator: an attribute of the module.
     """
 
     def __init__(self, generator: Any = None) -> None:

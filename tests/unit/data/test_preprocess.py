@@ -1,4 +1,4 @@
-"""A loader that maps samples on processes: their order, how much memory they take, what is refused."""
+"""A loader that maps samples in processes: order of samples, memory limit, refusals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fabricx.testing import QUIET, TinyModule, tiny_data
 
 
 def noisy(sample: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Add what is drawn by three generators."""
+    """Add draws of three generators."""
     inputs, target = sample
     return inputs + 0.1 * torch.randn(4) + 0.01 * random.random() + 0.01 * float(np.random.rand()), target
 

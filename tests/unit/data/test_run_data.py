@@ -1,4 +1,4 @@
-"""The loaders of a run on one rank: batches, limits, estimates."""
+"""Loaders of a run on a single rank: batches, limits, estimates."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_loaders_are_reloaded_every_n_epochs(every: int, asked: int) -> None:
 
 
 class Grows(IterableDataset[Any]):
-    """A stream in an order of its own in each epoch, and of another length.
+    """A stream with a different order and length in each epoch.
 
     Args:
         epoch: epoch in which the loader was created.
@@ -147,7 +147,7 @@ class Grows(IterableDataset[Any]):
 
 
 class Curriculum(fx.DataModule):
-    """Creates loaders that depend on the epoch, and on a state of its own.
+    """Creates loaders that depend on the epoch and on saved state.
 
     Args:
         kind: "stream" or "shuffled".
@@ -240,7 +240,7 @@ class Draws(fx.DataModule):
 
 
 class FromCheckpoint(TinyModule):
-    """The module decides by a state of its own which samples its loader has."""
+    """The module's own state decides the samples of its loader."""
 
     def __init__(self, number: int) -> None:
         super().__init__()

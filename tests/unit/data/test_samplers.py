@@ -23,7 +23,7 @@ SAMPLERS = {
 
 @pytest.fixture(autouse=True)
 def _without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks compare their orders by a collective; here are none."""
+    """Without process groups: ranks would compare their orders by a collective."""
     monkeypatch.setattr(World, "gather_objects", lambda world, value: [value])
 
 

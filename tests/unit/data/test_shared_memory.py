@@ -1,4 +1,4 @@
-"""A full /dev/shm is an error that says what is full and what to do."""
+"""A full /dev/shm is an error that names the full file system and the remedy."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def test_evaluation_loaders_are_read_sequentially() -> None:
 
 
 class Notes(TinyModule):
-    """Notes what the steps receive."""
+    """Records the batches of its steps."""
 
     def __init__(self) -> None:
         super().__init__()

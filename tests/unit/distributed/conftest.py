@@ -1,4 +1,4 @@
-"""The store of a run, for tests of what ranks ask of it."""
+"""The store of a run, for tests of its clients."""
 
 from __future__ import annotations
 

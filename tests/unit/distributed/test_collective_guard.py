@@ -18,7 +18,7 @@ from fabricx.errors import RanksApart
 
 @pytest.fixture(autouse=True)
 def two_ranks() -> Iterator[None]:
-    """Join a process group of two ranks whose collectives return at once."""
+    """Join a process group of two ranks whose collectives return immediately."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     yield
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""A rank leaves a run when all ranks have finished their last collective."""
+"""A rank ends when all ranks have finished their last collective."""
 
 from __future__ import annotations
 

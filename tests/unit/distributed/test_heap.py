@@ -23,7 +23,7 @@ def resident() -> int:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc is asked")
 def test_freed_blocks_between_used_blocks_are_returned_to_the_system() -> None:
     kept, freed = [], []
-    for _ in range(2000):  # below the size from which on blocks are mapped one by one
+    for _ in range(2000):  # below the size from which blocks are mapped separately
         freed.append(torch.ones(16 * 1024))
         kept.append(torch.ones(16))
     before = resident()

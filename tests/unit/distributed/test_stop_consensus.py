@@ -1,4 +1,4 @@
-"""Ranks agree to stop at one boundary."""
+"""Ranks agree to stop at the same boundary."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.unit.distributed.conftest import KEY
 
 
 class AnswersLate:
-    """A store in which nobody asks; while it is asked, this rank asks."""
+    """A store without requests of other ranks; this rank requests a stop during a read."""
 
     def __init__(self, agreement: Agreement) -> None:
         self.agreement = agreement

@@ -1,7 +1,7 @@
 """Ranks as threads of a process, in a process group that can lose members at any moment, and their supervisor.
 
-The loop, recovery, the data order and slots are those of real processes. Collectives, and the pipes to the supervisor,
-are simulated, so that a schedule of deaths runs in a fraction of a second.
+The loop, recovery, the data order and slots are the code of real processes. Collectives and the pipes to the
+supervisor are simulated, so that a schedule of deaths takes a fraction of a second.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ class Simulation:
     ) -> None:
         self.machine, self.make, self.size = machine, make, size
         self.failures: list[str] = []
-        self.dying: set[int] = set()  # also workers whose death is not reported yet
+        self.dying: set[int] = set()  # including workers whose death is not reported yet
         self.changes = ElasticController(ElasticPolicy(waits=waits, tries=100), size, self.failures)
         self.members: dict[int, Membership] = {}
         self.results: dict[int, Any] = {}
@@ -235,7 +235,7 @@ class Simulation:
         machine.safe = self._safe
 
     def _safe(self, worker: int) -> bool:
-        """Return whether another worker has the state of the run, so that a worker may die."""
+        """Return whether a second worker has the state of the run, so that a worker may die."""
         left = set(self.changes.workers) - self.dying
         holding = self.changes._holding & left
         if not holding - {worker} or not self.changes._inside >= left or self.changes._ended:

@@ -1,4 +1,4 @@
-"""What all ranks go on from after a failure."""
+"""The state that all ranks continue from after a failure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fabricx.testing import QUIET, TinyModule, tiny_loader
 
 
 class Compares(fx.Callback):
-    """Notes what a recovery goes on from, beside what a checkpoint has, in the second batch of four."""
+    """Records the state after a recovery, beside that of a checkpoint, in the second of four batches."""
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:

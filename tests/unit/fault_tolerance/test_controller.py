@@ -244,13 +244,13 @@ def test_links_that_break_repeatedly_at_the_same_step_are_an_error() -> None:
 def test_links_cut_by_a_dying_worker_are_not_a_separate_failure(late: bool) -> None:
     run = Workers(ElasticPolicy(tries=1), 2)
     run.changes.receive(0, WorkerMessage.LINKS_CUT, 0)
-    if late:  # the others already wait for it in the next generation
+    if late:  # all other workers already wait for it in the next generation
         run.clock.now += 1.0
         run.supervise()
         run.act(0)
         run.changes.receive(0, WorkerMessage.LINKS_CUT, 1)
     run.end(1)
-    assert not run.failed  # one try, not two
+    assert not run.failed  # a single attempt
     assert run.failures == ["rank 1 failed: killed"]
 
 
@@ -266,7 +266,7 @@ def test_links_restored_before_a_worker_dies_are_a_separate_failure() -> None:
 
 
 def ready(changes: ElasticController, worker: int) -> None:
-    """Start a worker that the controller wants, and let it become ready."""
+    """Start a worker that the controller requests, and report it as ready."""
     assert changes.wanted() is not None
     changes.started(worker)
     changes.receive(worker, WorkerMessage.READY, None)

@@ -1,4 +1,4 @@
-"""Ranks in different collectives, for which no answer of another rank will ever come."""
+"""Deadlocks: ranks in different collectives that can never complete."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ TENSOR = group({5: "all_reduce"}, 5, name="tensor")
         ({0: [GATHERS], 1: [REDUCES]}, True),
         ({0: [GATHERS], 1: [GATHERS]}, False),  # a slow network
         ({0: [GATHERS], 1: []}, False),  # rank 1 computes, or waits for something else
-        ({0: [GATHERS], 1: [BEHIND]}, False),  # the barrier may end: rank 0 has left it
+        ({0: [GATHERS], 1: [BEHIND]}, False),  # the barrier may complete: rank 0 has finished it
         ({0: [TENSOR], 1: [GATHERS, group({4: "all_reduce"}, name="tensor")]}, True),  # groups wait for each other
         ({0: [TENSOR], 1: [GATHERS]}, True),  # rank 1 has not used the group yet
-        ({0: [TENSOR], 1: [GATHERS, TENSOR]}, False),  # the tensor group goes on
+        ({0: [TENSOR], 1: [GATHERS, TENSOR]}, False),  # the tensor group continues
         ({0: [GATHERS, group({3: "broadcast"}, name="1")], 1: [group({2: "all_gather"}), TENSOR]}, False),
         ({0: [group({1: "all_reduce"}, 1, ranks=(0,))]}, False),
         (
@@ -41,7 +41,7 @@ TENSOR = group({5: "all_reduce"}, 5, name="tensor")
                 3: [group({0: "barrier"}, ranks=(2, 3), name="b"), TENSOR],
             },
             False,
-        ),  # ranks 0 and 1 go on, and may begin what the others wait for
+        ),  # ranks 0 and 1 continue, and may start the collectives that the other ranks wait for
     ],
 )  # fmt: skip
 def test_only_ranks_whose_collective_cannot_complete_are_blocked(
@@ -132,7 +132,7 @@ def test_a_deadlock_needs_two_equal_answers_and_progress_resets_it() -> None:
     assert not detector.due(AFTER_S + 1)
     assert detector.due(AFTER_S + AGAIN_S)
     assert detector.found(answers)
-    assert not detector.due(1.0)  # a rank went on
+    assert not detector.due(1.0)  # a rank continued
     assert detector.due(AFTER_S)
     assert not detector.found(answers)
 
@@ -141,7 +141,7 @@ def test_a_deadlock_needs_two_equal_answers_and_progress_resets_it() -> None:
     "second",
     [
         {0: answer(GATHERS), 1: answer(REDUCES, cpu_s=1.5)},  # rank 1 computes
-        {0: answer(GATHERS, cpu_s=None), 1: answer(REDUCES)},  # the system does not say
+        {0: answer(GATHERS, cpu_s=None), 1: answer(REDUCES)},  # not reported by the system
         {0: answer(group({1: "barrier", 2: "all_gather", 3: "all_gather"}, 3)), 1: answer(REDUCES)},
         {0: answer(GATHERS), 1: None},
         {0: answer(GATHERS), 1: answer(GATHERS)},

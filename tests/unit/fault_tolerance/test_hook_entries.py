@@ -1,4 +1,4 @@
-"""What callbacks and the module add to checkpoints reaches replacements, too."""
+"""Checkpoint entries of callbacks and the module are also sent to replacements."""
 
 from __future__ import annotations
 

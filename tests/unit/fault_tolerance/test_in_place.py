@@ -1,4 +1,4 @@
-"""The protocol of recovery under random schedules of deaths, all ranks in one process."""
+"""The recovery protocol under random schedules of deaths, with all ranks in a single process."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Updates(fx.Callback):
 
 
 class Logged(Ledger):
-    """Logs the mean over an epoch, in which each sample has to count once, whoever has trained it."""
+    """Logs the mean over an epoch, in which each sample must have equal weight, on any rank."""
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         loss = super().training_step(batch, batch_idx)

@@ -22,7 +22,7 @@ def test_the_record_of_the_greatest_progress_has_precedence_over_the_present_sta
 def test_a_replacement_continues_with_the_newest_earlier_record_of_its_generation() -> None:
     records = [(BATCH_1, record("first")), (BATCH_2, record("second"))]
     assert record_at(records, (3, 0)) == record("second")
-    assert record_at(records, (1, 1)) is None  # sums of an earlier generation are in those of the present one
+    assert record_at(records, (1, 1)) is None  # sums of an earlier generation are part of the present sums
     assert record_at([], BATCH_1) is None
 
 
@@ -36,7 +36,7 @@ def test_the_main_rank_receives_the_sums_of_ranks_that_have_no_worker() -> None:
     vacant = [(1, [(BATCH_2, record("of a dead rank"))])]
     survivor = Contribution(BATCH_2, [(BATCH_2, record("0"))], record("now"), vacant)
     assert records_of_all([survivor], BATCH_2) == ([record("0"), record("of a dead rank")], False)
-    # In later generations, the sums of the members include those of the dead rank.
+    # In later generations, the sums of the members include the dead rank's sums.
     assert records_of_all([survivor], NEXT_GENERATION) == ([record("now")], True)
 
 

@@ -1,4 +1,4 @@
-"""Copies in memory: together a state, whoever was killed while making one; and never one with a changed bit."""
+"""In-memory copies are a complete state after any death during a copy, and never contain a changed bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def ranks(folder: Path) -> list[Copies]:
 
 
 def whole(folder: Path) -> dict[Any, list[Copy]]:
-    """Return the states of which each rank's copy is there, by key: the copies by rank."""
+    """Return the complete states by key, each as copies by rank."""
     return {
         key: [copies[rank] for rank in range(len(MEMBERS))]
         for (key, members), copies in memory_checkpoint.read(str(folder)).items()
@@ -61,7 +61,7 @@ def test_a_death_during_a_copy_keeps_the_previous_copy(tmp_path: Path, monkeypat
         holder.make(key, MEMBERS, state(key))
         other.make(key, MEMBERS, state(key))
     with monkeypatch.context() as patch:
-        patch.delattr(memory_checkpoint, "_sum")  # what is needed last
+        patch.delattr(memory_checkpoint, "_sum")  # last in use
         with pytest.raises(NameError):
             holder.make(3, MEMBERS, state(3.0))
     assert list(whole(tmp_path)) == [2]
@@ -122,7 +122,7 @@ def test_a_changed_bit_is_detected(tmp_path: Path) -> None:
     assert [copy.whole() for copy in copies] == [True, False]
     path = memory_checkpoint.path_of(str(tmp_path), MEMBERS[0], 1)
     content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1  # in what isn't a tensor
+    content[len(content) // 2] ^= 1  # outside of the tensors
     path.write_bytes(content)
     assert not whole(tmp_path)
 

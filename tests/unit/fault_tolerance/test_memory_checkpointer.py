@@ -1,4 +1,4 @@
-"""The copies of a rank that is interrupted while another rank still makes its own."""
+"""Copies of a rank that is interrupted while another rank still copies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fabricx.strategies import FSDP
 def test_a_copy_before_a_change_keeps_the_newest_complete_copy_of_all_ranks(
     steps: tuple[int, ...], kept: set[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copies are made after steps 1 and 2. A rank that has ended step 3 knows that others have their copy of step 2."""
+    """Copies are made after steps 1 and 2; the end of step 3 implies that all ranks have their copies of step 2."""
     member = SimpleNamespace(folder=str(tmp_path), worker=0, slot=0, changes=True)
     monkeypatch.setattr(memory_checkpointer, "membership", lambda: member)
     monkeypatch.setattr(memory_checkpointer, "progress", lambda session: session.state.step)

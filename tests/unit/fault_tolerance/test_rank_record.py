@@ -1,4 +1,4 @@
-"""Records of a rank survive it: the newest ones, and only complete ones."""
+"""The newest complete records of a rank outlive its process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the parts of a state come from, when machines are lost: from the memory of the same or another machine."""
+"""Parts of a state are restored from memory of the same or another machine after machines are lost."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_the_part_of_a_lost_machine_is_restored_from_another_machine(
     together(tmp_path, ["a", "a", "b", "b", "c", "c"], copy_steps(3, 4, 5), monkeypatch)
     same = together(tmp_path, ["a", "a", "b", "b", "c", "c"], restored, monkeypatch)
     assert same == [(5, [50.0 + rank]) for rank in range(6)]
-    # b is lost; d comes, and torchrun gives the machines other numbers.
+    # b is lost; d joins, and torchrun renumbers the machines
     assert together(tmp_path, ["d", "d", "c", "c", "a", "a"], restored, monkeypatch) == same
     # Without d, four ranks have all six parts to divide.
     fewer = together(tmp_path, ["c", "c", "a", "a"], restored, monkeypatch)
@@ -134,7 +134,7 @@ def test_a_corrupt_part_is_restored_from_the_other_copy(tmp_path: Path, monkeypa
         content[memory_checkpoint.ALIGN + 100] ^= 1
         path.write_bytes(content)
     assert together(tmp_path, ["a", "b"], restored, monkeypatch) == [(2, [20.0]), (2, [21.0])]
-    for path in (tmp_path / "b").glob("copy-1-*"):  # and the other one is half written
+    for path in (tmp_path / "b").glob("copy-1-*"):  # and the second copy is incomplete
         path.write_bytes(bytes(len(path.read_bytes())))
     assert together(tmp_path, ["a", "b"], restored, monkeypatch) == [None, None]
 
@@ -165,7 +165,7 @@ def test_replicated_tensors_are_restored_from_a_replica_and_rank_state_from_the_
     assert max(sizes["2"], sizes["3"]) < 1000 < 4000 < min(sizes["0"], sizes["1"])
     same = [(2, [20.0]), (2, [21.0])] * 2
     assert together(tmp_path, ["a", "a", "b", "b"], look, monkeypatch) == same
-    assert together(tmp_path, ["a", "a", "c", "c"], look, monkeypatch) == same  # b is lost, whose tensors a has
+    assert together(tmp_path, ["a", "a", "c", "c"], look, monkeypatch) == same  # b is lost; a has its tensors
     assert together(tmp_path, ["b", "b"], look, monkeypatch) == [(2, [20.0, 21.0])] * 2  # without c
     assert together(tmp_path, ["c", "c", "d", "d"], look, monkeypatch) == [None] * 4
 

@@ -57,11 +57,11 @@ def _hosts_end(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_an_attempt_of_fewer_ranks_has_the_names_of_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It took the address that the ranks before it had written for that of another program."""
+    """It would take the address written by ranks of the earlier attempt for that of another program."""
     launches: list[Launch] = []
     monkeypatch.setattr(launch_store, "_open_launcher_store", lambda *_, **__: None)
     monkeypatch.setattr(launch_store, "_CONNECTED", {})
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # set for a launch on one machine
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # set for a launch on a single machine
     monkeypatch.setattr(launch_store, "meet", lambda store, info: (launches.append(info), (None, b""))[1])
     for size in ("4", "2"):
         environment = {

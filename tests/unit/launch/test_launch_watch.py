@@ -50,7 +50,7 @@ class Ranks:
         self.watches = [Watch(World(rank=rank, size=2, store=store), lambda: self.now) for rank in range(2)]
 
     def passes(self, seconds: float, silent: tuple[int, ...] = ()) -> list[tuple[float, str | Exception]]:
-        """Let time pass; return the reports of the main rank with their times."""
+        """Advance the clock; returns the reports of the main rank with their times."""
         reports = []
         for _ in range(int(seconds / LOOK_S)):
             self.now += LOOK_S

@@ -1,4 +1,4 @@
-"""Settings of the user's process are those of its workers."""
+"""Workers have the process settings of the user's process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_settings_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:
         assert "OF_THE_SCRIPT" not in os.environ
         with warnings.catch_warnings():
             settings.apply()
-            warnings.warn("noise", stacklevel=1)  # is ignored; tests make others errors
+            warnings.warn("noise", stacklevel=1)  # is ignored; tests turn other warnings into errors
         assert os.environ["OF_THE_SCRIPT"] == "1"
         assert torch.get_default_dtype() == torch.float64
         assert torch.get_float32_matmul_precision() == "high"

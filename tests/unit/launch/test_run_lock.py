@@ -1,4 +1,4 @@
-"""One run at a time in a folder."""
+"""A folder has at most a single run at a time."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def job_folder() -> Path:
-    """Return the folder of the only job, when it is there."""
+    """Wait for the folder of the only job; returns it."""
     while not (jobs := list(Path("kubernetes_jobs").glob("*/trainjob.yaml"))):
         time.sleep(0.01)
     return jobs[0].parent
@@ -101,7 +101,7 @@ def test_the_train_job_conforms_to_kubeflows_schema(user: int, monkeypatch: pyte
     assert {claims[name]: path for name, path in mounts.items()} == {
         None: "/dev/shm", "shared": "/shared", "data": "/data",
     }  # fmt: skip
-    assert pods["securityContext"]["runAsUser"] == user  # who may read the job
+    assert pods["securityContext"]["runAsUser"] == user  # read access to the job
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate({**job, "spec": {**job["spec"], "nodes": 2}}, SCHEMA)
     least = Kubernetes(shared_memory=False).train_job(PROGRAM, Path("/one"), "fabricx-1")

@@ -1,4 +1,4 @@
-"""What a pod of the Kubernetes launcher does when it isn't the first of its number; tests/process has the others."""
+"""A restarted pod of the Kubernetes launcher; tests/process has first pods."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ PROGRAM = Program(b"the job", nodes=2, processes=3, gpus=True, gpus_unused=False
 
 @pytest.fixture
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder of commands; `sbatch` keeps what is submitted."""
+    """Return a folder of commands; `sbatch` stores the submitted script."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")

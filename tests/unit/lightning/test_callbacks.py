@@ -197,7 +197,7 @@ def test_callbacks_without_a_counterpart_are_refused(make, message):
 
 
 def methods(cls: type, package: str) -> set[str]:
-    """Return the methods of classes of a package, except those of the contract and of one class only (`__name`)."""
+    """Return the methods of classes of a package, except contract methods and methods of a single class (`__name`)."""
     kinds = (FunctionType, staticmethod, classmethod, property)
     owners = [owner for owner in cls.__mro__ if owner.__module__.startswith(package)]
     names = {name for owner in owners for name, value in vars(owner).items() if isinstance(value, kinds)}

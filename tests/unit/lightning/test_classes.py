@@ -88,7 +88,7 @@ def test_both_package_names_of_lightning_are_recognised():
     assert lightning_base(Plain, "LightningModule") is L.LightningModule
     assert lightning_base(Older, "LightningModule") is pytorch_lightning.LightningModule
     assert isinstance(adapt_module(Older()), fx.Module)
-    assert isinstance(adapt_module(Abstract()), fx.Module)  # whose first base class has another layout
+    assert isinstance(adapt_module(Abstract()), fx.Module)  # whose first base class has a different layout
     assert lightning_base(nn.Linear, "LightningModule") is None
     assert is_lightning(L.LightningModule)
     assert not is_lightning(Plain)

@@ -1,4 +1,4 @@
-"""Functions of lightning.fabric beside those of Lightning."""
+"""Functions of lightning.fabric."""
 
 from __future__ import annotations
 

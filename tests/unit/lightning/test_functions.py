@@ -1,4 +1,4 @@
-"""Functions of Lightning's utilities, against those of Lightning."""
+"""Utility functions are compared with Lightning's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_norms_of_gradients_are_lightnings(kind: Any) -> None:
     norms = functions.grad_norm(net, kind)
     assert norms.keys() == expected.keys()
     for name, norm in norms.items():
-        assert float(norm) == pytest.approx(float(expected[name]))  # the sum of float32 values in another order
+        assert float(norm) == pytest.approx(float(expected[name]))  # different summation order of float32 values
     with pytest.raises(ValueError, match="set a positive number"):
         functions.grad_norm(net, 0)
 

@@ -1,4 +1,4 @@
-"""Functions of Lightning that read arguments and signatures, against those of Lightning."""
+"""Functions that read arguments and signatures are compared with Lightning's."""
 
 from __future__ import annotations
 

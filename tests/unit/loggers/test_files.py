@@ -95,7 +95,7 @@ def test_the_folder_is_set_before_the_run_and_does_not_change(
     assert logger.version == 0  # before anything has read the folder
     folder = logger.log_dir
     assert folder == str(tmp_path / "net" / "version_0")
-    assert Path(folder).is_dir()  # no other run takes it
+    assert Path(folder).is_dir()  # no other run uses it
     assert (logger.version, other.log_dir) == (0, str(tmp_path / "net" / "version_1"))
     in_worker = pickle.loads(pickle.dumps(logger))
     for _ in range(2):  # a fit and a test
@@ -108,7 +108,7 @@ def test_the_folder_is_set_before_the_run_and_does_not_change(
     monkeypatch.setenv("RANK", "1")
     ranks = [kind(tmp_path, name="net") for _ in range(2)]  # type: ignore[call-arg]
     assert [rank.log_dir for rank in ranks] == [str(tmp_path / "net" / "version_2")] * 2  # the same on all ranks
-    assert (kind().log_dir, kind().version) == (None, None)  # the folder of a run, which is not known yet
+    assert (kind().log_dir, kind().version) == (None, None)  # the folder of a run, which is not set yet
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_the_writer_is_open_before_and_after_a_run_too(tmp_path: Path, kind: typ
     logger: Any = kind(tmp_path / "logs")  # type: ignore[call-arg]
     logger.log_metrics({"loss": 4.0}, step=0)
     write(logger, 3.0, 1)
-    in_worker = pickle.loads(pickle.dumps(logger))  # which ends what was opened before the run
+    in_worker = pickle.loads(pickle.dumps(logger))  # closes the writer that was opened before the run
     in_worker.open(tmp_path / "run")
     write(in_worker, 2.0, 2)
     in_worker.close()

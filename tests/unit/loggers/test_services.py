@@ -1,4 +1,4 @@
-"""What loggers of tracking services have in common."""
+"""Common behaviour of the loggers of tracking services."""
 
 from __future__ import annotations
 

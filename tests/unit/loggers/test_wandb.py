@@ -1,4 +1,4 @@
-"""Calls of the client of Weights & Biases, which take its signatures; tests/process/test_logging.py runs it."""
+"""Calls to the client of Weights & Biases match its signatures; tests/process/test_logging.py runs it."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def test_all_hooks_of_an_evaluation_run_without_gradients(inference: bool, quiet
 
 
 class _Caches(TinyModule):
-    """Compute a table in the first forward, which is one of the sanity check, and centres in a validation."""
+    """Compute a table in the first forward, in the sanity check, and centres in a validation."""
 
     table: torch.Tensor | None = None
     centre: torch.Tensor | None = None
@@ -196,7 +196,7 @@ class _Mean(TinyModule):
 
 
 def test_batches_that_the_data_set_makes_are_weighted_by_their_samples(quiet: dict[str, Any]) -> None:
-    """As are those of a stream without a length: the number of rows decides, not the number of items."""
+    """Likewise for a stream without a length: the number of rows is the weight, not the number of items."""
     batches: Any = [torch.zeros(3), torch.ones(1)]
     loader = DataLoader(batches, batch_size=None)
     trainer = fx.Trainer(max_epochs=1, **quiet)
@@ -212,4 +212,4 @@ def test_predictions_that_are_none_are_a_warning(quiet: dict[str, Any]) -> None:
 
     with pytest.warns(UserWarning, match=r"Silent\.predict_step returned None for 2 of 2 batches"):
         assert fx.Trainer(**quiet).predict(Silent(), tiny_loader(8, 4)) == [None, None]
-    fx.Trainer(**quiet).predict(Silent(), tiny_loader(8, 4), return_predictions=False)  # a warning is an error here
+    fx.Trainer(**quiet).predict(Silent(), tiny_loader(8, 4), return_predictions=False)  # a warning would be an error

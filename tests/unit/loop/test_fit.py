@@ -101,7 +101,7 @@ def test_a_stopped_epoch_is_counted(quiet: dict[str, Any]) -> None:
 
 
 class _Silent(TinyModule):
-    """Optimizes by itself, and returns nothing."""
+    """Optimizes manually, and returns None."""
 
     automatic_optimization = False
 

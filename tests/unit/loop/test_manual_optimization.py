@@ -13,7 +13,7 @@ from fabricx.testing import TinyModule, tiny_loader
 
 
 def test_a_manual_step_in_bf16_uses_the_weights_of_its_own_update(quiet: dict[str, Any]) -> None:
-    """Autocast keeps 16-bit copies of weights: the second forward of a step must not see those of the first."""
+    """Autocast caches 16-bit copies of weights: the second forward of a step must not use the copies of the first."""
 
     class Twice(TinyModule):
         automatic_optimization = False

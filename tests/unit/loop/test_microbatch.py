@@ -55,7 +55,7 @@ def test_a_microbatch_may_be_computed_in_parts(accumulate: int) -> None:
     whole, plain, calls = train(fx.plugins.build("strategies", "single"), accumulate)
     halves, parts, calls_of_parts = train(InParts(), accumulate)
     for a, b in zip(whole.parameters(), halves.parameters(), strict=True):
-        assert torch.allclose(a, b, rtol=1e-5)  # float32 sums in another order
+        assert torch.allclose(a, b, rtol=1e-5)  # different summation order of float32 values
     assert parts.global_step == plain.global_step
     assert calls_of_parts["zero_grad"] == calls["zero_grad"]  # once in a window
     assert calls_of_parts["backward"] == 2 * calls["backward"]

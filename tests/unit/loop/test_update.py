@@ -1,4 +1,4 @@
-"""One update: clipping, the steps of optimizers, schedules."""
+"""A weight update: clipping, optimizer steps, schedules."""
 
 from __future__ import annotations
 

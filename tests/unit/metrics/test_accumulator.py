@@ -1,4 +1,4 @@
-"""Logged values are joined by weight; ranks that disagree are told so."""
+"""Logged values are merged by weight; different names or options on ranks are errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def alone() -> Metrics:
 
 
 def two_ranks(local: Metrics, others: Sequence[Tensor], gathered: list[Any]) -> Metrics:
-    """A metrics object whose reductions meet the given tensors of one other rank."""
+    """A metrics object whose reductions use the fixed tensors of a second rank."""
     queue = list(others)
 
     def reduce(values: Tensor, op: str) -> Tensor:
@@ -134,7 +134,7 @@ def log(to: Logbook, value: Any, **options: Any) -> None:
     ("value", "expected"),
     [
         (torch.tensor(100.0, dtype=torch.float16), 100.0),  # 100 x 1024 is more than float16 holds
-        (torch.tensor(1.0, dtype=torch.bfloat16), 1.0),  # its sums stop growing at 256 times what is added
+        (torch.tensor(1.0, dtype=torch.bfloat16), 1.0),  # its sums stop growing at 256 times the added value
         (torch.tensor(100, dtype=torch.uint8), 100.0),
         (torch.tensor(True), 1.0),
     ],
@@ -156,7 +156,7 @@ def test_integers_are_summed_exactly() -> None:
 
 
 def votes_of(way: tuple[Any, ...]) -> Tensor:
-    """What a rank gives before it joins a value that it has logged in some way."""
+    """The message of a rank before the merge of a value with these options."""
     votes: list[Tensor] = []
     other = alone()
     other.series["x"] = Series.of_kind(way[:6])

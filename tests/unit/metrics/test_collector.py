@@ -155,7 +155,7 @@ def test_a_pipeline_stage_may_not_log_a_value_of_the_main_rank_only(rank: int) -
 
 
 class Unreachable(torchmetrics.MeanMetric):
-    """A mean whose reduction over ranks would wait for ranks that are elsewhere."""
+    """A mean whose reduction would wait for ranks that do not take part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ def test_a_metric_object_made_anew_in_each_batch_is_refused_for_the_value_of_an_
         log(book, second)
     steps = logbook()
     log(steps, first, on_step=True, on_epoch=False)
-    log(steps, second, on_step=True, on_epoch=False)  # each is the value of its own step
+    log(steps, second, on_step=True, on_epoch=False)  # the value of each step
     assert float(steps.step_values(1)["x"]) == 3.0
 
 

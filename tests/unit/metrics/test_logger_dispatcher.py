@@ -1,4 +1,4 @@
-"""A full disk costs rows, not the run; and a run that resumes goes back to the rows of its checkpoint."""
+"""A full disk loses rows and does not end the run; a resumed run rewinds to the rows of its checkpoint."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_without_disk_space_rows_are_lost_and_events_are_kept(tmp_path: Path) ->
         log(2)
     logger_dispatcher.event("restart", "rank 1", 9)
     for step in (3, 4, 5):
-        log(step)  # without another warning
+        log(step)  # without a second warning
     assert (tight.rows, wide.rows) == ([0, 1, 4, 5], list(range(6)))
     assert tight.texts == wide.texts == [("events/restart", 9)]
     assert tight.opened == tight.closed + 1
@@ -117,7 +117,7 @@ def test_training_continues_with_a_full_disk_and_saves_when_space_is_free(
 
 
 def _steps(folder: Path) -> list[int]:
-    """Return the steps of the values of a logger's files; TensorBoard discards as its START events say."""
+    """Return the steps of the values in a logger's files; TensorBoard discards values as its START events specify."""
     if (table := folder / "metrics.csv").exists():
         with table.open(newline="") as file:
             return [int(row["step"]) for row in csv.DictReader(file)]
@@ -140,7 +140,7 @@ def test_a_run_that_resumes_has_the_rows_of_earlier_updates_whatever_their_steps
     loggers.close("failed")
     loggers = LoggerDispatcher([make(tmp_path, "", "")], tmp_path)
     loggers.rewind(2)
-    loggers.metrics({"loss": 0.5}, 2, axes[1])  # repeated after the checkpoint: there already
+    loggers.metrics({"loss": 0.5}, 2, axes[1])  # repeated after the checkpoint: already present
     loggers.metrics({"loss": 0.1}, 3, kept[-1])
     loggers.close("success")
     if make is TensorBoardLogger and axes[0] == 0:  # it discards by step, and would discard telemetry of step 1, too
@@ -161,7 +161,7 @@ def test_rows_repeated_after_a_recovery_are_written_once(tmp_path: Path) -> None
     tight = Tight(range(0))
     rows = LoggerDispatcher([tight], tmp_path, recovers=True)
     rows.metrics({"loss": 1.0}, 3)
-    rows.repeat()  # nothing of step 3 has to come again
+    rows.repeat()  # no row of step 3 is repeated
     rows.metrics({"loss": 1.0}, 4)
     rows.metrics({"loss": 1.0}, 4)  # twice in a run without faults, too
     rows.metrics({"val": float("nan")}, 4)
@@ -170,10 +170,10 @@ def test_rows_repeated_after_a_recovery_are_written_once(tmp_path: Path) -> None
         rows.metrics({"loss": 1.0}, 4)
         rows.metrics({"loss": 1.0}, 4)
         rows.metrics({"val": float("nan")}, 4)
-    rows.metrics({"val": 2.0}, 4)  # it had not come before
+    rows.metrics({"val": 2.0}, 4)  # it was not logged earlier
     rows.metrics({"loss": 1.0}, 4)
     assert tight.rows == [3, 4, 4, 4, 4, 4]
     rows.repeat()
-    rows.rewind(2)  # its rows are deleted, and come again
+    rows.rewind(2)  # its rows are deleted and repeated
     rows.metrics({"loss": 1.0}, 4)
     assert len(tight.rows) == 7

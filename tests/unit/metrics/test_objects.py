@@ -1,4 +1,4 @@
-"""States of metric objects are taken and given back."""
+"""States of metric objects are saved and restored."""
 
 from __future__ import annotations
 

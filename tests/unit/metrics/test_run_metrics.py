@@ -196,7 +196,7 @@ def test_hooks_at_the_end_of_an_epoch_read_its_values_and_its_metric_objects(qui
 
 
 class _ReadsWhatItLogs(TinyModule):
-    """Reads in the hooks at the end of epochs what they have logged."""
+    """Reads its logged values in the hooks at the end of epochs."""
 
     def __init__(self) -> None:
         super().__init__()

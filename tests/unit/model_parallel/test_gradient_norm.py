@@ -1,4 +1,4 @@
-"""Clipping of gradients; on one rank it is torch's."""
+"""Gradient clipping; equal to torch's on a single rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions of torch on weights of which a rank has half of the rows, or which another stage has."""
+"""torch functions on weights of which a rank holds half of the rows, or which another stage holds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROWS = 4
 
 
 class Halves:
-    """The first of two ranks, which has the rows 0 and 1 of `weight`; the other rank does what this rank does."""
+    """The first of two ranks, with rows 0 and 1 of `weight`; the second rank repeats the calls of this rank."""
 
     staged, divides = False, True
 
@@ -55,7 +55,7 @@ class Halves:
 
 
 def divided(absent: bool = False) -> tuple[nn.Linear, nn.Linear, Halves]:
-    """Return a whole layer, the same layer with a half of its weight, and the division."""
+    """Return a whole layer, the same layer with half of its weight, and the division."""
     torch.manual_seed(0)
     whole = nn.Linear(3, ROWS)
     half = copy.deepcopy(whole)
@@ -107,7 +107,7 @@ def test_a_copy_on_the_cpu_is_read_without_the_other_ranks(monkeypatch: pytest.M
         file.seek(0)
         for read in (*copies, *torch.load(file, weights_only=True)):
             assert read.tolist() == whole.weight.tolist()
-        copies[1].mul_(2)  # as in one process, where it is the memory of the weight
+        copies[1].mul_(2)  # as on a single process, where the array shares the weight's memory
     assert half.weight.tolist() == (2 * whole.weight[:2]).tolist()
 
 

@@ -44,7 +44,7 @@ TARGETS = torch.tensor([[0, 1], [2, -100]])
 
 
 def of_tokens(batch: Any, index: int) -> Tensor:
-    """Return a mean over two tokens of the first sample, and one of the second."""
+    """Return the mean over two tokens of the first sample, and over a single token of the second."""
     logits = LAYER(batch[0]).unsqueeze(-1).expand(-1, -1, 2)
     return F.cross_entropy(logits, batch[1])
 
@@ -64,7 +64,7 @@ STEPS = {
 
 
 def compared(step: Any, weight: Any = None) -> bool:
-    """Return whether the gradients of a batch differ from those of its parts."""
+    """Return whether the gradients of a batch differ from the gradients of its parts."""
     trial = Trial(step, (INPUTS, TARGETS), random_kept, 2, 2, weight)
     norm = lambda parameters: nn.utils.get_total_norm([p.grad for p in parameters])  # noqa: E731
     together, apart = (

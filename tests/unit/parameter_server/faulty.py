@@ -1,6 +1,6 @@
-"""Workers and several servers in one thread, where any of them may die, or a link end, between any two messages.
+"""Workers and several servers in a single thread; processes may die and links may end between any two messages.
 
-Each lease's gradient adds 1 to one element of each server's weights, which thus count how often the server has used it.
+Each lease's gradient adds 1 to an element of each server's weights, which thus counts the uses of the lease.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Step = Generator[tuple[str, int, Any], Any, None]  # of a worker: "send", "ask" 
 
 @dataclass
 class Sent:
-    """A message on its way, with the vector that comes with it; without a message, the end of the link."""
+    """A message in transit with its vector; without a message, the end of the link."""
 
     number: int
     message: Any
@@ -48,16 +48,16 @@ class Sent:
 
 @dataclass
 class End:
-    """What a worker and a server have in common.
+    """Shared state of a worker and a server.
 
     Attributes:
         number: of the newest message.
-        queue: what the server hasn't handled.
-        unanswered: what is sent again over another link.
-        answers: on their way to the worker.
-        linked: there is a link.
-        outbox: as the server sees it.
-        came: the weights that the worker has.
+        queue: messages that the server has not handled.
+        unanswered: messages that are sent again over a new link.
+        answers: in transit to the worker.
+        linked: the link exists.
+        outbox: the worker's outbox, from the server's point of view.
+        came: weights of the worker.
     """
 
     outbox: Tensor
@@ -126,7 +126,7 @@ class Faulty:
         self.requests[worker] = next(self.steps[worker])
 
     def _section(self, worker: int, section: int) -> Step:
-        """Train one section as `Asynchronous` and `LocalRounds` do."""
+        """Train a section as `Asynchronous` and `LocalRounds` do."""
         servers, samples = range(len(self.servers)), []
         present = tuple(sorted(self.ends))
         for server in servers:
@@ -167,7 +167,7 @@ class Faulty:
         yield "send", 0, Push(granted.clock, granted.parts, tuple(samples), share=share, logged=(logged, {}))
 
     def _vector(self, worker: int, server: int, message: Any) -> Tensor:
-        """Return what a push brings: -1 for each of its leases, so that SGD adds 1."""
+        """Return the gradient of a push: -1 for each of its leases, so that SGD adds 1."""
         vector = torch.zeros(self.shards[server].room)
         if isinstance(message, Push):
             for lease in message.leases:
@@ -181,7 +181,7 @@ class Faulty:
             del self.requests[worker]
 
     def _send(self, worker: int) -> None:
-        """Let a worker's next message go."""
+        """Deliver a worker's next message."""
         kind, server, message = self.requests[worker]
         if kind == "meet":
             self.meeting.add(worker)
@@ -200,7 +200,7 @@ class Faulty:
             self.requests[worker] = ("wait", server, message)
 
     def _hear(self, worker: int, server: int) -> None:
-        """Let a worker have an answer."""
+        """Deliver an answer to a worker."""
         end = self.ends[worker][server]
         number, answer = end.answers.popleft()
         [request] = [sent.message for sent in end.unanswered if sent.number == number]
@@ -232,7 +232,7 @@ class Faulty:
         return requests
 
     def _deliver(self, worker: int, number: int) -> None:
-        """Let a server handle a message, as `serving` does; it may die before, or after, or in between."""
+        """Handle a message on a server, as `serving` does; it may die before, after or during the message."""
         end, server, journal = self.ends[worker][number], self.servers[number], self.journals[number]
         sent = end.queue.popleft()
         if sent is None:
@@ -264,7 +264,7 @@ class Faulty:
         return False
 
     def _kill_server(self, number: int, *, torn: bool = False) -> None:
-        """Start a server again; what was on its way is gone with it."""
+        """Restart a server; messages in transit are lost."""
         self.log.append(f"server {number} dies")
         before = self.servers[number]
         self.journals[number].close()
@@ -278,20 +278,20 @@ class Faulty:
             ends[number].queue.clear()
             ends[number].answers.clear()
             ends[number].linked = False
-            if worker not in self.steps:  # as the supervisor says
+            if worker not in self.steps:  # as reported by the supervisor
                 journal.record_left(worker)
                 server.remove_worker(worker)
         self._forget_the_dead()
 
     def _kill_worker(self, worker: int) -> None:
-        """End a worker: what it has sent arrives, and then the end of its links."""
+        """End a worker: its sent messages arrive, followed by the end of its links."""
         self.log.append(f"worker {worker} dies")
         del self.steps[worker], self.requests[worker]
         self.meeting.discard(worker)
         for number, end in enumerate(self.ends[worker]):
             if end.linked:
                 end.queue.append(None)
-            elif not end.queue:  # the supervisor says so to a server that has no link to it
+            elif not end.queue:  # the supervisor reports the death to servers without a link
                 self.journals[number].record_left(worker)
                 self.servers[number].remove_worker(worker)
             end.linked = False
@@ -302,7 +302,7 @@ class Faulty:
                 del self.ends[worker]
 
     def _cut(self, worker: int, number: int) -> None:
-        """End a link: some of what was on its way still arrives."""
+        """End a link: some of the messages in transit still arrive."""
         self.log.append(f"link {worker}-{number} ends")
         end = self.ends[worker][number]
         for _ in range(self.rng.randint(0, len(end.queue))):
@@ -351,7 +351,7 @@ class Faulty:
         return [server.values for server in self.servers]
 
     def _act(self) -> bool:
-        """Let one thing happen; returns False if nothing can."""
+        """Execute a single event; returns False if no event is possible."""
         actions: list[tuple[Any, ...]] = []
         for worker, (kind, _, _) in self.requests.items():
             if kind != "wait" and worker not in self.meeting:

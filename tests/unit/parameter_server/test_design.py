@@ -1,4 +1,4 @@
-"""What follows from the options of a strategy with servers."""
+"""Properties derived from the options of a strategy with servers."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def sign(values: Tensor) -> Tensor:
 
 
 class Counting(optim.Optimizer):
-    """Has arguments and attributes of its own: a function, a list, a counter; and a counter in its groups and state."""
+    """Has attributes of its own (a function, a list, a counter), and a counter in its groups and state."""
 
     def __init__(self, params: Any, lr: float, *, warmup: int, rule: Callable[[Tensor], Tensor] = sign) -> None:
         super().__init__(params, {"lr": lr, "k": 0})
@@ -60,7 +60,7 @@ class Counting(optim.Optimizer):
 
 
 class LastOfAdam(optim.Adam):
-    """Adam that adds state of its own."""
+    """Adam with additional state."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step(closure)
@@ -72,7 +72,7 @@ class LastOfAdam(optim.Adam):
 
 
 class Lookahead(optim.Optimizer):
-    """Wraps another optimizer; shares its groups. Zhang et al., NeurIPS 2019."""
+    """Wraps an optimizer and shares its groups. Zhang et al., NeurIPS 2019."""
 
     def __init__(self, optimizer: optim.Optimizer, k: int = 2) -> None:
         self.optimizer, self.k, self.count = optimizer, k, 0
@@ -96,7 +96,7 @@ class Lookahead(optim.Optimizer):
 
 
 class ByNorm(optim.Optimizer):
-    """Steps one parameter at a time, divided by its gradient's norm."""
+    """Steps each parameter separately, divided by its gradient's norm."""
 
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
@@ -159,7 +159,7 @@ def plain(make: Callable[[list[Any]], list[Any]]) -> tuple[list[Tensor], list[An
 
 
 class Served:
-    """One worker and servers, without processes; what is sent is pickled."""
+    """A worker and servers without processes; messages are pickled."""
 
     def __init__(self, make: Callable[[list[Any]], list[Any]], servers: int, *, whole: bool) -> None:
         self.weights = parameters()
@@ -220,7 +220,7 @@ def test_any_optimizer_on_servers_is_bitwise_equal_to_a_plain_loop(name: str) ->
     for servers, whole in [(1, False), (2, True)] + ([] if name == "by norm" else [(3, False)]):
         if name == "lookahead" and servers > 1:
             continue  # its slow weights lie in an attribute: refused below
-        # Fused steps round the rest of a vector, after the last whole register, in another way.
+        # Fused steps round the remainder of a vector, after the last whole register, differently.
         close = 1e-6 if name.startswith("fused") and not whole else 0.0
         served = Served(make, servers, whole=whole)
         served.steps(0, STEPS)
@@ -244,7 +244,7 @@ def test_a_snapshot_and_a_checkpoint_keep_attributes(name: str) -> None:
     torch.save(served.servers[0].snapshot(), file)
     served.servers[0].restore(torch.load(io.BytesIO(file.getvalue()), weights_only=False))
     served.steps(3, 5)
-    served.states()  # and now everything goes to a new server, as when a run goes on
+    served.states()  # and then to a new server, as in a resumed run
     served.servers = [served.begin(served.shards[0])]
     served.steps(5, STEPS)
     assert same([w.detach() for w in served.weights], wanted)
@@ -328,7 +328,7 @@ def test_a_stale_gradient_scales_the_step_down(name: str) -> None:
         served.steps(0, 2)
         before = server.values.clone()
         server.state.shard.version += (
-            5  # others' updates, which this test leaves out: the gradient below is 5 updates old
+            5  # updates of other workers, which this test omits: the gradient below is 5 updates old
         )
         server.state.order.record_pull(0, server.version - 5)
         inbox = torch.linspace(-3, 5, len(before))

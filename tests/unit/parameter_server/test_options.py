@@ -1,4 +1,4 @@
-"""Options that the strategies with servers share: one definition, checked values, the types of a configuration."""
+"""Common options of the strategies with servers: a single definition, checked values, types of configurations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The account of samples beside the leases: it counts what is in the weights, whatever leases and records say."""
+"""The sample ledger counts the samples in the weights, independently of leases and records."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from fabricx.parameter_server.worker.protocol import NoProtocol
 
 
 class Kept(NoProtocol):  # type: ignore[misc]
-    """Notes the error feedback that it is given."""
+    """Records its error feedback."""
 
     restored: Any = None
 

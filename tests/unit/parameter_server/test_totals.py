@@ -1,4 +1,4 @@
-"""What the exchange with servers has cost since the newest row of the loggers."""
+"""Cost of the exchange with servers since the previous row of the loggers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The window of microbatches whose gradients make an update."""
+"""The accumulation window of an update."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def train(steps: int, batch_size: int, accumulate: int, ckpt: Path | None) -> fx
 def test_a_window_of_a_stream_is_whole_where_another_accumulation_begins(
     own_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each update of plain gradient descent moves the bias by the mean over its window: here 1, with a rate of 1."""
+    """Each update of plain gradient descent moves the bias by the mean over its window: 1, with a rate of 1."""
 
     class Ones(TinyModule):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
@@ -41,7 +41,7 @@ def test_a_window_of_a_stream_is_whole_where_another_accumulation_begins(
 
 
 class Grows(fx.Callback):
-    """Accumulates one batch more in each epoch."""
+    """Accumulates an additional batch in each epoch."""
 
     def on_train_epoch_start(self, trainer: fx.Trainer, module: Any) -> None:
         trainer.accumulate_grad_batches = 1 + trainer.current_epoch
@@ -81,7 +81,7 @@ def test_the_last_partial_window_has_the_whole_gradient(batches: int, quiet: dic
 
     class Constant(TinyModule):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            return self.layer.weight.sum()  # a gradient of one everywhere
+            return self.layer.weight.sum()  # all gradients are 1
 
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             norms.append(float(self.layer.weight.grad.mean()))

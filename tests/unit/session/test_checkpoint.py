@@ -1,4 +1,4 @@
-"""A resumed run goes on exactly, says what differs, or is refused."""
+"""A resumed run continues exactly, reports differences, or is refused."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SGD, Adam, AdamW = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
 
 
 class Optimized(TinyModule):
-    """Has the optimizer and the schedule that it is given; each parameter has another weight decay."""
+    """Has the parametrized optimizer and schedule; each parameter has a different weight decay."""
 
     def __init__(
         self, make: type[torch.optim.Optimizer] = SGD, order: str = "weight bias more", schedule: str = ""
@@ -111,11 +111,11 @@ def test_a_resumed_run_has_the_groups_that_hooks_have_added(own_folder: Path) ->
 
 
 class SavesIn(fx.Callback):
-    """Saves in one hook, each time to a file with the number of the step.
+    """Saves in a hook, to files named after the step.
 
     Args:
-        hook: its name.
-        folder: where to.
+        hook: name of the hook.
+        folder: of the files.
     """
 
     def __init__(self, hook: str, folder: Path) -> None:

@@ -76,7 +76,7 @@ def test_a_metric_object_logged_only_by_another_rank_is_reduced_by_all_ranks(ran
 
 @pytest.mark.parametrize("rank", [0, 1, None])
 def test_the_step_of_a_metric_object_is_restored_on_its_rank_and_present_on_all_others(rank: int | None) -> None:
-    """A rank without a sample, or another stage of a pipeline, would compute a value where the others reduce theirs."""
+    """A rank without a sample, or another stage of a pipeline, would compute a value while other ranks reduce."""
     module = Means()
     states = {"mean": {"updates": 1, "values": dict(torchmetrics.MeanMetric().metric_state)}}
     kind = ["mean", True, True, False, True, False]

@@ -67,7 +67,7 @@ def test_a_run_that_has_not_begun_or_is_being_saved_is_not_saved() -> None:
 
 
 def on_ranks(*calls: Any) -> list[Any]:
-    """Return what each call, in a thread of its own, returns or raises."""
+    """Call each function in a thread; returns the results and errors."""
     results: list[Any] = [None] * len(calls)
 
     def run(number: int) -> None:

@@ -1,4 +1,4 @@
-"""What a checkpoint contains, and what hooks may read and replace of it."""
+"""Content of a checkpoint, and the parts that hooks may read and replace."""
 
 from __future__ import annotations
 

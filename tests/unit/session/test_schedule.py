@@ -183,7 +183,7 @@ def test_validation_runs_when_due(quiet: dict[str, Any]) -> None:
 def test_validation_by_steps_follows_the_batch_that_reaches_them(
     manual: bool, every: str, expected: list[int], quiet: dict[str, Any]
 ) -> None:
-    """Batches without a loss do not repeat a validation, and several steps of a batch do not pass one by."""
+    """Batches without a loss do not repeat a validation, and several steps of a batch do not skip a validation."""
     steps: list[int] = []
 
     class Own(TinyModule):
@@ -225,7 +225,7 @@ def test_a_limit_ends_a_run_in_an_epoch_that_has_become_longer(limits: dict[str,
 
 
 class Longer:
-    """A batch sampler with 2 batches in the first epoch, and 4 more in each later one."""
+    """A batch sampler with 2 batches in the first epoch, and 4 more in each later epoch."""
 
     epoch = 0
 

@@ -1,4 +1,4 @@
-"""What hooks have frozen or unfrozen since set-up."""
+"""Parameters that hooks have frozen or unfrozen since set-up."""
 
 from __future__ import annotations
 

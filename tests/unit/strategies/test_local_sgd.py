@@ -1,4 +1,4 @@
-"""The weights that local_sgd holds: no copy too many, and what becomes of those of other ranks and hooks."""
+"""Copies of weights held by local_sgd, and the weights of other ranks and of hooks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_between_synchronizations_it_holds_no_unneeded_copy(outer: str, kept: in
             module.weight.add_(1.0)
         strategy.after_update(step)
         held.append(copies(strategy, module))
-    assert held == [kept] * 3 + [kept + 1] * 2 + [kept] * 2 + [kept + 1]  # one more while a meeting is under way
+    assert held == [kept] * 3 + [kept + 1] * 2 + [kept] * 2 + [kept + 1]  # an additional copy during a synchronization
 
 
 def test_a_round_of_a_single_rank_ends_where_two_ranks_continue() -> None:
@@ -50,7 +50,7 @@ def test_a_round_of_a_single_rank_ends_where_two_ranks_continue() -> None:
     moved, state = module.weight.detach().clone(), strategy.local_state_dict(module, [])
     strategy.world = World(size=2)
     strategy.load_local_states([state], module, [], own=False)
-    strategy.after_update(6)  # on which that meeting would have ended, with half of what the rank has moved
+    strategy.after_update(6)  # the end of that synchronization, with half of the rank's movement
     assert torch.equal(module.weight, moved)
 
 

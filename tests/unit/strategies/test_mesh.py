@@ -1,4 +1,4 @@
-"""Options of meshes, and their delegation to data parallelism; the process tests compare with one process."""
+"""Options of meshes, and their delegation to data parallelism; the process tests compare with a single process."""
 
 from __future__ import annotations
 

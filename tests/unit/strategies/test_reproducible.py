@@ -1,4 +1,4 @@
-"""Sums of gradients as integers: the order changes no bit, and what can't be summed is an error."""
+"""Integer sums of gradients: the order changes no bit, and gradients that can't be summed are an error."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_non_finite_gradients_stay_non_finite(bad: float) -> None:
     sums.join(World())
     assert bool(parameters[0].grad.isnan().all())
     assert parameters[1].grad.tolist() == [1.0, 1.0]
-    assert parameters[2].grad is None  # nobody had one
+    assert parameters[2].grad is None  # no rank had a gradient
 
 
 class _Changes(TinyModule):

@@ -1,4 +1,4 @@
-"""The launching process reads the records of all ranks: what it says in the console, and what it leaves."""
+"""The launching process reads the records of all ranks: console output, merged logs and events."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_warning_of_ranks_without_a_console_is_printed_once_with_its_count(tmp
     watcher = Aggregator(tmp_path, board=False)
     warn(tmp_path, 1, "slow disk", "slow disk", "once")
     warn(tmp_path, 2, "slow disk")
-    warn(tmp_path, 0, "of the main rank")  # which writes to the console itself
+    warn(tmp_path, 0, "of the main rank")  # which writes to the console directly
     warn(tmp_path, 1, "of the main rank")
     watcher.close("success")
     lines = said(capsys)

@@ -1,4 +1,4 @@
-"""Where the time of a rank goes: spans, steps, heartbeats, clocks."""
+"""Recorded time of a rank: spans, steps, heartbeats, clocks."""
 
 from __future__ import annotations
 

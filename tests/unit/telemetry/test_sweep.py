@@ -1,4 +1,4 @@
-"""Runs of a sweep: what differs, which is the best."""
+"""Runs of a sweep: differences, and the best run."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def test_no_file_is_written_before_the_first_value(tmp_path: Path) -> None:
 def test_each_step_is_written_once_for_each_rank(tmp_path: Path) -> None:
     run = two_ranks()
     board = Board(tmp_path, run)
-    for first, last in ((1, 12), (13, 22)):  # the first two steps of a process are left out
+    for first, last in ((1, 12), (13, 22)):  # the first two steps of a process are omitted
         for rank, (forward, wait) in enumerate([(2_000, 7_000), (9_000, 0)]):
             run.feed([steps_of(rank, first, last, at=10.0 * last, forward=forward, wait=wait)])
         board.write()

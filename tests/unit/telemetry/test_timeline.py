@@ -1,4 +1,4 @@
-"""Time of a rank: bounded bins that add up to the wall clock, whatever happened."""
+"""Time of a rank: a bounded number of bins that sum to the wall clock, for any events."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_all_time_of_a_rank_that_dies_and_returns_belongs_to_an_activity() -> No
     timeline.spend(BEGAN + 10.0, {"forward": 1.0})
     timeline.change(BEGAN + 11.0, fresh=False)  # another rank died: the group changed
     timeline.spend(BEGAN + 13.0, {"forward": 1.5})
-    timeline.spend(BEGAN + 15.0, {"forward": 1.0})  # a gap without a known cause
+    timeline.spend(BEGAN + 15.0, {"forward": 1.0})  # a gap of unknown cause
     timeline.close(BEGAN + 16.0, AFTER)
     assert timeline.totals() == pytest.approx({
         START: 3.5, "forward": 5.5, "validation": 0.5, DOWN: 2.0, RECOVERY: 1.0 + 1.5, UNMEASURED: 1.0, AFTER: 1.0,
@@ -56,7 +56,7 @@ def test_a_validation_is_drawn_before_the_step_of_its_row() -> None:
 
 def test_clock_adjustments_change_no_sum() -> None:
     timeline = Timeline(BEGAN)
-    timeline.spend(BEGAN + 2.0, {"forward": 5.0})  # more than there was time
+    timeline.spend(BEGAN + 2.0, {"forward": 5.0})  # more than the available time
     timeline.spend(BEGAN + 1.0, {"forward": 1.0})  # in the past
     timeline.spend(BEGAN + 3.0, {"forward": 1.0})
     assert timeline.totals() == pytest.approx({"forward": 3.0})

@@ -80,7 +80,7 @@ def test_an_unreadable_marker_is_accepted_if_the_launcher_reports_a_restart(
         (1, False, 8, 8, 8),
         (0, False, 8, 8, 8),  # unknown
         (2, True, 8, 8, 8),  # of the user
-        (2, False, 4, 4, 4),  # the launcher has bound the rank to cores of its own
+        (2, False, 4, 4, 4),  # the launcher has bound the rank to separate cores
         (2, False, 8, 3, 3),  # the script has set it
     ],
 )

@@ -1,4 +1,4 @@
-"""Which records a rank opens for a run, and what they have of the run's arguments."""
+"""Records that a rank opens for a run, and their content of the run's arguments."""
 
 from __future__ import annotations
 

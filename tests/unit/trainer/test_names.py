@@ -1,4 +1,4 @@
-"""Names of Lightning's Trainer, in runs; and the successors of its former names."""
+"""Lightning's names of the Trainer in runs, and the successors of its former names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run's folder tells of its origin."""
+"""Records of a run's origin in its folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the caller's objects have after workers have trained copies of them."""
+"""State of the caller's objects after workers have trained copies."""
 
 from __future__ import annotations
 
@@ -93,9 +93,9 @@ def test_a_submodule_or_tensor_with_two_names_that_setup_has_replaced_by_a_copy_
             super().__init__()
             self.model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
             self.average = self.model  # the workers' setup has made a copy
-            self.model[0].bias = self.model[1].bias  # this pair is still one tensor
+            self.model[0].bias = self.model[1].bias  # this pair is still a single tensor
             self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
-            self.second.weight = self.first.weight  # a hook has made another parameter
+            self.second.weight = self.first.weight  # a hook has created a new parameter
 
     module = Averaged()
     trained = {name: value.clone() for name, value in module.state_dict().items()}
@@ -137,7 +137,7 @@ def test_tied_weights_that_have_become_nan_stay_tied() -> None:
 
 
 class Stateful(TinyModule):
-    """Has metric objects, a persistent one among them, and extra state."""
+    """Has metric objects, including a persistent metric, and extra state."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""From which checkpoint a run goes on."""
+"""The checkpoint from which a run continues."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_last_is_searched_in_the_callbacks_folder_then_this_run_then_the_newest_
     assert resolved(tmp_path, "last", run_dir=runs[0]) == older
     own_path = saved(tmp_path / "own" / "a.ckpt")
     assert resolved(tmp_path, "last", run_dir=runs[0], dirpath=tmp_path / "own") == own_path
-    weights = saved(tmp_path / "own" / "exception.ckpt", 2, weights_only=True)  # an error within a step leaves it
+    weights = saved(tmp_path / "own" / "exception.ckpt", 2, weights_only=True)  # written after an error within a step
     assert resolved(tmp_path, "last", dirpath=tmp_path / "own") == weights
     assert resolved(tmp_path, "last", dirpath=tmp_path / "own", trains=True) == own_path
 

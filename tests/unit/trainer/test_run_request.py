@@ -123,7 +123,7 @@ class OwnLoader(TinyModule):
 
 
 class OwnMethods(OwnLoader):
-    """Has methods for a purpose of its own, with names that the Trainer calls in other runs."""
+    """Has unrelated methods with names that the Trainer calls in other runs."""
 
     def predict_step(self, text: str, tokenizer: Any, length: int, device: str) -> None: ...
 

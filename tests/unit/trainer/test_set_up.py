@@ -1,4 +1,4 @@
-"""What a run makes of the module's callbacks, and the stage that its hooks receive."""
+"""Callbacks of the module in a run, and the stage that hooks receive."""
 
 from __future__ import annotations
 

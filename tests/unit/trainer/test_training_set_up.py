@@ -1,4 +1,4 @@
-"""What set-up refuses before the first batch, with the remedy, and what it reports."""
+"""Refusals with remedies at set-up before the first batch, and reported settings."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ class Positioned:
 
 
 class Turns(Sampler[int]):
-    """Another order in each epoch."""
+    """A different order in each epoch."""
 
     def __init__(self) -> None:
         self.epochs = 0
@@ -126,7 +126,7 @@ class Turns(Sampler[int]):
 
 
 class Kept(fx.DataModule):
-    """Keeps a loader, or the sampler of its loaders, from before the runs."""
+    """Keeps a loader, or the sampler of its loaders, across runs."""
 
     def __init__(self, kept: Any) -> None:
         super().__init__()

@@ -244,7 +244,7 @@ def test_nested_classes_of_a_checkpoint_are_created_if_it_is_trusted(tmp_path: P
         _cli("test", "--model=Net", f"--ckpt_path={path}", *OPTIONS, **options)
     trusted = _cli("test", "--model=Net", f"--ckpt_path={path}", "--weights_only=false", *OPTIONS, **options)
     assert type(trusted.model) is Wider
-    known = _cli("test", *words[:1], *words[2:3], f"--ckpt_path={path}", *OPTIONS, **options)  # names the class itself
+    known = _cli("test", *words[:1], *words[2:3], f"--ckpt_path={path}", *OPTIONS, **options)  # names the class
     assert (known.model.width, known.model.activation.negative_slope) == (6, 0.5)
 
 

@@ -36,7 +36,7 @@ def test_hyperparameters_are_the_values_of_the_configuration() -> None:
     origin = net.hparams.pop(INSTANTIATOR)
     assert net.hparams == {"activation": _RELU, "width": 7}
     assert origin.endswith("instantiate_module")
-    assert net.inner.hparams == {"width": 5}  # of its own constructor
+    assert net.inner.hparams == {"width": 5}  # of the nested constructor
     assert _Net(nn.ReLU()).hparams.keys() == {"activation", "width"}
 
 

@@ -39,7 +39,7 @@ class ExportsBest(ModelCheckpoint):
 
 
 class HasItsOwn(ModelCheckpoint):
-    """Calls a method whose name Lightning's callback has, too."""
+    """Calls a method with the name of a method of Lightning's callback."""
 
     def _save_checkpoint(self, path: str) -> None: ...
 

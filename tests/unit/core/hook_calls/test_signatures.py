@@ -1,4 +1,4 @@
-"""Signatures of users' hooks: fewer parameters than a hook has arguments, and parameters without one."""
+"""Signatures of user hooks: fewer parameters than a hook has arguments, and unknown parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps of the module: what they may return."""
+"""Steps of the module: valid return values."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_loss_that_cannot_be_trained_is_explained(loss: Any, message: str, qui
 
 
 class _Step:
-    """A module whose steps take the parameters that they are given."""
+    """A module whose steps have the parametrized signature."""
 
     automatic_optimization = True
 

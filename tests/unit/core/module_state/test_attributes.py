@@ -24,7 +24,7 @@ class Meter:
 
 class Reader:
     def __init__(self) -> None:
-        self.file, self.lines = iter("ab"), 0  # no record: its state is also outside of its attributes
+        self.file, self.lines = iter("ab"), 0  # not recorded: its state is not only in its attributes
 
 
 class Net(nn.Module):

@@ -1,4 +1,4 @@
-"""Buffers that are changed in place, assigned, registered or removed are those of before."""
+"""Buffers that were changed in place, assigned, registered or removed are restored."""
 
 from __future__ import annotations
 

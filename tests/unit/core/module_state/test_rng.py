@@ -26,7 +26,7 @@ from fabricx.core.module_state.rng import (
 
 
 def drawn() -> list[Any]:
-    """Draw from each generator; normal numbers come in pairs, of which each generator keeps the second."""
+    """Draw from each generator; normal numbers are drawn in pairs, of which each generator caches the second."""
     return [
         random.random(), random.gauss(0, 1), float(np.random.rand()), float(np.random.normal()),
         *torch.randn(3).tolist(), *torch.rand(1).tolist(),
@@ -63,7 +63,7 @@ def test_random_numbers_after_a_snapshot_are_drawn_again(form: str, before: int)
     "draw", [random.random, lambda: random.gauss(0, 1), np.random.rand, np.random.normal, lambda: random.seed(1)]
 )
 def test_a_snapshot_has_the_current_state_after_any_draw(draw: Callable[[], Any]) -> None:
-    """States are cached: whatever changes a generator has to be seen."""
+    """States are cached, so every kind of change must be detected."""
     for _ in range(3):
         state = RandomState()
         assert state.python == random.getstate()

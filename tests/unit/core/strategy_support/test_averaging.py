@@ -1,4 +1,4 @@
-"""Averages that servers keep are of each update, whoever made it and how old its gradient was."""
+"""Averages on servers include each update, of any worker and any staleness."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOTHING = torch.empty(0)
 
 
 class Watched:
-    """A server whose weights are noted after each update."""
+    """A server that records its weights after each update."""
 
     def __init__(self, server: Server) -> None:
         self.server, self.weights = server, [server.values.clone()]
@@ -72,6 +72,6 @@ def test_a_server_averages_the_weights_of_each_update(rule: AverageRule, setting
     assert reply.content[1] == updates
     torch.testing.assert_close(reply.content[0], wanted)
 
-    # One that comes later, such as from a worker that has come back, changes nothing.
+    # A later request, for example of a worker that has reconnected, has no effect.
     server.handle(1, StartAverage(rule, 0, torch.zeros(5)), NOTHING, NOTHING)
     torch.testing.assert_close(server.handle(0, ReadState("average"), NOTHING, NOTHING).content[0], wanted)

@@ -25,7 +25,7 @@ from fabricx.testing import TinyModule, tiny_loader
 
 
 class Model:
-    """Two optimizers of a parameter each, whose steps are watched."""
+    """Two optimizers with a parameter each; records their steps."""
 
     def __init__(self) -> None:
         self.first, self.second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
@@ -129,7 +129,7 @@ def test_held_gradients_are_part_of_the_state() -> None:
         take_from_state(optimizer, loaded=True)
     assert other.first.grad is not None
     assert torch.equal(other.first.grad, torch.ones(2))
-    assert other.second.grad is None  # of another state
+    assert other.second.grad is None  # of a different state
     assert not other.optimizers[0].state[other.first]
     model.held.close()
     assert held_gradients(model.optimizers[0]) == {}
@@ -192,7 +192,7 @@ class Keeps(TinyModule):
 
 
 class ZeroGradients(TinyModule):
-    """Has a layer that each second batch uses; momentum goes on for a gradient of zero, but not without a gradient."""
+    """Has a layer that every second batch uses; momentum continues for a zero gradient, but not without a gradient."""
 
     def __init__(self) -> None:
         super().__init__()

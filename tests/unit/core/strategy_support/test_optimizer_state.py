@@ -1,4 +1,4 @@
-"""Optimizer states by names of parameters: they load in another order of groups, never into other parameters."""
+"""Optimizer states are keyed by parameter name: they load into groups in any order, never into wrong parameters."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Sample:
 
 
 class InPlace:
-    """Moves itself, and returns nothing, as some batches of graphs do."""
+    """`to` moves the object in place and returns None, as some graph batches do."""
 
     device: Any = None
 

@@ -1,4 +1,4 @@
-"""Ranks are threads here: they share a store, and each has connections and memory of its own."""
+"""Ranks are threads that share a store; each has its connections and memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fabricx.errors import PeerLost
 
 
 class Bucket:
-    """What a communication hook reads of a bucket of torch's DDP."""
+    """The attributes of a bucket of torch's DDP that a communication hook reads."""
 
     def __init__(self, buffer: Tensor, *, last: bool) -> None:
         self._buffer, self._last = buffer, last

@@ -1,4 +1,4 @@
-"""What torch's DDP can broadcast."""
+"""Buffers that torch's DDP can broadcast, and unused parameters."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ def test_ddp_finds_an_unused_parameter_where_a_step_has_several_backwards() -> N
     module = nn.Linear(2, 1, dtype=torch.float64)
     names = [name for name, _ in StepModule(module).named_parameters()]
     assert names == ["module.weight", "module.bias"]
-    assert StepModule(module, several_backwards=True).unused.dtype is torch.float64  # no bucket of its own
+    assert StepModule(module, several_backwards=True).unused.dtype is torch.float64  # no separate bucket
     assert not hasattr(StepModule(module.requires_grad_(False), several_backwards=True), "unused")

@@ -1,4 +1,4 @@
-"""How a group ends that has lost somebody, where its library gives no error: as NCCL, with groups that only note it."""
+"""Groups of lost workers are aborted where the backend raises no error, such as NCCL; groups only record the calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fabricx.errors import PeerLost
 
 
 class Group:
-    """Notes what is done with it."""
+    """A group that records the calls on it."""
 
     def __init__(self, name: str, calls: list[str]) -> None:
         self.name, self.calls = name, calls
@@ -67,7 +67,7 @@ def test_a_departure_aborts_groups_only_if_it_would_be_silent(
 ) -> None:
     member.building(0, None, silent=silent)
     member.on_message("generation", Generation(1, (0, 2)))
-    assert member.shut_broken() is silent  # else an error comes when the others end their links
+    assert member.shut_broken() is silent  # otherwise an error is raised when the other workers close their connections
     assert bool(calls) is silent
 
 

@@ -1,4 +1,4 @@
-"""A main thread that waits for a lost operation is told from a main thread that works, computes or reads a file."""
+"""A wait for a lost operation is distinguished from Python code, computation and file reads."""
 
 from __future__ import annotations
 

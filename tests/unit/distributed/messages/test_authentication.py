@@ -81,7 +81,7 @@ def test_only_a_process_with_the_key_may_connect(private: Path, monkeypatch: pyt
     strangers = [socket.socket(socket.AF_UNIX) for _ in range(2)]
     for stranger, words in zip(strangers, (b"", b"\0" * 64), strict=True):
         stranger.connect(f"/proc/self/fd/{number}/door")
-        stranger.sendall(words)  # and the first says nothing at all
+        stranger.sendall(words)  # and the first is silent
     ours = connect(path, KEY)
     thread.join()
     assert [connection is None for connection in admitted] == [True, True, True, False]
@@ -101,7 +101,7 @@ def test_a_listener_without_the_key_is_refused(private: Path) -> None:
         connect(str(private / "door"), KEY)
     thread.join()
 
-    def pretend() -> None:  # it can't give the proof, whatever it sends
+    def pretend() -> None:  # no message of it is a valid proof
         peer, _ = listener.accept()
         with peer:
             peer.sendall(b"\0" * 64)

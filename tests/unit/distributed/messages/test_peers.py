@@ -1,4 +1,4 @@
-"""A connection that another program has made while ranks joined is found, by all of them."""
+"""All ranks detect a connection that another program has made during the rendezvous."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ sys.stdin.read()
 
 @contextlib.contextmanager
 def stranger(ports: set[int], source: int = 0) -> Iterator[None]:
-    """Let another program connect to ports, if `source` is given from that one."""
+    """Connect another program to the ports, from the address `source` if it is set."""
     command = [sys.executable, "-ISc", STRANGER, str(source), *map(str, sorted(ports))]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
         assert program.stdin is not None
@@ -58,7 +58,7 @@ def stranger(ports: set[int], source: int = 0) -> Iterator[None]:
 
 
 def listened(others: set[int]) -> set[int]:
-    """Return the ports at which this process listens, and didn't before, as soon as there is one."""
+    """Wait until this process listens at new ports; returns these ports."""
     deadline = time.monotonic() + 20
     while not (opened := peers.ports() - others):
         assert time.monotonic() < deadline
@@ -67,7 +67,7 @@ def listened(others: set[int]) -> set[int]:
 
 
 def both(call: Callable[[int], Any], between: Callable[[], Any] = lambda: None) -> list[str]:
-    """Call a function as rank 0, then another one, then the first as rank 1; returns the errors."""
+    """Call a function as rank 0, then `between`, then the function as rank 1; returns the errors."""
     errors = []
 
     def catch(rank: int) -> None:
@@ -92,7 +92,7 @@ def test_an_unexpected_connection_is_an_error_of_all_ranks_also_from_the_address
         link = stack.enter_context(socket.socket())
         link.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as gloo does
         link.bind(("127.0.0.1", 0))
-        link.connect(other.getsockname())  # of one rank to another, which isn't attacked
+        link.connect(other.getsockname())  # for a rank that is not attacked
         stack.enter_context(other.accept()[0])
         if attack != "none":
             stack.enter_context(
@@ -111,7 +111,7 @@ def test_a_rank_that_does_not_answer_ends_the_wait() -> None:
 
 
 def test_a_rank_whose_group_is_over_publishes_no_connections() -> None:
-    """Connections of that group are shut down: other ranks would take what remains of them for foreign."""
+    """Shut the connections of the group: otherwise other ranks would report the remaining connections as foreign."""
     store = dist.HashStore()
 
     def stay() -> None:
@@ -138,7 +138,7 @@ def test_a_gloo_link_to_a_server_is_refused_at_both_ends_if_another_program_has_
 
 
 def builds_groups(world: World, attacked: str) -> str:
-    """Build the main group and one besides; a stranger connects to the first rank while one of them is built."""
+    """Build the main group and a second group; a foreign program connects to rank 0 while `attacked` is built."""
     store = world.store
     assert store is not None
 

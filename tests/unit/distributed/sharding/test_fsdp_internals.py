@@ -1,4 +1,4 @@
-"""A sharded module becomes what it was, at any moment, and can be sharded again."""
+"""A sharded module can be unsharded at any time, and sharded again."""
 
 from __future__ import annotations
 

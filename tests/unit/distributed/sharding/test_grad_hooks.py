@@ -1,4 +1,4 @@
-"""Gradient hooks that would be lost without a word are refused, and those that can be kept are."""
+"""Gradient hooks are kept, or refused where they would be lost silently."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from fabricx.distributed.sharding.meta_values import meta_device
 
 
 class Small(nn.Linear):
-    """Has first values of its own, which its inherited `reset_parameters` doesn't set."""
+    """Has initial values that its inherited `reset_parameters` does not set."""
 
     def __init__(self) -> None:
         super().__init__(3, 2)
@@ -40,7 +40,7 @@ class Masked(nn.Linear):
 
 
 class Transformer(nn.Module):
-    """Gives its layers their values by `apply`."""
+    """Initialises its layers by `apply`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Joint statistics of ranks are those of a process that has computed their steps."""
+"""Joint statistics of ranks are equal to the statistics of a single process with all steps."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_step_of_uneven_ranks_has_the_statistics_of_all_samples(momentum: floa
         assert torch.allclose(combined.running_var, variance, rtol=1e-12)
         assert int(combined.num_batches_tracked) == 2
         joined = statistics.state_dict()
-        assert joined[""]["elements"] == 0  # the next step starts from here
+        assert joined[""]["elements"] == 0  # the start of the next step
         assert torch.equal(joined[""]["start"][0], combined.running_mean)
 
 
@@ -68,7 +68,7 @@ def test_joint_variance_includes_differences_between_ranks() -> None:
     assert torch.allclose(combined.running_mean, mean, rtol=1e-12)
     assert torch.allclose(combined.running_var, variance, rtol=1e-3)  # samples of ranks vary from step to step
     alone = states[0][""]["now"][1]  # type: ignore[index]
-    assert float(variance.min() / alone.max()) > 5  # what rank 0 has for itself
+    assert float(variance.min() / alone.max()) > 5  # the local statistics of rank 0
 
 
 def test_the_variance_of_identically_distributed_samples_is_unbiased_over_several_steps() -> None:
@@ -101,7 +101,7 @@ def test_a_restored_rank_continues_from_the_common_statistics() -> None:
 
 
 class Pair(World):
-    """Two ranks; the other rank has given these answers."""
+    """Two ranks; the answers of the second rank are fixed."""
 
     def gather_objects(self, value: Any) -> list[Any]:
         return [value, self.answers.pop(0)]

@@ -15,10 +15,10 @@ from fabricx.distributed.world import World
 
 @dataclass(frozen=True)
 class _Pair(World):
-    """A world of two ranks, in which the other rank sends given values."""
+    """A world of two ranks, in which the second rank sends fixed values."""
 
     size: int = 2
-    described: Any = None  # the other rank's moments by shape and dtype, and the rest of its state
+    described: Any = None  # moments of the second rank by shape and dtype, and the rest of its state
     sums: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
 
     def gather_objects(self, obj: Any) -> list[Any]:

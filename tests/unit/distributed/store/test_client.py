@@ -1,4 +1,4 @@
-"""The store of a run: what torch asks of a store, for processes with the key."""
+"""The store of a run implements torch's store interface, for processes with the key."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_thread_that_waits_in_the_private_store_does_not_block_other_threads(s
 def test_the_private_store_refuses_clients_without_the_key(server: StoreServer) -> None:
     with pytest.raises(RuntimeError, match="can't be reached"):
         PrivateStore(address(server), new_key())
-    assert not PrivateStore(address(server), KEY).check(["stop/requested"])  # it goes on for others
+    assert not PrivateStore(address(server), KEY).check(["stop/requested"])  # other clients continue
 
 
 def test_malformed_requests_and_processes_that_end_while_waiting_do_not_affect_other_clients(

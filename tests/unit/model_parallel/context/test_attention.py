@@ -1,4 +1,4 @@
-"""Attention of a shard's queries, compared with the whole sequence; the other ranks' keys are known."""
+"""Attention of a shard's queries is compared with the whole sequence; the keys of the other ranks are fixed."""
 
 from __future__ import annotations
 

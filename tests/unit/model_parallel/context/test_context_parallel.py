@@ -1,4 +1,4 @@
-"""Which blocks and arguments are divided; the process tests compare with one process."""
+"""Selection of divided blocks and arguments; the process tests compare with a single process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fabricx.model_parallel.context.context_parallel import ContextParallel, con
 
 
 class Block(nn.Module):
-    """Records the shapes of what it gets."""
+    """Records the shapes of its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def test_tensors_with_the_sequence_are_divided_and_all_others_are_unchanged(monk
     net = Net()
     parallel = divided(net)
     assert net.blocks[0].seen.pop() == [(2, 8, 3), (8, 8), (1, 8, 3), (2, 1)]
-    x = torch.zeros(4, 12, 3)  # another batch of another length
+    x = torch.zeros(4, 12, 3)  # a second batch with a different length
     assert parallel.wrap_step(net)(x).shape == (4, 12, 3)
     for block in net.blocks:
         assert block.seen[-1] == [(4, 6, 3), (6, 12), (1, 6, 3), (2, 1)]

@@ -103,7 +103,7 @@ def test_convolutions_along_the_sequence_are_refused_and_others_are_not() -> Non
     with within(), pytest.raises(ValueError, match=r"kernel \[2, 1\] combines neighbouring positions"):
         F.conv2d(image, torch.randn(3, 3, 2, 1))
     with within():
-        assert nn.Conv1d(3, 3, 1)(along).shape == along.shape  # each position by itself
+        assert nn.Conv1d(3, 3, 1)(along).shape == along.shape  # each position independently
         assert F.conv2d(image, torch.randn(3, 3, 1, 2)).shape == (2, 3, 4, 8)
         assert F.conv1d(weight=torch.randn(3, 3, 2), input=torch.randn(2, 3, 9)).shape == (2, 3, 8)  # features
     mode = within()

@@ -39,7 +39,7 @@ def inputs(key_heads: int, value_heads: int, dtype: torch.dtype) -> list[Tensor]
 
 
 def attended(options: dict[str, Any], tensors: list[Tensor]) -> list[Tensor]:
-    """Return this rank's attention, and the gradients of its inputs and of an added mask, for a given loss."""
+    """Return this rank's attention, and the gradients of its inputs and of an added mask, for a fixed loss."""
     world = worlds.current()
     assert world is not None
     shard = SequenceShard(LENGTH, world.size, world.rank)

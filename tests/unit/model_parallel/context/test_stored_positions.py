@@ -16,7 +16,7 @@ def test_tensors_that_were_stored_for_a_shard_are_wrong_for_all_other_positions(
     shard, longer = SequenceShard(8, 2, 0), SequenceShard(16, 2, 0)
     assert stored.begin(8, None) == {}
     block.whole = torch.arange(8)
-    assert stored.begin(12, None) == {}  # its first rows are those of each whole sequence
+    assert stored.begin(12, None) == {}  # its first rows are the rows of each whole sequence
     assert set(stored.begin(8, shard).values()) == {"blocks.0.whole"}
     assert stored.begin(8, shard) is None
     block.positions, block.pair = shard.positions, [torch.zeros(2, 4), torch.zeros(3)]

@@ -25,7 +25,7 @@ def test_gradients_of_other_ranks_are_added_and_unused_parameters_have_none(monk
     with strategy.accumulate():
         module[0](torch.ones(1, 2)).sum().backward()
         strategy.end_backward()
-    assert calls == []  # the window goes on
+    assert calls == []  # the window continues
     strategy.end_backward()
     gradients = [part.weight.grad for part in module]
     assert [None if g is None else g.tolist() for g in gradients] == [[[2.0, 2.0]], [[0.0, 0.0]], None]

@@ -1,4 +1,4 @@
-"""Divided experts: their rows, their routes and their refusals; process tests compare ranks with one process."""
+"""Divided experts: rows, routing and refusals; process tests compare ranks with a single process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Pair(Experts):
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> World:
-    """A group of one rank, whose all-to-all returns what it has sent."""
+    """A group of a single rank, whose all-to-all returns its input."""
     monkeypatch.setattr(dist, "all_to_all_single", lambda output, tensor, *_, **__: output.copy_(tensor))
     return World()
 

@@ -89,7 +89,7 @@ def test_a_step_that_has_computed_experts_sends_their_gradients_without_a_loss(s
     sums.experts.begin_backward = lambda: began.append(1)  # type: ignore[union-attr, method-assign]
     assert sums.backward_without_data(("not computed", 1))  # nothing is trained before the experts
     assert began == steps == [1]
-    assert sums.backward_without_data(("computed", 1))  # there is no sample
+    assert sums.backward_without_data(("computed", 1))  # without a sample
     assert steps == began == [1, 1]
     sums.experts.zero = lambda: module["gate"].weight.sum() * 0  # type: ignore[union-attr, method-assign]
     wrapped()

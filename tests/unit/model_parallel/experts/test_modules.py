@@ -1,4 +1,4 @@
-"""Which submodules are experts that can be divided, and why others can't."""
+"""Submodules that are divisible experts, and reasons for refusals."""
 
 from __future__ import annotations
 

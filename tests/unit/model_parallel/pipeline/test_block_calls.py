@@ -7,7 +7,7 @@ from fabricx.model_parallel.pipeline.block_calls import intercept, seeded
 
 
 class Checkpointed(nn.Linear):
-    """Has a call of its own, as transformers' layers have."""
+    """Overrides `__call__`, as layers of transformers do."""
 
     def __call__(self, *args, **kwargs):
         return 10 * super().__call__(*args, **kwargs)

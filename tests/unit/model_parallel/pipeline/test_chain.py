@@ -197,7 +197,7 @@ def test_blocks_that_compute_again_in_the_backward_have_times():
     assert all(cost > 0 for cost in observe(Checkpointed()).costs)
 
 
-# -- what can't be cut ------------------------------------------------------------------------------------------------
+# -- modules that cannot be cut ---------------------------------------------------------------------------------------
 
 
 class Twice(Model):

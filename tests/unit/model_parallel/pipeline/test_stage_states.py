@@ -17,7 +17,7 @@ def test_the_state_of_all_stages_has_the_tensors_of_each(monkeypatch: pytest.Mon
     sent: list[Any] = []
     monkeypatch.setattr(World, "gather_objects", lambda self, obj: sent.append(obj) or [])
     for state, absent in ((first, {"b"}), (second, {"a"})):
-        with pytest.raises(IndexError):  # nothing comes back
+        with pytest.raises(IndexError):  # no return value
             of_all_stages(state, absent, World(size=2))
     monkeypatch.setattr(World, "gather_objects", lambda self, obj: sent)
     joined = of_all_stages(first, {"b"}, World(size=2))

@@ -1,4 +1,4 @@
-"""Division of a module on a mesh of one rank; `process/test_mesh.py` and `test_context.py` have several."""
+"""Division of a module on a mesh of a single rank; `process/test_mesh.py` and `test_context.py` have several."""
 
 from __future__ import annotations
 

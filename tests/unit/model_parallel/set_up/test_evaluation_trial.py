@@ -48,7 +48,7 @@ def test_outputs_logged_values_and_metrics_of_all_loaders_are_recorded_after_the
     assert logged == {"the logged 'sum'": 3.0, "the logged 'sum' (2)": 3.0}
     assert {"the output['outputs']", "the output for loader 1['outputs']"} <= records.values.keys()
     assert any(name.startswith("the state of mean") for name in records.values)
-    assert not any("predicted" in name for name in records.values)  # equal values may be in another order
+    assert not any("predicted" in name for name in records.values)  # equal values may be in a different order
 
 
 def test_differences_are_named_and_rounding_is_no_difference() -> None:

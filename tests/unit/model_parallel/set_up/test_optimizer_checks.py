@@ -1,4 +1,4 @@
-"""Optimizers that step a part of a parameter, or a parameter, alone, and those that don't."""
+"""Checks for optimizers that step parameters, or elements of parameters, independently."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions on the output of a fused projection, whose parts are side by side on each of two ranks."""
+"""Functions on the output of a fused projection, whose parts are adjacent on each of two ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans that are derived from a run of the step: pairs of layers, parts of fused projections, and what stays whole."""
+"""Plans derived from a run of the step: pairs of layers, parts of fused projections, and layers that stay whole."""
 
 from __future__ import annotations
 

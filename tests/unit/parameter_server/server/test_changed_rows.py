@@ -1,4 +1,4 @@
-"""Rows that have changed travel where workers meet; whole tables do where that isn't known."""
+"""Only changed rows are sent where workers meet; whole tables if the changes are unknown."""
 
 from __future__ import annotations
 

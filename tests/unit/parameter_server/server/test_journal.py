@@ -1,4 +1,4 @@
-"""Each lease is used once by each server, whoever dies and whenever."""
+"""Each lease is used once by each server, for deaths of any process at any time."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_each_lease_is_applied_to_the_weights_once(mode: str, tmp_path: Path) ->
         folder.mkdir()
         run = Faulty(seed, folder, **MODES[mode])
         for values in run.run():
-            times = (values > 0).float() if run.settings.backup else values  # those updates are means
+            times = (values > 0).float() if run.settings.backup else values  # these updates are means
             assert torch.equal(times, torch.ones_like(times)), (seed, run.log, values)
         server = run.servers[0]
         assert server.trained == 2 * run.leases
@@ -50,12 +50,12 @@ def test_each_lease_is_applied_to_the_weights_once(mode: str, tmp_path: Path) ->
 
 
 def test_a_disconnected_worker_does_not_hold_the_turn_indefinitely(tmp_path: Path) -> None:
-    """Its link ended while it computed, so that its lease went to another worker, and others had begun since."""
+    """Its link ended during its computation: its lease was assigned to another worker, and more leases started."""
     assert Faulty(42, tmp_path, **MODES["a bound by version"]).run()
 
 
 def test_an_incomplete_record_is_ignored(tmp_path: Path) -> None:
-    """The server dies within a record, and again after a shorter one, where a header seems to follow."""
+    """The server dies within a record, and again after a shorter record, where a header seems to follow."""
     begun, _ = begin(workers=2, aggregate=False, snapshot_every=10)
     paths, empty = [tmp_path / "0", tmp_path / "1"], torch.empty(0)
 

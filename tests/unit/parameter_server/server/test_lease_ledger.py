@@ -1,4 +1,4 @@
-"""For each lease, each server uses one gradient."""
+"""For each lease, each server uses a single gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was logged counts exactly when the gradient that it came with is used."""
+"""Logged values are counted exactly when the gradient of the same message is used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server serves all workers of its run, also the last to connect."""
+"""A server serves all workers of its run, including the last to connect."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ END_S = 30.0  # a server that does not end fails the test
 
 
 def test_a_server_does_not_end_before_the_last_worker_has_connected(monkeypatch: Any) -> None:
-    """A worker of a run without a batch, such as a fit that is complete already, may finish before others connect."""
-    monkeypatch.setattr(server_locator, "RESTART_S", 5.0)  # else a worker looks for a minute for a server that is gone
+    """A worker without a batch, for example of a complete fit, may finish before other workers connect."""
+    monkeypatch.setattr(server_locator, "RESTART_S", 5.0)  # otherwise a worker searches a minute for an ended server
     store: Any = dist.HashStore()
     server = threading.Thread(
         target=serve, args=(store, "run", SECRET, 0, 2), kwargs={"network": False}, name="server", daemon=True
@@ -30,7 +30,7 @@ def test_a_server_does_not_end_before_the_last_worker_has_connected(monkeypatch:
     link = first.connect(0, handshakes[0])
     link.send(None)  # it has finished
     link.close()
-    server.join(0.5)  # what shows the defect, not what hides it: a slow server ends later, and the test passes
+    server.join(0.5)  # shows the defect without hiding it: with a slow server the test ends later, and passes
     other = second.connect(0, handshakes[1])
     other.send(None)
     other.close()

@@ -1,4 +1,4 @@
-"""Compressed replies: the first one with complete weights is that from which the next ones differ."""
+"""Compressed replies: the first has complete weights, and later replies are differences from it."""
 
 from __future__ import annotations
 

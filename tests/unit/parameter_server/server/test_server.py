@@ -1,4 +1,4 @@
-"""What a server makes of gradients, in every mode, in one certain order of events."""
+"""Use of gradients by a server, in every mode, for a fixed order of events."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def begin(optimizer: str = "sgd", **settings: Any) -> tuple[ServerInit, Tensor]:
-    """Return what a server is given, and the weights that it begins with."""
+    """Return the server's initial message, and its initial weights."""
     weights = torch.linspace(-1, 1, SIZE)
     parameter = nn.Parameter(weights.clone())
     [shard] = divide([[SIZE]], 1)
@@ -47,7 +47,7 @@ def begin(optimizer: str = "sgd", **settings: Any) -> tuple[ServerInit, Tensor]:
 
 
 def gradient(lease: int, weights: Tensor) -> Tensor:
-    """Return the gradient of a quadratic whose minimum is another one for each lease."""
+    """Return the gradient of a quadratic with a different minimum for each lease."""
     return weights - torch.full((SIZE,), lease / 10) + torch.arange(SIZE) / 7
 
 
@@ -90,7 +90,7 @@ def test_the_staleness_of_whole_batches_reaches_the_bound_and_not_more(bound: in
     server, _, _ = simulate(start, 80, gradient, uneven)
     assert max(server.counts.staleness) == bound
     assert server.counts.lead == bound
-    assert server.version == 20  # as many as there are global batches, whoever has computed them
+    assert server.version == 20  # the number of global batches, for any assignment to workers
 
 
 @pytest.mark.parametrize("bound", [0, 1, 2, 3, 5])
@@ -137,9 +137,9 @@ def test_an_update_uses_the_first_gradients_and_late_gradients_are_trained_again
     server, who, seconds = simulate(start, 60, gradient, slow)
     assert server.version == 20  # of three gradients each
     assert set(server.counts.staleness) == {0}
-    assert server.counts.dropped == len(who[0].trained) > 0  # whatever the slow one brings is late
+    assert server.counts.dropped == len(who[0].trained) > 0  # each gradient of the slow worker is late
     assert sorted(lease for worker in who[1:] for lease in worker.trained) == list(range(60))
-    assert seconds < 25.0  # and all of it would be 100 with the slow one
+    assert seconds < 25.0  # and would be 100 with the slow worker
 
 
 @pytest.mark.parametrize("count", [7, 8, 9, 10])
@@ -176,7 +176,7 @@ def test_a_worker_does_not_wait_for_a_worker_that_closes_the_section_without_tra
     server.handle(0, start, nothing, nothing)
 
     def train(most: int) -> int:
-        """Let worker 1 train until a message has to wait; returns the number of its leases."""
+        """Train on worker 1 until a message has to wait; returns the number of its leases."""
         for number in range(most):
             if not server.ready(1, RequestLease(0, True)):
                 return number
@@ -227,7 +227,7 @@ def test_a_stale_gradient_has_a_smaller_weight() -> None:
     start, weights = begin(workers=2, aggregate=False, damp=True)
     server, _, _ = simulate(start, 2, gradient, lambda worker, lease: 1.0 + worker)
     first = weights - 0.1 * gradient(0, weights)
-    assert torch.allclose(server.values, first - 0.1 * gradient(1, weights))  # one update old: divided by 1
+    assert torch.allclose(server.values, first - 0.1 * gradient(1, weights))  # staleness 1: divided by 1
     start, weights = begin(workers=3, aggregate=False, damp=True)
     server, _, _ = simulate(start, 3, gradient, lambda worker, lease: 1.0 + worker)
     second = weights - 0.1 * (gradient(0, weights) + gradient(1, weights))
@@ -303,7 +303,7 @@ def test_a_server_restarts_from_a_snapshot_of_any_time(settings: dict[str, Any])
     for moment in moments:
         again = Server(3)
         again.restore(torch.load(io.BytesIO(moment), weights_only=False))
-        for worker in range(3):  # what they had is dealt again
+        for worker in range(3):  # its leases are granted again
             again.remove_worker(worker)
             again.add_worker(worker, resumes=True)
         finished, who, _ = simulate(start, 30, gradient, uneven, server=again)

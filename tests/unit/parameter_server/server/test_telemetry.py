@@ -1,4 +1,4 @@
-"""What a server tells of itself."""
+"""Telemetry of a server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_server_reports_the_counts_since_its_last_report(tmp_path: Path) -> No
     telemetry.applied(1, 1.5)
     telemetry.applied(0, 2.0)
     telemetry.write(Counts(3, 0, {0: 3, 1: 1, 4: 2}, 0, 10, 7))
-    telemetry.write(Counts(3, 0, {0: 3, 1: 1, 4: 2}, 0, 10, 7))  # nothing has come
+    telemetry.write(Counts(3, 0, {0: 3, 1: 1, 4: 2}, 0, 10, 7))  # no messages yet
     telemetry.end()
     first, second, applied = Files(tmp_path).new()
     assert (first["queue"], first["staleness"]) == (0.5, 0.25)

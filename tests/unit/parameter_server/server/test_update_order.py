@@ -43,7 +43,7 @@ def test_the_turn_of_a_worker_that_has_left_is_free() -> None:
 
 
 def test_a_disconnected_worker_has_no_turn_and_does_not_wait() -> None:
-    order = ordered({0: 1, 1: 1})  # two compute, so that a third gradient would make one of theirs too old
+    order = ordered({0: 1, 1: 1})  # two workers compute, so that a third gradient would make another gradient too old
     order.remove(2)
     assert not order.has_place(2)
     assert order.may_push(2, 1)

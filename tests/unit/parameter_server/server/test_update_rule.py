@@ -1,4 +1,4 @@
-"""State of update rules: a rule that begins with the state of another computes what that rule computes."""
+"""State of update rules: a rule that starts with the state of another rule computes the same updates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who sits between two machines can read what they tell a run's store, and change, repeat or add nothing."""
+"""A man in the middle can read messages to a run's store, and cannot change, repeat or add messages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fabricx.parameter_server.wire.link import Handshake
 
 KEY = b"k" * 32
 TO_SERVER, TO_CLIENT = "to server", "to client"
-Change = Callable[[str, int, bytes], list[bytes]]  # of the n-th message in a direction: what goes on in its place
+Change = Callable[[str, int, bytes], list[bytes]]  # by index of a message and direction: the replacement
 
 
 def exactly(peer: socket.socket, size: int) -> bytes:
@@ -37,7 +37,7 @@ def exactly(peer: socket.socket, size: int) -> bytes:
 
 
 def passes_on(direction: str, source: socket.socket, target: socket.socket, change: Change) -> None:
-    """Pass on what a side says; its proof, which comes first, as it is."""
+    """Forward messages of a side; the first message, its proof, is unchanged."""
     with contextlib.suppress(OSError, EOFError):
         for size in (KEY_BYTES, TAG_BYTES):
             target.sendall(exactly(source, size))

@@ -1,4 +1,4 @@
-"""Each element of the parameters is on one server, and each server has its part of them."""
+"""Each element of the parameters is on a single server."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_each_element_is_on_one_server(shapes: list[list[int]], servers: int, wh
         assert shard.room == shard.size + sum(rows.height for rows in shard.rows)
     assert held == Counter((n, element) for n, shape in enumerate(shapes) for element in range(math.prod(shape)))
     dense = [shard.dense for shard in shards]
-    if whole:  # no server has more than the others by more than the largest parameter
+    if whole:  # servers differ by at most the largest parameter
         largest = max((math.prod(s) for n, s in enumerate(shapes) if n not in by_row), default=0)
         assert max(dense) - min(dense) <= largest
     else:

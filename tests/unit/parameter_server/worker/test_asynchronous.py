@@ -1,4 +1,4 @@
-"""What workers at their own pace have in common where they meet."""
+"""Common state of workers at their own pace when they meet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker's connection to its servers: meeting them, and what compression has kept."""
+"""A worker's connection to its servers: connection set-up, and error feedback."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Refuses:
 
 
 def client_of(monkeypatch: pytest.MonkeyPatch, servers: int) -> Client:
-    """Return a client with one parameter; the first server refuses all gradients."""
+    """Return a client with a single parameter; the first server refuses all gradients."""
 
     def meet(self: Servers, number: int, shard: Shard) -> ExchangeBuffers[Any]:
         link = Refuses(used=number > 0)
@@ -62,7 +62,7 @@ def client_of(monkeypatch: pytest.MonkeyPatch, servers: int) -> Client:
 
 @pytest.fixture
 def client(monkeypatch: pytest.MonkeyPatch) -> Client:
-    """Return a client of one server, with one parameter."""
+    """Return a client of a single server, with a single parameter."""
     return client_of(monkeypatch, 1)
 
 
@@ -82,7 +82,7 @@ def test_with_unreliable_links_each_server_reports_whether_it_uses_the_gradient(
     client = client_of(monkeypatch, 2)
     client.begin(Settings(2, aggregate=False, snapshot_every=100, compression="topk", keep=0.2), None, 0)
     before = [lost.clone() for lost in client.error_feedback]
-    assert not client.push([torch.arange(1.0, SIZE + 1)])  # its lease is another worker's since
+    assert not client.push([torch.arange(1.0, SIZE + 1)])  # its lease has been assigned to another worker
     assert torch.equal(client.error_feedback[0], before[0])
     assert client.error_feedback[1].any()
 

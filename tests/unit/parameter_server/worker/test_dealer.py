@@ -1,4 +1,4 @@
-"""Leases of a worker at its own pace: of gradients, and of rounds."""
+"""Leases of a worker at its own pace: for gradients and for rounds."""
 
 from __future__ import annotations
 
@@ -113,6 +113,6 @@ def test_a_worker_that_joins_takes_the_position_of_another() -> None:
     second.take_position(first.position())
     assert (second.section, second.planned, other.settings.workers, second.scheduled) == (2, 3, 4, 5)
     assert optimizers[1].param_groups[0]["lr"] == 0.05
-    earlier = other.numbers.earlier_groups(4)  # of an update whose worker has died
+    earlier = other.numbers.earlier_groups(4)  # of an update whose worker died
     assert earlier is not None
     assert earlier[0][0]["lr"] == 0.1

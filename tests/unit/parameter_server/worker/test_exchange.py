@@ -1,4 +1,4 @@
-"""The contract of an exchange: what a strategy may call, with servers and without."""
+"""The contract of an exchange: methods that a strategy may call, with and without servers."""
 
 from __future__ import annotations
 

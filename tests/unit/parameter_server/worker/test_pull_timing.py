@@ -14,7 +14,7 @@ from fabricx.parameter_server.worker.pull_timing import BeforeStep, DuringForwar
 
 
 class Weights:
-    """Pulls that arrive when they are finished; notes what was waited for."""
+    """Pulls that arrive when finished; records the waits."""
 
     def __init__(self) -> None:
         self.waited: list[set[int]] = []
@@ -39,7 +39,7 @@ class Weights:
 
 
 class Net(nn.Module):
-    """Has a parameter of its own, and a layer."""
+    """Has a direct parameter and a layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def test_each_module_waits_for_its_direct_parameters(weights: Any) -> None:
     timing.backward(loss.backward)
     timing.end()
     net(torch.ones(2))
-    assert len(weights.waited) == 2  # the hooks are gone
+    assert len(weights.waited) == 2  # the hooks are removed
 
 
 def test_pulls_that_may_wait_for_other_workers_are_not_in_the_background(weights: Any) -> None:

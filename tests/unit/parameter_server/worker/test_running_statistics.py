@@ -1,4 +1,4 @@
-"""Statistics of batch normalisation after workers have gone apart: those of one process with all their batches."""
+"""Statistics of batch normalisation on independent workers are equal to those of a process with all batches."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from fabricx.parameter_server.worker.running_statistics import RunningStatistics
 def test_uneven_workers_have_the_statistics_of_a_single_process(momentum: float | None, batches: list[int]) -> None:
     torch.manual_seed(0)
     start = nn.BatchNorm1d(4, momentum=momentum)
-    start(torch.randn(8, 4))  # what all have seen together
-    same = torch.randn(5, 4) * 3 + 2  # where all batches are alike, the order of one process is of no matter
+    start(torch.randn(8, 4))  # common batches of all workers
+    same = torch.randn(5, 4) * 3 + 2  # equal batches, so that the order has no effect
     wanted = copy.deepcopy(start)
     layers = [copy.deepcopy(start) for _ in batches]
     for layer, count in zip(layers, batches, strict=True):
         for number in range(count):
-            # The mean over all batches is exact whatever they are; a moving one knows the newest ones best.
+            # The mean over all batches is exact for any batches; a moving average weights the newest batches most.
             batch = same if momentum is not None else same * (1 + number)
             layer(batch)
             wanted(batch)
@@ -36,7 +36,7 @@ def test_uneven_workers_have_the_statistics_of_a_single_process(momentum: float 
         expected = getattr(start, name) * of_start
         for layer, factor in zip(layers, factors, strict=True):
             expected = expected + getattr(layer, name) * factor
-        assert torch.allclose(expected, getattr(wanted, name), rtol=1e-5)  # float32, in another order
+        assert torch.allclose(expected, getattr(wanted, name), rtol=1e-5)  # float32, different order
 
 
 def test_a_joining_worker_adopts_the_statistics_of_other_workers() -> None:
@@ -46,7 +46,7 @@ def test_a_joining_worker_adopts_the_statistics_of_other_workers() -> None:
 
 @dataclass(frozen=True)
 class _Pair(World):
-    """Rank 0 of two, whose other rank has trained a number of batches."""
+    """Rank 0 of two; the second rank has trained a number of batches."""
 
     size: int = 2
     batches: int = 0  # of the other rank

@@ -1,4 +1,4 @@
-"""Weights that workers keep in one vector have one dtype."""
+"""Weights that workers keep in a common vector have the same dtype."""
 
 from __future__ import annotations
 

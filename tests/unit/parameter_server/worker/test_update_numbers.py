@@ -26,7 +26,7 @@ def test_the_number_of_kept_changes_is_limited() -> None:
     numbers = UpdateNumbers(0)
     for change in range(2 * EARLIER):
         numbers.keep_earlier_groups(change, rates(change))
-    assert numbers.earlier_groups(0) == rates(EARLIER)  # the oldest that is left
+    assert numbers.earlier_groups(0) == rates(EARLIER)  # the oldest kept version
 
 
 def test_versions_without_an_update_do_not_count_as_updates() -> None:

@@ -20,7 +20,7 @@ HEIGHT, WIDTH = 4, 2
 
 
 class Answers:
-    """A link to a server whose version grows with each pull."""
+    """A link to a server whose version increases with each pull."""
 
     def __init__(self, room: int) -> None:
         self.inbox, self.outbox = torch.ones(room), torch.zeros(room)
@@ -85,7 +85,7 @@ def test_tables_are_complete_until_weights_for_a_gradient_are_pulled(servers: Se
     assert sent.sent[-1] == Pull(dense=False)
     assert torch.equal(servers.parameters[0], torch.ones(HEIGHT, WIDTH))
     pulls.pull_tables()
-    assert sent.sent[-1] == Pull(dense=False, since=("history", 2))  # only what has changed
+    assert sent.sent[-1] == Pull(dense=False, since=("history", 2))  # only changed rows
     pulls.pull(servers.parameters, to_train=True)
     assert pulls.lacks_rows
     pulls.pull(servers.parameters)

