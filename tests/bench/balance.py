@@ -1,8 +1,8 @@
-"""Ranks of unequal speed: ddp with equal shares, with `LoadBalancer`, and what the sum of all speeds would give.
+"""Ranks of unequal speed: ddp with equal shares, with `LoadBalancer`, and the bound from the sum of all speeds.
 
-Ranks are slowed by a sleep for each sample, so that they don't contend for the cores, and once by real computing on a
-core of their own each. A rank's speed is what it trains alone, of the batches that it has with equal shares; where
-ranks compute, what it computes while the others do, too (two cores may be halves of one).
+Ranks are slowed by a sleep per sample, so that they don't contend for the cores, and in a second part by computation
+on separate cores. A rank's speed is measured alone with the batches of equal shares; with computation it is measured
+while all ranks compute (two cores may be hyperthreads).
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from fabricx.callbacks import LoadBalancer
 from fabricx.testing import QUIET
 
 BATCH, STEPS = 72, 200
-SAMPLE_S = 0.0015  # of the fastest rank; what ddp exchanges takes some 4 ms a step beside it, here
+SAMPLE_S = 0.0015  # of the fastest rank; the communication of ddp adds about 4 ms a step on this machine
 Speeds = Sequence[float]
 
 
 class Paced(fx.Module):
-    """Takes as long for a sample as its rank is slow, and notes when each step ended.
+    """Waits for each sample according to the speed of its rank; records the end of each step.
 
     Args:
         speeds: of the ranks; the fastest is 1.
-        later: the same from the middle on.
-        computes: on a core of its own, instead of sleeping.
+        later: speeds in the second half.
+        computes: on a separate core, instead of sleeping.
     """
 
     def __init__(self, speeds: Speeds, later: Speeds | None = None, *, computes: bool = False) -> None:
@@ -84,7 +84,7 @@ def run(module: Paced, ranks: int, *callbacks: Any, batch: int = BATCH, steps: i
 
 
 def compute(samples: float) -> None:
-    """Take as long as so many samples of the fastest rank do."""
+    """Take as long as the fastest rank for a number of samples."""
     square = torch.randn(96, 96)
     for _ in range(int(samples * 48)):
         square = (square @ square).clamp_(-1, 1)
@@ -118,7 +118,7 @@ def sum_of_speeds(speeds: Speeds, *, computes: bool) -> float:
 
 
 def compare(title: str, speeds: Speeds, later: Speeds | None, rounds: int, *, computes: bool = False) -> None:
-    """Print steps of equal shares and of balanced ones beside those of the sum of all speeds."""
+    """Print the time of steps with equal and balanced shares, beside the bound from the sum of all speeds."""
     times: dict[str, list[float]] = {"equal": [], "balanced": []}
     ideal: list[float] = []
     last = later or speeds
@@ -139,7 +139,7 @@ def compare(title: str, speeds: Speeds, later: Speeds | None, rounds: int, *, co
 
 
 def agreement() -> None:
-    """Print by how much weights differ from those of one process on the same global batches."""
+    """Print the distance of the weights from a single process on the same global batches."""
     balanced, single = Paced([1.0, 0.25]), Paced([1.0])
     run(balanced, 2, LoadBalancer())
     run(single, 1)

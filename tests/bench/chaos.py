@@ -1,7 +1,7 @@
-"""A storm of kills: how much of the time was training, how long were the gaps, and was anything lost?
+"""Repeated kills: the share of training time, the gaps between steps, and lost samples.
 
-Each run is of a module that counts in its own weights how often each sample was trained. Workers are killed or frozen
-at random moments, the same for the same seed as far as processes allow; the run goes on from snapshots.
+The weights of the module count how often each sample was trained. Workers are killed or frozen at random times, which
+a seed determines as far as processes allow; the run continues from snapshots.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WAYS: dict[str, Any] = {
 
 
 class Victim(Ledger):
-    """Leaves its process number where the killer looks, and the time of each step."""
+    """Writes its process number to a file, and the time of each step."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(SAMPLES, BATCH)
@@ -76,7 +76,7 @@ def storm(
 def run(
     strategy: Any, epochs: int, every: float | None, freezes: float, seed: int
 ) -> tuple[float, list[float], list[str], float]:  # fmt: skip
-    """Train, and return the seconds, the gaps between steps of the main rank, the faults, and what the ledger lacks."""
+    """Train; returns the seconds, the gaps between steps of the main rank, the faults, and the error of the ledger."""
     with tempfile.TemporaryDirectory() as name:
         folder, over, faults = Path(name), threading.Event(), list[str]()
         module = Victim(folder)
@@ -99,13 +99,13 @@ def run(
         seconds = time.monotonic() - begun
         times = [float(line) for line in (folder / "steps").read_text().split()]
         gaps = [b - a for a, b in itertools.pairwise(sorted(times))]
-        # An asynchronous gradient is the mean of a worker's own batch, not a part of a global one.
+        # An asynchronous gradient is the mean of a worker's own batch, not of a global batch.
         factor = float(WORKERS) if isinstance(strategy, AsyncSGD) else 1.0
         return seconds, gaps, faults, float((module.entries.detach() / factor + epochs).abs().max())
 
 
 def left_over() -> dict[str, int]:
-    """Count what a run may leave behind in this process, and on this machine."""
+    """Count resources that a run may leak in this process and on this machine."""
     process = psutil.Process()
     return {
         "processes": len(process.children(recursive=True)), "descriptors": process.num_fds(),

@@ -1,7 +1,7 @@
-"""What checkpoints cost the run that writes them: none, one each 50 steps in the background, `torch.save` in between.
+"""Cost of checkpoints: none, every 50 steps in the background, and `torch.save` between steps.
 
-The model has 20 million parameters and AdamW (240 MB a checkpoint). Afterwards: how long a run takes to its first step
-from nothing, and from a checkpoint.
+The model has 20 million parameters and AdamW (240 MB a checkpoint). A second table has the time to the first step of
+a new run and of a resumed run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Large(fx.Module):
 
 
 class Clock(fx.Callback):
-    """Notes when training began and ended, with what was still being written."""
+    """Records the start and the end of training, including background writes."""
 
     def __init__(self, saves: bool) -> None:
         self.saves, self.ends = saves, []
@@ -64,7 +64,7 @@ def run(way: str, steps: int, folder: str, ckpt: Path | None = None) -> Clock:
 
 
 def per_step_ms(way: str, rounds: int) -> float:
-    """Return the time of a step, over stretches of steps with one checkpoint in the middle of each."""
+    """Return the time of a step, over stretches of steps with a checkpoint in the middle of each."""
     with tempfile.TemporaryDirectory() as folder:
         clock = run(way, rounds * EVERY + EVERY // 2, folder)
         return (clock.ends[-1] - clock.ends[EVERY // 2 - 1]) / (rounds * EVERY) * 1e3

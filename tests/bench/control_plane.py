@@ -1,9 +1,9 @@
-"""What coordination costs as the number of ranks grows: requests of a rank to the store of a launch, and their price.
+"""Cost of coordination as the number of ranks increases: requests of a rank to the store of a launch, and CPU time.
 
-Each rank is two threads of this process (its own, and the one that waits for requests to stop), with the real client,
-agreement and departure; the server is a process of its own, as in a launch. Requests are counted, and the CPU time of
-the server is the kernel's. What a rank sends does not depend on the number of ranks, so that the sums of larger
-launches follow.
+Each rank is two threads of this process (the rank, and a wait for stop requests), with the real client, agreement and
+departure; the server is a separate process, as in a launch. Requests are counted, and the CPU time of the server is
+the kernel's. The number of messages of a rank does not depend on the number of ranks, so that sums of larger launches
+can be extrapolated.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What part of a run goes into being able to go on when somebody dies: two ranks, 20 million parameters.
+"""Share of a run spent on fault tolerance: two ranks, 20 million parameters.
 
-Copies in memory, of strategies that need them, and snapshots on disk, as far apart as they are by default.
+In-memory copies of the strategies that need them, and snapshots on disk, at the default intervals.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WARM, STEPS, EACH = 20, 200, 60
 
 
 class Timed(Large):
-    """Notes how long training took since it was warm, and how much of that went into copies."""
+    """Records the duration of training after a warm-up, and the part of it spent on copies."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,8 +36,8 @@ class Timed(Large):
 
 
 def measure(strategy: str, snapshots_each: int = 10**6) -> tuple[float, float, float]:
-    """Return the seconds of a run with a snapshot each so many steps, of them those that went into copies, and the
-    seconds that the run would have left between two snapshots by itself."""
+    """Return the seconds of a run with a snapshot every n steps, the seconds spent on copies, and the default interval
+    between two snapshots in seconds."""
     module = Timed()
     recovery = FaultRecovery(every_n_train_steps=snapshots_each)
     inputs = torch.randn(64 * 64, 64, generator=torch.Generator().manual_seed(0))

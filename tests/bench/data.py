@@ -1,7 +1,7 @@
 """Data: the time of a batch from a DataLoader in a plain loop, and in `fit`, without and with loader processes.
 
-Images of 32 x 32 in batches of 32, mirrored at random as augmentation does. The step is one multiplication, so that
-data is what a run waits for.
+Images of 32 x 32 in batches of 32, with random mirroring. The step is a multiplication, so that the run waits for
+data.
 """
 
 from __future__ import annotations

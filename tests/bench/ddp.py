@@ -38,7 +38,7 @@ def data(batches: int) -> TensorDataset:
 
 
 def report(ends: list[float]) -> None:
-    """Write when the first step ended, and how long one took afterwards."""
+    """Write the time of the first step, and the mean duration of later steps."""
     step = (ends[-1] - ends[WARM]) / (len(ends) - 1 - WARM)
     Path(os.environ["BENCH_OUT"]).write_text(json.dumps({"first": ends[0], "step": step}))
 
@@ -58,7 +58,7 @@ def plain(batches: int, width: int) -> None:
         ends.append(time.time())
     if dist.get_rank() == 0:
         report(ends)
-    dist.barrier()  # torch may abort a process that leaves while the other still sends
+    dist.barrier()  # torch may abort a process that ends while another process still sends
     dist.destroy_process_group()
 
 

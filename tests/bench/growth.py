@@ -1,7 +1,6 @@
-"""What the main rank and the store pay for the number of ranks: `python -m tests.bench.growth`.
+"""Cost of the number of ranks on the main rank and the store: `python -m tests.bench.growth`.
 
-One process plays the part of the main rank with the project's own functions; what other ranks would send is made up.
-Seconds are CPU time.
+A process runs the functions of the main rank; messages of other ranks are synthetic. Seconds are CPU time.
 """
 
 from __future__ import annotations
@@ -113,7 +112,7 @@ def watched(ranks: int, folder: Path) -> tuple[float, float]:
 
 
 def departed(ranks: int, server: StoreServer) -> tuple[int, float]:
-    """Return the requests of a rank that leaves after the deaths of three, and the seconds that they cost in all."""
+    """Return the requests of a rank at its end after three deaths, and their total seconds."""
     world = World(size=ranks, store=PrivateStore(server.path, KEY), job=ranks)
     server.set(world.key("departure/0/count"), str(ranks - 4).encode())
     for rank in range(4, ranks):

@@ -1,4 +1,4 @@
-"""What it costs to import fabricx, against torch alone."""
+"""Import time of fabricx, against torch alone."""
 
 from __future__ import annotations
 

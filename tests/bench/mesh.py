@@ -1,4 +1,4 @@
-"""A step of a mesh beside plain torch on the same ranks, its bytes, and what the trial run costs at set-up."""
+"""A step of a mesh against plain torch on the same ranks, its bytes, and the cost of the trial run at set-up."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def ours(strategy: Any, steps: int) -> tuple[float, float]:
 
 
 def plain(tensor: int, steps: int) -> tuple[float, float]:
-    """Return milliseconds of a step of a loop that is divided by hand, and of its set-up."""
+    """Return the milliseconds of a step of a manually divided loop, and of its set-up."""
     torch.set_num_threads(1)
     began, ranks = time.perf_counter(), dist.get_world_size()
     groups = [dist.new_group(list(range(first, first + tensor))) for first in range(0, ranks, tensor)]

@@ -1,7 +1,7 @@
-"""What the papers say of stale and compressed gradients, on handwritten digits: test errors, and their order.
+"""Claims of the papers on stale and compressed gradients, on handwritten digits: test errors, and their order.
 
-Workers are simulated under a virtual clock: each takes the next batch when it is ready, and takes as long as 1 and a
-random part (half of it) more; so the delays are those of real workers, and the same on every machine.
+Workers are simulated under a virtual clock: a batch lasts between 1 and 1.5, uniformly distributed, so that
+the delays are realistic, and equal on every machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BATCH, LR = 16, 0.2
 
 
 class Task:
-    """Digits and a network of one hidden layer, as a function of one flat vector."""
+    """Digits and a network with a hidden layer, as a function of a flat vector."""
 
     def __init__(self, seed: int, epochs: int) -> None:
         data = DigitsData()

@@ -1,7 +1,7 @@
-"""What a step costs beside the model: a plain loop, fabricx with everything off, and fabricx as it is by default.
+"""Overhead of a step: a plain loop, fabricx with all options off, and fabricx with its defaults.
 
-The model is small on purpose (three linear layers, batches of 32, about 0.3 ms a step), so that nothing hides. Times
-are those of the steps alone, without the beginning and the end of a run.
+The model is small (three linear layers, batches of 32, about 0.3 ms a step), so that the overhead is visible. Times
+are of steps only, without the start and the end of a run.
 """
 
 from __future__ import annotations

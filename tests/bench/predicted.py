@@ -99,7 +99,7 @@ def step(strategy: Mesh) -> float:
     """Return the seconds of a step."""
     module, steps = Timed(), STEPS + WARM + 1
     trainer = fx.Trainer(devices=2, strategy=strategy, **{**QUIET, "max_steps": steps})  # type: ignore[arg-type]
-    # Speeds of links are those of gloo.
+    # Speeds of links are measured with gloo.
     with mock.patch.object(DDP, "_can_share_memory", return_value=False):
         trainer.fit(module, data(ROWS * steps * 2))
     times = module.times[WARM:]

@@ -1,4 +1,4 @@
-"""Workers with servers: what a slow worker costs, an exchange beside gloo's, and an idle server."""
+"""Workers with servers: the cost of a slow worker, an exchange against gloo's, and an idle server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MIB = 25
 
 
 class Sleeps(fx.Module):
-    """A step takes as long as it is told to: on rank 0 several times as long."""
+    """A step has a fixed duration, several times as long on rank 0."""
 
     def __init__(self, slow: bool = True) -> None:
         super().__init__()
@@ -61,13 +61,13 @@ def ms_a_batch(strategy: Any, batches: int, *, devices: int = WORKERS, slow: boo
 
 
 def all_speeds_together(batches: int) -> float:
-    """Return what a batch would take if no worker ever waited: from the speed of a fast and a slow one, each alone."""
+    """Return the time of a batch if no worker ever waited: from the separate speeds of a fast and a slow worker."""
     slow, fast = (ms_a_batch(Single(), batches, devices=1, slow=slow) for slow in (True, False))
     return 1 / (1 / slow + (WORKERS - 1) / fast)
 
 
 class Wide(fx.Module):
-    """25 MiB of weights in 10 layers; a step gives a gradient at hardly any cost. Times each step."""
+    """25 MiB of weights in 10 layers; the gradient of a step is nearly free. Times each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Wide(fx.Module):
 
 
 class _Ones(torch.autograd.Function):
-    """A loss whose gradient is there already."""
+    """A loss with a precomputed gradient."""
 
     @staticmethod
     def forward(ctx: Any, *weights: Tensor) -> Tensor:
@@ -99,13 +99,13 @@ class _Ones(torch.autograd.Function):
 
 
 def step_ms(strategy: Any, steps: int) -> float:
-    """Return what a whole step takes: batch, gradient, exchange, update."""
+    """Return the time of a whole step: batch, gradient, exchange, update."""
     module = _trained(Wide(), strategy, steps)
     return _median([b - a for a, b in zip(module.times, module.times[1:], strict=False)])
 
 
 def exchange_ms(strategy: Any, steps: int) -> float:
-    """Return what an exchange and the update take, once all gradients are there, as they are for gloo."""
+    """Return the time of the exchange and the update after all gradients are ready, as with gloo."""
     module = _trained(Exchanges(), strategy, steps)
     return _median(module.exchanges)
 
@@ -167,7 +167,7 @@ def _serve(port: int) -> None:
 
 
 def idle_part_of_a_core(seconds: float = 4.0) -> float:
-    """Return how much of a core a server takes whose worker asks for nothing."""
+    """Return the share of a core that an idle server uses."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     server = multiprocessing.get_context("spawn").Process(target=_serve, args=(store.port,))
     server.start()

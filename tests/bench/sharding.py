@@ -1,4 +1,4 @@
-"""What each of two ranks holds of weights, gradients and optimizer state: ddp and fsdp, a transformer of 50 million."""
+"""Memory of weights, gradients and optimizer state on each of two ranks: ddp and fsdp, a transformer of 50 million."""
 
 from __future__ import annotations
 

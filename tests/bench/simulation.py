@@ -1,9 +1,9 @@
 """The control plane of launches with many ranks, in virtual time: `python -m tests.bench.simulation`.
 
 Each rank is a program that runs the project's own code: the rendezvous of a launch, the client of the store, the
-agreement on a stop, and the departure. The store's state machine is the real one, too. Only connections are simulated:
-a message takes the time of a network, and the server works on messages one after the other, for CPU times that are
-measured with a real server before. Prints how long ranks wait, and how busy the server is.
+agreement on a stop, and the departure. The store's state machine is also real. Only connections are simulated: a
+message has the latency of a network, and the server processes messages sequentially, with CPU times that were
+measured on a real server. Prints the waiting times of ranks, and the load of the server.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class Costs:
     """CPU time of a store's server, and the network.
 
     Attributes:
-        accept: of a connection until the server has sent its challenge, seconds.
-        proof: of the check of a connection's proof, seconds.
-        request: of a request with its answer, seconds.
-        answer: of the answer to a request that has waited, seconds.
-        byte: of each byte of a request or an answer, seconds.
-        latency: of a message, one way, seconds.
+        accept: seconds of a connection until the server has sent its challenge.
+        proof: seconds of the check of a connection's proof.
+        request: seconds of a request and its immediate answer.
+        answer: seconds of the answer to a request that has waited.
+        byte: seconds per byte of a request or an answer.
+        latency: seconds of a message in transit.
     """
 
     accept: float = 60e-6
@@ -101,7 +101,7 @@ class Server:
 
         Args:
             seconds: CPU time.
-            call: what the work results in.
+            call: the function.
         """
         self._queue.append((seconds, call))
         if not self._working:
@@ -119,7 +119,7 @@ class Server:
         self._next()
 
     def connect(self, channel: Channel) -> None:
-        """Accept a connection if the server has place for one more without a proof; otherwise it waits."""
+        """Accept a connection if a slot for unproven connections is free; otherwise the connection waits."""
         self._waiting.append(channel)
         self.waiting_most = max(self.waiting_most, len(self._waiting))
         self._accept()
@@ -131,7 +131,7 @@ class Server:
             self.work(self.costs.accept, functools.partial(self._send, channel, b"challenge"))
 
     def admit(self, channel: Channel) -> None:
-        """Take the proof of a connection."""
+        """Receive the proof of a connection."""
         del self._unproven[channel]
         self.channels += 1
         self._send(channel, b"welcome")
@@ -207,7 +207,7 @@ class Channel:
         return self._received.popleft()
 
     def receive(self, data: bytes) -> None:
-        """Take a message of the server."""
+        """Receive a message of the server."""
         self._received.append(data)
         self._wake()
 
@@ -230,7 +230,7 @@ class Channel:
 
 @contextlib.contextmanager
 def network(time: VirtualTime, servers: dict[str, Server]) -> Iterator[None]:
-    """Let the project's code use virtual time, and connections to simulated servers.
+    """Replace time and connections in the project's code by virtual time and simulated servers.
 
     Args:
         time: virtual time.
@@ -271,13 +271,13 @@ class _Names:
 
 @dataclass(frozen=True)
 class Phase:
-    """What a part of a launch costs.
+    """Cost of a phase of a launch.
 
     Attributes:
-        seconds: virtual time until the last rank has finished it.
+        seconds: virtual time until the last rank has finished the phase.
         requests: of all ranks to the store.
         busy: CPU seconds of the store's server.
-        sent: bytes of these requests, and of the answers.
+        sent: bytes of requests and answers.
     """
 
     seconds: float
@@ -288,7 +288,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Launched:
-    """What a launch costs.
+    """Cost of a launch.
 
     Attributes:
         join: from the start of the last process until all ranks have the store.
@@ -382,7 +382,7 @@ class _Run:
 
 
 def simulated(ranks: int, costs: Costs, seed: int = 0) -> Launched:
-    """Return what a launch costs.
+    """Return the cost of a launch.
 
     Args:
         ranks: processes of the launch.
@@ -419,7 +419,7 @@ def measured_costs() -> Costs:
             peer.close()
         connection = cpu(lambda: stores.extend(PrivateStore(address, KEY) for _ in range(MANY))) / MANY
         request = cpu(lambda: any(stores[0].set(key, "x" * 16) for key in keys)) / len(keys)  # type: ignore[func-returns-value]
-        size = sum(2 * (len(key) + 4) + 20 for key in keys)  # of the request for all of them, and of its answer
+        size = sum(2 * (len(key) + 4) + 20 for key in keys)  # of the request for all keys, and of its answer
         byte = max(0.0, cpu(lambda: all(stores[0].values(keys) for _ in range(10))) / 10 - request) / size
         threads = [threading.Thread(target=store.wait, args=(["late"], timedelta(minutes=1))) for store in stores[1:]]
         for thread in threads:

@@ -1,4 +1,4 @@
-"""Ratios of times that were measured side by side, and what they should be."""
+"""Ratios of times that were measured side by side, and their limits."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Row:
-    """One thing that was measured.
+    """A measurement.
 
     Attributes:
-        name: what it is.
-        values: one for each round.
+        name: of the row.
+        values: per round.
         unit: of the values.
-        most: the largest ratio to the first row that is wanted; None for a row that only informs.
+        most: limit of the ratio to the first row; None without a limit.
     """
 
     name: str
@@ -25,8 +25,8 @@ class Row:
 
 
 def interleaved(measures: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Measure all in turn, round after round and each round in the other direction: a machine that gets slower or
-    busier meets all of them."""
+    """Measure all rows in turn, in alternating order per round, so that a change in the machine's load affects all rows
+    equally."""
     values: dict[str, list[float]] = {name: [] for name in measures}
     for number in range(rounds):
         for name in list(measures) if number % 2 == 0 else list(measures)[::-1]:

@@ -1,7 +1,7 @@
-"""What telemetry costs at its default: steps of about 5 ms, with a logger and checkpoints, with and without it.
+"""Cost of telemetry with its defaults: steps of about 5 ms, with a logger and checkpoints, with and without it.
 
-One process is the hardest case: the thread that writes records, and the one that reads them for TensorBoard, are in the
-process that trains. Two ranks have a launching process for the second.
+A single process is the worst case: the thread that writes records, and the thread that reads them for TensorBoard, are
+in the training process. With two ranks, the second thread is in the launching process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WARM = 50
 
 
 class Timed(fx.Module):
-    """A perceptron whose step takes about 5 ms on one core."""
+    """A perceptron whose step takes about 5 ms on a core."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

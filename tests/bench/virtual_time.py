@@ -1,6 +1,6 @@
 """Programs in virtual time: each runs as a greenlet until it waits, and a wait costs no real time.
 
-A module that uses `threading` and `time` runs unchanged if these names in it are those of a `VirtualTime`.
+A module that uses `threading` and `time` runs unchanged if these names refer to a `VirtualTime`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every callback of fabricx does; a new one has to be added to CALLBACKS, or a test here says so."""
+"""Contract of every callback of fabricx; a test fails if a new callback is missing in CALLBACKS."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_callback_can_be_sent_to_a_worker_before_a_run(make: Callable[[], Call
 @every
 def test_the_state_of_a_callback_is_restored_from_a_checkpoint(make: Callable[[], Callback], tmp_path: Path) -> None:
     state = make().state_dict()
-    checkpoint.save(tmp_path / "a", {"callback": state}, {})  # refuses what isn't plain data
+    checkpoint.save(tmp_path / "a", {"callback": state}, {})  # refuses objects that aren't plain data
     again = make()
     again.load_state_dict(checkpoint.load(tmp_path / "a")["callback"])
     assert again.state_dict().keys() == state.keys()

@@ -128,7 +128,7 @@ class Collects(fx.Callback):
 
 
 class MeansOfBatches(fx.Callback):
-    """Logs the mean over ranks of the mean over batches, whatever their number of samples."""
+    """Logs the mean over ranks of the mean over batches, without weights by samples."""
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         self.means: dict[int, Any] = {}
@@ -155,7 +155,7 @@ class MeansOfSamples(MeansOfBatches):
 
 
 def of_python() -> float:
-    """Draw a number; the method itself would be sent to workers with a copy of its generator."""
+    """Draw a number; the bound method would be sent to workers with a copy of its generator."""
     return random.random()
 
 
@@ -164,7 +164,7 @@ def of_numpy() -> float:
 
 
 class Noise(fx.Callback):
-    """Multiplies gradients by a random number of rank 0, which is another number in one process."""
+    """Multiplies gradients by a random number of rank 0, which differs from the number drawn by a single process."""
 
     def __init__(self, draw: Any) -> None:
         self.draw = draw
@@ -176,7 +176,7 @@ class Noise(fx.Callback):
 
 
 class Upserts(fx.Logger):
-    """Replaces the row of a step by a later one, and rewinds none."""
+    """Replaces the row of a step by a later row, and rewinds none."""
 
     def open(self, run_dir: Path) -> None:
         self.path = run_dir / "rows.json"

@@ -1,4 +1,4 @@
-"""`fabricx.testing.check_strategy` accepts strategies that keep the contract, and names promises that others break."""
+"""`fabricx.testing.check_strategy` accepts strategies that keep the contract, and names violations of it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_examples_of_the_guide_keep_the_contract() -> None:
 
 
 class OnceNaN(TinyModule):
-    """Has one loss that is NaN, on one rank."""
+    """Has a NaN loss once, on a single rank."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -92,7 +92,7 @@ class Repeated(PlainDDP):
 
 
 class Undeclared(QuantizedDDP, Elastic):
-    """Gives the replacement of a dead rank the rounding errors of another rank."""
+    """The replacement of a dead rank receives the rounding errors of another rank."""
 
     traits = fx.Traits(elastic=True)
 
@@ -165,7 +165,7 @@ class Busy(PlainDDP):
 
 
 class Wordless(PlainDDP):
-    """Doesn't say whether a rank without a sample took part in the reduction."""
+    """Doesn't report whether a rank without a sample took part in the reduction."""
 
     def backward_without_data(self, example: tuple[Any, ...] = ()) -> bool:
         super().backward_without_data(example)
@@ -173,14 +173,14 @@ class Wordless(PlainDDP):
 
 
 class Unequal(PlainDDP):
-    """Trains each rank from its own initial weights."""
+    """Trains each rank from different initial weights."""
 
     def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
         fx.Strategy.setup(self, module)
 
 
 class Demanding(QuantizedDDP):
-    """Loads only checkpoints of its own."""
+    """Loads only its own checkpoints."""
 
     def load_state_dict(self, state: dict[str, Any], module: nn.Module, optimizers: list[Optimizer]) -> None:
         fx.Strategy.load_state_dict(self, state, module, optimizers)
@@ -195,7 +195,7 @@ class Numbered(Demanding):
 
 
 class Fixed(QuantizedDDP):
-    """Refuses checkpoints of another number of ranks."""
+    """Refuses checkpoints of a different number of ranks."""
 
     def load_state_dict(self, state: dict[str, Any], module: nn.Module, optimizers: list[Optimizer]) -> None:
         if len(state.get("errors", [])) not in (0, self.world.size):

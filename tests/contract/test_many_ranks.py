@@ -1,4 +1,4 @@
-"""Launches of many ranks in virtual time: what a rank sends does not grow with the number of ranks."""
+"""Launches of many ranks in virtual time: messages of a rank do not increase with the number of ranks."""
 
 from __future__ import annotations
 
@@ -34,5 +34,5 @@ def test_ranks_that_connect_at_the_same_time_wait_for_each_other(monkeypatch: py
 def test_simulated_times_match_the_cost_model(small: Launched):
     slow = simulated(16, Costs(latency=0.1))
     assert small.leave.seconds < 0.005
-    assert 0.6 <= slow.leave.seconds < 0.61  # three requests, one after the other
+    assert 0.6 <= slow.leave.seconds < 0.61  # three sequential requests
     assert small.leave.busy == pytest.approx(16 * 3 * Costs.request, rel=0.5)

@@ -1,4 +1,4 @@
-"""What every strategy does: train what one process trains, whatever is asked of it. A new one is added to WAYS."""
+"""Contract of every strategy: equal to a single process for every task. A new strategy is added to WAYS."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ WAYS: dict[str, tuple[Callable[[], fx.Strategy], int]] = {
     "parameter_server, servers step": (lambda: ParameterServer(servers=2, optimizer="server"), 2),
     "parameter_server, bounded": (lambda: ParameterServer(mode="bounded", max_staleness=0), 2),
     "async_sgd": (AsyncSGD, 2),
-    "mesh, ddp": (Mesh, 2),  # with all axes 1; tests/process/test_mesh.py has the others
+    "mesh, ddp": (Mesh, 2),  # with all axes 1; tests/process/test_mesh.py has larger axes
     "mesh, fsdp": (lambda: Mesh(data="fsdp"), 2),
 }
 SYNCHRONOUS = [name for name, (make, _) in WAYS.items() if make().traits.synchronous]
 
-# Strategies much of whose code others run, too, with the tasks that `make test` gives them; `make soak` gives them all.
+# Strategies that share most code with other strategies: their tasks in `make test`; `make soak` runs all tasks.
 VARIANTS = {
     "ddp, over gloo": ("accumulated", "fewer samples than ranks", "manual"),
     "reproducible": ("clipped by norm", "accumulated", "fewer samples than ranks", "manual"),
@@ -124,7 +124,7 @@ def test_ranks_train_the_weights_of_a_single_process(way: str, task: str) -> Non
     weights, several = train(way, **TASKS[task]())
     loose = task == "in bf16"  # 8 bits of mantissa, and a part of a batch is rounded elsewhere than the whole
     for (name, a), b in zip(weights.named_parameters(), wanted.parameters(), strict=True):
-        # float32 sums in another order
+        # different summation order of float32 values
         assert torch.allclose(a, b, rtol=2e-5, atol=6e-3 if loose else 1e-6), (name, (a - b).abs().max())
     assert (several.global_step, several.current_epoch) == (single.global_step, single.current_epoch)
     for name in ("loss_epoch", "val"):
@@ -162,7 +162,7 @@ def test_gradients_are_sent_once_per_accumulation_window(way: str) -> None:
 
 
 class Skips(LayeredModule):
-    """Gives no loss for the third batch: before it computes, or afterwards; on all ranks, or on the second alone."""
+    """Returns no loss for the third batch: before or after the forward, on all ranks or only on the second."""
 
     def __init__(self, early: bool, everywhere: bool) -> None:
         super().__init__()
@@ -190,13 +190,13 @@ def test_a_batch_is_skipped_by_all_ranks_or_is_an_error_on_all_ranks(way: str) -
         trainer.fit(Skips(early, everywhere), DataLoader(layered_data(48), GLOBAL_BATCH // devices))
         return trainer.global_step
 
-    if make().traits.batch_parts:  # a rank can't say that alone, since its gradients are in the sum already
+    if make().traits.batch_parts:  # not possible on a single rank, since its gradients are already in the sum
         with pytest.raises(WorkerFailed, match="return a loss of zero"):
             fit(early=True, everywhere=True)
         return
-    if not make().traits.synchronous:  # a rank skips its own part, and the others train theirs
-        # In lockstep, a rank doesn't see that the others had no loss either. At their own pace, a rank may
-        # have trained both batches of a global batch, or none, which is then an update or not.
+    if not make().traits.synchronous:  # a rank skips its own part; all other ranks train their parts
+        # In lockstep, a rank cannot detect that all other ranks had no loss. At their own pace, a rank may
+        # have trained both batches of a global batch, or none, with or without an update.
         possible = {4} if make().traits.lockstep else {3, 4}
         assert {fit(early=True, everywhere=True), fit(early=False, everywhere=True)} <= possible
         assert fit(early=True, everywhere=False) in possible

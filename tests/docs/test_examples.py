@@ -61,7 +61,7 @@ def test_a_gpt_on_a_mesh_is_equal_to_a_single_process(tmp_path):
         number(run(*program, *more, cwd=tmp_path), "bits per character:")
         for more in ([], ["--devices", "4", "--tensor", "2", "--pipeline", "2"])
     )
-    assert mesh == pytest.approx(alone, rel=1e-4)  # float32 sums in another order
+    assert mesh == pytest.approx(alone, rel=1e-4)  # different summation order of float32 values
 
 
 def test_a_transformers_llama_is_divided_over_two_ranks(tmp_path):

@@ -1,11 +1,11 @@
-"""Code in the pages runs: README.md and docs/, one process for a page, which executes its Python blocks in order.
+"""Code in the pages runs: README.md and docs/, a process per page, which executes its Python blocks in order.
 
 In a page:
 
 - A block whose first line is a comment with a path (`# conf/module/mine.yaml`) is also a file of the page's project.
 - `<!-- not run: REASON -->` on the line before a block excludes it.
-- `<!-- run` in a line of its own, until `-->`, is code that the page doesn't show: what the next block needs, or
-  a check.
+- `<!-- run` on a separate line, until `-->`, is code that the page doesn't show: a requirement of the next block,
+  or a check.
 - Commands `fabricx ...`, in blocks and between backticks, must compose: their groups, keys and types exist.
 """
 

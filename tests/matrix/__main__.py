@@ -18,7 +18,7 @@ from tests.matrix.running import judge, report, shrink
 
 
 def main() -> int:
-    """Run what was asked for; returns the exit status."""
+    """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.matrix", description=__doc__)
     parser.add_argument("cells", nargs="*", help="cells, as they are printed")
     parser.add_argument("--seed", type=int, help="all cells of a pairwise list")

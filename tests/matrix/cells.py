@@ -1,4 +1,4 @@
-"""The cells of the matrix: a strategy with options, a number of ranks, and one value of each feature."""
+"""Cells of the matrix: a strategy with options, a number of ranks, and a value of each feature."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ MESH_WAYS: dict[str, Callable[[], Strategy]] = {
     "expert": ExpertMesh,
 }
 TOGETHER_RANKS = {"tensor": 2, "pipeline": 2}  # ranks that compute a share of each batch together
-# Compared with `plain.Joined` only: no feature of one process is what they do.
+# Compared with `plain.Joined` only: no feature of a single process is equal to them.
 JOINED_WAYS: dict[str, Callable[[], Strategy]] = {
     "ddp-powersgd": WAYS["ddp-powersgd"],
     "ps1-powersgd": WAYS["ps1-powersgd"],
@@ -117,13 +117,13 @@ FEATURES: dict[str, tuple[Any, ...]] = {
     "precision": ("64", "32", "bf16-mixed"),
 }  # fmt: skip
 
-# On one rank, and with few digits, fewer mistakes can show.
+# A single rank and few digits expose fewer mistakes.
 OFTEN: dict[str, tuple[Any, ...]] = {"ranks": (2, 3, 2, 3, 1), "precision": ("64", "64", "64", "32", "bf16-mixed")}
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One combination; a field that isn't given has the first of its values in `FEATURES`."""
+    """A combination of features; fields default to the first value in `FEATURES`."""
 
     way: str
     ranks: int = 2
@@ -140,7 +140,7 @@ class Cell:
     callback: str = "none"
     change: str = "none"
     precision: str = "64"
-    mixture: bool = False  # the module has experts: with this strategy, and in what it is compared with
+    mixture: bool = False  # the module has experts, for this strategy and for its oracle
 
     def __post_init__(self) -> None:
         if self.way == "expert":
@@ -157,10 +157,10 @@ class Cell:
 
     @staticmethod
     def parse(text: str) -> Cell:
-        """Return the cell that is written like this.
+        """Return the cell of a string such as `str(cell)`.
 
         Raises:
-            ValueError: a name or a value isn't known.
+            ValueError: unknown name or value.
         """
         way, *rest = text.split()
         if way not in WAYS | MESH_WAYS:
@@ -186,7 +186,7 @@ class Cell:
 
     @property
     def manual(self) -> bool:
-        """Return whether the module steps by itself."""
+        """Return whether the module is optimised manually."""
         return self.update.startswith("manual")
 
 
@@ -199,28 +199,28 @@ def _of_strategy(cell: Cell) -> Iterator[bool]:
     """Yield whether a cell is impossible because of the strategy and its ranks."""
     yield cell.way == "single" and cell.ranks != 1
     yield cell.way in ONE_WORKER and cell.ranks != 1  # several workers: no order of updates to compare with
-    yield cell.way == "hsdp" and cell.ranks != 2  # the groups have to be of one size
+    yield cell.way == "hsdp" and cell.ranks != 2  # the groups must have equal sizes
     yield cell.way in TOGETHER_RANKS and cell.ranks != 2
     # local SGD averages steps: that is the step of the mean gradient only where the step is linear in it.
     linear = cell.optimizer in ("sgd", "groups", "own-step", "momentum", "subset") and cell.clip == "none"
     yield cell.way == "local_sgd" and cell.ranks > 1 and not linear
-    # Its second loss is computed with a rank's own weights, after one of two steps.
+    # Its second loss is computed with a rank's local weights, between two steps.
     yield cell.way == "local_sgd" and cell.ranks > 1 and cell.update == "manual-two"
-    # The newest step of a rank that goes at its own pace is its own.
+    # The newest step of a rank at its own pace differs between ranks.
     yield cell.log == "kinds" and cell.ranks > 1 and cell.way in (*BOUNDED, "local_sgd")
     # Which worker trains which sample is a matter of time.
     yield cell.way in BOUNDED and cell.ranks > 1 and cell.model in ("dropout", "batchnorm")
     # Rounding turns into whole steps where an optimizer divides by the gradient's size.
     yield cell.way in COMPRESSED and cell.optimizer in ("adam", "adagrad", "lbfgs")
-    # Gradients are rounded twice, to numbers that momentum carries too far to tell them from wrong ones.
+    # Gradients are rounded twice; momentum accumulates the rounding until it hides mistakes.
     yield cell.way in COMPRESSED and cell.precision == "bf16-mixed" and cell.optimizer in ("momentum", "custom")
-    # It computes several gradients an update, and to each of them what was lost is added.
+    # It computes several gradients per update, and the error feedback is added to each.
     yield cell.way in LOSSY and cell.optimizer == "lbfgs"
-    # There a part of a global batch is a batch for the hooks, so their numbers and counts are others.
+    # Hooks are called for parts of a global batch, so that counts and numbers of calls differ.
     yield cell.way == "reproducible" and cell.loop in ("skip-rest", "no-loss", "limit")
     # A rank without a sample in the part after which the callback changes the rate does so in its next part, too.
     yield cell.way == "reproducible" and cell.loop == "lr-callback" and cell.data in ("few", "uneven")
-    # Its gradients grow by more than 2**16 from step to step, which is an error there.
+    # Its gradients increase by more than 2**16 per step, which is an error with integer sums.
     yield cell.way == "reproducible" and (cell.loop, cell.data, cell.model) == ("lr-callback", "combined", "complex")
 
 
@@ -230,29 +230,29 @@ def _of_update(cell: Cell) -> Iterator[bool]:
     yield cell.model == "sparse" and cell.optimizer not in ("sgd", "groups", "adagrad", "own-step", "subset")
     yield cell.model == "sparse" and cell.schedule == "own"  # it sets a weight decay, which dense gradients have only
     yield cell.optimizer == "lbfgs" and (cell.update == "several" or cell.manual or cell.model in ("sparse", "toggled"))
-    # Its state is that of differences of gradients, which are rounding there.
+    # Its state has differences of gradients, which are rounding errors in bfloat16.
     yield cell.optimizer == "lbfgs" and cell.precision == "bf16-mixed"
-    # Two losses of one network and a rate that grows: it diverges, and rounding with it.
+    # Two losses of the same network with a rising rate diverge and amplify rounding.
     yield cell.update == "manual-two" and cell.precision == "bf16-mixed" and cell.loop == "lr-callback"
-    # One optimizer of several needs a model of two parts that are both trained.
+    # Several optimizers need a model of two parts that are both trained.
     yield cell.update in ("several", "manual-two") and cell.model in ("tied", "shared", "frozen", "late")
     yield cell.update in ("several", "manual-two") and cell.optimizer == "groups"
     # A loop that isn't the module's own.
     yield cell.manual and cell.loop == "no-loss"
-    yield cell.manual and cell.accumulates  # what a manual loop does in two batches is its own affair
-    yield cell.manual and cell.optimizer == "own-step"  # no optimizer_step is called there
+    yield cell.manual and cell.accumulates  # the effect of a manual loop over two batches is undefined
+    yield cell.manual and cell.optimizer == "own-step"  # optimizer_step is not called
     yield cell.manual and cell.data in ("weighted",)
     yield cell.manual and cell.schedule in ("epoch", "plateau", "two")
     yield cell.manual and cell.update == "manual-submodule" and cell.model != "plain"
     yield cell.save in ("on_before_zero_grad",) and cell.manual
     yield cell.schedule == "plateau" and cell.loop == "limit"
-    yield cell.loop in ("two-val",) and cell.schedule == "plateau"  # its metric has a number behind it there
+    yield cell.loop in ("two-val",) and cell.schedule == "plateau"  # its metric has a loader suffix
     # Its rates are set in a hook of each optimizer, and its average is of whole epochs.
     yield cell.callback == "swa" and (cell.manual or cell.optimizer == "own-step" or cell.loop == "stop-early")
-    # It sets the number of batches of an update itself. That it is refused with LBFGS is in test_training_set_up.py.
+    # It sets the number of batches of an update. Its refusal with LBFGS is in test_training_set_up.py.
     yield cell.callback == "scheduler" and (cell.accumulate > 1 or cell.optimizer == "lbfgs")
     if cell.callback in UNFREEZING:
-        # Its frozen layer is an optimizer's only part there, or shares weights with another.
+        # Its frozen layer would be the only part of an optimizer, or shares weights.
         yield cell.update in ("several", "manual-two") or cell.model in ("tied", "shared", "toggled")
         yield cell.optimizer in ("lbfgs", "custom", "groups", "own-step") or cell.schedule in ("own", "two")
         yield cell.way == "ddp-static"  # it needs gradients of the same parameters
@@ -265,40 +265,40 @@ def _of_batch(cell: Cell) -> Iterator[bool]:
     # Rounding of a few numbers turns into whole steps.
     yield cell.model == "dtypes" and cell.optimizer in ("adam", "adagrad", "lbfgs")
     yield cell.model in ("scalar", "complex", "dtypes", "recomputed") and cell.update == "manual-submodule"
-    # torchmetrics leaves a value that isn't a number out: the mean of a rank's part, or that of the global batch.
+    # torchmetrics omits NaN: the mean of a rank's part differs from the mean of the global batch.
     yield cell.loop == "nan" and cell.log == "objects" and cell.ranks > 1
-    # One sample has no statistics, on one process either.
+    # A single sample has no statistics, also on a single process.
     yield cell.data == "few" and (cell.model == "batchnorm" or (cell.model == "sync-batchnorm" and cell.ranks == 1))
-    # A microbatch of each rank is another part of the global batch than one process's microbatch.
+    # A microbatch of each rank is a different part of the global batch than a microbatch of a single process.
     yield cell.accumulates and cell.ranks > 1 and (cell.loop == "no-loss" or cell.model in TOGETHER)
-    # A step without a loss has to be one of all ranks, and these can't see that: it is an error that says so.
+    # A step without a loss must be collective, and these cannot detect that: it is an error.
     yield cell.loop == "no-loss" and (cell.model == "sync-batchnorm" or cell.optimizer == "lbfgs")
-    # A step without a loss on one rank counts there, or an update is the mean of the other batches.
+    # A step without a loss on a single rank is counted, or an update is the mean of the remaining batches.
     yield cell.loop == "no-loss" and cell.way in {*BOUNDED, "local_sgd"} and cell.ranks > 1
-    # A stream has no length, and a part of it isn't known.
+    # A stream has no length, so that a fraction of it is undefined.
     yield cell.data in STREAMS and cell.loop == "overfit"
     yield cell.data in ("balanced", *STREAMS) and cell.ranks == 1
-    # Each batch of a stream counts the same, so a window of unequal ones has another mean.
+    # Each batch of a stream has equal weight, so that a window of unequal batches has a different mean.
     yield cell.data in ("ending", "promised") and cell.accumulates
 
 
 def _of_save(cell: Cell) -> Iterator[bool]:
-    """Yield whether a cell is impossible because of a checkpoint, also for another number of ranks."""
+    """Yield whether a cell is impossible because of a checkpoint, also for a different number of ranks."""
     # On fewer ranks an update has several microbatches, which LBFGS refuses then (tests/process/test_resume.py).
     yield cell.save == "to-single" and cell.optimizer == "lbfgs" and cell.ranks > 1
-    # Another number of ranks loses other parts.
+    # A different number of ranks loses different parts.
     yield cell.way in LOSSY and cell.save in ("from-single", "to-single")
-    # What each rank draws or sees differs with their number.
+    # Random numbers and batches of a rank differ with the number of ranks.
     elsewhere = cell.save in ("from-single", "to-single")
     yield elsewhere and cell.model in ("dropout", "batchnorm", "sync-batchnorm", "buffer")
-    # One process has a batch for the hooks where each rank had one, so that another is the one without a loss.
+    # A single process calls hooks once for all ranks' batches, so that a different batch has no loss.
     yield cell.save == "to-single" and cell.loop == "no-loss" and cell.ranks > 1
     yield elsewhere and cell.manual and cell.ranks > 1  # a manual loop steps with each rank's batch
-    yield cell.data in STREAMS and elsewhere  # each rank reads its own
-    # An epoch of two loaders has four batches: three steps of one batch end before the first validation.
+    yield cell.data in STREAMS and elsewhere  # each rank reads its own stream
+    # An epoch of two loaders has four batches: three steps of a batch end before the first validation.
     validates = cell.save in ("on_validation_epoch_end", "on_validation_end")
     yield validates and cell.data == "combined" and cell.loop == "max-steps" and not cell.accumulates
-    # A run that has stopped early goes on when it is asked to.
+    # A run with early stopping continues when resumed.
     yield cell.loop == "stop-early" and cell.save == "on_train_end"
     yield cell.loop == "skip-rest" and cell.save in ("on_train_batch_end",)
 
@@ -307,26 +307,26 @@ def _of_change(cell: Cell) -> Iterator[bool]:
     """Yield whether a cell is impossible because of weights that a hook changes."""
     each_batch = cell.change in ("on_train_batch_start", "on_train_batch_end", "on_after_backward")
     elsewhere = cell.save in ("from-single", "to-single")
-    # A batch for the hooks is another part of the global batch there, or a rank's only part, which may change weights.
+    # A batch of the hooks is a different part of the global batch, or a rank's only part, which may change weights.
     yield each_batch and (
         (cell.way == "reproducible" and cell.data in ("few", "uneven")) or (elsewhere and cell.ranks > 1)
     )
-    # A run that goes on calls hooks of its start again, and the last window may have fewer batches for hooks.
+    # A resumed run calls its start hooks again, and the last window may have fewer batches for hooks.
     yield cell.change != "none" and (cell.save != "none" or cell.accumulates)
     # An error on the ranks that call it (tests/unit/consistency/test_hook_effects.py).
     yield cell.change == "on_after_backward" and cell.data in ("few", "ending", "promised") and cell.ranks > 1
-    # Each of its optimizers has its own.
+    # Each optimizer calls the hook separately.
     yield cell.change == "on_before_optimizer_step" and cell.update in ("several", "manual-two")
     yield cell.change == "on_after_backward" and (cell.update == "manual-two" or cell.optimizer == "lbfgs")
 
 
 def pairwise(seed: int, excluded: Callable[[Cell], object], n: int = 2) -> list[Cell]:
-    """Return cells in which each possible pair of values comes together at least once (`n`: each n-tuple).
+    """Return cells that contain each possible pair of values at least once (`n`: each n-tuple).
 
     Args:
-        seed: decides which of the many such lists it is.
-        excluded: returns whether a cell isn't wanted, such as one that is refused: it would show nothing else.
-        n: how many values come together.
+        seed: selects one of many such lists.
+        excluded: returns whether a cell is excluded, for example because it is refused, which hides other features.
+        n: size of the tuples.
     """
     names = ["way", *FEATURES]
     values: list[list[Any]] = [list(WAYS), *(list(known) for known in FEATURES.values())]
@@ -343,14 +343,14 @@ def pairwise(seed: int, excluded: Callable[[Cell], object], n: int = 2) -> list[
 
 
 def triples(seed: int, excluded: Callable[[Cell], object]) -> Iterator[Cell]:
-    """Yield cells until each possible triple of values has come together; the same for the same seed.
+    """Yield cells until each possible triple of values has occurred; deterministic for a seed.
 
-    Each cell begins with a triple that has not occurred yet; a random value is added for each other feature in turn,
-    unless the combination becomes impossible or excluded. There are tens of thousands of cells: take the first ones.
+    Each cell begins with a triple that has not occurred yet; a random value is added for each further feature,
+    unless the combination becomes impossible or excluded. The complete list has tens of thousands of cells.
 
     Args:
-        seed: decides the order of the triples, and what is added.
-        excluded: returns whether a cell isn't wanted.
+        seed: of the order of the triples, and of the added values.
+        excluded: returns whether a cell is excluded.
     """
     known = {"way": tuple(WAYS), **FEATURES}
     chance = random.Random(seed)
@@ -371,7 +371,7 @@ def triples(seed: int, excluded: Callable[[Cell], object]) -> Iterator[Cell]:
 def _cell_with(
     values: dict[str, Any], known: dict[str, tuple[Any, ...]], chance: random.Random, excluded: Callable[[Cell], object]
 ) -> Cell | None:  # fmt: skip
-    """Return a cell with these values and many others at random; None if there is none with the other defaults."""
+    """Return a cell with these values and many other values at random; None if it is impossible with the defaults."""
     for way in [values["way"]] if "way" in values else chance.sample(known["way"], len(known["way"])):
         cell = _completed({**values, "way": way})
         if not exists(cell) or excluded(cell):
@@ -386,13 +386,13 @@ def _cell_with(
 
 
 def _completed(values: dict[str, Any]) -> Cell:
-    """Return a cell of the first values of a row; the ranks are those that the strategy can have."""
+    """Return a cell of the first values of a row, with a number of ranks that the strategy supports."""
     way = values["way"]
     return Cell(**{"ranks": 1 if way == "single" or way in ONE_WORKER else 2, **values})
 
 
 def _on_more_ranks(cell: Cell, chance: random.Random, excluded: Callable[[Cell], object]) -> Cell:
-    """Return the cell on 2 or 3 ranks where it can be: on one rank fewer mistakes can show."""
+    """Return the cell on 2 or 3 ranks if possible: a single rank exposes fewer mistakes."""
     if cell.ranks == 1 and chance.random() < 0.9:
         for ranks in chance.sample((2, 3), 2):
             more = dataclasses.replace(cell, ranks=ranks)

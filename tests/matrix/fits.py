@@ -1,4 +1,4 @@
-"""Runs cells: each is one small `fit` or two, in ranks that stay for many cells; and what the fit has left."""
+"""Runs cells: each is a small `fit` or two, in ranks that run many cells, and the results of the fit."""
 
 from __future__ import annotations
 
@@ -48,27 +48,27 @@ EACH_BATCH = {
     "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward",
     "on_before_optimizer_step", "on_train_batch_end",
 }  # fmt: skip
-SERVERS = 2  # that are there for each launch; a cell uses as many as it asks for
-ALONE_S = 1.0  # until another rank has failed by itself, or else waits for this one: then its links are cut
+SERVERS = 2  # servers of each launch; a cell uses as many as its strategy needs
+ALONE_S = 1.0  # until another rank has failed independently or waits for this rank, whose links are then cut
 FAILED_S = 15.0  # until it has noticed that, or hangs
-CELL_S = 100.0  # a cell takes less than a second, the first compiled one 20 s on busy cores: this is a hang
+CELL_S = 100.0  # a cell takes less than a second, the first compiled cell 20 s on busy cores: longer is a hang
 
 
 @dataclass
 class Found:
-    """What a cell has left on one rank.
+    """Result of a cell on a rank.
 
     Attributes:
-        error: the traceback's end, where it was refused or failed.
-        trained: training steps that this rank began.
-        seen: of each update: (rates of the groups, norm of the gradient, None where it can't be read).
+        error: last lines of the traceback, if it was refused or failed.
+        trained: training steps that this rank started.
+        seen: per update: (rates of the groups, norm of the gradient or None where it can't be read).
         metrics: by name, at the end.
         position: (updates, epochs).
         results: of validate, test and predict after the fit.
-        resumed: the same of the run that went on from the checkpoint that was saved on the way; None for none.
-        reference: the same of a run without interruption, or under ddp, where one process is no oracle.
-        state: what the checkpoint at the end holds.
-        shared: the checkpoint that other cells go on from.
+        resumed: result of the run that resumed from the checkpoint saved during training, if any.
+        reference: result of a run without interruption, or under ddp, where a single process is no oracle.
+        state: content of the final checkpoint.
+        shared: the checkpoint from which other cells continue.
         random: digest of the random state of this rank before its first training step; "" for no step.
     """
 
@@ -108,7 +108,7 @@ class Watches(fx.Callback):
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         try:
             norm = float(sum(whole(gradient).double().square().sum() for gradient in gradients)) ** 0.5
-        except GradientElsewhere:  # it is on the servers, and says so
+        except GradientElsewhere:  # it is on the servers, which is an error
             norm = None
         self.found.seen.append((rates, norm))
 
@@ -175,7 +175,7 @@ def changes_weights(hook: str) -> fx.Callback:
 
 
 class Toggles(fx.Callback):
-    """Trains one layer in every other epoch only."""
+    """Trains the first layer only in every other epoch."""
 
     def on_train_epoch_start(self, trainer: Any, module: Any) -> None:
         module.second.requires_grad_(trainer.current_epoch % 2 == 1)
@@ -184,7 +184,7 @@ class Toggles(fx.Callback):
 
 
 class Unfreezes(BaseFinetuning):
-    """Trains the first layer from the second epoch on, with a rate of its own."""
+    """Trains the first layer from the second epoch, with a separate rate."""
 
     def freeze_before_training(self, module: Any) -> None:
         self.freeze(module.first)
@@ -246,7 +246,7 @@ def callbacks(cell: Cell, ranks: int) -> list[fx.Callback]:
 def fit(
     cell: Cell, world: World, folder: Path, *, resume: Path | None = None, save: Path | None = None, began: int = 0
 ) -> Found:  # fmt: skip
-    """Train a cell in this process, as one rank of a world; it goes on with a run that `began` on so many."""
+    """Train a cell in this process, as a rank of a world; continues a run that `began` on a number of data ranks."""
     began = began or cell.data_ranks
     result = Found()
     torch.manual_seed(7)
@@ -292,7 +292,7 @@ def _run(trainer: fx.Trainer, job: Job, world: World, folder: Path) -> Any:
 
 
 def run_cell(cell: Cell, world: World, folder: Path) -> Found:
-    """Run a cell in this process, as one rank of a world: also from the checkpoint that it saves on its way."""
+    """Run a cell in this process, as a rank of a world: also from the checkpoint that it saves during training."""
     if cell.save == "from-single":
         return fit(cell, world, folder, resume=folder / "single.ckpt", began=1)
     middle = folder / "mid.ckpt"
@@ -314,19 +314,19 @@ def _beside(cell: Cell, world: World, folder: Path, name: str, **more: Any) -> F
 
 
 def needs_own_oracle(cell: Cell) -> bool:
-    """Return whether one process computes something else by design: each rank draws its own random numbers."""
+    """Return whether a single process differs by design: each rank draws its own random numbers."""
     if cell.way in LOSSY:
         return True
     if cell.way == "reproducible":
         return cell.model == "dropout"
-    # A stage of a pipeline seeds itself for each microbatch, and a batch's statistics are those of a microbatch.
+    # A pipeline stage seeds each microbatch, and batch statistics are those of a microbatch.
     return (cell.data_ranks > 1 or cell.way == "pipeline") and cell.model in ("dropout", "batchnorm")
 
 
 def reference_of(cell: Cell) -> Cell:
-    """Return what ranks train instead of one process: the same without interruption, or else what `ddp` does.
+    """Return the reference of a cell instead of a single process: `ddp`, or the same strategy without interruption.
 
-    What one rank draws or sees is the same under each strategy in which all ranks make each step together.
+    Random numbers and batches of a rank are equal under all strategies in which all ranks take each step together.
     """
     alike = cell.way not in {*LOSSY, *BOUNDED, *ONE_WORKER, "local_sgd", "reproducible", "pipeline"}
     return dataclasses.replace(cell, way="ddp" if alike and cell.save == "none" else cell.way)
@@ -336,9 +336,9 @@ def reference_of(cell: Cell) -> Cell:
 
 
 def run_cells(cells: Sequence[tuple[Cell, Path]]) -> list[list[Found]]:
-    """Run cells of one number of ranks, each in its folder; returns what each rank has found, by cell.
+    """Run cells with the same number of ranks, each in its folder; returns the results of all ranks, by cell.
 
-    One that hangs, or that ends otherwise on one rank than on another, ends its ranks; others go on with the rest.
+    A cell that hangs, or ends differently on two ranks, ends its ranks; new ranks continue with the remaining cells.
     """
     begin = 0
     while begin < len(cells):
@@ -378,7 +378,7 @@ def _read(folder: Path, rank: int) -> Found:
 
 
 def _failed(result: Found) -> bool:
-    """Return whether a rank failed in training: others may be at another place then."""
+    """Return whether a rank failed in training: other ranks may then be at a different step."""
     return bool(result.error) and result.trained != 0
 
 
@@ -409,10 +409,10 @@ def _in_rank(world: World, cells: Sequence[tuple[Cell, Path]]) -> None:
 
 
 def _together(world: World, number: int, result: Found) -> bool:
-    """Return whether all ranks can go on with the next cell: it went well on all, or was refused on all.
+    """Return whether all ranks can continue with the next cell: success on all ranks, or a refusal on all.
 
     Raises:
-        RuntimeError: this rank has failed, and others may wait for it: they end, too.
+        RuntimeError: this rank has failed, and other ranks may wait for it; they end as well.
     """
     assert world.store is not None
     world.store.set(f"matrix/{number}/{world.rank}", "failed" if _failed(result) else str(bool(result.error)))
@@ -431,11 +431,11 @@ def _together(world: World, number: int, result: Found) -> bool:
     return False
 
 
-_SERVED: list[int] = []  # jobs of this world that servers were told of
+_SERVED: list[int] = []  # jobs of this world that were announced to servers
 
 
 def _serve(world: World, number: int, folder: str | None = None, **more: Any) -> None:
-    """Be a server of each job that needs one of this number; an error in a job is raised here, and ends all ranks."""
+    """Serve each job that needs a server of this number; an error in a job is raised here, and ends all ranks."""
     ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
     def in_job(job: int, gloo: bool) -> None:

@@ -1,4 +1,4 @@
-"""What the cells train: fewer than 200 parameters, and one switch for each feature."""
+"""Module and data of the cells: fewer than 200 parameters, and a switch for each feature."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ class Samples(Dataset[Any]):
 
 
 class Stream:
-    """The batches of one rank, without a length: its part of each global batch.
+    """Batches of a rank, without a length: its part of each global batch.
 
-    With `ends`, all ranks but the first have a part of the first global batch only.
+    With `ends`, all ranks except the first have a part of only the first global batch.
     """
 
     def __init__(self, samples: Samples, *, ends: bool, together: int = 1) -> None:
@@ -77,7 +77,7 @@ class Stream:
 
 
 class Gain(nn.Module):
-    """One factor for all that goes through, or a complex one for each feature."""
+    """A factor for all features, or a complex factor for each feature."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Mixture(nn.Module):
 
 
 class OwnSchedule:
-    """Changes two hyperparameters of each group, in each in another way."""
+    """Changes two hyperparameters of each group, differently in each group."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer, self.count = optimizer, 0
@@ -141,7 +141,7 @@ class Promised(Stream):
 
 
 class Custom(torch.optim.Optimizer):
-    """Momentum with state and attributes of its own: without them its steps are wrong or fail."""
+    """Momentum with additional state and attributes: without them its steps are wrong or fail."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -187,12 +187,12 @@ def _optimizer(kind: str, parameters: list[Any]) -> torch.optim.Optimizer:
 
 
 class Net(fx.Module):
-    """Two layers and what the cell asks for beside them; notes what its hooks see.
+    """Two layers and the features of the cell; records values in its hooks.
 
     Attributes:
         trained: calls of `training_step` on this rank.
-        random: digest of the random state before the first of them.
-        seen: of each update: the rate of each group, and the norm of the gradient in `on_before_optimizer_step`.
+        random: digest of the random state before the first call.
+        seen: per update: the rate of each group, and the norm of the gradient in `on_before_optimizer_step`.
     """
 
     def __init__(self, cell: Cell) -> None:
@@ -392,7 +392,7 @@ class Net(fx.Module):
 
 
 class OwnClipping(Net):
-    """Clips by the largest element, in its own way."""
+    """Clips by the largest element."""
 
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
@@ -416,7 +416,7 @@ def _weight(self: Any, batch: Any) -> Any:
 
 
 def _side_by_side(self: Any, batch: Any, dataloader_idx: int) -> Any:
-    """Return the samples of both loaders as one batch."""
+    """Return the samples of both loaders as a batch."""
     if not isinstance(batch, dict):
         return batch
     return [torch.cat(columns) for columns in zip(batch["long"], batch["short"], strict=True)]
@@ -427,7 +427,7 @@ def _skip_rest(self: Any, batch: Any, batch_idx: int) -> int | None:
 
 
 def make_module(cell: Cell) -> Net:
-    """Return a new module of a cell; it overrides only what the cell needs, and always begins with the same weights."""
+    """Return a new module of a cell with only the overrides that the cell needs, and with fixed initial weights."""
     more: dict[str, Any] = {}
     if cell.optimizer == "own-step":
         more["optimizer_step"] = _own_step
@@ -445,11 +445,11 @@ def make_module(cell: Cell) -> Net:
 
 
 def make_loaders(cell: Cell, began: int) -> tuple[Any, Any]:
-    """Return the loaders of one rank of so many: whatever their number, the global batches are the same.
+    """Return the loaders of a rank; global batches are equal for any number of ranks.
 
     Args:
         cell: of the matrix.
-        began: data ranks with which the run began: one that goes on from a checkpoint keeps its global batch.
+        began: data ranks at the start of the run: a resumed run keeps its global batch.
     """
     dtype = DTYPES[cell.precision]
     samples = Samples(SAMPLES[cell.data], dtype)
@@ -462,7 +462,7 @@ def make_loaders(cell: Cell, began: int) -> tuple[Any, Any]:
         train = DataLoader(samples, GLOBAL_BATCH // began, shuffle=cell.data == "shuffled")
     if cell.data == "combined":
         rank_batch = GLOBAL_BATCH // 2 // began
-        long, short = Subset(samples, range(24)), Subset(samples, range(24, 36))  # the short one is read twice
+        long, short = Subset(samples, range(24)), Subset(samples, range(24, 36))  # the shorter loader is read twice
         train = {"long": DataLoader(long, rank_batch), "short": DataLoader(short, rank_batch)}
     validation: Any = DataLoader(
         Samples(1 if cell.loop == "one-val" else VALIDATION_SAMPLES, dtype, seed=2), 6 // cell.data_ranks

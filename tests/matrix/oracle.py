@@ -1,4 +1,4 @@
-"""One process on the global batch, and what is different of a cell."""
+"""A single process on the global batch, and the differences of a cell from it."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from tests.matrix.fits import Found, fit, needs_own_oracle, reference_of
 from tests.matrix.module import make_module
 from tests.matrix.rules import DIVIDES, TRIAL_STEPS, refusal, refusals, tolerance
 
-# What gloo, and a client of servers, say where another rank has raised an error.
+# Errors of gloo, and of a client of servers, after an error on another rank.
 _PEER_GONE = (
     r"Connection (closed|reset) by peer|connection to another rank was lost|"
     r"ServerLost: (server \d+ has ended|another worker has died)"
 )
-ROUNDED_GRADIENTS = 0.005  # tolerances from this one on are those of gradients in 16 bits
-MOST_ASTRAY = 0.07  # of what weights have moved: gradients that are 1.1 times too large move them by about 0.1 more
-DIVERGED = 1e3  # what weights have grown to where 16 bits are too few to say what training makes of them
+ROUNDED_GRADIENTS = 0.005  # larger tolerances are those of 16-bit gradients
+MOST_ASTRAY = 0.07  # of the movement of weights: gradients that are 1.1 times too large change it by about 0.1
+DIVERGED = 1e3  # growth of weights from which 16 bits are too few to determine the training
 JOINING = {"local_sgd", "local_sgd-2"}  # a checkpoint joins the moments of the ranks, which rounds them
 
 
 def oracle_of(cell: Cell) -> Cell:
-    """Return the cell that one process trains."""
+    """Return the cell that a single process trains."""
     shared = "from-single" if cell.save == "from-single" else "none"
     return dataclasses.replace(cell, way="single", ranks=1, save=shared)
 
 
 def run_oracle(cell: Cell, folder: Path) -> Found:
-    """Train on one process; with "from-single", a checkpoint is written on the way."""
+    """Train on a single process; with "from-single", a checkpoint is written during training."""
     middle = folder / "mid.ckpt" if cell.save == "from-single" else None
     oracle = fit(cell, World(), folder, save=middle)
     if (folder / "end.ckpt").exists():
@@ -46,7 +46,7 @@ def run_oracle(cell: Cell, folder: Path) -> Found:
 
 
 def problems(cell: Cell, results: Sequence[Found], oracle: Found) -> list[str]:
-    """Return what is wrong with a cell: nothing, if it is right, or refused as it has to be."""
+    """Return the problems of a cell; none if it is right, or refused as expected."""
     expected = refusal(cell)
     if expected is not None:
         says = "|".join(rule.says for rule in refusals(cell))  # any of them may be seen first
@@ -54,9 +54,9 @@ def problems(cell: Cell, results: Sequence[Found], oracle: Found) -> list[str]:
         return list(_refused_wrongly(results, says, max(expected.steps, trial)))
     if oracle.error:
         return [f"the oracle failed: {oracle.error}"]
-    failed = [f"rank {rank}: {rule.error}" for rank, rule in enumerate(results) if rule.error]
+    failed = [f"rank {rank}: {result.error}" for rank, result in enumerate(results) if result.error]
     if failed:
-        kind = "failed in training" if any(rule.trained for rule in results) else "was refused without a rule"
+        kind = "failed in training" if any(result.trained for result in results) else "was refused without a rule"
         return [f"{kind}: {failed[0]}"]
     return list(_wrong(cell, results, oracle))
 
@@ -80,7 +80,7 @@ def _wrong(cell: Cell, results: Sequence[Found], oracle: Found) -> Iterator[str]
     if needs_own_oracle(cell):
         assert first.reference is not None
         wanted, close = first.reference, 1e-6 if cell.way in JOINING else 0.0
-        # The first step of static_graph adds in another order: see there. Servers step in the widest dtype of the
+        # The first step of static_graph sums in a different order. Servers step in the widest dtype of the
         # parameters, and a checkpoint has each parameter's dtype.
         narrower = cell.model == "dtypes" and cell.way in SERVERS_STEP
         if reference_of(cell) != cell or (cell.way == "ddp-static" and cell.ranks > 2) or narrower:
@@ -116,7 +116,7 @@ def _against(cell: Cell, result: Found, oracle: Found, close: float, *, whole: b
         return
     for part in ("strategy", "callbacks"):
         for path, a, b in differences(result.state.get(part), oracle.state.get(part), close):
-            if not _compared(path) or (cell.ranks > 1 and path.endswith(".calls")):  # a rank counts its own
+            if not _compared(path) or (cell.ranks > 1 and path.endswith(".calls")):  # a rank counts its own calls
                 continue
             if not _keeps_more(cell, path) or not same(a.to(b.dtype), b, close):
                 yield f"{part}{path}: {_short(a)}, and has to be {_short(b)}"
@@ -124,7 +124,7 @@ def _against(cell: Cell, result: Found, oracle: Found, close: float, *, whole: b
     if far > (most := min(max(close, 1e-9), MOST_ASTRAY)):
         yield f"the weights are beside their way by {far:.3g} of its length, and may be by {most:.3g}"
     seen = oracle.seen if whole else oracle.seen[len(oracle.seen) - len(result.seen) :]
-    if cell.way not in (*BOUNDED, "local_sgd") or cell.ranks == 1:  # there a hook sees this worker's own gradient
+    if cell.way not in (*BOUNDED, "local_sgd") or cell.ranks == 1:  # otherwise hooks read a worker's gradient
         yield from _against_seen(result.seen, seen, close)
     for path, a, b in differences(result.metrics, oracle.metrics, max(close, 1e-6)):  # sums in float32
         yield f"metric {path}: {a}, and has to be {b}"
@@ -140,15 +140,15 @@ def _compared(path: str) -> bool:
 
 
 def _keeps_more(cell: Cell, path: str) -> bool:
-    """Return whether a state is one of servers, which keep the widest dtype of all parameters."""
+    """Return whether a state is on servers, which keep the widest dtype of all parameters."""
     return cell.model == "dtypes" and path.startswith(".optimizers") and cell.way in SERVERS_STEP | UNEQUAL_PACE
 
 
 @torch.no_grad()
 def astray(cell: Cell, actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """Return the distance between weights after training, relative to how far these have come from the first ones.
+    """Return the distance between weights after training, relative to their distance from the initial weights.
 
-    Steps that are wrong by a factor show here whatever the size of the weights.
+    It detects steps that are wrong by a factor, for weights of any size.
     """
     begun = make_module(cell)
     begun.configure_model()
@@ -173,7 +173,7 @@ def _against_seen(actual: list[Any], wanted: list[Any], close: float) -> Iterato
 
 
 def same(first: Any, other: Any, close: float) -> bool:
-    """Return whether there is no difference."""
+    """Return whether two nested states are equal within a tolerance."""
     return next(differences(first, other, close), None) is None
 
 

@@ -1,4 +1,4 @@
-"""The same training in plain PyTorch, without the framework: what the oracle itself is compared with."""
+"""The same training in plain PyTorch, without the framework: the reference for the oracle."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EMA_DECAY = 0.5
 
 
 def covers(cell: Cell) -> bool:
-    """Return whether `train_plainly` knows all features of a cell."""
+    """Return whether `train_plainly` supports all features of a cell."""
     loops = ("plain", "limit", "max-steps", "val-interval", "overfit", "reload", "two-val", "evaluate", "one-val")
     drawn = cell.data in ("shuffled", *STREAMS) or cell.model == "dropout"  # random numbers, or a stream of each rank
     called = cell.change != "none" or cell.save != "none" or cell.optimizer == "lbfgs" or cell.model == "toggled"
@@ -28,11 +28,11 @@ def covers(cell: Cell) -> bool:
 
 
 class Plain:
-    """Two epochs of a cell on one process.
+    """Two epochs of a cell on a single process.
 
     Attributes:
-        module: with the weights at the end; `averages` has their moving average.
-        seen: of each update: the rate of each group, and the norm of the gradient before it is clipped.
+        module: with the final weights; `averages` has their moving average.
+        seen: per update: the rate of each group, and the norm of the gradient before it is clipped.
         loss: mean loss of the last epoch, by samples or by their weights.
         updates: of the weights.
     """
@@ -72,7 +72,7 @@ class Plain:
         return batches[:1] if self.cell.loop in ("limit", "overfit") else batches
 
     def _update(self, window: Any) -> list[tuple[float, float]]:
-        """Make one update of the mean over all samples of a window; returns (loss, weight) of each batch."""
+        """Make an update of the mean over all samples of a window; returns (loss, weight) of each batch."""
         weighted = self.cell.data == "weighted"
         weights = [float(batch[3].sum()) if weighted else 1.0 for batch in window]
         for optimizer in self.optimizers:
@@ -119,7 +119,7 @@ class Plain:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Return the mean loss of all validation samples, with the averages if there are any."""
+        """Return the mean loss of all validation samples, with the averages if they exist."""
         count = 1 if self.cell.loop == "one-val" else VALIDATION_SAMPLES
         samples = Samples(count, DTYPES[self.cell.precision], seed=2)
         live = {name: weight.detach().clone() for name, weight in self.module.named_parameters()}
@@ -133,19 +133,19 @@ class Plain:
 
     @torch.no_grad()
     def put(self, weights: dict[str, Tensor]) -> None:
-        """Let the module have these weights."""
+        """Write these weights to the module."""
         for name, weight in self.module.named_parameters():
             weight.copy_(weights[name])
 
 
 class Joined:
-    """The same of workers whose gradients are compressed, or joined by an outer momentum: with a share of each batch.
+    """Workers with compressed gradients or an outer momentum; each trains a share of each batch.
 
-    What compression loses of a worker's gradient is added to its next one.
+    The compression error of a worker's gradient is added to its next gradient.
 
     Args:
         way: of `JOINED_WAYS`.
-        workers: that share each global batch.
+        workers: number of workers that share each global batch.
     """
 
     def __init__(self, way: str, workers: int) -> None:
@@ -176,7 +176,7 @@ class Joined:
         return self.module
 
     def _sent(self, gradients: list[list[Tensor]], compressed: list[Tensor]) -> list[Tensor]:
-        """Return the sum of what was sent, of each worker flat; the rest is kept."""
+        """Return the sum of the compressed values of each worker, flat; the error is kept."""
         sizes = [parameter.numel() for parameter in self._parameters]
         sent = [
             [part.view_as(p) for part, p in zip(flat.split(sizes), self._parameters, strict=True)]

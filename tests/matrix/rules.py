@@ -1,4 +1,4 @@
-"""What is refused, how closely numbers have to agree, which cells are known to be wrong. Nothing else is excused."""
+"""Refusals, tolerances and known defects of cells. No other problem is excused."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tests.matrix.cells import (
 
 @dataclass(frozen=True)
 class Refusal:
-    """A combination that isn't supported.
+    """An unsupported combination.
 
     Attributes:
-        matches: is a cell one?
-        says: what the error says, as a regular expression.
-        why: for the table in the docs: the reason, and what to do instead.
-        steps: training steps that may have begun; 1 where only a hook of the first one shows what is wanted. No
-            update has been made.
+        matches: returns whether a cell is such a combination.
+        says: regular expression of the error message.
+        why: for the table in the docs: the reason and the remedy.
+        steps: training steps that may have started, without an update; 1 where only a hook of the first step reveals
+            the combination.
     """
 
     matches: Callable[[Cell], bool]
@@ -340,7 +340,7 @@ REFUSALS = (
         lambda c: c.loop == "no-loss" and c.way == "pipeline",
         "returned None after it has called the model",
         "Other stages have computed the batch already. Return None before the model is called, or a loss of zero.",
-        steps=_MICROBATCHES + 9,  # a batch without a loss comes later
+        steps=_MICROBATCHES + 9,  # a batch without a loss follows later
     ),
     Refusal(
         lambda c: c.save in WITHIN_STEP,
@@ -362,13 +362,13 @@ def refusal(cell: Cell) -> Refusal | None:
 
 
 def tolerance(cell: Cell) -> float:
-    """Return how far a number may be from the oracle's, relative to the largest one of its tensor.
+    """Return the largest difference of a number from the oracle's, relative to the largest number of its tensor.
 
-    To the bit (0) where one rank computes what the oracle does in the same order. Servers keep the widest dtype.
+    0 (bitwise equal) where a single rank computes like the oracle in the same order. Servers keep the widest dtype.
     """
-    # A gradient has 8 or 11 bits of mantissa; with autocast, those of the parts of a batch are rounded elsewhere than
-    # that of the whole. Weights and gradients of nearly all of 250 such cells differed by less than 0.006 (bf16)
-    # and 0.002 (fp16); where several steps a batch, or momentum, carry the rounding on, by 0.06.
+    # A gradient has 8 or 11 bits of mantissa; with autocast, gradients of parts are rounded differently than
+    # the gradient of the whole. Weights and gradients of nearly all of 250 such cells differed by less than 0.006
+    # (bf16) and 0.002 (fp16); where several steps per batch, or momentum, accumulate the rounding, by 0.06.
     if cell.precision == "bf16-mixed" or (cell.way in COMPRESSED and "bf16" in cell.way):
         carried = cell.optimizer in ("momentum", "custom") or cell.update == "manual-two" or cell.model == "complex"
         return 0.1 if carried else 0.05
@@ -382,20 +382,20 @@ def tolerance(cell: Cell) -> float:
     if cell.ranks == 1 and cell.model not in ("sparse", "dtypes") and cell.way not in other_order:
         return 0.0
     if cell.precision == "32" or cell.model in ("dtypes", "complex") or cell.way == "reproducible":
-        # Sums in another order, after steps that enlarge them; Adam and LBFGS divide by small numbers: LBFGS keeps
-        # differences of gradients of one batch, which have lost a digit.
+        # Different summation order, after steps that amplify differences; Adam and LBFGS divide by small numbers: LBFGS
+        # keeps differences of gradients of a batch, which have lost a digit.
         return 1e-3 if cell.optimizer in ("adam", "lbfgs") else 1e-4
     return 1e-8
 
 
 @dataclass(frozen=True)
 class Defect:
-    """Something that is known to be wrong, and is going to be mended.
+    """A known defect that will be fixed.
 
     Attributes:
-        what: is wrong.
-        matches: is a cell affected?
-        says: which of its problems come of that, as a regular expression; "" for all, and the cell isn't run.
+        what: description of the defect.
+        matches: returns whether a cell is affected.
+        says: regular expression of the problems that it causes; "" for all, and the cell isn't run.
     """
 
     what: str
@@ -407,10 +407,10 @@ KNOWN_DEFECTS: tuple[Defect, ...] = ()
 
 
 def known_defect(cell: Cell) -> str | None:
-    """Return which known defect keeps a cell from being run; None if it has to be right."""
+    """Return the known defect that excludes a cell, if any."""
     return next((rule.what for rule in KNOWN_DEFECTS if not rule.says and rule.matches(cell)), None)
 
 
 def excused(cell: Cell, problem: str) -> bool:
-    """Return whether a problem comes of a known defect."""
+    """Return whether a known defect causes a problem."""
     return any(rule.says and rule.matches(cell) and re.search(rule.says, problem) for rule in KNOWN_DEFECTS)

@@ -1,4 +1,4 @@
-"""Runs a list of cells and says what is wrong."""
+"""Runs a list of cells and returns their problems."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.matrix.rules import excused, refusal
 
 
 def judge(cells: Sequence[Cell], folder: Path) -> dict[Cell, list[str]]:
-    """Run cells, in as few launches as there are numbers of ranks; returns what is wrong with each."""
+    """Run cells, in a launch per number of ranks; returns the problems of each cell."""
     oracles: dict[Cell, Found] = {}
     places: dict[Cell, Path] = {}
     for number, cell in enumerate(cells):
@@ -44,7 +44,7 @@ def judge(cells: Sequence[Cell], folder: Path) -> dict[Cell, list[str]]:
 
 
 def _on_one_process(cell: Cell, results: Sequence[Found], oracle: Found, folder: Path) -> list[str]:
-    """Go on from a cell's checkpoint on one process, if that is what it is about."""
+    """Continue a cell's checkpoint on a single process, if the cell has "to-single"."""
     if cell.save != "to-single" or results[0].error or refusal(cell) is not None:
         return []
     (folder / "one").mkdir()
@@ -52,7 +52,7 @@ def _on_one_process(cell: Cell, results: Sequence[Found], oracle: Found, folder:
     resumed = fit(single, World(), folder / "one", resume=folder / "mid.ckpt", began=cell.data_ranks)
     if (folder / "one/end.ckpt").exists():
         resumed.state = checkpoint.load(folder / "one/end.ckpt")
-    like = dataclasses.replace(cell, save="from-single")  # what came before isn't in it
+    like = dataclasses.replace(cell, save="from-single")  # values before the checkpoint are not included
     return [f"one process, from its checkpoint: {problem}" for problem in problems(like, [resumed], oracle)]
 
 
@@ -64,7 +64,7 @@ def report(cell: Cell, wrong: Sequence[str]) -> str:
 
 
 def shrink(cell: Cell, folder: Path) -> tuple[Cell, list[str]]:
-    """Return the simplest cell that is still wrong, and what is wrong: one feature after the other is left out."""
+    """Return the simplest cell with a problem, and its problems: features are removed in sequence."""
     wrong: list[str] = []
     for number in itertools.count():
         names = [name for name in FEATURES if name != "ranks"]

@@ -1,4 +1,4 @@
-"""Every combination of strategy, feature and ranks trains what one process trains, or is refused at set-up."""
+"""Every combination of strategy, feature and ranks is equal to a single process, or is refused at set-up."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.matrix.running import judge, report
 from tests.matrix.table import PAGE, table
 from tests.soak import SEED, SOAK, rounds, seeds, some
 
-SHORT = 6  # cells in `make test`: the first ones of a pairwise list have most of its pairs
+SHORT = 6  # cells in `make test`: the first cells of a pairwise list have most of its pairs
 TRIPLES = 2
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(3600 if SOAK else 600)]
@@ -37,20 +37,20 @@ def check(cells: Sequence[Cell], folder: Path) -> None:
 
 @functools.cache
 def trained(seed: int) -> list[Cell]:
-    """Return a pairwise list without what is refused."""
+    """Return a pairwise list without refused cells."""
     return pairwise(seed, lambda cell: refusal(cell) or known_defect(cell))
 
 
 def all_triples() -> Iterator[Cell]:
-    """Yield cells with each triple of values, without what is refused."""
+    """Yield cells with each triple of values, without refused cells."""
     return triples(SEED, lambda cell: refusal(cell) or known_defect(cell))
 
 
 def refused() -> list[Cell]:
-    """Return a cell of each refusal, for each strategy that has it: the simplest.
+    """Return the simplest cell of each refusal, for each refused strategy.
 
-    In the short form one of the strategies that have class and traits in common is enough, and any one for what is
-    seen in training only, since ranks have to be started anew after it, and one of the meshes, whose trial takes long.
+    The short form has a single strategy of each class and traits, a single strategy for refusals during training,
+    after which ranks must be restarted, and a single mesh, whose trial run is slow.
     """
     cells: dict[tuple[int, Any], Cell] = {}
     made = {name: make() for name, make in (WAYS | MESH_WAYS).items()}
@@ -92,14 +92,14 @@ def test_each_feature_alone_trains_the_weights_of_a_single_process(ranks: int, t
     check(random.Random(ranks + SEED - 1).sample(cells, count), tmp_path)
 
 
-TELLING = (  # short cells in which a usual mistake shows, with optimizers whose steps are as large as their gradients
+TELLING = (  # short cells that expose a common mistake, with optimizers whose steps are as large as their gradients
     "hsdp ranks=2 clip=norm",  # the norm of a shard
     "fsdp ranks=3 clip=norm data=uneven",
     "bounded0 ranks=2 clip=norm",  # clipped before the sum
     "ps2-server ranks=3 clip=norm accumulate=2",  # the norm of a server's part
     "ddp ranks=2 clip=value data=uneven",
     "ps0-server ranks=3 clip=value schedule=plateau",
-    "ddp ranks=2 optimizer=momentum model=frozen",  # weight decay of what is frozen
+    "ddp ranks=2 optimizer=momentum model=frozen",  # weight decay of frozen parameters
     "fsdp ranks=2 optimizer=momentum model=frozen",
     "ps2-server ranks=2 optimizer=momentum model=frozen save=to-single",
     "local_sgd ranks=3 optimizer=momentum model=frozen data=uneven",
@@ -111,7 +111,7 @@ TELLING = (  # short cells in which a usual mistake shows, with optimizers whose
     "ps2-overlap ranks=3 schedule=two callback=ema data=uneven",  # updates that are counted otherwise
     "fsdp ranks=3 optimizer=momentum callback=averaging data=uneven save=on_train_epoch_end",  # averages of shards
     "hsdp ranks=2 optimizer=momentum callback=backbone save=on_train_epoch_end",  # groups that are added to shards
-    "ps2-server ranks=3 callback=scheduler data=uneven",  # another number of batches in an update
+    "ps2-server ranks=3 callback=scheduler data=uneven",  # a different number of batches per update
     "ddp-static ranks=2 model=complex",  # buckets of two dtypes, of which DDP numbers none as last
     "ddp-static ranks=2 model=complex data=ending loop=no-loss",  # a second broadcast of buffers
     "ddp-static ranks=2 callback=scheduler",  # refused at set-up, not at the first update of several batches

@@ -1,4 +1,4 @@
-"""The oracle itself trains what a loop in plain PyTorch does: what both would have wrong, no combination shows."""
+"""The oracle is equal to a loop in plain PyTorch, which detects mistakes common to cells and oracle."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def known(cell: Cell) -> bool:
-    """Return whether one process trains the cell, and the plain loop as well."""
+    """Return whether the oracle and the plain loop both support the cell."""
     return exists(cell) and refusal(cell) is None and covers(cell)
 
 
@@ -38,15 +38,15 @@ def combined(count: int) -> list[Cell]:
 
 
 def wrong(cell: Cell, folder: Path) -> list[str]:
-    """Return what one process has trained otherwise than the plain loop."""
+    """Return the differences between a single process and the plain loop."""
     result, plain = run_oracle(cell, folder), Plain(cell).train()
     assert not result.error, result.error
     # The same operations in the same order; only norms and metrics are added up otherwise, in float32 at worst.
-    # The model "dtypes" has a layer in float32, and "complex" numbers of such parts, whose rounding reaches
-    # the others where losses are weighted otherwise.
+    # The model "dtypes" has a layer in float32, and "complex" numbers of such parts; their rounding affects all weights
+    # where losses are weighted differently.
     exact = cell.precision == "64" and cell.model not in ("dtypes", "complex")
     close = {"rtol": 1e-12, "atol": 1e-12} if exact else {"rtol": 1e-5, "atol": 1e-6}
-    rel = 1e-6 if exact else 1e-5  # of what is computed with these weights
+    rel = 1e-6 if exact else 1e-5  # of quantities computed with these weights
     lines = []
     if result.position[0] != plain.updates:
         lines.append(f"{result.position[0]} updates, and there are {plain.updates}")
@@ -67,13 +67,13 @@ def wrong(cell: Cell, folder: Path) -> list[str]:
 
 
 def metrics(cell: Cell, plain: Plain) -> dict[str, float]:
-    """Return the metrics of the last epoch, where it was a whole one and validated `Samples` of its own once."""
+    """Return the metrics of the last epoch, if it was complete and validated its own `Samples` once."""
     last = {} if cell.loop == "max-steps" else {"loss": plain.loss}
     return last if cell.loop in ("max-steps", "two-val", "overfit") else {**last, "val": plain.validate()}
 
 
 def check(cells: list[Cell], folder: Path) -> None:
-    """Fail with what is wrong of each cell."""
+    """Fail with the problems of each cell."""
     results = {}
     for number, cell in enumerate(cells):
         cell_folder = folder / str(number)
@@ -96,7 +96,7 @@ def test_outer_momentum_and_compression_errors_are_equal_to_plain_torch(tmp_path
             assert not results.error, results.error
             saved, plain = results.state["strategy"]["module"], Joined(cell.way, ranks).train()
             for name, weight in plain.named_parameters():
-                # Servers and workers exchange float32 in some places, and sum in another order.
+                # Servers and workers exchange float32 in some cases, and sum in a different order.
                 assert torch.allclose(saved[name], weight.detach(), rtol=1e-5, atol=1e-5), (cell.way, name)
 
 

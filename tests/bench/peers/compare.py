@@ -1,7 +1,7 @@
-"""The same work in plain PyTorch, fabricx and the frameworks beside it: speed, memory, start, and lines of code.
+"""The same task in plain PyTorch, fabricx and other frameworks: speed, memory, start, and lines of code.
 
-Each framework is a script `way_NAME.py` with its defaults, which trains a task of `tasks.py`; what is not installed is
-left out. The scripts run in turn, and each round in the other direction. The table is Markdown: ratios to plain
+Each framework is a script `way_NAME.py` with its defaults, which trains a task of `tasks.py`; missing frameworks are
+omitted. The scripts run in turn, in alternating order. The table is Markdown: ratios to plain
 PyTorch in the same round, as medians.
 """
 

@@ -97,7 +97,7 @@ def make_model(task: str) -> nn.Module:
 
 
 def make_data(options: argparse.Namespace) -> Dataset:
-    """Make the samples of one epoch."""
+    """Make the samples of an epoch."""
     random = torch.Generator().manual_seed(0)
     samples = options.steps * options.ranks * options.batch_size
     if options.task == "gpt":
