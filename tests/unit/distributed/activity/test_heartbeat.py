@@ -34,7 +34,7 @@ def test_the_line_is_the_innermost_line_of_user_code_in_any_thread() -> None:
     thread.start()
     thread.join()  # a line of python's own, which this test calls
     assert "test_heartbeat.py" in lines[0]
-    assert "in test_the_line_is_the_users_innermost_one" in lines[0]
+    assert "in test_the_line_is_the_innermost_line_of_user_code" in lines[0]
     assert "thread.join()" in lines[0] or "thread.start()" in lines[0]
 
 
