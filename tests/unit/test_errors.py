@@ -1,4 +1,4 @@
-"""Tracebacks as a user wants to see them."""
+"""Tracebacks shown to users."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names become objects, and wrong names become advice."""
+"""Names are resolved to objects, and wrong names produce advice."""
 
 from __future__ import annotations
 

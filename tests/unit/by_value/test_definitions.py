@@ -1,4 +1,4 @@
-"""A process makes each definition once, and keeps the variables that it has."""
+"""A process creates each definition once, and keeps its own variables."""
 
 from __future__ import annotations
 

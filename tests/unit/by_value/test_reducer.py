@@ -99,7 +99,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
 
 @pytest.fixture
 def receive(monkeypatch: pytest.MonkeyPatch) -> Receive:
-    """Return a function that pickles an object, and unpickles it as a process without a script does."""
+    """Return a function that pickles an object, and unpickles it as in a process without a script."""
 
     def received(value: Any) -> Any:
         data = by_value.dumps(value)
@@ -112,7 +112,7 @@ def receive(monkeypatch: pytest.MonkeyPatch) -> Receive:
             other.setattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", weakref.WeakValueDictionary())
             other.setattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS", weakref.WeakKeyDictionary())
             got = pickle.loads(data)
-            assert pickle.loads(data) is not None  # a second time, nothing is made
+            assert pickle.loads(data) is not None  # a second load creates no definitions
             pickle.dumps(getattr(process.script, "Config", None))  # by name, since the receiver has the script's name
             if (outer := getattr(process.script, "Outer", None)) is not None:
                 assert type(pickle.loads(pickle.dumps(outer.Inner()))) is outer.Inner
@@ -165,7 +165,7 @@ def test_an_imported_object_without_a_copy_is_imported_by_the_receiver(
     factories.LIST.append("added by the script")
     assert receive(script.norm)() is factories.Norm
     assert receive(script.names)() == ["added by the script"]
-    assert receive(script.names)() is not factories.LIST  # a copy is preferred, which has changes of the script
+    assert receive(script.names)() is not factories.LIST  # a copy, with the script's changes, has precedence
 
 
 FACTORIES = """
@@ -296,7 +296,7 @@ def test_a_parametrized_module_has_its_class_in_another_process() -> None:
 
 
 def test_a_generator_is_sent_to_loader_processes_by_its_state(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch sends a shared tensor, which is released before a process that isn't forked opens it."""
+    """torch sends a shared tensor, which is released before a spawned process opens it."""
     monkeypatch.setattr(ForkingPickler, "_extra_reducers", dict(ForkingPickler._extra_reducers))
     monkeypatch.setattr(DEFINITIONS, "reads_job", False)
     by_value.supply_children()

@@ -1,4 +1,4 @@
-"""A trainer without a loop: callbacks are driven by hand, hook by hook."""
+"""A trainer without a loop: tests call the hooks of callbacks directly."""
 
 from __future__ import annotations
 

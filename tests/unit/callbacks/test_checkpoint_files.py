@@ -1,4 +1,4 @@
-"""Deletion of checkpoints: only of a callback's own."""
+"""Deletion of checkpoints: only the callback's own checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoints a metric keeps, and to which weights its value belongs."""
+"""Ranking of checkpoints by a metric, and the weights to which a value belongs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often a snapshot is written, under a clock that only counts."""
+"""Intervals of snapshots, with a simulated clock."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_a_difference_between_the_positions_of_data_and_training_is_detected(
 
 @pytest.mark.parametrize("second", [(0, 1, 2), (0, 1), (0, 2, 2)])
 def test_the_last_line_counts_the_samples_that_each_server_has_used(second: tuple[int, ...]) -> None:
-    """The second of two servers misses leases of the first server, or used a lease twice."""
+    """The second of two servers misses leases of the first server, or uses a lease twice."""
     begun, _ = begin(workers=1, aggregate=False)
     servers = [Server(1), Server(1, grants=False)]
     empty = torch.empty(0)
@@ -157,7 +157,7 @@ def test_the_last_line_counts_the_samples_that_each_server_has_used(second: tupl
         servers[1].state.ledger._received = LeaseSet()  # disables the detection of repeated gradients
         servers[1].handle(0, Push(0, 1, (lease,), True), empty, empty)
     protocol = Asynchronous(begun.settings)
-    samples = [server.state.shard.samples for server in servers]  # these pushes name none
+    samples = [server.state.shard.samples for server in servers]  # these pushes have no lease
     remote = SimpleNamespace(counts=lambda: [server.counts for server in servers], samples=lambda: samples)
     protocol._exchange = SimpleNamespace(remote=remote)  # type: ignore[assignment]
     apart = LeaseDealer(protocol)
@@ -166,7 +166,7 @@ def test_the_last_line_counts_the_samples_that_each_server_has_used(second: tupl
     assert apart.lost_and_repeated() == (lost, repeated, 0)
     assert ("1 batch lost" in said, "1 batch trained twice" in said) == (bool(lost), bool(repeated))
     assert (", 0 samples lost" in said) == (not lost and not repeated)
-    assert account(dealer=apart, streams=True) == ""  # a lease stands for a batch of any rank
+    assert account(dealer=apart, streams=True) == ""  # a lease is a batch of any rank
 
 
 @pytest.mark.parametrize(

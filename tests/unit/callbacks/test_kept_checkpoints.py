@@ -35,7 +35,7 @@ def test_a_save_supersedes_displaced_checkpoints_and_an_unranked_target_of_the_l
     pending = kept.begin("/runs/d.ckpt", 8, kept.copy(), A, "/runs/last.ckpt", permanent=False)
     assert pending.superseded == [A, C]
     assert (kept.link, kept.target, kept.paths) == ("/runs/last.ckpt", "/runs/d.ckpt", [A, B, "/runs/d.ckpt"])
-    kept.target = B  # ranked: the link may leave it
+    kept.target = B  # ranked: the link may point elsewhere
     assert kept.begin("/runs/e.ckpt", 9, kept.copy(), None, "/runs/last.ckpt", permanent=False).superseded == []
 
 

@@ -21,7 +21,7 @@ class Recorder:
         self.rows: list[tuple[dict[str, float], int]] = []
 
     def open(self, run_dir: Path) -> None:
-        """Nothing to do."""
+        """Does nothing."""
 
     def log_metrics(self, metrics: dict[str, float], step: int) -> None:
         self.rows.append((metrics, step))

@@ -137,7 +137,7 @@ def test_nan_is_never_the_best_metric(trainer: Any, tmp_path: Path) -> None:
     run.epoch(validation={"val_loss": math.nan})
     assert callback.best_model_path == ""
     assert callback.best_model_score is None
-    assert names(tmp_path / "checkpoints") == ["epoch=0-step=4.ckpt"]  # better than nothing
+    assert names(tmp_path / "checkpoints") == ["epoch=0-step=4.ckpt"]  # saved without a better alternative
     run.epoch(validation={"val_loss": 0.5})
     run.epoch(validation={"val_loss": math.nan})
     assert Path(callback.best_model_path).name == "epoch=1-step=8.ckpt"

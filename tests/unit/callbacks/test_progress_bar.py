@@ -141,7 +141,7 @@ def test_a_subclass_chooses_the_values(quiet: dict[str, Any], capfd: pytest.Capt
 
 
 class Percent(ProgressBar):
-    """Is written as Lightning's documentation shows it, with properties of the base class."""
+    """Written as in Lightning's documentation, with properties of the base class."""
 
     train_description = "training"
 

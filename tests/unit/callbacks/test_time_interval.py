@@ -51,7 +51,7 @@ def test_ranks_with_different_clocks_agree(clock: Clock) -> None:
         if other.due(step, SimpleNamespace(size=2, broadcast_object=lambda value, said=answers: said.pop())):  # type: ignore[arg-type]
             due_other.append(step)
         clock.now -= 1000.0
-        assert not answers  # asked at the same steps
+        assert not answers  # the clock is read at the same steps
     assert due_main == due_other
     assert due_main == pytest.approx([1000, 2000, 3000, 4000, 5000], abs=25)
     assert len(main_world.said) < 5 * 40  # and not 5,000 times

@@ -33,7 +33,7 @@ def test_steps_stop_when_time_is_up(trainer: Any, clock: Any) -> None:
     run.step()
     clock.now += 1
     run.step()
-    assert len(run.stop_reasons) == 1  # said once
+    assert len(run.stop_reasons) == 1  # printed once
     assert "0:00:10" in run.stop_reasons[0]
 
 

@@ -1,4 +1,4 @@
-"""Which steps a trace has."""
+"""Selection of the traced steps."""
 
 from __future__ import annotations
 

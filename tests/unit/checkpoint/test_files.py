@@ -138,7 +138,7 @@ def test_checkpoints_are_listed_by_the_time_of_writing_even_if_copied(tmp_path: 
         checkpoint.save(tmp_path / "from" / name, STATE, {})
     for name in ("c", "b", "a"):
         shutil.copytree(tmp_path / "from" / name, tmp_path / "to" / name, copy_function=shutil.copyfile)
-    (tmp_path / "to" / "c" / checkpoint.MANIFEST).write_text("{")  # has a place even so: the marker's own time
+    (tmp_path / "to" / "c" / checkpoint.MANIFEST).write_text("{")  # is sorted by the marker's modification time
     assert [path.name for path in checkpoint.list_committed(tmp_path / "to")] == ["b", "a", "c"]
 
 

@@ -200,7 +200,7 @@ def test_a_configuration_of_a_custom_class_may_be_passed(tmp_path):
 
 
 class Exploit:
-    """Makes a folder where it is unpickled."""
+    """Creates a folder when unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -210,7 +210,7 @@ class Exploit:
 
 
 def hostile(kind: str, folder: Path) -> Path:
-    """Write a file that would run code, or use much memory, if it was loaded without care."""
+    """Write a file that would run code, or use much memory, if it was loaded without checks."""
     path, exploit = folder / "hostile.ckpt", Exploit(folder / "marker")
     if kind == "raw":
         path.write_bytes(pickle.dumps(exploit))
@@ -343,7 +343,7 @@ def test_weights_of_a_different_shape_are_named_with_a_remedy_that_loads_all_oth
         trainer = fx.Trainer(devices=1, max_steps=1, default_root_dir=tmp_path, **QUIET)
         trainer.fit(old, DataLoader(torch.zeros(2, 2)))
         trainer.save_checkpoint(path)
-    for strict in (True, False):  # names that are allowed to differ don't make shapes equal
+    for strict in (True, False):  # permitted differences in names do not permit differences in shapes
         with pytest.raises(CheckpointError, match=r"(?s)head.weight: shape \[2, 3\] .*, \[5, 3\] .*on_load_checkpoint"):
             Head.load_from_checkpoint(path, strict=strict)
     with pytest.warns(UserWarning, match="missing: head.weight, head.bias"):

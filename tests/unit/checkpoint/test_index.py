@@ -1,4 +1,4 @@
-"""An index that lies is refused before memory is taken."""
+"""An index with wrong sizes is refused before memory is allocated."""
 
 from __future__ import annotations
 

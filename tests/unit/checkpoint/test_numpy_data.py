@@ -1,4 +1,4 @@
-"""Arrays and numbers of numpy in files of torch are read without numpy's own reconstruction."""
+"""numpy arrays and numbers in files of torch are read without numpy's reconstruction functions."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Row(list[Any]):
 
 
 class Exploit:
-    """Makes a folder where it is unpickled."""
+    """Creates a folder when unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -59,7 +59,7 @@ class Net(TinyModule):
         self.added: Any = None
 
     class Mode:
-        """A hyperparameter of a class within the class."""
+        """A hyperparameter of a nested class."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["added"] = {"table": Table(a=1), "row": Row([1]), "metric": nn.MSELoss(), "count": 3}
@@ -135,13 +135,13 @@ def test_classes_that_the_user_allows_need_no_other_permission(tmp_path: Path, s
     trainer.lightning_module.hparams.update(loss=Loss(3.0), scaler=Scaler())  # type: ignore[union-attr]
     path = tmp_path / "a.ckpt"
     trainer.save_checkpoint(path, single_file=single_file)
-    for _ in range(2):  # also with numpy's functions of the user's own list, which fabricx replaces otherwise
+    for _ in range(2):  # also with numpy functions in the user's own list, which fabricx otherwise replaces
         with torch.serialization.safe_globals([Loss, Scaler]):
             hparams = checkpoint.load(path)["hparams"]
         assert hparams["loss"].scale == 3.0
         assert type(hparams["scaler"].mean) is np.ndarray
     assert is_unread(checkpoint.load(path)["hparams"]["loss"])
-    with torch.serialization.safe_globals([Scaler]):  # a class that is not allowed hides no other
+    with torch.serialization.safe_globals([Scaler]):  # an allowed class does not hide other classes
         hparams = checkpoint.load(path)["hparams"]
     assert (is_unread(hparams["loss"]), is_unread(hparams["scaler"])) == (True, False)
 

@@ -1,4 +1,4 @@
-"""Files of torch with objects: all else is read, and no name in the file is imported or called."""
+"""Files of torch with objects: all other data is read, and no name in the file is imported or called."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Listed(list[int]):
 
 
 class Calls:
-    """Is made by a function."""
+    """Is created by a function."""
 
     def __reduce__(self) -> Any:
         return make, ([1, 2],), {"a": 1}, iter([3]), iter([("b", 4)])
@@ -69,13 +69,13 @@ def make(values: list[int]) -> Any:
 
 
 class Outer:
-    """Has a class within."""
+    """Has a nested class."""
 
     class Inner:
         """A class within."""
 
         def method(self) -> None:
-            """Do nothing."""
+            """Does nothing."""
 
     class Kind(enum.Enum):
         """A nested class."""
@@ -84,7 +84,7 @@ class Outer:
 
     @staticmethod
     def attack() -> None:
-        """Fail if it is called."""
+        """Fails if called."""
         raise AssertionError
 
 
@@ -148,7 +148,7 @@ def test_attributes_named_by_a_file_are_not_accessed(tmp_path: Path) -> None:
 
 
 class Looks:
-    """Is made by an attribute of a class that the user has allowed."""
+    """Is created by an attribute of a class that the user has allowed."""
 
     def __reduce__(self) -> Any:
         return Outer.attack, ()

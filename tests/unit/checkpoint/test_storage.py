@@ -1,4 +1,4 @@
-"""A checkpoint's place: a folder of this machine, or a URL."""
+"""Location of a checkpoint: a local folder, or a URL."""
 
 from __future__ import annotations
 

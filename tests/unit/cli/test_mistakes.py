@@ -1,4 +1,4 @@
-"""Mistakes in a configuration are explained: key, value, choices, the nearest name, the next action."""
+"""Mistakes in a configuration are explained: key, value, choices, the nearest name, the remedy."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def frozen(*values: float) -> list[nn.Parameter]:
     "change",
     [
         lambda weight: weight.mul_(3.0),
-        lambda weight: weight.data.mul_(3.0),  # which torch's counters don't notice
+        lambda weight: weight.data.mul_(3.0),  # not detected by torch's version counters
         lambda weight: setattr(weight, "data", weight.data * 3.0),
     ],
 )

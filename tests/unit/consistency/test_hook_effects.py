@@ -29,7 +29,7 @@ def changes(hook: str, *, restores: bool = False) -> fx.Callback:
     def change(self: Any, trainer: Any, module: Any, *rest: Any) -> None:
         for weight in module.parameters():
             before = weight.detach().clone()
-            weight.data.mul_(0.5)  # which torch's counters of versions don't notice
+            weight.data.mul_(0.5)  # not detected by torch's version counters
             if restores:
                 weight.data.copy_(before)
 

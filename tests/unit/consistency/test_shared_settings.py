@@ -30,7 +30,7 @@ KEY = b"k" * 32
 
 @contextmanager
 def trainers(path: str, size: int) -> Iterator[list[Any]]:
-    """Yield so many ranks, as far as their settings are compared."""
+    """Yield trainers of `size` ranks, with the parts that the comparison of settings reads."""
     created = []
     for rank in range(size):
         world = World(rank=rank, size=size, store=PrivateStore(path, KEY))
@@ -160,7 +160,7 @@ def test_a_rank_that_is_behind_continues_to_the_batch_of_the_change() -> None:
     def act(trainer: Any, rank: int, now: int) -> None:
         if now == 4:
             freeze(trainer)
-        if rank == 1 and now == 0:  # asked before its first check
+        if rank == 1 and now == 0:  # read before its first check
             go_on.wait(60)
             trainer.shared._topic.reason = "changed"
         elif rank == 0 and now == 4:

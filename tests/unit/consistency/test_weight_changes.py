@@ -1,4 +1,4 @@
-"""Changes of parameters are noticed however they are made."""
+"""All kinds of changes of parameters are detected."""
 
 from __future__ import annotations
 

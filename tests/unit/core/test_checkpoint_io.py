@@ -1,4 +1,4 @@
-"""The plugin of Lightning that reads checkpoints: the user's class decides how a file is read."""
+"""Lightning's plugin for reading checkpoints: the user's class decides how a file is read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A data module: where its loaders and hooks are used."""
+"""A data module: its loaders and hooks in a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments of a constructor, as a checkpoint has them."""
+"""Constructor arguments as hyperparameters of a checkpoint."""
 
 from __future__ import annotations
 

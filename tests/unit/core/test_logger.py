@@ -1,4 +1,4 @@
-"""Objects that are loggers by their four methods."""
+"""Objects with the four methods of a logger."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ METHODS = [name for name, value in vars(Strategy).items() if callable(value) and
 
 
 class Recorded(Strategy):
-    """Notes the first call of each method."""
+    """Records the first call of each method."""
 
     traits = Traits(max_ranks=1)
 
@@ -100,7 +100,7 @@ def test_the_example_of_the_guide_has_the_stated_length() -> None:
 
 
 def test_a_limit_of_elements_holds_without_a_gradient_too() -> None:
-    """A stage of a pipeline may have no parameter of an optimizer."""
+    """A pipeline stage may hold no parameter of an optimizer."""
     with_gradient, without = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     with_gradient.grad = torch.tensor([-3.0, 0.5])
     strategy = Strategy()

@@ -22,7 +22,7 @@ from fabricx.strategies import DDP, FSDP, AsyncSGD, ParameterServer, Single
 
 
 class Plain(Strategy):
-    """A strategy with no part."""
+    """A strategy without optional parts."""
 
 
 @pytest.mark.parametrize("part", [DealsData, HasServers, HidesGradients, MeasuresWaiting, ShardsWeights, WrapsStep])

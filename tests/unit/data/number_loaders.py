@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 
 class Numbers(Dataset[int]):
-    """The numbers from `begin` on; draws them a batch at a time if `batched`."""
+    """Numbers from `begin`; reads them in batches if `batched`."""
 
     def __init__(self, begin: int, count: int) -> None:
         self.begin, self.count = begin, count

@@ -46,7 +46,7 @@ def test_an_empty_list_is_a_loader_without_batches() -> None:
     assert [items(mode, []) for mode in MODES] == [[]] * 4
     assert items("min_size", [[], range(2)]) == []
     assert items("max_size", {"a": [], "b": range(1)}) == [({"a": None, "b": 0}, 0, 0)]
-    assert items("sequential", [[], range(2)]) == [(0, 0, 1), (1, 1, 1)]  # the number of the second loader is 1
+    assert items("sequential", [[], range(2)]) == [(0, 0, 1), (1, 1, 1)]  # the index of the second loader is 1
 
 
 def test_loaders_are_replaced_separately_or_together() -> None:
@@ -96,7 +96,7 @@ def test_a_reset_ends_the_processes_of_loaders() -> None:
     assert children
     both.reset()
     for child in children:
-        child.join(120)  # torch waits 5 s and then only asks it to end
+        child.join(120)  # torch waits 5 s before it terminates the process
     assert not any(child.is_alive() for child in children)
 
 
@@ -167,7 +167,7 @@ def test_samplers_have_the_nesting_of_loaders_and_a_stream_has_no_length() -> No
 
 
 class Both(TinyModule):
-    """Trains on two loaders, and notes their batches."""
+    """Trains on two loaders, and records their batches."""
 
     def __init__(self) -> None:
         super().__init__()

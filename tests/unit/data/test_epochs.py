@@ -18,11 +18,11 @@ DATA: Any = range(20)
 
 
 class Batches(BatchSampler):
-    """A class of the user's own."""
+    """A custom class."""
 
 
 class Turned(Sampler[int]):
-    """Begins at the number of the epoch."""
+    """Starts at the number of the epoch."""
 
     def __init__(self) -> None:
         self.epoch = 0

@@ -1,4 +1,4 @@
-"""Which feed reads a user's data."""
+"""Selection of the feed for a user's data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DATA: Any = range(20)
 
 
 class Batches(BatchSampler):
-    """A class of the user's own."""
+    """A custom class."""
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

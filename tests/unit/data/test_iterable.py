@@ -1,4 +1,4 @@
-"""Sources that are taken as they are: each batch of an update counts the same, whichever rank has it."""
+"""Sources that are read unchanged: all batches of an update have equal weight, on any rank."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_rank_whose_stream_has_ended_computes_with_its_newest_batch_also_after
         return [micro.data, source.state_dict() if state else None]
 
     assert along(Source(3)) == [2, None]  # read once more
-    assert along(Continued(3), {"over": True, "source": 3}) == [0, 3]  # of the next epoch, which isn't begun by that
+    assert along(Continued(3), {"over": True, "source": 3}) == [0, 3]  # of the next epoch, which has not started
 
 
 def test_no_batch_is_lost_if_the_declared_length_is_too_large() -> None:
@@ -312,7 +312,7 @@ def test_a_resumed_stream_draws_the_random_numbers_of_an_uninterrupted_run(sized
 
 
 def test_the_iterator_of_an_abandoned_epoch_is_closed() -> None:
-    """With it end the processes of a loader."""
+    """The processes of a loader end with it."""
     ended = []
 
     class Processes(Source):
@@ -413,7 +413,7 @@ def test_a_counter_that_a_hook_changes_within_an_epoch_keeps_its_value_on_resume
     whole, _ = read(Counts())
     before, saved = read(Counts(), stop=2)
     after, _ = read(Counts(), saved, first=2)
-    assert [*before, *after[1:]] == [*whole[:2], *whole[3:]]  # the batch that was prefetched has the level of before
+    assert [*before, *after[1:]] == [*whole[:2], *whole[3:]]  # the prefetched batch has the earlier level
     assert [batch[1:] for batch in after] == [batch[1:] for batch in whole[2:]]
 
 

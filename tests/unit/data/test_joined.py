@@ -1,4 +1,4 @@
-"""A single loader in place of several yields their batches."""
+"""A joined loader yields the batches of several loaders."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Dealer:
 def test_each_sample_is_leased_once_and_each_update_has_weight_1(
     items: int, begin: int, batch: int, accumulate: int, together: int, ranks: int, wanted: int, turns: Any
 ) -> None:
-    begin = begin * batch * accumulate % items // (batch * accumulate) * batch * accumulate  # of a whole lease
+    begin = begin * batch * accumulate % items // (batch * accumulate) * batch * accumulate  # of a complete lease
     dealer: Any = Dealer(0, together)
     sections = [LeasedSection(dealer, begin, items, batch, accumulate) for _ in range(ranks)]
     [leases] = {section.plan(lambda done, left: wanted) for section in sections}

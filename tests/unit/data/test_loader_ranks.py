@@ -1,4 +1,4 @@
-"""Loader processes of a stream learn the rank before the user's function for them."""
+"""Loader processes of a stream receive the rank before the user's `worker_init_fn` runs."""
 
 from __future__ import annotations
 

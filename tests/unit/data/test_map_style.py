@@ -37,7 +37,7 @@ def test_a_batch_sampler_of_torch_is_read_like_a_loader_with_batch_size(drop_las
 
 
 class Batches(BatchSampler):
-    """A class of the user's own."""
+    """A custom class."""
 
 
 @pytest.mark.parametrize(

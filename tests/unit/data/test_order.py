@@ -44,7 +44,7 @@ def test_parts_are_equal_for_any_number_of_ranks(items: int) -> None:
 
 @pytest.mark.parametrize("items", [1, 4, 12, 17])
 def test_the_first_part_of_a_rank_has_a_sample(items: int) -> None:
-    """So that the hooks of the first batch see the number 0, which most of them test for."""
+    """The hooks of the first batch receive the index 0, which many of them test for."""
     for ranks in (1, 2, 3):
         for rank in range(min(ranks, items)):
             shares = list(Cut(items, 12, rank, ranks, began_with=1, parts=12).shares())

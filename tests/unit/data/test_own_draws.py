@@ -24,7 +24,7 @@ def test_training_and_data_source_have_separate_random_numbers() -> None:
     after = RandomState()
     torch.manual_seed(1)
     draws, read, states = OwnDraws(Noise()), [], []
-    assert not RandomState().differs(after)  # the training draws the same with any number of batches
+    assert not RandomState().differs(after)  # the training draws the same numbers for any number of batches
     for number in range(4):
         random.seed(number)
         np.random.seed(number)

@@ -140,7 +140,7 @@ class Shuffled(Sampler[int]):
 
 
 class Counted(Sampler[int]):
-    """Counts its epochs."""
+    """Counts its epochs in an attribute."""
 
     def __init__(self) -> None:
         self.epochs = 0
@@ -154,7 +154,7 @@ class Counted(Sampler[int]):
 
 
 class Batches:
-    """Cuts the order of a sampler into batches; no subclass of torch's."""
+    """Divides the order of a sampler into batches; not a subclass of torch's."""
 
     def __init__(self, sampler: Any) -> None:
         self.sampler = sampler
@@ -182,7 +182,7 @@ class OwnBatches:
 
 
 class OfClasses(Sampler[int]):
-    """Shuffles the places of each class, and the names of the classes."""
+    """Shuffles the positions of each class, and the class names."""
 
     def __init__(self, places: Any) -> None:
         self.places = defaultdict(list, {name: places(number) for number, name in enumerate("abc")})
@@ -312,7 +312,7 @@ def test_a_sampler_is_restored_to_the_state_before_its_first_order() -> None:
         return [[micro.data.tolist() for micro in feed.epoch(epoch)] for epoch in (0, 1)]
 
     first = orders()
-    feed.drawn = None  # as a copy has it that was made before the first epoch
+    feed.drawn = None  # like a copy made before the first epoch
     feed.place_sampler(0)
     assert orders() == first
 

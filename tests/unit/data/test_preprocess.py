@@ -26,7 +26,7 @@ def noisy(sample: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 class Seeing(TinyModule):
-    """Notes the batches that it is trained on."""
+    """Records its training batches."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ from tests.unit.trainer.counting import Counts, fitted
 
 
 class Plans(TinyModule):
-    """Notes how many updates a schedule is to be planned for."""
+    """Records the number of updates for which a schedule is planned."""
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         assert self.trainer is not None
@@ -57,7 +57,7 @@ class _PlansEarly(Counts):
         assert self.trainer is not None
         if stage == "fit":
             self.early = self.trainer.estimated_stepping_batches
-            self.generator = torch.Generator()  # found although it is newer than the loader
+            self.generator = torch.Generator()  # set although it is newer than the loader
 
     def train_dataloader(self) -> Any:
         assert self.trainer is not None
@@ -73,12 +73,12 @@ def test_a_schedule_may_be_planned_in_setup_before_the_data_is_loaded() -> None:
         trainer.fit(candidate, None if candidate is module else tiny_loader(shuffle=True))
         order.append(torch.cat(candidate.seen["train"]))
     assert module.early == trainer.global_step == trainer.estimated_stepping_batches == 6
-    assert module.within == float("inf")  # the loader, which it is asked for, does not exist yet
+    assert module.within == float("inf")  # the loader does not exist yet
     assert module.created == 1
     assert torch.equal(*order)
     longer = fx.Trainer(max_epochs=2, limit_train_batches=2, **QUIET)
     longer.fit(module)
-    assert module.early == longer.global_step == 4  # not that of the run before
+    assert module.early == longer.global_step == 4  # not the number of the previous run
     with pytest.raises(ValueError, match="there is no batch to train on"):
         fx.Trainer(max_epochs=1, **QUIET).fit(module, tiny_loader(samples=0))
 
@@ -326,7 +326,7 @@ def test_a_training_without_batches_is_an_error(options: dict[str, Any], data: d
     kept = torch.utils.data.Subset(whole, range(data.pop("samples", len(whole))))
     with pytest.raises(ValueError, match=said):
         trainer.fit(Counts(), torch.utils.data.DataLoader(kept, batch_size=4, **data), tiny_loader())
-    fx.Trainer(max_epochs=1, limit_train_batches=0, **QUIET).fit(Counts(), tiny_loader())  # nothing was asked for
+    fx.Trainer(max_epochs=1, limit_train_batches=0, **QUIET).fit(Counts(), tiny_loader())  # no loader was requested
 
 
 def test_a_fraction_of_the_batches_is_divided_over_ranks() -> None:

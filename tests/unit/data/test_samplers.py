@@ -1,4 +1,4 @@
-"""Orders by a criterion are permutations, and exact under any number of ranks and in resume."""
+"""Orders by a criterion are permutations, and exact for any number of ranks and after a resume."""
 
 from __future__ import annotations
 

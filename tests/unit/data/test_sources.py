@@ -21,7 +21,7 @@ class Stream(IterableDataset[int]):
 
 
 class Movable:
-    """A batch of a library: it can be iterated, and moved to a device."""
+    """A batch object of a library: iterable, with a `to` method."""
 
     def __iter__(self) -> Any:
         return iter(())

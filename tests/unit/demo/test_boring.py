@@ -8,7 +8,7 @@ import pytest
 import fabricx as fx
 
 theirs: Any = pytest.importorskip("lightning.pytorch.demos.boring_classes")
-ours: Any = importlib.import_module("fabricx.pytorch.demos.boring_classes")  # type checkers don't find made modules
+ours: Any = importlib.import_module("fabricx.pytorch.demos.boring_classes")  # not visible to type checkers
 
 
 @pytest.mark.parametrize("name", ["BoringModel", "ManualOptimBoringModel"])

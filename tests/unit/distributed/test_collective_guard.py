@@ -25,7 +25,7 @@ def two_ranks() -> Iterator[None]:
 
 
 def _process_group(group: Any) -> Any:
-    """Return a group as a program has it that took it before ranks were apart."""
+    """Return a group that was created before ranks diverged."""
     default: Any = _c10d._get_default_group()
     return group or _c10d._resolve_process_group(default.group_name)
 
@@ -58,7 +58,7 @@ def test_each_collective_is_refused_inside_and_allowed_after(name: str, own_grou
             COLLECTIVES[name](group)
         with REFUSED, pytest.raises(RanksApart):
             COLLECTIVES[name](group)
-        with pytest.raises(RanksApart):  # the inner context has not allowed it
+        with pytest.raises(RanksApart):  # not allowed by the inner context
             COLLECTIVES[name](group)
     if name != "all_gather_object":  # a group without peers gathers no objects
         COLLECTIVES[name](group)

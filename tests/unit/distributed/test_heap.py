@@ -1,4 +1,4 @@
-"""Memory that was freed is the system's again."""
+"""Freed memory is returned to the system."""
 
 from __future__ import annotations
 

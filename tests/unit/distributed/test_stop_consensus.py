@@ -66,7 +66,7 @@ def test_ranks_that_receive_a_request_at_different_boundaries_stop_at_the_same_b
         index = ahead
         while not agreement.at_boundary(index):
             index += 1
-            time.sleep(0.002)  # as long as a step: ranks that train together are not far from each other
+            time.sleep(0.002)  # as long as a step: ranks in lockstep are at most a step apart
         stopped.append(index)
 
     ready = threading.Barrier(3)

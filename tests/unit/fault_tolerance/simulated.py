@@ -38,10 +38,10 @@ class Killed(BaseException):
 
 
 class Left(BaseException):
-    """Simulates the end of a process that is not needed any more."""
+    """Simulates the end of a superfluous process."""
 
 
-NOBODY = generations.Generation(10**6, ())  # of which no worker is a member
+NOBODY = generations.Generation(10**6, ())  # a group without workers
 
 
 def _leave() -> None:
@@ -279,7 +279,7 @@ class Simulation:
             self.changes.receive(worker, kind, content)
 
     def _send_away(self, worker: int) -> None:
-        """End a worker wherever it waits; a process would just end."""
+        """End a worker in any wait; a real process would end immediately."""
         member: Any = self.members[worker]
         member.on_message("generation", NOBODY)
         member.on_message("broken", NOBODY.number - 1)
@@ -292,7 +292,7 @@ class Simulation:
                 self._send_away(worker)
             else:
                 member.on_message(what, content)
-            if what == "broken" and member.joined <= content:  # the thread that hears this shuts the links
+            if what == "broken" and member.joined <= content:  # the thread that receives this message shuts the links
                 self.machine.break_off(member.joined)
 
     def _start(self, worker: int, seat: int, *, newcomer: bool) -> None:
@@ -327,7 +327,7 @@ class Simulation:
         except BaseException:
             self.machine.messages.put((worker, "failed", traceback.format_exc()))
         finally:
-            vars(trainer.session.fault_tolerance)["slot"] = None  # the memory of a process that has ended
+            vars(trainer.session.fault_tolerance)["slot"] = None  # the memory of an ended process
 
 
 def install(monkeypatch: Any) -> None:

@@ -10,7 +10,7 @@ from fabricx.distributed.membership.generations import Generation, WorkerMessage
 from fabricx.fault_tolerance.controller import ElasticController, ElasticPolicy
 from tests.soak import rounds
 
-SCHEDULES = rounds(short=120, full=800)  # of each kind
+SCHEDULES = rounds(short=120, full=800)  # per kind
 
 
 class Clock:
@@ -22,7 +22,7 @@ class Clock:
 
 
 class Workers:
-    """Processes as the reckoning sees them: they start, join, train, die, and end when they aren't named."""
+    """Simulated processes: they start, join, train, die, and end when not in the generation."""
 
     def __init__(self, elastic: ElasticPolicy, size: int) -> None:
         self.outlived = elastic.outlived
@@ -32,13 +32,13 @@ class Workers:
         self.starting: set[int] = set()
         self.alive = set(range(size))
         self.holding = set(range(size))
-        self.joined = dict.fromkeys(range(size), 0)  # in which generation each trains
+        self.joined = dict.fromkeys(range(size), 0)  # generation in which each worker trains
         self.told: dict[int, Generation] = {}
         self.generations: list[Generation] = []
         self.number = size
         self.failed = False
         first = (0, tuple(range(size)))
-        self.copies = {worker: [first, first] for worker in range(size)}  # of generations, with their members
+        self.copies = {worker: [first, first] for worker in range(size)}  # generations and their members
         for worker in range(size):
             self.changes.receive(worker, WorkerMessage.CAN_RECOVER, None)
 
@@ -273,7 +273,7 @@ def ready(changes: ElasticController, worker: int) -> None:
 
 
 def named(changes: ElasticController) -> Generation:
-    """Return the generation that is named now."""
+    """Return the announced generation."""
     [generation] = [content for _, kind, content in changes.messages() if kind == "generation"]
     return generation
 
@@ -285,12 +285,12 @@ def test_a_replacement_that_dies_early_passes_on_the_state_of_its_predecessor() 
     assert changes.died(0, "killed")
     ready(changes, 3)
     assert named(changes).replacements == {3: (0,)}
-    assert changes.died(3, "killed")  # before it has said that it trains
+    assert changes.died(3, "killed")  # before it has reported that it trains
     ready(changes, 4)
     assert named(changes).replacements == {4: (3, 0)}
     assert changes.died(1, "killed")
     ready(changes, 5)
-    assert named(changes).replacements == {4: (3, 0), 5: (1,)}  # the fourth has still not taken anything over
+    assert named(changes).replacements == {4: (3, 0), 5: (1,)}  # the fourth worker still has no state
     for worker in (2, 4, 5):
         changes.receive(worker, WorkerMessage.STEP, (3, 7))
     assert changes.died(4, "killed")
@@ -333,7 +333,7 @@ def test_a_joined_worker_is_named_by_its_current_or_last_rank() -> None:
     for worker in (0, 1):
         changes.receive(worker, WorkerMessage.CAN_RECOVER, None)
     assert [changes.rank_of(worker) for worker in (0, 1, 2)] == [0, 1, None]
-    for dying, coming in ((1, 2), (2, 3), (3, 4)):  # always rank 1, with the numbers 2, 3, 4
+    for dying, coming in ((1, 2), (2, 3), (3, 4)):  # always rank 1, as workers 2, 3, 4
         assert changes.died(dying, "killed")
         assert changes.wanted() == 1
         changes.started(coming)
@@ -350,7 +350,7 @@ def test_a_replacement_that_does_not_start_is_not_awaited() -> None:
     workers = Workers(ElasticPolicy(waits=10.0, tries=1), 2)
     workers.changes.died(1, "killed")
     workers.supervise()
-    assert not workers.generations  # a replacement is coming
+    assert not workers.generations  # a replacement is starting
     workers.changes.could_not_join(2, "an error of its own")
     workers.clock.now += 0.1
     workers.supervise()

@@ -24,7 +24,7 @@ class Counts(TinyModule):
 
 
 class Remembers(fx.Callback):
-    """Has the parameters that it needs, as hooks may have."""
+    """Hooks with only the needed parameters."""
 
     value = 5
 
@@ -108,7 +108,7 @@ def test_a_failing_hook_before_the_first_batch_does_not_end_the_run(capsys: pyte
     assert values == {"value": 5}
     assert "has no attribute 'seen'" in failed[MODULE]
     assert asks.called is False
-    assert callback.value == 5  # the other hooks are called
+    assert callback.value == 5  # all other hooks are called
     assert "on_save_checkpoint of the module raised AttributeError" in capsys.readouterr().out
 
 

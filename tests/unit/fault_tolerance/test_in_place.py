@@ -121,12 +121,12 @@ def test_each_sample_is_trained_once_per_epoch_under_any_schedule_of_deaths(
             assert counted == trainer.global_step, (seed, machine.log)
             for weight, wanted in zip(module.parameters(), quiet.parameters(), strict=True):
                 assert torch.allclose(weight, wanted, atol=1e-5), (seed, machine.log)
-            # A step's loss is that of a rank's last piece of it, and fewer ranks cut it into other pieces.
+            # The loss of a step is that of a rank's last piece, and fewer ranks divide it into different pieces.
             for name in ("loss", "val", "epoch") if waits else ("val", "epoch"):
                 assert float(trainer.callback_metrics[name]) == pytest.approx(
                     float(reference.callback_metrics[name]), rel=1e-4
                 ), (seed, name, machine.log)
-    assert deaths >= len(SCHEDULES)  # else nothing was tried
+    assert deaths >= len(SCHEDULES)  # otherwise nothing was tested
 
 
 def test_an_error_between_two_collectives_is_not_a_cut_link(
@@ -142,7 +142,7 @@ def test_an_error_between_two_collectives_is_not_a_cut_link(
     strategy.dealer.within_section = True
     session: Any = SimpleNamespace(strategy=strategy, dealer=strategy.dealer, world=World(), callbacks=[])
     ft: Any = SimpleNamespace(torn=False, memory=None)
-    with pytest.raises(ConnectionResetError):  # of a user's tracking server, for example
+    with pytest.raises(ConnectionResetError):  # for example of a user's tracking server
         recover(session, ft, ConnectionResetError("Connection reset by peer"))
     assert not said
 

@@ -47,12 +47,12 @@ def test_a_process_without_a_first_heartbeat_is_declared_dead(clock: Clock) -> N
     watch = HeartbeatMonitor(10.0, None, clock)
     watch.started(0)
     watch.started(1)
-    assert run(watch, clock, START_S - 1, {0: 1}) == {}  # it may import much
+    assert run(watch, clock, START_S - 1, {0: 1}) == {}  # its imports may take long
     assert list(run(watch, clock, 2, {0: 1})) == [1]
     watch.started(1)
     assert list(run(watch, clock, 12, {0: 1})) == []
     assert run(watch, clock, 1, {0: 1, 1: 0}) == {}
-    assert list(run(watch, clock, 11, {0: 1})) == [1]  # from its first sign of life on it is as any other
+    assert list(run(watch, clock, 11, {0: 1})) == [1]  # treated like other ranks from its first heartbeat
 
 
 def test_a_rank_that_has_not_started_has_no_time_limit(clock: Clock) -> None:
@@ -75,7 +75,7 @@ def test_the_time_limit_is_learned_from_the_run(clock: Clock) -> None:
     for step in range(1, 4):
         assert run(watch, clock, 10, {0: step, 1: step}) == {}
     assert run(watch, clock, 185, {0: 4, 1: 3}) == {}
-    assert list(run(watch, clock, 25, {0: 4, 1: 3})) == [1]  # twenty times the ten seconds
+    assert list(run(watch, clock, 25, {0: 4, 1: 3})) == [1]  # twenty times the maximum of ten seconds
 
 
 def test_a_long_pause_is_reported_with_the_activity_of_each_rank(clock: Clock) -> None:
@@ -102,7 +102,7 @@ def test_a_suspended_supervisor_declares_no_rank_dead(clock: Clock) -> None:
 
 def test_only_a_rank_with_earlier_heartbeats_is_called_frozen(clock: Clock) -> None:
     watch = HeartbeatMonitor(10.0, None, clock)
-    assert (watch.answers(0), watch.frozen(0)) == (False, False)  # it is starting, and can't be asked yet
+    assert (watch.answers(0), watch.frozen(0)) == (False, False)  # it is starting, and can't answer yet
     watch.heard(0, 1)
     assert (watch.answers(0), watch.frozen(0)) == (True, False)
     clock.now += 11.0

@@ -66,7 +66,7 @@ def test_a_death_during_a_copy_keeps_the_previous_copy(tmp_path: Path, monkeypat
             holder.make(3, MEMBERS, state(3.0))
     assert list(whole(tmp_path)) == [2]
     holder.keep(2)
-    holder.make(3, MEMBERS, {"more": torch.zeros(1000), **state(3.0)})  # more room than before
+    holder.make(3, MEMBERS, {"more": torch.zeros(1000), **state(3.0)})  # larger than before
     other.make(3, MEMBERS, {"more": torch.zeros(1000), **state(3.0)})
     assert set(whole(tmp_path)) == {2, 3}
 
@@ -128,7 +128,7 @@ def test_a_changed_bit_is_detected(tmp_path: Path) -> None:
 
 
 def blocks(*begins: int) -> list[Copy]:
-    """Return copies of a matrix of seven rows, each from its first row to the next copy's."""
+    """Return copies of a matrix of seven rows; each copy ends where the next begins."""
     copies = []
     for begin, end in zip(begins, (*begins[1:], 7), strict=True):
         rows = torch.arange(14.0).view(7, 2)[begin:end].contiguous()

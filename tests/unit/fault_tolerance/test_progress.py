@@ -1,4 +1,4 @@
-"""Progress increases with each moment of a run: recovery compares it to find the most advanced rank."""
+"""Progress increases with each event of a run: recovery compares it to find the most advanced rank."""
 
 from __future__ import annotations
 

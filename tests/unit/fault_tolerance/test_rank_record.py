@@ -44,7 +44,7 @@ def test_a_record_interrupted_by_a_death_is_ignored(tmp_path: Path, part: str) -
     content = bytearray(path.read_bytes())
     begin = 2 * len(content) // PLACES
     if part == "header":
-        content[begin : begin + HEADER.size] = bytes(HEADER.size)  # as it is while a record is written
+        content[begin : begin + HEADER.size] = bytes(HEADER.size)  # as during a write
     else:
         content[begin + HEADER.size] ^= 1
     path.write_bytes(content)

@@ -123,7 +123,7 @@ def test_the_part_of_a_lost_machine_is_restored_from_another_machine(
     # Without d, four ranks have all six parts to divide.
     fewer = together(tmp_path, ["c", "c", "a", "a"], restored, monkeypatch)
     assert fewer == [(5, [50.0, 51.0, 52.0, 53.0, 54.0, 55.0])] * 4
-    # A machine and its buddy are lost: some parts are nowhere.
+    # A machine and its buddy are lost: some parts have no copy.
     assert together(tmp_path, ["d", "d", "e", "e", "a", "a"], restored, monkeypatch) == [None] * 6
 
 

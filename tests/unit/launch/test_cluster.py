@@ -1,4 +1,4 @@
-"""Launchers are recognised by their variables, and nothing else is."""
+"""Launchers are detected only by their environment variables."""
 
 from __future__ import annotations
 

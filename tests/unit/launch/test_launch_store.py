@@ -52,7 +52,7 @@ def _hosts_end(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(store_host, "_STARTED", [])
     yield
     for process in store_host._STARTED:
-        process.kill()  # in the place of the first rank's end
+        process.kill()  # in place of the end of the first rank
         process.wait()
 
 
@@ -109,7 +109,7 @@ def test_ranks_with_different_keys_are_an_error() -> None:
 def test_a_rank_ignores_the_address_of_an_earlier_attempt() -> None:
     store = dist.HashStore()
     first = together(store, [launch(0), launch(1)])
-    results, threads = begin(store, [launch(1)])  # the earlier attempt has this rank already
+    results, threads = begin(store, [launch(1)])  # the rank of the earlier attempt exists already
     threads[0].join(0.5)
     assert not results
     store_host._STARTED[0].kill()

@@ -1,4 +1,4 @@
-"""Hangs of ranks that no supervisor watches, with a clock and a store of the tests."""
+"""Hangs of ranks without a supervisor, with simulated clock and store."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_ranks_with_progress_or_cpu_time_are_not_reported(ranks: Ranks) -> None:
         assert ranks.passes(5) == []
     assert not ranks.store.values
     ranks.waiting = False
-    assert ranks.passes(90) == []  # the longest pause was 5 s, so that 90 s are no news
+    assert ranks.passes(90) == []  # the longest pause was 5 s, so that 90 s are not reported again
 
 
 def test_a_post_is_received_unchanged_without_stacks_and_control_characters() -> None:

@@ -1,4 +1,4 @@
-"""Modules from files that the import path does not lead to are found in these files by other processes."""
+"""Modules from files outside of the import path are imported from these files by other processes."""
 
 from __future__ import annotations
 

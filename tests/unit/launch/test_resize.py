@@ -1,4 +1,4 @@
-"""A request for other workers is a number in a file; anything else in its place ends no run."""
+"""A resize request is a number in a file; any other content does not end a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which signals end a process, and how."""
+"""Signals that end a process, and their handling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TrainJobs, with a `kubectl` that a test has written."""
+"""TrainJobs, with a fake `kubectl`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SCHEMA = json.loads(Path(__file__).with_name("trainjob_schema.json").read_text()
 
 @pytest.fixture
 def kubectl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the command of the cluster, which keeps its arguments in `asked` and answers with `state`."""
+    """Return the fake command, which records its arguments in `asked` and answers with `state`."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
@@ -60,7 +60,7 @@ def job_folder() -> Path:
 
 @contextlib.contextmanager
 def meanwhile(act: Callable[[Path], None]) -> Iterator[None]:
-    """Do something in the job's folder while it runs."""
+    """Run a function in the job's folder while the job runs."""
     thread = threading.Thread(target=lambda: act(job_folder()))
     thread.start()
     yield

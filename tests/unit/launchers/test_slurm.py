@@ -1,4 +1,4 @@
-"""Jobs of SLURM, with commands of SLURM that a test has written."""
+"""SLURM jobs, with fake commands of SLURM."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setattr(slurm, name, value)
     write(folder, "sbatch", f'cat "$1" > {tmp_path}/submitted; echo Submitted batch job 7')
     write(folder, "scancel", f'echo "$@" >> {tmp_path}/cancelled')
-    write(folder, "srun", "exit 1")  # submitit uses SLURM where this command is
+    write(folder, "srun", "exit 1")  # submitit uses SLURM if this command exists
     write(folder, "squeue", "exit 0")
     return folder
 

@@ -77,7 +77,7 @@ def test_hyperparameters_of_the_script_are_resolved_when_it_logs_them(tmp_path: 
     OmegaConf.register_new_resolver("of_the_script", lambda: 7)
     logger = CSVLogger()
     logger.log_hyperparams(OmegaConf.create({"seed": "${of_the_script:}", "net": {"seed": "${seed}"}}))
-    OmegaConf.clear_resolver("of_the_script")  # a worker process doesn't have it
+    OmegaConf.clear_resolver("of_the_script")  # not in a worker process
     logger.open(tmp_path)
     logger.close()
     assert yaml.safe_load((tmp_path / "hparams.yaml").read_text()) == {"seed": 7, "net": {"seed": 7}}

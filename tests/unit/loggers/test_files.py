@@ -92,7 +92,7 @@ def test_the_folder_is_set_before_the_run_and_does_not_change(
 ) -> None:
     monkeypatch.delenv("RANK", raising=False)
     logger, other = kind(tmp_path, name="net"), kind(tmp_path, name="net")  # type: ignore[call-arg]
-    assert logger.version == 0  # before anything has read the folder
+    assert logger.version == 0  # before the first read of the folder
     folder = logger.log_dir
     assert folder == str(tmp_path / "net" / "version_0")
     assert Path(folder).is_dir()  # no other run uses it

@@ -1,4 +1,4 @@
-"""Calls of the client of Neptune, with a double: the client is not a requirement of the tests."""
+"""Calls to the client of Neptune, with a fake: the client is not a requirement of the tests."""
 
 from __future__ import annotations
 

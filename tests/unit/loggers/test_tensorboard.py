@@ -18,7 +18,7 @@ def events(folder: Path) -> Any:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     files = [path for path in folder.glob("events.out.tfevents.*") if path.suffix != ".hparams"]
-    assert len(files) == 1  # TensorBoard would ignore a part otherwise
+    assert len(files) == 1  # TensorBoard would otherwise ignore a part
     events = EventAccumulator(str(folder))
     events.Reload()
     return events
@@ -88,7 +88,7 @@ def test_hyperparameters_are_written_with_final_metrics_and_the_status(
     assert sorted(info.name.tag for info in experiment.metric_infos) == ["before", "loss"]
     assert end.status == code
     assert [event.step for event in events(tmp_path).Scalars("loss")] == [10, 20]  # no point was added
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []  # nor a run
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []  # and no run was added
 
 
 def test_metrics_of_a_test_after_the_run_are_metrics_of_its_hyperparameters(tmp_path: Path) -> None:

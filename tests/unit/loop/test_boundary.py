@@ -1,4 +1,4 @@
-"""The end of a batch: the last batch of an epoch."""
+"""The end of a batch, and the last batch of an epoch."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from fabricx.testing import TinyModule, tiny_data, tiny_loader
 
 
 class Notes(TinyModule):
-    """Notes (event, epoch, update), and requests a stop in a hook."""
+    """Records (event, epoch, update), and requests a stop in a hook."""
 
     def __init__(self, stops_in: str = "", at: int = 0) -> None:
         super().__init__()

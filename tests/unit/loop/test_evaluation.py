@@ -1,4 +1,4 @@
-"""Validation, test and prediction leave no trace in the training."""
+"""Validation, test and prediction do not affect the training."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def test_a_checkpoint_of_an_epochs_end_has_the_metric_that_the_schedule_still_wa
 
 
 class _Counts:
-    """A schedule of the user's own, which notes its steps."""
+    """A custom schedule that records its steps."""
 
     def __init__(self) -> None:
         self.metrics: list[float | None] = []

@@ -70,7 +70,7 @@ def test_hooks_before_a_step_read_the_gradient_of_its_closure(quiet: dict[str, A
     trainer.fit(Closures(), tiny_loader())
     *computed, (_, first, returned) = calls
     assert first == returned == computed[0]  # the loss of the first call of the closure
-    assert [type(call) for call in computed] == [str, float] * (len(computed) // 2)  # each gradient is seen, once
+    assert [type(call) for call in computed] == [str, float] * (len(computed) // 2)  # each gradient is passed once
     assert len({call for call in computed if isinstance(call, float)}) > 1
     assert trainer.global_step == 1
 

@@ -1,4 +1,4 @@
-"""None in the place of a batch, such as from a `collate_fn` that drops all samples."""
+"""None in place of a batch, for example from a `collate_fn` that drops all samples."""
 
 from __future__ import annotations
 

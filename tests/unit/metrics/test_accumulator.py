@@ -219,7 +219,9 @@ def test_values_only_on_other_ranks_are_added() -> None:
         return [obj, *others]
 
     metrics._size, metrics._gather = 2, gather
-    metrics._reduce = lambda values, op: torch.maximum(values, torch.zeros_like(values))  # the other has other names
+    metrics._reduce = lambda values, op: torch.maximum(
+        values, torch.zeros_like(values)
+    )  # other names on the second rank
     values = {"a": torch.tensor(1.0), "mine": torch.tensor(2.0)}
     assert {name: float(value) for name, value in metrics.filled(values).items()} == {"a": 1.0, "mine": 2.0, "b": 3.0}
     assert asked == [{"a": (series().kind(), 1.0)}]

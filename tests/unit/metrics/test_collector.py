@@ -1,4 +1,4 @@
-"""Values of self.log, on their way to sums."""
+"""Accumulation of values of self.log."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_the_step_of_a_metric_object_at_own_pace_belongs_to_this_rank() -> None:
     mean.update(2.0)
     log(book, mean, on_step=True)
     assert float(book.step_values(1)["x"]) == 2.0
-    with pytest.raises(AssertionError, match="own pace"):  # the value of this rank is not kept as that of all
+    with pytest.raises(AssertionError, match="own pace"):  # this rank's value is not kept as the value of all
         mean.compute()
 
 
@@ -246,7 +246,7 @@ def test_a_metric_object_belongs_to_a_single_loader() -> None:
     log(book, metric, name="step", on_step=True, on_epoch=False)
     book.loader = 1
     log(book, torchmetrics.MeanMetric())
-    log(book, metric, name="step", on_step=True, on_epoch=False)  # the value of a batch has no other samples
+    log(book, metric, name="step", on_step=True, on_epoch=False)  # the value of a batch includes no other samples
     log(book, metric, name="both", indexed=False)
     with pytest.raises(ValueError, match=r"the same MeanMetric is logged for the loaders 0 and 1.*nn\.ModuleList"):
         log(book, metric, name="other")

@@ -24,7 +24,7 @@ from fabricx.testing import QUIET, TinyModule, tiny_loader
 
 
 class Tight(Logger):
-    """Has no room between two steps."""
+    """Has a full disk between two steps."""
 
     def __init__(self, full: range, number: int = errno.ENOSPC) -> None:
         self.full, self.number = full, number
@@ -143,7 +143,7 @@ def test_a_run_that_resumes_has_the_rows_of_earlier_updates_whatever_their_steps
     loggers.metrics({"loss": 0.5}, 2, axes[1])  # repeated after the checkpoint: already present
     loggers.metrics({"loss": 0.1}, 3, kept[-1])
     loggers.close("success")
-    if make is TensorBoardLogger and axes[0] == 0:  # it discards by step, and would discard telemetry of step 1, too
+    if make is TensorBoardLogger and axes[0] == 0:  # it discards by step, and would also discard telemetry of step 1
         kept = [0, 0, 1, 1, 1]
     assert _steps(tmp_path) == kept
 
@@ -163,7 +163,7 @@ def test_rows_repeated_after_a_recovery_are_written_once(tmp_path: Path) -> None
     rows.metrics({"loss": 1.0}, 3)
     rows.repeat()  # no row of step 3 is repeated
     rows.metrics({"loss": 1.0}, 4)
-    rows.metrics({"loss": 1.0}, 4)  # twice in a run without faults, too
+    rows.metrics({"loss": 1.0}, 4)  # also twice in a run without faults
     rows.metrics({"val": float("nan")}, 4)
     for _ in range(2):  # two ranks die after these rows
         rows.repeat()

@@ -134,7 +134,7 @@ def test_each_member_of_a_compute_group_receives_its_state() -> None:
     module, other = nn.Module(), nn.Module()
     module.group, other.group = collection(), collection()
     batches = [(torch.tensor([0.1, 0.8]), torch.tensor([0, 1])), (torch.tensor([0.3, 0.2]), torch.tensor([0, 1]))]
-    for _ in range(2):  # also onto states that the members share
+    for _ in range(2):  # also for states that members share
         for name, metric in metric_objects(module).items():
             set_states(metric, states_of(metric_objects(other)[name]))
         module.group.update(*batches[0])

@@ -1,4 +1,4 @@
-"""Gradients of which a rank has a part only, and hooks that read them."""
+"""Gradients of which a rank has only a shard, and hooks that read them."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def test_changes_of_a_hook_are_written_to_all_shards(name: str, absent: bool) ->
     CHANGES[name](whole)
     with HookWeights(division):  # type: ignore[arg-type]
         CHANGES[name](half)
-        if name not in ("each element", "data", "detached", "norm"):  # which the fake of the other rank does not see
+        if name not in ("each element", "data", "detached", "norm"):  # invisible to the fake of the second rank
             assert torch.equal(half.weight.clone(), whole.weight)
     if not absent:
         assert torch.equal(half.weight, whole.weight[:2])
@@ -250,7 +250,7 @@ def test_operations_without_a_single_process_result_are_an_error_with_the_remedy
         with pytest.raises(DividedWeight, match="Read it before the call of the function"):
             rank_zero_only(half.weight.norm)()
     with HookWeights(division, apart=STAGES_APART):  # type: ignore[arg-type]
-        for use in (half.weight.norm, lambda: half.weight.clamp_(-1, 1)):  # the next microbatch would see other weights
+        for use in (half.weight.norm, lambda: half.weight.clamp_(-1, 1)):  # the next microbatch would differ
             with pytest.raises(DividedWeight, match="use weights in on_before_optimizer_step"):
                 use()
 

@@ -1,4 +1,4 @@
-"""Hooks of an optimizer's step, called around it in a context of their own."""
+"""Hooks of an optimizer's step, called around it in a separate context."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of a step, and the place that is named where two records differ."""
+"""Records of a step, and the name of the first difference between two records."""
 
 from __future__ import annotations
 

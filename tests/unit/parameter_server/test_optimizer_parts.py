@@ -1,4 +1,4 @@
-"""Optimizers of users on servers: attributes, contained optimizers, values that their own steps change."""
+"""User optimizers on servers: attributes, contained optimizers, values changed by their own steps."""
 
 from __future__ import annotations
 
@@ -212,14 +212,14 @@ def same(first: Any, other: Any, close: float = 0.0) -> bool:
     return bool(first == other)
 
 
-@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")  # a wrapper's own step isn't noticed by torch
+@pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.*")  # torch does not detect a wrapper's own step
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_any_optimizer_on_servers_is_bitwise_equal_to_a_plain_loop(name: str) -> None:
     make = OPTIMIZERS[name]
     wanted, states = plain(make)
     for servers, whole in [(1, False), (2, True)] + ([] if name == "by norm" else [(3, False)]):
         if name == "lookahead" and servers > 1:
-            continue  # its slow weights lie in an attribute: refused below
+            continue  # its slow weights are an attribute: refused below
         # Fused steps round the remainder of a vector, after the last whole register, differently.
         close = 1e-6 if name.startswith("fused") and not whole else 0.0
         served = Served(make, servers, whole=whole)
@@ -239,7 +239,7 @@ def test_a_snapshot_and_a_checkpoint_keep_attributes(name: str) -> None:
     remembered = OptimizerSnapshot(served.optimizers)
     served.states()
     remembered.restore()
-    assert groups_of(nested(served.optimizers)) == before  # a worker's copy is as it was: only the server steps
+    assert groups_of(nested(served.optimizers)) == before  # a worker's copy is unchanged: only the server steps
     file = io.BytesIO()
     torch.save(served.servers[0].snapshot(), file)
     served.servers[0].restore(torch.load(io.BytesIO(file.getvalue()), weights_only=False))

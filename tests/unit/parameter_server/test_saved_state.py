@@ -1,4 +1,4 @@
-"""Parts of a checkpoint that only strategies with servers have."""
+"""Parts of a checkpoint that exist only for strategies with servers."""
 
 from __future__ import annotations
 

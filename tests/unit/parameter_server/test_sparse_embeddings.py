@@ -1,4 +1,4 @@
-"""Which rows arrive before a function of torch reads a table."""
+"""Rows that are pulled before a function of torch reads a table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fabricx.parameter_server.sparse_embeddings import TableReads
 
 
 class Pulls:
-    """Notes the rows that were pulled."""
+    """Records the pulled rows."""
 
     def __init__(self) -> None:
         self.lacks_rows = True

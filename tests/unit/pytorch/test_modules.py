@@ -1,4 +1,4 @@
-"""Imports of users with the package's name swapped, as they write them."""
+"""Imports of users with the package's name replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of Lightning's names: complete, true, and the same as in docs/lightning.md."""
+"""The table of Lightning's names: complete, correct, and equal to docs/lightning.md."""
 
 from __future__ import annotations
 

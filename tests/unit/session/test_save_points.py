@@ -1,4 +1,4 @@
-"""Where a checkpoint can be saved, and that all ranks save it together."""
+"""Times at which a checkpoint can be saved, and collective saves of all ranks."""
 
 from __future__ import annotations
 

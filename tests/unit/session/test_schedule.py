@@ -1,4 +1,4 @@
-"""When a run validates, stops, or ends an epoch."""
+"""Times at which a run validates, stops, or ends an epoch."""
 
 from __future__ import annotations
 
@@ -208,7 +208,7 @@ def test_validation_by_steps_follows_the_batch_that_reaches_them(
 
 @pytest.mark.parametrize("limits", [{"max_steps": 9, "max_epochs": -1}, {"max_epochs": 3}])
 def test_a_limit_ends_a_run_in_an_epoch_that_has_become_longer(limits: dict[str, Any], quiet: dict[str, Any]) -> None:
-    """The limit is behind the length that was counted at set-up, and before the new end of the epoch."""
+    """The limit is beyond the length that was counted at set-up, and before the new end of the epoch."""
     grown = list(tiny_loader(16, 4))
 
     class Grows(TinyModule):

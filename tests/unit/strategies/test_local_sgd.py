@@ -43,7 +43,7 @@ def test_a_round_of_a_single_rank_ends_where_two_ranks_continue() -> None:
     module = nn.Linear(2, 2)
     strategy = LocalSGD(every=4, overlap_steps=2)
     strategy.setup(module)
-    for step in range(1, 6):  # a meeting is under way
+    for step in range(1, 6):  # a synchronization is in progress
         with torch.no_grad():
             module.weight.add_(1.0)
         strategy.after_update(step)
@@ -79,7 +79,7 @@ def test_a_run_of_16_bit_weights_resumes_exactly() -> None:
 
 
 class AheadOfItsPeer(World):
-    """Rank 0 of two, of which the other's numbers are greater by 2."""
+    """Rank 0 of two; numbers of the second rank are greater by 2."""
 
     def __init__(self) -> None:
         super().__init__(rank=0, size=2)
@@ -178,7 +178,7 @@ def test_outer_momentum_loads_with_other_fragments_and_from_earlier_checkpoints(
     for value in strategy._velocities().values():
         value.copy_(torch.randn_like(value))
     saved = copy.deepcopy(strategy.state_dict(module, optimizers))
-    by_number = {  # as earlier versions saved it
+    by_number = {  # in the format of earlier versions
         str(number): torch.cat([f.velocity for f in strategy._fragments if f.number == number]).clone()
         for number in (0, 1)
     }

@@ -123,7 +123,7 @@ def test_non_finite_gradients_stay_non_finite(bad: float) -> None:
 
 
 class _Changes(TinyModule):
-    """Changes the value in the place that `where` names: a parameter that isn't trained, or a buffer."""
+    """Changes the value named by `where`: a parameter that isn't trained, or a buffer."""
 
     def __init__(self, where: str, *, persistent: bool = True) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ def _trained(module: _Changes) -> _Changes:
     ],
 )  # fmt: skip
 def test_values_that_each_part_changes_are_refused(where: str) -> None:
-    """Their number depends on the number of ranks, and with it a moving average, a codebook or a power iteration."""
+    """The number of updates, and with it a moving average or a power iteration, depends on the number of ranks."""
     module = _Changes(where)
     name = "seen" if where.endswith("buffer") else "teacher"
     with pytest.raises(ValueError, match=rf"{name} was changed between the parts of a global batch"):
@@ -191,7 +191,7 @@ def test_buffers_changed_by_each_update_are_kept(where: str) -> None:
 
 
 def test_buffers_that_no_checkpoint_has_may_be_filled_by_a_step() -> None:
-    """Such as tables of positions, which grow with the longest sequence."""
+    """For example tables of positions, which are extended for the longest sequence."""
     assert float(_trained(_Changes("training_step buffer", persistent=False)).seen) == 8.0
 
 

@@ -1,4 +1,4 @@
-"""The file of a process, to which each record is a line."""
+"""The event file of a process, with a line per record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of records, which may be read at any moment while their process writes them."""
+"""Files of records, which may be read at any time while their process writes them."""
 
 from __future__ import annotations
 

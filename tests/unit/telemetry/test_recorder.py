@@ -114,7 +114,7 @@ def test_the_time_of_an_interrupted_step_is_in_no_step(tmp_path: Path, clock: Cl
 def test_a_large_file_holds_several_steps_in_a_row(
     tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorder, "_DOUBLING_BYTES", 200)  # bytes: passed by the first row, and twice by the second
+    monkeypatch.setattr(recorder, "_DOUBLING_BYTES", 200)  # bytes: exceeded by the first row, and twice by the second
     recording = recorded(tmp_path, clock)
     recording.begin()
     for step in range(1, 12):

@@ -1,4 +1,4 @@
-"""The trace of a run, checked as a viewer reads it."""
+"""The trace of a run, validated like a viewer does."""
 
 from __future__ import annotations
 

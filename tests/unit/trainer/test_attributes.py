@@ -1,4 +1,4 @@
-"""Attributes that a worker has changed, in the objects of the caller."""
+"""Attributes changed by a worker, in the objects of the caller."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_optimizers_return_with_the_callers_parameters_or_the_reason_is_an_error
 
 
 class NoLength(tuple[int, ...]):
-    """As the tuples of e3nn, which have items but no length."""
+    """Like the tuples of e3nn, which have items but no length."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""The run that processes continue which a launcher has started again."""
+"""The run that processes continue after a restart by a launcher."""
 
 from __future__ import annotations
 

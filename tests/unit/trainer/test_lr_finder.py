@@ -1,4 +1,4 @@
-"""The rates of a test, and the rate that it suggests."""
+"""Rates of the range test, and the suggested rate."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ def test_the_limits_of_the_fit_loop_are_those_of_the_trainer(quiet: dict[str, An
 
 
 class Counts(TinyModule):
-    """Notes Lightning's counters in its hooks."""
+    """Records Lightning's counters in its hooks."""
 
     def __init__(self, seen: list[tuple[int, ...]]) -> None:
         super().__init__()

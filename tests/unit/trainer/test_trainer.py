@@ -95,7 +95,7 @@ def test_predictions_have_the_order_of_the_data_set() -> None:
 
 
 def test_a_closed_output_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in `python train.py | head -1`."""
+    """As in `python train.py | head -1`: the output is closed."""
     reading, writing = os.pipe()
     os.close(reading)
     with io.TextIOWrapper(io.FileIO(writing, "w"), write_through=True) as closed:

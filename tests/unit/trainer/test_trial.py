@@ -1,4 +1,4 @@
-"""Two samples of the training data, taken without a change of the loader."""
+"""Two samples of the training data, read without a change of the loader."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_other_batches_have_short_and_long_samples() -> None:
     words[21][1:] = 0
     loader = DataLoader([{"ids": ids, "name": "a"} for ids in words], 8)  # type: ignore[arg-type]
     lengths = [(batch["ids"] > 0).sum(1).tolist() for batch in other_batches(loader)]
-    assert [4, 4] in lengths  # far apart: their masks may be drawn
+    assert [4, 4] in lengths  # far apart: their masks may be random
     assert [4, 1] in lengths or [1, 4] in lengths
     uneven: Any = DataLoader([torch.ones(2), torch.ones(3), torch.ones(2)], 2)  # type: ignore[arg-type]
     assert [batch.shape for batch in other_batches(uneven)] == []  # they can't be collated

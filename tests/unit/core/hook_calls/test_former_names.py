@@ -1,4 +1,4 @@
-"""Hooks of Lightning 1, and names that look like a method of the contract: none is silently never called."""
+"""Hooks of Lightning 1, and names similar to a method of the contract, are reported instead of silently ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments as Lightning's users pass them: former names name their successors, None is the default, barebones."""
+"""Arguments as Lightning's users pass them: former names and their successors, None as default, barebones."""
 
 from __future__ import annotations
 

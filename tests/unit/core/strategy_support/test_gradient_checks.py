@@ -1,4 +1,4 @@
-"""Checks of gradients that strategies share: the message names the parameter and the remedy."""
+"""Common checks of gradients: the message names the parameter and the remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients that manual steps leave for later batches."""
+"""Gradients that manual steps keep for later batches."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Model:
         self.held.after_step(self.optimizers[number])
 
     def names(self) -> list[str]:
-        """Return which gradients are held."""
+        """Return the indices of held gradients."""
         identities = [id(parameter) for optimizer in self.optimizers for parameter in held_gradients(optimizer)]
         return [name for name in ("first", "second") if id(getattr(self, name)) in identities]
 
@@ -69,7 +69,7 @@ def of_two_batches(model: Model, batch: int) -> None:
 
 
 def of_three_batches(model: Model, batch: int) -> None:
-    if batch % 3 != 1:  # the batch between has nothing to do with it
+    if batch % 3 != 1:  # unrelated to the batch between
         model.backward(model.first)
     if batch % 3 == 2:
         model.step()
@@ -156,7 +156,7 @@ def test_gradients_are_kept_until_a_module_has_cleared_them_often(
     kept = KeptGradients(model.optimizers)
     assert not kept.may_be_needed
     zeroed(model, kept, to_none=to_none)
-    assert kept.may_be_needed  # unknown yet
+    assert kept.may_be_needed  # not known yet
     for _ in range(ENOUGH):
         assert model.names() == ["first"]
         zeroed(model, kept, to_none=to_none)

@@ -1,4 +1,4 @@
-"""Collections of users are searched, also if their classes raise errors in the usual methods."""
+"""Collections of users are searched, even if their classes raise errors in common methods."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fabricx.testing import QUIET, TinyModule, tiny_loader
 
 
 class Term(tuple[Any, ...]):
-    """As the tuples of e3nn."""
+    """Like the tuples of e3nn."""
 
     __slots__ = ()
 

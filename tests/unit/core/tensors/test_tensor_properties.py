@@ -1,4 +1,4 @@
-"""Functions that read no elements."""
+"""Functions that read only the properties of tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches of any nesting: their device, their type, their size."""
+"""Nested batches: device, dtype, size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives as the flight recorder of torch has them."""
+"""Collectives recorded by torch's flight recorder."""
 
 from __future__ import annotations
 

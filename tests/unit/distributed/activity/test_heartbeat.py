@@ -1,4 +1,4 @@
-"""Where a process stands, for the report of a hang."""
+"""The position of a process, for the report of a hang."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_line_is_the_innermost_line_of_user_code_in_any_thread() -> None:
     lines: list[str] = []
     thread = threading.Thread(target=lambda: lines.append(heartbeat.where()))
     thread.start()
-    thread.join()  # a line of python's own, which this test calls
+    thread.join()  # a line of Python's standard library, called by this test
     assert "test_heartbeat.py" in lines[0]
     assert "in test_the_line_is_the_innermost_line_of_user_code" in lines[0]
     assert "thread.join()" in lines[0] or "thread.start()" in lines[0]
@@ -55,7 +55,7 @@ def test_a_diagnosis_has_the_stacks_of_other_threads_by_name() -> None:
         stop.set()
         thread.join()
     assert "thread waits in a test:\n" in diagnosis.stacks
-    assert "thread MainThread:" not in diagnosis.stacks  # the caller's own
+    assert "thread MainThread:" not in diagnosis.stacks  # the caller's stack
     assert (diagnosis.pending, diagnosis.done) == ("", "")
     assert not heartbeat.waits()
 

@@ -1,4 +1,4 @@
-"""Messages of all ranks to each other, as a report of a hang has them."""
+"""Counts of messages between ranks, for the report of a hang."""
 
 from __future__ import annotations
 

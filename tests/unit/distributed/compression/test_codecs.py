@@ -24,7 +24,7 @@ def test_every_codec_keeps_the_contract(kind: str) -> None:
 
 
 class Whole(Codec):
-    """Sends float32 as it is."""
+    """Sends float32 unchanged."""
 
     def bytes(self, size: int) -> int:
         return 4 * size

@@ -1,4 +1,4 @@
-"""Low-rank factors of gradients: the sum of ranks is near, and errors are sent later."""
+"""Low-rank factors of gradients: the sum of ranks is approximate, and errors are sent later."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_non_finite_gradient_does_not_change_the_state() -> None:
         for matrix in matrices:
             matrix.orthogonalise(left)
         right = matrices[0].project_back() + matrices[1].project_back()
-        assert not bool(matrices[1].restore(right).isfinite().all())  # all ranks see it
+        assert not bool(matrices[1].restore(right).isfinite().all())  # detected by all ranks
         matrices[0].restore(right)
         for matrix, (lost, basis) in zip(matrices, kept, strict=True):
             assert torch.equal(matrix.lost, lost)

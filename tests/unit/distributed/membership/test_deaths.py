@@ -1,4 +1,4 @@
-"""Ends of workers that the store records."""
+"""Deaths of workers in the store."""
 
 from __future__ import annotations
 

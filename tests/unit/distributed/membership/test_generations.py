@@ -87,7 +87,7 @@ def test_results_of_a_collective_are_valid_only_if_no_worker_has_left(member: Me
 
 
 def test_a_worker_that_opens_a_group_is_marked_as_joining(member: Membership) -> None:
-    """Its wait for a dead worker ends by a time-out, and is no lost operation."""
+    """The wait for a dead worker ends by a time-out, and is no lost operation."""
     assert not member.joins
     with member.opening():
         assert member.joins

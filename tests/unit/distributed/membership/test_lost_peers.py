@@ -1,4 +1,4 @@
-"""Which errors mean that a peer was lost."""
+"""Errors that mean that a peer was lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nothing is accepted, and nothing unpickled, from a process without the run's key."""
+"""Messages of a process without the run's key are neither accepted nor unpickled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEY = b"k" * 32
 
 
 class Exploit:
-    """Makes a file when it is unpickled."""
+    """Creates a file when unpickled."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -32,7 +32,7 @@ class Exploit:
 
 @pytest.fixture
 def private(tmp_path: Path) -> Path:
-    folder = tmp_path / ("long" * 40)  # longer than the address of a Unix socket may be
+    folder = tmp_path / ("long" * 40)  # longer than the maximum path of a Unix socket
     folder.mkdir(mode=0o700)
     return folder
 
@@ -57,7 +57,7 @@ def test_altered_messages_and_messages_of_another_key_are_not_unpickled(tmp_path
             authentication.loads(KEY, context, attempt)
     assert not marker.exists()
     pickle.loads(forged)
-    assert marker.exists()  # it would have worked
+    assert marker.exists()  # it would have succeeded
 
 
 def test_a_handshake_of_a_worker_is_valid_only_under_its_key() -> None:

@@ -1,4 +1,4 @@
-"""Objects that ranks send each other: signed with the run's key, or plain data without it."""
+"""Objects exchanged by ranks: signed with the run's key, or plain data without a key."""
 
 from __future__ import annotations
 

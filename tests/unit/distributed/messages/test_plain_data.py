@@ -1,4 +1,4 @@
-"""Data of other processes never run."""
+"""Data of other processes is never executed."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class Small(nn.Linear):
 
 
 class Ones(nn.Module):
-    """Sets its values in the way that the meta device asks for."""
+    """Sets its values in `reset_parameters`, as the meta device requires."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def private(tmp_path: Path) -> Path:
-    folder = tmp_path / ("long" * 40)  # longer than the address of a Unix socket may be
+    folder = tmp_path / ("long" * 40)  # longer than the maximum path of a Unix socket
     folder.mkdir(mode=0o700)
     return folder
 
@@ -199,7 +199,7 @@ def opened(server: StoreServer, count: int) -> list[socket.socket]:
 
 def test_many_processes_that_connect_at_the_same_time_are_all_served(server: StoreServer) -> None:
     peers = opened(server, UNPROVEN + 100)
-    time.sleep(0.1)  # the server accepts as many as it wants
+    time.sleep(0.1)  # the server accepts a limited number
     for peer in peers:
         authentication._prove(peer, KEY, "the server")
         peer.close()

@@ -43,7 +43,7 @@ def test_a_size_equal_to_the_shard_length_is_an_error() -> None:
     for length, local in ((12, 6), (12, 6)):
         mode.shard = None
         assert not mode.counts_positions(length)
-        mode.counts_positions(4)  # in both: a number of features
+        mode.counts_positions(4)  # equal in both runs: a number of features
         mode.shard = SequenceShard(12, 2, 0)
         assert mode.counts_positions(local)
         assert not mode.counts_positions(4)
@@ -113,7 +113,7 @@ def test_convolutions_along_the_sequence_are_refused_and_others_are_not() -> Non
 
 
 class AheadOfItsPeer(World):
-    """Rank 0 of two; the other's numbers are greater by 2."""
+    """Rank 0 of two; numbers of the second rank are greater by 2."""
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         return tensor + 2 if op == "max" else tensor

@@ -96,7 +96,7 @@ def test_an_output_in_16_bits_is_rounded_once() -> None:
 
 
 def with_dropout(seed: int) -> list[Tensor]:
-    """Return an attention with dropout, the same again, its gradients, and their finite differences."""
+    """Return an attention with dropout, its repetition, its gradients, and their finite differences."""
     world = worlds.current()
     assert world is not None
     shard = SequenceShard(LENGTH, world.size, world.rank)
@@ -133,7 +133,7 @@ def test_dropout_is_the_same_in_the_backward_and_differs_between_ranks() -> None
 
 
 def means(rounds: int) -> Tensor:
-    """Return the mean of attention with dropout over many draws, which is that without."""
+    """Return the mean of attention with dropout over many draws, which is equal to attention without dropout."""
     world = worlds.current()
     assert world is not None
     shard = SequenceShard(LENGTH, world.size, world.rank)
@@ -146,7 +146,7 @@ def means(rounds: int) -> Tensor:
 
 def test_dropout_keeps_the_expected_attention() -> None:
     for difference in run_ranks(means, 2, 60):
-        # Each output has a standard deviation of at most 1 in a draw; 960 outputs average out.
+        # Each output has a standard deviation of at most 1 per draw; 960 outputs are averaged.
         assert abs(float(difference.mean())) < 0.02
         assert float(difference.abs().max()) < 1.0
 

@@ -1,4 +1,4 @@
-"""Which tensors that blocks have stored are wrong for other positions."""
+"""Detection of tensors stored by blocks that are wrong for other positions."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def test_a_rank_has_the_rows_of_its_experts_and_states_become_whole() -> None:
     part = Experts()
     whole = part.matrix.detach().clone()
     _, parallel = divided(part, World(rank=1, size=2))
-    assert part.num_experts == 4  # user code sees the whole number
+    assert part.num_experts == 4  # user code reads the total number
     assert torch.equal(part.matrix, whole[2:])
     assert parallel.placements.keys() == {"experts.matrix"}
     assert torch.equal(parallel.part("experts.matrix", whole), part.matrix)

@@ -16,7 +16,7 @@ from fabricx.model_parallel.experts.expert_sums import ExpertSums
 
 @pytest.fixture
 def sums(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Four data ranks in two groups; each sum doubles a tensor, or has three times its value over the copies."""
+    """Four data ranks in two groups; each sum doubles a tensor, or triples it over the copies."""
 
     def all_reduce(world: World, tensor: Tensor, op: str = "sum") -> Tensor:
         return tensor if op == "max" else tensor.mul_(3 if world.coordinate == "copies" else 2)

@@ -22,7 +22,7 @@ class Experts(nn.Module):
 
 
 class Router(nn.Module):
-    """As in transformers: it has a row for each expert, too."""
+    """As in transformers: it also has a row for each expert."""
 
     def __init__(self) -> None:
         super().__init__()

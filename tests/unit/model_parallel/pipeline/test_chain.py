@@ -108,7 +108,7 @@ def test_tied_parameters_are_used_at_several_positions():
     assert observe(model).uses["blocks.0.inner.0.weight"] == {0, 2}
 
 
-# -- which blocks -----------------------------------------------------------------------------------------------------
+# -- selection of blocks ----------------------------------------------------------------------------------------------
 
 
 def test_blocks_that_are_called_several_times_are_an_error_with_the_remedy():

@@ -10,7 +10,7 @@ from fabricx.model_parallel.scaling.cost import predict, predicted_parts, state_
 from fabricx.model_parallel.scaling.dimensions import Cluster, Layout, Transformer
 from tests.process.llama import MODEL, Llama
 
-FREE = Cluster(inside=1e30, between=1e30, inside_latency=0, between_latency=0)  # links that cost nothing
+FREE = Cluster(inside=1e30, between=1e30, inside_latency=0, between_latency=0)  # free links
 EVEN = Transformer(layers=16, hidden=64, heads=4, kv_heads=2, ffn=128, vocabulary=8, sequence=512)
 
 

@@ -127,7 +127,7 @@ def test_hooks_gather_a_weight_that_all_ranks_read_and_others_are_an_error(monke
     for number in (1, 2, 3):
         store.set(model.key(f"hook/0/{number}/1"), "a.weight")  # the other rank
         assert division.whole_weight("a.weight", half).tolist() == [[1.0], [1.0], [11.0], [11.0]]
-    assert not store.check([model.key("hook/0/1/0")])  # which no rank needs any more
+    assert not store.check([model.key("hook/0/1/0")])  # no longer needed by any rank
     store.set(model.key("hook/0/4/1"), "b.weight")
     with pytest.raises(RanksApart, match=r"at the same moment: a\.weight, b\.weight"):
         division.whole_weight("a.weight", half)

@@ -14,7 +14,7 @@ from fabricx.model_parallel.set_up.same_batches import SameBatches
 
 
 def digests(monkeypatch: pytest.MonkeyPatch, batch: Any) -> list[int]:
-    """Return the pair of numbers that a rank contributes."""
+    """Return the two digests that a rank contributes."""
     values: list[int] = []
 
     def all_reduce(world: World, tensor: Tensor, op: str) -> Tensor:

@@ -52,9 +52,9 @@ def test_a_server_tracks_changed_rows_also_after_a_restart() -> None:
     push([0])
     had, rows = pull(had)
     assert (had, rows) == ((INITIAL_HISTORY, 10), {0: 1.0})
-    assert pull((INITIAL_HISTORY, 3))[1] == [1.0, 1.0, 0.0, 0.0, 2.0, 0.0]  # a worker of an earlier beginning
+    assert pull((INITIAL_HISTORY, 3))[1] == [1.0, 1.0, 0.0, 0.0, 2.0, 0.0]  # a worker of an earlier connection
     snapshot = copy.deepcopy(server.snapshot())
     server = Server(1)
-    server.restore(snapshot)  # as a server is that was started again
+    server.restore(snapshot)  # like a restarted server
     push([5])
     assert pull(had)[1] == {5: 1.0}

@@ -1,4 +1,4 @@
-"""The table of a server's messages: each message of a worker has a handler, any other is an error."""
+"""The table of a server's messages: each message of a worker has a handler, any other message is an error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PARTS = {messages.Settings, messages.Counts, messages.RuleState}  # of messages
 
 @dataclass
 class Unknown:
-    """No message of a worker."""
+    """Not a message of a worker."""
 
 
 def begun(**settings: Any) -> Server:
@@ -94,7 +94,7 @@ def test_read_only_messages_are_processed_again_and_not_replayed() -> None:
     repeatable = {kind for kind, handler in HANDLERS.items() if handler.repeatable}
     assert repeatable == {Pull, ReadNorm, ReadState}
     assert HANDLERS[Pull].journaled(Pull())
-    assert not HANDLERS[Pull].journaled(Pull(dense=False, rows={0: 1}))  # rows only: no effect on the state
+    assert not HANDLERS[Pull].journaled(Pull(dense=False, rows={0: 1}))  # only rows: no effect on the state
     journaled = {kind for kind in set(HANDLERS) - {Pull} if HANDLERS[kind].journaled(None)}
     assert journaled == set(HANDLERS) - {Pull, ServerInit, ReadNorm, ReadState}
 
@@ -102,6 +102,6 @@ def test_read_only_messages_are_processed_again_and_not_replayed() -> None:
 def test_updates_that_are_not_stored_have_no_norm() -> None:
     server = begun(aggregate=False)
     server.handle(0, Push(0, 1, (0,)), torch.zeros(SIZE), NONE)
-    assert not server.ready(0, ReadNorm(5, [0]))  # for ever: no such update is held
+    assert not server.ready(0, ReadNorm(5, [0]))  # indefinitely: no such update is stored
     with pytest.raises(TypeError, match="EachGradient holds no updates"):
         server.handle(0, ReadNorm(5, [0]), NONE, NONE)

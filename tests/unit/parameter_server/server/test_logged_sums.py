@@ -18,8 +18,8 @@ def test_values_of_a_dropped_gradient_are_not_counted() -> None:
     logged = LoggedSums()
     logged.open(0)
     logged.add(0, (sums(1.0), {}), used=True)
-    logged.add(0, (sums(10.0), sums(2.0)), used=False)  # 2.0 is of the first gradient
-    logged.add(0, (sums(100.0), sums(20.0)), used=True)  # 20.0 of the second
+    logged.add(0, (sums(10.0), sums(2.0)), used=False)  # 2.0 belongs to the first gradient
+    logged.add(0, (sums(100.0), sums(20.0)), used=True)  # 20.0 to the second
     logged.add(1, (sums(1000.0), {}), used=True)
     assert logged.of(0)["a"][1:] == [1103.0, 8]
 

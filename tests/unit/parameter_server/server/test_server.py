@@ -56,7 +56,7 @@ def uneven(worker: int, lease: int) -> float:
 
 
 def straight(optimizer: str, updates: int, parts: int, weights: Tensor) -> Tensor:
-    """Train the same in a plain loop, with the sum of so many gradients an update."""
+    """Train in a plain loop, with the sum of `per_update` gradients per update."""
     parameter = nn.Parameter(weights.clone())
     stepped = OPTIMIZERS[optimizer]([parameter])
     for update in range(updates):

@@ -1,4 +1,4 @@
-"""No gradient becomes staler than the bound, and no worker waits for its turn for ever."""
+"""No gradient exceeds the staleness bound, and no worker waits indefinitely for its turn."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def ordered(bases: dict[int, int], bound: int = 1) -> UpdateOrder:
 def test_the_bound_limits_the_number_of_computing_workers() -> None:
     order = ordered({0: 0, 1: 0})
     assert not order.may_begin(2)
-    assert order.may_begin(1)  # it asks again, after its server was started again
+    assert order.may_begin(1)  # it asks again after a restart of its server
 
 
 def test_an_early_update_waits_for_the_gradient_that_it_would_make_too_old() -> None:

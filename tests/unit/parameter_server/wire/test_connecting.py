@@ -54,7 +54,7 @@ def passes_on(direction: str, source: socket.socket, target: socket.socket, chan
 
 @contextlib.contextmanager
 def man_in_the_middle(port: int, change: Change) -> Iterator[int]:
-    """Listen, and pass on to a port; yields where."""
+    """Forward connections to a port; yields the address."""
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         threads: list[threading.Thread] = []
@@ -141,11 +141,11 @@ def test_the_connection_set_up_has_a_time_limit() -> None:
     with pytest.raises(RuntimeError):
         meet_over_gloo(dist.HashStore(), "link", Handshake(0, torch.float32, 2, 2), SECRET, server=False,
                        timeout=timedelta(seconds=0.2))  # fmt: skip
-    assert time.monotonic() - began < 30.0  # the default is 20 s, and it was a year
+    assert time.monotonic() - began < 30.0  # the default is 20 s; it was a year before
 
 
 def test_a_server_accepts_workers_after_a_reset_connection(tmp_path: Path) -> None:
-    """A worker that dies before it has read the server's proof resets its connection, which is no end of a stream."""
+    """A worker that dies before it has read the server's proof resets its connection, instead of closing it."""
     listener = LinkListener(KEY, str(tmp_path))
     path = listener.address.partition(":")[2]
 

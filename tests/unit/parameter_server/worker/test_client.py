@@ -31,7 +31,7 @@ SIZE = 8
 
 
 class Refuses:
-    """A link to a server that uses no gradient, or, with `used`, each."""
+    """A link to a server that refuses all gradients, or, with `used`, accepts them."""
 
     def __init__(self, *, used: bool = False) -> None:
         self.inbox, self.outbox = torch.zeros(2 * SIZE), torch.zeros(2 * SIZE)
@@ -121,7 +121,7 @@ def test_a_worker_connects_to_the_replacement_of_a_server_that_died_before_the_c
     hello = Handshake(0, torch.float32, 2, 2)
 
     def serve() -> None:
-        store.wait([f"{SERVER}/0/from/1"], timedelta(seconds=60))  # the worker waits for the server that has died
+        store.wait([f"{SERVER}/0/from/1"], timedelta(seconds=60))  # the worker waits for the dead server
         store.set(SERVER, f"1 {NETWORK} elsewhere:/door")
         store.wait([f"{SERVER}/1/from/1"], timedelta(seconds=60))
         store.set(f"{SERVER}/1/from/1/{READY}", "")
@@ -140,7 +140,7 @@ def test_a_worker_connects_to_the_replacement_of_a_server_that_died_before_the_c
         thread.start()
     for thread in threads:
         thread.join(60.0)
-    assert heard == [None]  # that the worker has done
+    assert heard == [None]  # as the worker has done
 
 
 def test_a_server_that_never_connects_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

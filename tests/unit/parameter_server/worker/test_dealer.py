@@ -15,7 +15,7 @@ from fabricx.parameter_server.worker.worker_optimizers import WorkerOptimizers
 
 
 class Requests:
-    """A server that grants so many leases."""
+    """A server that grants a fixed number of leases."""
 
     def __init__(self, leases: int) -> None:
         self.leases = leases
@@ -38,7 +38,7 @@ class Requests:
 
 
 class Rounds(Asynchronous):
-    """Has trained leases that were not pushed."""
+    """Has trained leases whose gradients were not pushed."""
 
     trained = 0
 

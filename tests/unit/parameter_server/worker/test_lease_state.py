@@ -1,4 +1,4 @@
-"""Metric sums of a lease are sent with its gradient; sums that hooks log between two pushes are apart."""
+"""Metric sums of a lease are sent with its gradient; sums that hooks log between two pushes are separate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def logged(value: float) -> dict[str, Any]:
 
 
 class Log:
-    """Values that were logged since the newest look."""
+    """Values logged since the latest read."""
 
     def __init__(self) -> None:
         self.value = 0.0

@@ -1,4 +1,4 @@
-"""Gradients that are parts of a sum can be dropped and checked, and not read."""
+"""Gradients that are parts of a sum can be dropped and checked, but not read."""
 
 from __future__ import annotations
 

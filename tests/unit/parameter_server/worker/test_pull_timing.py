@@ -1,4 +1,4 @@
-"""Weights arrive before the step, or while the forward computes."""
+"""Weights are pulled before the step, or during the forward."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_each_module_waits_for_its_direct_parameters(weights: Any) -> None:
     timing = DuringForward(weights, list(net.parameters()), net)
     timing.pull(3, lambda reply: noted.append(reply.version))
     timing.begin_step()
-    assert (weights.waited, noted) == ([{0}], [])  # the scale; nothing waits for all weights yet
+    assert (weights.waited, noted) == ([{0}], [])  # the scale; no wait for all weights yet
     loss = net(torch.ones(2)).sum()
     assert weights.waited == [{0}, {1, 2}]
     timing.settle()
@@ -94,7 +94,7 @@ def test_a_parameter_that_is_used_before_it_arrived_is_an_error(weights: Any) ->
     timing.settle()
     with pytest.raises(RuntimeError, match=r"layer\.weight.*used before the newest value was received"):
         timing.backward(loss.backward)
-    timing.begin_step()  # the next step has nothing to wait for
+    timing.begin_step()  # the next step has no pending pulls
     timing.backward(net(torch.ones(2)).sum().backward)
 
 

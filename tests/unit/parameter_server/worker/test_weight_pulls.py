@@ -1,4 +1,4 @@
-"""Pulls in the background: the reply is noted once, whichever call completes the pull."""
+"""Background pulls: the reply is recorded once, by any call that completes the pull."""
 
 from __future__ import annotations
 

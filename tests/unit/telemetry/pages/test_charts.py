@@ -1,4 +1,4 @@
-"""Curves as data and as pictures of bounded size, with axes that outliers don't flatten."""
+"""Curves as data and as pictures of bounded size, with axes that exclude outliers."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_more_curves_than_colours_have_dashes() -> None:
     drawn = chart("a", {f"rank {n}": [(0, n), (1, n)] for n in range(16)}, 100)
     assert drawn is not None
     assert len({(curve.colour, curve.dash) for curve in drawn.curves}) == 16
-    assert "x" not in drawn.data()["series"][1]  # equal xs are sent once
+    assert "x" not in drawn.data()["series"][1]  # equal x values are stored once
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (-3.7, 91.2), (1e-9, 2e-9), (5.0, 5.0), (0.0, 1e12)])

@@ -1,4 +1,4 @@
-"""The page of a run: whole, small, and safe to open."""
+"""The page of a run: complete, small, and safe to open."""
 
 from __future__ import annotations
 
@@ -179,4 +179,4 @@ def test_each_cell_of_a_table_has_a_label_for_narrow_screens(tmp_path: Path) -> 
     cells = [cell.partition(">")[0] for cell in body.split("<td")[1:]]
     assert cells
     assert all("data-label=" in cell or "wide" in cell for cell in cells)
-    assert "overflow-x: auto; }" not in text  # nothing is cut off
+    assert "overflow-x: auto; }" not in text  # nothing is truncated
