@@ -175,7 +175,7 @@ def _trained(module: _Changes) -> _Changes:
     ],
 )  # fmt: skip
 def test_values_that_each_part_changes_are_refused(where: str) -> None:
-    """The number of updates, and with it a moving average or a power iteration, depends on the number of ranks."""
+    """The number of changes, and with it a moving average or a power iteration, depends on the number of ranks."""
     module = _Changes(where)
     name = "seen" if where.endswith("buffer") else "teacher"
     with pytest.raises(ValueError, match=rf"{name} was changed between the parts of a global batch"):
