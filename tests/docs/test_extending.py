@@ -56,20 +56,20 @@ def test_the_page_has_the_files_that_it_lists() -> None:
 
 
 def test_the_tests_on_the_page_pass(project: Path) -> None:
-    said = run("-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={project}/own", "tests")
-    assert "5 passed" in said
+    output = run("-m", "pytest", "-q", "-p", "no:cacheprovider", f"--basetemp={project}/own", "tests")
+    assert "5 passed" in output
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_on_the_page_use_the_selected_plugin(project: Path, command: str) -> None:
     name, *arguments = shlex.split(command)
     if name == "python":
-        said = run(*arguments).splitlines()
-        assert [line for line in said if line.endswith("True")] == ["2 True"] * 2  # of each rank
-        assert sum("training stops" in line for line in said) == 1
+        output = run(*arguments).splitlines()
+        assert [line for line in output if line.endswith("True")] == ["2 True"] * 2  # of each rank
+        assert sum("training stops" in line for line in output) == 1
         return
-    said = run("-m", "fabricx", *arguments, *SHORT)
-    assert "3 steps, 1 epoch" in said
+    output = run("-m", "fabricx", *arguments, *SHORT)
+    assert "3 steps, 1 epoch" in output
     if "compression" in command:
         [config] = (project / "runs").glob("*/config.yaml")
         assert "compression: my_project.int8.Int8" in config.read_text()

@@ -45,8 +45,8 @@ def main() -> int:
         for cell, lines in wrong.items():
             print(report(cell, lines))
             if asked.shrink:
-                with tempfile.TemporaryDirectory(prefix="matrix-") as another:
-                    print("simplest:", report(*shrink(cell, Path(another))), flush=True)
+                with tempfile.TemporaryDirectory(prefix="matrix-") as scratch:
+                    print("simplest:", report(*shrink(cell, Path(scratch))), flush=True)
     print(f"{len(cells)} cells, {len(wrong)} wrong, {time.monotonic() - begun:.0f} s")
     return 1 if wrong else 0
 

@@ -424,8 +424,8 @@ def _together(world: World, number: int, result: Found) -> bool:
             cut_links()  # as a supervisor does, which ends this rank
     with contextlib.suppress(Exception):
         world.store.wait(keys, timedelta(seconds=FAILED_S if _failed(result) else CELL_S))
-        said = {world.store.get(key) for key in keys}
-        return len(said) == 1 and b"failed" not in said
+        outcomes = {world.store.get(key) for key in keys}
+        return len(outcomes) == 1 and b"failed" not in outcomes
     if result.error:
         raise RuntimeError(result.error)
     return False

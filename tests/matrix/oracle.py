@@ -49,9 +49,9 @@ def problems(cell: Cell, results: Sequence[Found], oracle: Found) -> list[str]:
     """Return the problems of a cell; none if it is right, or refused as expected."""
     expected = refusal(cell)
     if expected is not None:
-        says = "|".join(rule.says for rule in refusals(cell))  # any of them may be seen first
+        pattern = "|".join(rule.says for rule in refusals(cell))  # any of them may be seen first
         trial = TRIAL_STEPS if cell.way in DIVIDES else 0
-        return list(_refused_wrongly(results, says, max(expected.steps, trial)))
+        return list(_refused_wrongly(results, pattern, max(expected.steps, trial)))
     if oracle.error:
         return [f"the oracle failed: {oracle.error}"]
     failed = [f"rank {rank}: {result.error}" for rank, result in enumerate(results) if result.error]
@@ -61,17 +61,17 @@ def problems(cell: Cell, results: Sequence[Found], oracle: Found) -> list[str]:
     return list(_wrong(cell, results, oracle))
 
 
-def _refused_wrongly(results: Sequence[Found], says: str, steps: int) -> Iterator[str]:
-    refused = any(re.search(says, result.error) for result in results)
+def _refused_wrongly(results: Sequence[Found], pattern: str, steps: int) -> Iterator[str]:
+    refused = any(re.search(pattern, result.error) for result in results)
     for rank, result in enumerate(results):
         if refused and re.search(_PEER_GONE, result.error):
             continue
         if not result.error:
-            yield f"rank {rank} trains what is to be refused ({says})"
+            yield f"rank {rank} trains what is to be refused ({pattern})"
         elif result.trained > steps:
             yield f"rank {rank} refused after {result.trained} training steps: {result.error}"
-        elif not re.search(says, result.error):
-            yield f"rank {rank}: the error doesn't say {says!r}: {result.error}"
+        elif not re.search(pattern, result.error):
+            yield f"rank {rank}: the error doesn't say {pattern!r}: {result.error}"
 
 
 def _wrong(cell: Cell, results: Sequence[Found], oracle: Found) -> Iterator[str]:

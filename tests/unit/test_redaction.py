@@ -173,11 +173,11 @@ def test_a_command_line_keeps_its_form() -> None:
     arguments = ["python", "-m", "fabricx", "fit", "~x", "++a.token=a, b", "--api-key=abc", "--password", "abc",
              "--verbose", "+logger.w={api_key:abc,project:x}", "url=http://a:abc@b", "module.lr=0.1,0.2",
              "--token", "--fast"]  # fmt: skip
-    said = masked_command(arguments)
-    assert "abc" not in said
-    assert "a, b" not in said
+    output = masked_command(arguments)
+    assert "abc" not in output
+    assert "a, b" not in output
     for kept in ("python -m fabricx fit '~x'", "++a.token=", "project:x", "module.lr=0.1,0.2", "--verbose", "--fast"):
-        assert kept in said
+        assert kept in output
 
 
 def test_printed_text_sends_no_control_characters_to_the_terminal() -> None:

@@ -103,8 +103,8 @@ def show(task: str, ranks: int, results: dict[str, list[dict[str, float]]]) -> N
     print("| | time of a step | to the end of the first step | peak memory of a rank | lines |\n|---|---|---|---|---|")
     for way, rounds in results.items():
         cells = []
-        for what in ("step", "first", "memory"):
-            ratios = [result[what] / base[what] for result, base in zip(rounds, results["plain"], strict=True)]
+        for quantity in ("step", "first", "memory"):
+            ratios = [result[quantity] / base[quantity] for result, base in zip(rounds, results["plain"], strict=True)]
             cells.append(f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
         print(f"| {way} | {' | '.join(cells)} | {lines_of(way)} |", flush=True)
 

@@ -111,37 +111,42 @@ def receive(monkeypatch: pytest.MonkeyPatch) -> Receive:
             other.setitem(sys.modules, "__main__", process.script)
             other.setattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_ID", weakref.WeakValueDictionary())
             other.setattr(cloudpickle.cloudpickle, "_DYNAMIC_CLASS_TRACKER_BY_CLASS", weakref.WeakKeyDictionary())
-            got = pickle.loads(data)
+            result = pickle.loads(data)
             assert pickle.loads(data) is not None  # a second load creates no definitions
             pickle.dumps(getattr(process.script, "Config", None))  # by name, since the receiver has the script's name
             if (outer := getattr(process.script, "Outer", None)) is not None:
                 assert type(pickle.loads(pickle.dumps(outer.Inner()))) is outer.Inner
-        return got
+        return result
 
     return received
 
 
 def test_classes_and_functions_of_all_kinds_are_sent_by_value(script: types.ModuleType, receive: Receive) -> None:
     sent = {name: value for name, value in vars(script).items() if getattr(value, "__module__", "") == "__main__"}
-    got = types.SimpleNamespace(**receive({**sent, "add": script.add}))
+    received = types.SimpleNamespace(**receive({**sent, "add": script.add}))
     for name, value in sent.items():
-        assert getattr(got, name) is not value, name
+        assert getattr(received, name) is not value, name
     dataclasses: Any = script.dataclasses
-    assert dataclasses.fields(got.Config)[1].default is dataclasses.MISSING
-    assert dataclasses.replace(got.Config(), lr=1).sizes == [1, 2]
-    assert not hasattr(got.Slotted(), "__dict__")
-    assert got.Color(1) is got.Color.RED
-    assert (got.Point(1).y, got.Options(a=1), got.Options.__total__, got.Box[int](3).value) == (2, {"a": 1}, False, 3)
+    assert dataclasses.fields(received.Config)[1].default is dataclasses.MISSING
+    assert dataclasses.replace(received.Config(), lr=1).sizes == [1, 2]
+    assert not hasattr(received.Slotted(), "__dict__")
+    assert received.Color(1) is received.Color.RED
+    assert (received.Point(1).y, received.Options(a=1), received.Options.__total__, received.Box[int](3).value) == (
+        2,
+        {"a": 1},
+        False,
+        3,
+    )
     with pytest.raises(TypeError, match="abstract"):
-        got.Abstract()
-    assert (got.Strict.needed, got.Tagged.tag, got.Tagged.__bases__) == (3, "t", (got.Tagging,))
-    assert got.Local().who() == "local of parent"
-    assert (got.Outer().late, got.Outer().own, got.Outer.bound()) == (5, 6, got.Outer)
-    assert (got.Outer.Inner.__qualname__, got.Local.__qualname__) == ("Outer.Inner", "make.<locals>.Local")
-    assert (got.even(4), got.odd(4)) == (True, False)
-    assert (got.fib(20), got.fib.cache_parameters()["maxsize"]) == (6765, 7)
-    assert (got.kind(1), got.kind("a"), got.add(2), got.UserId(3)) == ("int", "other", 3, 3)
-    assert (got.T.__name__, got.P.__name__) == ("T", "P")
+        received.Abstract()
+    assert (received.Strict.needed, received.Tagged.tag, received.Tagged.__bases__) == (3, "t", (received.Tagging,))
+    assert received.Local().who() == "local of parent"
+    assert (received.Outer().late, received.Outer().own, received.Outer.bound()) == (5, 6, received.Outer)
+    assert (received.Outer.Inner.__qualname__, received.Local.__qualname__) == ("Outer.Inner", "make.<locals>.Local")
+    assert (received.even(4), received.odd(4)) == (True, False)
+    assert (received.fib(20), received.fib.cache_parameters()["maxsize"]) == (6765, 7)
+    assert (received.kind(1), received.kind("a"), received.add(2), received.UserId(3)) == ("int", "other", 3, 3)
+    assert (received.T.__name__, received.P.__name__) == ("T", "P")
 
 
 def test_variables_of_the_script_are_copied_and_shared_by_its_functions(
@@ -240,9 +245,9 @@ def test_compiled_functions_are_compiled_again_by_the_receiver(receive: Receive)
     def double(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
-    got = receive(double)
-    assert got is not double
-    assert float(got(torch.ones(()))) == 2.0
+    received = receive(double)
+    assert received is not double
+    assert float(received(torch.ones(()))) == 2.0
     disabled = receive(torch.compiler.disable(lambda x: x + 1))
     assert disabled(1) == 2
 
@@ -253,12 +258,12 @@ def test_layers_compiled_in_place_are_compiled_again_by_the_receiver(receive: Re
     if parametrized:
         torch.nn.utils.parametrizations.weight_norm(layer[0])
     layer[0].compile(backend="eager", dynamic=True)
-    got = receive(torch.nn.ModuleList([layer, layer]))
-    assert got[0] is got[1]
-    compiled = got[0][0]._compiled_call_impl
-    assert compiled._torchdynamo_orig_callable.__self__ is got[0][0]
-    assert torch.equal(got[0](torch.ones(2, 1)), layer(torch.ones(2, 1)))
-    assert got[0]._compiled_call_impl is None
+    received = receive(torch.nn.ModuleList([layer, layer]))
+    assert received[0] is received[1]
+    compiled = received[0][0]._compiled_call_impl
+    assert compiled._torchdynamo_orig_callable.__self__ is received[0][0]
+    assert torch.equal(received[0](torch.ones(2, 1)), layer(torch.ones(2, 1)))
+    assert received[0]._compiled_call_impl is None
 
 
 def test_source_lines_of_a_notebook_cell_are_sent_for_tracebacks(

@@ -31,9 +31,9 @@ def _all_samples_are_given_and_each_rank_has_one(seed: int) -> None:
     assert sum(shares) == samples
     assert min(shares) >= 1
     longest = max(share / speed for share, speed in zip(shares, speeds, strict=True))
-    of = [share / speed for share, speed in zip(shares, speeds, strict=True)].index(longest)
+    longest_rank = [share / speed for share, speed in zip(shares, speeds, strict=True)].index(longest)
     for to, speed in enumerate(speeds):  # moving a sample from the slowest rank would not help
-        assert to == of or shares[of] == 1 or (shares[to] + 1) / speed >= longest
+        assert to == longest_rank or shares[longest_rank] == 1 or (shares[to] + 1) / speed >= longest
 
 
 def test_limits_of_shares_are_respected() -> None:

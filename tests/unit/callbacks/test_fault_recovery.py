@@ -161,11 +161,11 @@ def test_the_last_line_counts_the_samples_that_each_server_has_used(second: tupl
     remote = SimpleNamespace(counts=lambda: [server.counts for server in servers], samples=lambda: samples)
     protocol._exchange = SimpleNamespace(remote=remote)  # type: ignore[assignment]
     apart = LeaseDealer(protocol)
-    said = account(dealer=apart)
+    line = account(dealer=apart)
     lost, repeated = 3 - len(set(second)), len(second) - len(set(second))
     assert apart.lost_and_repeated() == (lost, repeated, 0)
-    assert ("1 batch lost" in said, "1 batch trained twice" in said) == (bool(lost), bool(repeated))
-    assert (", 0 samples lost" in said) == (not lost and not repeated)
+    assert ("1 batch lost" in line, "1 batch trained twice" in line) == (bool(lost), bool(repeated))
+    assert (", 0 samples lost" in line) == (not lost and not repeated)
     assert account(dealer=apart, streams=True) == ""  # a lease is a batch of any rank
 
 

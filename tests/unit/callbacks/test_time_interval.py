@@ -48,7 +48,7 @@ def test_ranks_with_different_clocks_agree(clock: Clock) -> None:
             due_main.append(step)
         clock.now += 1000.0  # the clock of the second rank differs
         answers = main_world.said[before:]
-        if other.due(step, SimpleNamespace(size=2, broadcast_object=lambda value, said=answers: said.pop())):  # type: ignore[arg-type]
+        if other.due(step, SimpleNamespace(size=2, broadcast_object=lambda value, replayed=answers: replayed.pop())):  # type: ignore[arg-type]
             due_other.append(step)
         clock.now -= 1000.0
         assert not answers  # the clock is read at the same steps

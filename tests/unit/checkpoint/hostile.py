@@ -42,7 +42,7 @@ def replace(path: Path, name: str, data: bytes) -> None:
 
 def is_refused(path: Path, match: str | None = None) -> str:
     """Check that all reading functions refuse it with the same message; returns the message."""
-    said = set()
+    messages = set()
     for read in (
         lambda: checkpoint.load(path),
         lambda: checkpoint.load(path, verified=True),
@@ -50,7 +50,7 @@ def is_refused(path: Path, match: str | None = None) -> str:
     ):
         with pytest.raises(CheckpointError, match=match) as caught:
             read()
-        said.add(str(caught.value))
+        messages.add(str(caught.value))
         assert caught.value.__suppress_context__ or caught.value.__context__ is None  # no other message is shown
-    assert len(said) == 1
-    return said.pop()
+    assert len(messages) == 1
+    return messages.pop()

@@ -123,9 +123,9 @@ def test_evaluation_has_the_weights_and_fit_begins_with_them(trained, tmp_path, 
         seen.fit(begun, data(), ckpt_path=source)
         assert begun.net.weight.equal(module.net.weight)
         assert seen.global_step == 2
-        said = capsys.readouterr().out
-        assert "training begins at step 0 with the weights of" in said
-        assert "epoch 1, step 2); states of its optimizers, schedules, callbacks and data are not restored" in said
+        output = capsys.readouterr().out
+        assert "training begins at step 0 with the weights of" in output
+        assert "epoch 1, step 2); states of its optimizers, schedules, callbacks and data are not restored" in output
     assert Ours.load_from_checkpoint(tmp_path / "new").hparams.lr == 0.5
 
 
@@ -179,10 +179,10 @@ def test_an_import_omits_objects_among_the_weights_by_name(tmp_path, capsys):
     weights = {**nn.Linear(3, 2).state_dict(), "head._extra_state": {"act": nn.ReLU()}}
     torch.save({"state_dict": weights, "hyper_parameters": {}}, tmp_path / "a.ckpt")
     assert main(["import", str(tmp_path / "a.ckpt"), str(tmp_path / "new")]) == 0
-    said = capsys.readouterr().out
-    assert "2 tensors" in said
-    assert "head._extra_state (torch.nn.modules.activation.ReLU)" in said
-    assert "prefix" not in said
+    output = capsys.readouterr().out
+    assert "2 tensors" in output
+    assert "head._extra_state (torch.nn.modules.activation.ReLU)" in output
+    assert "prefix" not in output
 
 
 def test_a_configuration_of_a_custom_class_may_be_passed(tmp_path):
@@ -300,8 +300,8 @@ def test_different_names_are_an_error_with_a_remedy_that_works(tmp_path, capsys)
         Ours.load_from_checkpoint(tmp_path / "c.pt", width=2, strict=False)
     assert main(["import", str(tmp_path / "a.pt"), str(tmp_path / "b")]) == 1
     assert main(["import", str(tmp_path / "a.pt"), str(tmp_path / "d"), "--strip-prefix", "x."]) == 1
-    assert "exists already" in (said := capsys.readouterr().err)
-    assert "no name in" in said
+    assert "exists already" in (output := capsys.readouterr().err)
+    assert "no name in" in output
 
 
 @pytest.mark.parametrize("content", [3, {"a": 1}, {}])

@@ -34,8 +34,8 @@ def read(folder: Path, hparams: Any) -> dict[str, Any]:
 def test_values_of_numpy_are_read(value: Any, tmp_path: Path) -> None:
     nested = argparse.Namespace(value=value, inner=[(value,), {"of": value}])
     content = read(tmp_path, {"value": value, "nested": nested})
-    inner, of = content["nested"].inner
-    for array in (content["value"], content["nested"].value, inner[0], of["of"]):
+    inner, nested_fields = content["nested"].inner
+    for array in (content["value"], content["nested"].value, inner[0], nested_fields["of"]):
         assert type(array) is type(value)
         assert np.array_equal(array, value)
         assert getattr(array, "dtype", array) == getattr(value, "dtype", value)

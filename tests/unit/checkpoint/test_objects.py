@@ -206,9 +206,9 @@ def test_an_export_omits_states_that_are_no_tensors_by_name(tmp_path: Path, caps
     weights = {"w": torch.ones(2), "a._extra_state": {"count": 3}, "b._extra_state": Loss()}
     path = checkpoint.save(tmp_path / "one", {"strategy": {"module": weights}}, {})
     assert main(["export", str(path)]) == 0
-    said = capsys.readouterr().out
-    assert "1 tensors" in said
-    assert "omitted states that are no tensors: a._extra_state, b._extra_state" in said
+    output = capsys.readouterr().out
+    assert "1 tensors" in output
+    assert "omitted states that are no tensors: a._extra_state, b._extra_state" in output
 
 
 def test_weights_are_read_beside_objects_that_torch_cannot_read(tmp_path: Path) -> None:

@@ -93,11 +93,11 @@ def test_a_refused_pickle_is_not_run_and_no_advice_to_allow_it_is_shown(own_fold
     torch.save(Runs(), own_folder / "evil.pt")
     for data in ((own_folder / "evil.pt").read_bytes(), pickle.dumps(Runs()), b"", b"no archive", whole[:-9]):
         replace(path, "state.pt", data)
-        said = is_refused(path, "state.pt was refused, and nothing in it was executed")
+        message = is_refused(path, "state.pt was refused, and nothing in it was executed")
         assert main(["export", str(path)]) == 1
         with pytest.raises(CheckpointError, match="was refused"):
             fx.Trainer(max_steps=1, **QUIET).fit(TinyModule(), tiny_loader(), ckpt_path=path)
-        shown = said + "".join(capfd.readouterr())
+        shown = message + "".join(capfd.readouterr())
         for advice in ("weights_only", "safe_globals", "trust the source", "file an issue"):
             assert advice not in shown
     assert "it contains" in refusal(path, own_folder / "evil.pt")

@@ -42,9 +42,9 @@ def test_replicas_divide_the_tensors_and_each_tensor_is_written_once() -> None:
     assert [bool(part.tensors) for part in parts] == [True, True, True, False, False]
 
 
-def _local(of: dict[str, Tensor]) -> Any:
+def _local(state: dict[str, Tensor]) -> Any:
     planner = sharded_tensors.DefaultSavePlanner(flatten_state_dict=False)
-    planner.set_up_planner(of, is_coordinator=False)
+    planner.set_up_planner(state, is_coordinator=False)
     return planner.create_local_plan().items
 
 

@@ -23,10 +23,10 @@ def assign(value: Any) -> None:
 @pytest.mark.parametrize(
     "use",
     [
-        lambda it: it.scale, lambda it: it(1), iter, len, bool, float, lambda it: it[0], lambda it: 1 in it,
-        lambda it: it == 1, lambda it: isinstance(it, dict), copy.deepcopy, pickle.dumps, assign,
-        lambda it: setattr(it, "a", 1), operator.neg, lambda it: it + 1, lambda it: 1 + it, lambda it: hasattr(it, "a"),
-        lambda it: dict([it]), lambda it: [*it], os.fspath,
+        lambda obj: obj.scale, lambda obj: obj(1), iter, len, bool, float, lambda obj: obj[0], lambda obj: 1 in obj,
+        lambda obj: obj == 1, lambda obj: isinstance(obj, dict), copy.deepcopy, pickle.dumps, assign,
+        lambda obj: setattr(obj, "a", 1), operator.neg, lambda obj: obj + 1, lambda obj: 1 + obj,
+        lambda obj: hasattr(obj, "a"), lambda obj: dict([obj]), lambda obj: [*obj], os.fspath,
     ],
 )  # fmt: skip
 def test_each_use_is_an_error_that_names_class_and_remedies(use: Callable[[Any], Any]) -> None:

@@ -22,9 +22,9 @@ def explained(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         assert ended.value.code == 1
         logger = logging.getLogger("fabricx")  # as the caller had it, without the log of the run
         assert (logger.handlers, logger.level, logger.propagate) == ([], logging.NOTSET, True)
-        said = capsys.readouterr().err
-        assert "Error executing job" not in said
-        assert "hydra.cc" not in said
-        return said
+        output = capsys.readouterr().err
+        assert "Error executing job" not in output
+        assert "hydra.cc" not in output
+        return output
 
     return explained

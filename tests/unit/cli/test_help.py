@@ -50,13 +50,13 @@ def test_keys_are_listed_with_explanations_without_importing_classes(
     (own_folder / "netfile.py").write_text(NET)
     arguments = ["-h", "module=custom", "module._target_=netfile.Net", "module.width=5", "strategy=ddp", "logger=csv"]
     run_app(print, arguments, None, "config", "mine [KEY=VALUE]")
-    said = capsys.readouterr().out
-    assert said.startswith("mine [KEY=VALUE]\n\nGroups: GROUP=CHOICE\n")
-    assert "  experiment: charlm, digits\n" in said
-    assert "  module.width=5\n      neurons of a layer.\n" in said
-    assert "  trainer.accumulate_grad_batches=1\n      batches of each rank for a weight update.\n" in said
-    assert "  seed=0\n      seed of all" in said
-    lines = said.splitlines()
+    output = capsys.readouterr().out
+    assert output.startswith("mine [KEY=VALUE]\n\nGroups: GROUP=CHOICE\n")
+    assert "  experiment: charlm, digits\n" in output
+    assert "  module.width=5\n      neurons of a layer.\n" in output
+    assert "  trainer.accumulate_grad_batches=1\n      batches of each rank for a weight update.\n" in output
+    assert "  seed=0\n      seed of all" in output
+    lines = output.splitlines()
     assert max(map(len, lines)) <= 80
     unexplained = [
         key
@@ -72,14 +72,14 @@ def test_references_in_a_docstring_are_explained(own_folder: Path, capsys: pytes
     for target in ("Wide", "Gone"):
         options = ["+module.pace=1", "+module.kind=2"]
         run_app(print, ["-h", "module=custom", f"module._target_=netfile.{target}", *options], None, "config", "mine")
-        said = capsys.readouterr().out
-        assert ("  module.pace=1\n      steps in a second; 0 for none.\n" in said) is (target == "Wide")
-        assert ("  module.kind=2\n      see `Nothing`.\n" in said) is (target == "Wide")
+        output = capsys.readouterr().out
+        assert ("  module.pace=1\n      steps in a second; 0 for none.\n" in output) is (target == "Wide")
+        assert ("  module.kind=2\n      see `Nothing`.\n" in output) is (target == "Wide")
     assert explained_argument("netfile.Wider", "pace", bases=True) == "see `Kept`; 0 for none"
     run_app(print, ["-h", "strategy=async_sgd"], None, "config", "mine")
-    said = capsys.readouterr().out
-    assert "  strategy.compression_keep=0.01\n      fraction of the elements" in said
-    assert "see `ServerOptions`" not in said
+    output = capsys.readouterr().out
+    assert "  strategy.compression_keep=0.01\n      fraction of the elements" in output
+    assert "see `ServerOptions`" not in output
 
 
 @pytest.mark.parametrize("command", ["doctor", "scale", "resume", "simulate"])

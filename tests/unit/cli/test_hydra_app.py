@@ -39,8 +39,8 @@ def test_each_failed_job_of_a_sweep_is_named(own_folder: Path, explained: Callab
             raise ValueError("no number")
         return float(cfg.seed) / 2
 
-    said = explained(["-m", "seed=a,2,b"], halves)
-    assert [line for line in said.splitlines() if line.startswith("job")] == [
+    output = explained(["-m", "seed=a,2,b"], halves)
+    assert [line for line in output.splitlines() if line.startswith("job")] == [
         "job 0 of the sweep (seed=a) failed", "job 2 of the sweep (seed=b) failed",
     ]  # fmt: skip
     [sweep] = (own_folder / "multirun").iterdir()
@@ -53,10 +53,10 @@ def test_an_error_of_the_users_code_keeps_its_traceback_without_those_of_librari
     def fails(cfg: Any) -> None:
         raise RuntimeError("mine")
 
-    said = explained([], fails)
-    assert "in fails" in said
-    assert said.rstrip().endswith("RuntimeError: mine")
-    assert "site-packages" not in said
+    output = explained([], fails)
+    assert "in fails" in output
+    assert output.rstrip().endswith("RuntimeError: mine")
+    assert "site-packages" not in output
 
 
 @pytest.mark.parametrize("name", ["HYDRA_FULL_ERROR", "FABRICX_TRACEBACK"])

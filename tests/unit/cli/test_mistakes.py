@@ -44,9 +44,9 @@ from fabricx.cli.mistakes import unread_keys
 def test_a_mistake_is_explained_and_leaves_no_folder(
     arguments: list[str], message: str, own_folder: Path, explained: Callable[..., str]
 ) -> None:
-    said = explained(arguments)
-    assert message in said
-    assert "Traceback" not in said
+    output = explained(arguments)
+    assert message in output
+    assert "Traceback" not in output
     assert list(own_folder.iterdir()) == []
 
 
@@ -66,9 +66,9 @@ def test_a_mistake_in_an_experiment_is_explained(
 ) -> None:
     (own_folder / "conf/experiment").mkdir(parents=True)
     (own_folder / "conf/experiment/a.yaml").write_text(text)
-    said = explained(["--config-dir", "conf", "experiment=a"])
-    assert message in said
-    assert "Traceback" not in said
+    output = explained(["--config-dir", "conf", "experiment=a"])
+    assert message in output
+    assert "Traceback" not in output
 
 
 def test_unused_keys_are_detected() -> None:

@@ -12,10 +12,10 @@ SMALL = ["layers=4", "hidden=64", "heads=4", "kv_heads=2", "ffn=128", "vocabular
 
 def test_it_prints_a_table_a_chart_and_traffic(capsys):
     assert main([*SMALL, "devices=2,4", "mesh.data=fsdp"]) == 0
-    said = capsys.readouterr().out
-    assert "a step of 16 x 64 tokens" in said
-    assert said.count("data 2 (fsdp)") == 1
-    assert "GB that a rank sends in a step" in said
+    output = capsys.readouterr().out
+    assert "a step of 16 x 64 tokens" in output
+    assert output.count("data 2 (fsdp)") == 1
+    assert "GB that a rank sends in a step" in output
 
 
 def test_settings_change_the_cluster_the_mesh_and_the_units():
@@ -55,8 +55,10 @@ def test_wrong_settings_are_errors_that_name_the_remedy(argument, message, capsy
 
 def test_the_help_names_the_keys(capsys):
     assert main(["--help"]) == 0
-    said = capsys.readouterr().out
-    assert all(key in said for key in KEYS)
+    output = capsys.readouterr().out
+    assert all(key in output for key in KEYS)
     model = asdict(Transformer())
     cluster = {key: getattr(Cluster(), field) / unit for key, (field, unit) in UNITS.items()}
-    assert [text for name, value in {**model, **cluster}.items() if (text := f"{name}={value:.10g}") not in said] == []
+    assert [
+        text for name, value in {**model, **cluster}.items() if (text := f"{name}={value:.10g}") not in output
+    ] == []

@@ -52,7 +52,7 @@ def test_each_valid_form_is_accepted(result: Any, optimizers: list[Any], schedul
 
 
 @pytest.mark.parametrize(
-    ("result", "said"),
+    ("result", "message"),
     [
         (3, r"returned int, which is not supported. Return an optimizer, a list"),
         ([ONE, 3], "returned list, which is not supported"),
@@ -68,8 +68,8 @@ def test_each_valid_form_is_accepted(result: Any, optimizers: list[Any], schedul
         ({"optimizer": TWO, "lr_scheduler": PLATEAU}, "ReduceLROnPlateau needs the name of a metric"),
     ],
 )
-def test_an_invalid_form_is_an_error_that_shows_the_valid_form(result: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_an_invalid_form_is_an_error_that_shows_the_valid_form(result: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         parse_optimizers(result)
 
 
@@ -169,9 +169,9 @@ def test_optimizers_that_do_not_train_the_module_are_a_warning() -> None:
             super().__init__()
             self.automatic_optimization = False
 
-    for module, said in (
+    for module, message in (
         (Foreign(), "create the optimizer with"),
         (Forgets(), "no optimizer made a step in the epoch"),
     ):
-        with pytest.warns(UserWarning, match=said):
+        with pytest.warns(UserWarning, match=message):
             fx.Trainer(max_epochs=1, **QUIET).fit(module, tiny_loader())

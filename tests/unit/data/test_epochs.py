@@ -60,13 +60,13 @@ def test_set_epoch_is_called_on_a_distributed_sampler_within_a_batch_sampler(joi
 
 
 def test_set_epoch_is_called_on_data_set_samplers_and_loader_in_this_order() -> None:
-    got = []
+    calls = []
 
     class Part:
         def __init__(self, name: str, **inside: Any) -> None:
-            self.set_epoch = lambda epoch: got.append((name, epoch))
+            self.set_epoch = lambda epoch: calls.append((name, epoch))
             vars(self).update(inside)
 
     inner, data = Part("sampler of batches"), Part("data")
     set_epoch_of_loader(3, Part("loader", dataset=data, batch_sampler=Part("batches", sampler=inner), sampler=None))
-    assert got == [("data", 3), ("sampler of batches", 3), ("batches", 3), ("loader", 3)]
+    assert calls == [("data", 3), ("sampler of batches", 3), ("batches", 3), ("loader", 3)]

@@ -321,11 +321,11 @@ def test_generators_in_loader_processes_are_named(own_folder: Path, capsys: pyte
     def loader() -> DataLoader[Any]:
         return numbers([Noise(random.Random(1))], num_workers=1)
 
-    for steps, said in ((4, False), (6, True)):
+    for steps, warned in ((4, False), (6, True)):
         train(loader(), save=own_folder / "one.ckpt", max_steps=steps)
         capsys.readouterr()
         train(loader(), own_folder / "one.ckpt", max_steps=steps + 1)
-        assert ("of the dataset (Numbers.transforms.0.generator)" in capsys.readouterr().out) is said
+        assert ("of the dataset (Numbers.transforms.0.generator)" in capsys.readouterr().out) is warned
 
 
 def test_global_generators_and_samples_are_not_searched() -> None:

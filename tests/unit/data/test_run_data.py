@@ -92,10 +92,10 @@ def test_limits_count_batches_or_parts() -> None:
     assert module.counts() == {"train": 4, "validation": 2, "test": 3, "predict": 1}
 
 
-@pytest.mark.parametrize(("of", "validation"), [(2, 2), (0.5, 3)])
-def test_overfit_batches_reads_the_first_batches_of_each_loader_in_each_epoch(of: float, validation: int) -> None:
+@pytest.mark.parametrize(("fraction", "validation"), [(2, 2), (0.5, 3)])
+def test_overfit_batches_reads_the_first_batches_of_each_loader_in_each_epoch(fraction: float, validation: int) -> None:
     module, val = Counts(), tiny_loader(samples=24, shuffle=True)
-    trainer = fx.Trainer(max_epochs=3, overfit_batches=of, num_sanity_val_steps=0, **QUIET)
+    trainer = fx.Trainer(max_epochs=3, overfit_batches=fraction, num_sanity_val_steps=0, **QUIET)
     with pytest.warns(UserWarning, match="a loader with shuffle=True is not shuffled"):
         trainer.fit(module, tiny_loader(shuffle=True), val)
     epochs = [torch.cat(module.seen["train"][at : at + 2]) for at in (0, 2, 4)]
@@ -311,7 +311,7 @@ def test_the_state_of_a_loader_is_loaded_into_the_loader_that_is_read(
 
 
 @pytest.mark.parametrize(
-    ("options", "data", "said"),
+    ("options", "data", "message"),
     [
         ({}, {"samples": 0}, "there is no batch to train on: DataLoader is empty"),
         ({}, {"samples": 3, "drop_last": True}, "drop_last=True"),
@@ -320,11 +320,11 @@ def test_the_state_of_a_loader_is_loaded_into_the_loader_that_is_read(
         ({"limit_val_batches": 0.01}, {}, "limit_val_batches=0.01 of 4 batches is less than one"),
     ],
 )
-def test_a_training_without_batches_is_an_error(options: dict[str, Any], data: dict[str, Any], said: str) -> None:
+def test_a_training_without_batches_is_an_error(options: dict[str, Any], data: dict[str, Any], message: str) -> None:
     trainer = fx.Trainer(max_epochs=1, **QUIET, **options)
     whole: Any = tiny_loader().dataset
     kept = torch.utils.data.Subset(whole, range(data.pop("samples", len(whole))))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         trainer.fit(Counts(), torch.utils.data.DataLoader(kept, batch_size=4, **data), tiny_loader())
     fx.Trainer(max_epochs=1, limit_train_batches=0, **QUIET).fit(Counts(), tiny_loader())  # no loader was requested
 
@@ -332,8 +332,10 @@ def test_a_training_without_batches_is_an_error(options: dict[str, Any], data: d
 def test_a_fraction_of_the_batches_is_divided_over_ranks() -> None:
     loader = tiny_loader(8)
     _check_part("limit_val_batches", 0.5, loader, 1, 2)
-    said = r"limit_val_batches=0\.4 of 2 batches, divided over 2 ranks, is less than one each: set a number of batches"
-    with pytest.raises(ValueError, match=said):
+    message = (
+        r"limit_val_batches=0\.4 of 2 batches, divided over 2 ranks, is less than one each: set a number of batches"
+    )
+    with pytest.raises(ValueError, match=message):
         _check_part("limit_val_batches", 0.4, loader, 0, 2)
 
 

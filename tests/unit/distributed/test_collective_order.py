@@ -61,10 +61,10 @@ def test_the_first_difference_is_named_for_any_order_of_the_ranks(ranks: Make, b
 @EACH
 def test_a_rank_may_be_ahead(ranks: Make) -> None:
     ahead, other = ranks(2)
-    for what in ("a", "b", "c"):
-        ahead.note(what)
-    for what in ("a", "b"):
-        other.note(what)
+    for description in ("a", "b", "c"):
+        ahead.note(description)
+    for description in ("a", "b"):
+        other.note(description)
     with pytest.raises(RanksDisagree, match="rank 0 c, rank 1 b"):
         other.note("b")
 

@@ -137,12 +137,12 @@ class Threads(World):
 
     machine: Any = None
 
-    def _exchange(self, value: Any, what: str) -> list[Any]:
+    def _exchange(self, value: Any, kind: str) -> list[Any]:
         if self.newcomer:
             return [value]
-        self.machine.point(f"before {what}")
+        self.machine.point(f"before {kind}")
         values: list[Any] = self.machine.group(self.generation, self.size).exchange(self.rank, value)
-        self.machine.point(f"after {what}")
+        self.machine.point(f"after {kind}")
         return values
 
     def follow(self) -> None:
@@ -258,8 +258,8 @@ class Simulation:
                 worker = len(self.threads)
                 self.changes.started(worker)
                 self._start(worker, seat, newcomer=True)
-            for workers, what, content in self.changes.messages():
-                self._tell(workers, what, content)
+            for workers, message, content in self.changes.messages():
+                self._tell(workers, message, content)
         for worker, thread in self.threads.items():
             self._send_away(worker)  # it has joined too late
             thread.join(TIMEOUT_S)
@@ -285,14 +285,14 @@ class Simulation:
         member.on_message("broken", NOBODY.number - 1)
         self.machine.break_off(member.joined)
 
-    def _tell(self, workers: Iterable[int], what: str, content: Any) -> None:
+    def _tell(self, workers: Iterable[int], kind: str, content: Any) -> None:
         for worker in workers:
             member: Any = self.members[worker]
-            if what == "leave":
+            if kind == "leave":
                 self._send_away(worker)
             else:
-                member.on_message(what, content)
-            if what == "broken" and member.joined <= content:  # the thread that receives this message shuts the links
+                member.on_message(kind, content)
+            if kind == "broken" and member.joined <= content:  # the thread that receives this message shuts the links
                 self.machine.break_off(member.joined)
 
     def _start(self, worker: int, seat: int, *, newcomer: bool) -> None:

@@ -11,8 +11,8 @@ from fabricx.distributed.activity.heartbeat import Diagnosis
 from fabricx.fault_tolerance.hang_report import explain, from_dump
 
 
-def waits(what: str) -> Diagnosis:
-    return Diagnosis("torch.py:1 in wait: ...", what, "", "")
+def waits(operation: str) -> Diagnosis:
+    return Diagnosis("torch.py:1 in wait: ...", operation, "", "")
 
 
 def busy(where: str, done: str = "") -> Diagnosis:

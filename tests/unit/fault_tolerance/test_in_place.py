@@ -132,9 +132,9 @@ def test_each_sample_is_trained_once_per_epoch_under_any_schedule_of_deaths(
 def test_an_error_between_two_collectives_is_not_a_cut_link(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    said: list[Any] = []
+    sent: list[Any] = []
     monkeypatch.setattr(
-        "fabricx.fault_tolerance.in_place.membership", lambda: Membership(send=lambda *what: said.append(what))
+        "fabricx.fault_tolerance.in_place.membership", lambda: Membership(send=lambda *message: sent.append(message))
     )
     monkeypatch.setattr("fabricx.fault_tolerance.in_place.ANSWER_S", 0.0)
     monkeypatch.setattr("fabricx.fault_tolerance.in_place.NOTICE_S", 0.0)
@@ -144,7 +144,7 @@ def test_an_error_between_two_collectives_is_not_a_cut_link(
     ft: Any = SimpleNamespace(torn=False, memory=None)
     with pytest.raises(ConnectionResetError):  # for example of a user's tracking server
         recover(session, ft, ConnectionResetError("Connection reset by peer"))
-    assert not said
+    assert not sent
 
 
 def test_fabricx_does_not_catch_a_simulated_kill() -> None:

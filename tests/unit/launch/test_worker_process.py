@@ -47,7 +47,7 @@ def test_a_fork_server_that_never_answers_is_an_error(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("code", "reason", "kind", "said"),
+    ("code", "reason", "kind", "message"),
     [
         (-signal.SIGKILL, None, "killed", "killed by SIGKILL (was the machine out of memory?)"),
         (-signal.SIGSEGV, None, "death", "killed by SIGSEGV; it left no traceback"),
@@ -55,10 +55,10 @@ def test_a_fork_server_that_never_answers_is_an_error(monkeypatch: pytest.Monkey
         (-signal.SIGKILL, "no heartbeat for 60 s", "killed", "no heartbeat for 60 s"),
     ],
 )
-def test_an_end_without_a_report_has_its_cause(code: int, reason: str | None, kind: str, said: str) -> None:
+def test_an_end_without_a_report_has_its_cause(code: int, reason: str | None, kind: str, message: str) -> None:
     failure = worker_process.failure_of_end(1, code, reason)
     assert (failure.rank, failure.kind) == (1, kind)
-    assert said in failure.traceback
+    assert message in failure.traceback
 
 
 CRASH = f"""\

@@ -221,10 +221,12 @@ def test_without_kubectl_and_without_a_pod_the_next_command_is_printed(
     monkeypatch.setattr(kubernetes.shutil, "which", lambda name: None)  # type: ignore[attr-defined]
     with meanwhile(applied_elsewhere):
         assert Kubernetes(namespace="team").run(PROGRAM).result == b"result"
-    said = capsys.readouterr().out
-    assert f"kubectl --namespace=team create -f {job_folder().absolute()}/trainjob.yaml" in said
-    assert "2 of 2 pods have not started; this shows the reason:\n  kubectl --namespace=team describe trainjobs" in said
-    assert "the TrainJob has to be deleted by hand:\n  kubectl --namespace=team delete trainjobs" in said
+    output = capsys.readouterr().out
+    assert f"kubectl --namespace=team create -f {job_folder().absolute()}/trainjob.yaml" in output
+    assert (
+        "2 of 2 pods have not started; this shows the reason:\n  kubectl --namespace=team describe trainjobs" in output
+    )
+    assert "the TrainJob has to be deleted by hand:\n  kubectl --namespace=team delete trainjobs" in output
 
 
 def test_an_invalid_configuration_names_the_remedy(kubectl: Path) -> None:
@@ -259,10 +261,10 @@ def test_a_temporarily_unreachable_cluster_does_not_end_the_run_and_a_failed_del
     kubectl.write_text(kubectl.read_text() + f"\n{fails}\nexit 0\n")
     with meanwhile(ends):
         assert launcher.run(PROGRAM).result == b"result"
-    said = capsys.readouterr().out
-    assert "kubectl can't look at the TrainJob fabricx-" in said
-    assert "connection refused" in said
-    assert "the TrainJob has to be deleted by hand" in said
+    output = capsys.readouterr().out
+    assert "kubectl can't look at the TrainJob fabricx-" in output
+    assert "connection refused" in output
+    assert "the TrainJob has to be deleted by hand" in output
     job_folder().joinpath("trainjob.yaml").unlink()
     requests = asked.read_text().count("create -f")
 

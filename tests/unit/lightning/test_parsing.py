@@ -19,7 +19,7 @@ class Plain:
         super().__init__()
         frame = inspect.currentframe()
         assert frame is not None
-        self.found = [of.get_init_args(frame) for of in (parsing, theirs)]
+        self.found = [library.get_init_args(frame) for library in (parsing, theirs)]
 
 
 def test_arguments_of_a_constructor_are_found() -> None:

@@ -33,8 +33,8 @@ def test_every_strategy_that_lightning_registers_runs_or_names_its_successor() -
         try:
             fx.Trainer(strategy=name, devices=2, **QUIET)
         except ValueError as error:
-            said = "supports 1 rank" if name == "single_device" else "is not a strategy of fabricx: "
-            assert said in str(error), name  # noqa: PT017
+            message = "supports 1 rank" if name == "single_device" else "is not a strategy of fabricx: "
+            assert message in str(error), name  # noqa: PT017
 
 
 @pytest.mark.parametrize("name", ["dp", "ddp2", "ddp_sharded", "horovod", "deepspeed_stage_3", "tpu_spawn", "xla_fsdp"])

@@ -281,10 +281,12 @@ def test_a_run_with_max_steps_and_no_update_is_an_error(
 
     module = Nothing()
     module.automatic_optimization = not manual
-    what = "no optimizer made a step" if manual else "training_step returned no loss"
+    cause = "no optimizer made a step" if manual else "training_step returned no loss"
     with (
         pytest.warns(UserWarning, match="no optimizer made a step in" if manual else "returned no loss for a batch"),
-        pytest.raises(ValueError, match=rf"{what} in 1[05]0 batches in a row, and max_steps=3 .*: the run would never"),
+        pytest.raises(
+            ValueError, match=rf"{cause} in 1[05]0 batches in a row, and max_steps=3 .*: the run would never"
+        ),
     ):
         fx.Trainer(max_steps=3, **quiet).fit(module, tiny_loader())
 
@@ -314,8 +316,8 @@ def test_batches_without_a_loss_are_reported_once_and_skipped(quiet: dict[str, A
     trainer = fx.Trainer(max_steps=60, **quiet)
     with pytest.warns(UserWarning, match=r"no loss for a batch \(step 0\), so the batch is skipped") as caught:
         trainer.fit(Some(), tiny_loader(8, 4))
-    said = [warning for warning in caught if warning.category is UserWarning]
-    assert (len(said), trainer.global_step) == (1, 60)
+    warned = [warning for warning in caught if warning.category is UserWarning]
+    assert (len(warned), trainer.global_step) == (1, 60)
 
 
 class MeanOfOnes(fx.Module):

@@ -15,28 +15,28 @@ from fabricx.model_parallel.step_hooks import step_beside_hooks
 
 def test_hooks_run_in_their_context_and_the_step_without_hooks() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    said: list[str] = []
+    calls: list[str] = []
 
     @contextmanager
     def context() -> Iterator[None]:
-        said.append("begin")
+        calls.append("begin")
         yield
-        said.append("end")
+        calls.append("end")
 
-    optimizer.register_step_pre_hook(lambda *_: said.append("before"))
-    handle = optimizer.register_step_post_hook(lambda *_: said.append("after"))
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    handle = optimizer.register_step_post_hook(lambda *_: calls.append("after"))
 
     def step() -> str:
         optimizer.step()
-        said.append("step")
+        calls.append("step")
         return "result"
 
     assert step_beside_hooks(optimizer, context, step) == "result"
-    assert said == ["begin", "before", "end", "step", "begin", "after", "end"]
+    assert calls == ["begin", "before", "end", "step", "begin", "after", "end"]
     handle.remove()
-    said.clear()
+    calls.clear()
     optimizer.step()
-    assert said == ["before"]
+    assert calls == ["before"]
 
 
 def test_a_step_that_fails_keeps_the_hooks_and_one_without_hooks_has_no_context() -> None:

@@ -107,7 +107,7 @@ def test_random_numbers_without_a_sample_dim_and_steps_over_several_samples_are_
         "more random numbers": lambda batch, index: sum(LAYER(row).mean() * torch.rand(()) for row in batch[0]) / 2,
         "out of bounds": lambda batch, index: (LAYER(batch[0])[1] - 1.0).square().mean(),
     }
-    for said, step in steps.items():
-        with pytest.raises((DifferentDraws, IndexError), match=said):
+    for message, step in steps.items():
+        with pytest.raises((DifferentDraws, IndexError), match=message):
             compared(step)
     assert all(parameter.grad is None for parameter in LAYER.parameters())

@@ -11,8 +11,8 @@ from fabricx.testing import TinyModule, tiny_loader
 
 
 class Counts(fx.Callback):
-    def __init__(self, of: str) -> None:
-        self.of = of
+    def __init__(self, metric: str) -> None:
+        self.of = metric
         self.seen: list[str] = []
 
     def state_dict(self) -> dict[str, Any]:

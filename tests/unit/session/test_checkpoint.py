@@ -270,14 +270,14 @@ class Drawn(Sampler[int]):
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "message"),
     [
         ("seeded", ""), ("its own", "by Drawn"), ("longer", "20 shuffled with seed"),
         ("not shuffled", "16 in the order of the data"), ("batches", "another kind of loader than list"),
     ],
 )  # fmt: skip
 def test_an_epoch_that_continues_in_a_different_order_is_reported(
-    own_folder: Path, kind: str, said: str, capsys: pytest.CaptureFixture[str]
+    own_folder: Path, kind: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def loader() -> DataLoader[Any]:
         if kind in ("seeded", "its own"):
@@ -296,8 +296,8 @@ def test_an_epoch_that_continues_in_a_different_order_is_reported(
         warnings.simplefilter("always")
         train(7, others.get(kind) or loader(), own_folder / "six.ckpt")
     shown = capsys.readouterr().out + "".join(str(warning.message) for warning in caught)
-    assert said in shown
-    assert ("some of its samples are trained twice" in shown) is bool(said)
+    assert message in shown
+    assert ("some of its samples are trained twice" in shown) is bool(message)
 
 
 def train(steps: int, batch_size: int, accumulate: int, ckpt: Path | None) -> fx.Trainer:
@@ -307,17 +307,17 @@ def train(steps: int, batch_size: int, accumulate: int, ckpt: Path | None) -> fx
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "accumulate", "said"),
+    ("batch_size", "accumulate", "message"),
     [(4, 1, ""), (2, 2, ""), (8, 1, "each update now has 8 samples, and had 4"), (2, 1, "now has 2 samples")],
 )
 def test_a_different_global_batch_is_reported_and_an_equal_product_is_not(
-    own_folder: Path, batch_size: int, accumulate: int, said: str, capsys: pytest.CaptureFixture[str]
+    own_folder: Path, batch_size: int, accumulate: int, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(2, 4, 1, None).save_checkpoint(own_folder / "one.ckpt")
     capsys.readouterr()
     resumed = train(4, batch_size, accumulate, own_folder / "one.ckpt")
     shown = capsys.readouterr().out
-    assert (said in shown) if said else ("each update has" not in shown)
+    assert (message in shown) if message else ("each update has" not in shown)
     assert resumed.state.samples % len(tiny_loader().dataset) == (2 * 4 + 2 * batch_size * accumulate) % len(
         tiny_loader().dataset
     )
@@ -327,8 +327,8 @@ def data_of(global_batch: int) -> Any:
     return SimpleNamespace(train_feed=SimpleNamespace(global_batch=global_batch), train_dataloader=None)
 
 
-@pytest.mark.parametrize(("batch", "said"), [(8, False), (16, True)])
-def test_batch_size_and_ranks_changed_together(batch: int, said: bool) -> None:
+@pytest.mark.parametrize(("batch", "reported"), [(8, False), (16, True)])
+def test_batch_size_and_ranks_changed_together(batch: int, reported: bool) -> None:
     lines: list[str] = []
     session: Any = SimpleNamespace(
         data=data_of(batch),  # batch_size of each rank x the 2 ranks that it began with
@@ -336,8 +336,8 @@ def test_batch_size_and_ranks_changed_together(batch: int, said: bool) -> None:
         serving=HasServers(),
     )  # fmt: skip
     _print_global_batch(session, 8)
-    assert bool(lines) is said
-    assert not said or ("16 samples, and had 8" in lines[0] and "the 2 ranks" in lines[0])
+    assert bool(lines) is reported
+    assert not reported or ("16 samples, and had 8" in lines[0] and "the 2 ranks" in lines[0])
 
 
 @pytest.mark.parametrize(
@@ -409,10 +409,10 @@ def test_averages_beside_the_trained_weights_are_no_reason_for_a_warning(
 
 
 @pytest.mark.parametrize(
-    ("epoch", "batch", "persistent", "said"), [(0, 1, True, 0), (0, 2, False, 0), (0, 0, True, 1), (2, 1, True, 1)]
+    ("epoch", "batch", "persistent", "reports"), [(0, 1, True, 0), (0, 2, False, 0), (0, 0, True, 1), (2, 1, True, 1)]
 )
 def test_lost_state_of_persistent_loader_processes_is_reported_after_their_first_epoch(
-    epoch: int, batch: int, persistent: bool, said: int
+    epoch: int, batch: int, persistent: bool, reports: int
 ) -> None:
     lines: list[str] = []
     loader = SimpleNamespace(persistent_workers=persistent)
@@ -421,7 +421,7 @@ def test_lost_state_of_persistent_loader_processes_is_reported_after_their_first
         state=SimpleNamespace(step=2 * epoch + 2, epoch=epoch, batch=batch),
     )  # fmt: skip
     _report_reading(session)
-    assert sum("Set persistent_workers=False" in line for line in lines) == said
+    assert sum("Set persistent_workers=False" in line for line in lines) == reports
 
 
 def split(seed: int) -> DataLoader[Any]:
@@ -478,9 +478,9 @@ def test_states_that_a_hook_sets_and_a_resumed_run_does_not_restore_are_refused(
     assert begun.global_step == 1
 
 
-@pytest.mark.parametrize(("divides", "batch", "said"), [(True, 3, False), (False, 3, True), (False, 0, False)])
+@pytest.mark.parametrize(("divides", "batch", "reported"), [(True, 3, False), (False, 3, True), (False, 0, False)])
 def test_positions_in_orders_of_ranks_are_lost_on_another_number_of_ranks(
-    divides: bool, batch: int, said: bool
+    divides: bool, batch: int, reported: bool
 ) -> None:
     lines: list[str] = []
     state = SimpleNamespace(samples=6, batch=batch, uncounted=False)
@@ -490,4 +490,4 @@ def test_positions_in_orders_of_ranks_are_lost_on_another_number_of_ranks(
         world=World(),
     )  # fmt: skip
     _report_lost_position(session, 2, [{"position": None}] * 2)
-    assert state.uncounted is bool(lines) is said
+    assert state.uncounted is bool(lines) is reported

@@ -35,7 +35,7 @@ def session(rank: int = 0, ranks: int = 1, store: Any = None, **batch: Any) -> A
 
 
 @pytest.mark.parametrize(
-    ("batch", "weights_only", "error", "said"),
+    ("batch", "weights_only", "error", "message"),
     [
         ({"asynchronous": True}, True, RanksApart, "save_checkpoint: each rank works at its own pace"),
         ({"in_step": True}, False, RuntimeError, "Save in on_train_batch_end, or with weights_only=True"),
@@ -43,9 +43,9 @@ def session(rank: int = 0, ranks: int = 1, store: Any = None, **batch: Any) -> A
     ],
 )
 def test_a_save_at_an_unsupported_time_is_an_error_that_names_a_valid_time(
-    batch: Any, weights_only: bool, error: Any, said: str
+    batch: Any, weights_only: bool, error: Any, message: str
 ) -> None:
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         check_savable(session(**batch), weights_only=weights_only)
 
 

@@ -239,8 +239,8 @@ class Longer:
         return iter([[0, 1]] * len(self))
 
 
-@pytest.mark.parametrize("of", [fx.data.CombinedLoader, lambda loaders: loaders["a"]], ids=["several", "one"])
-def test_an_epoch_has_the_length_of_its_data(of: Any, own_folder: Path, quiet: dict[str, Any]) -> None:
+@pytest.mark.parametrize("source", [fx.data.CombinedLoader, lambda loaders: loaders["a"]], ids=["several", "one"])
+def test_an_epoch_has_the_length_of_its_data(source: Any, own_folder: Path, quiet: dict[str, Any]) -> None:
     class Notes(TinyModule):
         def __init__(self) -> None:
             super().__init__()
@@ -263,7 +263,7 @@ def test_an_epoch_has_the_length_of_its_data(of: Any, own_folder: Path, quiet: d
         loader = DataLoader(tiny_loader().dataset, batch_sampler=Longer())  # type: ignore[arg-type]
         options = {**quiet, "num_sanity_val_steps": 0, "val_check_interval": 0.5}
         module, trainer = Notes(), fx.Trainer(max_epochs=epochs, **options)
-        trainer.fit(module, of({"a": loader}), tiny_loader(4, 4), ckpt_path=ckpt)
+        trainer.fit(module, source({"a": loader}), tiny_loader(4, 4), ckpt_path=ckpt)
         return module, trainer
 
     interrupted = 6  # the fourth of 6 batches

@@ -12,7 +12,7 @@ from fabricx.strategies import DDP, FSDP, ExpertMesh, LocalSGD, Mesh, ParameterS
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"tensor": 0}, "tensor=0: set the number of ranks"),
         ({"tensor": None, "pipeline": None}, "only one axis can have all"),
@@ -28,8 +28,8 @@ from fabricx.strategies import DDP, FSDP, ExpertMesh, LocalSGD, Mesh, ParameterS
         ({"data": FSDP(), "pipeline": 2}, r"data=FSDP\(...\): with a pipeline, data parallelism has no options"),
     ],
 )
-def test_wrong_options_are_errors_with_the_remedy(options: dict[str, object], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_wrong_options_are_errors_with_the_remedy(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Mesh(**options)  # type: ignore[arg-type]
 
 

@@ -43,9 +43,9 @@ def test_no_line_is_longer_than_the_terminal_is_wide(
     for number in range(3):
         values = {f"a_long_name_of_a_value_{n}": number for n in range(9)}
         a_run(tmp_path / "sweep" / str(number), loss=1.0 / (1 + number), module=values, monitor="loss", mode="min")
-    assert [main(*what) for what in (("report", ["sweep/0"]), ("status", ["sweep/0"]), ("report", ["sweep"]))] == [
-        0
-    ] * 3
+    assert [
+        main(*arguments) for arguments in (("report", ["sweep/0"]), ("status", ["sweep/0"]), ("report", ["sweep"]))
+    ] == [0] * 3
     shown = capsys.readouterr().out
     assert max(len(line.rstrip()) for line in shown.splitlines()) <= width
     for text in ("is slow in forward", "communication", "straggler", "a_long_name_of_a_value_8", "78 %"):

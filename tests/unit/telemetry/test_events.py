@@ -15,8 +15,8 @@ from fabricx.telemetry.reader import Files
 
 
 def test_all_files_of_a_run_have_one_id_also_of_later_attempts(tmp_path: Path) -> None:
-    for who in ("worker 0", "worker 1", "launcher"):
-        file = EventFile(tmp_path, who)
+    for process in ("worker 0", "worker 1", "launcher"):
+        file = EventFile(tmp_path, process)
         file.write("event", name="a", text="b", step=1)
         file.close()
     assert {record["run"] for record in Files(tmp_path).new()} == {run_id(tmp_path)}

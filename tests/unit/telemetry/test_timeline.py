@@ -49,9 +49,9 @@ def test_a_validation_is_drawn_before_the_step_of_its_row() -> None:
     timeline = Timeline(BEGAN)
     timeline.spend(BEGAN + 4.0, {"forward": 2.0, "validation": 2.0})
     bins = timeline.activity
-    of = [next(iter(values)) for values in bins.bins if values]
-    assert of.index("forward") > of.index("validation")
-    assert of[0] == "validation"
+    activities = [next(iter(values)) for values in bins.bins if values]
+    assert activities.index("forward") > activities.index("validation")
+    assert activities[0] == "validation"
 
 
 def test_clock_adjustments_change_no_sum() -> None:

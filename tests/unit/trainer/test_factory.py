@@ -51,15 +51,15 @@ def test_elastic_determinism_replaces_averaging_strategies(strategy: str, device
 
 
 @pytest.mark.parametrize(
-    ("strategy", "said"),
+    ("strategy", "message"),
     [
         ("single", r"supports 1 rank, but devices=2 and num_nodes=1 require 2; set strategy='ddp', or devices=1"),
         (DDP, "is not a fabricx.Strategy"),
         ("fabricx.core.callback.Callback", "is not a fabricx.Strategy"),
     ],
 )
-def test_an_unsuitable_strategy_for_the_number_of_ranks_is_an_error(strategy: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_an_unsuitable_strategy_for_the_number_of_ranks_is_an_error(strategy: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         choose_strategy(strategy, 2, 1)
 
 

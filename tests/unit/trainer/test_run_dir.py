@@ -96,8 +96,8 @@ def test_a_damaged_newest_checkpoint_is_skipped_with_a_message(
     older, newer = saved(tmp_path / "a.ckpt", 1), saved(tmp_path / "b.ckpt", 2)
     damage(newer)
     assert newest_whole([older, newer]) == older
-    assert "b.ckpt" in (said := capsys.readouterr().err)
-    assert "trying the previous checkpoint" in said
+    assert "b.ckpt" in (output := capsys.readouterr().err)
+    assert "trying the previous checkpoint" in output
     damage(older)
     with pytest.raises(CheckpointError, match=r"all checkpoints in .* are damaged; set ckpt_path"):
         newest_whole([older, newer])

@@ -39,7 +39,7 @@ class Data(fx.DataModule):
 
 
 @pytest.mark.parametrize(
-    ("stage", "module", "said"),
+    ("stage", "module", "message"),
     [
         ("fit", nn.Linear(1, 1), r"trainer.fit\(Linear\): the first argument is the module"),
         ("fit", TinyModule, "pass an object of it"),
@@ -50,8 +50,8 @@ class Data(fx.DataModule):
         ("test", HasLoaders(), r"trainer.test has no data: pass dataloaders=.*define HasLoaders.test_dataloader"),
     ],
 )
-def test_a_call_without_a_step_or_data_names_what_is_missing(stage: str, module: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_a_call_without_a_step_or_data_names_what_is_missing(stage: str, module: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         check(stage, module)
 
 
@@ -96,7 +96,7 @@ class Trains(fx.DataModule):
 
 
 @pytest.mark.parametrize(
-    ("argument", "said"),
+    ("argument", "message"),
     [
         ((TinyModule, tiny_loader()), r"trainer.fit got the class TinyModule: pass an object of it, TinyModule\(...\)"),
         ((TinyModule(), Trains), "got the class Trains"),
@@ -106,8 +106,8 @@ class Trains(fx.DataModule):
         ((TinyModule(), torch.ones(4, 4)), "Tensor is a batch: pass a DataLoader"),
     ],
 )
-def test_arguments_of_the_wrong_kind_are_named(argument: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_arguments_of_the_wrong_kind_are_named(argument: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         fx.Trainer(max_epochs=1, **QUIET).fit(*argument)
 
 

@@ -25,12 +25,12 @@ def test_accumulation_is_refused_at_set_up_also_if_a_callback_begins_it_later() 
         ("accumulate_grad_batches=2", {"accumulate_grad_batches": 2}),
         ("GradientAccumulation of 3 batches", {"callbacks": [GradientAccumulation({5: 3, 7: 1})]}),
     ]
-    for says, options in cases:
-        with pytest.raises(ValueError, match=f"{says}.*: .* remove it and set a larger"):
+    for message, options in cases:
+        with pytest.raises(ValueError, match=f"{message}.*: .* remove it and set a larger"):
             fx.Trainer(max_steps=1, **options, **QUIET).fit(Several(), tiny_loader())
         module = TinyModule()
         module.automatic_optimization = False
-        with pytest.raises(ValueError, match=f"{says}.* has no effect on a manually optimised module"):
+        with pytest.raises(ValueError, match=f"{message}.* has no effect on a manually optimised module"):
             fx.Trainer(max_steps=1, **options, **QUIET).fit(module, tiny_loader())
     assert "static_graph=True needs one backward per update" in DDP(static_graph=True).accumulation_refused
     assert Mesh(data=DDP(static_graph=True)).accumulation_refused

@@ -26,15 +26,15 @@ def test_devices_are_a_number_or_a_list(devices: Any, accelerator: str, chosen: 
 
 
 @pytest.mark.parametrize(
-    ("devices", "said"),
+    ("devices", "message"),
     [
         (0, "set 'auto', a positive number"), (-2, "a positive number"), (True, "a positive number"),
         (1.5, "a positive number"), ("two", "set 'auto', a number, or a list of numbers"), ([], "at least one device"),
         ([1, 1], "each device only once"),
     ],
 )  # fmt: skip
-def test_no_devices_are_an_error(devices: Any, said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_no_devices_are_an_error(devices: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         check_devices(devices, "cpu")
     with pytest.raises(ValueError, match=r"this machine has 1 mps device"):
         check_devices([1], "mps")

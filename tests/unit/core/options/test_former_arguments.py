@@ -149,6 +149,6 @@ def test_the_environment_sets_arguments_that_the_caller_does_not_pass(monkeypatc
         warnings.simplefilter("always")
         trainer = fx.Trainer(precision="32-true")
     assert (trainer.max_steps, trainer.precision) == (7, "32-true")
-    said = [str(warning.message) for warning in caught]
-    assert [text for text in said if text.startswith("PL_TRAINER_MAX_EPOCH=3 sets no argument of the Trainer")]
-    assert [text for text in said if "PL_TRAINER_MAX_STEPS sets max_steps=7" in text]
+    messages = [str(warning.message) for warning in caught]
+    assert [text for text in messages if text.startswith("PL_TRAINER_MAX_EPOCH=3 sets no argument of the Trainer")]
+    assert [text for text in messages if "PL_TRAINER_MAX_STEPS sets max_steps=7" in text]

@@ -13,7 +13,7 @@ from fabricx.testing import QUIET, TinyModule, tiny_loader
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"val_check_interval": 1.5}, "val_check_interval=1.5: set a fraction of an epoch"),
         ({"val_check_interval": 0}, "val_check_interval=0: "),
@@ -32,8 +32,8 @@ from fabricx.testing import QUIET, TinyModule, tiny_loader
         ({"reload_dataloaders_every_n_epochs": -1}, "reload_dataloaders_every_n_epochs=-1: "),
     ],
 )
-def test_an_invalid_value_is_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
+def test_an_invalid_value_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         fx.Trainer(**options, **QUIET)
 
 

@@ -101,7 +101,7 @@ def test_a_rank_has_the_rows_of_its_experts_and_states_become_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "arguments", "said"),
+    ("part", "arguments", "message"),
     [
         (Experts(), (TOKENS[None], INDEX), "tokens that are not a tensor of shape"),
         (Experts(), (TOKENS, INDEX[1:]), "an index that is not a tensor"),
@@ -111,9 +111,9 @@ def test_a_rank_has_the_rows_of_its_experts_and_states_become_whole() -> None:
         (Pair(), (TOKENS, INDEX), "outputs that are not a tensor with a row for each token"),
     ],
 )
-def test_other_arguments_are_errors(alone: World, part: nn.Module, arguments: Any, said: str) -> None:
+def test_other_arguments_are_errors(alone: World, part: nn.Module, arguments: Any, message: str) -> None:
     module, _ = divided(part, alone)
-    with pytest.raises(ValueError, match=f"the experts experts can't be divided over ranks, with .*{said}"):
+    with pytest.raises(ValueError, match=f"the experts experts can't be divided over ranks, with .*{message}"):
         module["experts"](*arguments)
 
 

@@ -79,7 +79,7 @@ def tied() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("module", "experts", "ranks", "error", "said"),
+    ("module", "experts", "ranks", "error", "message"),
     [
         (nn.Linear(2, 2), "auto", 2, ValueError, "no submodule has experts to divide.*Or use strategy=ddp"),
         (model(), "auto", 3, ValueError, "layer.experts has 4 experts.*set expert to a divisor of 4"),
@@ -94,7 +94,7 @@ def tied() -> nn.Module:
     ],
 )
 def test_modules_that_cannot_be_divided_are_an_error(
-    module: nn.Module, experts: Any, ranks: int, error: type[Exception], said: str
+    module: nn.Module, experts: Any, ranks: int, error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=message):
         find_experts(module, experts, ranks)

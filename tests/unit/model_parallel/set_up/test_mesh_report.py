@@ -17,11 +17,11 @@ def test_axes_of_one_rank_are_omitted_except_data() -> None:
 
 def test_islands_and_replicas_are_the_data_axis() -> None:
     world = World(size=8, axes={"data": World(size=4), "replicas": World(size=4), "tensor": World(size=2)})
-    said = "data ranks: local_sgd between islands, gradients averaged over replicas"
-    assert axes_line(world, "local_sgd") == f"mesh: islands 1 x replicas 4 x tensor 2; {said}"
+    line = "data ranks: local_sgd between islands, gradients averaged over replicas"
+    assert axes_line(world, "local_sgd") == f"mesh: islands 1 x replicas 4 x tensor 2; {line}"
     world = World(size=8, axes={"data": World(size=8), "shard": World(size=4)})
-    said = "data ranks: local_sgd between islands, weights sharded within them"
-    assert axes_line(world, "local_sgd") == f"mesh: islands 2 x shard 4; {said}"
+    line = "data ranks: local_sgd between islands, weights sharded within them"
+    assert axes_line(world, "local_sgd") == f"mesh: islands 2 x shard 4; {line}"
 
 
 def test_many_ranks_are_summarised() -> None:

@@ -78,10 +78,10 @@ def test_a_single_asynchronous_worker_is_bitwise_equal_to_a_plain_loop(optimizer
 @pytest.mark.parametrize("workers", [2, 4])
 def test_whole_batches_without_staleness_are_equal_to_a_plain_loop(optimizer: str, workers: int) -> None:
     start, weights = begin(optimizer, workers=workers, aggregate=True, max_staleness=0)
-    server, who, _ = simulate(start, 8 * workers, gradient, uneven)
+    server, simulated, _ = simulate(start, 8 * workers, gradient, uneven)
     assert torch.allclose(server.values, straight(optimizer, 8, workers, weights), atol=1e-6)
     assert server.version == 8
-    assert sorted(lease for worker in who for lease in worker.trained) == list(range(8 * workers))
+    assert sorted(lease for worker in simulated for lease in worker.trained) == list(range(8 * workers))
 
 
 @pytest.mark.parametrize("bound", [1, 2, 4])
@@ -96,27 +96,27 @@ def test_the_staleness_of_whole_batches_reaches_the_bound_and_not_more(bound: in
 @pytest.mark.parametrize("bound", [0, 1, 2, 3, 5])
 def test_a_bound_by_version_is_reached_and_kept(bound: int) -> None:
     start, _ = begin(workers=4, aggregate=False, max_staleness=bound, bound="version", on_stale="wait")
-    server, who, _ = simulate(start, 80, gradient, uneven)
+    server, simulated, _ = simulate(start, 80, gradient, uneven)
     assert max(server.counts.staleness) == bound
     assert server.version == 80
-    assert sorted(lease for worker in who for lease in worker.trained) == list(range(80))
+    assert sorted(lease for worker in simulated for lease in worker.trained) == list(range(80))
 
 
 @pytest.mark.parametrize("bound", [0, 1, 3])
 def test_a_bound_by_clock_limits_how_far_a_worker_is_ahead(bound: int) -> None:
     start, _ = begin(workers=4, aggregate=False, max_staleness=bound, bound="clock")
-    server, who, _ = simulate(start, 80, gradient, uneven)
+    server, simulated, _ = simulate(start, 80, gradient, uneven)
     assert server.counts.lead == bound
     assert max(server.counts.staleness) <= 3 * (2 * bound + 1)  # (n - 1)(2s + 1)
-    assert sum(len(worker.trained) for worker in who) == 80
+    assert sum(len(worker.trained) for worker in simulated) == 80
 
 
 def test_without_a_bound_a_slow_worker_does_not_delay_other_workers() -> None:
     duration = lambda worker, lease: 4.0 if worker == 0 else 1.0  # noqa: E731
     free, _ = begin(workers=4, aggregate=False)
-    _, who, seconds = simulate(free, 325, gradient, duration)
+    _, simulated, seconds = simulate(free, 325, gradient, duration)
     assert seconds == pytest.approx(100.0, abs=4.0)  # 3.25 leases a second
-    assert len(who[0].trained) == 25
+    assert len(simulated[0].trained) == 25
     together, _ = begin(workers=4, aggregate=True, max_staleness=0)
     _, _, seconds = simulate(together, 100, gradient, duration)
     assert seconds == pytest.approx(100.0)  # 4 leases in the time of the slowest
@@ -134,11 +134,11 @@ def test_gradients_beyond_the_bound_are_dropped_and_their_data_trained_again() -
 def test_an_update_uses_the_first_gradients_and_late_gradients_are_trained_again() -> None:
     slow = lambda worker, lease: 5.0 if worker == 0 else 1.0 + 0.01 * worker  # noqa: E731
     start, _ = begin(workers=4, backup=1)
-    server, who, seconds = simulate(start, 60, gradient, slow)
+    server, simulated, seconds = simulate(start, 60, gradient, slow)
     assert server.version == 20  # of three gradients each
     assert set(server.counts.staleness) == {0}
-    assert server.counts.dropped == len(who[0].trained) > 0  # each gradient of the slow worker is late
-    assert sorted(lease for worker in who[1:] for lease in worker.trained) == list(range(60))
+    assert server.counts.dropped == len(simulated[0].trained) > 0  # each gradient of the slow worker is late
+    assert sorted(lease for worker in simulated[1:] for lease in worker.trained) == list(range(60))
     assert seconds < 25.0  # and would be 100 with the slow worker
 
 
@@ -157,9 +157,9 @@ def test_the_mean_is_right_if_the_last_batch_has_fewer_parts(count: int) -> None
 @pytest.mark.parametrize("deaths", [[(5.05, 2)], [(3.3, 0), (7.7, 3)], [(2.5, 1), (2.6, 2), (9.0, 3)]])
 def test_updates_continue_with_fewer_workers_than_gradients_per_update(deaths: list[tuple[float, int]]) -> None:
     start, _ = begin(workers=4, backup=1)
-    server, who, _ = simulate(start, 40, gradient, uneven, deaths=deaths)
+    server, simulated, _ = simulate(start, 40, gradient, uneven, deaths=deaths)
     assert sum(server.counts.staleness.values()) == 40
-    assert {lease for worker in who for lease in worker.trained} == set(range(40))
+    assert {lease for worker in simulated for lease in worker.trained} == set(range(40))
 
 
 @pytest.mark.parametrize("trained", [0, 1, 2])
@@ -218,8 +218,8 @@ def test_a_worker_at_the_end_of_its_data_does_not_bound_other_clocks() -> None:
 @pytest.mark.parametrize("settings", [{"aggregate": False}, {"aggregate": True, "max_staleness": 1}])
 def test_leases_of_a_dead_worker_are_trained_by_another_worker(settings: dict[str, Any]) -> None:
     start, _ = begin(workers=3, **settings)
-    server, who, _ = simulate(start, 30, gradient, uneven, deaths=[(5.05, 2), (12.3, 0)])
-    assert sorted(lease for worker in who for lease in worker.trained) == list(range(30))
+    server, simulated, _ = simulate(start, 30, gradient, uneven, deaths=[(5.05, 2), (12.3, 0)])
+    assert sorted(lease for worker in simulated for lease in worker.trained) == list(range(30))
     assert server.version == (10 if settings["aggregate"] else 30)
 
 
@@ -306,9 +306,11 @@ def test_a_server_restarts_from_a_snapshot_of_any_time(settings: dict[str, Any])
         for worker in range(3):  # its leases are granted again
             again.remove_worker(worker)
             again.add_worker(worker, resumes=True)
-        finished, who, _ = simulate(start, 30, gradient, uneven, server=again)
+        finished, simulated, _ = simulate(start, 30, gradient, uneven, server=again)
         assert finished.version == server.version
-        assert len({lease for worker in who for lease in worker.trained}) == sum(len(w.trained) for w in who)
+        assert len({lease for worker in simulated for lease in worker.trained}) == sum(
+            len(w.trained) for w in simulated
+        )
 
 
 def test_a_global_batch_without_a_gradient_is_no_update() -> None:
