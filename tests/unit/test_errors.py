@@ -35,7 +35,7 @@ def test_a_traceback_shows_the_users_frames_and_how_to_see_the_rest(error):
     assert f"{ALL_FRAMES}=1 shows them" in text
 
 
-def test_the_environment_asks_for_all_frames(error, monkeypatch):
+def test_an_environment_variable_shows_all_frames(error, monkeypatch):
     monkeypatch.setenv(ALL_FRAMES, "1")
     text = brief_traceback(error)
     assert "fit.py" in text

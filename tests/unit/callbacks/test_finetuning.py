@@ -46,7 +46,7 @@ def test_the_backbone_is_frozen_and_then_trained_with_a_rising_rate(quiet: dict[
     assert not torch.equal(before, module.backbone[0].weight)
 
 
-class Steady:
+class ListSchedule:
     """A scheduler object with a list attribute per parameter group, which torch saves."""
 
     def __call__(self, epoch: int) -> float:
@@ -60,7 +60,7 @@ def test_a_run_resumes_with_the_added_parameter_groups(
     class Scheduled(Tuned):
         def configure_optimizers(self) -> Any:
             [optimizer], _ = super().configure_optimizers()
-            return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, Steady())]
+            return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, ListSchedule())]
 
     def run(ckpt: Path | None = None, **options: Any) -> tuple[Tuned, fx.Trainer]:
         torch.manual_seed(0)

@@ -124,17 +124,17 @@ def test_lightnings_progress_bars_are_aliases() -> None:
     with pytest.raises(ValueError, match="refresh_rate=-1"):
         TQDMProgressBar(refresh_rate=-1)
     for bar, name in ((TQDMProgressBar, "init_train_tqdm"), (RichProgressBar, "configure_columns")):
-        with pytest.warns(UserWarning, match=f"Mine.{name} would never be called. Its successor is get_metrics for"):
-            check_hooks(type("Mine", (bar,), {name: lambda self: None})())
+        with pytest.warns(UserWarning, match=f"UserBar.{name} would never be called. Its successor is get_metrics for"):
+            check_hooks(type("UserBar", (bar,), {name: lambda self: None})())
 
 
 def test_a_subclass_chooses_the_values(quiet: dict[str, Any], capfd: pytest.CaptureFixture[str]) -> None:
-    class Mine(ProgressBar):
+    class UserBar(ProgressBar):
         def get_metrics(self, trainer: Any, module: Any) -> dict[str, Any]:
             return {"steps": trainer.global_step, "kind": "mine"}
 
     options = quiet | {"enable_progress_bar": True}
-    trainer = fx.Trainer(max_epochs=1, callbacks=Mine(), **options)
+    trainer = fx.Trainer(max_epochs=1, callbacks=UserBar(), **options)
     trainer.fit(TinyModule(), tiny_loader())
     assert f"steps={trainer.global_step}  kind=mine" in capfd.readouterr().err
     assert sum(callback.trainer_role == "progress_bar" for callback in trainer.callbacks) == 1

@@ -12,7 +12,7 @@ from fabricx.callbacks import EMA, BackboneFinetuning, StochasticWeightAveraging
 from fabricx.testing import TinyModule, tiny_loader
 
 
-class Watched(TinyModule):
+class Recorded(TinyModule):
     """Records its weights at the ends of epochs and the learning rate of each step; a schedule changes the rate."""
 
     def __init__(self) -> None:
@@ -33,9 +33,9 @@ class Watched(TinyModule):
         optimizer.step(optimizer_closure)
 
 
-def train(quiet: dict[str, Any], **options: Any) -> Watched:
+def train(quiet: dict[str, Any], **options: Any) -> Recorded:
     torch.manual_seed(0)
-    module, callback = Watched(), StochasticWeightAveraging(0.1, 0.5, annealing_epochs=1)
+    module, callback = Recorded(), StochasticWeightAveraging(0.1, 0.5, annealing_epochs=1)
     trainer = fx.Trainer(callbacks=callback, **quiet, **options)
     trainer.fit(module, tiny_loader())
     return module
@@ -104,7 +104,7 @@ def test_a_resumed_run_has_the_average_and_the_rates_of_a_whole_run(
         torch.manual_seed(0)
         swa = StochasticWeightAveraging(0.1, 0.5, annealing_epochs=1)
         trainer = fx.Trainer(max_epochs=4, callbacks=[*callbacks, swa], **{**quiet, "num_sanity_val_steps": 0})
-        module = Watched()
+        module = Recorded()
         trainer.fit(module, tiny_loader(), tiny_loader(), ckpt_path=ckpt)
         return module.layer.weight.detach(), trainer.optimizers[0].param_groups[0]["lr"]
 
@@ -178,7 +178,7 @@ def test_groups_that_another_callback_adds_are_averaged_too(quiet: dict[str, Any
 
 
 @torch.no_grad()
-def test_the_average_of_a_parameter_that_is_added_later_is_that_of_its_epochs() -> None:
+def test_the_average_of_a_parameter_added_later_covers_its_epochs() -> None:
     module, callback = nn.Module(), StochasticWeightAveraging(0.1)
     module.first = nn.Parameter(torch.zeros(()))
     for epoch in range(5):

@@ -142,12 +142,12 @@ def test_a_class_within_a_class_is_allowed_by_its_name(others: list[str], tmp_pa
 
 
 def test_attributes_named_by_a_file_are_not_accessed(tmp_path: Path) -> None:
-    torch.save({"it": Looks()}, tmp_path / "a.ckpt")
+    torch.save({"it": CreatedByAttribute()}, tmp_path / "a.ckpt")
     with torch.serialization.safe_globals([Outer]):
         assert is_unread(torch_load(tmp_path / "a.ckpt", "cpu")["it"])
 
 
-class Looks:
+class CreatedByAttribute:
     """Is created by an attribute of a class that the user has allowed."""
 
     def __reduce__(self) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fabricx.consistency.frozen_means import FrozenMeans
 
 
-class Beside:
+class UnchangedRank:
     """A world whose second rank has not changed its elements: all are 0.5."""
 
     size, device = 2, torch.device("cpu")
@@ -40,7 +40,7 @@ def frozen(*values: float) -> list[nn.Parameter]:
 )
 def test_changed_parameters_are_averaged_after_the_change(change: Any) -> None:
     first, second = frozen(0.5, 0.5)
-    means, world = FrozenMeans([first, second]), Beside()
+    means, world = FrozenMeans([first, second]), UnchangedRank()
     means.join(world)  # type: ignore[arg-type]
     assert world.sums == 0
     change(second)
@@ -55,7 +55,7 @@ def test_changed_parameters_are_averaged_after_the_change(change: Any) -> None:
 
 def test_values_of_a_validation_are_restored_except_changes_of_hooks() -> None:
     [teacher] = frozen(0.5)
-    means, world = FrozenMeans([teacher]), Beside()
+    means, world = FrozenMeans([teacher]), UnchangedRank()
     teacher.mul_(3.0)
     means.join(world, read=True, shown=True)  # type: ignore[arg-type]
     assert teacher.tolist() == [1.0] * 3
@@ -67,11 +67,11 @@ def test_values_of_a_validation_are_restored_except_changes_of_hooks() -> None:
 
 
 def test_a_single_rank_and_a_module_without_frozen_parameters_communicate_nothing() -> None:
-    alone = Beside()
+    alone = UnchangedRank()
     alone.size = 1
     [teacher] = frozen(0.5)
     means = FrozenMeans([teacher])
     teacher.mul_(3.0)
     means.join(alone)  # type: ignore[arg-type]
-    FrozenMeans(()).join(Beside())  # type: ignore[arg-type]
+    FrozenMeans(()).join(UnchangedRank())  # type: ignore[arg-type]
     assert teacher.tolist() == [1.5] * 3

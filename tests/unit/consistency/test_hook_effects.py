@@ -17,7 +17,7 @@ from fabricx.errors import RanksDisagree
 from fabricx.testing import QUIET, TinyModule, tiny_loader
 
 
-class Served(Strategy, HasServers):
+class OnServer(Strategy, HasServers):
     """A single rank whose weights would be on a server."""
 
     traits = Traits(max_ranks=1)
@@ -38,7 +38,7 @@ def changes(hook: str, *, restores: bool = False) -> fx.Callback:
 
 
 def fit(*callbacks: fx.Callback) -> None:
-    trainer = fx.Trainer(max_epochs=1, strategy=Served(), callbacks=list(callbacks), **QUIET)
+    trainer = fx.Trainer(max_epochs=1, strategy=OnServer(), callbacks=list(callbacks), **QUIET)
     trainer.fit(TinyModule(), tiny_loader(), tiny_loader())
 
 
@@ -73,7 +73,7 @@ def test_an_optimizer_step_that_changes_weights_held_by_servers_is_refused(resto
             if restores:
                 weight.data.copy_(before)
 
-    trainer = fx.Trainer(max_epochs=1, strategy=Served(), **QUIET)
+    trainer = fx.Trainer(max_epochs=1, strategy=OnServer(), **QUIET)
     refused = pytest.raises(ValueError, match="optimizer_step changes weights, but servers hold the weights")
     with contextlib.nullcontext() if restores else refused:
         trainer.fit(Scales(), tiny_loader())
@@ -88,7 +88,7 @@ def test_an_embedding_with_max_norm_is_refused_if_its_changes_would_be_lost() ->
             self.table = torch.nn.Embedding(4, 2, max_norm=0.5)
 
     with pytest.raises(ValueError, match=r"table has max_norm, .* remove max_norm, and scale the vectors"):
-        fx.Trainer(max_epochs=1, strategy=Served(), **QUIET).fit(LooksUp(), tiny_loader())
+        fx.Trainer(max_epochs=1, strategy=OnServer(), **QUIET).fit(LooksUp(), tiny_loader())
     fx.Trainer(max_epochs=1, **QUIET).fit(LooksUp(), tiny_loader())
 
 

@@ -43,7 +43,7 @@ class Data(fx.DataModule):
         self.calls.append(f"failed: {exception}")
 
 
-class Sees(TinyModule):
+class Records(TinyModule):
     def __init__(self) -> None:
         super().__init__()
         self.offsets: list[int] = []
@@ -61,7 +61,7 @@ class Sees(TinyModule):
 
 
 def test_its_loaders_are_read_and_its_hooks_called_around_each_batch(quiet: dict[str, Any]) -> None:
-    data, module = Data(), Sees()
+    data, module = Data(), Records()
     fx.Trainer(max_epochs=1, num_sanity_val_steps=0, **quiet).fit(module, datamodule=data)
     assert module.offsets == [1, 1, 1, 2]
     assert data.calls == [
@@ -121,7 +121,7 @@ def test_its_constructor_receives_only_declared_sizes() -> None:
 
 def test_its_hyperparameters_are_loaded_from_a_checkpoint(quiet: dict[str, Any], tmp_path: Any) -> None:
     trainer = fx.Trainer(max_epochs=1, **quiet)
-    trainer.fit(Sees(), datamodule=Data(samples=12))
+    trainer.fit(Records(), datamodule=Data(samples=12))
     path = trainer.save_checkpoint(tmp_path / "a.ckpt")
     assert Data.load_from_checkpoint(path).hparams == {"samples": 12}
     assert Data.load_from_checkpoint(path, samples=4).hparams == {"samples": 4}
@@ -143,7 +143,7 @@ def test_objects_among_its_hyperparameters_are_loaded_with_permission(quiet: dic
             self.save_hyperparameters()
 
     trainer = fx.Trainer(max_epochs=1, **quiet)
-    trainer.fit(Sees(), datamodule=Encoded(12, Encoder()))
+    trainer.fit(Records(), datamodule=Encoded(12, Encoder()))
     path = trainer.save_checkpoint(tmp_path / "a.ckpt")
     with pytest.warns(UserWarning, match=r"(?s)Encoder, which was not read.*now encoder has the default"):
         assert Encoded.load_from_checkpoint(path).hparams == {"samples": 12, "encoder": None}
@@ -186,7 +186,7 @@ class _Counts(Data):
 
 def test_its_state_is_loaded_from_a_checkpoint(quiet: dict[str, Any], tmp_path: Any) -> None:
     trainer = fx.Trainer(max_epochs=1, **quiet)
-    trainer.fit(Sees(), datamodule=_Counts(samples=12))
+    trainer.fit(Records(), datamodule=_Counts(samples=12))
     for single in (True, False):
         path = trainer.save_checkpoint(tmp_path / f"{single}.ckpt", single_file=single)
         loaded = _Counts.load_from_checkpoint(path, samples=4)

@@ -105,7 +105,7 @@ def test_an_invalid_batch_weight_is_an_error(weight: float) -> None:
 def test_names_of_a_lightning_module_exist(quiet: dict[str, Any]) -> None:
     seen: dict[str, Any] = {}
 
-    class Mine(TinyModule):
+    class Net(TinyModule):
         def __init__(self) -> None:
             super().__init__()
             self.automatic_optimization = False
@@ -130,7 +130,7 @@ def test_names_of_a_lightning_module_exist(quiet: dict[str, Any]) -> None:
             self.log_dict({"a": loss, "b": loss}, False, True, reduce_fx=torch.max, metric_attribute="x")
             self.log("c", loss, enable_graph=True, sync_dist=True, rank_zero_only=False, add_dataloader_idx=True)
 
-    module = Mine()
+    module = Net()
     assert (module.logger, module.loggers, module.on_gpu, module.strict_loading) == (None, [], False, True)
     trainer = fx.Trainer(max_epochs=1, **quiet)
     trainer.fit(module, tiny_loader())
@@ -143,12 +143,12 @@ def test_names_of_a_lightning_module_exist(quiet: dict[str, Any]) -> None:
 
 
 def test_a_group_for_a_logged_value_is_refused(quiet: dict[str, Any]) -> None:
-    class Mine(TinyModule):
+    class Net(TinyModule):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.log("loss", 1.0, sync_dist_group=object())  # type: ignore[arg-type]
 
     with pytest.raises(ValueError, match="values are always reduced over all ranks that train"):
-        fx.Trainer(max_epochs=1, **quiet).fit(Mine(), tiny_loader())
+        fx.Trainer(max_epochs=1, **quiet).fit(Net(), tiny_loader())
 
 
 def test_a_checkpoint_is_not_loaded_by_a_call_on_an_object() -> None:

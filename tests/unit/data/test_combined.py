@@ -166,7 +166,7 @@ def test_samplers_have_the_nesting_of_loaders_and_a_stream_has_no_length() -> No
     assert loader.limits is None
 
 
-class Both(TinyModule):
+class TwoLoaders(TinyModule):
     """Trains on two loaders, and records their batches."""
 
     def __init__(self) -> None:
@@ -175,16 +175,16 @@ class Both(TinyModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.seen.append(sorted((name, tuple(part[1].flatten().tolist())) for name, part in batch.items()))
-        return sum(super(Both, self).training_step(part, batch_idx) for part in batch.values())  # type: ignore[return-value]
+        return sum(super(TwoLoaders, self).training_step(part, batch_idx) for part in batch.values())  # type: ignore[return-value]
 
     def train_dataloader(self) -> Any:
         return {"a": tiny_loader(12, 2, shuffle=True), "b": tiny_loader(6, 2, shuffle=True)}
 
 
 def test_a_run_resumes_at_its_next_combined_batch(tmp_path: Path) -> None:
-    def run(ckpt: Path | None = None, **options: Any) -> tuple[Both, fx.Trainer]:
+    def run(ckpt: Path | None = None, **options: Any) -> tuple[TwoLoaders, fx.Trainer]:
         torch.manual_seed(0)
-        module, trainer = Both(), fx.Trainer(**QUIET | {"default_root_dir": tmp_path} | options)
+        module, trainer = TwoLoaders(), fx.Trainer(**QUIET | {"default_root_dir": tmp_path} | options)
         trainer.fit(module, ckpt_path=ckpt)
         return module, trainer
 

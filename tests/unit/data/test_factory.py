@@ -30,7 +30,7 @@ def test_a_distributed_sampler_has_the_rank_of_its_process(wrapped: bool) -> Non
             make_feed(loader, world, seed=5)
 
 
-class Own(DataLoader):
+class CustomLoader(DataLoader):
     """Overrides iteration, with a position that it saves."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class Stream(IterableDataset):
         (DataLoader(DATA, 4, shuffle=True), True),
         (DataLoader(DATA, batch_sampler=Batches(DATA, 4, False)), True),
         (DataLoader(Stream(), 4), False),
-        (Own(DATA, 4), False),
+        (CustomLoader(DATA, 4), False),
         ([[0, 1], [2]], False),
     ],
     ids=["map-style", "own batches", "stream", "own loader", "list"],

@@ -20,7 +20,7 @@ from fabricx.errors import PeerLost
 from tests.unit.data.positioned import Sized
 
 
-class Together:
+class ThreadGroup:
     """Sums tensors over ranks that are threads."""
 
     def __init__(self, ranks: int) -> None:
@@ -31,7 +31,7 @@ class Together:
 class Rank(World):
     """A rank of a world of threads."""
 
-    def __init__(self, rank: int, size: int, others: Together) -> None:
+    def __init__(self, rank: int, size: int, others: ThreadGroup) -> None:
         super().__init__(rank=rank, size=size)
         object.__setattr__(self, "others", others)
 
@@ -59,7 +59,7 @@ class Source:
 
 def microbatches(lengths: list[int], accumulate: int, first: int = 0) -> list[list[Any]]:
     """Return the microbatches of each rank in an epoch."""
-    others, batches = Together(len(lengths)), [[] for _ in lengths]
+    others, batches = ThreadGroup(len(lengths)), [[] for _ in lengths]
 
     def read(rank: int) -> None:
         feed = ListFeed(Source(lengths[rank]), Rank(rank, len(lengths), others), float("inf"))
@@ -128,7 +128,7 @@ def test_a_rank_whose_stream_has_ended_computes_with_its_newest_batch_also_after
             return [3, 4]
 
     def along(source: Any, state: Any = None) -> list[Any]:
-        feed = ListFeed(source, Ended(0, 2, Together(2)), 3, company=True)
+        feed = ListFeed(source, Ended(0, 2, ThreadGroup(2)), 3, company=True)
         feed.load_state_dict(state)
         [micro] = feed.epoch(0, first=3)
         assert micro.empty
@@ -187,17 +187,17 @@ def test_a_rank_at_its_own_pace_resumes_after_its_own_batches_even_after_none(tr
         return batches
 
     source = [torch.rand(1) for _ in range(4)]
-    feed = ListFeed(source, Rank(0, 1, Together(1)), float("inf"))
+    feed = ListFeed(source, Rank(0, 1, ThreadGroup(1)), float("inf"))
     assert values(feed, 9, epoch=0) == source
     assert values(feed, trained, epoch=1) == source[:trained]
-    again = ListFeed(source, Rank(0, 1, Together(1)), float("inf"))
+    again = ListFeed(source, Rank(0, 1, ThreadGroup(1)), float("inf"))
     again.load_state_dict(feed.state_dict())
     assert values(again, 9, epoch=1, first=3) == source[trained:]  # the main rank has trained 3
     assert values(again, 9, epoch=2) == source
 
 
 def test_a_meeting_without_a_lease_is_within_a_batch() -> None:
-    feed = ListFeed([torch.rand(1) for _ in range(2)], Rank(0, 1, Together(1)), float("inf"))
+    feed = ListFeed([torch.rand(1) for _ in range(2)], Rank(0, 1, ThreadGroup(1)), float("inf"))
     dealer, section = Leases(0), lambda done, limit: None
     meetings = []
     for micro in feed.leased(cast(Any, dealer), cast(Any, section), 0):
@@ -208,7 +208,7 @@ def test_a_meeting_without_a_lease_is_within_a_batch() -> None:
 
 
 def test_a_dropped_gradient_of_a_stream_is_an_error_at_the_end_of_the_section() -> None:
-    feed = ListFeed([torch.rand(1) for _ in range(2)], Rank(0, 1, Together(1)), float("inf"))
+    feed = ListFeed([torch.rand(1) for _ in range(2)], Rank(0, 1, ThreadGroup(1)), float("inf"))
     dealer, section = Leases(2), lambda done, limit: None
     leased = feed.leased(cast(Any, dealer), cast(Any, section), 0)
     next(leased)
@@ -251,7 +251,7 @@ def test_a_shorter_stream_is_read_again_in_the_next_epoch_also_after_a_resume(re
             return [2, 4]
 
     def made() -> ListFeed:
-        return ListFeed(Sized(0, 2, restarts=restarts), Shorter(0, 2, Together(2)), float("inf"))
+        return ListFeed(Sized(0, 2, restarts=restarts), Shorter(0, 2, ThreadGroup(2)), float("inf"))
 
     feed = made()
     assert data_of(feed, 0) == [1, 2, None, None]

@@ -198,7 +198,7 @@ class OfClasses(Sampler[int]):
         return iter([int(position) for name in self.names for position in self.places[name]])
 
 
-class Seen(fx.Module):
+class RecordsSamples(fx.Module):
     """Records its training samples.
 
     Args:
@@ -252,7 +252,7 @@ LOADERS: dict[str, Callable[[], DataLoader[Any]]] = {
 
 def train(loader: DataLoader[Any], ckpt: Path | None = None, save: Path | None = None, **options: Any) -> list[Any]:
     fx.seed_everything(3)
-    trainer, module = fx.Trainer(**{**QUIET, **options}), Seen(np.random.default_rng(2))
+    trainer, module = fx.Trainer(**{**QUIET, **options}), RecordsSamples(np.random.default_rng(2))
     trainer.fit(module, loader, ckpt_path=ckpt)
     if save is not None:
         trainer.save_checkpoint(save)

@@ -76,7 +76,7 @@ def test_evaluation_loaders_are_read_sequentially() -> None:
     ]  # fmt: skip
 
 
-class Notes(TinyModule):
+class Recorder(TinyModule):
     """Records the batches of its steps."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class Notes(TinyModule):
 
 def test_nested_lists_are_trained_and_evaluated_and_the_trainer_has_them_as_passed() -> None:
     training, evaluation = {"a": [1.0, 2.0], "b": range(1)}, {"x": [range(2), range(1)], "y": DataLoader([5.0])}
-    trainer, module = fx.Trainer(max_epochs=1, num_sanity_val_steps=0, **QUIET), Notes()
+    trainer, module = fx.Trainer(max_epochs=1, num_sanity_val_steps=0, **QUIET), Recorder()
     trainer.fit(module, training, evaluation)
     assert module.seen[:2] == [{"a": 1.0, "b": 0}, {"a": 2.0, "b": 0}]
     assert module.seen[2:] == [(0, 0, 0), (1, 1, 0), (0, 0, 1), (5.0, 0, 2)]
@@ -108,9 +108,9 @@ def test_a_combined_loader_with_its_own_limits_is_refused_in_a_run() -> None:
     limited = CombinedLoader([range(3)])
     limited.limits = 1
     with pytest.raises(ValueError, match=r"CombinedLoader.limits = \[1\] has no effect in a run: set it to None"):
-        fx.Trainer(max_epochs=1, **QUIET).fit(Notes(), limited)
+        fx.Trainer(max_epochs=1, **QUIET).fit(Recorder(), limited)
     with pytest.raises(ValueError, match="limit_val_batches"):
-        fx.Trainer(**QUIET).validate(Notes(), limited)
+        fx.Trainer(**QUIET).validate(Recorder(), limited)
 
 
 def test_training_does_not_read_loaders_sequentially() -> None:

@@ -37,7 +37,7 @@ class Killed(BaseException):
     """Simulates a kill: fabricx does not catch it."""
 
 
-class Left(BaseException):
+class Dismissed(BaseException):
     """Simulates the end of a superfluous process."""
 
 
@@ -45,7 +45,7 @@ NOBODY = generations.Generation(10**6, ())  # a group without workers
 
 
 def _leave() -> None:
-    raise Left
+    raise Dismissed
 
 
 class Group:
@@ -320,7 +320,7 @@ class Simulation:
                 trainer, module, loaders = self.make(self.machine)
             execute(trainer, Job("fit", module, *loaders, None, None), replace(world))
             self.machine.messages.put((worker, "result", (trainer, module)))
-        except Left:
+        except Dismissed:
             pass
         except Killed:
             self.machine.messages.put((worker, "dead", None))

@@ -35,7 +35,7 @@ class Remembers(fx.Callback):
         self.value = checkpoint["value"]
 
 
-class Asks(fx.Callback):
+class CollectsEntries(fx.Callback):
     """Collects the entries in a batch, and restores them."""
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
@@ -50,8 +50,8 @@ class Asks(fx.Callback):
         assert "layer.bias" in module.state_dict()
 
 
-def asked(module: fx.Module, *callbacks: fx.Callback) -> Asks:
-    asks = Asks()
+def asked(module: fx.Module, *callbacks: fx.Callback) -> CollectsEntries:
+    asks = CollectsEntries()
     fx.Trainer(max_steps=1, callbacks=[asks, *callbacks], **QUIET).fit(module, tiny_loader(4, 4))
     return asks
 

@@ -67,7 +67,7 @@ def test_the_supervisor_does_not_wait_for_servers_after_an_own_error_of_a_worker
     assert bool(waited) is waits
 
 
-class Notes:
+class Records:
     """Controller that records the messages it receives."""
 
     def __init__(self) -> None:
@@ -83,7 +83,7 @@ def test_deaths_are_handled_after_earlier_messages_of_other_ranks(begun: int, as
     """Two ranks end; the third has begun before, and its message is read last or not at once."""
     workers: Any = object.__new__(_Workers)
     pipes = [Pipe() for _ in range(3)]
-    workers._controller, workers._controls = Notes(), {rank: end for rank, (end, _) in enumerate(pipes)}
+    workers._controller, workers._controls = Records(), {rank: end for rank, (end, _) in enumerate(pipes)}
     workers._ended = []
     ended = [rank for rank in range(3) if rank != begun]
     pipes[begun][1].send((WorkerMessage.CAN_RECOVER, None))

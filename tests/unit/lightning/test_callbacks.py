@@ -37,7 +37,7 @@ class Counts(theirs.Callback):
         self.batches = state_dict["batches"]
 
 
-class Brings(TinyModule):
+class ConfiguresCallbacks(TinyModule):
     def configure_callbacks(self) -> Any:
         return [Counts()]
 
@@ -61,7 +61,7 @@ def test_a_users_callback_is_called_saved_and_resumed(tmp_path):
 
 def test_callbacks_of_configure_callbacks_are_adapted():
     trainer = fx.Trainer(max_epochs=1, **QUIET)
-    trainer.fit(Brings(), tiny_loader())
+    trainer.fit(ConfiguresCallbacks(), tiny_loader())
     [counts] = [callback for callback in trainer.callbacks if isinstance(callback, Counts)]
     assert counts.batches == trainer.global_step
 

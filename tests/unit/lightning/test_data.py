@@ -68,7 +68,7 @@ def test_from_datasets_creates_the_loaders():
 
 @pytest.mark.filterwarnings("ignore:.*treespec.*:FutureWarning")
 def test_a_combined_loader_of_lightning_is_read_like_fabricxs() -> None:
-    class Notes(TinyModule):
+    class Records(TinyModule):
         seen: list[Any] = []
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -79,6 +79,6 @@ def test_a_combined_loader_of_lightning_is_read_like_fabricxs() -> None:
             self.seen.append((batch, batch_idx, dataloader_idx))
 
     combined = L.pytorch.utilities.CombinedLoader
-    trainer, module = fx.Trainer(max_epochs=1, num_sanity_val_steps=0, **QUIET), Notes()
+    trainer, module = fx.Trainer(max_epochs=1, num_sanity_val_steps=0, **QUIET), Records()
     trainer.fit(module, combined({"a": range(2), "b": range(1)}, "max_size"), combined([[1], [2, 3]], "sequential"))
     assert module.seen == [{"a": 0, "b": 0}, {"a": 1, "b": None}, (1, 0, 0), (2, 0, 1), (3, 1, 1)]

@@ -63,14 +63,14 @@ def test_generators_are_restored() -> None:
 
 
 def test_overridden_methods_are_found() -> None:
-    class Mine(TinyModule):
+    class Net(TinyModule):
         def on_fit_start(self) -> None: ...
 
-    assert functions.is_overridden("on_fit_start", Mine())
-    assert not functions.is_overridden("on_fit_end", Mine())
+    assert functions.is_overridden("on_fit_start", Net())
+    assert not functions.is_overridden("on_fit_end", Net())
     assert not functions.is_overridden("on_fit_start")
     assert functions.is_overridden("setup", type("Data", (fx.DataModule,), {"setup": lambda self, stage: None})())
-    assert not functions.is_overridden("nothing", Mine(), parent=fx.Module)
+    assert not functions.is_overridden("nothing", Net(), parent=fx.Module)
     with pytest.raises(ValueError, match="Expected a parent"):
         functions.is_overridden("on_fit_start", object())
 

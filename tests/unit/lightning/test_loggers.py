@@ -14,7 +14,7 @@ from fabricx.pytorch.modules import lookup
 from fabricx.testing import QUIET, TinyModule, tiny_loader
 
 
-class Mine(Logger):
+class CustomLogger(Logger):
     """A logger of the user, which also has a method with the name, but not the arguments, of a method of fabricx."""
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ def test_a_tensorboard_logger_has_events(tmp_path):
 
 
 def test_a_users_logger_receives_metrics_and_the_status_and_keeps_its_methods():
-    logger = Mine()
+    logger = CustomLogger()
     fit(logger)
     kinds = [entry if isinstance(entry, str) else entry[0] for entry in logger.seen]
     assert "metrics" in kinds
@@ -88,7 +88,7 @@ def test_other_objects_are_refused(logger):
         fx.Trainer(**{**QUIET, "logger": logger})
 
 
-@pytest.mark.parametrize("base", [Mine, lookup("loggers.logger", "DummyLogger")])
+@pytest.mark.parametrize("base", [CustomLogger, lookup("loggers.logger", "DummyLogger")])
 def test_a_loggers_log_graph_is_called_with_the_module_alone(base: Any) -> None:
     class Draws(base):
         models: list[Any] = []
@@ -134,7 +134,7 @@ def test_a_logger_is_notified_of_each_complete_checkpoint(base, tmp_path):
 
 @pytest.mark.parametrize("base", [Logger, lookup("loggers", "Logger")], ids=["lightning", "fabricx"])
 def test_a_logger_saves_after_each_row(base: Any) -> None:
-    class Saves(Mine if base is Logger else base):  # type: ignore[misc]
+    class Saves(CustomLogger if base is Logger else base):  # type: ignore[misc]
         def __init__(self) -> None:
             self.rows, self.saved = 0, []
             super().__init__()

@@ -231,7 +231,7 @@ def test_epochs_are_written_as_integers(tmp_path: Path, kind: type[Logger]) -> N
 @pytest.mark.parametrize("kind", [CSVLogger, JSONLogger, TensorBoardLogger])
 @pytest.mark.parametrize("calls_super", [True, False])
 def test_the_end_of_a_run_calls_finalize_of_a_subclass(kind: Any, calls_super: bool, tmp_path: Path) -> None:
-    class Mine(kind):  # type: ignore[misc]
+    class CustomLogger(kind):  # type: ignore[misc]
         def finalize(self, status: str = "success") -> None:
             statuses.append(status)
             if calls_super:
@@ -239,7 +239,7 @@ def test_the_end_of_a_run_calls_finalize_of_a_subclass(kind: Any, calls_super: b
 
     statuses: list[str] = []
     for ending in ("success", "failed", "interrupted"):
-        logger = Mine()
+        logger = CustomLogger()
         logger.open(tmp_path)
         logger.close(ending)
         assert (logger._writer, logger._status) == (None, ending)
@@ -249,11 +249,11 @@ def test_the_end_of_a_run_calls_finalize_of_a_subclass(kind: Any, calls_super: b
 def test_a_subclass_that_overrides_save_saves_after_each_row(quiet: dict[str, Any], tmp_path: Path) -> None:
     saved: list[int] = []
 
-    class Mine(CSVLogger):  # type: ignore[misc]
+    class CustomLogger(CSVLogger):  # type: ignore[misc]
         def save(self) -> None:
             saved.append(len(saved))
             super().save()
 
-    trainer = fx.Trainer(max_epochs=1, log_every_n_steps=1, **{**quiet, "logger": Mine(tmp_path)})
+    trainer = fx.Trainer(max_epochs=1, log_every_n_steps=1, **{**quiet, "logger": CustomLogger(tmp_path)})
     trainer.fit(TinyModule(), tiny_loader(8, 4))
     assert len(saved) >= trainer.global_step == 2

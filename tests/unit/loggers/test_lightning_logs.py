@@ -32,8 +32,8 @@ def test_the_default_logger_is_an_instance_of_lightning_s_class() -> None:
     assert isinstance(trainer.logger, lightning_logs.TensorBoardLogger)
     assert not isinstance(trainer.logger, lightning_logs.CSVLogger)
 
-    class Mine(lightning_logs.TensorBoardLogger):
+    class CustomLogger(lightning_logs.TensorBoardLogger):
         pass
 
-    assert isinstance(Mine(), lightning_logs.TensorBoardLogger)
-    assert not isinstance(trainer.logger, Mine)
+    assert isinstance(CustomLogger(), lightning_logs.TensorBoardLogger)
+    assert not isinstance(trainer.logger, CustomLogger)

@@ -21,12 +21,12 @@ from fabricx.testing import TinyModule, tiny_loader
     ],
     ids=str,
 )
-def test_the_last_batch_of_an_epoch_is_known_also_after_a_skip(
+def test_the_last_batch_of_an_epoch_is_detected_also_after_a_skip(
     skips_at: int | None, options: dict[str, Any], expected: list[Any], quiet: dict[str, Any]
 ) -> None:
     seen: list[Any] = []
 
-    class Looks(TinyModule):
+    class Records(TinyModule):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
             return -1 if batch_idx == skips_at else None
 
@@ -36,14 +36,14 @@ def test_the_last_batch_of_an_epoch_is_known_also_after_a_skip(
         def on_train_epoch_end(self) -> None:
             seen.append(f"end {self.trainer.is_last_batch}")
 
-    fx.Trainer(max_epochs=1, **options, **quiet).fit(Looks(), tiny_loader(16, 4))
+    fx.Trainer(max_epochs=1, **options, **quiet).fit(Records(), tiny_loader(16, 4))
     assert seen == expected
 
 
 def test_a_validation_does_not_change_whether_the_training_batch_is_the_last(quiet: dict[str, Any]) -> None:
     seen: list[bool] = []
 
-    class Looks(TinyModule):
+    class Records(TinyModule):
         def on_train_start(self) -> None:  # after the sanity check
             seen.append(self.trainer.is_last_batch)
 
@@ -53,7 +53,7 @@ def test_a_validation_does_not_change_whether_the_training_batch_is_the_last(qui
             return batch
 
     trainer = fx.Trainer(max_epochs=1, val_check_interval=1, limit_train_batches=2, num_sanity_val_steps=1, **quiet)
-    trainer.fit(Looks(), tiny_loader(16, 4), tiny_loader(4, 4))
+    trainer.fit(Records(), tiny_loader(16, 4), tiny_loader(4, 4))
     assert seen == [False, False, False]
 
 

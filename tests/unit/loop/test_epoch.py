@@ -11,7 +11,7 @@ import fabricx as fx
 from fabricx.testing import TinyModule, tiny_data, tiny_loader
 
 
-class Notes(TinyModule):
+class Recorder(TinyModule):
     """Records (event, epoch, update), and requests a stop in a hook."""
 
     def __init__(self, stops_in: str = "", at: int = 0) -> None:
@@ -39,7 +39,7 @@ class Notes(TinyModule):
 
 
 def notes(quiet: dict[str, Any], stops_in: str, at: int, **options: Any) -> list[Any]:
-    module = Notes(stops_in, at)
+    module = Recorder(stops_in, at)
     settings: dict[str, Any] = {**quiet, "num_sanity_val_steps": 0, "max_epochs": 3, **options}
     fx.Trainer(**settings).fit(module, tiny_loader(16, 4), tiny_loader(4, 4))
     return module.notes
@@ -93,7 +93,7 @@ class FewerOfStream(IterableDataset[Any]):
 def test_an_epoch_with_fewer_batches_than_its_length_is_validated_at_its_end(
     stream: bool, options: dict[str, Any], steps: list[int], quiet: dict[str, Any]
 ) -> None:
-    module = Notes()
+    module = Recorder()
     settings: dict[str, Any] = {**quiet, "num_sanity_val_steps": 0, "max_epochs": 2, **options}
     data: Any = FewerOfStream() if stream else tiny_data(16)
     loader: DataLoader[Any] = DataLoader(data, 4, sampler=None if stream else Fewer())
@@ -102,7 +102,7 @@ def test_an_epoch_with_fewer_batches_than_its_length_is_validated_at_its_end(
 
 
 def test_sums_of_an_epoch_that_was_stopped_and_validated_are_continued(quiet: dict[str, Any], tmp_path: Any) -> None:
-    class Means(Notes):
+    class Means(Recorder):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.log("index", float(batch_idx), on_epoch=True)
             return super().training_step(batch, batch_idx)

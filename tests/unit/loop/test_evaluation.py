@@ -97,7 +97,7 @@ _EVALUATED = ["model_eval", "start", "epoch_start", "batch_start", "batch_end", 
 def test_all_hooks_of_an_evaluation_run_without_gradients(inference: bool, quiet: dict[str, Any]) -> None:
     seen: dict[str, tuple[bool, bool]] = {}
 
-    class Looks(TinyModule):
+    class Records(TinyModule):
         pass
 
     def note(name: str) -> Any:
@@ -111,8 +111,8 @@ def test_all_hooks_of_an_evaluation_run_without_gradients(inference: bool, quiet
     )
     trained = ["on_train_start", "on_train_epoch_end", "on_train_end"]
     for name in (*validated, *tested, *predicted, *trained):
-        setattr(Looks, name, note(name))
-    module, trainer = Looks(), fx.Trainer(max_epochs=1, inference_mode=inference, **quiet)
+        setattr(Records, name, note(name))
+    module, trainer = Records(), fx.Trainer(max_epochs=1, inference_mode=inference, **quiet)
     trainer.fit(module, tiny_loader(8, 4), tiny_loader(4, 4))
     assert seen == dict.fromkeys(validated, (False, False)) | dict.fromkeys(trained, (True, False))
     seen.clear()
@@ -154,12 +154,12 @@ def test_predictions_have_the_order_of_the_data(quiet: dict[str, Any]) -> None:
 
 
 def test_several_validation_loaders_have_their_own_names(quiet: dict[str, Any]) -> None:
-    class Mine(TinyModule):
+    class Net(TinyModule):
         def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
             self.log("which", float(dataloader_idx))
             self.log("all", float(dataloader_idx), add_dataloader_idx=False)
 
-    results = fx.Trainer(**quiet).validate(Mine(), [tiny_loader(), tiny_loader()], verbose=False)
+    results = fx.Trainer(**quiet).validate(Net(), [tiny_loader(), tiny_loader()], verbose=False)
     assert results[0]["which/dataloader_idx_0"] == 0.0
     assert results[1]["which/dataloader_idx_1"] == 1.0
     assert results[0]["all"] == 0.5

@@ -276,10 +276,10 @@ def test_a_run_with_max_steps_and_no_update_is_an_error(
 ) -> None:
     monkeypatch.setattr("fabricx.session.schedule.FEWEST_WITHOUT_STEP", 150)
 
-    class Nothing(TinyModule):
+    class ReturnsNone(TinyModule):
         def training_step(self, batch: Any, batch_idx: int) -> None: ...
 
-    module = Nothing()
+    module = ReturnsNone()
     module.automatic_optimization = not manual
     cause = "no optimizer made a step" if manual else "training_step returned no loss"
     with (
@@ -384,7 +384,7 @@ def test_a_module_without_an_optimizer_is_reported(quiet: dict[str, Any]) -> Non
 def test_the_phase_of_a_call_holds_from_its_set_up_to_its_end(quiet: dict[str, Any]) -> None:
     seen: list[tuple[str, str]] = []
 
-    class Looks(TinyModule):
+    class StageRecorder(TinyModule):
         def _look(self, hook: str) -> None:
             run_trainer = self.trainer
             words = [
@@ -406,7 +406,7 @@ def test_the_phase_of_a_call_holds_from_its_set_up_to_its_end(quiet: dict[str, A
         def on_validation_start(self) -> None:
             self._look("on_validation_start")
 
-    module, trainer = Looks(), fx.Trainer(max_epochs=1, **quiet)
+    module, trainer = StageRecorder(), fx.Trainer(max_epochs=1, **quiet)
     trainer.fit(module, tiny_loader(8, 4), tiny_loader(4, 4))
     trainer.validate(module, tiny_loader(4, 4), verbose=False)
     trainer.test(module, tiny_loader(4, 4), verbose=False)

@@ -56,12 +56,12 @@ def test_clipping_limits_the_norm_and_the_values(quiet: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 def test_clipping_is_equal_to_torchs(algorithm: str) -> None:
-    class Sees(Callback):
+    class RecordsGradients(Callback):
         def on_before_zero_grad(self, trainer: Any, module: Any, optimizer: Any) -> None:
             if module.layer.weight.grad is not None:
                 self.clipped = [p.grad.clone() for p in module.parameters()]
 
-    sees = Sees()
+    sees = RecordsGradients()
     fitted(gradient_clip_val=0.05, gradient_clip_algorithm=algorithm, max_steps=2, callbacks=[sees])
     plain = TinyModule()
     batch = next(iter(tiny_loader()))

@@ -21,7 +21,7 @@ from fabricx.testing import TinyModule, tiny_loader
 def test_a_value_logged_by_step_and_by_epoch_has_three_names(quiet: dict[str, Any]) -> None:
     seen: list[float] = []
 
-    class Mine(TinyModule):
+    class Net(TinyModule):
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             self.log("index", float(batch_idx), on_step=True, on_epoch=True)
             return super().training_step(batch, batch_idx)
@@ -33,7 +33,7 @@ def test_a_value_logged_by_step_and_by_epoch_has_three_names(quiet: dict[str, An
             seen.append(float(self.trainer.callback_metrics["index"]))
 
     trainer = fx.Trainer(max_epochs=1, **quiet)
-    trainer.fit(Mine(), tiny_loader(16, 4))
+    trainer.fit(Net(), tiny_loader(16, 4))
     assert seen == [0.0, 1.0, 2.0, 3.0, 1.5]
     metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("index")}
     assert metrics == {"index": 1.5, "index_step": 3.0, "index_epoch": 1.5}
@@ -196,14 +196,14 @@ def test_a_value_is_shown_and_written_if_any_call_requests_it() -> None:
 
 @pytest.mark.parametrize("on_step", [True, False])
 def test_a_metric_object_with_several_values_is_refused(on_step: bool, quiet: dict[str, Any]) -> None:
-    class Both(torchmetrics.MeanMetric):
+    class TwoValues(torchmetrics.MeanMetric):
         def compute(self) -> Any:
             return super().compute(), torch.ones(())
 
-    class Mine(TinyModule):
+    class Net(TinyModule):
         def __init__(self) -> None:
             super().__init__()
-            self.both = Both()
+            self.both = TwoValues()
 
         def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
             self.both.update(1.0)
@@ -211,7 +211,7 @@ def test_a_metric_object_with_several_values_is_refused(on_step: bool, quiet: di
             return super().training_step(batch, batch_idx)
 
     with pytest.raises(ValueError, match=r"self.log\('both', ...\): compute\(\) of the metric object returns tuple"):
-        fx.Trainer(max_epochs=1, log_every_n_steps=1, **quiet).fit(Mine(), tiny_loader(8, 4))
+        fx.Trainer(max_epochs=1, log_every_n_steps=1, **quiet).fit(Net(), tiny_loader(8, 4))
 
 
 def test_a_metric_object_made_anew_in_each_batch_is_refused_for_the_value_of_an_epoch() -> None:
@@ -267,7 +267,7 @@ class _Unknown(torchmetrics.Metric):
 
 
 def test_a_metric_object_without_a_value_is_omitted(quiet: dict[str, Any]) -> None:
-    class Mine(TinyModule):
+    class Net(TinyModule):
         def __init__(self) -> None:
             super().__init__()
             self.some, self.none = _Unknown(), _Unknown()
@@ -277,12 +277,12 @@ def test_a_metric_object_without_a_value_is_omitted(quiet: dict[str, Any]) -> No
             self.none.update(torch.tensor(0.0))
             self.log_dict({"some": self.some, "none": self.none})
 
-    [results] = fx.Trainer(**quiet).validate(Mine(), tiny_loader(8, 4), verbose=False)
+    [results] = fx.Trainer(**quiet).validate(Net(), tiny_loader(8, 4), verbose=False)
     assert results == {"some": 4.0}
 
 
 def test_results_are_in_the_order_of_the_calls(quiet: dict[str, Any]) -> None:
-    class Mine(TinyModule):
+    class Net(TinyModule):
         def __init__(self) -> None:
             super().__init__()
             self.of_values = torchmetrics.MeanMetric()
@@ -296,7 +296,7 @@ def test_results_are_in_the_order_of_the_calls(quiet: dict[str, Any]) -> None:
         def on_validation_epoch_end(self) -> None:
             self.log_dict({"y": 2.0, "b": 3.0})
 
-    [result] = fx.Trainer(**quiet).validate(Mine(), tiny_loader(8, 4), verbose=False)
+    [result] = fx.Trainer(**quiet).validate(Net(), tiny_loader(8, 4), verbose=False)
     assert list(result) == ["z", "metric", "a", "y", "b"]
 
 

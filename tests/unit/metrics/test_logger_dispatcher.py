@@ -23,7 +23,7 @@ from fabricx.metrics.logger_dispatcher import LoggerDispatcher
 from fabricx.testing import QUIET, TinyModule, tiny_loader
 
 
-class Tight(Logger):
+class FullDisk(Logger):
     """Has a full disk between two steps."""
 
     def __init__(self, full: range, number: int = errno.ENOSPC) -> None:
@@ -53,7 +53,7 @@ class Tight(Logger):
 
 
 def test_without_disk_space_rows_are_lost_and_events_are_kept(tmp_path: Path) -> None:
-    tight, wide = Tight(range(2, 4)), Tight(range(0))
+    tight, wide = FullDisk(range(2, 4)), FullDisk(range(0))
     logger_dispatcher = LoggerDispatcher([tight, wide], tmp_path)
 
     def log(step: int) -> None:
@@ -73,7 +73,7 @@ def test_without_disk_space_rows_are_lost_and_events_are_kept(tmp_path: Path) ->
 
 def test_other_errors_end_the_run(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="Input/output"):
-        LoggerDispatcher([Tight(range(1), errno.EIO)], tmp_path).each(lambda logger: logger.log_metrics({}, 0))
+        LoggerDispatcher([FullDisk(range(1), errno.EIO)], tmp_path).each(lambda logger: logger.log_metrics({}, 0))
 
 
 @pytest.mark.parametrize(("kind", "name"), [(CSVLogger, "metrics.csv"), (JSONLogger, "metrics.jsonl")])
@@ -104,7 +104,7 @@ def test_training_continues_with_a_full_disk_and_saves_when_space_is_free(
         return write(path, tensors)
 
     monkeypatch.setattr(sharded_tensors, "write", twice_without_room)
-    saver, logger = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=1), Tight(range(0))
+    saver, logger = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=1), FullDisk(range(0))
     options = {**QUIET, "enable_checkpointing": True, "default_root_dir": tmp_path, "callbacks": [saver]}
     trainer = fx.Trainer(max_steps=8, **{**options, "logger": logger})
     with pytest.warns(UserWarning, match="the disk is full") as warned:
@@ -131,7 +131,7 @@ def _steps(folder: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("axes", "kept"), [([32, 64, 96, 128], [32, 64, 160]), ([None] * 4, [1, 2, 3]), ([0, 0, 1, 1], [0, 0, 1])]
 )
-def test_a_run_that_resumes_has_the_rows_of_earlier_updates_whatever_their_steps_are(
+def test_a_resumed_run_has_the_rows_of_earlier_updates_for_any_step_numbers(
     make: Any, axes: list[float | None], kept: list[int], tmp_path: Path
 ) -> None:
     loggers = LoggerDispatcher([make(tmp_path, "", "")], tmp_path)
@@ -158,7 +158,7 @@ def test_rows_of_evaluation_batches_are_rewound_by_updates(tmp_path: Path) -> No
 
 
 def test_rows_repeated_after_a_recovery_are_written_once(tmp_path: Path) -> None:
-    tight = Tight(range(0))
+    tight = FullDisk(range(0))
     rows = LoggerDispatcher([tight], tmp_path, recovers=True)
     rows.metrics({"loss": 1.0}, 3)
     rows.repeat()  # no row of step 3 is repeated

@@ -76,7 +76,7 @@ def test_a_batch_that_cannot_be_split_is_an_error_with_the_remedy(batch, message
         split(batch, 2)
 
 
-def test_rows_are_those_of_the_first_tensor_with_a_dimension():
+def test_the_number_of_rows_is_that_of_the_first_tensor_with_a_dimension():
     assert rows_of({"a": "text", "b": [torch.tensor(1), torch.zeros(3, 2)]}) == 3
     assert rows_of({"a": 1}) is None
 

@@ -158,7 +158,7 @@ def plain(make: Callable[[list[Any]], list[Any]]) -> tuple[list[Tensor], list[An
     return [parameter.detach() for parameter in weights], [optimizer.state_dict() for optimizer in optimizers]
 
 
-class Served:
+class SimulatedServers:
     """A worker and servers without processes; messages are pickled."""
 
     def __init__(self, make: Callable[[list[Any]], list[Any]], servers: int, *, whole: bool) -> None:
@@ -222,7 +222,7 @@ def test_any_optimizer_on_servers_is_bitwise_equal_to_a_plain_loop(name: str) ->
             continue  # its slow weights are an attribute: refused below
         # Fused steps round the remainder of a vector, after the last whole register, differently.
         close = 1e-6 if name.startswith("fused") and not whole else 0.0
-        served = Served(make, servers, whole=whole)
+        served = SimulatedServers(make, servers, whole=whole)
         served.steps(0, STEPS)
         assert same([w.detach() for w in served.weights], wanted, close), (servers, whole)
         assert same(served.states(), states, close), (servers, whole)
@@ -233,7 +233,7 @@ def test_any_optimizer_on_servers_is_bitwise_equal_to_a_plain_loop(name: str) ->
 def test_a_snapshot_and_a_checkpoint_keep_attributes(name: str) -> None:
     make = OPTIMIZERS[name]
     wanted, states = plain(make)
-    served = Served(make, 1, whole=False)
+    served = SimulatedServers(make, 1, whole=False)
     served.steps(0, 3)
     before = groups_of(nested(served.optimizers))
     remembered = OptimizerSnapshot(served.optimizers)
@@ -322,7 +322,7 @@ DAMPED: dict[str, Callable[[list[Any]], list[Any]]] = {
 @pytest.mark.parametrize("name", DAMPED)
 def test_a_stale_gradient_scales_the_step_down(name: str) -> None:
     def moved(*, damp: bool) -> tuple[list[Tensor], list[Any]]:
-        served = Served(DAMPED[name], 1, whole=False)
+        served = SimulatedServers(DAMPED[name], 1, whole=False)
         [server] = served.servers
         server.init.settings.damp = damp
         served.steps(0, 2)

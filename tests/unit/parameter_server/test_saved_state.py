@@ -13,7 +13,7 @@ from fabricx.parameter_server.saved_state import loaded_rule, restore_feedback, 
 from fabricx.parameter_server.worker.protocol import NoProtocol
 
 
-class Kept(NoProtocol):  # type: ignore[misc]
+class RecordsFeedback(NoProtocol):  # type: ignore[misc]
     """Records its error feedback."""
 
     restored: Any = None
@@ -47,7 +47,7 @@ def test_a_rule_of_other_parameters_is_not_loaded() -> None:
 
 
 def test_error_feedback_is_restored_for_as_many_workers_and_servers() -> None:
-    protocol = Kept()
+    protocol = RecordsFeedback()
     restore_feedback({"workers": ["mine"], "servers": [None, None]}, protocol, World(), servers=2)
     assert (protocol.restored, protocol.server_feedback) == ("mine", [None, None])
     restore_feedback(None, protocol, World(), servers=2)
@@ -56,7 +56,7 @@ def test_error_feedback_is_restored_for_as_many_workers_and_servers() -> None:
 
 @pytest.mark.parametrize("kept", [{"workers": ["a", "b"], "servers": [None]}, {"workers": ["a"], "servers": []}])
 def test_error_feedback_of_other_workers_or_servers_is_lost_with_a_warning(kept: Any) -> None:
-    protocol = Kept()
+    protocol = RecordsFeedback()
     with pytest.warns(UserWarning, match="the error feedback of compression is lost"):
         restore_feedback(kept, protocol, World(), servers=1)
     assert protocol.restored is None

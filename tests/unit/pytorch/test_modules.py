@@ -124,7 +124,7 @@ def test_a_logger_with_lightnings_methods_works_with_the_import_replaced(tmp_pat
 
     base: Any = importlib.import_module("fabricx.pytorch.loggers.logger")
 
-    class Mine(base.Logger):
+    class CustomLogger(base.Logger):
         def __init__(self) -> None:
             super().__init__()
             self.rows: list[Any] = []
@@ -158,7 +158,7 @@ def test_a_logger_with_lightnings_methods_works_with_the_import_replaced(tmp_pat
             self.log("a", 1.0)
             return super().training_step(batch, batch_idx)
 
-    logger = Mine()
+    logger = CustomLogger()
     fx.Trainer(
         max_epochs=1, logger=logger, default_root_dir=tmp_path, log_every_n_steps=1, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,

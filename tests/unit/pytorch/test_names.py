@@ -118,7 +118,7 @@ def test_each_member_of_lightnings_classes_exists_or_has_a_successor(name: str) 
     assert not {member for member in ABSENT_MEMBERS[name] if hasattr(CLASSES[name], member)}
 
 
-def test_each_argument_of_lightnings_trainer_is_one_of_fabricx() -> None:
+def test_fabricxs_trainer_has_each_argument_of_lightnings() -> None:
     arguments = set(inspect.signature(theirs.Trainer.__init__).parameters) - {"self"}
     assert arguments - set(inspect.signature(fx.Trainer.__init__).parameters) == {"model_registry"}
 

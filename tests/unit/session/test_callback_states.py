@@ -27,7 +27,7 @@ def saved(*callbacks: fx.Callback) -> dict[str, str]:
     return {name: constructed(callback) for name, callback in by_key(callbacks).items()}
 
 
-def test_callbacks_of_a_class_are_told_apart_by_their_values_in_any_order() -> None:
+def test_callbacks_of_a_class_are_distinguished_by_their_values_in_any_order() -> None:
     first, second = Counts("a"), Counts("b")
     before = saved(Counts("a"), Counts("b"))
     saved(second, first)

@@ -169,12 +169,12 @@ def test_validation_runs_when_due(quiet: dict[str, Any]) -> None:
             batches, loader = list(loader), Shrinks()
             loader.batches = batches
 
-        class Mine(TinyModule):
+        class Net(TinyModule):
             def on_validation_start(self, steps: list[int] = steps) -> None:
                 steps.append(self.global_step)
 
         trainer = fx.Trainer(max_epochs=2, num_sanity_val_steps=0, **options, **quiet)
-        trainer.fit(Mine(), loader, tiny_loader(4, 4))
+        trainer.fit(Net(), loader, tiny_loader(4, 4))
         assert steps == expected, options
 
 
@@ -241,7 +241,7 @@ class Longer:
 
 @pytest.mark.parametrize("source", [fx.data.CombinedLoader, lambda loaders: loaders["a"]], ids=["several", "one"])
 def test_an_epoch_has_the_length_of_its_data(source: Any, own_folder: Path, quiet: dict[str, Any]) -> None:
-    class Notes(TinyModule):
+    class Records(TinyModule):
         def __init__(self) -> None:
             super().__init__()
             self.seen: list[Any] = []
@@ -259,10 +259,10 @@ def test_an_epoch_has_the_length_of_its_data(source: Any, own_folder: Path, quie
         def on_validation_end(self) -> None:
             self.seen.append(f"validation after {self.global_step}")
 
-    def train(ckpt: Path | None = None, epochs: int = 2) -> tuple[Notes, fx.Trainer]:
+    def train(ckpt: Path | None = None, epochs: int = 2) -> tuple[Records, fx.Trainer]:
         loader = DataLoader(tiny_loader().dataset, batch_sampler=Longer())  # type: ignore[arg-type]
         options = {**quiet, "num_sanity_val_steps": 0, "val_check_interval": 0.5}
-        module, trainer = Notes(), fx.Trainer(max_epochs=epochs, **options)
+        module, trainer = Records(), fx.Trainer(max_epochs=epochs, **options)
         trainer.fit(module, source({"a": loader}), tiny_loader(4, 4), ckpt_path=ckpt)
         return module, trainer
 

@@ -43,7 +43,7 @@ def test_a_mesh_is_plain_data() -> None:
         assert type(pickle.loads(pickle.dumps(strategy))) is type(strategy)
 
 
-def test_traits_are_those_of_data_parallelism_unless_ranks_share_the_model() -> None:
+def test_a_mesh_has_the_traits_of_data_parallelism_unless_ranks_share_the_model() -> None:
     assert Mesh().traits == DDP().traits
     assert Mesh(data="fsdp").traits == FSDP().traits
     traits = Mesh(tensor=2).traits
@@ -51,7 +51,7 @@ def test_traits_are_those_of_data_parallelism_unless_ranks_share_the_model() -> 
     assert traits.synchronous
 
 
-def test_parts_are_those_of_the_data_strategy() -> None:
+def test_a_mesh_has_the_optional_parts_of_its_data_strategy() -> None:
     mesh = Mesh()
     assert as_part(mesh, MeasuresWaiting) is mesh.data_strategy
     assert as_part(mesh, ModelParallel) is mesh

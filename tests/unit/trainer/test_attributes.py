@@ -46,7 +46,7 @@ def changed(before: AttributesBefore, module: Any, data: Any, others: tuple[Any,
     return before.changed(module, data, lambda value: [value, *others], main_rank=True)
 
 
-def test_plain_attributes_of_submodules_and_private_ones_return() -> None:
+def test_plain_and_private_attributes_of_submodules_are_returned() -> None:
     caller: Any = Net()
     worker: Any = Net()
     kept, buffer = caller._untouched, caller.layer.average
@@ -66,7 +66,7 @@ def test_plain_attributes_of_submodules_and_private_ones_return() -> None:
     assert buffer.tolist() == [3.0, 3.0]
 
 
-def test_attributes_of_a_data_module_return_if_all_ranks_have_set_the_same() -> None:
+def test_attributes_of_a_data_module_are_returned_if_all_ranks_have_set_equal_values() -> None:
     caller, worker, other = Data(), Data(), Data()
     before, elsewhere = AttributesBefore(nn.Module(), worker), AttributesBefore(nn.Module(), other)
     gathered: list[Any] = []
@@ -101,7 +101,7 @@ def test_large_values_are_not_sent_back(monkeypatch: pytest.MonkeyPatch) -> None
     assert set(attributes_sent.remaining) == {"large", "text", "second"}
 
 
-def test_optimizers_return_with_the_callers_parameters_or_the_reason_is_an_error() -> None:
+def test_optimizers_are_returned_with_the_callers_parameters_or_the_reason_is_an_error() -> None:
     caller, worker = Net(), Net()
     optimizer = torch.optim.Adam(worker.parameters(), lr=0.5)
     worker.layer.weight.sum().backward()
@@ -131,7 +131,7 @@ class NoLength(tuple[int, ...]):
         raise NotImplementedError
 
 
-def test_an_attribute_whose_class_raises_errors_does_not_return() -> None:
+def test_an_attribute_whose_class_raises_errors_is_not_returned() -> None:
     module: Any = TinyModule()
     module._seen, module._odd = 0, [NoLength((1, 2))]
     before = AttributesBefore(module, None)

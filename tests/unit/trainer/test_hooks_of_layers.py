@@ -26,7 +26,7 @@ def seen(module: Any, gradients: Any, *rest: Any) -> None:
     module.gradients = module.gradients + 1 if hasattr(module, "gradients") else 1
 
 
-def test_a_hook_that_a_worker_registers_does_not_replace_one_of_the_script() -> None:
+def test_a_hook_registered_by_a_worker_does_not_replace_a_hook_of_the_script() -> None:
     module = nn.Linear(2, 2)
     handle = module.register_forward_hook(plus)
     RemovableHandle.next_id = handle.id  # as in a process that has not counted it

@@ -40,22 +40,22 @@ def test_batches_need_no_transfer_on_a_cpu_without_hooks() -> None:
 
 
 def test_a_batch_with_a_custom_to_method_is_moved_on_a_cpu() -> None:
-    class Own:
+    class CustomBatch:
         def __init__(self, numbers: Any) -> None:
             self.numbers = numbers
 
-        def to(self, device: torch.device) -> Own:
-            return Own(torch.tensor(self.numbers, device=device))
+        def to(self, device: torch.device) -> CustomBatch:
+            return CustomBatch(torch.tensor(self.numbers, device=device))
 
     class Reads(TinyModule):
-        def training_step(self, batch: Own, batch_idx: int) -> torch.Tensor:
+        def training_step(self, batch: CustomBatch, batch_idx: int) -> torch.Tensor:
             return self.layer.weight.sum() * batch.numbers.sum()
 
-        def validation_step(self, batch: Own, batch_idx: int) -> None:
+        def validation_step(self, batch: CustomBatch, batch_idx: int) -> None:
             self.log("sum", batch.numbers.sum())
 
     trainer = fx.Trainer(max_epochs=1, **QUIET)
-    trainer.fit(Reads(), [Own([1.0]), Own([2.0])], [Own([3.0])])
+    trainer.fit(Reads(), [CustomBatch([1.0]), CustomBatch([2.0])], [CustomBatch([3.0])])
     assert float(trainer.callback_metrics["sum"]) == 3.0
 
 

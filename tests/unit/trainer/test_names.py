@@ -132,7 +132,7 @@ def test_stages_have_lightnings_names() -> None:
     assert [stage for stage in RunningStage if stage.evaluating] == ["sanity_check", "validate", "test"]
 
 
-def test_the_limits_of_the_fit_loop_are_those_of_the_trainer(quiet: dict[str, Any]) -> None:
+def test_the_fit_loop_has_the_limits_of_the_trainer(quiet: dict[str, Any]) -> None:
     trainer, module = fx.Trainer(max_epochs=1, **quiet), TinyModule()
     trainer.fit(module, tiny_loader())
     trainer.fit_loop.max_epochs += 1

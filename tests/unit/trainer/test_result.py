@@ -31,7 +31,7 @@ def test_objects_that_cannot_be_sent_stay_in_the_worker(tmp_path: Path, monkeypa
         assert set(picklable_part(attributes)) == {"a", "w"}
 
 
-class Later(TinyModule):
+class BuildsLayer(TinyModule):
     """Builds a layer in the workers."""
 
     def configure_model(self) -> None:
@@ -81,13 +81,13 @@ def test_weights_have_the_dtype_of_the_training(dtype: torch.dtype) -> None:
 
 
 def test_layers_built_in_the_workers_are_built_in_the_callers_process() -> None:
-    module, trained = Later(), Later()
+    module, trained = BuildsLayer(), BuildsLayer()
     trained.configure_model()
     absorbed(module, trained.state_dict())
     assert torch.equal(module.late.weight, trained.late.weight)
 
 
-def test_a_submodule_or_tensor_with_two_names_that_setup_has_replaced_by_a_copy_gets_the_weights_of_both() -> None:
+def test_a_shared_submodule_or_tensor_copied_by_setup_receives_the_weights_of_both_names() -> None:
     class Averaged(TinyModule):
         def __init__(self) -> None:
             super().__init__()

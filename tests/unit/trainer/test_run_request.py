@@ -76,16 +76,16 @@ def test_callbacks_check_a_fit_with_the_samples_of_its_global_batch() -> None:
 
 
 def test_a_module_without_optimizers_returns_none_from_configure_optimizers() -> None:
-    class Still(fx.Module):
+    class WithoutOptimizer(fx.Module):
         def training_step(self, batch: Any) -> torch.Tensor:
             return torch.zeros(())
 
-    for module in (Still(), TinyModule()):
+    for module in (WithoutOptimizer(), TinyModule()):
         if isinstance(module, TinyModule):
             module.configure_optimizers = None  # type: ignore[method-assign, assignment]
         with pytest.raises(ValueError, match="has no configure_optimizers, so no weight would be trained"):
             check("fit", module, train=tiny_loader())
-    manual = Still()
+    manual = WithoutOptimizer()
     manual.automatic_optimization = False
     check("fit", manual, train=tiny_loader())
 

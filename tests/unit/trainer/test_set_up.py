@@ -14,7 +14,7 @@ class Patient(EarlyStopping):  # type: ignore[misc]
     pass
 
 
-class Brings(TinyModule):
+class ConfiguresCallbacks(TinyModule):
     stages: list[Any]
 
     def configure_callbacks(self) -> Any:
@@ -30,7 +30,7 @@ class Brings(TinyModule):
 def test_callbacks_of_the_module_replace_those_of_their_base_class() -> None:
     timer, common = Timer(), fx.Callback()
     trainer = fx.Trainer(max_epochs=1, callbacks=[EarlyStopping("train_loss"), timer, common], **QUIET)
-    module = Brings()
+    module = ConfiguresCallbacks()
     trainer.validate(module, tiny_loader())
     stopping = [callback for callback in trainer.callbacks if isinstance(callback, EarlyStopping)]
     assert [callback.patience for callback in stopping] == [9, 8]

@@ -125,7 +125,7 @@ class Turns(Sampler[int]):
         return 8
 
 
-class Kept(fx.DataModule):
+class KeepsLoader(fx.DataModule):
     """Keeps a loader, or the sampler of its loaders, across runs."""
 
     def __init__(self, kept: Any) -> None:
@@ -136,11 +136,11 @@ class Kept(fx.DataModule):
         return self.kept if isinstance(self.kept, Positioned) else DataLoader(tiny_data(8), sampler=self.kept)
 
 
-@pytest.mark.parametrize("owner", [lambda kept: kept, Kept], ids=["loader", "data module"])
+@pytest.mark.parametrize("owner", [lambda kept: kept, KeepsLoader], ids=["loader", "data module"])
 @pytest.mark.parametrize("kind", [Positioned, Turns])
 def test_a_search_keeps_the_position_of_loaders(owner: Any, kind: Any, quiet: dict[str, Any]) -> None:
     trainer, kept = fx.Trainer(**quiet), kind()
-    data = owner(kept if owner is Kept or kind is Positioned else DataLoader(tiny_data(8), sampler=kept))
+    data = owner(kept if owner is KeepsLoader or kind is Positioned else DataLoader(tiny_data(8), sampler=kept))
     fx.Tuner(trainer).lr_find(TinyModule(), data, num_training=3, update_attr=False)
     assert vars(kept) == vars(kind())
 
@@ -276,12 +276,12 @@ def test_callbacks_search_before_a_fit_and_not_before_a_resumed_fit(quiet: dict[
 
 
 def test_a_finder_of_the_module_is_refused(quiet: dict[str, Any]) -> None:
-    class Brings(Tuned):
+    class ConfiguresCallbacks(Tuned):
         def configure_callbacks(self) -> Any:
             return [LearningRateFinder()]
 
     with pytest.raises(ValueError, match="pass it to the Trainer"):
-        fx.Trainer(max_epochs=1, **quiet).fit(Brings())
+        fx.Trainer(max_epochs=1, **quiet).fit(ConfiguresCallbacks())
     with pytest.raises(ValueError, match="search within a run"):
         LearningRateFinder().lr_find(None, None)
 

@@ -74,7 +74,7 @@ def _no_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_subcommand_trains_with_the_options_and_calls_the_methods_around_it(tmp_path: Path) -> None:
     calls = []
 
-    class Around(LightningCLI):
+    class RecordsCalls(LightningCLI):
         def before_instantiate_classes(self) -> None:
             calls.append("before classes")
 
@@ -87,7 +87,7 @@ def test_a_subcommand_trains_with_the_options_and_calls_the_methods_around_it(tm
         def after_fit(self) -> None:
             calls.append(f"after {self.trainer.global_step} steps")
 
-    cli = _fit(tmp_path, "--model.width=3", "--data.batch_size=2", kind=Around)
+    cli = _fit(tmp_path, "--model.width=3", "--data.batch_size=2", kind=RecordsCalls)
     assert calls == ["before classes", "after classes", "before fit", "after 4 steps"]
     assert (cli.model.width, cli.datamodule.batch_size, cli.subcommand) == (3, 2, "fit")
 
@@ -97,7 +97,7 @@ def test_a_subcommand_trains_with_the_options_and_calls_the_methods_around_it(tm
 
 
 def test_a_method_of_the_cli_class_replaces_the_trainers_method(tmp_path: Path) -> None:
-    class Own(LightningCLI):
+    class CustomCLI(LightningCLI):
         def fit(self, model: Any, datamodule: Any, ckpt_path: Any, weights_only: Any) -> None:
             self.given = type(model), type(datamodule), ckpt_path, weights_only
 
@@ -105,9 +105,9 @@ def test_a_method_of_the_cli_class_replaces_the_trainers_method(tmp_path: Path) 
         def subcommands() -> dict[str, set[str]]:
             return {"fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"}}
 
-    assert _fit(tmp_path, kind=Own).given == (Net, Data, None, None)  # type: ignore[attr-defined]
+    assert _fit(tmp_path, kind=CustomCLI).given == (Net, Data, None, None)  # type: ignore[attr-defined]
     with pytest.raises(SystemExit):
-        _cli("test", kind=Own)
+        _cli("test", kind=CustomCLI)
 
 
 def test_the_optimizer_of_the_command_line_replaces_the_modules(tmp_path: Path) -> None:

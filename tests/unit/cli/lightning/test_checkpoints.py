@@ -37,7 +37,7 @@ def test_checkpoint_values_are_options_of_the_module(tmp_path: Path) -> None:
     assert hparams_of(_checkpoint(tmp_path), Net, None, trusted=False) == {}
 
 
-def test_classes_are_those_of_the_configuration_unless_the_checkpoint_is_trusted(tmp_path: Path) -> None:
+def test_classes_of_the_configuration_are_used_unless_the_checkpoint_is_trusted(tmp_path: Path) -> None:
     path = _checkpoint(tmp_path, activation=RELU, width=3)
     model = SimpleNamespace(as_dict=lambda: {"activation": {"class_path": "torch.nn.ReLU"}})
     assert hparams_of(path, Net, model, trusted=False) == {"activation": RELU, "width": 3}

@@ -57,7 +57,7 @@ def test_every_option_of_the_trainer_can_be_null() -> None:
     fx.Trainer(**values.as_dict())
 
 
-def test_an_optimizer_is_selected_among_classes_or_given() -> None:
+def test_an_optimizer_is_selected_by_class_or_fixed() -> None:
     parser = LightningArgumentParser(exit_on_error=False)
     parser.add_optimizer_args((torch.optim.SGD, torch.optim.Adam))
     parser.add_lr_scheduler_args(torch.optim.lr_scheduler.StepLR)

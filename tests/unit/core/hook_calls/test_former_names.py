@@ -16,13 +16,13 @@ from fabricx.testing import TinyModule, tiny_loader
 
 
 def _with(base: type, name: str) -> Any:
-    return type("Mine", (base,), {name: lambda self, *args: None})()
+    return type("Net", (base,), {name: lambda self, *args: None})()
 
 
 @pytest.mark.parametrize("name", FORMER_HOOKS)
 @pytest.mark.parametrize("base", [TinyModule, Callback])
 def test_a_hook_of_lightning_1_names_its_successor(name: str, base: type) -> None:
-    with pytest.raises(ValueError, match=f"Mine.{name} would never be called. Its successor is "):
+    with pytest.raises(ValueError, match=f"Net.{name} would never be called. Its successor is "):
         check_hooks(_with(base, name))
 
 
@@ -38,7 +38,7 @@ class ExportsBest(ModelCheckpoint):
         super()._update_best_and_save(current, trainer, monitor_candidates)  # type: ignore[misc]
 
 
-class HasItsOwn(ModelCheckpoint):
+class OverridesSave(ModelCheckpoint):
     """Calls a method with the name of a method of Lightning's callback."""
 
     def _save_checkpoint(self, path: str) -> None: ...
@@ -51,18 +51,18 @@ class HasItsOwn(ModelCheckpoint):
 def test_a_method_of_lightnings_callback_that_is_never_called_is_refused() -> None:
     with pytest.raises(ValueError, match=r"ExportsBest._update_best_and_save would never be called.*best_model_path"):
         fx.Trainer(callbacks=[ExportsBest()], logger=False)
-    check_hooks(HasItsOwn())
+    check_hooks(OverridesSave())
     check_hooks(ModelCheckpoint())
 
 
 def test_a_progress_bar_with_methods_of_lightnings_is_a_warning() -> None:
-    with pytest.warns(UserWarning, match=r"Mine.init_train_tqdm would never be called"):
+    with pytest.warns(UserWarning, match=r"Net.init_train_tqdm would never be called"):
         check_hooks(_with(TQDMProgressBar, "init_train_tqdm"))
 
 
 @pytest.mark.parametrize("name", FORMER_DATA_HOOKS)
 def test_a_hook_that_a_data_module_does_not_have_names_its_successor(name: str) -> None:
-    with pytest.raises(ValueError, match=f"Mine.{name} would never be called. Its successor is "):
+    with pytest.raises(ValueError, match=f"Net.{name} would never be called. Its successor is "):
         check_hooks(_with(fx.DataModule, name))
 
 
@@ -84,12 +84,12 @@ def test_a_name_similar_to_a_method_that_is_missing_is_a_warning(name: str, mean
     class Bare(fx.Module):
         def training_step(self, batch: Any) -> None: ...
 
-    with pytest.warns(UserWarning, match=f"Mine.{name} is not called by the Trainer: rename it to {meant}"):
+    with pytest.warns(UserWarning, match=f"Net.{name} is not called by the Trainer: rename it to {meant}"):
         check_hooks(_with(Bare, name))
 
 
 def test_methods_of_users_are_accepted() -> None:
-    class Mine(TinyModule):
+    class Net(TinyModule):
         def validation_step(self, batch: Any) -> None:
             self.val_step(batch)
 
@@ -99,7 +99,7 @@ def test_methods_of_users_are_accepted() -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        check_hooks(Mine())
+        check_hooks(Net())
         check_hooks(_with(Callback, "val_step"))
 
 
@@ -130,10 +130,8 @@ def test_a_method_that_a_hook_of_the_object_calls_needs_no_hook_of_its_name() ->
 
 
 def test_a_default_of_optimizer_idx_matters_in_training_only() -> None:
-    check_hooks(
-        type("Mine", (TinyModule,), {"validation_step": lambda self, batch, batch_idx, optimizer_idx=0: None})()
-    )
+    check_hooks(type("Net", (TinyModule,), {"validation_step": lambda self, batch, batch_idx, optimizer_idx=0: None})())
     with pytest.raises(ValueError, match="optimizer_idx"):
         check_hooks(
-            type("Mine", (TinyModule,), {"training_step": lambda self, batch, batch_idx, optimizer_idx=0: None})()
+            type("Net", (TinyModule,), {"training_step": lambda self, batch, batch_idx, optimizer_idx=0: None})()
         )

@@ -25,12 +25,12 @@ def test_callbacks_run_before_the_module_and_metric_callbacks_after_it(quiet: di
         def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
             order.append(f"watching {float(trainer.callback_metrics['late'])}")
 
-    class Mine(TinyModule):
+    class Net(TinyModule):
         def on_train_epoch_end(self) -> None:
             order.append("module")
             self.log("late", 3.0)
 
-    fx.Trainer(max_epochs=1, callbacks=[Watching(), First()], **quiet).fit(Mine(), tiny_loader())
+    fx.Trainer(max_epochs=1, callbacks=[Watching(), First()], **quiet).fit(Net(), tiny_loader())
     assert order == ["callback", "module", "watching 3.0"]
 
 
@@ -113,13 +113,13 @@ def test_callbacks_that_save_run_after_callbacks_that_decide() -> None:
 
 
 def test_methods_with_other_names_are_not_hooks() -> None:
-    class Mine(TinyModule):
+    class Net(TinyModule):
         def on_my_way(self) -> None: ...
 
-    with pytest.raises(ValueError, match=r"Mine.on_my_way would never be called: there is no hook of that name"):
-        check_hooks(Mine())
-    Mine.on_my_way = "no function"  # type: ignore[assignment, method-assign]
-    check_hooks(Mine())
+    with pytest.raises(ValueError, match=r"Net.on_my_way would never be called: there is no hook of that name"):
+        check_hooks(Net())
+    Net.on_my_way = "no function"  # type: ignore[assignment, method-assign]
+    check_hooks(Net())
 
 
 def test_hooks_of_every_batch_are_among_the_hooks_of_a_batch_with_samples() -> None:

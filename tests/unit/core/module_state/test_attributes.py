@@ -56,7 +56,7 @@ def state(net: Net) -> Any:
     return copy.deepcopy((values, vars(net.meter), inner))
 
 
-def test_attributes_hooks_and_what_they_contain_are_restored_in_place():
+def test_attributes_hooks_and_their_content_are_restored_in_place():
     net = Net()
     mark, before, losses, epochs = AttributeMark(net), state(net), net.losses, net.seen["epochs"]
     assert lists_of(net) == {"losses": 1}

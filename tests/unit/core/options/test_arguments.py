@@ -14,8 +14,8 @@ def test_a_misspelt_argument_names_the_nearest() -> None:
     with pytest.raises(TypeError, match=r"Trainer has no argument 'device'\. Did you mean 'devices'\?"):
         fx.Trainer(device=2)  # type: ignore[call-arg]
 
-    class Own(Callback):
+    class CustomCallback(Callback):
         def __init__(self, patience: int, **options: Any) -> None:
             self.given = (patience, options)
 
-    assert Own(patience=3, anything=4).given == (3, {"anything": 4})  # type: ignore[attr-defined]
+    assert CustomCallback(patience=3, anything=4).given == (3, {"anything": 4})  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ from fabricx.testing.simulated_server import simulate
 NOTHING = torch.empty(0)
 
 
-class Watched:
+class RecordingServer:
     """A server that records its weights after each update."""
 
     def __init__(self, server: Server) -> None:
@@ -53,7 +53,7 @@ def test_a_server_averages_the_weights_of_each_update(rule: AverageRule, setting
     server.handle(
         0, ServerInit(Settings(workers=3, **settings), copies, pieces, shard, torch.float32, 0), NOTHING, NOTHING
     )
-    watched, step = Watched(server), 5  # updates of the run before
+    watched, step = RecordingServer(server), 5  # updates of the run before
     server.handle(0, StartAverage(rule, step, parameter.detach().clone()), NOTHING, NOTHING)
     simulate(server.init, 30, gradient, uneven, server=cast(Server, watched))
     assert len(watched.weights) > 10

@@ -16,7 +16,7 @@ from fabricx.model_parallel.context.sequence_shard import SequenceShard
 RANKS, LENGTH = 2, 8
 
 
-class Known:
+class FixedRanks:
     """The ranks along a context axis; `all_gather` finds a tensor's shards in the whole tensors."""
 
     size = RANKS
@@ -64,7 +64,7 @@ def test_a_shard_attends_as_the_whole_sequence(rank: int, kind: str) -> None:
     elif kind in ("keys", "added keys"):  # divided as other arguments of a block are
         options["attn_mask"] = shard.part(whole["attn_mask"], whole["attn_mask"].dim() - 1)
     both = [key, value, torch.cat((key, value), -1), KEYS[None].to(torch.uint8), added]
-    world: Any = Known(rank, both)
+    world: Any = FixedRanks(rank, both)
     q, k, v = (shard.part(tensor, 2) for tensor in (query, key, value))
     output = scaled_dot_product_attention(world, shard, q, k, v, enable_gqa=True, scale=0.3, **options)
     assert torch.allclose(output, shard.part(expected, 2), atol=1e-12)
@@ -73,7 +73,7 @@ def test_a_shard_attends_as_the_whole_sequence(rank: int, kind: str) -> None:
 def test_keys_of_another_sequence_are_not_gathered() -> None:
     query, _, _ = tensors()
     memory = torch.randn(2, 4, 7, 3, dtype=torch.float64)
-    shard, world = SequenceShard(LENGTH, RANKS, 0), Known(0, [])
+    shard, world = SequenceShard(LENGTH, RANKS, 0), FixedRanks(0, [])
     q = shard.part(query, 2)
     output = scaled_dot_product_attention(world, shard, q, memory, memory)  # type: ignore[arg-type]
     assert torch.equal(output, F.scaled_dot_product_attention(q, memory, memory))
@@ -83,7 +83,7 @@ def test_an_attention_mask_of_only_the_shard_is_an_error_with_the_remedy() -> No
     query, key, value = tensors()
     shard = SequenceShard(LENGTH, RANKS, 0)
     q, k, v = (shard.part(tensor, 2) for tensor in (query, key, value))
-    world: Any = Known(0, [torch.cat((key, value), -1)])
+    world: Any = FixedRanks(0, [torch.cat((key, value), -1)])
     with pytest.raises(ValueError, match=r"mask of shape \(4, 4\).*compute the mask before the blocks"):
         scaled_dot_product_attention(world, shard, q, k, v, torch.ones(4, 4, dtype=torch.bool), enable_gqa=True)
 

@@ -37,7 +37,7 @@ def test_a_mean_over_unequal_numbers_of_targets_is_refused() -> None:
         compute(lambda target: F.cross_entropy(LOGITS, target, weight), FULL, FULL * 0, weighted=True)
 
 
-def test_means_that_are_those_of_the_batch_are_not_refused() -> None:
+def test_means_equal_to_the_mean_of_the_batch_are_not_refused() -> None:
     compute(lambda target: F.cross_entropy(LOGITS, target), FULL, FULL)
     compute(lambda target: F.cross_entropy(LOGITS, target), FULL, PADDED, shares=(2 / 3, 1 / 3), weighted=True)
     compute(lambda target: F.cross_entropy(LOGITS[: len(target)], target), FULL, FULL[:2], shares=(2 / 3, 1 / 3))

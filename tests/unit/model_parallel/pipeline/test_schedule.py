@@ -91,7 +91,7 @@ def test_options_that_do_not_fit_are_refused(arguments, message):
         check_schedule(*arguments)
 
 
-def test_an_unknown_schedule_names_the_known_ones():
+def test_an_unknown_schedule_is_an_error_with_the_valid_names():
     with pytest.raises((ValueError, LookupError), match="1f1b"):
         check_schedule("1f1", 2, 1, 4)
 

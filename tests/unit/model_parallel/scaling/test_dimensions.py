@@ -7,7 +7,7 @@ from fabricx.model_parallel.scaling.traffic import Exchange
 from tests.process.llama import MODEL, Llama
 
 
-def test_parameters_are_those_of_llama_and_of_a_module_with_these_dimensions():
+def test_parameter_counts_match_llama_and_a_module_with_these_dimensions():
     assert Transformer().parameters == 70_553_706_496  # the published model
     assert MODEL.parameters == sum(parameter.numel() for parameter in Llama().parameters())
 

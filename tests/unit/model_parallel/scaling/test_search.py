@@ -9,7 +9,7 @@ from fabricx.model_parallel.scaling.search import chart, fastest, layouts, name_
 SMALL = Transformer(layers=8, hidden=512, heads=8, kv_heads=4, ffn=1024, vocabulary=1000, sequence=512)
 
 
-def test_the_fastest_layout_that_fits_is_that_of_a_search_over_all():
+def test_the_fastest_layout_that_fits_is_equal_to_an_exhaustive_search():
     for cluster in (Cluster(), Cluster(memory=4e8), Cluster(memory=3e8, inside=1e9, between=1e8)):
         candidates = list(layouts(SMALL, cluster, 16, 64))
         best = fastest(SMALL, cluster, candidates)

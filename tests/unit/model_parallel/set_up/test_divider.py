@@ -16,7 +16,7 @@ from fabricx.model_parallel.set_up.divider import divide
 SETTINGS = Settings("mesh", {}, False, 1, "all_gather", "auto", None, "1f1b", 1, "auto", half=False)
 
 
-def test_without_axes_nothing_is_divided_and_the_norm_is_that_of_torch() -> None:
+def test_without_axes_nothing_is_divided_and_the_norm_is_equal_to_torchs() -> None:
     module = nn.Linear(3, 2)
 
     def step(batch: Tensor, index: int) -> Tensor:

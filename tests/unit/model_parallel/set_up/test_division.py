@@ -106,7 +106,7 @@ def test_divided_parameters_are_sharded_ones_or_all_of_a_stage() -> None:
     assert len(list(stages.divided())) == 3
 
 
-def test_gradients_of_other_stages_are_those_of_used_parameters_that_this_stage_does_not_hold() -> None:
+def test_gradients_elsewhere_are_those_of_used_parameters_on_other_stages() -> None:
     built = module(2)
     division = Division(built, world(), None, Stages())  # type: ignore[arg-type]
     absent: Any = built["b"].weight  # type: ignore[index]

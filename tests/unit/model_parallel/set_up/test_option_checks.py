@@ -32,7 +32,7 @@ def test_manual_optimization_is_refused_with_its_reason(pipelined: bool, reason:
         refuse_manual_optimization("mesh", pipelined=pipelined)
 
 
-def test_replicas_and_shards_are_those_of_islands() -> None:
+def test_replicas_and_shards_apply_within_islands() -> None:
     check_island(1, 1, 2, "fsdp")
     check_island(2, 1, None, "local_sgd")
     check_island(1, 2, 1, "local_sgd")

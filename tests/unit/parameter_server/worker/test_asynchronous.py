@@ -26,7 +26,7 @@ def worker(rate: float) -> tuple[Asynchronous, LeaseDealer, torch.optim.Optimize
     return pace, LeaseDealer(pace), optimizer
 
 
-def test_hyperparameters_are_those_of_the_newest_update() -> None:
+def test_hyperparameters_of_the_newest_update_are_used() -> None:
     (protocol, behind, optimizer), (_, _, ahead) = worker(0.1), worker(0.2)
     replies = [(4, groups_of([optimizer])), (5, groups_of([ahead])), (-1, groups_of([optimizer]))]
     protocol.world.gather_objects = lambda value: replies  # type: ignore[method-assign]

@@ -19,7 +19,7 @@ def a_timeline(seconds: float) -> Timeline:
     return timeline
 
 
-def test_each_kind_of_time_belongs_to_one_activity_with_a_colour_of_its_own() -> None:
+def test_each_kind_of_time_belongs_to_an_activity_with_a_distinct_colour() -> None:
     sources = [source for activity in ACTIVITIES for source in activity.sources]
     assert sorted(sources) == sorted([*Span, *OUTSIDE])
     assert len({activity.colour for activity in ACTIVITIES}) == len(ACTIVITIES)
