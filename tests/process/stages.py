@@ -88,13 +88,14 @@ def alone(module: Any, data: list[Any]) -> dict[str, Any]:
 
 def divided(
     module: Any, batch: Any, *, schedule: str = "1f1b", microbatches: int = 4, virtual: int = 1, blocks: Any = "auto",
-    by_time: bool = False, channels: bool = False,
+    by_time: bool = False, channels: bool = False, carries: bool = False,
 ) -> Pipeline:  # fmt: skip
     """Divide a module over all ranks."""
     world = worlds.current()
     assert world is not None
     run = lambda: module.training_step(first(batch, 2), 0)  # noqa: E731
-    chain = world.broadcast_object(trace_chain(module, find_blocks(module, blocks, run, outside=True), run))
+    named = find_blocks(module, blocks, run, outside=True, carries=carries)
+    chain = world.broadcast_object(trace_chain(module, named, run, carries=carries))
     equal = [0.0, *[1.0] * len(chain.blocks), 0.0]
     cuts = divide(chain.costs if by_time else equal, world.size * virtual, chain.joined)
     if channels:  # like NCCL, whose groups have neither tags nor concurrent operations

@@ -198,3 +198,65 @@ def train_stored_view() -> str:
 def test_a_view_that_autograd_stores_before_the_block_and_code_uses_after_it_is_an_error() -> None:
     texts = run_ranks(train_stored_view, 2)
     assert any("blocks.2 takes a tensor that the code after" in text and "tensor.clone()" in text for text in texts)
+
+
+class UNet(Language):
+    """Blocks of the second half receive outputs of the first half; `kind` of tensor that passes blocks by."""
+
+    def __init__(self, kind: str = "outputs", *, checkpoints: bool = False) -> None:
+        super().__init__()
+        self.kind, self.checkpoints = kind, checkpoints
+        self.condition = nn.Linear(WIDTH, WIDTH)
+        self.sides = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def body(self, x: Tensor, mask: Tensor) -> Tensor:
+        if self.checkpoints:
+            return checkpoint(self.inner, x, mask, use_reentrant=False)
+        return self.inner(x, mask)
+
+    def inner(self, x: Tensor, mask: Tensor) -> Any:
+        start, condition, kept, added = x, self.condition(x), list[Tensor](), list[Tensor]()
+        for number, block in enumerate(self.blocks):
+            if self.kind == "outputs" and number >= 2:
+                x = x + kept.pop()
+            x = block(x, mask)
+            kept.append(x)
+            if self.kind == "sides":
+                added.append(self.sides[number](x))
+        if self.kind == "condition":
+            x *= condition
+        return x + {"start": start, "sides": sum(added), "heads": sum(kept)}.get(self.kind, 0.0)
+
+
+PASSING: list[tuple[dict[str, Any], dict[str, Any]]] = [  # module, pipeline
+    ({}, {}),
+    ({"kind": "start"}, {"schedule": "zero_bubble"}),
+    ({"kind": "condition"}, {"virtual": 2}),
+    ({"kind": "sides"}, {}),
+    ({"kind": "heads"}, {"virtual": 2, "channels": True}),
+]
+
+
+def train_passing() -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    return [staged(make(UNet, **model), batches(8), **options, carries=True) for model, options in PASSING]
+
+
+def test_tensors_pass_blocks_by() -> None:
+    for (model, _), results in zip(PASSING, zip(*run_ranks(train_passing, 2), strict=True), strict=True):
+        compare(list(results), alone(make(UNet, **model), batches(8)))
+
+
+def train_in_checkpoint(kind: str) -> str:
+    try:
+        staged(make(UNet, kind=kind, checkpoints=True), batches(8), carries=True)
+    except ValueError as error:
+        return str(error)
+    except Exception:
+        return "the other rank has ended"
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["start", "condition"])
+def test_a_tensor_that_is_computed_again_and_passes_blocks_by_is_an_error(kind: str) -> None:
+    assert any("checkpoint only the block" in text for text in run_ranks(train_in_checkpoint, 2, kind))

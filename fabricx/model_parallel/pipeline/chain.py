@@ -43,8 +43,10 @@ class Chain:
         blocks: names, in the order of the calls.
         uses: positions of each parameter and each buffer; none for a tensor that the step doesn't use.
         buffers: names of buffers; the other names of `uses` are parameters.
-        entries: for each block, the paths of the arguments from earlier positions; the first begins with 0
-            for positional and 1 for keyword arguments.
+        entries: for each block, the paths of the tensors from earlier positions that a stage which begins with it
+            receives. Paths of the block's arguments begin with 0 for positional and 1 for keyword arguments. Tensors
+            that pass the block by are found as ("argument", block, path), ("output", block, path), or as ("module",
+            name, number of the call, path) for the output of a module outside of the blocks.
         outputs: for each block, the structure of the output; tensors are `Slot`.
         joined: boundaries without a cut, with the reason; boundary b is before block b.
         changing: shapes of tensors may depend on values of the batch.
@@ -52,7 +54,7 @@ class Chain:
         sizes: bytes of the parameters at each position, in the order of `costs`.
         saved: bytes per sample that autograd stores at each position, in the order of `costs`.
         notes: differences of several microbatches from training in a single process, for the user.
-        outside: blocks whose arguments the code after the block uses, too.
+        outside: blocks after which code uses the received tensors, too.
     """
 
     blocks: tuple[str, ...]
@@ -67,6 +69,11 @@ class Chain:
     saved: tuple[float, ...]
     notes: tuple[str, ...] = ()
     outside: frozenset[int] = frozenset()
+
+    @functools.cached_property
+    def carried(self) -> frozenset[Path]:
+        """Return the paths of tensors that pass blocks by."""
+        return frozenset(path for paths in self.entries for path in paths if isinstance(path[0], str))
 
     def stages_of(self, name: str, cuts: Sequence[tuple[int, int]], stages: int) -> tuple[int, ...]:
         """Return the stages that hold a parameter or buffer.
@@ -100,7 +107,8 @@ def chunk_of(position: int, cuts: Sequence[tuple[int, int]]) -> int:
 
 
 def find_blocks(
-    module: nn.Module, blocks: str | Sequence[str], run: Callable[[], Any], *, outside: bool = False
+    module: nn.Module, blocks: str | Sequence[str], run: Callable[[], Any], *, outside: bool = False,
+    carries: bool = False,
 ) -> Blocks:  # fmt: skip
     """Return the blocks of a module, in their order.
 
@@ -111,13 +119,14 @@ def find_blocks(
             the module that can't be divided is smallest.
         run: computes a training step.
         outside: the code after a block may use the arguments of the block, such as `x = block(x) + x`.
+        carries: tensors may pass blocks by, such as those that the halves of a U-Net exchange.
 
     Raises:
         LookupError: the module or class does not exist.
         ValueError: fewer than two blocks, or no chain.
     """
     if blocks == "auto":
-        return _detect(module, run, outside=outside)
+        return _detect(module, run, outside=outside, carries=carries)
     submodules = dict(module.named_modules())
     if isinstance(blocks, str):
         matches = [
@@ -146,7 +155,7 @@ def _did_you_mean(name: str, known: Any) -> str:
     return f". Did you mean {close!r}?" if close else f"; it has {', '.join(sorted(filter(None, known))[:20])}"
 
 
-def _detect(module: nn.Module, run: Callable[[], Any], *, outside: bool) -> Blocks:
+def _detect(module: nn.Module, run: Callable[[], Any], *, outside: bool, carries: bool) -> Blocks:
     calls = _calls(module, run)
     candidates = _candidates(module, calls)
     best: tuple[int, Blocks] | None = None
@@ -156,7 +165,8 @@ def _detect(module: nn.Module, run: Callable[[], Any], *, outside: bool) -> Bloc
             break
         names = [name for name, _ in blocks]
         try:
-            with undisturbed(module), tracing(module, names, outside=range(outside * len(names))) as trace:
+            received = range(outside * len(names))
+            with undisturbed(module), tracing(module, names, outside=received, carries=carries) as trace:
                 run()
         except ValueError as error:
             refused = refused or str(error)
@@ -166,7 +176,7 @@ def _detect(module: nn.Module, run: Callable[[], Any], *, outside: bool) -> Bloc
             best = (largest, blocks)
         refused = refused or next(iter(trace.joined.values()), "")
     if best is None:
-        passed = "pass such tensors on from block to block, use strategy=tensor or fsdp, or " if candidates else ""
+        passed = "let a module return such tensors, use strategy=tensor or fsdp, or " if candidates else ""
         raise ValueError(
             "blocks='auto' finds no chain of blocks, each of which is called once and takes the output of the one "
             f"before{f' ({refused})' * bool(refused)}; {passed}name the blocks: blocks=CLASS, or a list of names"
@@ -286,7 +296,7 @@ def _size(part: nn.Module, *, deep: bool = True) -> int:
 # -- their inputs ------------------------------------------------------------------------------------------------------
 
 
-def trace_chain(module: nn.Module, blocks: Blocks, run: Callable[[], Any]) -> Chain:
+def trace_chain(module: nn.Module, blocks: Blocks, run: Callable[[], Any], *, carries: bool = False) -> Chain:
     """Observe a step, and measure its parts.
 
     Args:
@@ -294,6 +304,7 @@ def trace_chain(module: nn.Module, blocks: Blocks, run: Callable[[], Any]) -> Ch
         blocks: result of `find_blocks`.
         run: computes a training step on two samples, in training mode; returns the step's result. Random numbers,
             buffers and gradients are restored.
+        carries: see `find_blocks`.
 
     Raises:
         ValueError: the blocks form no chain, or the module can't be trained in a pipeline; the message has the remedy.
@@ -305,7 +316,7 @@ def trace_chain(module: nn.Module, blocks: Blocks, run: Callable[[], Any]) -> Ch
         )
     names = [name for name, _ in blocks]
     with undisturbed(module):
-        with tracing(module, names, outside=range(len(names))) as trace:
+        with tracing(module, names, outside=range(len(names)), carries=carries) as trace:
             run()
         costs = _measure(module, names, run)
     places = range(-1, len(names) + 1)
@@ -326,7 +337,7 @@ def trace_chain(module: nn.Module, blocks: Blocks, run: Callable[[], Any]) -> Ch
         costs=costs,
         sizes=tuple(sizes.values()),
         saved=tuple(trace.saved[spot] / SAMPLES for spot in places),
-        notes=tuple(_notes(module)),
+        notes=(*_notes(module), *_passing(names, trace.entries)),
     )
 
 
@@ -363,6 +374,16 @@ def _notes(module: nn.Module) -> Iterator[str]:
     spectral = [name for name, part in module.named_modules() if _normalises_spectrally(part)]
     if spectral:
         yield f"{spectral[0]} runs a power iteration per microbatch: set microbatches=1 for one iteration per batch"
+
+
+def _passing(names: Sequence[str], entries: Sequence[tuple[Path, ...]]) -> Iterator[str]:
+    """Yield a note of tensors that pass blocks by."""
+    for paths in entries:
+        for kind, source, *_ in paths:
+            if isinstance(kind, str):
+                of = f"{kind} of {source if kind == 'module' else names[source]}".replace("module of", "output of")
+                yield f"some tensors pass blocks by, such as the {of}: the stages between receive and send them, too"
+                return
 
 
 def _normalises_spectrally(part: nn.Module) -> bool:

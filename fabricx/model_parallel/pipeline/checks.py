@@ -126,7 +126,11 @@ def check_evaluation(
     """
     remedy = "Change the step, or set other blocks (blocks=...) or fewer stages (pipeline=...)"
     try:
-        with undisturbed(module), tracing(module, chain.blocks, calls_blocks=False, outside=chain.outside) as trace:
+        received, carries = chain.outside, bool(chain.carried)
+        with (
+            undisturbed(module),
+            tracing(module, chain.blocks, calls_blocks=False, outside=received, carries=carries) as trace,
+        ):
             run()
     except ValueError as error:
         raise ValueError(

@@ -194,6 +194,8 @@ class Pass:
         self._outputs: dict[int, list[Any]] = {}  # description of the outputs of own blocks
         self._values: dict[Any, Any] = {}  # received arguments by path
         self._replaced: dict[int, tuple[Any, Any]] = {}  # arguments of the user's code, and what was received instead
+        self._sources: dict[Any, Tensor] = {}  # tensors of `Chain.carried`
+        self._returns: dict[str, int] = {}  # calls of modules outside of the blocks
 
     @property
     def reached(self) -> bool:
@@ -215,8 +217,10 @@ class Pass:
         if not self._again:
             self._check_order(number)
         before, after = seeds_of(number)
+        self._note(("argument", number), (args, kwargs))
         if number < self._begin:
             output = self._stand_in(number, args, kwargs)
+            self._note(("output", number), output)
             self._seed(after)
             return output
         if number == self._begin and self.chunk:
@@ -229,10 +233,40 @@ class Pass:
             raise StageEnd
         self._seed(before)  # also where a checkpointed block computes again
         output = call(*args, **kwargs)
+        self._note(("output", number), output)
         self._seed(after)
         if not self._again and not self._last and self._announces():
             self._outputs[number] = [_described(leaf) for _, leaf in leaves(output)]
         return output
+
+    def returned(self, name: str, output: Any) -> Any:
+        """Find the tensors of `Chain.carried` in the output of a module outside of the blocks.
+
+        Args:
+            name: name of the module.
+            output: of its call.
+
+        Returns:
+            the output; tensors that this stage will receive are leaves of the graph without a base, so that they can be
+            replaced.
+        """
+        received = self._chain.entries[self._begin] if self.chunk else ()
+        if self._again:  # the number of the call is unknown
+            self._check_outside(replaced=all(path[:2] != ("module", name) for path in received))
+            return output
+        number = self._returns[name] = self._returns.get(name, 0) + 1
+        path = ("module", name, number)
+        if any(entry[:3] == path for entry in received):
+            output = mapped(output, lambda inner, leaf: leaf.data if (*path, *inner) in received else leaf)
+        self._note(path, output)
+        return output
+
+    def _note(self, path: Any, values: Any) -> None:
+        """Find the tensors of `Chain.carried` in arguments or outputs."""
+        if self._chain.carried:
+            for inner, leaf in leaves(values, path):
+                if inner in self._chain.carried and isinstance(leaf, Tensor):
+                    self._sources[inner] = leaf
 
     @contextlib.contextmanager
     def computing_again(self) -> Iterator[None]:
@@ -259,18 +293,18 @@ class Pass:
         """Return the arguments of the first block with received tensors."""
         begin = self._chain.entries[self._begin]
         if not self._again:
-            arguments = dict(leaves((args, kwargs)))
+            arguments = {**dict(leaves((args, kwargs))), **self._sources}
             for path, value in zip(begin, self._received_arguments(), strict=True):
                 self._values[path] = value
                 own = arguments.get(path)
                 if isinstance(own, Tensor):
                     self._values[path] = self._replace(own, value)
         else:  # tensors of the code that a checkpoint contains are other objects when it computes again
-            for path, own in leaves((args, kwargs)):
+            for path, own in (*leaves((args, kwargs)), *self._sources.items()):
                 value = self._values.get(path)
                 if isinstance(own, Tensor) and isinstance(value, Tensor) and own is not value:
                     self._check_outside(replaced=self._receive_into(own, value))
-        replaced = set()
+        replaced = set(self._sources)
 
         def change(path: Any, leaf: Any) -> Any:
             replaced.add(path)
@@ -458,7 +492,7 @@ class Pass:
         for tensor, received in self._received:
             self._links.post(received.gradient(tensor), "gradient", self.chunk, self.chunk - 1, self.microbatch)
         self.sent, self._received, self._gradients, self._arguments = [], [], None, None
-        self._values, self._replaced = {}, {}
+        self._values, self._replaced, self._sources = {}, {}, {}
 
     def take_output(self) -> Any:
         """Return the output of the step without its graph, and forget it."""
@@ -471,8 +505,8 @@ class Pass:
         return self._key is None or (self.chunk, self._key) not in self._links.headers
 
     def _send(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Send the derived arguments of the first block of the next chunk."""
-        arguments = dict(leaves((args, kwargs)))
+        """Send the derived arguments of the first block of the next chunk, and the tensors that pass it by."""
+        arguments = {**dict(leaves((args, kwargs))), **self._sources}
         values = [arguments.get(path) for path in self._chain.entries[self._end]]
         described = [_described(value) for value in values]
         if any(entry[0] == "other" for entry in described):
@@ -529,8 +563,8 @@ def _detached(path: Any, leaf: Any) -> Any:
 
 
 def _like(arguments: Sequence[Tensor], shape: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a stand-in for a tensor: an argument of the same shape, else zeros."""
+    """Return a stand-in for a tensor, which is no view: an argument of the same shape, else zeros."""
     for tensor in arguments:
         if list(tensor.shape) == shape and tensor.dtype == dtype:
-            return tensor.detach()
+            return tensor.detach() if isinstance(tensor, ShardedTensor) else tensor.data
     return torch.zeros(shape, dtype=dtype, device=device)

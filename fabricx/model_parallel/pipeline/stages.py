@@ -114,6 +114,10 @@ class Pipeline:
             intercept(module.get_submodule(name), functools.partial(self._call, number))
             for number, name in enumerate(chain.blocks)
         ]
+        self._restore += [
+            intercept(module.get_submodule(name), functools.partial(self._call_outside, name))
+            for name in sorted({path[1] for path in chain.carried if path[0] == "module"})
+        ]
         self._pass: Pass | None = None
         self._trained: tuple[bool, ...] = ()  # `requires_grad` of all parameters at the call of the last block
 
@@ -363,6 +367,12 @@ class Pipeline:
         if number == len(self.chain.blocks) - 1:
             self._trained = self._trained_now()
         return self._pass.call(number, call, args, kwargs)
+
+    def _call_outside(
+        self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:  # fmt: skip
+        output = call(*args, **kwargs)
+        return output if self._pass is None else self._pass.returned(name, output)
 
     # -- state --------------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -37,11 +38,13 @@ class Trace(TorchDispatchMode):
         names: names of the blocks, in the order of their calls.
         parameters, buffers: of the module, by name.
         outside: boundaries b for which the code after block b may use the arguments of block b, as `x = block(x) + x`.
+        carries: at these boundaries, tensors may pass blocks by, as in the U-Net: the stages between pass them on.
 
     Attributes:
         used_outside: such boundaries, for which it does.
         uses: positions of each parameter and buffer that the step uses.
-        entries: for each block, the paths of its derived arguments, as (0, number, ...) and (1, name, ...).
+        entries: for each block, the paths of its derived arguments, as (0, number, ...) and (1, name, ...); then the
+            paths of tensors that pass the block by, as `sources` has them.
         outputs: for each block, its output.
         joined: boundaries at which the pipeline can't be cut, with the reason.
         changing: shapes, or numbers in Python, may depend on values of the batch.
@@ -50,7 +53,7 @@ class Trace(TorchDispatchMode):
 
     def __init__(
         self, names: Sequence[str], parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor],
-        outside: Collection[int] = (),
+        outside: Collection[int] = (), *, carries: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()  # type: ignore[no-untyped-call]
         self.uses: dict[str, set[int]] = {}
@@ -69,9 +72,13 @@ class Trace(TorchDispatchMode):
         self._made: dict[int, int] = {}  # position at which each derived storage was written last
         self._entered: list[set[int]] = [set() for _ in names]  # storages of the derived arguments of each block
         self._arguments: list[dict[int, Tensor]] = [{} for _ in names]  # derived arguments of each block, by id
+        self._sources: dict[int, tuple[Tensor, Path, int]] = {}  # by id: a tensor that all stages can find, its path,
+        # and the position from which on
+        self._carried: list[dict[Path, None]] = [{} for _ in names]  # paths of sources that pass each boundary
+        self._returns: dict[str, int] = {}  # calls of each module outside of the blocks
         self._views: dict[int, tuple[Tensor, int, list[Tensor]]] = {}  # view, position at which it was made, bases
         self._current: list[Tensor] = []  # tensors of the code between blocks that a function of torch receives
-        self._outside, self.used_outside = outside, set[int]()
+        self._outside, self._carries, self.used_outside = outside, carries, set[int]()
         self._derived: set[str] = set()  # buffers with derived values
         self._values: dict[str, Tensor] = {}
         self._written: dict[str, set[int]] = {}
@@ -111,6 +118,7 @@ class Trace(TorchDispatchMode):
         self._calls += 1
         self._watch(args, kwargs)
         self._enter(number, args, kwargs)
+        self._add_sources(("argument", number), (args, kwargs))
         self._inside = True
         output = call(*args, **kwargs)
         self._inside = False
@@ -118,6 +126,7 @@ class Trace(TorchDispatchMode):
         for _, leaf in leaves(output):
             if isinstance(leaf, Tensor) and _storage(leaf) not in self._state:
                 self._mark(_storage(leaf), leaf)
+        self._add_sources(("output", number), output)
         if number == len(self._names) - 1:
             self._move(number + 1)
         else:
@@ -135,6 +144,27 @@ class Trace(TorchDispatchMode):
         for hook in self._hooks:
             hook.remove()
         self._arguments, self._views, self._current = [{} for _ in self._names], {}, []
+        self._sources = {}
+
+    def returned(self, name: str, output: Any) -> None:
+        """Observe the end of a call of a module.
+
+        Args:
+            name: name of the module.
+            output: of the call.
+        """
+        if not self._inside and not self._paused:
+            number = self._returns[name] = self._returns.get(name, 0) + 1
+            self._add_sources(("module", name, number), output)
+
+    def _add_sources(self, path: Path, values: Any) -> None:
+        """Record tensors that a stage can replace by tensors of the stage before: no views of the user's code."""
+        if not self._carries:
+            return
+        for inner, leaf in leaves(values, path):
+            plain = isinstance(leaf, Tensor) and not isinstance(leaf, ShardedTensor)
+            if plain and id(leaf) not in self._sources and (path[0] != "argument" or not leaf._is_view()):
+                self._sources[id(leaf)] = (leaf, inner, self._position)
 
     def _enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         paths = []
@@ -146,7 +176,7 @@ class Trace(TorchDispatchMode):
                 continue
             paths.append(path)
             for boundary in range(max(made + 1, 1), number):
-                if _storage(leaf) not in self._entered[boundary]:
+                if _storage(leaf) not in self._entered[boundary] and not self._carry([leaf], boundary):
                     self._join(
                         boundary, f"{self._names[number]} takes {named(path)}, which is computed {self._place(made)} "
                         f"but {self._names[boundary]} doesn't take it",
@@ -189,6 +219,7 @@ class Trace(TorchDispatchMode):
                     boundary, f"the buffer {name} is written {self._place(min(written))} and also used "
                     f"{self._place(other)}",
                 )  # fmt: skip
+        self.entries = [(*paths, *carried) for paths, carried in zip(self.entries, self._carried, strict=True)]
         self._made.clear()
         self._kept.clear()
 
@@ -215,12 +246,31 @@ class Trace(TorchDispatchMode):
                     self._views[id(leaf)] = (leaf, self._position, bases)
         return output
 
-    def _available(self, tensor: Tensor, boundary: int) -> bool:
-        """Return whether a stage that begins at a boundary has a tensor: an argument of its first block, or a view."""
+    def _carry(self, tensors: Sequence[Tensor], boundary: int) -> bool:
+        """Let a stage that begins at a boundary receive tensors; returns whether that is possible."""
+        needed = [self._needed(tensor, boundary) for tensor in tensors]
+        if boundary not in self._outside or not needed or any(paths is None for paths in needed):
+            return False
+        for paths in needed:
+            self._carried[boundary].update(dict.fromkeys(paths or ()))
+        self.used_outside.add(boundary)
+        return True
+
+    def _needed(self, tensor: Tensor, boundary: int) -> list[Path] | None:
+        """Return the sources that a stage that begins at a boundary needs for a tensor; None if it can't have it.
+
+        It is an argument of the first block, which the stage receives in any case; a source; or a view of these.
+        """
         if id(tensor) in self._arguments[boundary]:
-            return True
+            return []
+        _, path, known = self._sources.get(id(tensor), (None, (), boundary))
+        if known < boundary:
+            return [path]
         _, made, bases = self._views.get(id(tensor), (None, -1, []))
-        return made >= boundary and bool(bases) and all(self._available(base, boundary) for base in bases)
+        needed = [self._needed(base, boundary) for base in bases]
+        if made < boundary or not needed or any(paths is None for paths in needed):
+            return None
+        return [path for paths in needed for path in paths or ()]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -229,8 +279,9 @@ class Trace(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         derived = False
         inputs = [leaf for _, leaf in leaves((args, kwargs or {})) if isinstance(leaf, Tensor)]
+        written = _written(func, args, kwargs or {}) if func._schema.is_mutable else set()
         for tensor in inputs:
-            derived |= self._use(_storage(tensor), func)
+            derived |= self._use(_storage(tensor), func, written)
         if self._position < len(self._names) and any(tag in func.tags for tag in _CHANGING):
             self.changing = self.changing or _depends_on_values(func.__name__, inputs)
         if derived and not self._inside and torch.Tag.data_dependent_output in func.tags:
@@ -246,8 +297,8 @@ class Trace(TorchDispatchMode):
                     self._write(leaf, any(leaf is tensor for tensor in inputs))
         return output
 
-    def _use(self, key: int, func: Any) -> bool:
-        """Record the use of a storage; returns whether its value is derived."""
+    def _use(self, key: int, func: Any, written: set[int]) -> bool:
+        """Record the use of a storage by an operator that writes to some; returns whether its value is derived."""
         name = self._state.get(key)
         if name is not None:
             if name in self._buffers and name not in self._values:
@@ -258,11 +309,9 @@ class Trace(TorchDispatchMode):
         if made is None:
             return False
         if made < self._position and not (self._inside and key in self._entered[self._position]):
-            objects = [tensor for tensor in self._current if _storage(tensor) == key and not func._schema.is_mutable]
+            objects = [tensor for tensor in self._current if _storage(tensor) == key and key not in written]
             for boundary in self._between(made, self._position):
-                if objects and all(self._available(tensor, boundary) for tensor in objects):
-                    self.used_outside.add(boundary)
-                else:
+                if not self._carry(objects, boundary):
                     self._join(
                         boundary, f"a tensor computed {self._place(made)} is used {self._place(self._position)} "
                         f"({func.__name__.partition('.')[0]}), but is not an argument of the blocks between",
@@ -340,7 +389,8 @@ class _Functions(TorchFunctionMode):
 
 @contextlib.contextmanager
 def tracing(
-    module: nn.Module, names: Sequence[str], *, calls_blocks: bool = True, outside: Collection[int] = ()
+    module: nn.Module, names: Sequence[str], *, calls_blocks: bool = True, outside: Collection[int] = (),
+    carries: bool = False,
 ) -> Iterator[Trace]:  # fmt: skip
     """Observe the step that runs in this context.
 
@@ -348,10 +398,17 @@ def tracing(
         module: the user's module.
         names: names of its blocks, in the order of their calls.
         calls_blocks: the step has to call the blocks.
-        outside: see `Trace`.
+        outside, carries: see `Trace`.
     """
-    trace = Trace(names, dict(module.named_parameters()), dict(module.named_buffers()), outside)
+    trace = Trace(names, dict(module.named_parameters()), dict(module.named_buffers()), outside, carries=carries)
+    parts = {part: name for name, part in module.named_modules()}
+
+    def returned(part: nn.Module, inputs: Any, output: Any) -> None:
+        if part in parts:
+            trace.returned(parts[part], output)
+
     with contextlib.ExitStack() as stack:
+        stack.callback(register_module_forward_hook(returned).remove)
         for number, name in enumerate(names):
             call = functools.partial(trace.call, number)
             stack.callback(intercept(module.get_submodule(name), call))
@@ -408,6 +465,17 @@ def _depends_on_values(name: str, inputs: Sequence[Tensor]) -> bool:
     if name == "index.Tensor":  # with a mask only
         return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in inputs[1:])
     return not (name == "_local_scalar_dense.default" and inputs[0].dtype is torch.bool)  # a condition
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+    """Return the storages to which an operator writes."""
+    return {
+        _storage(leaf)
+        for number, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+        for _, leaf in leaves(args[number] if number < len(args) else kwargs.get(argument.name))
+        if isinstance(leaf, Tensor)
+    }
 
 
 def _detached(path: Path, leaf: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,10 +21,10 @@ from fabricx.model_parallel.microbatches import rows_of
 from fabricx.model_parallel.pipeline.block_calls import seeded
 from fabricx.model_parallel.pipeline.chain import Chain, find_blocks, trace_chain
 from fabricx.model_parallel.pipeline.checks import check_counters, check_evaluation
-from fabricx.model_parallel.pipeline.cuts import Cuts, describe
+from fabricx.model_parallel.pipeline.cuts import UNEVEN, Cuts, describe, largest_part
 from fabricx.model_parallel.pipeline.cuts import divide as divide_chain
 from fabricx.model_parallel.pipeline.stages import Pipeline
-from fabricx.model_parallel.set_up.divided import Divided, stage_channels
+from fabricx.model_parallel.set_up.divided import Divided, Settings, stage_channels
 from fabricx.model_parallel.set_up.evaluation_trial import Evaluated
 from fabricx.model_parallel.tensor.tensor_parallel import TensorParallel
 from fabricx.model_parallel.trial_run import IN_PARTS, Measured, changed_by_parts, gradients_in_parts, measure
@@ -56,9 +57,10 @@ def find_chain(whole: Divided, trial: Trial, *, shared: bool) -> Chain:
     def run() -> Any:
         return trial.step(trial.batch, 0)
 
+    chunks = whole.world.axis("pipeline").size * whole.settings.virtual
     # Outside of the traces, in which this context would use all buffers.
     with trial.undisturbed(), unchanged_weights(whole.module):
-        chain = trace_chain(whole.module, find_blocks(whole.module, whole.settings.blocks, run, outside=True), run)
+        chain = _traced(whole.module, whole.settings, run, chunks)
     if shared and (names := check_counters(whole.module, chain.blocks, trial, _microbatches(whole))):
         note = (
             f"training_step changes {', '.join(names)}: in a pipeline for each microbatch, and after the call of the "
@@ -66,6 +68,30 @@ def find_chain(whole: Divided, trial: Trial, *, shared: bool) -> Chain:
         )
         chain = replace(chain, notes=(*chain.notes, note))
     return replace(chain, costs=whole.world.broadcast_object(chain.costs)) if shared else chain  # times differ
+
+
+def _traced(module: nn.Module, settings: Settings, run: Callable[[], Any], chunks: int) -> Chain:
+    """Return the chain of a module. Tensors pass blocks by only if the stages would be uneven or too few otherwise."""
+
+    def traced(*, carries: bool) -> tuple[float, Chain]:
+        chosen = find_blocks(module, settings.blocks, run, outside=True, carries=carries)
+        chain = trace_chain(module, chosen, run, carries=carries)
+        return largest_part(chain.sizes, chunks, chain.joined), chain
+
+    refusal = None
+    try:
+        size, chain = traced(carries=False)
+    except ValueError as error:
+        size, refusal = math.inf, error
+    uneven = size > UNEVEN * sum(parameter.nbytes for parameter in module.parameters()) / chunks
+    if uneven and not settings.sequence:  # stages can't replace shards of sequences
+        with contextlib.suppress(ValueError):
+            smaller, other = traced(carries=True)
+            if refusal is not None or UNEVEN * smaller < size:
+                return other
+    if refusal is not None:
+        raise refusal
+    return chain
 
 
 def measure_whole(whole: Divided, chain: Chain, trial: Trial, *, training: bool) -> WholeStep:

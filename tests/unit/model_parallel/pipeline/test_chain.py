@@ -53,10 +53,10 @@ class Model(nn.Module):
         return loss
 
 
-def observe(model, blocks="auto"):
+def observe(model, blocks="auto", *, carries=False):
     ids = torch.arange(10).view(2, 5)
     run = lambda: model.training_step(ids)  # noqa: E731
-    return trace_chain(model, find_blocks(model, blocks, run, outside=True), run)
+    return trace_chain(model, find_blocks(model, blocks, run, outside=True, carries=carries), run, carries=carries)
 
 
 def test_a_chain_records_where_each_parameter_and_buffer_is_used():
@@ -343,6 +343,48 @@ def test_code_after_a_block_may_use_the_arguments_of_the_block():
             return x
 
     assert list(observe(Normalised(), names).joined) == [1, 3]
+
+
+class Passing(Model):
+    """Tensors of several origins are used after the blocks."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.condition = kind, nn.Linear(WIDTH, WIDTH)
+
+    def body(self, x):
+        condition = self.condition(x)
+        condition = {"view": condition[:], "computed": 2 * condition}.get(self.kind, condition)
+        outputs = [x]
+        for block in self.blocks:
+            outputs.append(block(outputs[-1]))
+        if self.kind == "changed":
+            condition.mul_(2.0)
+        if self.kind in ("argument", "output"):
+            return outputs[-1] + outputs[self.kind != "argument"]
+        return outputs[-1] * condition
+
+
+@pytest.mark.parametrize(
+    ("kind", "paths"),
+    [
+        ("argument", [("argument", 0, 0, 0)] * 2),
+        ("output", [None, ("output", 0)]),
+        ("module", [("module", "condition", 1)] * 2),
+    ],
+)
+def test_tensors_that_all_stages_can_find_pass_blocks_by(kind, paths):
+    chain = observe(Passing(kind), carries=True)
+    assert not chain.joined
+    assert chain.entries == (((0, 0),), *(((0, 0), path) if path else ((0, 0),) for path in paths))
+    assert chain.carried == {path for path in paths if path}
+    assert "the stages between receive and send them" in chain.notes[0]
+
+
+@pytest.mark.parametrize("kind", ["view", "computed", "changed"])
+def test_views_computed_and_changed_tensors_dont_pass_blocks_by(kind):
+    blocks = ["blocks.0", "blocks.1", "blocks.2"]
+    assert list(observe(Passing(kind), blocks, carries=True).joined) == [1, 2]
 
 
 def test_auto_selects_the_blocks_that_can_be_divided_best():
