@@ -172,12 +172,31 @@ class Vision(Transformers):
         return {"loss": F.cross_entropy(logits, batch["labels"][:, 0] % 2), "logits": logits}
 
 
+class UNet(nn.Module):
+    """The halves exchange tensors, and a condition is used after the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.condition, self.head = nn.Embedding(WORDS, 16), nn.Linear(16, 16), nn.Linear(16, WORDS)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU()) for _ in range(6))
+
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Any:
+        x = self.embed(batch["ids"])
+        condition, kept = self.condition(x.mean(1, keepdim=True)), list[Tensor]()
+        for number, block in enumerate(self.blocks):
+            x = block(x if number < 3 else x + kept.pop())
+            kept.append(x)
+        logits = self.head(x * condition)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten()), "logits": logits}
+
+
 VIT = {**SIZES, "image_size": 8, "patch_size": 4}
 TRAINED: list[tuple[Any, dict[str, Any]]] = [
     (Transformers, {"name": "GPT2LMHeadModel", "config": GPT2}),
     (Transformers, {"name": "LlamaForCausalLM", "config": LLAMA}),
     (Vision, {"name": "ViTForImageClassification", "config": VIT}),
     (Encoder, {}),
+    (UNet, {}),
 ]
 
 

@@ -23,9 +23,10 @@ from fabricx.model_parallel.pipeline import placeholders
 from fabricx.model_parallel.pipeline.block_calls import intercept
 from fabricx.model_parallel.pipeline.chain import Chain
 from fabricx.model_parallel.pipeline.cuts import Cuts
+from fabricx.model_parallel.pipeline.links import Links
 from fabricx.model_parallel.pipeline.loss_terms import LossTerms
 from fabricx.model_parallel.pipeline.schedule import Action, check_schedule, schedule
-from fabricx.model_parallel.pipeline.stage_pass import Links, Pass, StageEnd
+from fabricx.model_parallel.pipeline.stage_pass import Pass, StageEnd
 from fabricx.model_parallel.pipeline.weight_gradients import DeferredWeights
 
 Step = Callable[..., Any]
