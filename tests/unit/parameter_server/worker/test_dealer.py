@@ -38,7 +38,7 @@ class Requests:
 
 
 class Rounds(Asynchronous):
-    """Has trained leases whose gradients were not pushed."""
+    """Has trained leases with gradients that were not pushed."""
 
     trained = 0
 
@@ -113,6 +113,6 @@ def test_a_worker_that_joins_takes_the_position_of_another() -> None:
     second.take_position(first.position())
     assert (second.section, second.planned, other.settings.workers, second.scheduled) == (2, 3, 4, 5)
     assert optimizers[1].param_groups[0]["lr"] == 0.05
-    earlier = other.numbers.earlier_groups(4)  # of an update whose worker died
+    earlier = other.numbers.earlier_groups(4)  # of an update of a dead worker
     assert earlier is not None
     assert earlier[0][0]["lr"] == 0.1
