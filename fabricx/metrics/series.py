@@ -92,8 +92,10 @@ class Series:
                 self.total = value * weight if self.reduction == "mean" else value + 0
                 self.epoch_batch = batch
             elif self.reduction == "mean":
-                if tensors and type(self.total) is Tensor:
-                    self.total = torch.add(self.total, value, alpha=weight)
+                if tensors:
+                    # A sum that a recovery has restored is a number; `add` with a factor may round once, not twice.
+                    total = self.total if type(self.total) is Tensor else value.new_tensor(self.total)
+                    self.total = torch.add(total, value, alpha=weight)
                 else:
                     self.total = self.total + value * weight
             else:

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+import torch
 
 from fabricx.metrics.series import Series, join, join_latest
 
@@ -27,6 +28,16 @@ def test_the_value_of_a_step_and_the_sum_of_the_epoch_are_packed_with_their_weig
     series.forget_epoch()
     assert (series.total, series.weights) == (None, 0.0)
     assert series.packed(epoch=False) == (12.0, 3)
+
+
+def test_a_sum_that_was_restored_as_a_number_goes_on_with_the_same_bits() -> None:
+    values = torch.rand(200, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    calm, restored = Series.of_kind(KIND), Series.of_kind(KIND)
+    for value in values:
+        calm.add(value, 3, step=1)
+        restored.add(value, 3, step=1)
+        restored.total = float(restored.total)  # as records have it
+    assert float(restored.total) == float(calm.total)
 
 
 @pytest.mark.parametrize(("reduction", "neutral"), [("mean", 0.0), ("sum", 0.0), ("max", -math.inf), ("min", math.inf)])
