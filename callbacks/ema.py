@@ -71,7 +71,6 @@ class EMA(Averages):
         self.validate_with_ema = validate_with_ema
         self._rule = AverageRule(decay, every_n_steps, start_step)
         self._kept: frozenset[str] = frozenset()  # names of the parameters that servers average
-        self._updates_before = 0  # updates of the averages before servers took over the averaging
         self._step_seen = 0
 
     # -- averaging ----------------------------------------------------------------------------------------------
@@ -92,8 +91,9 @@ class EMA(Averages):
 
     def _start_averaging(self, trainer: TrainerProtocol) -> None:
         self._move_averages()
-        self._step_seen, self._updates_before = trainer.global_step, self.updates
-        self._kept = as_part(trainer.strategy, HasServers).keep_average(self._rule, self._step_seen, self.averages)
+        self._step_seen = trainer.global_step
+        servers = as_part(trainer.strategy, HasServers)
+        self._kept = servers.keep_average(self._rule, self._step_seen, self.averages, self.updates)
 
     def on_train_batch_start(self, trainer: TrainerProtocol, pl_module: Module, batch: Any, batch_idx: int) -> None:
         self._update()  # under asynchronous strategies, a rank receives new weights before a batch
@@ -126,7 +126,7 @@ class EMA(Averages):
             averages, updates = as_part(self._trainer.strategy, HasServers).read_average()
             for name, average in averages.items():
                 self.averages[name].copy_(average)
-            self.updates = self._updates_before + updates if averages else self.updates
+            self.updates = updates if averages else self.updates
 
     def _join_ranks(self) -> None:
         """Make the averages equal on all ranks: collective, called when all ranks hold equal weights."""

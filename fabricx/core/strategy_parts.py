@@ -393,7 +393,9 @@ class HasServers:
         """Return the number of updates per global batch of ddp, by which schedules advance."""
         return 1
 
-    def keep_average(self, rule: AverageRule, step: int, averages: Mapping[str, Tensor]) -> frozenset[str]:
+    def keep_average(
+        self, rule: AverageRule, step: int, averages: Mapping[str, Tensor], updates: int = 0
+    ) -> frozenset[str]:
         """Maintain a moving average of the weights of each update, if a rank does not see all updates.
 
         Every rank calls it before training, and again after a rollback.
@@ -402,6 +404,7 @@ class HasServers:
             rule: update rule of the average.
             step: weight updates of the run so far.
             averages: present averages, by the names of the parameters.
+            updates: steps of the present averages.
 
         Returns:
             names of the parameters whose averages `read_average` returns; the caller maintains all other averages.
@@ -409,7 +412,7 @@ class HasServers:
         return frozenset()
 
     def read_average(self) -> tuple[dict[str, Tensor], int]:
-        """Return the averages by name, and their steps since `keep_average`; all gradients have been sent before."""
+        """Return the averages by name, and their steps since the first; all gradients have been sent before."""
         return {}, 0
 
     @property

@@ -298,13 +298,15 @@ class ServedStrategy(
 
     # -- moving averages ----------------------------------------------------------------------------------------
 
-    def keep_average(self, rule: AverageRule, step: int, averages: Mapping[str, Tensor]) -> frozenset[str]:
+    def keep_average(
+        self, rule: AverageRule, step: int, averages: Mapping[str, Tensor], updates: int = 0
+    ) -> frozenset[str]:
         if self.module is None or not self._servers_see_more:
             return frozenset()
         names = self._names(self.module)
         if self.world.main_rank and not self.world.newcomer:
             present = [averages.get(name, p) for name, p in zip(names, self._parameters, strict=True)]
-            self._exchange.remote.keep_average(rule, step, present)
+            self._exchange.remote.keep_average(rule, step, present, updates)
         return frozenset(names)
 
     def read_average(self) -> tuple[dict[str, Tensor], int]:

@@ -61,15 +61,16 @@ class FlatAverage:
         step: weight updates of the run so far.
         version: weight updates that the server has counted so far.
         values: present average, shape [elements].
+        updates: steps of the present average.
 
     Attributes:
-        updates: steps of the average since then.
+        updates: steps of the average.
     """
 
-    def __init__(self, rule: AverageRule, step: int, version: int, values: Tensor) -> None:
+    def __init__(self, rule: AverageRule, step: int, version: int, values: Tensor, updates: int = 0) -> None:
         self._rule, self._step, self._offset = rule, step, step - version
         self.values = values
-        self.updates = 0
+        self.updates = updates
 
     def follow(self, weights: Tensor, version: int) -> None:
         """Update the average.

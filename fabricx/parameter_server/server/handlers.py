@@ -210,7 +210,7 @@ def set_received_weights(state: ServerState, sender: Sender, message: SetReceive
 
 def start_average(state: ServerState, sender: Sender, message: StartAverage) -> Reply:
     """Start a moving average of the weights, unless an average exists."""
-    state.shard.keep_average(message.rule, message.step, message.values)
+    state.shard.keep_average(message.rule, message.step, message.values, message.updates)
     return state.shard.reply()
 
 

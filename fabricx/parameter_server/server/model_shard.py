@@ -134,16 +134,17 @@ class ModelShard:
         self.version += 1
         self.skipped += 1
 
-    def keep_average(self, rule: AverageRule, step: int, values: Tensor) -> None:
+    def keep_average(self, rule: AverageRule, step: int, values: Tensor, updates: int = 0) -> None:
         """Start a moving average of the weights, unless an average exists.
 
         Args:
             rule: decay of the average.
             step: weight updates of the run so far.
             values: present average, flat.
+            updates: steps of the present average.
         """
         if self._average is None:
-            self._average = FlatAverage(rule, step, self.version - self.skipped, values)
+            self._average = FlatAverage(rule, step, self.version - self.skipped, values, updates)
 
     # -- replies --------------------------------------------------------------------------------------------------
 
@@ -200,7 +201,7 @@ class ModelShard:
 
     @property
     def average(self) -> tuple[Tensor, int] | None:
-        """Return the moving average of the weights, flat, and its steps since its begin; None without."""
+        """Return the moving average of the weights, flat, and its steps; None without."""
         return None if self._average is None else (self._average.values, self._average.updates)
 
     @property

@@ -320,11 +320,13 @@ class StartAverage:
         rule: decay of the average.
         step: weight updates of the run so far.
         values: present average, flat, in the order of the server's vector of weights.
+        updates: steps of the present average.
     """
 
     rule: AverageRule
     step: int
     values: Tensor
+    updates: int = 0
 
 
 @dataclass(slots=True)
@@ -333,7 +335,7 @@ class ReadState:
 
     Attributes:
         name: "optimizers" (`ServerOptimizers`), the "rule" (`RuleState`), the server's "weights", their moving
-            "average" (values, steps since its begin; or None), the "error_feedback" of compressed sums, "counts",
+            "average" (values, its steps; or None), the "error_feedback" of compressed sums, "counts",
             the "samples" in the weights (`SampleLedger`), or metric sums "logged" in a section.
         section: the newest section or its predecessor, for "logged".
     """

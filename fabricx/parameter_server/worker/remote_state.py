@@ -49,16 +49,17 @@ class RemoteState:
         """Return the servers' weights, by parameter, in its shape, without effect on compressed differences."""
         return self._by_parameter(self._read("weights"))
 
-    def keep_average(self, rule: AverageRule, step: int, averages: Sequence[Tensor]) -> None:
+    def keep_average(self, rule: AverageRule, step: int, averages: Sequence[Tensor], updates: int = 0) -> None:
         """Start moving averages of the weights on all servers; returns when all have started.
 
         Args:
             rule: decay of the average.
             step: weight updates of the run so far.
             averages: present averages, by parameter, in its shape.
+            updates: steps of the present averages.
         """
         for number, shard in enumerate(self._shards):
-            self._request(number, StartAverage(rule, step, flat_part(averages, shard).cpu()))
+            self._request(number, StartAverage(rule, step, flat_part(averages, shard).cpu(), updates))
 
     def averages(self) -> tuple[list[Tensor], int]:
         """Return the moving averages by parameter, in its shape, and the number of updates of the average."""

@@ -10,6 +10,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import torch
 
+from fabricx.core.strategy_support.averaging import AverageRule
 from fabricx.parameter_server.server.handlers import HANDLERS, READABLE
 from fabricx.parameter_server.server.server import Server
 from fabricx.parameter_server.wire import messages
@@ -88,6 +89,12 @@ def test_other_state_is_sent_under_each_name_of_the_message() -> None:
     assert content["average"] is content["error_feedback"] is None
     assert content["rule"] == messages.RuleState({})
     assert content["logged"] == {}
+
+
+def test_an_average_goes_on_from_its_steps() -> None:
+    server = begun(aggregate=False)
+    server.handle(0, messages.StartAverage(AverageRule(0.5), 3, server.values.clone(), updates=7), NONE, NONE)
+    assert server.handle(0, ReadState("average"), NONE, NONE).content[1] == 7
 
 
 def test_read_only_messages_are_processed_again_and_not_replayed() -> None:

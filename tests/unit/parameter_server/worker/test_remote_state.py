@@ -46,9 +46,11 @@ def test_parts_are_joined_in_the_shapes_of_the_parameters() -> None:
 
 def test_each_server_keeps_the_average_of_its_part() -> None:
     requests: list[Any] = []
-    served(requests).keep_average(AverageRule(0.5), 3, PARAMETERS)
+    served(requests).keep_average(AverageRule(0.5), 3, PARAMETERS, 4)
     assert [number for number, _ in requests] == [0, 1, 2]
-    assert all(isinstance(message, StartAverage) and message.step == 3 for _, message in requests)
+    assert all(
+        isinstance(message, StartAverage) and (message.step, message.updates) == (3, 4) for _, message in requests
+    )
     assert torch.equal(torch.cat([message.values for _, message in requests]), FLAT)
 
 
