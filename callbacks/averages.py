@@ -147,6 +147,9 @@ class Averages(Callback):
             self._put(tensors, self._live)
             self._live = {}
 
+    def restore_weights(self) -> None:
+        self._swap_out()
+
     @contextmanager
     @torch.no_grad()
     def trained_weights(self) -> Iterator[None]:

@@ -252,6 +252,12 @@ class Callback(NamesChecked):
         """
         return nullcontext()
 
+    def restore_weights(self) -> None:
+        """Give the module its trained weights: a worker has died in a validation, which is repeated or comes later.
+
+        Callbacks that replace the weights during a validation override it.
+        """
+
     def after_failure(self, newest: Path | None) -> None:
         """Use the newest checkpoint of a run that has failed for good; called in the supervisor of the workers.
 

@@ -43,9 +43,12 @@ def recover(session: Session, ft: RankRecords, error: Exception) -> None:
     Raises:
         Exception: `error`, if no worker has died, or if recovery in place is impossible.
     """
-    torn = ft.torn and ft.memory is None  # in-memory checkpoints restore the state before that update
     if session.dealer.within_section:  # an error of this rank alone: it would train the section's batches again
         raise error  # its leases are released when its process ends
+    for callback in session.callbacks:
+        callback.restore_weights()
+    changed = ft.weights is not None and ft.weights.changed()
+    torn = (ft.torn or changed) and ft.memory is None  # in-memory checkpoints restore the state before that update
     if not membership().changes or torn or session.world.newcomer:
         raise error
     if any(callback.repeats_after(session.trainer, error) for callback in session.callbacks):
@@ -205,6 +208,8 @@ def _connect(session: Session, ft: RankRecords, generation: Generation) -> None:
     session.renew_agreements()
     session.failures.errors = list(generation.failures)
     ft.resume_point = ft.epoch_end = None
+    if ft.weights is not None:
+        ft.weights.forget()
     session.balance.changes.clear()
     session.recorder.became(world.rank, world.size, generation.number)
     session.recorder.begin()

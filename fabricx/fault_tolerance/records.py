@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 from fabricx.core.state import EpochStep
 from fabricx.distributed.membership.generations import Membership, WorkerMessage, membership
+from fabricx.fault_tolerance.noted_weights import NotedWeights
 from fabricx.fault_tolerance.progress import Progress, after_publishing, progress, record_of
 from fabricx.fault_tolerance.rank_record import Slot
 from fabricx.session.fault_tolerance import FaultTolerance
@@ -28,6 +30,7 @@ class RankRecords(FaultTolerance):
 
     Attributes:
         epoch_end: state at which the publication of an epoch's values began; None outside of it.
+        weights: those at the point from which unfinished work is repeated; None if no other rank reads the records.
         torn: some weights of an update are new and others old, or gradients of earlier batches have changed: the batch
             can't be tried again.
     """
@@ -44,6 +47,7 @@ class RankRecords(FaultTolerance):
         self.members, self.slot, self.memory = members, slot, memory
         self.epoch_end: RankState | None = None
         self.torn = False
+        self.weights = None if slot is None else NotedWeights(session.module)
         self._recorded_ahead = False  # whether the record of the batch is written before its update
 
     # -- the run ------------------------------------------------------------------------------------------------
@@ -69,6 +73,19 @@ class RankRecords(FaultTolerance):
 
     # -- an epoch -----------------------------------------------------------------------------------------------
 
+    def begin_epoch(self) -> None:
+        super().begin_epoch()
+        if self.weights is not None and not self._state.batch:
+            self.weights.note(values=True)
+
+    def begin_batches(self, *, saved_within: bool) -> None:
+        super().begin_batches(saved_within=saved_within)
+        if self.weights is not None and self._state.batch:  # the first batch is repeated with the hooks before it
+            self.weights.note(values=True)
+
+    def in_validation(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.weights is None else self.weights.in_validation()
+
     def _batches_start_again(self, *, saved_within: bool) -> bool:
         return saved_within or self.members is not None
 
@@ -79,11 +96,15 @@ class RankRecords(FaultTolerance):
         self.epoch_step = step
         if step is EpochStep.EPOCH_WATCHERS:
             self.epoch_end = None
+            if self.weights is not None:
+                self.weights.forget()
         self.record()
 
     def before_publishing(self) -> None:
         if self.slot is not None:
             self.epoch_end = self._session.rank_state()
+        if self.weights is not None:
+            self.weights.note(values=True)
 
     def after_publishing(self) -> None:
         if self.slot is None:
@@ -126,6 +147,8 @@ class RankRecords(FaultTolerance):
         Args:
             batch: batch that is trained.
         """
+        if self.weights is not None:
+            self.weights.before_update()
         if self.slot is not None and not self._recorded_ahead:
             self._record_batch(batch)
             if self._session.hooks.on_after_backward or self._hooks_before_update():
@@ -150,6 +173,8 @@ class RankRecords(FaultTolerance):
 
     def after_batch(self) -> None:
         super().after_batch()
+        if self.weights is not None:
+            self.weights.forget()
         held = self._session.user_steps.held or self._session.user_steps.kept
         self.torn = self.slot is not None and held is not None and held.may_be_needed  # a replacement lacks these
         if self.slot is not None and not self._recorded_ahead:
@@ -164,6 +189,8 @@ class RankRecords(FaultTolerance):
         if self.buffers is not None:
             self.resume_point = self._batch_start(self.buffers)
             self.record(self.resume_point)
+        if self.weights is not None:
+            self.weights.note(values=False)
 
     # -- records ------------------------------------------------------------------------------------------------
 

@@ -105,7 +105,8 @@ def validate_in_fit(session: Session) -> None:
         point = session.fault_tolerance.resume_point
         session.synchronize(None if point is None else point.buffers)
         if not session.serving.servers_step:
-            evaluate(session, Phase.VALIDATE, session.data.val_feeds)
+            with session.fault_tolerance.in_validation():
+                evaluate(session, Phase.VALIDATE, session.data.val_feeds)
             return
         with session.checks.unchanged("a hook of the validation"):
             evaluate(session, Phase.VALIDATE, session.data.val_feeds)

@@ -105,6 +105,10 @@ class FaultTolerance:
         self.resume_point = None
         return True
 
+    def in_validation(self) -> AbstractContextManager[None]:
+        """Return a context of a validation in training, which is repeated if a peer is lost in it."""
+        return nullcontext()
+
     # -- an epoch -----------------------------------------------------------------------------------------------
 
     def begin_epoch(self) -> None:

@@ -14,15 +14,16 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch import Tensor
 
 import fabricx as fx
 from fabricx import checkpoint
-from fabricx.callbacks import FaultRecovery
+from fabricx.callbacks import EMA, FaultRecovery
 from fabricx.distributed.stop_consensus import STOP_KEY
 from fabricx.errors import WorkerFailed
 from fabricx.fault_tolerance import memory_checkpoint
 from fabricx.strategies import DDP, FSDP, AsyncSGD, ParameterServer
-from fabricx.testing import Ledger, fail, kill
+from fabricx.testing import QUIET, Ledger, TinyModule, fail, kill, tiny_loader
 from tests import warm
 from tests.soak import params
 
@@ -252,3 +253,77 @@ def wait_for(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+class ChangesWeights(fx.Callback):
+    """Changes the weights in a hook; in a validation, exchanges them for others."""
+
+    def __init__(self, hook: str) -> None:
+        self.hook, self.kept = hook, list[Tensor]()
+
+    def change(self, module: Any, hook: str) -> None:
+        for parameter in module.parameters() if hook == self.hook else ():
+            parameter.data.mul_(0.9)  # without a new version
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.change(module, "batch start")
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        self.change(module, "before the update")
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        self.kept = [parameter.detach().clone() for parameter in module.parameters()]
+        self.change(module, "validation")
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        with torch.no_grad():
+            for parameter, kept in zip(module.parameters(), self.kept, strict=True):
+                parameter.copy_(kept)
+
+
+class DiesInValidation(fx.Callback):
+    """Kills a rank in the third validation, which is within the second window of gradients."""
+
+    validations = 0
+
+    def on_validation_batch_start(
+        self, trainer: Any, module: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self.validations += batch_idx == 0
+        if trainer.world.rank == 1 and self.validations == 3 and not trainer.failures:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("callback", "fault"),
+    params(
+        [
+            (lambda: EMA(0.5), DiesInValidation),
+            (lambda: ChangesWeights("validation"), lambda: kill(1).during("validation", step=2)),
+            (lambda: ChangesWeights("before the update"), lambda: kill(1).during("optimizer", step=2)),
+        ],
+        [
+            (lambda: ChangesWeights("batch start"), lambda: kill(0).during("backward", step=3)),
+            (lambda: ChangesWeights("batch start"), lambda: kill(0).during("batch end", step=2)),
+            (lambda: ChangesWeights("validation"), DiesInValidation),
+        ],
+    ),
+)
+def test_weights_that_hooks_change_are_changed_once(callback: Any, fault: Any, tmp_path: Path) -> None:
+    """The ranks that were left kept what hooks of the interrupted batch or validation had made of their weights."""
+
+    def trained(*faults: Any) -> tuple[list[Any], int]:
+        fx.seed_everything(3)
+        module, recovery = TinyModule(), FaultRecovery(max_restarts=20, every_n_train_steps=1)
+        trainer = fx.Trainer(
+            devices=2, max_epochs=2, accumulate_grad_batches=2, val_check_interval=1, num_sanity_val_steps=0,
+            callbacks=[callback(), *faults, recovery], default_root_dir=tmp_path, **QUIET,
+        )  # fmt: skip
+        trainer.fit(module, tiny_loader(16, 2), tiny_loader(8, 2))
+        return [p.tolist() for p in module.parameters()], len(trainer.failures)
+
+    weights, failures = trained()
+    assert failures == 0
+    again, failures = trained(fault())
+    assert failures  # also that of a rank that can't continue, if it is noticed first
+    assert again == weights
