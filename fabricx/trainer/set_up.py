@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 
 from fabricx.checkpoint import is_foreign, read_manifest
 from fabricx.checkpoint.storage import as_path
@@ -26,6 +27,7 @@ from fabricx.core.rank_zero import set_rank
 from fabricx.core.state import Phase, TrainerFn, TrainerStatus
 from fabricx.core.strategy_parts import ModelParallel, as_part
 from fabricx.data.shared_memory import note_on
+from fabricx.distributed.sharding.dtensors import is_dtensor
 from fabricx.distributed.world import World
 from fabricx.lightning import adapt_callback
 from fabricx.loop import evaluation, lockstep, own_pace
@@ -93,8 +95,10 @@ def execute(trainer: TrainerInterface, job: Job, world: World, logs: LogSettings
         if session.datamodule is not None:
             fitted(session.datamodule, "teardown", DataModule)(TrainerFn(job.stage))
         _call(session.hooks.teardown, TrainerFn(job.stage))
-        if session.divided and job.stage == "fit":
+        if job.stage == "fit" and session.divided:
             _restore_whole(session)
+        elif job.stage == "fit" and job.copied:
+            _gather_kept(session)
         ending = "interrupted" if session.stop.interrupted else "success"
         return outcome
     except BaseException as error:
@@ -118,6 +122,20 @@ def _restore_whole(session: Session) -> None:
     part.restore_whole(session.module)
     for number, callback in enumerate(keeping):
         callback.load_state_dict(states[str(number)])
+
+
+def _gather_kept(session: Session) -> None:
+    """Give callbacks of the main rank whole tensors of weights, as the caller can't use shards; all ranks call it."""
+    for callback in session.callbacks:
+        if callback.keeps_weights:
+            whole = apply_to_collection(callback.state_dict(), torch.Tensor, _whole_on_cpu)
+            if session.world.main_rank:
+                callback.load_state_dict(whole)
+
+
+def _whole_on_cpu(tensor: Any) -> torch.Tensor:
+    whole: torch.Tensor = tensor.full_tensor().cpu() if is_dtensor(tensor) else tensor
+    return whole
 
 
 def _call(hook: tuple[Callable[..., Any], ...], *args: Any) -> None:

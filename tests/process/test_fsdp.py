@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import fabricx as fx
 from fabricx import checkpoint
-from fabricx.callbacks import ModelCheckpoint
+from fabricx.callbacks import EMA, ModelCheckpoint
 from fabricx.distributed.sharding.fsdp_internals import units_of
 from fabricx.errors import WorkerFailed
 from fabricx.strategies import DDP, FSDP, Single, fsdp
@@ -490,3 +490,14 @@ def test_an_optimizer_that_converts_sharded_values_to_python_numbers_is_refused(
         WorkerFailed, match=r"NormalizesByNumber makes another update with the sharded parameters of fsdp"
     ):
         fx.Trainer(devices=2, strategy=FSDP(wrap=["Linear"]), max_epochs=1, **QUIET).fit(module, loader(3))
+
+
+def test_averages_after_a_fit_on_shards_are_whole_in_the_calling_process() -> None:
+    averages = {}
+    for strategy, devices in ((Single(), 1), (FSDP(), 2)):
+        torch.manual_seed(0)
+        average = EMA(0.5, apply_at_end=False)
+        trainer = fx.Trainer(strategy=strategy, devices=devices, max_epochs=1, callbacks=[average], **QUIET)
+        trainer.fit(LayeredModule(), DataLoader(layered_data(8), 4 // devices))
+        averages[devices] = average.averages
+    torch.testing.assert_close(averages[2], averages[1])
