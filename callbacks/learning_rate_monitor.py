@@ -147,7 +147,7 @@ class LearningRateMonitor(Callback):
         self.last_momentum_values = {f"{name}-momentum": None for name in names}
         self.last_weight_decay_values = {f"{name}-weight_decay": None for name in names}
         self._every = 0 if self.logging_interval == "epoch" else trainer.log_every_n_steps
-        self._logged_step = -1
+        self._logged_step = trainer.global_step
         self._in_batch = False
 
     def _warn_of_zeros(self, trainer: TrainerProtocol) -> None:
@@ -185,7 +185,9 @@ class LearningRateMonitor(Callback):
 
     def _log_step(self, trainer: TrainerProtocol) -> None:
         step = trainer.global_step + 1
-        if self._every and step % self._every == 0 and step != self._logged_step:
+        # Several updates in a manual batch may pass a multiple of the interval; a rollback returns to an earlier step.
+        before = min(self._logged_step, step - 1)
+        if self._every and step // self._every > before // self._every and step != self._logged_step:
             self._logged_step = step
             self._log(trainer, step, "step")
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from fabricx.callbacks.progress_screen import Lines, Screen, Speed, Terminal, View, open_screen
 from fabricx.core.callback import Callback
 from fabricx.core.hook_calls.former_names import renamed
+from fabricx.core.state import TrainerFn
 
 if TYPE_CHECKING:
     from fabricx.core.module import Module
@@ -102,8 +103,12 @@ class ProgressBar(Callback):
 
     @property
     def total_val_batches(self) -> int | float:
-        """Return the number of validation batches of all loaders."""
-        total: int | float = sum(self.trainer.num_val_batches)
+        """Return the number of validation batches of all loaders; 0 in an epoch of a fit that does not validate."""
+        trainer = self.trainer
+        every = trainer.check_val_every_n_epoch if trainer.state.fn is TrainerFn.FITTING else 1
+        if every and (trainer.current_epoch + 1) % every:
+            return 0
+        total: int | float = sum(trainer.num_val_batches)
         return total
 
     @property

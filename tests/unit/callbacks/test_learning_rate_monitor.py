@@ -116,6 +116,26 @@ def test_a_run_without_a_logger_is_refused(trainer: Any) -> None:
         trainer(LearningRateMonitor()).start()
 
 
+def test_rates_are_logged_if_several_updates_of_a_batch_pass_the_interval(
+    quiet: dict[str, Any], tmp_path: Path
+) -> None:
+    class Twice(TinyModule):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer: Any = self.optimizers()
+            for _ in range(2):
+                optimizer.zero_grad()
+                self.manual_backward(super().training_step(batch, batch_idx))
+                optimizer.step()
+
+    monitor = LearningRateMonitor("step")
+    options = quiet | {"logger": CSVLogger(tmp_path), "log_every_n_steps": 4}
+    trainer = fx.Trainer(max_epochs=1, callbacks=monitor, **options)
+    trainer.fit(Twice(), tiny_loader(16, 2))  # before the batches, 0, 2, ..., 14 updates are complete
+    assert [len(rates) for rates in monitor.lrs.values()] == [3]
+
+
 def test_zeros_of_an_optimizer_without_momentum_are_a_warning(quiet: dict[str, Any], tmp_path: Path) -> None:
     class Averaged(TinyModule):
         def configure_optimizers(self) -> Any:

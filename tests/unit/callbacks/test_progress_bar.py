@@ -154,6 +154,21 @@ class Percent(ProgressBar):
         self.seen.append((self.trainer is trainer, self.total_train_batches, self.total_val_batches_current_dataloader))
 
 
+def test_an_epoch_without_validation_has_no_validation_batches(quiet: dict[str, Any]) -> None:
+    totals: list[float] = []
+
+    class Bar(ProgressBar):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            totals.append(self.total_val_batches)
+
+    bar = Bar(refresh_rate=0)
+    trainer = fx.Trainer(max_epochs=3, check_val_every_n_epoch=2, callbacks=bar, **quiet)
+    trainer.fit(TinyModule(), tiny_loader(), tiny_loader())
+    assert totals == [0, 4, 0]
+    trainer.validate(TinyModule(), tiny_loader(), verbose=False)
+    assert bar.total_val_batches == 4
+
+
 def test_a_subclass_reads_the_trainer_and_numbers_of_batches(trainer: Any, capsys: pytest.CaptureFixture[str]) -> None:
     bar = Percent()
     with pytest.raises(RuntimeError, match="Percent is not attached to a trainer"):
