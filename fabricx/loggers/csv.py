@@ -155,9 +155,11 @@ class CSVLogger(FolderLogger[TextIO]):
         self._columns = columns
         self._writer = path.open("a", newline="")
 
-    def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
+    def log_hyperparams(
+        self, params: Mapping[str, Any] | None = None, metrics: Mapping[str, float] | None = None
+    ) -> None:
         if self._writer is None:
-            self._waiting.update(by_name(params))
+            self._keep(by_name(params), Table.NAME_HPARAMS_FILE)
         elif self._folder is not None and params:
             write_hyperparameters(self._folder / "hparams.yaml", by_name(params))
 

@@ -138,6 +138,17 @@ class FolderLogger(Logger, Generic[W]):
         if self._writer is not None:
             self._writer.flush()
 
+    def _keep(self, params: Mapping[str, Any], name: str) -> None:
+        """Keep hyperparameters until the logger is open; write them now if the folder does not depend on the run.
+
+        Args:
+            params: by name.
+            name: of the file.
+        """
+        self._waiting.update(params)
+        if self.save_dir is not None and launched_rank() is None and not rank_zero_only.rank:  # type: ignore[attr-defined]
+            write_hyperparameters(self._location.make(self._location.path) / name, params)
+
     @final
     def close(self, status: Ending = "success") -> None:
         if self._writer is not None and not self._outside_run:

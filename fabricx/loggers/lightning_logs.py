@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any, Final
 
 from fabricx.loggers import csv, tensorboard
-from fabricx.loggers.files import LoggerFolder
+from fabricx.loggers.files import LoggerFolder, write_hyperparameters
 
 _NAME: Final = "lightning_logs"
 
@@ -23,6 +24,11 @@ class _Named:
     @property
     def name(self) -> str:
         return self._location.name or ""
+
+    def _start(self, folder: Path) -> Any:
+        if not (file := folder / "hparams.yaml").exists():  # programs pass its path to load_from_checkpoint
+            write_hyperparameters(file, {})
+        return super()._start(folder)  # type: ignore[misc]
 
 
 class CSVLogger(_Named, csv.CSVLogger):

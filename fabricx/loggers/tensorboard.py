@@ -119,7 +119,7 @@ class TensorBoardLogger(FolderLogger["SummaryWriter"]):
     ) -> None:
         self._hparams.update(by_name(params))
         if self._writer is None:
-            self._waiting.update(by_name(params))
+            self._keep(by_name(params), self.NAME_HPARAMS_FILE)
             return
         self._params.update(flatten(by_name(params)))
         if self._folder is not None and params:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from lightning_utilities.core.rank_zero import rank_zero_only
 from omegaconf import OmegaConf
 
 import fabricx as fx
@@ -114,7 +115,10 @@ def test_a_version_can_be_set(tmp_path: Path, version: int | str, folder: str) -
     assert logger.log_dir == str(tmp_path / folder)
 
 
-def test_values_before_the_logger_is_open_are_ignored(tmp_path: Path) -> None:
+def test_values_before_the_logger_is_open_are_ignored_on_other_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
     logger = pickle.loads(pickle.dumps(CSVLogger(tmp_path / "logs")))
     logger.log_hyperparams({"lr": 0.1})
     logger.flush()
@@ -124,9 +128,11 @@ def test_values_before_the_logger_is_open_are_ignored(tmp_path: Path) -> None:
 
 def test_a_program_without_a_run_writes_numbers_of_tensors_and_its_hyperparameters(tmp_path: Path) -> None:
     logger = CSVLogger(tmp_path, version=0)
+    logger.log_hyperparams()
     logger.log_hyperparams({"lr": 0.1})
-    logger.save()
-    assert (tmp_path / "version_0" / "hparams.yaml").read_text() == "lr: 0.1\n"
+    for _ in range(2):
+        assert (tmp_path / "version_0" / "hparams.yaml").read_text() == "lr: 0.1\n"
+        logger.save()
     logger.log_metrics({"loss": torch.tensor([0.5]), "epoch": torch.tensor(1.0)}, step=2)  # type: ignore[dict-item]
     assert (tmp_path / "version_0" / "metrics.csv").read_text().split() == ["step,loss,epoch", "2,0.5,1"]
 

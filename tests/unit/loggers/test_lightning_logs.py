@@ -25,6 +25,7 @@ def test_the_logger_at_lightning_s_path_has_lightning_s_folder(name: str, own_fo
     in_run.open(own_folder)
     assert in_run.log_dir == str(own_folder)
     in_run.close()
+    assert (own_folder / "hparams.yaml").read_text() == "{}\n"  # as there are no hyperparameters
 
 
 def test_the_default_logger_is_an_instance_of_lightning_s_class() -> None:
