@@ -171,6 +171,10 @@ class WrongArgument(ValueError, TypeError):
     """An argument is not of a kind that the call accepts; a TypeError in Lightning."""
 
 
+class DifferentValues(ValueError, RuntimeError):
+    """Two objects have different values of one name; a RuntimeError in Lightning."""
+
+
 class WrongLoss(ValueError, RuntimeError):
     """The loss of a training step has no gradient, or is not a single number; a RuntimeError in torch."""
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import warnings
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -16,6 +17,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch import nn
+
+from fabricx.errors import PossibleUserWarning
 
 _COLLECTIONS: Final = (Sequence, set, frozenset)
 CLASS_PATH: Final = "_class_path"  # hyperparameter with the path of the class, where a command line selects it
@@ -119,6 +123,16 @@ class HyperParameters:
         kept = {name: value for name, value in arguments.items() if name not in dropped}
         if kept and is_omegaconf(self.hparams):  # of an earlier call
             self.__dict__["_hparams"] = AttributeDict(self.hparams)
+        modules = [name for name, value in kept.items() if isinstance(value, nn.Module)]
+        if modules:
+            warnings.warn(
+                f"save_hyperparameters: {modules[0]!r} is an instance of `nn.Module` and is already saved with the "
+                "weights; as a hyperparameter its whole object is pickled, and load_from_checkpoint needs "
+                f"weights_only=False. Call self.save_hyperparameters(ignore={modules}), and pass it to "
+                "load_from_checkpoint",
+                PossibleUserWarning,
+                stacklevel=2,
+            )
         self.hparams.update(kept)
         initial: Any = self.hparams  # earlier calls included, such as that of a base class
         copied = copy.deepcopy(initial) if is_omegaconf(initial) or is_plain(initial) else AttributeDict(initial)

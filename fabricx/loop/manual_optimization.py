@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from fabricx.core.strategy_support.held_gradients import HeldGradients
 from fabricx.core.tensors.complex_numbers import as_real
 from fabricx.distributed.collective_guard import ALL_JOIN, along, together
-from fabricx.errors import RanksDisagree
+from fabricx.errors import RanksDisagree, WrongLoss
 from fabricx.loop.no_batch import no_batch_step
 from fabricx.session.accumulation import accumulation_set
 from fabricx.session.schedule import count_update, count_without_update
@@ -65,6 +65,9 @@ def train_manually(session: Session, micro: Microbatch, batch: Any) -> Any:
 
     Returns:
         the outputs of `training_step`.
+
+    Raises:
+        WrongLoss: the outputs are neither a tensor nor a dict.
     """
     session.window.took_part(micro)
     _begin_batch(session)
@@ -72,6 +75,11 @@ def train_manually(session: Session, micro: Microbatch, batch: Any) -> Any:
     step = session.training_step if batch is not None else no_batch_step(session)
     with along(micro.idle) if micro.idle else ALL_JOIN, _can_be_repeated(session):
         outputs = step(batch, micro.index)
+    if outputs is not None and not isinstance(outputs, (Tensor, Mapping)):
+        raise WrongLoss(
+            f"{type(session.module).__name__}.training_step returned {type(outputs).__name__}: in manual optimization "
+            "return a tensor, a dict for hooks, or nothing"
+        )
     count_manual_steps(session)
     return outputs
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from fabricx.core.hparams import plain, without_origin
 from fabricx.core.options.arguments import described
 from fabricx.core.strategy_parts import MeasuresWaiting, as_part
-from fabricx.errors import full_disk_costs
+from fabricx.errors import DifferentValues, full_disk_costs
 from fabricx.metrics.logger_dispatcher import LoggerDispatcher
 from fabricx.redaction import masked
 from fabricx.telemetry import events as telemetry
@@ -98,7 +98,7 @@ def _hparams_to_log(module: Module, data: DataModule | None) -> dict[str, Any]:
     logged = [without_origin(plain(owner.hparams)) for owner in owners if owner.__dict__.get("_log_hyperparams")]
     for name in sorted(set.intersection(*map(set, logged))) if len(logged) > 1 else ():
         if logged[0][name] != logged[1][name]:
-            raise ValueError(
+            raise DifferentValues(
                 f"the module and the data module have different hyperparameters {name!r}: {logged[0][name]!r} and "
                 f"{logged[1][name]!r}. Rename one of them, or call save_hyperparameters(logger=False) in one of them"
             )

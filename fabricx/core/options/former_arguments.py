@@ -67,6 +67,7 @@ FORMER_ARGUMENTS: Final[Mapping[str, str]] = {
     "gradient_clip": "set gradient_clip_val=...",
     "profile": 'set profiler="simple"',
     "automatic_optimization": "set the attribute automatic_optimization of the module",
+    "suggest_integrations": "remove it; fabricx suggests no services",
     "model_registry": "load the file of the model, and pass its path: trainer.fit(module, ckpt_path=...)",
 }
 

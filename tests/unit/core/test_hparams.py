@@ -16,6 +16,7 @@ from torch import nn
 
 import fabricx as fx
 from fabricx.core.hparams import Form, HyperParameters, is_omegaconf, is_plain, plain, storable
+from fabricx.errors import DifferentValues, PossibleUserWarning
 from fabricx.loggers import CSVLogger
 from fabricx.testing import TinyModule, tiny_loader
 
@@ -83,8 +84,19 @@ def test_different_values_of_the_module_and_the_data_module_are_an_error(quiet: 
 
     module = TinyModule(lr=0.5)
     fx.Trainer(max_epochs=1, **quiet).fit(module, Data(0.5))
-    with pytest.raises(ValueError, match=r"different hyperparameters 'lr': 0\.5 and 0\.25. Rename one"):
+    with pytest.raises(DifferentValues, match=r"different hyperparameters 'lr': 0\.5 and 0\.25. Rename one"):
         fx.Trainer(max_epochs=1, **quiet).fit(module, Data(0.25))
+
+
+def test_a_module_as_a_hyperparameter_is_a_warning() -> None:
+    class Owner(fx.Module):
+        def __init__(self, encoder: Any, width: int) -> None:
+            super().__init__()
+            self.save_hyperparameters()
+
+    with pytest.warns(PossibleUserWarning, match="'encoder' is an instance of `nn.Module`.*weights_only=False"):
+        owner = Owner(torch.nn.Linear(1, 1), 3)
+    assert [*owner.hparams] == ["encoder", "width"]
 
 
 def test_changes_do_not_affect_the_initial_hyperparameters() -> None:

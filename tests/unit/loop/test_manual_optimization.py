@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from torch import nn
 
@@ -73,6 +74,17 @@ def test_hooks_before_a_step_read_the_gradient_of_its_closure(quiet: dict[str, A
     assert [type(call) for call in computed] == [str, float] * (len(computed) // 2)  # each gradient is passed once
     assert len({call for call in computed if isinstance(call, float)}) > 1
     assert trainer.global_step == 1
+
+
+def test_an_output_that_is_no_loss_and_no_dict_is_refused(quiet: dict[str, Any]) -> None:
+    class Number(TinyModule):
+        automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return 5
+
+    with pytest.raises(RuntimeError, match="training_step returned int: in manual optimization return a tensor"):
+        fx.Trainer(max_steps=1, **quiet).fit(Number(), tiny_loader())
 
 
 def test_a_clipping_limit_of_zero_clips_nothing(quiet: dict[str, Any]) -> None:
