@@ -38,6 +38,7 @@ LIBRARIES_SET = {
     "KMP_INIT_AT_FORK",
     "KMP_DUPLICATE_LIB_OK",
     "TORCHINDUCTOR_CACHE_DIR",
+    "_MLFLOW_TELEMETRY_SESSION_ID",
     "PL_GLOBAL_SEED",  # by seed_everything, as in Lightning
     "PL_SEED_WORKERS",
     "PYTORCH_NVML_BASED_CUDA_CHECK",  # by the import of lightning

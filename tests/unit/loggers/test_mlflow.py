@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ pytest.importorskip("mlflow")
 def _folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    name = "_MLFLOW_TELEMETRY_SESSION_ID"  # mlflow changes it
-    monkeypatch.setenv(name, os.environ.get(name, ""))
 
 
 def test_a_worker_continues_the_run_of_the_script(tmp_path: Path) -> None:
