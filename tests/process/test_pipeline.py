@@ -12,7 +12,21 @@ from torch.utils.checkpoint import checkpoint
 
 from fabricx.model_parallel.scaling.traffic import boundary_elements
 from fabricx.testing import run_ranks
-from tests.process.stages import LENGTH, STEPS, WIDTH, WORDS, Block, Language, alone, batches, compare, make, staged
+from tests.process.stages import (
+    LENGTH,
+    STEPS,
+    WIDTH,
+    WORDS,
+    Block,
+    Language,
+    alone,
+    batches,
+    compare,
+    compute,
+    divided,
+    make,
+    staged,
+)
 from tests.soak import params
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
@@ -208,6 +222,10 @@ class UNet(Language):
         self.kind, self.checkpoints = kind, checkpoints
         self.condition = nn.Linear(WIDTH, WIDTH)
         self.sides = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.shared = nn.Tanh()
+        if kind == "shared":
+            for block in self.blocks:
+                block.inner[1] = self.shared  # type: ignore[union-attr, operator, index]
 
     def body(self, x: Tensor, mask: Tensor) -> Tensor:
         if self.checkpoints:
@@ -216,6 +234,7 @@ class UNet(Language):
 
     def inner(self, x: Tensor, mask: Tensor) -> Any:
         start, condition, kept, added = x, self.condition(x), list[Tensor](), list[Tensor]()
+        shared = self.shared(condition) if self.kind == "shared" else 0.0
         for number, block in enumerate(self.blocks):
             if self.kind == "outputs" and number >= 2:
                 x = x + kept.pop()
@@ -225,7 +244,8 @@ class UNet(Language):
                 added.append(self.sides[number](x))
         if self.kind == "condition":
             x *= condition
-        return x + {"start": start, "sides": sum(added), "heads": sum(kept)}.get(self.kind, 0.0)
+        further = {"start": start, "sides": sum(added), "heads": sum(kept), "detached": condition.detach()}
+        return x + {**further, "shared": shared}.get(self.kind, 0.0)
 
 
 PASSING: list[tuple[dict[str, Any], dict[str, Any]]] = [  # module, pipeline
@@ -233,6 +253,8 @@ PASSING: list[tuple[dict[str, Any], dict[str, Any]]] = [  # module, pipeline
     ({"kind": "start"}, {"schedule": "zero_bubble"}),
     ({"kind": "condition"}, {"virtual": 2}),
     ({"kind": "sides"}, {}),
+    ({"kind": "detached"}, {}),  # a gradient of zeros would let AdamW decay the weights of the condition
+    ({"kind": "shared"}, {}),  # blocks call the module, too
     ({"kind": "heads"}, {"virtual": 2, "channels": True}),
 ]
 
@@ -260,3 +282,75 @@ def train_in_checkpoint(kind: str) -> str:
 @pytest.mark.parametrize("kind", ["start", "condition"])
 def test_a_tensor_that_is_computed_again_and_passes_blocks_by_is_an_error(kind: str) -> None:
     assert any("checkpoint only the block" in text for text in run_ranks(train_in_checkpoint, 2, kind))
+
+
+class Irregular(Language):
+    """A later batch calls a module more often, or uses the output of an early block that the first did not use."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.batches, self.condition = kind, 0, nn.Linear(WIDTH, WIDTH)
+
+    def body(self, x: Tensor, mask: Tensor) -> Tensor:
+        first = x = self.blocks[0](x, mask)
+        condition = self.condition(x)
+        if self.kind == "calls" and self.batches:
+            condition = self.condition(condition)
+        for block in self.blocks[1:]:  # type: ignore[misc]
+            x = block(x, mask)
+        x = x + condition
+        return x + 0.1 * first.mean() if self.kind == "output" and self.batches else x
+
+
+def train_irregular(kind: str) -> str:
+    module, data = make(Irregular, kind=kind), batches(8)
+    pipeline = divided(module, data[0], carries=True)
+    compute(pipeline, data[0], 0)
+    module.batches = 1
+    try:
+        compute(pipeline, data[1], 1)
+    except ValueError as error:
+        return str(error)
+    except Exception:
+        return "the other rank has ended"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("calls", "condition is called 2 times before blocks.2, and 1 times"),
+        ("output", "the output of blocks.0, which"),
+    ],
+)
+def test_a_later_step_that_passes_other_tensors_by_is_an_error(kind: str, message: str) -> None:
+    assert any(message in text for text in run_ranks(train_irregular, 2, kind))
+
+
+class ChangesBetween(nn.Module):
+    """Changes outputs of blocks in place; the loss also uses the batch, whose shape the outputs have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def training_step(self, batch: Tensor, index: int) -> Any:
+        x = batch
+        for block in self.blocks:
+            x = block(x)
+            x.mul_(0.5)
+        return {"loss": (x - batch).square().mean(), "logits": x}
+
+
+def numbers() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(8, WIDTH, generator=generator, dtype=torch.float64) for _ in range(STEPS)]
+
+
+def train_changed() -> dict[str, Any]:
+    torch.set_num_threads(1)
+    return staged(make(ChangesBetween), numbers())
+
+
+def test_changes_in_place_between_blocks_leave_the_batch_as_it_is() -> None:
+    compare(run_ranks(train_changed, 2), alone(make(ChangesBetween), numbers()))

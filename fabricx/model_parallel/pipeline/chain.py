@@ -7,7 +7,7 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -55,6 +55,7 @@ class Chain:
         saved: bytes per sample that autograd stores at each position, in the order of `costs`.
         notes: differences of several microbatches from training in a single process, for the user.
         outside: blocks after which code uses the received tensors, too.
+        calls: for each block, the number of calls before it of modules whose outputs pass it by.
     """
 
     blocks: tuple[str, ...]
@@ -69,6 +70,7 @@ class Chain:
     saved: tuple[float, ...]
     notes: tuple[str, ...] = ()
     outside: frozenset[int] = frozenset()
+    calls: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
 
     @functools.cached_property
     def carried(self) -> frozenset[Path]:
@@ -333,6 +335,10 @@ def trace_chain(module: nn.Module, blocks: Blocks, run: Callable[[], Any], *, ca
         outputs=tuple(mapped(output, _slot) for output in trace.outputs),
         joined=dict(sorted(_nested(module, names, trace).items())),
         outside=frozenset(trace.used_outside),
+        calls={
+            number: {path[1]: trace.calls[number][path[1]] for path in paths if path[0] == "module"}
+            for number, paths in enumerate(trace.entries)
+        },
         changing=trace.changing,
         costs=costs,
         sizes=tuple(sizes.values()),

@@ -141,7 +141,8 @@ def check_evaluation(
     for begin, _ in cuts[1:]:
         if begin in trace.joined:
             raise ValueError(f"{step} can't be divided before {chain.blocks[begin]}: {trace.joined[begin]}. {remedy}")
-        if not set(trace.entries[begin]) <= set(chain.entries[begin]):
+        same_calls = all(trace.calls[begin].get(name) == count for name, count in chain.calls.get(begin, {}).items())
+        if not set(trace.entries[begin]) <= set(chain.entries[begin]) or not same_calls:
             raise ValueError(
                 f"{step} calls {chain.blocks[begin]} with other arguments than training_step: call the model as "
                 "training_step does"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import functools
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
@@ -66,24 +65,6 @@ def divide(costs: Sequence[float], chunks: int, joined: Mapping[int, str] | None
                 following[end] = cut[0], [*best[cut[1]][1], (cut[1], end)]
         best = following
     return best[len(inner)][1]
-
-
-def largest_part(costs: Sequence[float], chunks: int, joined: Mapping[int, str]) -> float:
-    """Return the cost of the most expensive chunk of `divide`; infinite if it can't divide the blocks.
-
-    Args:
-        costs, chunks, joined: see `divide`.
-
-    >>> largest_part([0, 1, 1, 1, 1, 2], 2, {}), largest_part([0, 1, 1, 0], 2, {1: "a reason"})
-    (3, inf)
-    """
-    try:
-        cuts = divide(costs, chunks, joined)
-    except ValueError:
-        return math.inf
-    sums = [sum(costs[begin + 1 : end + 1]) for begin, end in cuts]
-    sums[0], sums[-1] = sums[0] + costs[0], sums[-1] + costs[-1]
-    return max(sums)
 
 
 class Measured(Protocol):

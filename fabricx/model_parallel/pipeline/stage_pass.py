@@ -16,6 +16,7 @@ from fabricx.model_parallel.pipeline.block_calls import seeds_of
 from fabricx.model_parallel.pipeline.chain import Chain
 from fabricx.model_parallel.pipeline.cuts import Cuts
 from fabricx.model_parallel.pipeline.links import Header, Links
+from fabricx.model_parallel.pipeline.received import Absent, Received, attach
 from fabricx.model_parallel.recomputation import is_checkpointed
 from fabricx.model_parallel.tensor.sharded_tensor import ShardedTensor
 
@@ -25,55 +26,6 @@ _SENT: Final = ("tensor", "shard")  # kinds of arguments that have a message
 
 class StageEnd(BaseException):
     """Ends the user's step after the last block of a stage; no `Exception`, which users' code may catch."""
-
-
-@final
-class Received:
-    """The gradient of a tensor that a chunk has received."""
-
-    def __init__(self) -> None:
-        self._gradient: Tensor | None = None
-
-    def attach(self, tensor: Tensor) -> None:
-        """Make a tensor the received tensor in the graph; no leaf, so that a block may change its argument in place.
-
-        Args:
-            tensor: without a graph; has the received values.
-        """
-        root = torch.zeros((), device=tensor.device, requires_grad=True)
-        with torch.enable_grad():
-            _Enter.apply(root, tensor, self)  # type: ignore[no-untyped-call]
-
-    def add(self, gradient: Tensor) -> None:
-        """Add a gradient; called within the backward.
-
-        Args:
-            gradient: in the shape of the tensor.
-        """
-        self._gradient = gradient if self._gradient is None else self._gradient + gradient
-
-    def gradient(self, tensor: Tensor) -> Tensor:
-        """Return the gradient; zeros if nothing depends on the tensor.
-
-        Args:
-            tensor: a tensor of the same shape.
-        """
-        return torch.zeros_like(tensor) if self._gradient is None else self._gradient
-
-
-class _Enter(torch.autograd.Function):
-    """Makes a tensor part of a graph that begins with it."""
-
-    @staticmethod
-    def forward(ctx: Any, root: Tensor, tensor: Tensor, received: Received) -> Tensor:
-        ctx.received = received
-        ctx.mark_dirty(tensor)
-        return tensor
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        ctx.received.add(gradients[0])
-        return None, None, None
 
 
 @final
@@ -109,11 +61,14 @@ class Pass:
         self._header: Header | None = None  # of the chunk before
         self._arguments: list[Expected] | None = None  # tensors on the way from the chunk before
         self._gradients: list[Expected | None] | None = None  # of `sent`, on the way from the chunk after
+        self._marks: Expected | None = None  # which of these exist
         self._outputs: dict[int, list[Any]] = {}  # description of the outputs of own blocks
         self._values: dict[Any, Any] = {}  # received arguments by path
         self._replaced: dict[int, tuple[Any, Any]] = {}  # arguments of the user's code, and what was received instead
         self._sources: dict[Any, Tensor] = {}  # tensors of `Chain.carried`
         self._returns: dict[str, int] = {}  # calls of modules outside of the blocks
+        self._inside = False  # within an own block
+        self._stand_ins: list[tuple[Tensor, int]] = []  # of outputs of earlier blocks, until the first block
 
     @property
     def reached(self) -> bool:
@@ -150,7 +105,11 @@ class Pass:
             self.ended = True
             raise StageEnd
         self._seed(before)  # also where a checkpointed block computes again
-        output = call(*args, **kwargs)
+        self._inside = True
+        try:
+            output = call(*args, **kwargs)
+        finally:
+            self._inside = False
         self._note(("output", number), output)
         self._seed(after)
         if not self._again and not self._last and self._announces():
@@ -168,6 +127,8 @@ class Pass:
             the output; tensors that this stage will receive are leaves of the graph without a base, so that they can be
             replaced.
         """
+        if self._inside:
+            return output
         received = self._chain.entries[self._begin] if self.chunk else ()
         if self._again:  # the number of the call is unknown
             self._check_outside(replaced=all(path[:2] != ("module", name) for path in received))
@@ -175,7 +136,7 @@ class Pass:
         number = self._returns[name] = self._returns.get(name, 0) + 1
         path = ("module", name, number)
         if any(entry[:3] == path for entry in received):
-            output = mapped(output, lambda inner, leaf: leaf.data if (*path, *inner) in received else leaf)
+            output = mapped(output, lambda inner, leaf: _leaf(leaf) if (*path, *inner) in received else leaf)
         self._note(path, output)
         return output
 
@@ -211,6 +172,7 @@ class Pass:
         """Return the arguments of the first block with received tensors."""
         begin = self._chain.entries[self._begin]
         if not self._again:
+            self._check_calls()
             arguments = {**dict(leaves((args, kwargs))), **self._sources}
             for path, value in zip(begin, self._received_arguments(), strict=True):
                 self._values[path] = value
@@ -234,7 +196,29 @@ class Pass:
                 f"{self._chain.blocks[self._begin]} is called with other arguments than in the trial run; call the "
                 "model in the same way in all steps"
             )
+        if not self._again:
+            self._refuse_stand_ins()
+        self._stand_ins = []
         return changed
+
+    def _refuse_stand_ins(self) -> None:
+        """Make the use of stand-ins an error, or visible: this stage does not have the outputs of earlier blocks."""
+        for tensor, number in self._stand_ins:
+            if tensor.is_floating_point() and not any(tensor is value for value in self._values.values()):
+                tensor.data.fill_(float("nan"))
+                if torch.is_grad_enabled() and tensor.is_leaf:
+                    attach(tensor, Absent(self._chain.blocks[number]))
+
+    def _check_calls(self) -> None:
+        """Refuse other calls of modules whose outputs pass blocks by than in the trial run: paths have their number."""
+        for name, count in self._chain.calls.get(self._begin, {}).items():
+            if self._returns.get(name, 0) != count:
+                raise ValueError(
+                    f"{name} is called {self._returns.get(name, 0)} times before {self._chain.blocks[self._begin]}, "
+                    f"and {count} times in the trial run. Its output passes blocks by, so that a stage of the "
+                    "pipeline would replace another output: call it as often in each step, or use strategy=tensor or "
+                    "strategy=fsdp"
+                )
 
     def _replace(self, own: Tensor, value: Any) -> Any:
         """Replace an argument of the user's code by what was received; returns the value of the argument.
@@ -290,7 +274,7 @@ class Pass:
                 own.requires_grad_().register_hook(self._gradient_of(value).add)
             return True
         if value.requires_grad:
-            self._gradient_of(value).attach(own)
+            attach(own, self._gradient_of(value))
         return True
 
     def _gradient_of(self, value: Tensor) -> Received:
@@ -334,7 +318,7 @@ class Pass:
             tensor = self._links.transfers.complete(next(rest))
             if content[2]:
                 self._received.append((tensor, Received()))
-                self._received[-1][1].attach(tensor)
+                attach(tensor, self._received[-1][1])
             values.append(tensor if kind == "tensor" else _sharded(tensor, *content[3:]))
         return values
 
@@ -365,7 +349,10 @@ class Pass:
             if kind == "other":
                 return leaf
             shape = content[3] if kind == "shard" else content[0]
-            return _like(arguments, shape, getattr(torch, content[1]), self._links.device)
+            tensor = _like(arguments, shape, getattr(torch, content[1]), self._links.device)
+            if not isinstance(tensor, ShardedTensor):
+                self._stand_ins.append((tensor, number))
+            return tensor
 
         return mapped(template, change)
 
@@ -388,6 +375,9 @@ class Pass:
     def expect_gradients(self) -> None:
         """Begin to receive the gradients of the sent tensors, if they were sent."""
         if self._gradients is None and self.ended:
+            if (count := sum(tensor.requires_grad for tensor in self.sent)) > 1:
+                marks = torch.empty(count, device=self._links.device)
+                self._marks = self._links.expect(marks, "gradient", self.chunk + 1, self.chunk, self.microbatch)
             self._gradients = [
                 self._links.expect(
                     torch.empty_like(tensor, memory_format=torch.contiguous_format), "gradient", self.chunk + 1,
@@ -397,19 +387,31 @@ class Pass:
             ]  # fmt: skip
 
     def gradients(self) -> list[Tensor | None]:
-        """Receive the gradients of the tensors that were sent."""
+        """Receive the gradients of the tensors that were sent; None for those that the loss doesn't depend on."""
         self.expect_gradients()
+        marks = None if self._marks is None else self._links.transfers.complete(self._marks).tolist()
         gradients = [expected and self._links.transfers.complete(expected) for expected in self._gradients or ()]
         if any(gradient is not None for gradient in gradients):  # the next stage has received what was sent before
             while self._sends:
                 self._links.transfers.end_send(self._sends.pop())
+        if marks is not None:
+            numbers = iter(marks)
+            gradients = [
+                gradient if gradient is not None and next(numbers) else None for gradient in gradients
+            ]  # fmt: skip
         return gradients
 
     def send_gradients(self) -> None:
-        """Send the gradients of the received tensors, and forget all tensors."""
+        """Send the gradients of the received tensors, and forget all tensors.
+
+        Of several tensors, marks come first: zeros in the place of no gradient would change weights by weight decay.
+        """
+        if len(self._received) > 1:
+            marks = torch.tensor([float(received.exists) for _, received in self._received], device=self._links.device)
+            self._links.post(marks, "gradient", self.chunk, self.chunk - 1, self.microbatch)
         for tensor, received in self._received:
             self._links.post(received.gradient(tensor), "gradient", self.chunk, self.chunk - 1, self.microbatch)
-        self.sent, self._received, self._gradients, self._arguments = [], [], None, None
+        self.sent, self._received, self._gradients, self._marks, self._arguments = [], [], None, None, None
         self._values, self._replaced, self._sources = {}, {}, {}
 
     def take_output(self) -> Any:
@@ -476,6 +478,11 @@ def _sharded(local: Tensor, shape: Sequence[int], dim: int, parts: Sequence[int]
     return ShardedTensor(local, dim, tuple(shape), tuple(parts))
 
 
+def _leaf(tensor: Tensor) -> Tensor:
+    """Return a tensor without graph and without base; the same object, if it is no view."""
+    return tensor.data if tensor._is_view() else tensor.detach_()
+
+
 def _detached(path: Any, leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
@@ -484,5 +491,5 @@ def _like(arguments: Sequence[Tensor], shape: list[int], dtype: torch.dtype, dev
     """Return a stand-in for a tensor, which is no view: an argument of the same shape, else zeros."""
     for tensor in arguments:
         if list(tensor.shape) == shape and tensor.dtype == dtype:
-            return tensor.detach() if isinstance(tensor, ShardedTensor) else tensor.data
+            return tensor.detach() if isinstance(tensor, ShardedTensor) else tensor.detach().clone()
     return torch.zeros(shape, dtype=dtype, device=device)

@@ -46,6 +46,7 @@ class Trace(TorchDispatchMode):
         entries: for each block, the paths of its derived arguments, as (0, number, ...) and (1, name, ...); then the
             paths of tensors that pass the block by, as `sources` has them.
         outputs: for each block, its output.
+        calls: for each block, the number of calls of each module before it, outside of the blocks.
         joined: boundaries at which the pipeline can't be cut, with the reason.
         changing: shapes, or numbers in Python, may depend on values of the batch.
         saved: bytes that autograd stores, by position, without parameters.
@@ -76,6 +77,7 @@ class Trace(TorchDispatchMode):
         # and the position from which on
         self._carried: list[dict[Path, None]] = [{} for _ in names]  # paths of sources that pass each boundary
         self._returns: dict[str, int] = {}  # calls of each module outside of the blocks
+        self.calls: list[dict[str, int]] = [{} for _ in names]
         self._views: dict[int, tuple[Tensor, int, list[Tensor]]] = {}  # view, position at which it was made, bases
         self._current: list[Tensor] = []  # tensors of the code between blocks that a function of torch receives
         self._outside, self._carries, self.used_outside = outside, carries, set[int]()
@@ -119,6 +121,7 @@ class Trace(TorchDispatchMode):
         self._watch(args, kwargs)
         self._enter(number, args, kwargs)
         self._add_sources(("argument", number), (args, kwargs))
+        self.calls[number] = dict(self._returns)
         self._inside = True
         output = call(*args, **kwargs)
         self._inside = False
@@ -163,8 +166,10 @@ class Trace(TorchDispatchMode):
             return
         for inner, leaf in leaves(values, path):
             plain = isinstance(leaf, Tensor) and not isinstance(leaf, ShardedTensor)
-            if plain and id(leaf) not in self._sources and (path[0] != "argument" or not leaf._is_view()):
-                self._sources[id(leaf)] = (leaf, inner, self._position)
+            if plain and (path[0] != "argument" or not leaf._is_view()):
+                _, _, known = self._sources.get(id(leaf), (None, (), self._position))
+                if known == self._position:  # the newest: in evaluations, dropout returns its input
+                    self._sources[id(leaf)] = (leaf, inner, known)
 
     def _enter(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         paths = []

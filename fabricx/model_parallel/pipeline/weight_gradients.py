@@ -75,6 +75,7 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(inputs, weight)
         ctx.transposed, ctx.mode = transposed, mode
+        ctx.set_materialize_grads(False)  # a product without effect on the loss has no gradient, not zeros
         with torch.autocast(inputs.device.type, enabled=False):
             matrix = weight.to(inputs.dtype)
             return F.linear(inputs, matrix if transposed else matrix.t(), bias)
@@ -82,6 +83,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         [gradient] = gradients
+        if gradient is None:
+            return None, None, None, None, None
         inputs, weight = ctx.saved_tensors
         matrix = weight.to(gradient.dtype).conj()  # without effect on real numbers
         input_gradient = gradient @ (matrix if ctx.transposed else matrix.t()) if ctx.needs_input_grad[0] else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +20,7 @@ from fabricx.model_parallel.microbatches import rows_of
 from fabricx.model_parallel.pipeline.block_calls import seeded
 from fabricx.model_parallel.pipeline.chain import Chain, find_blocks, trace_chain
 from fabricx.model_parallel.pipeline.checks import check_counters, check_evaluation
-from fabricx.model_parallel.pipeline.cuts import UNEVEN, Cuts, describe, largest_part
+from fabricx.model_parallel.pipeline.cuts import Cuts, describe
 from fabricx.model_parallel.pipeline.cuts import divide as divide_chain
 from fabricx.model_parallel.pipeline.stages import Pipeline
 from fabricx.model_parallel.set_up.divided import Divided, Settings, stage_channels
@@ -71,26 +70,26 @@ def find_chain(whole: Divided, trial: Trial, *, shared: bool) -> Chain:
 
 
 def _traced(module: nn.Module, settings: Settings, run: Callable[[], Any], chunks: int) -> Chain:
-    """Return the chain of a module. Tensors pass blocks by only if the stages would be uneven or too few otherwise."""
+    """Return the chain of a module. Tensors pass blocks by only if the blocks can't be divided otherwise."""
 
-    def traced(*, carries: bool) -> tuple[float, Chain]:
+    def traced(*, carries: bool) -> Chain:
         chosen = find_blocks(module, settings.blocks, run, outside=True, carries=carries)
         chain = trace_chain(module, chosen, run, carries=carries)
-        return largest_part(chain.sizes, chunks, chain.joined), chain
+        if (possible := len(chain.blocks) - len(chain.joined)) < chunks and carries:
+            raise ValueError(f"{possible} chunks")
+        return chain
 
-    refusal = None
     try:
-        size, chain = traced(carries=False)
-    except ValueError as error:
-        size, refusal = math.inf, error
-    uneven = size > UNEVEN * sum(parameter.nbytes for parameter in module.parameters()) / chunks
-    if uneven and not settings.sequence:  # stages can't replace shards of sequences
-        with contextlib.suppress(ValueError):
-            smaller, other = traced(carries=True)
-            if refusal is not None or UNEVEN * smaller < size:
-                return other
-    if refusal is not None:
-        raise refusal
+        chain = traced(carries=False)
+        if len(chain.blocks) - len(chain.joined) >= chunks or settings.sequence:
+            return chain  # under `sequence`, stages can't replace shards
+    except ValueError as refusal:
+        if not settings.sequence:
+            with contextlib.suppress(ValueError):
+                return traced(carries=True)
+        raise refusal from None
+    with contextlib.suppress(ValueError):
+        return traced(carries=True)
     return chain
 
 
