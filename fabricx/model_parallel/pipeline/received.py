@@ -49,7 +49,14 @@ class Absent:
         self._block = block
 
     def add(self, gradient: Tensor) -> None:
-        """Refuse a gradient."""
+        """Refuse a gradient.
+
+        Args:
+            gradient: of the output.
+
+        Raises:
+            ValueError: always.
+        """
         raise ValueError(
             f"the loss depends on the output of {self._block}, which this stage of the pipeline does not have, since "
             "the step of the trial run before training did not use it after the blocks. Use it in each step, for "
