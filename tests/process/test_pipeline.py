@@ -234,12 +234,14 @@ class UNet(Language):
 
     def inner(self, x: Tensor, mask: Tensor) -> Any:
         start, condition, kept, added = x, self.condition(x), list[Tensor](), list[Tensor]()
-        shared = self.shared(condition) if self.kind == "shared" else 0.0
+        shared: Any = 0.0
         for number, block in enumerate(self.blocks):
             if self.kind == "outputs" and number >= 2:
                 x = x + kept.pop()
             x = block(x, mask)
             kept.append(x)
+            if self.kind == "shared" and number == 1:
+                shared = self.shared(x)
             if self.kind == "sides":
                 added.append(self.sides[number](x))
         if self.kind == "condition":
