@@ -64,7 +64,7 @@ class Absent:
         )
 
 
-def attach(tensor: Tensor, gradient: Received | Absent) -> None:
+def attach(tensor: Tensor, gradient: Received) -> None:
     """Begin a graph with a tensor; it is no leaf, so that a block may change its argument in place.
 
     Args:
@@ -80,7 +80,7 @@ class _Enter(torch.autograd.Function):
     """Makes a tensor part of a graph that begins with it."""
 
     @staticmethod
-    def forward(ctx: Any, root: Tensor, tensor: Tensor, received: Received | Absent) -> Tensor:
+    def forward(ctx: Any, root: Tensor, tensor: Tensor, received: Received) -> Tensor:
         ctx.received = received
         ctx.mark_dirty(tensor)
         ctx.set_materialize_grads(False)

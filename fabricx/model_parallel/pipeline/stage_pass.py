@@ -206,8 +206,10 @@ class Pass:
         for tensor, number in self._stand_ins:
             if tensor.is_floating_point() and not any(tensor is value for value in self._values.values()):
                 tensor.data.fill_(float("nan"))
-                if torch.is_grad_enabled() and tensor.is_leaf:
-                    attach(tensor, Absent(self._chain.blocks[number]))
+                replaced, _ = self._replaced.get(id(tensor), (None, None))  # in the arguments of own blocks
+                if torch.is_grad_enabled() and tensor.is_leaf and replaced is not tensor:
+                    # A leaf: another node of the graph would change the version that a checkpoint has stored.
+                    tensor.requires_grad_().register_hook(Absent(self._chain.blocks[number]).add)
 
     def _check_calls(self) -> None:
         """Refuse other calls of modules whose outputs pass blocks by than in the trial run: paths have their number."""
@@ -478,9 +480,11 @@ def _sharded(local: Tensor, shape: Sequence[int], dim: int, parts: Sequence[int]
     return ShardedTensor(local, dim, tuple(shape), tuple(parts))
 
 
-def _leaf(tensor: Tensor) -> Tensor:
-    """Return a tensor without graph and without base; the same object, if it is no view."""
-    return tensor.data if tensor._is_view() else tensor.detach_()
+def _leaf(value: Any) -> Any:
+    """Return a tensor without graph and without base: the same object, if it is no view; other values unchanged."""
+    if not isinstance(value, Tensor):
+        return value
+    return value.data if value._is_view() else value.detach_()
 
 
 def _detached(path: Any, leaf: Any) -> Any:
