@@ -76,8 +76,8 @@ class LoaderMethods:
         """
         if name not in self._created:
             with random_kept():
-                found = (getattr(owner, name)() for owner in self._owners)
-                self._created[name] = next((loaders for loaders in found if loaders is not None), None)
+                returned = (getattr(owner, name)() for owner in self._owners)
+                self._created[name] = next((loaders for loaders in returned if loaders is not None), None)
         return self._created[name]
 
 

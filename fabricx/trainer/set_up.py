@@ -126,6 +126,8 @@ def _restore_whole(session: Session) -> None:
 
 def _gather_kept(session: Session) -> None:
     """Give callbacks of the main rank whole tensors of weights, as the caller can't use shards; all ranks call it."""
+    if not any(is_dtensor(parameter) for parameter in session.module.parameters()):
+        return
     for callback in session.callbacks:
         if callback.keeps_weights:
             whole = apply_to_collection(callback.state_dict(), torch.Tensor, _whole_on_cpu)

@@ -37,31 +37,21 @@ class Received:
         return torch.zeros_like(tensor) if self._gradient is None else self._gradient
 
 
-@final
-class Absent:
-    """Refuses a gradient of an output that another stage has, and that the trial run did not use in this way.
+def refuse_gradient(block: str, gradient: Tensor) -> None:
+    """Refuse a gradient of an output that another stage has, and that the trial run did not use in this way.
 
     Args:
         block: name of the block.
+        gradient: of its output.
+
+    Raises:
+        ValueError: always.
     """
-
-    def __init__(self, block: str) -> None:
-        self._block = block
-
-    def add(self, gradient: Tensor) -> None:
-        """Refuse a gradient.
-
-        Args:
-            gradient: of the output.
-
-        Raises:
-            ValueError: always.
-        """
-        raise ValueError(
-            f"the loss depends on the output of {self._block}, which this stage of the pipeline does not have, since "
-            "the step of the trial run before training did not use it after the blocks. Use it in each step, for "
-            "example multiplied by 0.0, or use strategy=tensor or strategy=fsdp"
-        )
+    raise ValueError(
+        f"the loss depends on the output of {block}, which this stage of the pipeline does not have, since the step of "
+        "the trial run before training did not use it after the blocks. Use it in each step, for example multiplied by "
+        "0.0, or use strategy=tensor or strategy=fsdp"
+    )
 
 
 def attach(tensor: Tensor, gradient: Received) -> None:

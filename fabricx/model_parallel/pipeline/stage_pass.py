@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, final
 
@@ -16,7 +17,7 @@ from fabricx.model_parallel.pipeline.block_calls import seeds_of
 from fabricx.model_parallel.pipeline.chain import Chain
 from fabricx.model_parallel.pipeline.cuts import Cuts
 from fabricx.model_parallel.pipeline.links import Header, Links
-from fabricx.model_parallel.pipeline.received import Absent, Received, attach
+from fabricx.model_parallel.pipeline.received import Received, attach, refuse_gradient
 from fabricx.model_parallel.recomputation import is_checkpointed
 from fabricx.model_parallel.tensor.sharded_tensor import ShardedTensor
 
@@ -209,7 +210,9 @@ class Pass:
                 replaced, _ = self._replaced.get(id(tensor), (None, None))  # in the arguments of own blocks
                 if torch.is_grad_enabled() and tensor.is_leaf and replaced is not tensor:
                     # A leaf: another node of the graph would change the version that a checkpoint has stored.
-                    tensor.requires_grad_().register_hook(Absent(self._chain.blocks[number]).add)
+                    tensor.requires_grad_().register_hook(
+                        functools.partial(refuse_gradient, self._chain.blocks[number])
+                    )
 
     def _check_calls(self) -> None:
         """Refuse other calls of modules whose outputs pass blocks by than in the trial run: paths have their number."""

@@ -22,6 +22,7 @@ from fabricx.core.module_state.rng import random_kept
 from fabricx.errors import FabricxError
 from fabricx.model_parallel.nested import Path, leaves, mapped, named
 from fabricx.model_parallel.pipeline.block_calls import intercept
+from fabricx.model_parallel.pipeline.storages import kept_alive, same_values, storage_of, written_storages
 from fabricx.model_parallel.tensor.sharded_tensor import ShardedTensor
 
 _CHANGING: Final = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -64,7 +65,7 @@ class Trace(TorchDispatchMode):
         self.changing = False
         self.saved = dict.fromkeys(range(-1, len(names) + 1), 0)
         self._names, self._buffers = list(names), dict(buffers)
-        self._state = {_storage(tensor): name for name, tensor in {**buffers, **parameters}.items()}
+        self._state = {storage_of(tensor): name for name, tensor in {**buffers, **parameters}.items()}
         self._parameters = set(parameters)
         self._position, self._inside, self._calls = -1, False, 0
         self._gradients = torch.is_grad_enabled()
@@ -127,8 +128,8 @@ class Trace(TorchDispatchMode):
         self._inside = False
         self.outputs[number] = mapped(output, _detached)  # autograd refers to `pack`: this object must hold no graph
         for _, leaf in leaves(output):
-            if isinstance(leaf, Tensor) and _storage(leaf) not in self._state:
-                self._mark(_storage(leaf), leaf)
+            if isinstance(leaf, Tensor) and storage_of(leaf) not in self._state:
+                self._mark(storage_of(leaf), leaf)
         self._add_sources(("output", number), output)
         if number == len(self._names) - 1:
             self._move(number + 1)
@@ -176,17 +177,17 @@ class Trace(TorchDispatchMode):
         for path, leaf in leaves((args, kwargs)):
             if not isinstance(leaf, Tensor):
                 continue
-            made = self._made.get(_storage(leaf))
+            made = self._made.get(storage_of(leaf))
             if made is None or (made >= number):
                 continue
             paths.append(path)
             for boundary in range(max(made + 1, 1), number):
-                if _storage(leaf) not in self._entered[boundary] and not self._carry([leaf], boundary):
+                if storage_of(leaf) not in self._entered[boundary] and not self._carry([leaf], boundary):
                     self._join(
                         boundary, f"{self._names[number]} takes {named(path)}, which is computed {self._place(made)} "
                         f"but {self._names[boundary]} doesn't take it",
                     )  # fmt: skip
-            self._entered[number].add(_storage(leaf))
+            self._entered[number].add(storage_of(leaf))
             if number in self._outside and not isinstance(leaf, ShardedTensor):
                 self._arguments[number][id(leaf)] = leaf
         self.entries[number] = tuple(paths)
@@ -195,7 +196,8 @@ class Trace(TorchDispatchMode):
         """Begin a position; find the buffers that were written in the previous position."""
         self._paused = True
         for name in self._buffers:
-            if self._position in self.uses.get(name, ()) and not _same(self._buffers[name], self._values.get(name)):
+            used = self._position in self.uses.get(name, ())
+            if used and not same_values(self._buffers[name], self._values.get(name)):
                 if self._position >= 0 or name in self._derived:  # before the blocks, all stages write the same value
                     self._written.setdefault(name, set()).add(self._position)
                 self._values[name] = self._buffers[name].detach().clone()
@@ -245,8 +247,8 @@ class Trace(TorchDispatchMode):
         finally:
             current, self._current = self._current, []
         for _, leaf in leaves(output):
-            if isinstance(leaf, Tensor) and self._made.get(_storage(leaf), self._position) < self._position:
-                bases = [tensor for tensor in current if _storage(tensor) == _storage(leaf)]
+            if isinstance(leaf, Tensor) and self._made.get(storage_of(leaf), self._position) < self._position:
+                bases = [tensor for tensor in current if storage_of(tensor) == storage_of(leaf)]
                 if not any(leaf is tensor for tensor in bases):
                     self._views[id(leaf)] = (leaf, self._position, bases)
         return output
@@ -284,9 +286,9 @@ class Trace(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         derived = False
         inputs = [leaf for _, leaf in leaves((args, kwargs or {})) if isinstance(leaf, Tensor)]
-        written = _written(func, args, kwargs or {}) if func._schema.is_mutable else set()
+        written = written_storages(func, args, kwargs or {})
         for tensor in inputs:
-            derived |= self._use(_storage(tensor), func, written)
+            derived |= self._use(storage_of(tensor), func, written)
         if self._position < len(self._names) and any(tag in func.tags for tag in _CHANGING):
             self.changing = self.changing or _depends_on_values(func.__name__, inputs)
         if derived and not self._inside and torch.Tag.data_dependent_output in func.tags:
@@ -314,7 +316,7 @@ class Trace(TorchDispatchMode):
         if made is None:
             return False
         if made < self._position and not (self._inside and key in self._entered[self._position]):
-            objects = [tensor for tensor in self._current if _storage(tensor) == key and key not in written]
+            objects = [tensor for tensor in self._current if storage_of(tensor) == key and key not in written]
             for boundary in self._between(made, self._position):
                 if not self._carry(objects, boundary):
                     self._join(
@@ -324,7 +326,7 @@ class Trace(TorchDispatchMode):
         return True
 
     def _write(self, tensor: Tensor, in_place: bool) -> None:
-        key = _storage(tensor)
+        key = storage_of(tensor)
         if key in self._state:
             if in_place and self._state[key] in self._buffers:
                 self._derived.add(self._state[key])
@@ -333,7 +335,7 @@ class Trace(TorchDispatchMode):
 
     def _mark(self, key: int, tensor: Tensor) -> None:
         if key not in self._made:
-            self._kept.append(_kept(tensor))
+            self._kept.append(kept_alive(tensor))
         self._made[key] = self._position
 
     def logged(self, name: str, value: Any) -> None:
@@ -344,7 +346,7 @@ class Trace(TorchDispatchMode):
             value: nested tensors and numbers.
         """
         for _, leaf in leaves(value):
-            made = self._made.get(_storage(leaf)) if isinstance(leaf, Tensor) else None
+            made = self._made.get(storage_of(leaf)) if isinstance(leaf, Tensor) else None
             made = self._position if made is None and self._position >= 0 else made
             for boundary in self._between(len(self._names) if made is None else made, len(self._names)):
                 self._join(boundary, f"self.log({name!r}) logs a value that is computed {self._place(made)}, which the "
@@ -356,10 +358,10 @@ class Trace(TorchDispatchMode):
         Args:
             tensor: stored.
         """
-        key = _storage(tensor)
+        key = storage_of(tensor)
         if key not in self._state and key not in self._counted:
             self._counted.add(key)
-            self._kept.append(_kept(tensor))
+            self._kept.append(kept_alive(tensor))
             self.saved[self._position] += tensor.numel() * tensor.element_size()
         return tensor.detach()
 
@@ -472,17 +474,6 @@ def _depends_on_values(name: str, inputs: Sequence[Tensor]) -> bool:
     return not (name == "_local_scalar_dense.default" and inputs[0].dtype is torch.bool)  # a condition
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
-    """Return the storages to which an operator writes."""
-    return {
-        _storage(leaf)
-        for number, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-        for _, leaf in leaves(args[number] if number < len(args) else kwargs.get(argument.name))
-        if isinstance(leaf, Tensor)
-    }
-
-
 def _detached(path: Path, leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
@@ -505,27 +496,3 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
             buffers.restore()
             for parameter, gradient in gradients:
                 parameter.grad = gradient
-
-
-def _storage(tensor: Tensor) -> int:
-    """Return a number that views of a tensor have in common."""
-    try:
-        return int(_local(tensor).untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # a sparse tensor, or a wrapper of several tensors
-        return id(tensor)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.local if isinstance(tensor, ShardedTensor) else tensor
-
-
-def _kept(tensor: Tensor) -> Any:
-    """Return an object that keeps a tensor's storage alive, so that no other storage has its number."""
-    try:
-        return _local(tensor).untyped_storage()
-    except (NotImplementedError, RuntimeError):
-        return tensor
-
-
-def _same(tensor: Tensor, before: Tensor | None) -> bool:
-    return before is None or (tensor.shape == before.shape and torch.equal(tensor, before))

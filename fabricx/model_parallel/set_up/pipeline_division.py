@@ -74,23 +74,25 @@ def _traced(module: nn.Module, settings: Settings, run: Callable[[], Any], chunk
 
     def traced(*, carries: bool) -> Chain:
         chosen = find_blocks(module, settings.blocks, run, outside=True, carries=carries)
-        chain = trace_chain(module, chosen, run, carries=carries)
-        if (possible := len(chain.blocks) - len(chain.joined)) < chunks and carries:
-            raise ValueError(f"{possible} chunks")
-        return chain
+        return trace_chain(module, chosen, run, carries=carries)
 
+    def divisible(chain: Chain) -> bool:
+        return len(chain.blocks) - len(chain.joined) >= chunks
+
+    plain: Chain | ValueError
     try:
-        chain = traced(carries=False)
-        if len(chain.blocks) - len(chain.joined) >= chunks or settings.sequence:
-            return chain  # under `sequence`, stages can't replace shards
+        plain = traced(carries=False)
     except ValueError as refusal:
-        if not settings.sequence:
-            with contextlib.suppress(ValueError):
-                return traced(carries=True)
-        raise refusal from None
-    with contextlib.suppress(ValueError):
-        return traced(carries=True)
-    return chain
+        plain = refusal
+    # Under `sequence`, stages can't replace shards.
+    if not settings.sequence and (isinstance(plain, ValueError) or not divisible(plain)):
+        with contextlib.suppress(ValueError):
+            passing = traced(carries=True)
+            if divisible(passing):
+                return passing
+    if isinstance(plain, ValueError):
+        raise plain
+    return plain
 
 
 def measure_whole(whole: Divided, chain: Chain, trial: Trial, *, training: bool) -> WholeStep:
