@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from fabricx.errors import did_you_mean
 
+_LISTS: Final = (nn.ModuleList, nn.ModuleDict)
 Policy = str | Sequence[str] | float
 
 
@@ -19,7 +20,7 @@ def blocks(module: nn.Module, policy: Policy) -> list[nn.Module]:
     Args:
         module: root module; never selected.
         policy: "auto": submodules with children that have siblings of the same class in a list, sequence or dict of
-            modules; names of classes; or the least number of parameters.
+            modules, also in nested lists and dicts; names of classes; or the least number of parameters.
 
     Raises:
         ValueError: no submodule has a class of that name; the message lists the classes.
@@ -44,11 +45,25 @@ def blocks(module: nn.Module, policy: Policy) -> list[nn.Module]:
 
 
 def _repeated(parent: nn.Module) -> list[nn.Module]:
-    if not isinstance(parent, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+    if not isinstance(parent, (*_LISTS, nn.Sequential)):
         return []
-    able = [child for child in parent.children() if any(child.children()) and any(True for _ in child.parameters())]
-    kinds = [type(child) for child in able]
-    return [child for child in able if kinds.count(type(child)) > 1]
+    able = [part for part in _members(parent) if any(part.children()) and any(True for _ in part.parameters())]
+    kinds = [type(part) for part in able]
+    return [part for part in able if kinds.count(type(part)) > 1]
+
+
+def _members(parent: nn.Module) -> Iterator[nn.Module]:
+    """Yield the children, and those of lists and dicts among them in place of these."""
+    for child in parent.children():
+        if _never_called(child):
+            yield from _members(child)
+        else:
+            yield child
+
+
+def _never_called(part: nn.Module) -> bool:
+    """Return whether no forward of the module itself would gather its weights."""
+    return isinstance(part, _LISTS) and type(part).forward is nn.Module.forward
 
 
 def _of_size(module: nn.Module, least: float) -> list[nn.Module]:
@@ -58,8 +73,7 @@ def _of_size(module: nn.Module, least: float) -> list[nn.Module]:
     for part in reversed(list(module.modules())):
         sizes = {id(parameter): parameter.numel() for parameter in part.parameters()}
         free = {key: count for key, count in sizes.items() if key not in assigned}
-        containers = (nn.ModuleList, nn.ModuleDict)  # never called, so that no forward would gather them
-        if part is not module and sum(free.values()) >= least and not isinstance(part, containers):
+        if part is not module and sum(free.values()) >= least and not _never_called(part):
             chosen.append(part)
             assigned |= sizes.keys()
     return chosen

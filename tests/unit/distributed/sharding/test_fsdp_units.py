@@ -39,6 +39,14 @@ def test_auto_finds_no_units_in_a_model_without_repeated_layers() -> None:
     assert blocks(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), "auto") == []
 
 
+def test_auto_selects_the_layers_in_nested_lists_which_have_no_forward() -> None:
+    stages = nn.ModuleList([nn.ModuleList([Layer(), nn.Linear(4, 4)]), nn.ModuleDict({"block": Layer(), "x": Layer()})])
+    assert blocks(nn.Sequential(stages), "auto") == [stages[1]["x"], stages[1]["block"], stages[0][0]]
+    dense = type("Dense", (nn.ModuleDict,), {"forward": lambda self, x: x})
+    stages = nn.ModuleList([dense({"a": Layer()}), dense({"a": Layer()})])
+    assert blocks(nn.Sequential(stages), "auto") == [stages[1], stages[0]]
+
+
 def test_classes_are_found_by_name_inner_ones_first() -> None:
     model = Model()
     selected = blocks(model, ["Layer", "Linear"])
