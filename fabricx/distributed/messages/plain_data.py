@@ -96,7 +96,7 @@ def reason(error: Exception) -> str:
         error: error of `torch.load`.
     """
     text = str(error)
-    refused = re.search(r"GLOBAL (\S+)|class (\S+?)[ .,]", text)
+    refused = re.search(r"GLOBAL (\S+)|class '?([\w.]+)", text)
     if refused is not None:
         return f"it contains {refused.group(1) or refused.group(2)}, whose construction would run code"
     if "weights_only" in text:

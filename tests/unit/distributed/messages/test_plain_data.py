@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from fabricx.distributed.messages.plain_data import dumps, loads
+from fabricx.distributed.messages.plain_data import dumps, loads, reason
 
 
 class Runs:
@@ -61,3 +61,8 @@ def test_numpy_numbers_and_strings_become_python_values() -> None:
     read = loads(dumps(values))
     assert read == {"lr": 0.1, "steps": [3, (0.5, True)], "name": "a"}
     assert [type(read["lr"]), type(read["steps"][0]), type(read["name"])] == [float, int, str]
+
+
+def test_a_reason_has_the_whole_name_of_a_class() -> None:
+    error = pickle.UnpicklingError("Can only SETITEM for dict, Counter, but got <class 'collections.defaultdict'>\n")
+    assert reason(error) == "it contains collections.defaultdict, whose construction would run code"
