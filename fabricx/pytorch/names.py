@@ -138,6 +138,7 @@ TREE: Final[Mapping[str, Names]] = {
             "TensorBoardLogger": "fabricx.loggers.lightning_logs:TensorBoardLogger",
             "Logger": "fabricx.lightning.loggers:LightningLogger",
             "LightningLoggerBase": "fabricx.lightning.loggers:LightningLogger",
+            "DummyExperiment": f"{_CORE}.logger:Silent",
             "rank_zero_experiment": "fabricx.lightning.loggers:rank_zero_experiment",
         },
         {
@@ -313,10 +314,10 @@ TREE: Final[Mapping[str, Names]] = {
         }
         | {"AcceleratorRegistry": "fabricx.lightning.registries:AcceleratorRegistry"},
         absent={
-            "XLAAccelerator": "fabricx has no TPUs",
+            **_each("TPUAccelerator XLAAccelerator", "fabricx has no TPUs"),
             "find_usable_cuda_devices": "set Trainer(devices=2)",
         },
-        paths="accelerator cpu cuda mps",
+        paths="accelerator cpu cuda mps xla",
     ),
     "core": Names(
         names={
@@ -484,6 +485,7 @@ TREE: Final[Mapping[str, Names]] = {
             "CSVLogger": "fabricx.loggers.lightning_logs:CSVLogger",
             "TensorBoardLogger": "fabricx.loggers.lightning_logs:TensorBoardLogger",
             "Logger": "fabricx.lightning.loggers:LightningLogger",
+            "_DummyExperiment": f"{_CORE}.logger:Silent",
             "rank_zero_experiment": "fabricx.lightning.loggers:rank_zero_experiment",
         },
         paths="csv_logs logger tensorboard",

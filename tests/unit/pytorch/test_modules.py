@@ -30,7 +30,7 @@ from fabricx.pytorch.core.lightning import LightningModule
 from fabricx.pytorch.core.module import LightningModule
 from fabricx.pytorch.core.optimizer import LightningOptimizer
 from fabricx.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
-from fabricx.pytorch.loggers.logger import Logger, rank_zero_experiment
+from fabricx.pytorch.loggers.logger import DummyExperiment, Logger, rank_zero_experiment
 from fabricx.pytorch.loggers.tensorboard import TensorBoardLogger
 from fabricx.pytorch.profilers import SimpleProfiler
 from fabricx.pytorch.strategies import DDPStrategy, FSDPStrategy
@@ -54,7 +54,7 @@ from fabricx.pytorch.plugins.io import CheckpointIO, TorchCheckpointIO
 import fabricx.fabric
 from fabricx.fabric import seed_everything
 from fabricx.fabric.loggers import CSVLogger, TensorBoardLogger
-from fabricx.fabric.loggers.logger import Logger, rank_zero_experiment
+from fabricx.fabric.loggers.logger import _DummyExperiment, Logger, rank_zero_experiment
 from fabricx.fabric.plugins.io.torch_io import TorchCheckpointIO
 from fabricx.fabric.utilities import move_data_to_device, rank_zero_only
 from fabricx.fabric.utilities.apply_func import move_data_to_device
