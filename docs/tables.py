@@ -30,7 +30,7 @@ _PLUGINS: Final = {
 def configuration() -> str:
     """Return the keys of the configuration: of a run, of the Trainer, and of each choice of each group."""
     config.register()
-    hydra_app._resolvers()
+    hydra_app._register_resolvers()
     composition = Composition("config", None)
     groups = composition.groups()
     plain = composition.compose([])

@@ -1,6 +1,7 @@
 """Pickling of classes and functions that other processes cannot import: those of the script, and local ones."""
 
 from fabricx.by_value.reducer import (
+    RESOLVERS,
     Reducer,
     dump,
     dumps,
@@ -9,10 +10,13 @@ from fabricx.by_value.reducer import (
     supply_children,
     variables_of,
 )
+from fabricx.by_value.resolvers import Resolvers
 from fabricx.by_value.shared_objects import share, shared_objects
 
 __all__ = [
+    "RESOLVERS",
     "Reducer",
+    "Resolvers",
     "dump",
     "dumps",
     "dumps_for_peer",

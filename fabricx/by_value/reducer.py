@@ -25,6 +25,7 @@ from typing import Any, Final, final
 
 from fabricx.by_value import definitions, shared_objects
 from fabricx.by_value.definitions import DEFINITIONS
+from fabricx.by_value.resolvers import Resolvers, new_configuration
 
 SCRIPTS: Final = ("__main__", "__mp_main__")  # names of a script as a module; the second in spawned processes
 _LRU: Final = type(functools.lru_cache(abs))
@@ -39,6 +40,7 @@ _WEAK: Final = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 _OF_SCRIPT: Final = ("__file__", "__package__", "__path__")  # variables of the script that functions may rely on
 _Reduced = tuple[Callable[..., Any], tuple[Any, ...], Any, Callable[[Any, Any], None]]
 _COMPILED: Final = "pybind11_builtins"
+_CONFIGURATIONS: Final = ("omegaconf.dictconfig", "omegaconf.listconfig")
 _HOOKS: Final = "torch.utils.hooks"
 _PARAMETRIZE: Final = "torch.nn.utils.parametrize"
 _HEAP_TYPE: Final = 1 << 9  # flag of a class that was made by a class statement
@@ -69,6 +71,9 @@ def dumps(value: object, *, home: bool = False) -> bytes:
     file = io.BytesIO()
     dump(value, file, home=home)
     return file.getvalue()
+
+
+RESOLVERS: Final = Resolvers(dumps)  # one object, so that a pickle has the resolvers once
 
 
 def dumps_for_peer(value: object) -> bytes:
@@ -212,6 +217,9 @@ class Reducer:
             state = base.__getstate__(value) if defines else vars(value)
             state = {**state, **_compilation(value)}
             return definitions.new_object, (base,), state, None, None, definitions.fill_parametrized
+        if kind.__module__ in _CONFIGURATIONS and self._defines and not self._known:
+            make, arguments, *rest = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+            return new_configuration, (RESOLVERS, make, arguments), *rest
         registers = _registers_class(value)
         if (compilation := _compilation(value)) or registers:
             make, arguments, state, *rest = value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)

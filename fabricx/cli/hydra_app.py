@@ -99,7 +99,7 @@ def run_app(function: Callable[..., Any], arguments: list[str], folder: str | No
         SystemExit: with status 1 after a user error.
     """
     config.register()
-    _resolvers()
+    _register_resolvers()
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # not on the import path of console scripts
     before = sys.argv
@@ -396,7 +396,7 @@ def _choose_open_groups(arguments: list[str]) -> list[str]:
 
 
 @functools.cache
-def _resolvers() -> None:
+def _register_resolvers() -> None:
     OmegaConf.register_new_resolver("run_stamp", _stamp, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("runs_folder", _runs_folder, replace=True)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from fabricx import by_value
 from fabricx.core.callback import Callback
 from fabricx.core.datamodule import DataModule
 from fabricx.core.hook_calls.hooks import check_hooks, overrides
@@ -42,6 +43,7 @@ class Job:
         began_with: ranks with which the run of the checkpoint began, read before workers start: a worker that joins
             later may find that checkpoint deleted. None if each rank reads it.
         copied: each rank has a copy of the caller's objects, whose metric objects may have a state.
+        resolvers: those of OmegaConf; a process that receives the job registers them.
         random: packed random states of the calling process; None if this process executes the job.
     """
 
@@ -57,6 +59,7 @@ class Job:
     key: bytes = field(default_factory=new_key, repr=False)
     began_with: int | None = None
     copied: bool = False
+    resolvers: by_value.Resolvers = by_value.RESOLVERS
     random: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
