@@ -27,6 +27,7 @@ def common_state(session: Session) -> dict[str, Any]:
         "failures": len(session.failures.errors),
         "reached": heartbeat.reached(),
         "boundary": session.stop.boundary,
+        "stop": session.stop.reason if session.stop.agreed else "",
         "epoch_step": session.fault_tolerance.epoch_step,
         "meeting": session.fault_tolerance.meeting,
         "logged_batches": session.metrics.logbook.batches,
@@ -71,6 +72,10 @@ def load_common_state(
     session.metrics.training.metrics.shared = state["shared"]
     for part, training in zip(session.module.modules(), state["modes"], strict=True):
         part.training = training
+    if state["stop"]:
+        session.stop.agree(state["stop"])
+    elif goes_back:  # the hooks that have requested a stop since then run again
+        session.withdraw_stop()
     session.stop.boundary, ft.epoch_step, ft.meeting = state["boundary"], state["epoch_step"], state["meeting"]
     session.metrics.published.step, session.metrics.published.open = state["published"]
     session.metrics.training.evaluated = set(state["evaluated"])

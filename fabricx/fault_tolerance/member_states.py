@@ -33,12 +33,14 @@ class Contribution:
         records: per-rank state by progress, of this member or of the worker that it replaces.
         now: per-rank state at the time of the contribution; None for a replacement.
         vacant: (generation, records) of each rank without a worker, with the generation since which it is vacant.
+        stop: reason for which all ranks have agreed to stop; empty without such an agreement.
     """
 
     progress: tuple[Any, ...] = ()
     records: Records = field(default_factory=list)
     now: dict[str, Any] | None = None
     vacant: list[tuple[int, Records]] = field(default_factory=list)
+    stop: str = ""
 
     def leave_out(self, buffers: Mapping[tuple[Any, ...], set[str]]) -> None:
         """Remove buffers from records, in whose place the buffers of the most advanced member are used.
@@ -163,11 +165,18 @@ class MemberStates:
                 "no member of the process group has the state of the run; resume from a checkpoint on disk"
             )
         world, holder = session.world, [member.progress for member in members].index(furthest)
+        if contribution.progress == furthest and self._batch_start is not None:
+            self._batch_start.restore_attributes()
         entries = hook_entries(session)
         common = self._common
-        if world.rank == holder:
-            common = common or {**common_state(session), "hook_entries": entries, "buffers": self._later_buffers()}
+        if world.rank == holder and common is None:
+            common = {**common_state(session), "hook_entries": entries, "buffers": self._later_buffers()}
+            if self._batch_start is not None:  # the hooks of the interrupted work run again
+                common = self._batch_start.with_states(common)
         common = world.broadcast_object(common if world.rank == holder else None, holder)
+        # A member may have been lost after it has agreed, and before the others have received that all agree.
+        stop = next((member.stop for member in members if member.progress == furthest and member.stop), common["stop"])
+        common["stop"] = stop
         if session.strategy.traits.lockstep:
             if any(member.progress != furthest for member in members):
                 weights = self._broadcast_weights(holder)
@@ -190,7 +199,7 @@ class MemberStates:
         # A worker at its own pace has other state than the most advanced worker.
         behind = newcomer or (session.strategy.traits.lockstep and contribution.progress != furthest)
         load_common_state(session, {**common, "ranks": states}, source, newcomer=newcomer, behind=behind)
-        self._contribution = Contribution(furthest, [] if record is None else [(furthest, record)])
+        self._contribution = Contribution(furthest, [] if record is None else [(furthest, record)], stop=stop)
         self._common, self._batch_start, self._loaded_in = common, None, generation.number
         failures: int = common["failures"]
         return failures
@@ -209,7 +218,10 @@ class MemberStates:
         now = record_of(session.rank_state(), self._ft.buffers)
         if self._ft.epoch_end is not None:  # other ranks may have finished this epoch
             now = after_publishing(now)
-        return Contribution(progress(session), [(progress(session), record_of(point, self._ft.buffers))], now)
+        stop = session.stop.reason if session.stop.agreed else ""
+        return Contribution(
+            progress(session), [(progress(session), record_of(point, self._ft.buffers))], now, stop=stop
+        )
 
     def _gather(self, generation: Generation) -> list[Contribution]:
         """Return the contributions of all members, by rank; a replacement has the records of its predecessors."""

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from fabricx.core.callback import Callback
+from fabricx.core.datamodule import DataModule
+from fabricx.core.hook_calls.hooks import overrides
 from fabricx.core.state import EpochStep
 from fabricx.distributed.membership.generations import Membership, WorkerMessage, membership
+from fabricx.fault_tolerance.lost_attributes import NotedAttributes
 from fabricx.fault_tolerance.noted_weights import NotedWeights
 from fabricx.fault_tolerance.progress import Progress, after_publishing, progress, record_of
 from fabricx.fault_tolerance.rank_record import Slot
@@ -17,6 +21,11 @@ if TYPE_CHECKING:
     from fabricx.data import Microbatch
     from fabricx.fault_tolerance.memory_checkpointer import MemoryCheckpointer
     from fabricx.session.session import Session
+
+# Hooks of a callback that run before the weights are updated.
+_IN_STEPS: Final = (
+    "on_train_batch_start", "on_before_zero_grad", "on_before_backward", "on_after_backward", "on_before_optimizer_step"
+)  # fmt: skip
 
 
 class RankRecords(FaultTolerance):
@@ -29,6 +38,7 @@ class RankRecords(FaultTolerance):
         memory: in-memory checkpoints, for state that only this rank holds; None if they are off.
 
     Attributes:
+        attributes: those of the user's objects at the start of training.
         epoch_end: state at which the publication of an epoch's values began; None outside of it.
         weights: those at the point from which unfinished work is repeated; None if no other rank reads the records.
         torn: some weights of an update are new and others old, or gradients of earlier batches have changed: the batch
@@ -45,6 +55,7 @@ class RankRecords(FaultTolerance):
         super().__init__(session.module, session.strategy, session.state, session.rank_state)
         self._session = session
         self.members, self.slot, self.memory = members, slot, memory
+        self.attributes = NotedAttributes(session.module, session.callbacks)
         self.epoch_end: RankState | None = None
         self.torn = False
         self.weights = None if slot is None else NotedWeights(session.module)
@@ -79,7 +90,8 @@ class RankRecords(FaultTolerance):
             self.weights.note(values=True)
 
     def begin_batches(self, *, saved_within: bool) -> None:
-        super().begin_batches(saved_within=saved_within)
+        # A batch that is tried again begins with the states of callbacks before it, as that of a resumed run.
+        super().begin_batches(saved_within=saved_within or (self._records() and changes_in_steps(self._session)))
         if self.weights is not None and self._state.batch:  # the first batch is repeated with the hooks before it
             self.weights.note(values=True)
 
@@ -102,7 +114,7 @@ class RankRecords(FaultTolerance):
 
     def before_publishing(self) -> None:
         if self.slot is not None:
-            self.epoch_end = self._session.rank_state()
+            self.epoch_end = self._session.rank_state(repeats=True)
         if self.weights is not None:
             self.weights.note(values=True)
 
@@ -217,3 +229,16 @@ class RankRecords(FaultTolerance):
 
     def _step_is_own(self) -> bool:
         return self._session.overridden.optimizer_step or bool(self._session.overridden.closures)
+
+
+def changes_in_steps(session: Session) -> bool:
+    """Return whether hooks of callbacks with a state, or of the data module, may run within a step.
+
+    Args:
+        session: this rank's session.
+    """
+    of_data = session.datamodule is not None and overrides(session.datamodule, "state_dict", DataModule)
+    return of_data or any(
+        overrides(callback, "state_dict", Callback) and any(overrides(callback, hook, Callback) for hook in _IN_STEPS)
+        for callback in session.callbacks
+    )

@@ -15,6 +15,7 @@ from fabricx.loop.boundary import call_last_hooks
 from fabricx.loop.evaluation import validate_in_fit
 from fabricx.loop.lr_schedules import step_plateaus
 from fabricx.loop.manual_optimization import check_options
+from fabricx.session.callback_states import restore_changed, states_before
 from fabricx.session.checkpoint import recount_batches, report_global_batch
 from fabricx.session.schedule import agree_at_boundary, limit_reached
 
@@ -36,8 +37,11 @@ def begin_epoch(session: Session) -> bool:
     _reset_logs_and_loaders(session)
     rates = session.checks.local_hyperparameters()
     repeated = RepeatedHook(session.module, session.optimizers) if session.state.batch else None
+    states = states_before(session.callbacks, session.datamodule) if session.state.batch else None
     with repeated_hooks(session, session.state.batch):
         call(session.hooks.on_train_epoch_start)
+    if states is not None:
+        restore_changed(session.callbacks, session.datamodule, states)
     if repeated is not None and (changes := repeated.changes()):
         session.print(
             f"on_train_epoch_start was called again in epoch {session.state.epoch}, after {session.state.batch} "

@@ -10,7 +10,7 @@ from typing import Any, Final
 from fabricx.core.callback import Callback
 from fabricx.core.datamodule import DataModule
 from fabricx.core.hook_calls.hooks import overrides
-from fabricx.data.own_state import tensor_bytes
+from fabricx.data.own_state import equal_states, tensor_bytes
 
 _LARGE: Final = 1 << 24  # bytes of tensors
 
@@ -56,6 +56,24 @@ def states_before(callbacks: Sequence[Callback], datamodule: DataModule | None) 
     if datamodule is not None:
         _add_copy(states, "datamodule", datamodule.state_dict())
     return states
+
+
+def restore_changed(callbacks: Sequence[Callback], datamodule: DataModule | None, before: Mapping[str, Any]) -> None:
+    """Restore states that hooks have changed once more than in a run without interruption.
+
+    Callbacks of fabricx decide themselves what a repeated hook changes.
+
+    Args:
+        callbacks, datamodule: of the run.
+        before: result of `states_before`.
+    """
+    for key, callback in by_key(callbacks).items():
+        of_user = not type(callback).state_dict.__module__.startswith("fabricx.")
+        if of_user and key in before["callbacks"] and not equal_states(callback.state_dict(), before["callbacks"][key]):
+            callback.load_state_dict(before["callbacks"][key])
+    saved = before.get("datamodule")
+    if datamodule is not None and saved is not None and not equal_states(datamodule.state_dict(), saved):
+        datamodule.load_state_dict(saved)
 
 
 def _add_copy(copies: dict[str, Any], key: str, state: Any) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from fabricx.core.module_hooks import RUN_ATTRIBUTES
+from fabricx.core.module_state.attributes import ReplacedAttributes
 from fabricx.core.module_state.buffers import BufferMark
 from fabricx.core.module_state.rng import RandomState
 from fabricx.data.own_state import states_of_generators
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from fabricx.metrics.run_metrics import RunMetrics
     from fabricx.telemetry.recorder import NoopRecorder
 
+_NOT_OF_USERS: Final = frozenset(vars(nn.Module())) | {*RUN_ATTRIBUTES, "_requires_grad"}
+
 
 @final
 class RankState:
@@ -51,6 +55,7 @@ class RankState:
         objects: dict[str, Any] | None = None, states: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self.states = states
+        self._attributes = ReplacedAttributes(module, _NOT_OF_USERS)
         self.of_window = buffers is not None
         self.buffers = buffers or {}
         self._random, self._own = RandomState(), states_of_generators(data.own_generators)
@@ -64,6 +69,19 @@ class RankState:
         self._position = data.train_feed.state_dict()
         self._latest = sums.latest()
         self._batches = metrics.training.batches
+
+    def with_states(self, run: dict[str, Any]) -> dict[str, Any]:
+        """Return the state of a run with the states of callbacks and the data module at this point.
+
+        Args:
+            run: result of `run_state`, perhaps with other entries.
+        """
+        before = self.states or {}
+        return {**run, **before, "callbacks": {**run["callbacks"], **before.get("callbacks", {})}}
+
+    def restore_attributes(self) -> None:
+        """Restore numbers and lists of the module that unfinished work has changed, since it changes them again."""
+        self._attributes.restore()
 
     def restore_buffers(self, module: nn.Module) -> None:
         """Restore the module's buffers from the begin of the window.

@@ -139,9 +139,7 @@ def _content(session: Session, path: Path, *, weights_only: bool) -> tuple[dict[
         state["datamodule_hparams"] = masked(storable(session.datamodule.hparams, is_storable)[0])
     state["strategy"]["module"].update(buffers)
     if point is not None and not weights_only:
-        shared, before = run_state(session), point.states or {}
-        callbacks = {**shared["callbacks"], **before.get("callbacks", {})}
-        state |= {**shared, **before, "callbacks": callbacks, "ranks": _states_of_ranks(session.world, point)}
+        state |= {**point.with_states(run_state(session)), "ranks": _states_of_ranks(session.world, point)}
     known = set(state)
     session.checkpoints.collecting = True
     try:

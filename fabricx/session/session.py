@@ -219,6 +219,11 @@ class Session:
         source, together = self.state.buffer_source, self.strategy.traits.synchronous
         self.strategy.buffer_source = source if together and source < self.world.axis("data").size else 0
 
+    def withdraw_stop(self) -> None:
+        """Withdraw the stop that hooks have requested, because the run returns to an earlier step; signals count."""
+        self.stop.withdraw()
+        self.stop_requests.callbacks.reason = None
+
     def renew_agreements(self) -> None:
         """Agree on stops and settings with the ranks of the present generation; a request to stop is kept."""
         self.stop_requests = self.stop_requests.renewed(self.world)

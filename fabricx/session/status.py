@@ -43,6 +43,11 @@ class StopStatus:
             self.reason = reason
         self.requested = True
 
+    def withdraw(self) -> None:
+        """Forget a stop, because all ranks return to a step before it; a signal is received again."""
+        self.requested = self.agreed = self.interrupted = self.terminated = False
+        self.reason = ""
+
     def agree(self, reason: str) -> None:
         """Record that all ranks stop at this boundary.
 

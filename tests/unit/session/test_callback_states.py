@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 import fabricx as fx
-from fabricx.session.callback_states import as_saved, by_key, constructed, states_before
+from fabricx.session.callback_states import as_saved, by_key, constructed, restore_changed, states_before
 from fabricx.testing import TinyModule, tiny_loader
 
 
@@ -71,3 +71,23 @@ def test_states_of_repeated_work_are_copies_up_to_a_size() -> None:
     assert states_before([], fx.DataModule()) == {"callbacks": {}, "datamodule": {}}
     large.of = "4"
     assert states_before([small, large], None)["callbacks"]["Large"]["weights"][0].tolist() == [0.0]
+
+
+class CountsStarts(fx.Callback):
+    def __init__(self) -> None:
+        self.starts = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"starts": self.starts}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.starts = state_dict["starts"]
+
+
+def test_only_changed_states_of_users_are_restored_after_a_repeated_hook() -> None:
+    counts, timer, data = CountsStarts(), fx.callbacks.Timer(), fx.DataModule()
+    before = states_before([counts, timer], data)
+    counts.starts = 2
+    timer.load_state_dict = None  # type: ignore[assignment, method-assign]
+    restore_changed([counts, timer], data, before)
+    assert counts.starts == 0

@@ -1,0 +1,164 @@
+"""States of callbacks, attributes of the module, and requests to stop after the death of a worker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fabricx as fx
+from fabricx.callbacks import FaultRecovery
+from fabricx.testing import Ledger, SavesAtEnd, kill
+from tests.soak import params
+
+from .kills import STRATEGIES
+from .ledgers import BATCH, SAMPLES, exact, train
+
+HOOKS = (
+    "on_train_epoch_start", "on_train_batch_start", "on_before_backward", "on_after_backward",
+    "on_before_optimizer_step", "on_train_batch_end", "on_validation_start", "on_validation_batch_end",
+    "on_validation_end", "on_train_epoch_end",
+)  # fmt: skip
+KILLS = [
+    kill(rank=1).during("backward", step=2),
+    kill(rank=0).during("validation", step=4, attempt=1),
+    kill(rank=1).during("optimizer", step=6, attempt=2),
+    kill(rank=0).during("forward", step=9, attempt=3),
+]
+
+
+class CountsHooks(fx.Callback):
+    """Counts the calls of hooks, and saves the counts."""
+
+    def __init__(self) -> None:
+        self.counts = dict.fromkeys(HOOKS, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": dict(self.counts)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.counts = dict(state_dict["counts"])
+
+
+def _counting(name: str) -> Any:
+    def hook(callback: CountsHooks, trainer: Any, *arguments: Any, **options: Any) -> None:
+        if not trainer.sanity_checking:
+            callback.counts[name] += 1
+
+    return hook
+
+
+for _name in HOOKS:
+    setattr(CountsHooks, _name, _counting(_name))
+
+
+class CountsBatches(Ledger):
+    """Counts batches in attributes, of which some are saved."""
+
+    def __init__(self) -> None:
+        super().__init__(SAMPLES, BATCH)
+        self.batches, self.losses, self.lost = 0, [], 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.batches += 1
+        self.losses.append(float(loss))
+        return loss
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["batches"] = self.batches
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.batches = checkpoint["batches"]
+
+
+def test_states_count_interrupted_work_once(tmp_path: Path) -> None:
+    runs = []
+    for name, faults in (("undisturbed", []), ("killed", KILLS)):
+        module, counts = CountsBatches(), CountsHooks()
+        _, trainer = train(
+            STRATEGIES["ddp"](),
+            [counts, *faults],
+            tmp_path / name,
+            module=module,
+            recovery=FaultRecovery(max_restarts=9),
+        )
+        assert len(trainer.failures) == len(faults)
+        runs.append((module, counts))
+    (undisturbed, expected), (killed, counted) = runs
+    assert exact(killed)
+    assert counted.counts == expected.counts
+    assert killed.batches == undisturbed.batches
+
+
+def test_items_of_a_surviving_rank_are_appended_once(tmp_path: Path) -> None:
+    fault = kill(rank=1).during("backward", step=2)
+    undisturbed, killed = CountsBatches(), CountsBatches()
+    for name, module, faults in (("undisturbed", undisturbed, []), ("killed", killed, [fault])):
+        train(STRATEGIES["ddp"](), faults, tmp_path / name, module=module)
+    assert killed.losses == undisturbed.losses
+
+
+class CountsUnsaved(Ledger):
+    """Counts batches in an attribute that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__(SAMPLES, BATCH)
+        self.batches = 0
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.batches += 1
+
+
+class WritesMessages(fx.Callback):
+    """Writes the messages of the run on each rank to a file.
+
+    Args:
+        path: path of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        def write(text: str) -> None:
+            with self.path.open("a") as file:
+                file.write(text)
+
+        trainer.print = write
+
+
+@pytest.mark.parametrize("strategy", params(["ddp"], ["fsdp"]))
+def test_attributes_that_a_replacement_lacks_are_named(strategy: str, tmp_path: Path) -> None:
+    for name, module in (("unsaved", CountsUnsaved()), ("none", Ledger(SAMPLES, BATCH))):
+        path = tmp_path / f"{name}.txt"
+        callbacks: list[Any] = [WritesMessages(path), kill(rank=1).during("backward", step=3)]
+        train(STRATEGIES[strategy](), callbacks, tmp_path, module=module)
+        text = path.read_text()
+        assert "workers continue from step" in text
+        assert ("not restored after the death of a worker: self.batches." in text) is (name == "unsaved")
+
+
+class StopsAtStep(fx.Callback):
+    """Requests a stop after a step."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *arguments: Any) -> None:
+        if trainer.global_step == 7:
+            trainer.should_stop = True
+
+
+@pytest.mark.parametrize(("strategy", "rank"), params([("ddp", 0), ("fsdp", 1)], [("ddp", 1), ("fsdp", 0)]))
+def test_a_death_after_a_requested_stop_stops_at_the_same_step(strategy: str, rank: int, tmp_path: Path) -> None:
+    weights = []
+    for name, faults in (("undisturbed", []), ("killed", [kill(rank).during("checkpoint", step=7)])):
+        callbacks = [StopsAtStep(), *faults, SavesAtEnd(tmp_path / name / "end.ckpt")]
+        recovery = FaultRecovery(snapshots=False, copy_every_n_steps=4)
+        module, trainer = train(STRATEGIES[strategy](), callbacks, tmp_path / name, recovery=recovery)
+        assert trainer.global_step == 7
+        assert len(trainer.failures) == len(faults)
+        weights.append(module.state_dict())
+    for name, value in weights[0].items():
+        assert torch.equal(weights[1][name], value), name
