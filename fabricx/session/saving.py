@@ -223,7 +223,16 @@ def weights_as_state_dict(state: dict[str, Any]) -> Iterator[None]:
     state.update(copies)
     if hparams is not None:
         state["hyper_parameters"] = hparams
-    yield
+    try:
+        yield
+    except KeyError as error:
+        if error.args == ("loops",):
+            error.add_note(
+                "checkpoints of fabricx have no counters of Lightning's loops: read checkpoint['epoch'] and "
+                "checkpoint['global_step']. A resumed run continues at the next batch by itself; code that skips "
+                "batches would skip them twice"
+            )
+        raise
     for name in [*position, *(name for name, value in copies.items() if state.get(name) is value)]:
         state.pop(name, None)
     if hparams is not None:

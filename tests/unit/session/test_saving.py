@@ -111,3 +111,19 @@ def test_callback_states_exclude_work_that_a_resumed_run_repeats(
             return batch
 
     assert fit(None) == fit(own_folder / "within.ckpt")
+
+
+@pytest.mark.parametrize(("name", "noted"), [("loops", True), ("other", False)])
+def test_a_hook_that_reads_counters_of_lightnings_loops_gets_an_error_with_the_remedy(name: str, noted: bool) -> None:
+    class Skips(TinyModule):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.skipped = checkpoint[name]["fit_loop"]["epoch_progress"]
+
+    trainer = fx.Trainer(max_steps=1, **QUIET)
+    trainer.fit(Skips(), tiny_loader())
+    with pytest.raises(KeyError) as failed:
+        trainer.save_checkpoint("saved.ckpt")
+    assert (
+        any("code that skips batches would skip them twice" in note for note in getattr(failed.value, "__notes__", []))
+        is noted
+    )
