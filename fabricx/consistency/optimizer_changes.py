@@ -11,9 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabricx.consistency.weight_changes import digest
-from fabricx.core.module_state.placeholder import is_placeholder
-from fabricx.distributed.sharding.dtensors import is_dtensor, own_part
+from fabricx.distributed.sharding.dtensors import is_dtensor
 
 _ACCESSES: Final = (
     "__contains__", "__delitem__", "__getitem__", "__iter__", "__len__", "__setitem__", "clear", "get", "items",
@@ -164,50 +162,6 @@ class KnownParameters:
                 "it apart: create it in __init__ or configure_model, frozen until it is needed; change elements by "
                 "`with torch.no_grad(): weight.copy_(new)`; or use strategy=single"
             )
-
-
-@final
-class RepeatedHook:
-    """Values before a hook that a run has called before, at the same moment, and calls again.
-
-    Args:
-        module: the user's module.
-        optimizers: its optimizers.
-    """
-
-    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-        self._module, self._optimizers = module, optimizers
-        self._before = self._digests()
-
-    def _digests(self) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-        weights = {name: _digest(p) for name, p in self._module.named_parameters() if not is_placeholder(p)}
-        states = [
-            {
-                f"{number} {name}": _digest(value)
-                for number, parameter in enumerate(_parameters([optimizer]))
-                for name, value in optimizer.state.get(parameter, {}).items()
-                if isinstance(value, Tensor)
-            }
-            for optimizer in self._optimizers
-        ]
-        return weights, states
-
-    def changes(self) -> str:
-        """Return what the hook has changed: the first changed weight, or the state of an optimizer; "" for nothing."""
-        (weights, states), (weights_now, states_now) = self._before, self._digests()
-        changed = [name for name in weights if name not in weights_now or _differ(weights[name], weights_now[name])]
-        for optimizer, state, now in zip(self._optimizers, states, states_now, strict=True):
-            if any(name not in now or _differ(value, now[name]) for name, value in state.items()):
-                changed.append(f"the state of {type(optimizer).__name__}")
-        return "" if not changed else changed[0] + (f" and {len(changed) - 1} more" if len(changed) > 1 else "")
-
-
-def _digest(tensor: Tensor) -> Tensor:
-    return digest([own_part(tensor)]).clone()
-
-
-def _differ(before: Tensor, now: Tensor) -> bool:
-    return not torch.equal(before, now)
 
 
 def _parameters(optimizers: Sequence[Optimizer]) -> list[Any]:

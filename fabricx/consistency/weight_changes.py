@@ -10,6 +10,8 @@ from typing import Final, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from fabricx.core.module_state.buffers import persistent_buffers
+
 _ROW: Final = 4093  # 8-byte words; prime, so that even strides and even counts of changed signs do not cancel
 
 
@@ -102,11 +104,8 @@ class SavedValues:
 
 
 def _digests(module: nn.Module) -> dict[str, Tensor]:
-    values = dict(module.named_parameters())
-    for prefix, part in module.named_modules():
-        kept = {name: value for name, value in part._buffers.items() if name not in part._non_persistent_buffers_set}
-        values |= {f"{prefix}.{name}" if prefix else name: value for name, value in kept.items() if value is not None}  # type: ignore[misc]
-    return {name: digest([value.detach()]).clone() for name, value in values.items()}
+    values = [*module.named_parameters(), *persistent_buffers(module)]
+    return {name: digest([value.detach()]).clone() for name, value in values}
 
 
 def refused_change(name: str) -> str:

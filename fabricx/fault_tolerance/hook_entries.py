@@ -32,20 +32,14 @@ def _hooks(session: Session, name: str) -> dict[str, Callable[[dict[str, Any]], 
     found: dict[str, Callable[[dict[str, Any]], Any]] = {
         key: functools.partial(fitted(callback, name, Callback), session.trainer, session.module)
         for key, callback in by_key(session.callbacks).items()
-        if has_both(callback, Callback) and not callback.keeps_weights
+        if _has_both(callback, Callback) and not callback.keeps_weights
     }
-    if has_both(session.module, ModuleHooks):
+    if _has_both(session.module, ModuleHooks):
         found[MODULE] = fitted(session.module, name, ModuleHooks)
     return found
 
 
-def has_both(obj: object, contract: type) -> bool:
-    """Return whether an object overrides both hooks that add entries to checkpoints and restore them.
-
-    Args:
-        obj: the module or a callback.
-        contract: the class with the hooks that do nothing.
-    """
+def _has_both(obj: object, contract: type) -> bool:
     return all(overrides(obj, name, contract) for name in ("on_save_checkpoint", "on_load_checkpoint"))
 
 

@@ -18,7 +18,6 @@ from fabricx.core.state import Phase
 from fabricx.distributed.membership.generations import Generation, WorkerMessage, membership
 from fabricx.distributed.membership.lost_peers import is_peer_lost, may_be_cut
 from fabricx.distributed.world import World
-from fabricx.fault_tolerance import lost_attributes
 from fabricx.fault_tolerance.member_states import MemberStates
 from fabricx.fault_tolerance.rollback import Rollback
 from fabricx.metrics.logger_dispatcher import LoggerDispatcher
@@ -72,15 +71,12 @@ def take_part(session: Session, ft: RankRecords) -> None:
     if session.world.newcomer:
         membership().send(WorkerMessage.READY)
         _join_next_generation(session, ft, survivor=False)
-        ft.attributes.note()
         return
     if ft.memory is not None:
         ft.memory.begin(session, range(session.world.size))
     if not session.strategy.traits.lockstep:  # the main rank can't be replaced before the servers have its weights
         session.world.barrier()
     ft.record()
-    if membership().changes:
-        ft.attributes.note()
     membership().send(WorkerMessage.CAN_RECOVER)  # recovery in place is possible from this point
 
 
@@ -129,7 +125,8 @@ def _join_next_generation(session: Session, ft: RankRecords, *, survivor: bool) 
             failures = state.load(generation)
             _connect(session, ft, generation)
             state.record()
-            lost = session.world.gather_objects((lost_checkpoint, ft.attributes.changed()))
+            too_large = set() if ft.attributes is None else ft.attributes.lost
+            lost = session.world.gather_objects((lost_checkpoint, too_large))
             break
         except Exception as error:
             membership().shut()
@@ -139,7 +136,7 @@ def _join_next_generation(session: Session, ft: RankRecords, *, survivor: bool) 
     reached = step_before if survivor else session.state.step
     _report(session, failures, reached, time.monotonic() - began)
     _report_lost_checkpoint(session, [path for path, _ in lost])
-    _report_lost_attributes(session, lost_attributes.message(names for _, names in lost))
+    _report_lost_attributes(session, {name for _, names in lost for name in names})
 
 
 def _report(session: Session, before: int, reached: int, seconds: float) -> None:
@@ -164,9 +161,13 @@ def _report_lost_checkpoint(session: Session, abandoned: list[Path | None]) -> N
         session.print(text)
 
 
-def _report_lost_attributes(session: Session, text: str) -> None:
+def _report_lost_attributes(session: Session, names: set[str]) -> None:
     """Report attributes that the recovery has not restored, if any, once for the same attributes."""
-    if text:
+    if names:
+        text = (
+            f"attributes that have become too large were not recovered: {', '.join(sorted(names))}. A replacement has "
+            "their initial values: save them in on_save_checkpoint, and restore them in on_load_checkpoint"
+        )
         session.metrics.loggers.event("recovery", text, session.state.step)
         session.print_once(text, text)
 

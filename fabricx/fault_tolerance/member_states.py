@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from fabricx.checkpoint import tree
+from fabricx.core.module_state.tracked_attributes import Key, differing, on_cpu
 from fabricx.distributed.membership.generations import Generation, membership
 from fabricx.fault_tolerance import rank_record
 from fabricx.fault_tolerance.common_state import common_state, load_common_state
@@ -42,20 +43,38 @@ class Contribution:
     vacant: list[tuple[int, Records]] = field(default_factory=list)
     stop: str = ""
 
-    def leave_out(self, buffers: Mapping[tuple[Any, ...], set[str]]) -> None:
-        """Remove buffers from records, in whose place the buffers of the most advanced member are used.
+    def complete(self, later: Mapping[tuple[Any, ...], LaterChanges]) -> None:
+        """Complete records from before hooks that do not run again, by what the hooks of another member have changed.
 
         Args:
-            buffers: names by the progress of a record.
+            later: result of `later_changes` of the most advanced member.
         """
-        self.records = [(key, _without(record, buffers.get(key, set()))) for key, record in self.records]
+        none = LaterChanges(set(), {})
+        self.records = [(key, later.get(key, none).add_to(record)) for key, record in self.records]
         if self.now is not None:
-            self.now = _without(self.now, buffers.get(self.progress, set()))
+            self.now = later.get(self.progress, none).add_to(self.now)
 
 
-def _without(record: dict[str, Any], names: set[str]) -> dict[str, Any]:
-    buffers: dict[str, bytes] = record["buffers"] or {}
-    return {**record, "buffers": {name: value for name, value in buffers.items() if name not in names}}
+class LaterChanges(NamedTuple):
+    """What a member has changed after a record.
+
+    Attributes:
+        buffers: names of buffers; the other members have received their values.
+        attributes: values by owner and name.
+    """
+
+    buffers: set[str]
+    attributes: dict[Key, Any]
+
+    def add_to(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Return a record without these buffers, and with these attributes.
+
+        Args:
+            record: of any member, at the same progress.
+        """
+        buffers: dict[str, bytes] = record["buffers"] or {}
+        kept = {name: value for name, value in buffers.items() if name not in self.buffers}
+        return {**record, "buffers": kept, "attributes": {**record["attributes"], **self.attributes}}
 
 
 def record_at(
@@ -95,19 +114,23 @@ def records_of_all(
     return [record for record in (*present, *absent) if record is not None], each_rank
 
 
-def changed_buffers(records: Records) -> dict[tuple[Any, ...], set[str]]:
-    """Return the buffers that differ in the first record, by the progress of each other record.
+def later_changes(records: Records) -> dict[tuple[Any, ...], LaterChanges]:
+    """Return the buffers and attributes that differ in the first record, by the progress of each other record.
 
     A rank that dies in a hook after an update has a record from before this hook, which does not run again.
 
     Args:
         records: per-rank state by progress, of the most advanced member.
     """
-    newest: dict[str, bytes] = records[0][1]["buffers"] or {}
+    first, newest = records[0]
+    buffers: dict[str, bytes] = newest["buffers"] or {}
     return {
-        key: {name for name, value in newest.items() if (record["buffers"] or {}).get(name) != value}
+        key: LaterChanges(
+            {name for name, value in buffers.items() if (record["buffers"] or {}).get(name) != value},
+            differing(newest["attributes"], record["attributes"]),
+        )
         for key, record in records
-        if key != records[0][0]
+        if key != first
     }
 
 
@@ -166,11 +189,12 @@ class MemberStates:
             )
         world, holder = session.world, [member.progress for member in members].index(furthest)
         if contribution.progress == furthest and self._batch_start is not None:
-            self._batch_start.restore_attributes()
+            self._ft.load_attributes(self._batch_start.attributes)
         entries = hook_entries(session)
         common = self._common
         if world.rank == holder and common is None:
-            common = {**common_state(session), "hook_entries": entries, "buffers": self._later_buffers()}
+            common = {**common_state(session), "hook_entries": entries, "later": self._later_changes()}
+            common["attributes"] = on_cpu(self._ft.attributes.changed()) if self._ft.attributes is not None else {}
             if self._batch_start is not None:  # the hooks of the interrupted work run again
                 common = self._batch_start.with_states(common)
         common = world.broadcast_object(common if world.rank == holder else None, holder)
@@ -183,7 +207,7 @@ class MemberStates:
                 if contribution.progress != furthest:
                     session.strategy.load_state_dict(weights, session.module, session.optimizers)
             for member in members:
-                member.leave_out(common["buffers"])
+                member.complete(common["later"])
             record = record_at(members[world.rank].records, furthest, members[world.rank].now)
             records, each_rank = records_of_all(members, furthest)
             source = world.rank if each_rank else None
@@ -199,6 +223,7 @@ class MemberStates:
         # A worker at its own pace has other state than the most advanced worker.
         behind = newcomer or (session.strategy.traits.lockstep and contribution.progress != furthest)
         load_common_state(session, {**common, "ranks": states}, source, newcomer=newcomer, behind=behind)
+        self._ft.load_attributes(common["attributes"] if record is None else record["attributes"])
         self._contribution = Contribution(furthest, [] if record is None else [(furthest, record)], stop=stop)
         self._common, self._batch_start, self._loaded_in = common, None, generation.number
         failures: int = common["failures"]
@@ -233,11 +258,11 @@ class MemberStates:
             vacant = [(since, _read_slots(folder, workers)) for since, workers in generation.departed]
         return world.gather_objects(replace(self._contribution, records=records, vacant=vacant))
 
-    def _later_buffers(self) -> dict[tuple[Any, ...], set[str]]:
-        """Return `changed_buffers` of this rank, which is the most advanced member."""
+    def _later_changes(self) -> dict[tuple[Any, ...], LaterChanges]:
+        """Return `later_changes` of this rank, which is the most advanced member."""
         if self._ft.slot is None:
             return {}
-        return changed_buffers([*self._contribution.records, *_read_slots(membership().folder, [membership().worker])])
+        return later_changes([*self._contribution.records, *_read_slots(membership().folder, [membership().worker])])
 
     def _broadcast_weights(self, holder: int) -> Any:
         """Return the weights and the optimizer states of rank `holder`, on all ranks."""

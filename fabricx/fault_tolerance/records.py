@@ -5,15 +5,19 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Final
 
+from torch import nn
+
 from fabricx.core.callback import Callback
 from fabricx.core.datamodule import DataModule
 from fabricx.core.hook_calls.hooks import overrides
+from fabricx.core.module_hooks import RUN_ATTRIBUTES
+from fabricx.core.module_state.tracked_attributes import TrackedAttributes
 from fabricx.core.state import EpochStep
 from fabricx.distributed.membership.generations import Membership, WorkerMessage, membership
-from fabricx.fault_tolerance.lost_attributes import NotedAttributes
 from fabricx.fault_tolerance.noted_weights import NotedWeights
 from fabricx.fault_tolerance.progress import Progress, after_publishing, progress, record_of
 from fabricx.fault_tolerance.rank_record import Slot
+from fabricx.session.callback_states import by_key
 from fabricx.session.fault_tolerance import FaultTolerance
 from fabricx.session.rank_state import RankState
 
@@ -38,7 +42,6 @@ class RankRecords(FaultTolerance):
         memory: in-memory checkpoints, for state that only this rank holds; None if they are off.
 
     Attributes:
-        attributes: those of the user's objects at the start of training.
         epoch_end: state at which the publication of an epoch's values began; None outside of it.
         weights: those at the point from which unfinished work is repeated; None if no other rank reads the records.
         torn: some weights of an update are new and others old, or gradients of earlier batches have changed: the batch
@@ -55,10 +58,13 @@ class RankRecords(FaultTolerance):
         super().__init__(session.module, session.strategy, session.state, session.rank_state)
         self._session = session
         self.members, self.slot, self.memory = members, slot, memory
-        self.attributes = NotedAttributes(session.module, session.callbacks)
         self.epoch_end: RankState | None = None
         self.torn = False
         self.weights = None if slot is None else NotedWeights(session.module)
+        callbacks = _callbacks(session)
+        self.attributes = TrackedAttributes(
+            _modules(session.module) | callbacks, observed=["", *callbacks], ignored=RUN_ATTRIBUTES
+        )
         self._recorded_ahead = False  # whether the record of the batch is written before its update
 
     # -- the run ------------------------------------------------------------------------------------------------
@@ -242,3 +248,22 @@ def changes_in_steps(session: Session) -> bool:
         overrides(callback, "state_dict", Callback) and any(overrides(callback, hook, Callback) for hook in _IN_STEPS)
         for callback in session.callbacks
     )
+
+
+def _modules(module: nn.Module) -> dict[str, object]:
+    return {name: part for name, part in module.named_modules() if _is_of_user(part)}
+
+
+def _callbacks(session: Session) -> dict[str, object]:
+    """Return the callbacks whose attributes are recovered: those with a `state_dict` have their own state."""
+    return {
+        f"callback {key}": callback
+        for key, callback in by_key(session.callbacks).items()
+        if _is_of_user(callback) and not overrides(callback, "state_dict", Callback)
+    }
+
+
+def _is_of_user(owner: nn.Module | Callback) -> bool:
+    """Return whether a class of the object is from another package; FSDP derives a class of its own."""
+    packages = {kind.__module__.partition(".")[0] for kind in type(owner).__mro__}
+    return not (packages <= {"fabricx", "torch", "builtins", "abc"} or "torchmetrics" in packages)

@@ -224,6 +224,7 @@ def _take(session: Session, ft: RankRecords, source: _Source, *, newcomer: bool)
     state["ranks"] = [from_record(pickle.loads(record)) for record in saved]
     ft.torn = False
     load_common_state(session, state, part_index, newcomer=newcomer, behind=newcomer, goes_back=True)
+    ft.load_attributes(state["ranks"][min(world.rank, len(saved) - 1)]["attributes"])
     ft.memory.keep(source.key)
     known: int = state["failures"]
     return known

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
-from fabricx.consistency.optimizer_changes import RepeatedHook
+from fabricx.consistency.repeated_hook import RepeatedHook
 from fabricx.core.hook_calls.hooks import call
 from fabricx.core.module_state.rng import random_kept
 from fabricx.core.state import EpochStep
@@ -38,15 +38,16 @@ def begin_epoch(session: Session) -> bool:
     rates = session.checks.local_hyperparameters()
     repeated = RepeatedHook(session.module, session.optimizers) if session.state.batch else None
     states = states_before(session.callbacks, session.datamodule) if session.state.batch else None
-    with repeated_hooks(session, session.state.batch):
+    kept = session.fault_tolerance.kept_attributes() if session.state.batch else nullcontext()
+    with repeated_hooks(session, session.state.batch), kept:
         call(session.hooks.on_train_epoch_start)
     if states is not None:
         restore_changed(session.callbacks, session.datamodule, states)
-    if repeated is not None and (changes := repeated.changes()):
+    if repeated is not None and (undone := repeated.undo()):
         session.print(
             f"on_train_epoch_start was called again in epoch {session.state.epoch}, after {session.state.batch} "
-            f"batches, and has changed {changes} again: this run differs from one without the interruption. Make such "
-            "changes in on_train_epoch_end"
+            f"batches. It changed {undone}; the values before were restored, since they have the changes of this "
+            "epoch's first call already"
         )
     if not session.module.automatic_optimization:
         check_options(session)  # a callback may have changed the accumulation

@@ -59,7 +59,7 @@ def fit(session: Session, train_rest: Callable[[Session], bool]) -> None:
         call(session.hooks.on_fit_end)
         return
     session.metrics.collect(session.metrics.training)
-    with repeated_hooks(session, resumed or newcomer):
+    with repeated_hooks(session, resumed or newcomer), ft.kept_attributes():
         call(session.hooks.on_train_start)
     if not newcomer:  # hooks of the start, or a callback of an earlier run, may have requested the stop
         if session.checkpoints.delayed_stop:

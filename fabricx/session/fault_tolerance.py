@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from fabricx.core.module_state.tracked_attributes import Key, TrackedAttributes
 from fabricx.core.state import EpochStep
 from fabricx.metrics.objects import metric_objects
 from fabricx.session.rank_state import BufferCopies, RankState
@@ -35,6 +36,8 @@ class FaultTolerance:
         meeting: microbatch at which asynchronous ranks meet; None if its work is finished.
         buffers: copies of the module's buffers at the start of an accumulation window; None if windows do not start
             again.
+        attributes: those of the module and of callbacks that the run changes; None if no other rank needs them.
+        has_recovered: the attributes were restored from a record.
         metric_objects: torchmetrics objects of the module, found once in an epoch; None if they are not recorded.
     """
 
@@ -46,6 +49,8 @@ class FaultTolerance:
         self.epoch_step = EpochStep.BETWEEN
         self.meeting: Microbatch | None = None
         self.buffers: BufferCopies | None = None
+        self.attributes: TrackedAttributes | None = None
+        self.has_recovered = False
         self.metric_objects: dict[str, Any] | None = None
         self._epoch_start: RankState | None = None  # before the hooks that begin the epoch; None as `buffers`
         self._saved_within = False  # see `begin_batches`
@@ -58,6 +63,26 @@ class FaultTolerance:
 
     def join_run(self) -> None:
         """Start training with all ranks, or join a running group in the place of a lost rank, with its state."""
+
+    def load_attributes(self, attributes: dict[Key, Any]) -> None:
+        """Restore attributes of the module and of callbacks, in a run that recovers.
+
+        Args:
+            attributes: copies of this rank, or of its predecessor.
+        """
+        if self.attributes is not None:
+            self.attributes.restore(attributes)
+            self.has_recovered = True
+
+    @contextmanager
+    def kept_attributes(self) -> Iterator[None]:
+        """Return a context of hooks that run again after a recovery: they change no attributes."""
+        if not self.has_recovered or self.attributes is None:
+            yield
+            return
+        before = self.attributes.changed()
+        yield
+        self.attributes.restore(before, others=False)
 
     def recovering(self) -> AbstractContextManager[None]:
         """Return a context that suppresses an error caused by the loss of a peer, if training can continue.

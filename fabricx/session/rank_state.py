@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from fabricx.core.module_hooks import RUN_ATTRIBUTES
-from fabricx.core.module_state.attributes import ReplacedAttributes
 from fabricx.core.module_state.buffers import BufferMark
 from fabricx.core.module_state.rng import RandomState
+from fabricx.core.module_state.tracked_attributes import Key, encoded, on_cpu
 from fabricx.data.own_state import states_of_generators
 from fabricx.distributed.messages.tensor_bytes import as_bytes
 from fabricx.distributed.statistics.metric_sums import merge_sums, plain
@@ -32,8 +31,6 @@ if TYPE_CHECKING:
     from fabricx.metrics.run_metrics import RunMetrics
     from fabricx.telemetry.recorder import NoopRecorder
 
-_NOT_OF_USERS: Final = frozenset(vars(nn.Module())) | {*RUN_ATTRIBUTES, "_requires_grad"}
-
 
 @final
 class RankState:
@@ -48,14 +45,21 @@ class RankState:
         buffers: copies of the module's buffers at the begin of a window, whose batches may change them; None otherwise.
         objects: result of `metric_objects`, if available.
         states: result of `states_before`, for checkpoints in place of the later states; None for these.
+        attributes: changed attributes of the module and of callbacks, for recovery.
+
+    Attributes:
+        states, attributes: see above.
+        buffers: copies of buffers at the begin of a window, by name.
+        of_window: this is the begin of a window.
     """
 
     def __init__(
         self, module: Module, data: RunData, metrics: RunMetrics, buffers: dict[str, Tensor] | None = None,
         objects: dict[str, Any] | None = None, states: dict[str, Any] | None = None,
+        attributes: dict[Key, Any] | None = None,
     ) -> None:  # fmt: skip
         self.states = states
-        self._attributes = ReplacedAttributes(module, _NOT_OF_USERS)
+        self.attributes = attributes or {}
         self.of_window = buffers is not None
         self.buffers = buffers or {}
         self._random, self._own = RandomState(), states_of_generators(data.own_generators)
@@ -78,10 +82,6 @@ class RankState:
         """
         before = self.states or {}
         return {**run, **before, "callbacks": {**run["callbacks"], **before.get("callbacks", {})}}
-
-    def restore_attributes(self) -> None:
-        """Restore numbers and lists of the module that unfinished work has changed, since it changes them again."""
-        self._attributes.restore()
 
     def restore_buffers(self, module: nn.Module) -> None:
         """Restore the module's buffers from the begin of the window.
@@ -110,6 +110,7 @@ class RankState:
             },
             "position": self._position,
             "batches": self._batches,
+            "attributes": on_cpu(self.attributes),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -124,6 +125,7 @@ class RankState:
             "position": self._position,
             "latest": self._latest,
             "batches": self._batches,
+            **({"attributes": encoded(self.attributes)} if self.attributes else {}),
         }
 
 

@@ -151,7 +151,9 @@ class Session:
             repeats: hooks of callbacks and the data module may run before a checkpoint that resumes here.
         """
         states = states_before(self.callbacks, self.datamodule) if repeats else None
-        return RankState(self.module, self.data, self.metrics, buffers, objects, states)
+        attributes = self.fault_tolerance.attributes
+        changed = {} if attributes is None else attributes.changed()
+        return RankState(self.module, self.data, self.metrics, buffers, objects, states, changed)
 
     def check_callbacks(self) -> None:
         """Refuse callbacks that hooks have added to `trainer.callbacks`, or removed from it, during the run.

@@ -51,20 +51,24 @@ class RecordsSizes(Ledger):
 
 
 class RequestsWorkers(fx.Callback):
-    """Requests numbers of workers at given steps, each after the previous request is fulfilled."""
+    """Requests numbers of workers at given steps, each after the previous request is fulfilled.
+
+    Requests are noted in files: attributes of callbacks go back with the run.
+    """
 
     def __init__(self, **workers: int) -> None:
         self.workers = {int(step.removeprefix("at_")): number for step, number in workers.items()}
-        self.asked: set[int] = set()
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        due = [step for step in sorted(self.workers) if step <= trainer.global_step and step not in self.asked]
+        asked = [int(file.name) for file in trainer.run_dir.glob("asked/*")]
+        due = [step for step in sorted(self.workers) if step <= trainer.global_step and step not in asked]
         if not trainer.is_global_zero or not due:
             return
-        if self.asked and trainer.world.size != self.workers[max(self.asked)]:
+        if asked and trainer.world.size != self.workers[max(asked)]:
             return
         step = due[0]  # updates of other workers may have passed several of the steps since the previous batch
-        self.asked.add(step)
+        (trainer.run_dir / "asked").mkdir(exist_ok=True)
+        (trainer.run_dir / "asked" / str(step)).touch()
         request_workers(trainer.run_dir, self.workers[step])
         deadline = time.monotonic() + 60
         # The next generation is announced: this batch is the last of the current generation.

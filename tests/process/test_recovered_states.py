@@ -102,15 +102,15 @@ def test_items_of_a_surviving_rank_are_appended_once(tmp_path: Path) -> None:
     assert killed.losses == undisturbed.losses
 
 
-class CountsUnsaved(Ledger):
-    """Counts batches in an attribute that is not saved."""
+class Collects(Ledger):
+    """Appends to a list that becomes too large for records."""
 
     def __init__(self) -> None:
         super().__init__(SAMPLES, BATCH)
-        self.batches = 0
+        self.values: list[float] = []
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.batches += 1
+        self.values += [0.0] * 2000
 
 
 class WritesMessages(fx.Callback):
@@ -132,14 +132,14 @@ class WritesMessages(fx.Callback):
 
 
 @pytest.mark.parametrize("strategy", params(["ddp"], ["fsdp"]))
-def test_attributes_that_a_replacement_lacks_are_named(strategy: str, tmp_path: Path) -> None:
-    for name, module in (("unsaved", CountsUnsaved()), ("none", Ledger(SAMPLES, BATCH))):
+def test_attributes_that_have_become_too_large_are_named(strategy: str, tmp_path: Path) -> None:
+    for name, module in (("large", Collects()), ("none", Ledger(SAMPLES, BATCH))):
         path = tmp_path / f"{name}.txt"
         callbacks: list[Any] = [WritesMessages(path), kill(rank=1).during("backward", step=3)]
         train(STRATEGIES[strategy](), callbacks, tmp_path, module=module)
         text = path.read_text()
         assert "workers continue from step" in text
-        assert ("not restored after the death of a worker: self.batches." in text) is (name == "unsaved")
+        assert ("attributes that have become too large were not recovered: values." in text) is (name == "large")
 
 
 class StopsAtStep(fx.Callback):

@@ -12,7 +12,19 @@ from torch.utils.data import DataLoader
 import fabricx as fx
 from fabricx.callbacks import EarlyStopping, FaultRecovery
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer
-from fabricx.testing import QUIET, Fault, LayeredModule, Ledger, TinyModule, cut, kill, layered_data, tiny_loader
+from fabricx.testing import (
+    QUIET,
+    Fault,
+    LayeredModule,
+    Ledger,
+    SavesAtEnd,
+    TinyModule,
+    cut,
+    fail,
+    kill,
+    layered_data,
+    tiny_loader,
+)  # fmt: skip
 from tests.soak import params
 
 from .kills import IN_PLACE, STRATEGIES
@@ -243,3 +255,100 @@ def test_a_validation_within_an_interrupted_accumulation_window_is_repeated(
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         results.append(([p.tolist() for p in module.parameters()], metrics))
     assert results[0] == results[1]
+
+
+class Annealing(fx.Callback):
+    """Changes a weight of the loss, without a state of its own."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self.scale *= 0.95
+        pl_module.scale = self.scale
+
+
+class Mean:
+    def __init__(self) -> None:
+        self.total, self.count = 0.0, 0
+
+    def add(self, value: float) -> None:
+        self.total, self.count = self.total + value, self.count + 1
+
+
+class Counts(TinyModule):
+    """A module whose loss depends on attributes that steps and hooks change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps, self.scale = 0, 1.0
+        self.mean, self.center = Mean(), torch.zeros(1)
+        self.history: list[int] = []
+
+    def on_train_start(self) -> None:
+        self.steps = 3
+
+    def on_train_epoch_start(self) -> None:
+        self.seen: list[torch.Tensor] = []
+        self.steps += 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.steps += 1
+        self.seen.append(torch.ones(()))
+        self.center = 0.5 * self.center + len(self.seen)
+        factor = 1 + 0.01 * (self.steps + len(self.history) + float(self.center) + self.mean.total)
+        return factor * self.scale * super().training_step(batch, batch_idx)
+
+    def on_after_backward(self) -> None:
+        self.steps += 1
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.mean.add(0.1 * self.steps)
+        self.history.append(self.steps)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "strategy", [DDP, FSDP, lambda: LocalSGD(every=2), lambda: ParameterServer(servers=0), ParameterServer]
+)
+def test_attributes_that_the_run_changes_are_recovered(strategy: Any, rank: int, tmp_path: Path) -> None:
+    def weights(*faults: Fault) -> dict[str, torch.Tensor]:
+        callbacks = [Annealing(), FaultRecovery(snapshots=False), *faults]
+        module = Counts()
+        trainer = fx.Trainer(
+            devices=2, max_epochs=3, strategy=strategy(), callbacks=callbacks, default_root_dir=tmp_path, **QUIET
+        )
+        trainer.fit(module, tiny_loader(16, 4))
+        assert len(trainer.failures) == len(faults)
+        return module.state_dict()
+
+    expected = weights()
+    kills = [
+        kill(rank).during("forward", step=1), kill(1 - rank).during("batch end", step=3, attempt=1),
+        kill(rank).during("backward", step=5, attempt=2),
+    ]  # fmt: skip
+    for name, value in weights(*kills).items():
+        assert torch.equal(value, expected[name]), name
+
+
+def test_attributes_are_restored_if_all_workers_restart_from_a_snapshot(tmp_path: Path) -> None:
+    """A run that the user resumes has a new module, whose attributes keep their values."""
+
+    def train_twice(*faults: Fault) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
+        module, resumed = Counts(), Counts()
+        folder = tmp_path / str(len(faults))
+        options: dict[str, Any] = {"devices": 2, "strategy": "ddp", "default_root_dir": folder, **QUIET}
+        recovery = FaultRecovery(every_n_train_steps=2)
+        callbacks = [Annealing(), recovery, *faults, SavesAtEnd(folder / "end.ckpt")]
+        trainer = fx.Trainer(max_epochs=3, callbacks=callbacks, **options)
+        trainer.fit(module, tiny_loader(16, 4))
+        fx.Trainer(max_epochs=4, **options).fit(resumed, tiny_loader(16, 4), ckpt_path=folder / "end.ckpt")
+        assert len(resumed.history) == 2
+        return module.state_dict(), resumed.state_dict(), len(trainer.failures)
+
+    expected, expected_later, _ = train_twice()
+    restarted, later, failures = train_twice(fail(rank=1, error="a hiccup").during("forward", step=3))
+    assert failures == 1
+    for name in expected:
+        assert torch.equal(restarted[name], expected[name]), name
+        assert torch.equal(later[name], expected_later[name]), name

@@ -15,7 +15,6 @@ _ELSEWHERE: Final = frozenset(("_parameters", "_buffers", "_modules"))  # other 
 _NUMBERS: Final = (bool, int, float, complex)
 _CONSTANTS: Final = (*_NUMBERS, str, bytes, type(None), type, torch.dtype, torch.device, torch.Size)
 _PLAIN: Final = frozenset((bool, int, float, str, type(None)))
-_REPLACED: Final = frozenset((*_PLAIN, complex, Tensor))
 _DICTS: Final = (dict, OrderedDict, defaultdict)
 _COLLECTIONS: Final = frozenset((list, deque, set, *_DICTS))
 _DEPTH: Final = 4  # of collections and objects in an attribute
@@ -58,31 +57,6 @@ class AttributeMark:
             filled.clear()
         for restore in self._restores:
             restore()
-
-
-@final
-class ReplacedAttributes:
-    """Numbers, texts and tensors in attributes of a module itself, and the lengths of its lists.
-
-    Nothing is copied, so that this can be created at each step: changes within tensors and other objects are not
-    restored, except for items that were appended to a list.
-
-    Args:
-        module: the module; its submodules are not included.
-        ignored: names of attributes that are not restored.
-    """
-
-    def __init__(self, module: nn.Module, ignored: Collection[str] = ()) -> None:
-        self._module = module
-        held = [(name, value) for name, value in vars(module).items() if name not in ignored]
-        self._values = {name: value for name, value in held if type(value) in _REPLACED}
-        self._lengths = [(value, len(value)) for _, value in held if type(value) is list]
-
-    def restore(self) -> None:
-        """Restore the values, and remove the items that were appended to lists."""
-        vars(self._module).update(self._values)
-        for items, length in self._lengths:
-            del items[length:]
 
 
 def numbers_of(module: nn.Module) -> dict[str, Any]:

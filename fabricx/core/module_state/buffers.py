@@ -1,10 +1,23 @@
-"""Restoration of a module's buffers."""
+"""A module's buffers: those of a checkpoint, and restoration."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import final
 
-from torch import nn
+from torch import Tensor, nn
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and values of the buffers that `state_dict` contains.
+
+    Args:
+        module: the module; its submodules are included.
+    """
+    for prefix, part in module.named_modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and name not in part._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 @final

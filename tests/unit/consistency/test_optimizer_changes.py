@@ -12,7 +12,6 @@ from torch import nn
 
 from fabricx.consistency.optimizer_changes import (
     KnownParameters,
-    RepeatedHook,
     cleared_gradients,
     not_watched,
     watched_states,
@@ -91,24 +90,6 @@ def test_gradients_of_zero_are_refused_only_where_servers_skip_their_parameters(
         cleared_gradients(optimizer, servers_step=True),
     ):
         optimizer.zero_grad(set_to_none=False)
-
-
-@pytest.mark.parametrize(
-    ("change", "name"),
-    [
-        (lambda layer, _: layer.reset_parameters(), "weight and 1 more"),
-        (lambda layer, _: layer.weight.data.mul_(0.5), "weight"),
-        (lambda _, optimizer: optimizer.state.clear(), "the state of SGD"),
-        (lambda layer, optimizer: optimizer.state[layer.bias]["momentum_buffer"].mul_(0.5), "the state of SGD"),
-        (lambda layer, _: layer.requires_grad_(False), ""),
-        (lambda _, optimizer: optimizer.param_groups[0].update(lr=0.5), ""),
-    ],
-)
-def test_changes_of_a_hook_that_is_called_again_are_named(change: Callable[[Any, Any], Any], name: str) -> None:
-    layer, optimizer = trained_layer()
-    hook = RepeatedHook(layer, [optimizer])
-    change(layer, optimizer)
-    assert hook.changes() == name
 
 
 def test_optimizers_train_parameters_of_the_set_up_only() -> None:

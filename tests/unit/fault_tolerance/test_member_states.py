@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fabricx.fault_tolerance.member_states import Contribution, changed_buffers, record_at, records_of_all
+from fabricx.fault_tolerance.member_states import Contribution, LaterChanges, later_changes, record_at, records_of_all
 
 BATCH_1, BATCH_2, NEXT_GENERATION = (1, 0), (2, 0), (2, 1)  # (batch, generation)
 
@@ -45,19 +45,23 @@ def test_a_replacement_without_a_record_begins_with_empty_sums() -> None:
     assert records_of_all([survivor, Contribution()], BATCH_2) == ([record("0")], False)
 
 
-def test_a_rank_that_died_in_a_hook_receives_buffers_changed_by_the_hook_from_another_rank() -> None:
+def state(buffers: dict[str, bytes], **attributes: int) -> dict[str, Any]:
+    return {"buffers": buffers, "attributes": {("", name): value for name, value in attributes.items()}}
+
+
+def test_a_rank_that_died_in_a_hook_receives_what_the_hook_has_changed_from_another_rank() -> None:
     before_hook, after_hook = (2, 0, 0), (2, 1, 0)  # (batch, stage, generation)
-    changed = changed_buffers(
+    later = later_changes(
         [
-            (after_hook, {"buffers": {"mean": b"0", "count": b"3"}}),
-            (after_hook, {"buffers": {"mean": b"0", "count": b"1"}}),
-            (before_hook, {"buffers": {"mean": b"0", "count": b"2"}}),
+            (after_hook, state({"mean": b"0", "count": b"3"}, calls=4, seen=7)),
+            (after_hook, state({"mean": b"0", "count": b"1"})),
+            (before_hook, state({"mean": b"0", "count": b"2"}, calls=3, seen=7)),
         ]
     )
-    assert changed == {before_hook: {"count"}}
-    replacement = Contribution(records=[(before_hook, {"buffers": {"mean": b"1", "count": b"2"}})])
-    replacement.leave_out(changed)
-    assert replacement.records == [(before_hook, {"buffers": {"mean": b"1"}})]
-    exact = Contribution(records=[(after_hook, {"buffers": {"count": b"9"}})])
-    exact.leave_out(changed)
-    assert exact.records == [(after_hook, {"buffers": {"count": b"9"}})]
+    assert later == {before_hook: LaterChanges({"count"}, {("", "calls"): 4})}
+    replacement = Contribution(records=[(before_hook, state({"mean": b"1", "count": b"2"}, calls=3, seen=5))])
+    replacement.complete(later)
+    assert replacement.records == [(before_hook, state({"mean": b"1"}, calls=4, seen=5))]
+    exact = Contribution(records=[(after_hook, state({"count": b"9"}, calls=9))])
+    exact.complete(later)
+    assert exact.records == [(after_hook, state({"count": b"9"}, calls=9))]

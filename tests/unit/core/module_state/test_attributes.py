@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fabricx.core.module_state.attributes import AttributeMark, ReplacedAttributes, lists_of, numbers_of
+from fabricx.core.module_state.attributes import AttributeMark, lists_of, numbers_of
 
 
 class Meter:
@@ -78,15 +78,3 @@ def test_a_step_that_replaces_modules_keeps_its_attributes():
     net.layer, net.calls = nn.Linear(1, 1), 5
     mark.restore()
     assert net.calls == 5
-
-
-def test_replaced_values_and_appended_items_are_restored() -> None:
-    module: Any = nn.Module()
-    module.seen, module.name, module.average, module.losses, module.kept = 1, None, torch.zeros(2), [1.0], 3
-    before = module.average
-    mark = ReplacedAttributes(module, ["kept"])
-    module.seen, module.name, module.average, module.kept = 2, "a", torch.ones(2), 4
-    module.losses.append(2.0)
-    mark.restore()
-    assert (module.seen, module.name, module.losses, module.kept) == (1, None, [1.0], 4)
-    assert module.average is before

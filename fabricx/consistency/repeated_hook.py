@@ -1,0 +1,111 @@
+"""Undoes what a hook changes that a run has called before, at the same moment, and calls again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabricx.core.module_state.buffers import persistent_buffers
+from fabricx.core.module_state.placeholder import is_placeholder
+from fabricx.data.own_state import equal_states
+from fabricx.distributed.sharding.dtensors import own_part
+
+
+@final
+class RepeatedHook:
+    """Weights, buffers and optimizers before a hook is called again.
+
+    The state with which a run continues has the changes of the hook's first call already. Buffers that no checkpoint
+    contains and `requires_grad` stay as the hook sets them.
+
+    Args:
+        module: the user's module.
+        optimizers: its optimizers.
+    """
+
+    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self._module, self._optimizers = module, optimizers
+        self._weights = {name: _copy(tensor) for name, tensor in self._held()}
+        self._states = [
+            {parameter: _copied(state) for parameter, state in optimizer.state.items()} for optimizer in optimizers
+        ]
+        self._options = [[_copied(_options(group)) for group in optimizer.param_groups] for optimizer in optimizers]
+
+    def undo(self) -> str:
+        """Restore the values before the hook.
+
+        Returns:
+            what the hook had changed: the first changed weight or optimizer, and the number of others; "" for nothing.
+        """
+        held = dict(self._held())
+        changed = [name for name, kept in self._weights.items() if name in held and _restore(held[name], kept)]
+        for optimizer, states, options in zip(self._optimizers, self._states, self._options, strict=True):
+            if _restore_states(optimizer, states):
+                changed.append(f"the state of {type(optimizer).__name__}")
+            groups = zip(optimizer.param_groups, options, strict=False)  # the hook may add groups
+            restored = [_restore_entries(group, before) for group, before in groups]
+            if any(restored):
+                changed.append(f"options of {type(optimizer).__name__}")
+        return "" if not changed else changed[0] + (f" and {len(changed) - 1} more" if len(changed) > 1 else "")
+
+    def _held(self) -> list[tuple[str, Tensor]]:
+        tensors = [*self._module.named_parameters(), *persistent_buffers(self._module)]
+        return [(name, tensor) for name, tensor in tensors if not is_placeholder(tensor)]
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+
+
+def _copied(entries: dict[Any, Any]) -> dict[Any, Any]:
+    return {name: _copy(value) for name, value in entries.items()}
+
+
+def _same(value: Any, kept: Any) -> bool:
+    if isinstance(value, Tensor) and isinstance(kept, Tensor):
+        return torch.equal(own_part(value), own_part(kept))
+    return equal_states(value, kept)
+
+
+def _restore(tensor: Tensor, kept: Tensor) -> bool:
+    """Restore values in place, unless they are the same or the tensor has another shape.
+
+    Returns:
+        whether values were restored.
+    """
+    now, before = own_part(tensor), own_part(kept)
+    if now.shape != before.shape or torch.equal(now, before):
+        return False
+    with torch.no_grad():
+        now.copy_(before)
+    return True
+
+
+def _restore_entries(entries: dict[Any, Any], kept: dict[Any, Any]) -> bool:
+    """Restore entries of a dictionary, and return whether one has changed."""
+    changed = False
+    for name, before in kept.items():
+        now = entries.get(name)
+        if name in entries and _same(now, before):
+            continue
+        changed = True
+        if not (isinstance(now, Tensor) and isinstance(before, Tensor) and _restore(now, before)):
+            entries[name] = before
+    return changed
+
+
+def _restore_states(optimizer: Optimizer, kept: dict[Any, dict[Any, Any]]) -> bool:
+    added = [parameter for parameter in optimizer.state if parameter not in kept]
+    for parameter in added:
+        del optimizer.state[parameter]
+    restored = [_restore_entries(optimizer.state[parameter], entries) for parameter, entries in kept.items()]
+    return bool(added) or any(restored)
