@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 from torch import nn
@@ -11,6 +12,7 @@ from fabricx.core.callback import Callback
 from fabricx.core.datamodule import DataModule
 from fabricx.core.hook_calls.hooks import overrides
 from fabricx.core.module_hooks import RUN_ATTRIBUTES
+from fabricx.core.module_state.buffers import BufferMark
 from fabricx.core.module_state.tracked_attributes import TrackedAttributes
 from fabricx.core.state import EpochStep
 from fabricx.distributed.membership.generations import Membership, WorkerMessage, membership
@@ -65,6 +67,7 @@ class RankRecords(FaultTolerance):
         self.attributes = TrackedAttributes(
             _modules(session.module) | callbacks, observed=["", *callbacks], ignored=RUN_ATTRIBUTES
         )
+        self._before_validation: BufferMark | None = None  # buffers; None if its steps are complete
         self._recorded_ahead = False  # whether the record of the batch is written before its update
 
     # -- the run ------------------------------------------------------------------------------------------------
@@ -101,8 +104,19 @@ class RankRecords(FaultTolerance):
         if self.weights is not None and self._state.batch:  # the first batch is repeated with the hooks before it
             self.weights.note(values=True)
 
-    def in_validation(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.weights is None else self.weights.in_validation()
+    @contextmanager
+    def in_validation(self) -> Iterator[None]:
+        if self.weights is None:
+            yield
+            return
+        self._before_validation = BufferMark(self._module)
+        try:
+            with self.weights.in_validation():
+                yield
+        finally:
+            if self._before_validation is not None:  # the validation is repeated
+                self._before_validation.restore()
+            self._before_validation = None
 
     def _batches_start_again(self, *, saved_within: bool) -> bool:
         return saved_within or self.members is not None
@@ -132,6 +146,7 @@ class RankRecords(FaultTolerance):
         self.slot.write(key, after_publishing(record_of(session.rank_state(), self.buffers)))
 
     def after_validation_steps(self) -> None:
+        self._before_validation = None
         # A validation within an accumulation window is repeated with it: the record of the window's begin remains.
         if self.slot is not None and not (self.resume_point is not None and self.resume_point.of_window):
             self._write(progress(self._session)._replace(validated=self.epoch_step > EpochStep.BATCH_WATCHERS), None)

@@ -142,6 +142,35 @@ def test_attributes_that_have_become_too_large_are_named(strategy: str, tmp_path
         assert ("attributes that have become too large were not recovered: values." in text) is (name == "large")
 
 
+class CountsValidations(Ledger):
+    """Counts batches of validations in a buffer, with which it scales the loss."""
+
+    def __init__(self) -> None:
+        super().__init__(SAMPLES, BATCH)
+        self.register_buffer("validated", torch.zeros(()))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (1 + 0.1 * self.validated) * super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.validated += 1
+        super().validation_step(batch, batch_idx)
+
+    def on_validation_end(self) -> None:
+        self.validated *= 1.5
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_buffers_that_a_validation_changes_count_once(rank: int, tmp_path: Path) -> None:
+    undisturbed, killed = CountsValidations(), CountsValidations()
+    for name, module, faults in (("a", undisturbed, []), ("b", killed, [kill(rank).during("validation", step=4)])):
+        _, trainer = train(STRATEGIES["ddp"](), faults, tmp_path / name, module=module)
+        assert len(trainer.failures) == len(faults)
+    for name, value in undisturbed.state_dict().items():
+        if "entries" not in name:
+            assert torch.equal(killed.state_dict()[name], value), name
+
+
 class StopsAtStep(fx.Callback):
     """Requests a stop after a step."""
 
