@@ -29,7 +29,7 @@ from tests.soak import seeds
 from .simulated import Killed, Machine, Simulation, Summed, install
 
 SAMPLES, BATCH, EPOCHS, RANKS = 24, 6, 2, 3
-SCHEDULES = seeds(short=2, full=20)
+SCHEDULES = seeds(short=3, full=20)
 
 
 class Mortal(fx.Callback):
