@@ -21,6 +21,7 @@ _COLLECTIONS: Final = frozenset((*_SEQUENCES, *_DICTS))
 _LONGEST: Final = 4096  # scalars in a collection, and characters of a text
 _ITEMS: Final = 256  # other items in an attribute
 _ELEMENTS: Final = 1 << 16  # of the tensors and arrays in an attribute
+_NUMBERS: Final = "biuf"  # kinds of arrays
 _PLAIN: Final = _SCALARS - {complex, bytes}
 _KINDS: Final[dict[str, Any]] = {kind.__name__: kind for kind in _SEQUENCES}
 _DEPTH: Final = 4  # of collections and objects in an attribute
@@ -252,9 +253,9 @@ def differing(copies: Mapping[Key, Any], earlier: Mapping[Key, Any]) -> dict[Key
 
 
 def _like(collection: Any, items: Any) -> Any:
-    """Return a collection of the same type with other items."""
+    """Return a collection of the same type with other items; a dict for a defaultdict, whose function may be local."""
     if type(collection) is defaultdict:
-        return defaultdict(collection.default_factory, items)
+        return dict(items)
     if type(collection) is deque:
         return deque(items, collection.maxlen)
     return type(collection)(items)
@@ -308,10 +309,10 @@ class _Copier:
         if kind is Tensor and value.layout is torch.strided and value.device.type != "meta":
             self._count(1, value.numel())
             return _Values(value.detach().clone(), value.device.type)
-        if kind is np.ndarray and not value.dtype.hasobject:
+        if kind is np.ndarray and value.dtype.kind in _NUMBERS:
             self._count(1, value.size)
             return value.copy()
-        if isinstance(value, np.generic):
+        if isinstance(value, np.generic) and value.dtype.kind in _NUMBERS:
             return value
         if kind not in _COLLECTIONS or len(value) > _LONGEST:
             raise _Unsupported

@@ -32,7 +32,7 @@ class Net(nn.Module):
         self.sizes = {"a": 1}
         self.nested = [{"a": torch.zeros(2)}, (1, [2])]
         self.recent: deque[int] = deque(maxlen=2)
-        self.counts: defaultdict[str, int] = defaultdict(int)
+        self.counts: defaultdict[str, int] = defaultdict(lambda: 0)
         self.known = {1}
         self.center = torch.zeros(3)
         self.table = np.zeros(2)
@@ -57,7 +57,7 @@ def change(net: Any) -> None:
 
 def values(net: Any) -> str:
     attributes = {name: value for name, value in vars(net).items() if not name.startswith("_")}
-    return repr({**attributes, "mean": (net.mean.total, net.mean.values), "training": 0})
+    return repr({**attributes, "counts": dict(net.counts), "mean": (net.mean.total, net.mean.values), "training": 0})
 
 
 def torch_loaded(state: Any) -> Any:
@@ -96,6 +96,7 @@ def test_changed_attributes_are_restored_in_another_object(sent: Any) -> None:
     of_other.restore(copies)
     assert values(other) == values(net)
     assert other.recent.maxlen == 2
+    assert other.counts.default_factory is not None
     assert differing(of_other.changed(), attributes.changed()).keys() == {("", "rate")}  # NaN
 
 
@@ -167,7 +168,7 @@ def test_attributes_that_become_too_large_are_named() -> None:
     [
         nn.Parameter(torch.ones(1)), nn.Linear(1, 1), torch.zeros(1 << 17), [object()], {object(): 1}, print, Mean,
         [torch.zeros(2)] * 300, "x" * 5000, torch.Generator(), torch.optim.SGD([nn.Parameter(torch.ones(1))]),
-        [[[[[[1, [2, [3]]]]]]]],
+        [[[[[[1, [2, [3]]]]]]]], np.array([object()]), np.array(["a"]), np.datetime64("2026-01-01"),
     ],
 )  # fmt: skip
 def test_objects_of_other_kinds_are_not_tracked(value: Any) -> None:
