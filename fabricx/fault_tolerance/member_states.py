@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fabricx.checkpoint import tree
-from fabricx.core.module_state.tracked_attributes import Key, differing, on_cpu
+from fabricx.core.module_state.tracked_attributes import differing, joined, packed, unpacked
 from fabricx.distributed.membership.generations import Generation, membership
 from fabricx.fault_tolerance import rank_record
 from fabricx.fault_tolerance.common_state import common_state, load_common_state
@@ -49,7 +49,7 @@ class Contribution:
         Args:
             later: result of `later_changes` of the most advanced member.
         """
-        none = LaterChanges(set(), {})
+        none = LaterChanges(set(), [])
         self.records = [(key, later.get(key, none).add_to(record)) for key, record in self.records]
         if self.now is not None:
             self.now = later.get(self.progress, none).add_to(self.now)
@@ -60,11 +60,11 @@ class LaterChanges(NamedTuple):
 
     Attributes:
         buffers: names of buffers; the other members have received their values.
-        attributes: values by owner and name.
+        attributes: of the module and of callbacks, packed.
     """
 
     buffers: set[str]
-    attributes: dict[Key, Any]
+    attributes: list[Any]
 
     def add_to(self, record: dict[str, Any]) -> dict[str, Any]:
         """Return a record without these buffers, and with these attributes.
@@ -74,7 +74,7 @@ class LaterChanges(NamedTuple):
         """
         buffers: dict[str, bytes] = record["buffers"] or {}
         kept = {name: value for name, value in buffers.items() if name not in self.buffers}
-        return {**record, "buffers": kept, "attributes": {**record["attributes"], **self.attributes}}
+        return {**record, "buffers": kept, "attributes": joined(record["attributes"], self.attributes)}
 
 
 def record_at(
@@ -188,20 +188,21 @@ class MemberStates:
                 "no member of the process group has the state of the run; resume from a checkpoint on disk"
             )
         world, holder = session.world, [member.progress for member in members].index(furthest)
-        if contribution.progress == furthest and self._batch_start is not None:
+        lockstep = session.strategy.traits.lockstep
+        if self._batch_start is not None and (contribution.progress == furthest or not lockstep):
             self._ft.load_attributes(self._batch_start.attributes)
         entries = hook_entries(session)
         common = self._common
         if world.rank == holder and common is None:
             common = {**common_state(session), "hook_entries": entries, "later": self._later_changes()}
-            common["attributes"] = on_cpu(self._ft.attributes.changed()) if self._ft.attributes is not None else {}
+            common["attributes"] = packed(self._ft.attributes.changed()) if self._ft.attributes is not None else []
             if self._batch_start is not None:  # the hooks of the interrupted work run again
                 common = self._batch_start.with_states(common)
         common = world.broadcast_object(common if world.rank == holder else None, holder)
         # A member may have been lost after it has agreed, and before the others have received that all agree.
         stop = next((member.stop for member in members if member.progress == furthest and member.stop), common["stop"])
         common["stop"] = stop
-        if session.strategy.traits.lockstep:
+        if lockstep:
             if any(member.progress != furthest for member in members):
                 weights = self._broadcast_weights(holder)
                 if contribution.progress != furthest:
@@ -221,9 +222,10 @@ class MemberStates:
         self._ft.torn = False
         newcomer = not contribution.progress
         # A worker at its own pace has other state than the most advanced worker.
-        behind = newcomer or (session.strategy.traits.lockstep and contribution.progress != furthest)
+        behind = newcomer or (lockstep and contribution.progress != furthest)
         load_common_state(session, {**common, "ranks": states}, source, newcomer=newcomer, behind=behind)
-        self._ft.load_attributes(common["attributes"] if record is None else record["attributes"])
+        if newcomer or behind:
+            self._ft.load_attributes(unpacked(common["attributes"] if record is None else record["attributes"]))
         self._contribution = Contribution(furthest, [] if record is None else [(furthest, record)], stop=stop)
         self._common, self._batch_start, self._loaded_in = common, None, generation.number
         failures: int = common["failures"]

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from fabricx.checkpoint import read_manifest, tree
+from fabricx.core.module_state.tracked_attributes import unpacked
 from fabricx.core.strategy_parts import KeepsLocalState
 from fabricx.distributed.membership.generations import Generation, membership
 from fabricx.distributed.world import World
@@ -224,7 +225,7 @@ def _take(session: Session, ft: RankRecords, source: _Source, *, newcomer: bool)
     state["ranks"] = [from_record(pickle.loads(record)) for record in saved]
     ft.torn = False
     load_common_state(session, state, part_index, newcomer=newcomer, behind=newcomer, goes_back=True)
-    ft.load_attributes(state["ranks"][min(world.rank, len(saved) - 1)]["attributes"])
+    ft.load_attributes(unpacked(state["ranks"][min(world.rank, len(saved) - 1)]["attributes"]))
     ft.memory.keep(source.key)
     known: int = state["failures"]
     return known

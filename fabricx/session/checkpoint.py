@@ -13,7 +13,7 @@ from fabricx import checkpoint
 from fabricx.core.hook_calls.hooks import overrides
 from fabricx.core.module_hooks import ModuleHooks
 from fabricx.core.module_state.rng import RandomState
-from fabricx.core.module_state.tracked_attributes import decoded
+from fabricx.core.module_state.tracked_attributes import unpacked
 from fabricx.core.optimizers import load_schedules
 from fabricx.core.state import Phase
 from fabricx.core.strategy_parts import ModelParallel, as_part
@@ -169,7 +169,7 @@ def restore(session: Session, path: Path, *, weights_only: bool) -> None:
     restore_run(session, state, rank=rank, hooked=overrides(session.module, "on_load_checkpoint", ModuleHooks))
     if session.failures.errors and state["ranks"]:  # the same run starts again
         of_rank = state["ranks"][min(data.rank, len(state["ranks"]) - 1)]
-        session.fault_tolerance.load_attributes(decoded(of_rank.get("attributes", [])))
+        session.fault_tolerance.load_attributes(unpacked(of_rank.get("attributes", [])))
     session.metrics.loggers.rewind(session.state.step)
 
 

@@ -10,7 +10,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fabricx.core.module_state.buffers import BufferMark
 from fabricx.core.module_state.rng import RandomState
-from fabricx.core.module_state.tracked_attributes import Key, encoded, on_cpu
+from fabricx.core.module_state.tracked_attributes import Key, packed
 from fabricx.data.own_state import states_of_generators
 from fabricx.distributed.messages.tensor_bytes import as_bytes
 from fabricx.distributed.statistics.metric_sums import merge_sums, plain
@@ -110,7 +110,7 @@ class RankState:
             },
             "position": self._position,
             "batches": self._batches,
-            "attributes": on_cpu(self.attributes),
+            "attributes": packed(self.attributes),
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -125,7 +125,7 @@ class RankState:
             "position": self._position,
             "latest": self._latest,
             "batches": self._batches,
-            **({"attributes": encoded(self.attributes)} if self.attributes else {}),
+            **({"attributes": packed(self.attributes)} if self.attributes else {}),
         }
 
 

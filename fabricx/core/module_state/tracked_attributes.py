@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 import sys
 from collections import OrderedDict, defaultdict, deque
@@ -18,43 +17,68 @@ _SCALARS: Final = frozenset((bool, int, float, complex, str, bytes, type(None)))
 _SEQUENCES: Final = (list, tuple, set, frozenset, deque)
 _DICTS: Final = (dict, OrderedDict, defaultdict)
 _COLLECTIONS: Final = frozenset((*_SEQUENCES, *_DICTS))
-_LONGEST: Final = 4096  # scalars in a collection, and characters of a text
-_ITEMS: Final = 256  # other items in an attribute
-_ELEMENTS: Final = 1 << 16  # of the tensors and arrays in an attribute
+_KINDS: Final[dict[str, Any]] = {kind.__name__: kind for kind in (*_SEQUENCES, *_DICTS[:2])}
 _NUMBERS: Final = "biuf"  # kinds of arrays
-_PLAIN: Final = _SCALARS - {complex, bytes}
-_KINDS: Final[dict[str, Any]] = {kind.__name__: kind for kind in _SEQUENCES}
-_DEPTH: Final = 4  # of collections and objects in an attribute
+_LONGEST: Final = 1024  # scalars in a collection, and characters of its texts
+_ELEMENTS: Final = 4096  # of a tensor or an array
+_ATTRIBUTES: Final = 64  # of an object
+_FREQUENT: Final = 64  # items of the collections that are compared at each call
 _CALLS: Final = 16  # first calls, at which all attributes are compared
+_SCANNED: Final = 256  # scalars in other owners than the observed ones that are compared at each call
 _OF_MODULES: Final = frozenset(vars(nn.Module()))
-_LIBRARIES: Final = sys.stdlib_module_names - {"__main__"} | {"torch", "torchmetrics", "numpy", "fabricx"}
+_LIBRARIES: Final = sys.stdlib_module_names - {"__main__", "abc", "typing"} | {
+    "torch",
+    "torchmetrics",
+    "numpy",
+    "fabricx",
+}
 
 
 class _Unsupported(Exception):
-    """The attribute contains an object that can't be copied, or is too large."""
+    """The attribute is of another type, or too large."""
 
 
-class _Values(NamedTuple):
-    """Values of a tensor, in main memory for another process, and the type of its device."""
-
-    tensor: Tensor
-    device: str
+class _NotCopied(NamedTuple):
+    """The attribute can't be copied."""
 
 
-class _Attributes(NamedTuple):
-    """Attributes of an object, without those that can't be copied."""
+class _Absent(NamedTuple):
+    """The attribute was deleted."""
 
-    values: dict[str, Any]
+
+class _Copy(NamedTuple):
+    """Content of a tensor, an array, a collection or an object, and the object itself in the process that has made it.
+
+    The content of an object is a dict of its attributes, without those that can't be copied.
+    """
+
+    kind: str
+    content: Any
+    source: Any = None
+
+
+class _Length(NamedTuple):
+    """A list that is not copied, and its length. Only the process that has made it restores it."""
+
+    source: list[Any]
+    length: int
+
+
+class _Same(NamedTuple):
+    """The attribute is the same object as another attribute."""
+
+    key: Key
 
 
 @final
 class TrackedAttributes:
     """Attributes whose values differ from those when this object was made.
 
-    Numbers, texts, tensors and arrays of up to 65,536 elements, collections of these, and such attributes of an object
-    in an attribute are tracked. Assignments are noticed at each call. The first change within a collection, a tensor or
-    an object is noticed in the first 15 calls and at the 16th, 32nd, 64th, ... call, and in some owners at each call,
-    except for objects.
+    Numbers, texts, tensors and arrays of up to 4,096 elements, collections of up to 1,024 numbers and texts, and such
+    attributes of an object in an attribute are tracked. Parameters, buffers and parts of them are not. Of other lists,
+    the items that were appended are removed. Assignments are noticed at each call. The first change within a
+    collection, a tensor or an object is noticed in the first 15 calls and at the 16th, 32nd, 64th, ... call; in small
+    collections and tensors of some owners at each call.
 
     Args:
         owners: modules and callbacks, by name.
@@ -62,36 +86,47 @@ class TrackedAttributes:
         ignored: names of attributes that are not tracked, in addition to those of every `nn.Module`.
 
     Attributes:
-        lost: names of attributes that have changed, and then become too large.
+        lost: names of attributes that have changed, and then become too large, or that could not be restored.
     """
 
     def __init__(
         self, owners: Mapping[str, object], observed: Collection[str] = (), ignored: Collection[str] = ()
     ) -> None:  # fmt: skip
+        self._modules = [owner for owner in owners.values() if isinstance(owner, nn.Module)]
+        self._addresses = _addresses(self._modules)
         self._owners = {name: vars(owner) for name, owner in owners.items()}
         self._observed = frozenset(observed)
         self._ignored = _OF_MODULES | set(ignored)
-        self._before: dict[Key, Any] = {}
         self._changed: dict[Key, None] = {}
+        self._rebound: set[Key] = set()  # attributes that have had different objects
+        self._has_copied = False
         self._calls = 0
         self.lost: set[str] = set()
-        for key in self._keys():
-            with contextlib.suppress(_Unsupported):
-                self._before[key] = _copy(self._get(key))
+        self._initial = frozenset(self._keys())
+        self._before = {key: copy for key in self._initial if not isinstance(copy := self._copy(key), _NotCopied)}
         self._index()
 
     def changed(self) -> dict[Key, Any]:
         """Return copies of the attributes that have changed, for `restore`."""
         self._look()
-        copies = {}
+        self._has_copied = True
+        copies: dict[Key, Any] = {}
+        known: dict[int, Key] = {}
         for key in list(self._changed):
-            owner, name = key
-            if name in self._owners[owner]:
-                try:
-                    copies[key] = _copy(self._owners[owner][name])
-                except _Unsupported:
-                    del self._changed[key]
-                    self.lost.add(f"{owner}.{name}" if owner else name)
+            copy = self._copy(key)
+            if isinstance(copy, _NotCopied):
+                del self._changed[key]
+                self.lost.add(_shown(key))
+                self._index()
+                continue
+            if isinstance(copy, _Copy):
+                initial = self._before.get(key)
+                if not isinstance(initial, _Copy) or initial.source is not copy.source:
+                    self._rebound.add(key)
+                first = known.setdefault(id(copy.source), key)
+                copy = copy if first == key else _Same(first)
+            copies[key] = copy
+        copies.update({key: _Length(value, len(value)) for key in self._lists if type(value := self._get(key)) is list})
         return copies
 
     def restore(self, copies: Mapping[Key, Any], *, others: bool = True) -> None:
@@ -103,14 +138,13 @@ class TrackedAttributes:
         """
         self._look()
         for key in [key for key in self._changed if others and key not in copies]:
-            if key in self._before:
-                _write(self._owners[key[0]], key[1], self._before[key])
-            else:
-                self._owners[key[0]].pop(key[1], None)
-        for key, value in copies.items():
+            if key in self._before or key not in self._initial:
+                self._write(key, self._before.get(key, _Absent()))
+        for key, copy in copies.items():
             if key[0] in self._owners:
-                _write(self._owners[key[0]], key[1], value)
-                self._changed[key] = None
+                self._write(key, self._owners[copy.key[0]].get(copy.key[1]) if isinstance(copy, _Same) else copy)
+                if not isinstance(copy, _Length):
+                    self._changed[key] = None
         self._index()
 
     def _keys(self) -> list[Key]:
@@ -124,16 +158,53 @@ class TrackedAttributes:
     def _get(self, key: Key) -> Any:
         return self._owners[key[0]].get(key[1])
 
+    def _write(self, key: Key, copy: Any) -> None:
+        initial, references = self._before.get(key), None
+        if not self._has_copied or key in self._rebound:
+            # Of an object that has no other name: the attribute, and a variable and an argument in `_write`.
+            references = 3 + (isinstance(initial, _Copy) and initial.source is self._get(key))
+        if not _write(self._owners[key[0]], key[1], copy, references):
+            self.lost.add(_shown(key))
+
+    def _copy(self, key: Key) -> Any:
+        """Return a copy of an attribute, or `_NotCopied`."""
+        owner, name = key
+        if name not in self._owners[owner]:
+            return _Absent()
+        value = self._owners[owner][name]
+        if (
+            type(value) is Tensor
+            and value.layout is torch.strided
+            and value.untyped_storage().data_ptr() in self._addresses
+        ):
+            return _NotCopied()
+        try:
+            return _copied(value)
+        except _Unsupported:
+            return _NotCopied()
+
     def _index(self) -> None:
         """Prepare the next look, at attributes that have not changed so far."""
+        self._addresses = _addresses(self._modules)
         self._lengths = list(map(len, self._owners.values()))
         unchanged = [key for key in self._keys() if key not in self._changed]
         self._scalars = [key for key in unchanged if type(self._get(key)) in _SCALARS]
+        if sum(key[0] not in self._observed for key in self._scalars) > _SCANNED:
+            self._rare = [key for key in self._scalars if key[0] not in self._observed]
+            self._scalars = [key for key in self._scalars if key[0] in self._observed]
+        else:
+            self._rare = []
         self._values = list(map(self._get, self._scalars))
         self._others = [key for key in unchanged if type(self._get(key)) not in _SCALARS]
         self._ids = [id(self._get(key)) for key in self._others]  # the objects would stay in memory for another step
-        observed = [key for key in self._others if key[0] in self._observed]
-        self._compared = {key for key in observed if not _has_own_attributes(self._get(key))}
+        observed = {key for key in self._others if key[0] in self._observed}
+        self._versions = {key: value._version for key in observed if type(value := self._get(key)) is Tensor}
+        self._compared = {key for key in observed if _is_small(self._get(key))}
+        self._lists = [
+            key
+            for key in observed
+            if (key not in self._before or _shown(key) in self.lost) and type(self._get(key)) is list
+        ]
         self._places = [
             ([self._owners[owner] for owner, _ in keys], [name for _, name in keys])
             for keys in (self._scalars, self._others)
@@ -146,251 +217,294 @@ class TrackedAttributes:
         outdated = list(map(len, self._owners.values())) != self._lengths
         if outdated:
             known = {*self._before, *self._changed, *self._others}
-            self._note([key for key in self._keys() if key not in known])
+            self._note(
+                [
+                    key
+                    for key in (*self._keys(), *self._before)
+                    if key not in known or key[1] not in self._owners[key[0]]
+                ]
+            )
         values = list(map(dict.get, *of_scalars))
         if not all(map(operator.is_, values, self._values)):
             scalars = zip(self._scalars, values, self._values, strict=True)
             self._note([key for key, value, old in scalars if value is not old])
             outdated = True
-        ids = list(map(id, map(dict.get, *of_others)))
+        objects = list(map(dict.get, *of_others))
+        ids = list(map(id, objects))
         if self._calls < _CALLS or not self._calls & (self._calls - 1):
-            self._note(self._others)
-        elif self._compared or ids != self._ids:
-            others = zip(self._others, ids, self._ids, strict=True)
-            self._note([key for key, new, old in others if new != old or key in self._compared])
+            self._note([*self._others, *self._rare])
+        else:
+            new = {key for key, number, old in zip(self._others, ids, self._ids, strict=True) if number != old}
+            versions = self._versions.items()
+            written = {key for key, version in versions if getattr(self._get(key), "_version", None) != version}
+            self._note([*(new | written | self._compared)])
         self._ids = ids
         if outdated or len(self._changed) != changed:
             self._index()
 
     def _note(self, keys: list[Key]) -> None:
         for key in keys:
-            try:
-                copy = _copy(self._get(key))
-            except _Unsupported:
-                continue
-            if key not in self._before or not _equal(self._before[key], copy):
+            copy = self._copy(key)
+            if isinstance(copy, _NotCopied):
+                self.lost |= {_shown(key)} if key in self._before else set()  # it has become too large, for example
+            elif key not in self._before or not _equal(self._before[key], copy):
                 self._changed[key] = None
 
 
-def on_cpu(copy: Any) -> Any:
-    """Return a result of `TrackedAttributes.changed` with all values in main memory.
-
-    Args:
-        copy: the result, or a part of it.
-    """
-    if isinstance(copy, _Values):
-        return _Values(copy.tensor.cpu(), copy.device)
-    if isinstance(copy, _Attributes):
-        return _Attributes(on_cpu(copy.values))
-    if type(copy) in _DICTS:
-        return _like(copy, {name: on_cpu(value) for name, value in copy.items()})
-    if type(copy) in _SEQUENCES and not set(map(type, copy)) <= _SCALARS:
-        return _like(copy, [on_cpu(item) for item in copy])
-    return copy
-
-
-def encoded(copies: Mapping[Key, Any]) -> list[Any]:
-    """Return attributes as numbers, texts, tensors, lists and dicts with texts as keys, as checkpoints have them.
+def packed(copies: Mapping[Key, Any]) -> list[Any]:
+    """Return attributes as numbers, texts, tensors and lists for another process, and for a checkpoint.
 
     Args:
         copies: result of `TrackedAttributes.changed`.
     """
-    return [[owner, name, _encoded(copy)] for (owner, name), copy in copies.items()]
+    return [[*key, _packed(copy)] for key, copy in copies.items() if not isinstance(copy, _Length)]
 
 
-def decoded(attributes: list[Any]) -> dict[Key, Any]:
+def unpacked(attributes: list[Any]) -> dict[Key, Any]:
     """Return copies for `TrackedAttributes.restore`.
 
     Args:
-        attributes: result of `encoded`.
+        attributes: result of `packed`.
     """
-    return {(owner, name): _decoded(entry) for owner, name, entry in attributes}
+    return {(owner, name): _unpacked(entry) for owner, name, entry in attributes}
 
 
-def _encoded(copy: Any) -> Any:
-    kind = type(copy)
-    if kind in _PLAIN:
-        return copy
-    if kind is _Values:
-        return {"device": copy.device, "values": copy.tensor}
-    if kind is _Attributes:
-        return {"attributes": {name: _encoded(value) for name, value in copy.values.items()}}
-    if isinstance(copy, (np.ndarray, np.generic)):
-        return {"array": copy.tolist(), "dtype": str(copy.dtype), "is_number": isinstance(copy, np.generic)}
-    if kind in (complex, bytes):
-        return {"constant": [copy.real, copy.imag] if kind is complex else list(copy), "kind": kind.__name__}
-    if kind in _DICTS:
-        return {"keys": [_encoded(key) for key in copy], "items": list(map(_encoded, copy.values())), "kind": "dict"}
-    return {"items": list(map(_encoded, copy)), "kind": kind.__name__, "longest": getattr(copy, "maxlen", None)}
-
-
-def _decoded(entry: Any) -> Any:
-    if not isinstance(entry, dict):
-        return entry
-    if "values" in entry:
-        return _Values(entry["values"], entry["device"])
-    if "attributes" in entry:
-        return _Attributes({name: _decoded(value) for name, value in entry["attributes"].items()})
-    if "array" in entry:
-        array = np.array(entry["array"], dtype=entry["dtype"])
-        return array[()] if entry["is_number"] else array
-    kind = entry["kind"]
-    if "constant" in entry:
-        return complex(*entry["constant"]) if kind == "complex" else bytes(entry["constant"])
-    items = [_decoded(item) for item in entry["items"]]
-    if kind == "dict":
-        return dict(zip(map(_decoded, entry["keys"]), items, strict=True))
-    return deque(items, entry["longest"]) if kind == "deque" else _KINDS[kind](items)
-
-
-def differing(copies: Mapping[Key, Any], earlier: Mapping[Key, Any]) -> dict[Key, Any]:
+def differing(copies: list[Any], earlier: list[Any]) -> list[Any]:
     """Return the attributes that are not equal in earlier copies.
 
     Args:
-        copies, earlier: results of `TrackedAttributes.changed`, in main memory.
+        copies, earlier: results of `packed`.
     """
-    return {key: copy for key, copy in copies.items() if key not in earlier or not _equal(copy, earlier[key])}
+    before = unpacked(earlier)
+    return packed(
+        {key: copy for key, copy in unpacked(copies).items() if not (key in before and _equal(copy, before[key]))}
+    )
 
 
-def _like(collection: Any, items: Any) -> Any:
-    """Return a collection of the same type with other items; a dict for a defaultdict, whose function may be local."""
-    if type(collection) is defaultdict:
-        return dict(items)
-    if type(collection) is deque:
-        return deque(items, collection.maxlen)
-    return type(collection)(items)
+def joined(attributes: list[Any], later: list[Any]) -> list[Any]:
+    """Return attributes, with later values in place of theirs.
+
+    Args:
+        attributes, later: results of `packed`.
+    """
+    return packed({**unpacked(attributes), **unpacked(later)})
 
 
-def _copy(value: Any) -> Any:
-    """Return a copy of a value, without references to objects that may change.
+def _addresses(modules: list[nn.Module]) -> set[int]:
+    """Return the addresses of parameters and buffers: tensors that are a part of them have no copies of their own."""
+    held = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
+    return {
+        tensor.untyped_storage().data_ptr()
+        for tensor in held
+        if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    }
+
+
+def _shown(key: Key) -> str:
+    return f"{key[0]}.{key[1]}" if key[0] else key[1]
+
+
+def _is_small(value: Any) -> bool:
+    return type(value) in _COLLECTIONS and len(value) <= _FREQUENT
+
+
+def _copied(value: Any, *, within: bool = False) -> Any:
+    """Return a copy of a value.
+
+    Args:
+        value: an attribute.
+        within: it is an attribute of an object in an attribute.
 
     Raises:
-        _Unsupported: the value contains an object that can't be copied, or is too large.
+        _Unsupported: it can't be copied.
     """
-    return _Copier().copy(value, _DEPTH)
-
-
-@final
-class _Copier:
-    """Copies an attribute within limits of its size."""
-
-    def __init__(self) -> None:
-        self._items, self._elements = _ITEMS, _ELEMENTS
-
-    def copy(self, value: Any, depth: int) -> Any:
-        """Return a copy.
-
-        Args:
-            value: an attribute, or an attribute of an object in it.
-            depth: further levels of objects and collections.
-        """
-        if not _has_own_attributes(value):
-            return self._copy_item(value, depth)
-        if not depth:
+    kind = type(value)
+    if kind in _SCALARS:
+        if kind in (str, bytes) and len(value) > _LONGEST:
             raise _Unsupported
-        copies = {}
-        for name, attribute in vars(value).items():
-            with contextlib.suppress(_Unsupported):
-                copies[name] = self.copy(attribute, depth - 1)
-            self._count(1, 0)
-        return _Attributes(copies)
-
-    def _count(self, items: int, elements: int) -> None:
-        self._items, self._elements = self._items - items, self._elements - elements
-        if self._items < 0 or self._elements < 0:
+        return value
+    if isinstance(value, np.generic) and value.dtype.kind in _NUMBERS:
+        return _Copy("number", np.array(value), value)
+    if kind is Tensor:
+        if value.requires_grad and value.grad_fn is None:
+            raise _Unsupported  # an optimizer may train it
+        if value.numel() > _ELEMENTS or value.layout is not torch.strided or value.device.type == "meta":
             raise _Unsupported
-
-    def _copy_item(self, value: Any, depth: int) -> Any:
-        kind = type(value)
-        if kind in _SCALARS:
-            if kind in (str, bytes) and len(value) > _LONGEST:
-                raise _Unsupported
-            return value
-        if kind is Tensor and value.layout is torch.strided and value.device.type != "meta":
-            self._count(1, value.numel())
-            return _Values(value.detach().clone(), value.device.type)
-        if kind is np.ndarray and value.dtype.kind in _NUMBERS:
-            self._count(1, value.size)
-            return value.copy()
-        if isinstance(value, np.generic) and value.dtype.kind in _NUMBERS:
-            return value
-        if kind not in _COLLECTIONS or len(value) > _LONGEST:
-            raise _Unsupported
-        mapped = kind in _DICTS
-        if mapped and not set(map(type, value)) <= _SCALARS:
-            raise _Unsupported
-        if set(map(type, value.values() if mapped else value)) <= _SCALARS:
-            return _like(value, value)
-        self._count(len(value), 0)
-        if not depth:
-            raise _Unsupported
-        if mapped:
-            return _like(value, {name: self._copy_item(item, depth - 1) for name, item in value.items()})
-        return _like(value, [self._copy_item(item, depth - 1) for item in value])
+        return _Copy(value.device.type, value.detach().clone(), value)
+    if kind is np.ndarray and value.dtype.kind in _NUMBERS and value.size <= _ELEMENTS:
+        return _Copy("array", value.copy(), value)
+    if kind in _COLLECTIONS:
+        return _Copy(kind.__name__, _items(value), value)
+    attributes = None if within else _own_attributes(value)
+    if attributes is None or len(attributes) > _ATTRIBUTES:
+        raise _Unsupported
+    copies = {}
+    for name, attribute in attributes.items():
+        try:
+            copies[name] = _copied(attribute, within=True)
+        except _Unsupported:
+            continue
+    return _Copy("object", copies, value)
 
 
-def _has_own_attributes(value: Any) -> bool:
-    """Return whether a value is an object of a class outside of torch and other libraries, such as a running mean."""
-    if isinstance(value, (nn.Module, Tensor, type)) or callable(value) or not hasattr(value, "__dict__"):
-        return False
-    return not any(kind.__module__.partition(".")[0] in _LIBRARIES for kind in type(value).__mro__[:-1])
+def _items(collection: Any) -> list[Any]:
+    """Return the items of a collection of numbers and texts; of a dict, pairs of keys and values.
+
+    Raises:
+        _Unsupported: other items, or too many.
+    """
+    if len(collection) > _LONGEST:
+        raise _Unsupported
+    scalars = [*collection, *collection.values()] if isinstance(collection, dict) else list(collection)
+    kinds = set(map(type, scalars))
+    if not kinds <= _SCALARS:
+        raise _Unsupported
+    if kinds & {str, bytes} and sum(len(item) for item in scalars if isinstance(item, (str, bytes))) > _LONGEST * 16:
+        raise _Unsupported
+    return [list(pair) for pair in collection.items()] if isinstance(collection, dict) else scalars
+
+
+def _own_attributes(value: Any) -> dict[str, Any] | None:
+    """Return the attributes of an object of a class outside of torch and other libraries, such as a running mean."""
+    try:
+        if isinstance(value, (nn.Module, Tensor, type)) or callable(value):
+            return None
+        if any(kind.__module__.partition(".")[0] in _LIBRARIES for kind in type(value).__mro__[:-1]):
+            return None
+        attributes = vars(value)
+    except Exception:  # of a class with attributes of its own kind
+        return None
+    return attributes if type(attributes) is dict else None
 
 
 def _equal(first: Any, second: Any) -> bool:
-    """Return whether two results of `_copy` are equal."""
+    """Return whether two copies are equal; NaN is equal to NaN."""
     if type(first) is not type(second):
         return False
-    if isinstance(first, _Values):
-        a, b = first.tensor, second.tensor
-        return a.dtype == b.dtype and a.shape == b.shape and a.device == b.device and torch.equal(a, b)
+    if isinstance(first, _Copy):
+        return first.kind == second.kind and _equal(first.content, second.content)
+    if isinstance(first, Tensor):
+        if first.dtype != second.dtype or first.shape != second.shape:
+            return False
+        return torch.equal(first, second) or bool(((first == second) | ((first != first) & (second != second))).all())
     if isinstance(first, np.ndarray):
-        return first.dtype == second.dtype and bool(np.array_equal(first, second))
+        return first.dtype == second.dtype and bool(np.array_equal(first, second, equal_nan=True))
     if isinstance(first, dict):
         return first.keys() == second.keys() and all(_equal(first[name], second[name]) for name in first)
-    if isinstance(first, (list, tuple, deque)):
-        if set(map(type, first)) <= _SCALARS:
-            return bool(first == second)
-        return len(first) == len(second) and all(map(_equal, first, second))
-    return bool(first == second)
+    if isinstance(first, list):
+        return first == second or (len(first) == len(second) and all(map(_equal, first, second)))
+    return bool(first == second or (first != first and second != second))
 
 
-def _write(attributes: dict[str, Any], name: str, copy: Any) -> None:
-    """Assign a value, or write it to the present tensor, collection or object of the same kind."""
-    present: Any = attributes.get(name)
-    if isinstance(copy, _Attributes):
-        if _has_own_attributes(present):
-            for attribute, value in copy.values.items():
-                _write(vars(present), attribute, value)
-        return
-    value = _value(copy)
-    if type(value) is dict and type(present) in _DICTS:
-        present.clear()
-        present.update(value)
-    elif type(present) is not type(value):
-        attributes[name] = value
-    elif type(value) is Tensor:
-        if present.shape == value.shape and present.dtype == value.dtype and not present.requires_grad:
-            present.detach().copy_(value)
-        else:
-            attributes[name] = value
-    elif type(value) in (list, deque):
-        present.clear()
-        present.extend(value)
-    elif type(value) in (set, *_DICTS):
-        present.clear()
-        present.update(value)
+def _write(attributes: dict[str, Any], name: str, copy: Any, references: int | None = None) -> bool:
+    """Restore an attribute; return False if that is impossible in this process.
+
+    Args:
+        attributes: of the owner.
+        name: of the attribute.
+        copy: of this process or another.
+        references: to an object with attributes; if it has more, it may be the wrong object of several in a list. None
+            if it is the object that had the attribute at all times.
+    """
+    if isinstance(copy, _Absent):
+        attributes.pop(name, None)
+    elif isinstance(copy, _Length):
+        attributes[name] = copy.source
+        del copy.source[copy.length :]
+    elif not isinstance(copy, _Copy):
+        attributes[name] = copy
+    elif copy.source is not None:
+        attributes[name] = copy.source
+        _write_content(copy)
+    elif copy.kind != "object":
+        present = attributes.get(name)
+        attributes[name] = _new(copy, present)
     else:
-        attributes[name] = value
+        present = attributes.get(name)
+        held = _own_attributes(present)
+        if held is None or (references is not None and sys.getrefcount(present) > references):
+            return False
+        for attribute, value in copy.content.items():
+            _write(held, attribute, value)
+    return True
 
 
-def _value(copy: Any) -> Any:
-    """Return a new value from a result of `_copy`."""
-    if isinstance(copy, _Values):
-        return copy.tensor.to(copy.device, copy=True)
-    if isinstance(copy, np.ndarray):
-        return copy.copy()
-    if type(copy) in _DICTS:
-        return _like(copy, {name: _value(item) for name, item in copy.items()})
-    if type(copy) in _SEQUENCES:
-        return _like(copy, [_value(item) for item in copy])
-    return copy
+def _write_content(copy: _Copy) -> None:
+    """Restore the content of the object that was copied."""
+    source, content = copy.source, copy.content
+    if copy.kind == "object":
+        for name, value in content.items():
+            _write(vars(source), name, value)
+    elif isinstance(source, Tensor):
+        if not _equal(source.detach(), content):
+            source.detach().copy_(content)
+    elif copy.kind == "array":
+        if not _equal(source, content):
+            source[...] = content
+    elif isinstance(source, (list, deque, set, dict)) and not _equal(_items(source), content):
+        source.clear()
+        (source.extend if isinstance(source, (list, deque)) else source.update)(content)
+
+
+def _new(copy: _Copy, present: Any) -> Any:
+    """Return a new object with the content.
+
+    Args:
+        copy: of another process; no object with attributes.
+        present: value of the attribute in this process.
+    """
+    kind, content = copy.kind, copy.content
+    if kind == "number":
+        return content[()]
+    if kind == "array":
+        return content.copy()
+    if isinstance(content, Tensor):
+        return content.to(kind, copy=True)
+    if kind == "defaultdict":
+        return defaultdict(present.default_factory if type(present) is defaultdict else None, content)
+    if kind == "deque":
+        return deque(content, present.maxlen if type(present) is deque else None)
+    return _KINDS[kind](content)
+
+
+def _packed(copy: Any) -> Any:
+    if isinstance(copy, _Absent):
+        return {"absent": True}
+    if isinstance(copy, _Same):
+        return {"same": list(copy.key)}
+    if isinstance(copy, (complex, bytes)):
+        return {"complex": [copy.real, copy.imag]} if isinstance(copy, complex) else {"bytes": list(copy)}
+    if not isinstance(copy, _Copy):
+        return copy
+    content = copy.content
+    if copy.kind == "object":
+        content = {name: _packed(value) for name, value in content.items()}
+    elif isinstance(content, np.ndarray):
+        return {"kind": copy.kind, "content": content.tolist(), "dtype": str(content.dtype)}
+    elif isinstance(content, Tensor):
+        content = content.cpu()
+    else:
+        content = [list(map(_packed, item)) if isinstance(item, list) else _packed(item) for item in content]
+    return {"kind": copy.kind, "content": content}
+
+
+def _unpacked(entry: Any) -> Any:
+    if not isinstance(entry, dict):
+        return entry
+    if "absent" in entry:
+        return _Absent()
+    if "same" in entry:
+        owner, name = entry["same"]
+        return _Same((owner, name))
+    if "complex" in entry:
+        return complex(*entry["complex"])
+    if "bytes" in entry:
+        return bytes(entry["bytes"])
+    content = entry["content"]
+    if "dtype" in entry:
+        content = np.array(content, dtype=entry["dtype"])
+    elif isinstance(content, dict):
+        content = {name: _unpacked(value) for name, value in content.items()}
+    elif isinstance(content, list):
+        content = [list(map(_unpacked, item)) if isinstance(item, list) else _unpacked(item) for item in content]
+    return _Copy(entry["kind"], content)

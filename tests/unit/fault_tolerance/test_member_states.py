@@ -46,7 +46,7 @@ def test_a_replacement_without_a_record_begins_with_empty_sums() -> None:
 
 
 def state(buffers: dict[str, bytes], **attributes: int) -> dict[str, Any]:
-    return {"buffers": buffers, "attributes": {("", name): value for name, value in attributes.items()}}
+    return {"buffers": buffers, "attributes": [["", name, value] for name, value in attributes.items()]}
 
 
 def test_a_rank_that_died_in_a_hook_receives_what_the_hook_has_changed_from_another_rank() -> None:
@@ -58,7 +58,7 @@ def test_a_rank_that_died_in_a_hook_receives_what_the_hook_has_changed_from_anot
             (before_hook, state({"mean": b"0", "count": b"2"}, calls=3, seen=7)),
         ]
     )
-    assert later == {before_hook: LaterChanges({"count"}, {("", "calls"): 4})}
+    assert later == {before_hook: LaterChanges({"count"}, [["", "calls", 4]])}
     replacement = Contribution(records=[(before_hook, state({"mean": b"1", "count": b"2"}, calls=3, seen=5))])
     replacement.complete(later)
     assert replacement.records == [(before_hook, state({"mean": b"1"}, calls=4, seen=5))]
