@@ -223,9 +223,9 @@ class MemberStates:
         newcomer = not contribution.progress
         # A worker at its own pace has other state than the most advanced worker.
         behind = newcomer or (lockstep and contribution.progress != furthest)
-        load_common_state(session, {**common, "ranks": states}, source, newcomer=newcomer, behind=behind)
-        if newcomer or behind:
+        if lockstep and behind:  # before on_load_checkpoint, which may set attributes, too
             self._ft.load_attributes(unpacked(common["attributes"] if record is None else record["attributes"]))
+        load_common_state(session, {**common, "ranks": states}, source, newcomer=newcomer, behind=behind)
         self._contribution = Contribution(furthest, [] if record is None else [(furthest, record)], stop=stop)
         self._common, self._batch_start, self._loaded_in = common, None, generation.number
         failures: int = common["failures"]

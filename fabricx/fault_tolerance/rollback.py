@@ -224,8 +224,8 @@ def _take(session: Session, ft: RankRecords, source: _Source, *, newcomer: bool)
     saved = [record for part, record in sorted(records.items()) if part_index is not None or traits.represents(part)]
     state["ranks"] = [from_record(pickle.loads(record)) for record in saved]
     ft.torn = False
-    load_common_state(session, state, part_index, newcomer=newcomer, behind=newcomer, goes_back=True)
     ft.load_attributes(unpacked(state["ranks"][min(world.rank, len(saved) - 1)]["attributes"]))
+    load_common_state(session, state, part_index, newcomer=newcomer, behind=newcomer, goes_back=True)
     ft.memory.keep(source.key)
     known: int = state["failures"]
     return known

@@ -169,7 +169,7 @@ def restore(session: Session, path: Path, *, weights_only: bool) -> None:
     restore_run(session, state, rank=rank, hooked=overrides(session.module, "on_load_checkpoint", ModuleHooks))
     if session.failures.errors and state["ranks"]:  # the same run starts again
         of_rank = state["ranks"][min(data.rank, len(state["ranks"]) - 1)]
-        session.fault_tolerance.load_attributes(unpacked(of_rank.get("attributes", [])))
+        session.fault_tolerance.load_attributes(unpacked(of_rank.get("attributes", [])), others=False)
     session.metrics.loggers.rewind(session.state.step)
 
 

@@ -64,14 +64,15 @@ class FaultTolerance:
     def join_run(self) -> None:
         """Start training with all ranks, or join a running group in the place of a lost rank, with its state."""
 
-    def load_attributes(self, attributes: dict[Key, Any]) -> None:
+    def load_attributes(self, attributes: dict[Key, Any], *, others: bool = True) -> None:
         """Restore attributes of the module and of callbacks, in a run that recovers.
 
         Args:
             attributes: copies of this rank, or of its predecessor.
+            others: restore the initial values of others; False after `on_load_checkpoint`, which may set attributes.
         """
         if self.attributes is not None:
-            self.attributes.restore(attributes)
+            self.attributes.restore(attributes, others=others)
             self.has_recovered = True
 
     @contextmanager

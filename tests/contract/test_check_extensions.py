@@ -105,7 +105,7 @@ class Forgets(fx.Callback):
 
 
 class Counts(fx.Callback):
-    """Counts the starts of batches in its state."""
+    """Counts the starts of batches in its state, and doesn't return to a smaller number."""
 
     def __init__(self) -> None:
         self.batches = 0
@@ -114,7 +114,7 @@ class Counts(fx.Callback):
         return {"batches": self.batches}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.batches = state_dict["batches"]
+        self.batches = max(self.batches, state_dict["batches"])
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         self.batches += 1
