@@ -198,7 +198,7 @@ class TrackedAttributes:
         self._others = [key for key in unchanged if type(self._get(key)) not in _SCALARS]
         self._ids = [id(self._get(key)) for key in self._others]  # the objects would stay in memory for another step
         observed = {key for key in self._others if key[0] in self._observed}
-        self._versions = {key: value._version for key in observed if type(value := self._get(key)) is Tensor}
+        self._versions = {key: _version(value) for key in observed if type(value := self._get(key)) is Tensor}
         self._compared = {key for key in observed if _is_small(self._get(key))}
         self._lists = [
             key
@@ -236,7 +236,7 @@ class TrackedAttributes:
         else:
             new = {key for key, number, old in zip(self._others, ids, self._ids, strict=True) if number != old}
             versions = self._versions.items()
-            written = {key for key, version in versions if getattr(self._get(key), "_version", None) != version}
+            written = {key for key, version in versions if _version(self._get(key)) != version}
             self._note([*(new | written | self._compared)])
         self._ids = ids
         if outdated or len(self._changed) != changed:
@@ -304,6 +304,11 @@ def _shown(key: Key) -> str:
     return f"{key[0]}.{key[1]}" if key[0] else key[1]
 
 
+def _version(value: Any) -> int:
+    """Return a number that changes if a tensor is written to; tensors of the inference mode don't count."""
+    return value._version if type(value) is Tensor and not value.is_inference() else -1
+
+
 def _is_small(value: Any) -> bool:
     return type(value) in _COLLECTIONS and len(value) <= _FREQUENT
 
@@ -323,14 +328,14 @@ def _copied(value: Any, *, within: bool = False) -> Any:
         if kind in (str, bytes) and len(value) > _LONGEST:
             raise _Unsupported
         return value
-    if isinstance(value, np.generic) and value.dtype.kind in _NUMBERS:
-        return _Copy("number", np.array(value), value)
     if kind is Tensor:
         if value.requires_grad and value.grad_fn is None:
             raise _Unsupported  # an optimizer may train it
         if value.numel() > _ELEMENTS or value.layout is not torch.strided or value.device.type == "meta":
             raise _Unsupported
         return _Copy(value.device.type, value.detach().clone(), value)
+    if issubclass(kind, np.generic) and value.dtype.kind in _NUMBERS:
+        return _Copy("number", np.array(value), value)
     if kind is np.ndarray and value.dtype.kind in _NUMBERS and value.size <= _ELEMENTS:
         return _Copy("array", value.copy(), value)
     if kind in _COLLECTIONS:
@@ -437,7 +442,8 @@ def _write_content(copy: _Copy) -> None:
             _write(vars(source), name, value)
     elif isinstance(source, Tensor):
         if not _equal(source.detach(), content):
-            source.detach().copy_(content)
+            with torch.inference_mode(source.is_inference()):
+                source.detach().copy_(content)
     elif copy.kind == "array":
         if not _equal(source, content):
             source[...] = content

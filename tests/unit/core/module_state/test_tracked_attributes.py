@@ -261,3 +261,18 @@ def test_later_attributes_replace_earlier_ones() -> None:
     later = packed(attributes.changed())
     assert [name for _, name, _ in differing(later, earlier)] == ["rate", "best"]
     assert sorted(map(repr, joined(earlier, later))) == sorted(map(repr, later))
+
+
+def test_tensors_of_the_inference_mode_are_restored() -> None:
+    net: Any = Net()
+    attributes = tracked(net)
+    with torch.inference_mode():
+        net.best, net.center = torch.ones(2), torch.ones(3)
+    for _ in range(20):
+        copies = attributes.changed()
+    with torch.inference_mode():
+        net.best.mul_(2)
+        net.center = torch.zeros(3)
+    attributes.restore(copies)
+    assert net.best.tolist() == [1.0, 1.0]
+    assert net.center.tolist() == [1.0, 1.0, 1.0]
