@@ -1,4 +1,4 @@
-"""Undoes what a hook changes that a run has called before, at the same moment, and calls again."""
+"""Undoes changes of weights and optimizers by a hook that is called again."""
 
 from __future__ import annotations
 
@@ -17,11 +17,32 @@ from fabricx.distributed.sharding.dtensors import own_part
 
 
 @final
-class RepeatedHook:
-    """Weights, buffers and optimizers before a hook is called again.
+class GroupOptions:
+    """Options of the parameter groups of an optimizer, such as the learning rate.
 
-    The state with which a run continues has the changes of the hook's first call already. Buffers that no checkpoint
-    contains and `requires_grad` stay as the hook sets them.
+    Args:
+        optimizer: an optimizer of the module.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._before = [_copied(_options(group)) for group in optimizer.param_groups]
+
+    def remove_added(self) -> None:
+        """Remove the groups that were added since."""
+        del self._optimizer.param_groups[len(self._before) :]
+
+    def restore(self) -> bool:
+        """Restore the options, except for those of added groups; return whether an option had changed."""
+        groups = zip(self._optimizer.param_groups, self._before, strict=False)
+        return any([_restore_entries(group, before) for group, before in groups])  # noqa: C419
+
+
+@final
+class RepeatedHook:
+    """Weights, persistent buffers and optimizers before a hook is called again.
+
+    Other buffers and `requires_grad` stay as the hook sets them.
 
     Args:
         module: the user's module.
@@ -34,22 +55,20 @@ class RepeatedHook:
         self._states = [
             {parameter: _copied(state) for parameter, state in optimizer.state.items()} for optimizer in optimizers
         ]
-        self._options = [[_copied(_options(group)) for group in optimizer.param_groups] for optimizer in optimizers]
+        self._options = list(map(GroupOptions, optimizers))
 
     def undo(self) -> str:
         """Restore the values before the hook.
 
         Returns:
-            what the hook had changed: the first changed weight or optimizer, and the number of others; "" for nothing.
+            name of the first changed weight or optimizer, and the number of further names; "" without a change.
         """
         held = dict(self._held())
         changed = [name for name, kept in self._weights.items() if name in held and _restore(held[name], kept)]
         for optimizer, states, options in zip(self._optimizers, self._states, self._options, strict=True):
             if _restore_states(optimizer, states):
                 changed.append(f"the state of {type(optimizer).__name__}")
-            groups = zip(optimizer.param_groups, options, strict=False)  # the hook may add groups
-            restored = [_restore_entries(group, before) for group, before in groups]
-            if any(restored):
+            if options.restore():
                 changed.append(f"options of {type(optimizer).__name__}")
         return "" if not changed else changed[0] + (f" and {len(changed) - 1} more" if len(changed) > 1 else "")
 
@@ -77,11 +96,7 @@ def _same(value: Any, kept: Any) -> bool:
 
 
 def _restore(tensor: Tensor, kept: Tensor) -> bool:
-    """Restore values in place, unless they are the same or the tensor has another shape.
-
-    Returns:
-        whether values were restored.
-    """
+    """Restore values in place; return False for equal values and for tensors of different shapes."""
     now, before = own_part(tensor), own_part(kept)
     if now.shape != before.shape or torch.equal(now, before):
         return False
@@ -91,7 +106,7 @@ def _restore(tensor: Tensor, kept: Tensor) -> bool:
 
 
 def _restore_entries(entries: dict[Any, Any], kept: dict[Any, Any]) -> bool:
-    """Restore entries of a dictionary, and return whether one has changed."""
+    """Restore the entries of a dictionary; return whether an entry had changed."""
     changed = False
     for name, before in kept.items():
         now = entries.get(name)

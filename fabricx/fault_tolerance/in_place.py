@@ -165,8 +165,9 @@ def _report_lost_attributes(session: Session, names: set[str]) -> None:
     """Report attributes that the recovery has not restored, if any, once for the same attributes."""
     if names:
         text = (
-            f"attributes that have become too large were not recovered: {', '.join(sorted(names))}. A replacement has "
-            "their initial values: save them in on_save_checkpoint, and restore them in on_load_checkpoint"
+            f"attributes that are too large, or of types that are not recovered: {', '.join(sorted(names))}. A "
+            "replacement has their initial values: save them in on_save_checkpoint, and restore them in "
+            "on_load_checkpoint"
         )
         session.metrics.loggers.event("recovery", text, session.state.step)
         session.print_once(text, text)

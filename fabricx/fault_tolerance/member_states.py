@@ -191,6 +191,9 @@ class MemberStates:
         lockstep = session.strategy.traits.lockstep
         if self._batch_start is not None and (contribution.progress == furthest or not lockstep):
             self._ft.load_attributes(self._batch_start.attributes)
+            for options in self._ft.options:  # the hooks of the epoch's start run again
+                options.remove_added()
+                options.restore()
         entries = hook_entries(session)
         common = self._common
         if world.rank == holder and common is None:

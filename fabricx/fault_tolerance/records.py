@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from torch import nn
 
+from fabricx.consistency.repeated_hook import GroupOptions
 from fabricx.core.callback import Callback
 from fabricx.core.datamodule import DataModule
 from fabricx.core.hook_calls.hooks import overrides
@@ -45,6 +46,7 @@ class RankRecords(FaultTolerance):
 
     Attributes:
         epoch_end: state at which the publication of an epoch's values began; None outside of it.
+        options: options of the optimizers before the hooks that begin an epoch, until its first batch is complete.
         weights: those at the point from which unfinished work is repeated; None if no other rank reads the records.
         torn: some weights of an update are new and others old, or gradients of earlier batches have changed: the batch
             can't be tried again.
@@ -67,6 +69,7 @@ class RankRecords(FaultTolerance):
         self.attributes = TrackedAttributes(
             _modules(session.module) | callbacks, observed=["", *callbacks], ignored=RUN_ATTRIBUTES
         )
+        self.options: list[GroupOptions] = []
         self._before_validation: BufferMark | None = None  # buffers; None if its steps are complete
         self._recorded_ahead = False  # whether the record of the batch is written before its update
 
@@ -95,12 +98,14 @@ class RankRecords(FaultTolerance):
 
     def begin_epoch(self) -> None:
         super().begin_epoch()
+        if self.slot is not None and not self._state.batch:
+            self.options = list(map(GroupOptions, self._session.optimizers))
         if self.weights is not None and not self._state.batch:
             self.weights.note(values=True)
 
     def begin_batches(self, *, saved_within: bool) -> None:
         # A batch that is tried again begins with the states of callbacks before it, as that of a resumed run.
-        super().begin_batches(saved_within=saved_within or (self._records() and changes_in_steps(self._session)))
+        super().begin_batches(saved_within=saved_within or (self._records() and _changes_in_steps(self._session)))
         if self.weights is not None and self._state.batch:  # the first batch is repeated with the hooks before it
             self.weights.note(values=True)
 
@@ -206,6 +211,7 @@ class RankRecords(FaultTolerance):
 
     def after_batch(self) -> None:
         super().after_batch()
+        self.options = []
         if self.weights is not None:
             self.weights.forget()
         held = self._session.user_steps.held or self._session.user_steps.kept
@@ -252,12 +258,8 @@ class RankRecords(FaultTolerance):
         return self._session.overridden.optimizer_step or bool(self._session.overridden.closures)
 
 
-def changes_in_steps(session: Session) -> bool:
-    """Return whether hooks of callbacks with a state, or of the data module, may run within a step.
-
-    Args:
-        session: this rank's session.
-    """
+def _changes_in_steps(session: Session) -> bool:
+    """Return whether hooks of callbacks with a state, or of the data module, may run within a step."""
     of_data = session.datamodule is not None and overrides(session.datamodule, "state_dict", DataModule)
     return of_data or any(
         overrides(callback, "state_dict", Callback) and any(overrides(callback, hook, Callback) for hook in _IN_STEPS)

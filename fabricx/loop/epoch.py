@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
-from fabricx.consistency.repeated_hook import RepeatedHook
 from fabricx.core.hook_calls.hooks import call
-from fabricx.core.module_state.rng import random_kept
 from fabricx.core.state import EpochStep
-from fabricx.core.strategy_support.optimizer_state import added_once
 from fabricx.loop.boundary import call_last_hooks
 from fabricx.loop.evaluation import validate_in_fit
 from fabricx.loop.lr_schedules import step_plateaus
 from fabricx.loop.manual_optimization import check_options
-from fabricx.session.callback_states import restore_changed, states_before
+from fabricx.loop.repeated_hooks import epoch_start
 from fabricx.session.checkpoint import recount_batches, report_global_batch
 from fabricx.session.schedule import agree_at_boundary, limit_reached
 
@@ -36,19 +31,8 @@ def begin_epoch(session: Session) -> bool:
     session.check_callbacks()
     _reset_logs_and_loaders(session)
     rates = session.checks.local_hyperparameters()
-    repeated = RepeatedHook(session.module, session.optimizers) if session.state.batch else None
-    states = states_before(session.callbacks, session.datamodule) if session.state.batch else None
-    kept = session.fault_tolerance.kept_attributes() if session.state.batch else nullcontext()
-    with repeated_hooks(session, session.state.batch), kept:
+    with epoch_start(session):
         call(session.hooks.on_train_epoch_start)
-    if states is not None:
-        restore_changed(session.callbacks, session.datamodule, states)
-    if repeated is not None and (undone := repeated.undo()):
-        session.print(
-            f"on_train_epoch_start was called again in epoch {session.state.epoch}, after {session.state.batch} "
-            f"batches. It changed {undone}; the values before were restored, since they have the changes of this "
-            "epoch's first call already"
-        )
     if not session.module.automatic_optimization:
         check_options(session)  # a callback may have changed the accumulation
     session.data.check_options()
@@ -104,23 +88,6 @@ def end_epoch(session: Session) -> None:
     session.metrics.log_measured()  # after hooks that are repeated if a rank dies in them: its values would be others
     session.fault_tolerance.after_publishing()
     session.metrics.publish_epoch(ended=True)  # values that the hooks have logged
-
-
-@contextmanager
-def repeated_hooks(session: Session, repeated: object) -> Iterator[None]:
-    """Context for hooks that run once more than in a run without interruption.
-
-    Random states are kept, and groups that the hooks have added to the optimizers are not added again.
-
-    Args:
-        session: session of a fit.
-        repeated: true if the hooks have run before.
-    """
-    if not repeated:
-        yield
-        return
-    with random_kept(), added_once(session.optimizers):
-        yield
 
 
 def _saved_within_batches(session: Session) -> bool:

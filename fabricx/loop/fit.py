@@ -9,9 +9,10 @@ from fabricx.core.hook_calls.hooks import call
 from fabricx.core.state import EpochStep, Phase
 from fabricx.core.strategy_support.optimizer_state import let_groups_grow
 from fabricx.errors import PossibleUserWarning
-from fabricx.loop.epoch import begin_epoch, end_epoch, repeated_hooks
+from fabricx.loop.epoch import begin_epoch, end_epoch
 from fabricx.loop.evaluation import sanity_check
 from fabricx.loop.lr_schedules import step_schedules
+from fabricx.loop.repeated_hooks import run_start
 from fabricx.session.checkpoint import finish_checkpoint, restore_requested
 from fabricx.session.schedule import (
     agree_at_boundary,
@@ -59,7 +60,7 @@ def fit(session: Session, train_rest: Callable[[Session], bool]) -> None:
         call(session.hooks.on_fit_end)
         return
     session.metrics.collect(session.metrics.training)
-    with repeated_hooks(session, resumed or newcomer), ft.kept_attributes():
+    with run_start(session, continues=resumed or newcomer):
         call(session.hooks.on_train_start)
     if not newcomer:  # hooks of the start, or a callback of an earlier run, may have requested the stop
         if session.checkpoints.delayed_stop:

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from fabricx.core.module_state.tracked_attributes import Key, TrackedAttributes
+from fabricx.core.module_state.attribute_copies import Key
+from fabricx.core.module_state.tracked_attributes import TrackedAttributes
 from fabricx.core.state import EpochStep
 from fabricx.metrics.objects import metric_objects
 from fabricx.session.rank_state import BufferCopies, RankState

@@ -246,7 +246,7 @@ def test_undone_changes_of_a_repeated_epoch_start_are_printed(
     train(kind, save=tmp_path / "middle.ckpt")
     assert "called again" not in "".join(capfd.readouterr())
     train(kind, resume=tmp_path / "middle.ckpt")
-    text = "on_train_epoch_start was called again in epoch 1, after 1 batches. It changed options of SGD; "
+    text = "called again in epoch 1, after 1 batches, and its changes of options of SGD were undone"
     assert (text in "".join(capfd.readouterr())) is (kind is HalvesRate)
 
 

@@ -139,7 +139,41 @@ def test_attributes_that_have_become_too_large_are_named(strategy: str, tmp_path
         train(STRATEGIES[strategy](), callbacks, tmp_path, module=module)
         text = path.read_text()
         assert "workers continue from step" in text
-        assert ("attributes that have become too large were not recovered: values." in text) is (name == "large")
+        assert ("of types that are not recovered: values. A replacement" in text) is (name == "large")
+
+
+class ChangesOptions(Ledger):
+    """Changes the options of its optimizer, and adds a group, at the start of each epoch."""
+
+    def __init__(self) -> None:
+        super().__init__(SAMPLES, BATCH)
+        self.added = torch.nn.Parameter(torch.ones(1))
+
+    def on_train_epoch_start(self) -> None:
+        optimizer: Any = self.trainer.optimizers[0]
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+        if self.current_epoch == 1:
+            optimizer.add_param_group({"params": [self.added], "lr": 0.01})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * self.added.sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p is not self.added], lr=0.1, momentum=0.5)
+
+
+@pytest.mark.parametrize("step", [4, 5])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_options_that_the_start_of_an_epoch_changes_change_once(rank: int, step: int, tmp_path: Path) -> None:
+    """Steps of each epoch: 4, so that the death is in the first or the second batch of an epoch."""
+    undisturbed, killed = ChangesOptions(), ChangesOptions()
+    for name, module, faults in (("a", undisturbed, []), ("b", killed, [kill(rank).during("backward", step=step)])):
+        _, trainer = train(STRATEGIES["ddp"](), faults, tmp_path / name, module=module)
+        assert len(trainer.failures) == len(faults)
+    for name, value in undisturbed.state_dict().items():
+        if "entries" not in name:
+            assert torch.equal(killed.state_dict()[name], value), name
 
 
 class CountsValidations(Ledger):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from fabricx.consistency.repeated_hook import RepeatedHook
+from fabricx.consistency.repeated_hook import GroupOptions, RepeatedHook
 
 
 class Layer(nn.Linear):
@@ -81,3 +81,17 @@ def test_other_changes_stay() -> None:
     assert not layer.weight.requires_grad
     assert not layer.mask.any()
     assert optimizer.param_groups[1]["lr"] == 0.5
+
+
+def test_options_of_groups_are_restored_together() -> None:
+    layer = Layer()
+    optimizer = torch.optim.SGD([{"params": [layer.weight], "lr": 0.1}, {"params": [layer.bias], "lr": 0.2}])
+    options = GroupOptions(optimizer)
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.5})
+    assert options.restore()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2, 0.5]
+    assert not options.restore()
+    options.remove_added()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]

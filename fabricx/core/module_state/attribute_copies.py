@@ -1,0 +1,293 @@
+"""Copies of the values of attributes, and the restoration of the values in this process or another."""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+Key = tuple[str, str]  # names of the owner and of the attribute
+SCALARS: Final = frozenset((bool, int, float, complex, str, bytes, type(None)))
+_SEQUENCES: Final = (list, tuple, set, frozenset, deque)
+_DICTS: Final = (dict, OrderedDict, defaultdict)
+COLLECTIONS: Final = frozenset((*_SEQUENCES, *_DICTS))
+_KINDS: Final[dict[str, Any]] = {kind.__name__: kind for kind in (*_SEQUENCES, *_DICTS[:2])}
+_NUMBERS: Final = "biuf"  # kinds of arrays
+_LONGEST: Final = 1024  # scalars in a collection, and characters of its texts
+_ELEMENTS: Final = 4096  # of a tensor or an array
+_ATTRIBUTES: Final = 64  # of an object
+_LIBRARIES: Final = sys.stdlib_module_names - {"__main__", "abc", "typing"} | {
+    "fabricx",
+    "numpy",
+    "torch",
+    "torchmetrics",
+}
+
+
+class Unsupported(Exception):
+    """The value is of another type, or too large."""
+
+
+class Absent(NamedTuple):
+    """The attribute was deleted."""
+
+
+class Copy(NamedTuple):
+    """Content of a tensor, an array, a collection or an object, and the object itself in the process that has made it.
+
+    The content of an object is a dict of its attributes, without those that can't be copied.
+    """
+
+    kind: str
+    content: Any
+    source: Any = None
+
+
+class Length(NamedTuple):
+    """A list that is not copied, and its length. Only the process that has made it restores it."""
+
+    source: list[Any]
+    length: int
+
+
+class Same(NamedTuple):
+    """The attribute is the same object as another attribute."""
+
+    key: Key
+
+
+def copied(value: Any, *, within: bool = False) -> Any:
+    """Return a copy of a value.
+
+    Args:
+        value: an attribute.
+        within: it is an attribute of an object in an attribute.
+
+    Raises:
+        Unsupported: it can't be copied.
+    """
+    kind = type(value)
+    if kind in SCALARS:
+        if kind in (str, bytes) and len(value) > _LONGEST:
+            raise Unsupported
+        return value
+    if kind is Tensor:
+        if value.requires_grad and value.grad_fn is None:
+            raise Unsupported  # an optimizer may train it
+        if value.numel() > _ELEMENTS or value.layout is not torch.strided or value.device.type == "meta":
+            raise Unsupported
+        return Copy(value.device.type, value.detach().clone(), value)
+    if issubclass(kind, np.generic) and value.dtype.kind in _NUMBERS:
+        return Copy("number", np.array(value), value)
+    if kind is np.ndarray and value.dtype.kind in _NUMBERS and value.size <= _ELEMENTS:
+        return Copy("array", value.copy(), value)
+    if kind in COLLECTIONS:
+        return Copy(kind.__name__, _items(value), value)
+    attributes = None if within else own_attributes(value)
+    if attributes is None or len(attributes) > _ATTRIBUTES:
+        raise Unsupported
+    copies = {}
+    for name, attribute in attributes.items():
+        try:
+            copies[name] = copied(attribute, within=True)
+        except Unsupported:
+            continue
+    return Copy("object", copies, value)
+
+
+def _items(collection: Any) -> list[Any]:
+    """Return the items of a collection of numbers and texts; of a dict, pairs of keys and values.
+
+    Raises:
+        Unsupported: other items, or too many.
+    """
+    if len(collection) > _LONGEST:
+        raise Unsupported
+    scalars = [*collection, *collection.values()] if isinstance(collection, dict) else list(collection)
+    kinds = set(map(type, scalars))
+    if not kinds <= SCALARS:
+        raise Unsupported
+    if kinds & {str, bytes} and sum(len(item) for item in scalars if isinstance(item, (str, bytes))) > _LONGEST * 16:
+        raise Unsupported
+    return [list(pair) for pair in collection.items()] if isinstance(collection, dict) else scalars
+
+
+def _of_items(function: Callable[[Any], Any], items: list[Any]) -> list[Any]:
+    """Apply a function to the result of `_items`."""
+    return [list(map(function, item)) if isinstance(item, list) else function(item) for item in items]
+
+
+def own_attributes(value: Any) -> dict[str, Any] | None:
+    """Return the attributes of an object of a class outside of torch and other libraries, such as a running mean.
+
+    Args:
+        value: any object.
+
+    Returns:
+        the dict with its attributes; None for other objects.
+    """
+    try:
+        if isinstance(value, (nn.Module, Tensor, type)) or callable(value):
+            return None
+        if any(kind.__module__.partition(".")[0] in _LIBRARIES for kind in type(value).__mro__[:-1]):
+            return None
+        attributes = vars(value)
+    except Exception:  # of a class with attributes of its own kind
+        return None
+    return attributes if type(attributes) is dict else None
+
+
+def equal(first: Any, second: Any) -> bool:
+    """Return whether two copies are equal; NaN is equal to NaN.
+
+    Args:
+        first, second: results of `copied`, or of `unpacked_copy`.
+    """
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, Copy):
+        return first.kind == second.kind and equal(first.content, second.content)
+    if isinstance(first, Tensor):
+        if first.dtype != second.dtype or first.shape != second.shape:
+            return False
+        return torch.equal(first, second) or bool(((first == second) | ((first != first) & (second != second))).all())
+    if isinstance(first, np.ndarray):
+        return first.dtype == second.dtype and bool(np.array_equal(first, second, equal_nan=True))
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(equal(first[name], second[name]) for name in first)
+    if isinstance(first, list):
+        return first == second or (len(first) == len(second) and all(map(equal, first, second)))
+    return bool(first == second or (first != first and second != second))
+
+
+def write(attributes: dict[str, Any], name: str, copy: Any, references: int | None = None) -> bool:
+    """Restore an attribute; return False if that is impossible in this process.
+
+    Args:
+        attributes: of the owner.
+        name: of the attribute.
+        copy: of this process or another.
+        references: to an object with attributes; if it has more, it may be the wrong object of several in a list. None
+            if it is the object that had the attribute at all times.
+    """
+    if isinstance(copy, Absent):
+        attributes.pop(name, None)
+    elif isinstance(copy, Length):
+        attributes[name] = copy.source
+        del copy.source[copy.length :]
+    elif not isinstance(copy, Copy):
+        attributes[name] = copy
+    elif copy.source is not None:
+        attributes[name] = copy.source
+        _write_content(copy)
+    elif copy.kind != "object":
+        present = attributes.get(name)
+        attributes[name] = _new(copy, present)
+    else:
+        present = attributes.get(name)
+        held = own_attributes(present)
+        if held is None or (references is not None and sys.getrefcount(present) > references):
+            return False
+        for attribute, value in copy.content.items():
+            write(held, attribute, value)
+    return True
+
+
+def _write_content(copy: Copy) -> None:
+    """Restore the content of the object that was copied."""
+    source, content = copy.source, copy.content
+    if copy.kind == "object":
+        for name, value in content.items():
+            write(vars(source), name, value)
+    elif isinstance(source, Tensor):
+        if not equal(source.detach(), content):
+            with torch.inference_mode(source.is_inference()):
+                source.detach().copy_(content)
+    elif copy.kind == "array":
+        if not equal(source, content):
+            source[...] = content
+    elif isinstance(source, (list, deque)):
+        source.clear()
+        source.extend(content)
+    elif isinstance(source, (set, dict)):
+        source.clear()
+        source.update(content)
+
+
+def _new(copy: Copy, present: Any) -> Any:
+    """Return a new object with the content.
+
+    Args:
+        copy: of another process; no object with attributes.
+        present: value of the attribute in this process.
+    """
+    kind, content = copy.kind, copy.content
+    if kind == "number":
+        return content[()]
+    if kind == "array":
+        return content.copy()
+    if isinstance(content, Tensor):
+        return content.to(kind, copy=True)
+    if kind == "defaultdict":
+        return defaultdict(present.default_factory if type(present) is defaultdict else None, content)
+    if kind == "deque":
+        return deque(content, present.maxlen if type(present) is deque else None)
+    return _KINDS[kind](content)
+
+
+def packed_copy(copy: Any) -> Any:
+    """Return a copy as numbers, texts, tensors, lists and dicts, without its source.
+
+    Args:
+        copy: result of `copied`, `Absent` or `Same`.
+    """
+    if isinstance(copy, Absent):
+        return {"absent": True}
+    if isinstance(copy, Same):
+        return {"same": list(copy.key)}
+    if isinstance(copy, (complex, bytes)):
+        return {"complex": [copy.real, copy.imag]} if isinstance(copy, complex) else {"bytes": list(copy)}
+    if not isinstance(copy, Copy):
+        return copy
+    content = copy.content
+    if copy.kind == "object":
+        content = {name: packed_copy(value) for name, value in content.items()}
+    elif isinstance(content, np.ndarray):
+        return {"kind": copy.kind, "content": content.tolist(), "dtype": str(content.dtype)}
+    elif isinstance(content, Tensor):
+        content = content.cpu()
+    else:
+        content = _of_items(packed_copy, content)
+    return {"kind": copy.kind, "content": content}
+
+
+def unpacked_copy(entry: Any) -> Any:
+    """Return a copy without a source.
+
+    Args:
+        entry: result of `packed_copy`.
+    """
+    if not isinstance(entry, dict):
+        return entry
+    if "absent" in entry:
+        return Absent()
+    if "same" in entry:
+        owner, name = entry["same"]
+        return Same((owner, name))
+    if "complex" in entry:
+        return complex(*entry["complex"])
+    if "bytes" in entry:
+        return bytes(entry["bytes"])
+    content = entry["content"]
+    if "dtype" in entry:
+        content = np.array(content, dtype=entry["dtype"])
+    elif isinstance(content, dict):
+        content = {name: unpacked_copy(value) for name, value in content.items()}
+    elif isinstance(content, list):
+        content = _of_items(unpacked_copy, content)
+    return Copy(entry["kind"], content)

@@ -1,0 +1,57 @@
+"""Hooks of a start that run again when a run continues."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from fabricx.consistency.repeated_hook import RepeatedHook
+from fabricx.core.module_state.rng import random_kept
+from fabricx.core.strategy_support.optimizer_state import added_once
+from fabricx.session.callback_states import restore_changed, states_before
+
+if TYPE_CHECKING:
+    from fabricx.session.session import Session
+
+
+@contextmanager
+def run_start(session: Session, *, continues: bool) -> Iterator[None]:
+    """Context of the hooks that start a run.
+
+    In a run that continues, random states are kept, and parameter groups are not added to optimizers again.
+
+    Args:
+        session: session of a fit.
+        continues: the run continues an earlier run, or this rank joins it.
+    """
+    if not continues:
+        yield
+        return
+    with random_kept(), added_once(session.optimizers), session.fault_tolerance.kept_attributes():
+        yield
+
+
+@contextmanager
+def epoch_start(session: Session) -> Iterator[None]:
+    """Context of `on_train_epoch_start`.
+
+    If batches of the epoch are trained already, the hook was called before: the state with which the run continues has
+    its changes, and further changes are undone.
+
+    Args:
+        session: session of a fit.
+    """
+    if not session.state.batch:
+        yield
+        return
+    weights = RepeatedHook(session.module, session.optimizers)
+    states = states_before(session.callbacks, session.datamodule)
+    with run_start(session, continues=True):
+        yield
+    restore_changed(session.callbacks, session.datamodule, states)
+    if undone := weights.undo():
+        session.print(
+            f"on_train_epoch_start was called again in epoch {session.state.epoch}, after {session.state.batch} "
+            f"batches, and its changes of {undone} were undone: the run continues with the changes of the first call"
+        )

@@ -1,0 +1,113 @@
+"""Copies of values: equal after a transfer, and written to the same object or to a new object."""
+
+from __future__ import annotations
+
+import io
+from collections import OrderedDict, defaultdict, deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fabricx.core.module_state.attribute_copies import (
+    Absent,
+    Length,
+    Unsupported,
+    copied,
+    equal,
+    own_attributes,
+    packed_copy,
+    unpacked_copy,
+    write,
+)
+
+
+def sent(copy: Any) -> Any:
+    torch.save(packed_copy(copy), buffer := io.BytesIO())
+    buffer.seek(0)
+    return unpacked_copy(torch.load(buffer, weights_only=True))
+
+
+VALUES = [
+    3, float("nan"), "a", b"ab", 1j, None, True, [1, 2.5, "a", None, 1j], (1, b"a"), {1, 2}, frozenset({"a"}),
+    deque([1], 3), {"a": 1, 2: None}, OrderedDict(b=1, a=2), np.arange(3), np.float32(0.5), np.array([float("nan")]),
+    torch.arange(3), torch.tensor(float("nan")), torch.tensor([1.0]).bfloat16(), [float("nan")], [],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_copies_are_equal_after_a_transfer(value: Any) -> None:
+    received: dict[str, Any] = {}
+    assert equal(copied(value), sent(copied(value)))
+    assert write(received, "value", sent(copied(value)))
+    assert type(received["value"]) is type(value)
+    assert equal(copied(received["value"]), copied(value))
+
+
+@pytest.mark.parametrize(("first", "second"), [(1, 2), (1, 1.0), ([1], [2]), ([1], (1,)), ({"a": 1}, {"a": 2})])
+def test_copies_of_other_values_are_not_equal(first: Any, second: Any) -> None:
+    assert not equal(copied(first), copied(second))
+
+
+def test_the_order_of_a_dict_counts() -> None:
+    assert not equal(copied(OrderedDict(a=1, b=2)), copied(OrderedDict(b=2, a=1)))
+
+
+@pytest.mark.parametrize("value", [[1, 2], deque([1]), {1}, {"a": 1}, torch.ones(2), np.ones(2)], ids=repr)
+def test_a_copy_of_this_process_is_written_to_the_object(value: Any) -> None:
+    copy, attributes = copied(value), {"value": "another object"}
+    if isinstance(value, (list, deque)):
+        value += [0] * 2000  # more than a copy may have
+    elif isinstance(value, (set, dict)):
+        value.clear()
+    else:
+        value *= 0
+    write(attributes, "value", copy)
+    assert attributes["value"] is value
+    assert equal(copied(value), copy)
+
+
+def test_a_defaultdict_keeps_the_function_of_the_receiver() -> None:
+    sender: Any = defaultdict(int, a=1)
+    receiver: dict[str, Any] = {"counts": defaultdict(lambda: 7)}
+    write(receiver, "counts", sent(copied(sender)))
+    assert receiver["counts"]["b"] == 7
+    assert receiver["counts"]["a"] == 1
+
+
+def test_absent_attributes_are_deleted_and_longer_lists_cut() -> None:
+    items: list[Any] = [object()]
+    attributes: dict[str, Any] = {"items": None, "added": 1}
+    length = Length(items, len(items))
+    items.append(object())
+    assert write(attributes, "items", length)
+    assert write(attributes, "added", sent(Absent()))
+    assert attributes == {"items": items}
+    assert len(items) == 1
+
+
+class Raises:
+    @property
+    def __dict__(self) -> Any:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    "value", [[0] * 1025, "x" * 1025, ["x" * 20_000], torch.ones(4097), np.ones(4097), [[1]], Raises()]
+)
+def test_large_and_other_values_are_not_copied(value: Any) -> None:
+    with pytest.raises(Unsupported):
+        copied(value)
+
+
+def test_attributes_of_objects_of_users_only() -> None:
+    class Mean:
+        def __init__(self) -> None:
+            self.total = 1.0
+
+    assert own_attributes(Mean()) == {"total": 1.0}
+    assert own_attributes(Raises()) is None
+    assert own_attributes(torch.Generator()) is None
+    assert own_attributes(Mean) is None
+    assert own_attributes(io.BytesIO()) is None
