@@ -25,6 +25,7 @@ from fabricx.session.accumulation import accumulation_set
 from fabricx.session.checkpoint import load_imported_weights
 from fabricx.trainer.module_set_up import check_not_lazy
 from fabricx.trainer.trial import trial_of
+from fabricx.trainer.unregistered_parameters import check_registered
 
 if TYPE_CHECKING:
     from fabricx.session.session import Session
@@ -103,13 +104,7 @@ def _set_up_optimizers(session: Session) -> None:
     optimizers, schedules = parse_optimizers(module.configure_optimizers(), manual=not module.automatic_optimization)
     if not optimizers:
         session.warn_once("no optimizer", "configure_optimizers returned no optimizer, so no weight will change")
-    trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    if trained and trained.isdisjoint(map(id, module.parameters())):
-        session.warn_once(
-            "foreign parameters",
-            "no parameter of the optimizers is a parameter of the module, so no weight of the module will change: "
-            "create the optimizer with self.parameters()",
-        )
+    check_registered(session, optimizers)
     session.optimizers += optimizers
     session.lr_schedulers += schedules
     comparison.compare_at_set_up(session.world, "optimizers", comparison.of_optimizers(module, optimizers, schedules))

@@ -382,3 +382,25 @@ def test_zero_gradients_continue_momentum_if_workers_step(strategy: Any) -> None
     expected = train(ZeroGradients)
     for name, weight in train(ZeroGradients, strategy, 2).items():
         assert torch.allclose(weight, expected[name], rtol=0, atol=1e-9), name  # float64
+
+
+class HiddenHeads(Net):
+    """A part of the trained layers is in a list, and so not registered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = [nn.Linear(2, 2, dtype=torch.float64), nn.Linear(2, 2, dtype=torch.float64)]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        outputs = self.head(self.body(batch[0]))
+        return torch.stack([head(outputs).square().mean() for head in self.heads]).mean()
+
+    def configure_optimizers(self) -> Any:
+        hidden = [p for head in self.heads for p in head.parameters()]
+        return torch.optim.SGD([*self.parameters(), *hidden], lr=0.05)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "parameter_server", "local_sgd", "reproducible"])
+def test_trained_tensors_outside_of_the_module_are_an_error_on_several_ranks(strategy: str) -> None:
+    with pytest.raises(WorkerFailed, match=r"self\.heads = nn\.ModuleList\(\.\.\.\)\. .* not averaged over the ranks"):
+        train(HiddenHeads, strategy, 2)

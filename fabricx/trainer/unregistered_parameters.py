@@ -1,0 +1,100 @@
+"""Tensors that the optimizers train and that are not parameters of the module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fabricx.core.module_state.buffers import persistent_buffers
+
+if TYPE_CHECKING:
+    from fabricx.session.session import Session
+
+_SHOWN: Final = 3  # names in a message
+_OF_MODULES: Final = frozenset(vars(nn.Module()))  # attributes of every module
+
+
+def check_registered(session: Session, optimizers: Sequence[Optimizer]) -> None:
+    """Check that the optimizers train only parameters of the module.
+
+    Gradients of other tensors are not averaged over ranks, and checkpoints and recovery don't have their values. On a
+    single rank, this is a warning.
+
+    Args:
+        session: session of a fit, with the strategy set up.
+        optimizers: results of `configure_optimizers`.
+
+    Raises:
+        ValueError: an optimizer trains another tensor, and the run has several ranks.
+    """
+    known = set(map(id, session.module.parameters()))
+    trained = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    unknown = {number: tensor for number, tensor in trained.items() if number not in known}
+    if unknown and session.world.size > 1:
+        raise ValueError(
+            f"{_description(session.module, unknown)}. Without that, its gradient is not averaged over the ranks, and "
+            "checkpoints don't have its value"
+        )
+    saved = {id(buffer) for _, buffer in persistent_buffers(session.module)}
+    if unknown := {number: tensor for number, tensor in unknown.items() if number not in saved}:
+        session.warn_once(
+            "unregistered parameters",
+            f"{_description(session.module, unknown)}. Without that, checkpoints don't have its value: a run that "
+            "continues begins with the initial value",
+        )
+
+
+def _description(module: nn.Module, unknown: Mapping[int, Tensor]) -> str:
+    """Return a text with the tensors, by attribute or by shape, and the remedy."""
+    names = {name: remedy for name, numbers, remedy in _attributes(module) if not numbers.isdisjoint(unknown)}
+    if not names:
+        shapes = [str(list(tensor.shape)) for tensor in unknown.values()]
+        return (
+            "configure_optimizers: an optimizer trains tensors that are not parameters of the module, of shapes "
+            f"{_listed(shapes)}. Create the optimizer in configure_optimizers, from self.parameters(), and make each "
+            "layer and each trained tensor an attribute of the module, as nn.Module and nn.Parameter"
+        )
+    name, remedy = next(iter(names.items()))
+    return (
+        f"configure_optimizers: an optimizer trains {_listed([f'self.{name}' for name in names])}, but the module does "
+        f"not have it in self.parameters(). Assign it as self.{name} = {remedy}"
+    )
+
+
+def _listed(names: list[str]) -> str:
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, set[int], str]]:
+    """Yield the name of each attribute with tensors or layers, the `id` of each of its tensors, and the remedy."""
+    for prefix, owner in module.named_modules():
+        attributes = {name: value for name, value in vars(owner).items() if name not in _OF_MODULES}
+        for name, value in (attributes | dict(owner.named_buffers(recurse=False))).items():
+            if parts := list(_parts(value)):
+                numbers = {id(tensor) for part in parts for tensor in _tensors(part)}
+                yield f"{prefix}.{name}" if prefix else name, numbers, _remedy(value, parts)
+
+
+def _parts(value: Any) -> Iterator[Tensor | nn.Module]:
+    if isinstance(value, (Tensor, nn.Module)):
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        items = value.values() if isinstance(value, dict) else value
+        yield from (item for item in items if isinstance(item, (Tensor, nn.Module)))
+
+
+def _tensors(part: Tensor | nn.Module) -> Iterator[Tensor]:
+    return part.parameters() if isinstance(part, nn.Module) else iter([part])
+
+
+def _remedy(value: Any, parts: list[Tensor | nn.Module]) -> str:
+    layers = isinstance(parts[0], nn.Module)
+    if isinstance(value, Tensor):
+        return "nn.Parameter(...)"
+    if isinstance(value, dict):
+        return "nn.ModuleDict(...)" if layers else "nn.ParameterDict(...)"
+    return "nn.ModuleList(...)" if layers else "nn.ParameterList(...)"
