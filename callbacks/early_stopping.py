@@ -203,7 +203,7 @@ class EarlyStopping(Callback):
         return f"EarlyStopping{values}"
 
     def setup(self, trainer: TrainerProtocol, pl_module: Module, stage: str) -> None:
-        self._fitting = stage == "fit"
+        self._fitting, self._validated = stage == "fit", False  # at the start of a fit nothing is logged
 
     def on_train_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         if self._stopped_before:
@@ -235,7 +235,7 @@ class EarlyStopping(Callback):
                     f"{did_you_mean(self.monitor, logged)}\n  logged: {', '.join(sorted(logged)) or 'nothing'}\n"
                     "  log it with self.log(...), or pass strict=False to skip the check until it is logged"
                 )
-            if self._validated or trainer.state.closing:
+            if not self.strict and (self._validated or trainer.state.closing):
                 trainer.session.warn_once(
                     f"early stopping {self.monitor}",
                     f"EarlyStopping(monitor={self.monitor!r}, strict=False): no metric of that name was logged, so "

@@ -179,6 +179,7 @@ class ModelCheckpoint(Checkpoint, NameParts):
         self._saved = (0, 0)  # steps and epochs of the newest checkpoint; see `_trained`
         self._ranked = (0, 0)  # of the newest comparison with the best checkpoints
         self._waiting = False  # a save is due, but the monitored metric was not logged yet
+        self._first_epoch = 0  # of this fit, at whose start nothing is logged
         self._metric = MetricAge()
 
     def _check_arguments(self) -> None:
@@ -224,6 +225,7 @@ class ModelCheckpoint(Checkpoint, NameParts):
         if not self._resumed:
             self._step_handled = trainer.global_step
             self._saved = self._ranked = self._trained(trainer)
+            self._first_epoch = trainer.state.epoch
             self._waiting, self._metric.validated_step = False, -1
         self._resumed, self._records.pending = False, None
         if trainer.world.main_rank and trainer.state.attempt:  # resumed: delete incomplete checkpoints of that run
@@ -248,9 +250,9 @@ class ModelCheckpoint(Checkpoint, NameParts):
         if self._clock is not None:
             due = self._clock.due(step, trainer.world) or due
         if due:
-            # A metric of an epoch exists after the first epoch, and after the first validation.
+            # A metric of an epoch exists after the first epoch of this fit, and after its first validation.
             validated = self._metric.validated_step >= 0 or not has_validation(trainer)
-            self._save_or_wait(trainer, complain=trainer.current_epoch > 0 and validated)
+            self._save_or_wait(trainer, complain=trainer.current_epoch > self._first_epoch and validated)
         self._step_handled = step
 
     def on_validation_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
@@ -357,7 +359,7 @@ class ModelCheckpoint(Checkpoint, NameParts):
 
         Collective: a metric may be logged on the main rank only.
         """
-        if self.monitor is None:
+        if self.monitor is None or not self.save_top_k:  # without ranked checkpoints the metric is not needed
             return False, False
         missing = self.monitor not in trainer.callback_metrics and self.monitor not in ("step", "epoch")
         stale = missing or self._metric.stale(trainer.global_step)
@@ -582,7 +584,7 @@ class ModelCheckpoint(Checkpoint, NameParts):
             "dirpath": self.dirpath,
             "current_score": self.current_score,
             "steps": [self._step_handled, self._saved[0], self._ranked[0], self._metric.validated_step],
-            "epochs": [self._saved[1], self._ranked[1]],
+            "epochs": [self._saved[1], self._ranked[1], self._first_epoch],
             "waiting": [self._waiting, self._metric.from_validation],
             "clock": None if self._clock is None else self._clock.state(),
         }
@@ -595,8 +597,8 @@ class ModelCheckpoint(Checkpoint, NameParts):
         # The following values determine when all ranks save.
         steps = state_dict.get("steps", [0, 0, 0, -1])
         self._step_handled, saved, ranked, self._metric.validated_step = steps
-        epochs = state_dict.get("epochs", [0, 0])
-        self._saved, self._ranked = (saved, epochs[0]), (ranked, epochs[1])
+        epochs = [*state_dict.get("epochs", [0, 0]), 0]  # of two or three numbers
+        self._saved, self._ranked, self._first_epoch = (saved, epochs[0]), (ranked, epochs[1]), epochs[2]
         self._waiting, self._metric.from_validation = state_dict.get("waiting", [False, False])
         if self._clock is not None and state_dict.get("clock") is not None:
             self._clock.set_state(state_dict["clock"])

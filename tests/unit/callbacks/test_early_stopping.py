@@ -118,6 +118,18 @@ def test_a_metric_that_was_never_logged_is_an_error(trainer: Any) -> None:
         run.epoch(validation={"val_loss": 1.0})
 
 
+def test_a_second_fit_may_end_an_epoch_before_its_first_validation(trainer: Any) -> None:
+    run = trainer(EarlyStopping("val_loss", check_on_train_epoch_end=True), check_val_every_n_epoch=2).start()
+    for validation in (None, {"val_loss": 1.0}):
+        run.epoch(validation=validation)
+    run.end()
+    run.callback_metrics.clear()  # at the start of a fit nothing is logged
+    run.start()
+    run.epoch()
+    with pytest.raises(ValueError, match="no metric of that name"):
+        run.epoch(validation={"other": 1.0})
+
+
 def test_a_metric_that_was_never_logged_is_accepted_if_not_strict(trainer: Any) -> None:
     run = trainer(EarlyStopping("other", strict=False)).start()
     with pytest.warns(UserWarning, match=r"'other', strict=False\): no metric of that name.*Logged: val_loss"):

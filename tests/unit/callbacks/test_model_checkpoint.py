@@ -525,6 +525,29 @@ def test_a_metric_that_is_never_logged_is_an_error_if_saves_are_due_by_steps(
         train()
 
 
+def test_a_second_fit_has_no_metric_of_an_epoch_before_its_first_epoch_ends(trainer: Any, tmp_path: Path) -> None:
+    run = trainer(ModelCheckpoint(monitor="loss", every_n_train_steps=3), num_val_batches=[]).start()
+    run.epoch(loss=0.5)
+    run.end()
+    run.callback_metrics.clear()  # at the start of a fit nothing is logged
+    run.start()
+    run.epoch(loss=0.25)
+    assert names(tmp_path / "checkpoints") == ["epoch=1-step=8.ckpt"]
+    run.callback_metrics.clear()
+    with pytest.raises(ValueError, match="no metric of that name"):
+        run.epoch()
+
+
+def test_save_top_k_0_needs_no_metric(trainer: Any, tmp_path: Path) -> None:
+    run = trainer(ModelCheckpoint(monitor="no_such_metric", save_top_k=0, every_n_train_steps=3), num_val_batches=[])
+    run.start()
+    for _ in range(2):
+        run.epoch()
+    run.step()
+    run.end()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_weights_of_a_run_that_ends_before_the_metric_is_logged_are_saved(trainer: Any, tmp_path: Path) -> None:
     run = trainer(ModelCheckpoint(monitor="no_such_metric", every_n_train_steps=2)).start()
     for _ in range(3):
