@@ -373,7 +373,8 @@ class Logbook:
         names = metrics.due(epoch=False, step=self.step)
         values = metrics.joined(names, epoch=False, batches=self.batches, alone=True)
         for name, (metric, series) in sorted(metrics.objects.items()):
-            latest = getattr(metric, "_forward_cache", None) if series.on_step else None
+            now = series.on_step and name in self.updated and self.updated[name][0] == self.step
+            latest = getattr(metric, "_forward_cache", None) if now else None
             if latest is not None:  # else the value needs a collective
                 values[name] = torch.as_tensor(latest)
         return values

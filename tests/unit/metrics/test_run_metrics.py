@@ -98,6 +98,28 @@ def test_values_of_evaluation_batches_are_logged_with_an_increasing_number(quiet
     assert trainer.progress_bar_metrics == {"two_step": 2.0, "two_epoch": 1.0}
 
 
+def test_the_value_of_a_metric_object_is_in_the_rows_of_the_evaluation_batches_that_log_it(
+    quiet: dict[str, Any],
+) -> None:
+    class Batches(TinyModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = torchmetrics.MeanMetric()
+
+        def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+            if dataloader_idx == 0 and batch_idx < 2:
+                self.mean(batch_idx + 1)
+                self.log("mean", self.mean, on_step=True, on_epoch=True)
+            self.log("batch", batch_idx, on_step=True)
+
+    keeps = Keeps()
+    trainer = fx.Trainer(**{**quiet, "logger": keeps})
+    trainer.validate(Batches(), [tiny_loader(12, 4), tiny_loader(4, 4)], verbose=False)
+    rows = [row.get("mean_step/dataloader_idx_0") for _, row in keeps.rows]
+    assert rows == [1.0, 2.0, None, None, None]
+    assert keeps.rows[-1][1]["mean_epoch/dataloader_idx_0"] == 1.5
+
+
 def test_the_progress_bar_and_the_loggers_use_the_same_names(quiet: dict[str, Any]) -> None:
     class Bar(TinyModule):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
