@@ -32,6 +32,22 @@ def advise_on_validation(defined: bool, loaders: Any, limit: int | float) -> Non
         _warn("there is a val_dataloader, and the module has no validation_step: no validation runs")
 
 
+def advise_on_batches(word: str, loaders: Iterable[Any], batches: Iterable[int | float]) -> None:
+    """Warn about evaluation loaders without a batch.
+
+    Args:
+        word: "val", "test" or "predict".
+        loaders: loaders of the evaluation.
+        batches: number of batches of each.
+    """
+    counted = enumerate(zip(loaders, batches, strict=True))
+    if empty := [f"{number} ({type(loader).__name__})" for number, (loader, count) in counted if not count]:
+        _warn(
+            f"loaders of {word}_dataloader without a batch: {', '.join(empty)}. The data set is empty, or smaller than "
+            "a batch with drop_last=True. If no loader has a batch, no hook of the evaluation is called"
+        )
+
+
 def advise_on_shuffling(word: str, loaders: Iterable[Any]) -> None:
     """Warn about evaluation loaders that shuffle.
 

@@ -34,6 +34,7 @@ def make_feed(
     undivided: bool = False,
     fixed: bool = False,
     weighted: bool = False,
+    keeps_last: bool = False,
 ) -> Feed:
     """Build the feed for a user's data: a map-style DataLoader is read in the global order, any other source as it is.
 
@@ -53,6 +54,7 @@ def make_feed(
         undivided: a rank's whole share of a global batch is one batch.
         fixed: use the same order in every epoch, without shuffling by the DataLoader.
         weighted: the module defines the weight of a batch.
+        keeps_last: read an incomplete last batch also with `drop_last=True`.
 
     Raises:
         ValueError: `parts` for a source other than a map-style DataLoader, a DistributedSampler of another rank, or a
@@ -71,7 +73,7 @@ def make_feed(
     if ordered and (shard or world.size == 1):
         return OrderedFeed(
             source, world, seed, limit, began_with, company=company, parts=parts, dealt=dealt, balance=balance,
-            undivided=undivided, fixed=fixed, weighted=weighted,
+            undivided=undivided, fixed=fixed, weighted=weighted, keeps_last=keeps_last,
         )  # fmt: skip
     if parts:
         raise ValueError(
@@ -82,6 +84,7 @@ def make_feed(
         alone = World(device=world.device)
         return OrderedFeed(
             source, alone, seed + world.rank, limit, fixed=fixed, beside=world.size, weighted=weighted,
+            keeps_last=keeps_last,
         )  # fmt: skip
     return ListFeed(source, world, limit, fixed=fixed, company=company)
 

@@ -72,6 +72,7 @@ class OrderedFeed(Feed):
         fixed: every epoch has the order of the first epoch, and a plain `shuffle=True` is ignored.
         beside: number of ranks that each read an order of their own, not divided.
         weighted: the module defines the weight of a batch, also if its samples are not all that were read.
+        keeps_last: read an incomplete last batch also with `drop_last=True`.
 
     Raises:
         ValueError: `undivided` with fewer ranks than `began_with`, and batches that can't be joined.
@@ -81,6 +82,7 @@ class OrderedFeed(Feed):
         self, loader: DataLoader[Any], world: World, seed: int, limit: int | float, began_with: int = 0,
         *, company: bool = False, parts: int = 0, dealt: bool = False, balance: Balance | None = None,
         undivided: bool = False, fixed: bool = False, beside: int = 1, weighted: bool = False,
+        keeps_last: bool = False,
     ) -> None:  # fmt: skip
         self._fixed = fixed
         self._beside, self.of_rank = beside, beside > 1
@@ -93,6 +95,7 @@ class OrderedFeed(Feed):
         self._limit = limit
         self._sampler: Any
         self._sampler, self._batch, self._drop_last = order_of(loader)
+        self._drop_last = self._drop_last and not keeps_last
         self._seed = seed_of(loader, self._sampler, seed)
         self._placed = False  # the sampler was restored since the newest order was drawn
         self._newest: Any = ()  # order of the epoch that `epoch` reads

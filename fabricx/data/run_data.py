@@ -17,7 +17,7 @@ from fabricx.core.module_hooks import ModuleHooks
 from fabricx.core.module_state.rng import RandomState, random_kept, seed_often
 from fabricx.core.options.duration import check_count
 from fabricx.core.strategy_parts import ModelParallel, as_part
-from fabricx.data.advice import advise_on_overfitting, advise_on_shuffling, advise_on_validation
+from fabricx.data.advice import advise_on_batches, advise_on_overfitting, advise_on_shuffling, advise_on_validation
 from fabricx.data.factory import make_feed
 from fabricx.data.feed import Feed
 from fabricx.data.order import Balance, epoch_seed
@@ -122,6 +122,11 @@ class RunData:
         return self._train_feed
 
     @property
+    def validates(self) -> bool:
+        """Return whether a fit validates: a loader has batches. A stream may have some on another rank."""
+        return any(not feed.exact_position or feed.batches() for feed in self.val_feeds)
+
+    @property
     def feeds(self) -> list[Feed]:
         """Return the feeds of a fit, training first; none in an evaluation."""
         return [] if self._train_feed is None else [self._train_feed, *self.val_feeds]
@@ -188,6 +193,7 @@ class RunData:
             defined = callable(getattr(self._module, "validation_step", None))
             advise_on_validation(defined, self.val_dataloaders, options.limit_val_batches)
         loaders = evaluation_sources(self.val_dataloaders) if self.val_feeds else []
+        advise_on_batches(word, loaders, self.batches.evaluation[word])
         if self.stage == "fit" and options.overfit_batches:
             advise_on_overfitting([*evaluation_sources(self.train_dataloader), *loaders])
         else:
@@ -382,7 +388,7 @@ class RunData:
         every, total = self._options.val_check_interval, self.batches.planned
         self.val_every = self._validation_interval()
         whole = isinstance(every, int) and not isinstance(every, bool) and self.val_every != float("inf")
-        if whole and self.val_every > total and self._options.check_val_every_n_epoch is not None:
+        if whole and self.val_every > total > 0 and self._options.check_val_every_n_epoch is not None:
             raise ValueError(
                 f"val_check_interval={every} is more than the {total} batches of an epoch; set a smaller interval, "
                 "or check_val_every_n_epoch=None to count across epochs"
@@ -390,7 +396,7 @@ class RunData:
 
     def _validation_interval(self) -> float:
         every, total = self._options.val_check_interval, self.batches.planned
-        if not self.val_feeds or every is None or isinstance(every, timedelta):
+        if not self.validates or every is None or isinstance(every, timedelta):
             return float("inf")
         if isinstance(every, str):
             return float(check_count("val_check_interval", every, "step", 1) or 1)
@@ -497,7 +503,7 @@ class RunData:
             began_with=began_with, company=strategy.traits.joint_steps or manual, parts=parts,
             dealt=not strategy.traits.lockstep, balance=balance, undivided=manual,
             fixed=fixed or (bool(options.overfit_batches) and self.stage == "fit"),
-            weighted=overrides(self._module, "batch_weight", ModuleHooks),
+            weighted=overrides(self._module, "batch_weight", ModuleHooks), keeps_last=self.stage == "predict",
         )  # fmt: skip
 
 

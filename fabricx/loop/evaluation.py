@@ -118,7 +118,7 @@ def sanity_check(session: Session) -> None:
     Args:
         session: the run's session; `num_sanity_val_steps` is the number of batches.
     """
-    if not session.data.val_feeds or not session.options.num_sanity_val_steps:
+    if not session.data.validates or not session.options.num_sanity_val_steps:
         return
     with random_kept():
         session.state.phase = Phase.SANITY

@@ -301,4 +301,4 @@ def validation_due_after_shortening(session: Session, trained: int, before: int 
 
 def _epoch_validates(session: Session) -> bool:
     every = session.options.check_val_every_n_epoch
-    return bool(session.data.val_feeds) and (every is None or (session.state.epoch + 1) % every == 0)
+    return session.data.validates and (every is None or (session.state.epoch + 1) % every == 0)

@@ -326,7 +326,8 @@ def test_a_training_without_batches_is_an_error(options: dict[str, Any], data: d
     kept = torch.utils.data.Subset(whole, range(data.pop("samples", len(whole))))
     with pytest.raises(ValueError, match=message):
         trainer.fit(Counts(), torch.utils.data.DataLoader(kept, batch_size=4, **data), tiny_loader())
-    fx.Trainer(max_epochs=1, limit_train_batches=0, **QUIET).fit(Counts(), tiny_loader())  # no loader was requested
+    none = fx.Trainer(max_epochs=1, limit_train_batches=0, val_check_interval=2, **QUIET)
+    none.fit(Counts(), tiny_loader(), tiny_loader())  # no batch was requested
 
 
 def test_a_fraction_of_the_batches_is_divided_over_ranks() -> None:

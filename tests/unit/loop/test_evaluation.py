@@ -144,11 +144,13 @@ def test_training_uses_tensors_that_a_validation_of_the_run_has_made(quiet: dict
     assert trainer.global_step == 4
 
 
-def test_predictions_have_the_order_of_the_data(quiet: dict[str, Any]) -> None:
-    class Echo(TinyModule):
-        def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-            return batch[0]
+class Echo(TinyModule):
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        output: torch.Tensor = batch[0]
+        return output
 
+
+def test_predictions_have_the_order_of_the_data(quiet: dict[str, Any]) -> None:
     outputs = fx.Trainer(**quiet).predict(Echo(), tiny_loader(10, 4))
     assert torch.equal(torch.cat(outputs), tiny_data(10).tensors[0])
 
@@ -181,9 +183,35 @@ def test_an_evaluation_without_a_batch_has_no_results_and_calls_no_hooks(quiet: 
     none = fx.Trainer(limit_predict_batches=0, limit_test_batches=0, limit_val_batches=0, callbacks=[hooks], **quiet)
     assert [stage(TinyModule(), tiny_loader()) for stage in (none.validate, none.test, none.predict)] == [[], [], []]
     every = fx.Trainer(callbacks=[hooks], **quiet)
-    for empty in ([], DataLoader([])):  # type: ignore[var-annotated]
-        assert [stage(TinyModule(), empty) for stage in (every.validate, every.test, every.predict)] == [[], [], []]
+    stages = every.validate, every.test, every.predict
+    assert [stage(TinyModule(), []) for stage in stages] == [[], [], []]
+    for stage in stages:
+        with pytest.warns(PossibleUserWarning, match=r"without a batch: 0 \(DataLoader\)"):
+            assert stage(TinyModule(), DataLoader([])) == []  # type: ignore[var-annotated]
     assert called == []
+
+
+def test_a_fit_whose_validation_loaders_have_no_batch_does_not_validate(quiet: dict[str, Any]) -> None:
+    called: list[str] = []
+    hooks = LambdaCallback(
+        on_sanity_check_start=lambda *args: called.append("sanity"),
+        on_validation_start=lambda *args: called.append("start"),
+    )
+    options: dict[str, Any] = {**quiet, "max_epochs": 1, "callbacks": [hooks]}
+    with pytest.warns(PossibleUserWarning, match=r"val_dataloader without a batch: 0 \(DataLoader\), 1 \(DataLoader\)"):
+        fx.Trainer(**options).fit(
+            TinyModule(), tiny_loader(), [DataLoader([]), DataLoader(tiny_data(3), 4, drop_last=True)]
+        )  # type: ignore[var-annotated]
+    assert called == []
+    with pytest.warns(PossibleUserWarning, match=r"val_dataloader without a batch: 1 \(DataLoader\). The data"):
+        fx.Trainer(**options).fit(TinyModule(), tiny_loader(), [tiny_loader(), DataLoader([])])  # type: ignore[var-annotated]
+    assert called == ["sanity", "start", "start"]
+
+
+def test_predict_keeps_the_samples_that_drop_last_would_drop(quiet: dict[str, Any]) -> None:
+    loader = DataLoader(tiny_data(10), 4, drop_last=True)
+    assert [len(output) for output in fx.Trainer(**quiet).predict(Echo(), loader)] == [4, 4, 2]
+    assert [len(output) for output in fx.Trainer(limit_predict_batches=2, **quiet).predict(Echo(), loader)] == [4, 4]
 
 
 class _Mean(TinyModule):
