@@ -36,7 +36,8 @@ ABSENT_MEMBERS: Final[Mapping[str, Mapping[str, str]]] = {
 _DIFFERS: Final[Mapping[str, str]] = {
     "trainer.global_step, max_steps": "weight updates, for any number of optimizers",
     "step of the rows of loggers": "the number of weight updates: 1 for the first batch, in Lightning 0",
-    "trainer.fit_loop": "`max_epochs`, `batch_idx`, `max_batches`, `total_batch_idx`, progress of loops; for reading",
+    "trainer.fit_loop": "`max_epochs` and other limits, which may be set between two fits; for reading: `batch_idx`, "
+    "`max_batches`, `total_batch_idx`, progress of loops",
     "scheduler with interval epoch": "steps after the validation and `on_train_epoch_end`; in Lightning before",
     "scheduler with interval step, frequency": "counts updates of the run; in Lightning batches of each epoch",
     "optimizer_step": "runs after training_step and backward: `optimizer_closure()` returns the loss",
@@ -84,6 +85,12 @@ _DIFFERS: Final[Mapping[str, str]] = {
     "training_step that returns None": "is no step: `global_step` remains; in Lightning it counts",
     "a data module without val_dataloader": "that of the module is used; in Lightning none",
     "an empty training loader": "an error; in Lightning a warning",
+    "a second fit after a stop in the middle of an epoch": "trains the rest of the epoch; in Lightning a new epoch",
+    "results of validate and test": "also have the values of `self.log(logger=False)`",
+    "ModelCheckpoint(monitor=), a metric that is not logged in a run without validation": "an error after the first "
+    "epoch; in Lightning a warning at each time, and no checkpoint",
+    "val_check_interval=1": "EarlyStopping and ModelCheckpoint read the metric after each validation; in Lightning, "
+    "where 1 equals 1.0, at the end of the epoch",
     "test(ckpt_path='last') without a checkpoint": "an error; in Lightning a warning, and the present weights",
     "ModelCheckpoint(save_top_k=2) without monitor": "keeps the newest two; in Lightning an error",
     "ModelCheckpoint(every_n_train_steps=, every_n_epochs=)": "may be combined; in Lightning an error",
