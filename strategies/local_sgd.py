@@ -204,13 +204,32 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
             for fragment in self._fragments:
                 if fragment.begun is not None:
                     self._end(fragment, self.keep_local)
-                local = fragment.flat()
-                fragment.set(self._peers.all_reduce(local.clone()).div_(self._peers.size))
-                fragment.local = local, fragment.flat()
+            self._show_means()
         self._frozen_means.join(self._peers, read=True, shown=not ends)
         if self.data_ranks.size > 1:
             self._statistics.join(self.data_ranks, copies)
         super().synchronize(copies, ends=ends)
+
+    def _show_means(self) -> None:
+        """Set the parameters to their means over ranks, until `_restore_local`; collective."""
+        for fragment in self._fragments:
+            local = fragment.flat()
+            fragment.set(self._peers.all_reduce(local.clone()).div_(self._peers.size))
+            fragment.local = local, fragment.flat()
+
+    @torch.no_grad()
+    def _local_weights(self) -> dict[int, Tensor]:
+        """Return the weights that `_restore_local` would restore, by the `id` of the parameter."""
+        weights = self._frozen_means.local()
+        for fragment in self._fragments:
+            if fragment.local is not None:
+                local, mean = fragment.local
+                parts = fragment.by_name(torch.where((now := fragment.flat()) == mean, local, now))
+                for name, part in parts.items():
+                    parameter = fragment.parameters[name]
+                    part = part.to(parameter.dtype)
+                    weights[id(parameter)] = with_part(parameter, part) if is_dtensor(parameter) else part
+        return weights
 
     def _restore_local(self, *, ends_round: bool = False) -> None:
         """Restore this rank's local weights after `synchronize`, with the elements of the mean that hooks changed.
@@ -311,9 +330,11 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
                 velocity.copy_(_divided_like(velocity, saved[name]))
 
     def local_state_dict(self, module: nn.Module, optimizers: list[Optimizer]) -> dict[str, Any]:
-        self._restore_local()
         for fragment in self._fragments:
             fragment.wait()
+        state, local = super().state_dict(module, optimizers), self._local_weights()
+        names = module.named_parameters(remove_duplicate=False)
+        state["module"].update({name: local[id(parameter)] for name, parameter in names if id(parameter) in local})
         rounds = [
             {
                 "shares": {name: self._share(values) for name, values in f.equal_on_ranks.items()},
@@ -322,8 +343,8 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
             for f in self._fragments
         ]  # fmt: skip
         return {
-            **super().state_dict(module, optimizers), "rounds": rounds, "statistics": self._statistics.state_dict(),
-            "used": self._used,
+            **state, "rounds": rounds, "statistics": self._statistics.state_dict(), "used": self._used,
+            "shows_means": bool(local),
         }  # fmt: skip
 
     def load_local_states(
@@ -350,6 +371,9 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
             for fragment, parts in zip(self._fragments, zip(*moved, strict=True), strict=True):
                 fragment.moved = torch.stack(parts).mean(0)
                 self._step_from_base(fragment, 0.0)
+        elif states[0]["shows_means"]:  # hooks that follow read and change these
+            self._show_means()
+            self._frozen_means.join(self._peers, read=True, shown=True)
         self._statistics.load_states([state["statistics"] for state in states], own=own)
         self._use([state["used"] for state in states], same_ranks=False)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fabricx.consistency.weight_changes import digest
 from fabricx.core.module_state.placeholder import is_placeholder
-from fabricx.distributed.sharding.dtensors import own_part
+from fabricx.distributed.sharding.dtensors import is_dtensor, own_part, with_part
 from fabricx.distributed.world import World
 
 _READ_FIRST: Final = 4  # joins in which values are compared, and then each of these:
@@ -64,10 +64,22 @@ class FrozenMeans:
     @torch.no_grad()
     def restore(self) -> None:
         """Set the values of this rank again, except for elements that hooks have changed since they were averaged."""
-        for number, (local, mean) in self._local.items():
-            part = own_part(self._parameters[number])
-            part.copy_(torch.where(part == mean, local, part))
+        for number in self._local:
+            own_part(self._parameters[number]).copy_(self._local_part(number))
         self._local = {}
+
+    def local(self) -> dict[int, Tensor]:
+        """Return the values that `restore` would set, by the `id` of the parameter."""
+        parameters = {number: self._parameters[number] for number in self._local}
+        return {
+            id(p): with_part(p, part) if is_dtensor(p) else part
+            for number, p in parameters.items()
+            for part in [self._local_part(number)]
+        }
+
+    def _local_part(self, number: int) -> Tensor:
+        part, (local, mean) = own_part(self._parameters[number]), self._local[number]
+        return torch.where(part == mean, local, part).detach()
 
     def _has_changed(self, number: int, *, read: bool) -> bool:
         parameter = self._parameters[number]

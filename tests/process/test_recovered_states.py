@@ -11,6 +11,7 @@ from torch import Tensor
 
 import fabricx as fx
 from fabricx.callbacks import FaultRecovery
+from fabricx.strategies import LocalSGD
 from fabricx.testing import Ledger, SavesAtEnd, kill
 from tests.soak import params
 
@@ -203,6 +204,70 @@ def test_buffers_that_a_validation_changes_count_once(rank: int, tmp_path: Path)
     for name, value in undisturbed.state_dict().items():
         if "entries" not in name:
             assert torch.equal(killed.state_dict()[name], value), name
+
+
+class Running:
+    def __init__(self) -> None:
+        self.total = 1.0
+
+
+class KeepsState(Ledger):
+    """Scales the loss by a nested collection, an object in a list, and buffers that are not persistent."""
+
+    def __init__(self) -> None:
+        super().__init__(SAMPLES, BATCH)
+        self.history: dict[str, list[float]] = {"scale": [1.0]}
+        self.means = [Running()]
+        self.register_buffer("noise", torch.ones(2), persistent=False)
+        self.register_buffer("seen", torch.zeros(2), persistent=False)
+
+    def on_train_epoch_start(self) -> None:
+        self.noise *= 0.7
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.history["scale"].append(self.history["scale"][-1] * 0.95)
+        self.means[0].total *= 1.05
+        self.seen += self.noise
+        factor = self.history["scale"][-1] + self.means[0].total + self.noise.sum() + self.seen.sum()
+        return super().training_step(batch, batch_idx) * factor
+
+
+@pytest.mark.parametrize("step", [2, 4, 6])
+@pytest.mark.parametrize("strategy", params(["ddp", "fsdp"], ["local_sgd"]))
+def test_nested_collections_and_buffers_that_are_not_persistent(strategy: str, step: int, tmp_path: Path) -> None:
+    undisturbed, killed = KeepsState(), KeepsState()
+    for name, module, faults in (("a", undisturbed, []), ("b", killed, [kill(1).during("backward", step=step)])):
+        _, trainer = train(STRATEGIES[strategy](), faults, tmp_path / name, module=module)
+        assert len(trainer.failures) == len(faults)
+    assert len(killed.history["scale"]) == 13
+    for name, value in undisturbed.state_dict().items():
+        if "entries" not in name:
+            assert torch.equal(killed.state_dict()[name], value), name
+
+
+class ScalesWeights(Ledger):
+    """Scales its weights at the start of each epoch, after the validation of the previous epoch."""
+
+    def __init__(self) -> None:
+        super().__init__(SAMPLES, BATCH)
+
+    @torch.no_grad()
+    def on_train_epoch_start(self) -> None:
+        for parameter in self.parameters():
+            parameter.mul_(0.9)
+
+
+def test_hooks_see_the_same_weights_with_and_without_in_memory_checkpoints(tmp_path: Path) -> None:
+    weights = []
+    for every, faults in ((100, []), (1, []), (1, [kill(rank=0).during("forward", step=5)])):
+        module, recovery = ScalesWeights(), FaultRecovery(snapshots=False, copy_every_n_steps=every)
+        folder = tmp_path / str(len(weights))
+        _, trainer = train(LocalSGD(every=3), faults, folder, module=module, recovery=recovery)
+        assert len(trainer.failures) == len(faults)
+        weights.append({name: value for name, value in module.state_dict().items() if "entries" not in name})
+    for name, value in weights[0].items():
+        for other in weights[1:]:
+            assert torch.equal(other[name], value), name
 
 
 class StopsAtStep(fx.Callback):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from enum import Enum
+from typing import Any, Final, NamedTuple, final
 
 import numpy as np
 import torch
@@ -14,12 +16,16 @@ from torch import Tensor, nn
 Key = tuple[str, str]  # names of the owner and of the attribute
 SCALARS: Final = frozenset((bool, int, float, complex, str, bytes, type(None)))
 _SEQUENCES: Final = (list, tuple, set, frozenset, deque)
-_DICTS: Final = (dict, OrderedDict, defaultdict)
+_DICTS: Final = (dict, OrderedDict, defaultdict, Counter)
 COLLECTIONS: Final = frozenset((*_SEQUENCES, *_DICTS))
-_KINDS: Final[dict[str, Any]] = {kind.__name__: kind for kind in (*_SEQUENCES, *_DICTS[:2])}
+_KINDS: Final[dict[str, Any]] = {kind.__name__: kind for kind in (*_SEQUENCES, *_DICTS)}
+_NESTED: Final = "nested "  # before the kind of a collection that has copies as items
 _NUMBERS: Final = "biuf"  # kinds of arrays
 _LONGEST: Final = 1024  # scalars in a collection, and characters of its texts
-_ELEMENTS: Final = 4096  # of a tensor or an array
+ELEMENTS: Final = 4096  # of a tensor or an array
+_ITEMS: Final = 256  # of nested collections, in all levels
+_TENSORS: Final = 16  # and arrays, in nested collections
+_LEVELS: Final = 6
 _ATTRIBUTES: Final = 64  # of an object
 _LIBRARIES: Final = sys.stdlib_module_names - {"__main__", "abc", "typing"} | {
     "fabricx",
@@ -61,12 +67,13 @@ class Same(NamedTuple):
     key: Key
 
 
-def copied(value: Any, *, within: bool = False) -> Any:
+def copied(value: Any, *, within: bool = False, elements: int = ELEMENTS) -> Any:
     """Return a copy of a value.
 
     Args:
         value: an attribute.
         within: it is an attribute of an object in an attribute.
+        elements: limit for a tensor or an array.
 
     Raises:
         Unsupported: it can't be copied.
@@ -79,15 +86,22 @@ def copied(value: Any, *, within: bool = False) -> Any:
     if kind is Tensor:
         if value.requires_grad and value.grad_fn is None:
             raise Unsupported  # an optimizer may train it
-        if value.numel() > _ELEMENTS or value.layout is not torch.strided or value.device.type == "meta":
+        if value.numel() > elements or value.layout is not torch.strided or value.device.type == "meta":
             raise Unsupported
         return Copy(value.device.type, value.detach().clone(), value)
     if issubclass(kind, np.generic) and value.dtype.kind in _NUMBERS:
         return Copy("number", np.array(value), value)
-    if kind is np.ndarray and value.dtype.kind in _NUMBERS and value.size <= _ELEMENTS:
+    if kind is np.ndarray and value.dtype.kind in _NUMBERS and value.size <= elements:
         return Copy("array", value.copy(), value)
     if kind in COLLECTIONS:
-        return Copy(kind.__name__, _items(value), value)
+        try:
+            return Copy(kind.__name__, _items(value), value)
+        except Unsupported:
+            if within:  # such as the connections of a client: only its numbers and texts are restored
+                raise
+            return _NestedCopies().copied(value)
+    if issubclass(kind, Enum):
+        return Copy("enum", value.name, value)
     attributes = None if within else own_attributes(value)
     if attributes is None or len(attributes) > _ATTRIBUTES:
         raise Unsupported
@@ -117,8 +131,36 @@ def _items(collection: Any) -> list[Any]:
     return [list(pair) for pair in collection.items()] if isinstance(collection, dict) else scalars
 
 
+@final
+class _NestedCopies:
+    """Copies of a collection of collections, tensors and objects, up to a number of items in all levels."""
+
+    def __init__(self) -> None:
+        self._left = _ITEMS
+
+    def copied(self, value: Any, level: int = 0) -> Any:
+        """Return a copy of a collection or of an item.
+
+        Raises:
+            Unsupported: there are too many items, or an item can't be copied.
+        """
+        kind = type(value)
+        self._left -= _ITEMS // _TENSORS if issubclass(kind, (Tensor, np.ndarray)) else 1
+        if self._left < 0 or level > _LEVELS:
+            raise Unsupported
+        if kind not in COLLECTIONS or kind in (set, frozenset):
+            return copied(value)
+        if len(value) > self._left:
+            raise Unsupported
+        if isinstance(value, dict):
+            content = [[self.copied(name, level + 1), self.copied(item, level + 1)] for name, item in value.items()]
+        else:
+            content = [self.copied(item, level + 1) for item in value]
+        return Copy(_NESTED + kind.__name__, content, value)
+
+
 def _of_items(function: Callable[[Any], Any], items: list[Any]) -> list[Any]:
-    """Apply a function to the result of `_items`."""
+    """Apply a function to the items of a collection, or to the keys and values in a list of pairs."""
     return [list(map(function, item)) if isinstance(item, list) else function(item) for item in items]
 
 
@@ -151,7 +193,8 @@ def equal(first: Any, second: Any) -> bool:
     if type(first) is not type(second):
         return False
     if isinstance(first, Copy):
-        return first.kind == second.kind and equal(first.content, second.content)
+        same = _equal_items if is_nested(first) else equal
+        return first.kind == second.kind and same(first.content, second.content)
     if isinstance(first, Tensor):
         if first.dtype != second.dtype or first.shape != second.shape:
             return False
@@ -163,6 +206,37 @@ def equal(first: Any, second: Any) -> bool:
     if isinstance(first, list):
         return first == second or (len(first) == len(second) and all(map(equal, first, second)))
     return bool(first == second or (first != first and second != second))
+
+
+def _equal_items(first: list[Any], second: list[Any]) -> bool:
+    """Return whether the contents of nested collections are equal."""
+    return len(first) == len(second) and all(
+        _equal_items(item, other) if isinstance(item, list) else equal(item, other)
+        for item, other in zip(first, second, strict=True)
+    )
+
+
+def is_nested(copy: Any) -> bool:
+    """Return whether a copy is of a collection of collections, tensors or objects.
+
+    Args:
+        copy: result of `copied`, or another object.
+    """
+    return isinstance(copy, Copy) and copy.kind.startswith(_NESTED)
+
+
+def number_of_items(copy: Any) -> int:
+    """Return the number of items in all levels of a copy.
+
+    Args:
+        copy: result of `copied`.
+    """
+    if not isinstance(copy, Copy) or not isinstance(copy.content, (list, dict)):
+        return 1
+    items = copy.content.values() if isinstance(copy.content, dict) else copy.content
+    return 1 + sum(
+        sum(map(number_of_items, item)) if isinstance(item, list) else number_of_items(item) for item in items
+    )
 
 
 def write(attributes: dict[str, Any], name: str, copy: Any, references: int | None = None) -> bool:
@@ -177,24 +251,22 @@ def write(attributes: dict[str, Any], name: str, copy: Any, references: int | No
     """
     if isinstance(copy, Absent):
         attributes.pop(name, None)
-    elif isinstance(copy, Length):
+        return True
+    if isinstance(copy, Length):
         attributes[name] = copy.source
         del copy.source[copy.length :]
-    elif not isinstance(copy, Copy):
-        attributes[name] = copy
-    elif copy.source is not None:
+        return True
+    if isinstance(copy, Copy) and copy.source is not None:
         attributes[name] = copy.source
         _write_content(copy)
-    elif copy.kind != "object":
-        present = attributes.get(name)
+        return True
+    present = attributes.get(name)
+    if isinstance(copy, Copy) and copy.kind == "object" and references and sys.getrefcount(present) > references:
+        return False
+    try:
         attributes[name] = _new(copy, present)
-    else:
-        present = attributes.get(name)
-        held = own_attributes(present)
-        if held is None or (references is not None and sys.getrefcount(present) > references):
-            return False
-        for attribute, value in copy.content.items():
-            write(held, attribute, value)
+    except Unsupported:
+        return False
     return True
 
 
@@ -211,33 +283,79 @@ def _write_content(copy: Copy) -> None:
     elif copy.kind == "array":
         if not equal(source, content):
             source[...] = content
-    elif isinstance(source, (list, deque)):
-        source.clear()
-        source.extend(content)
-    elif isinstance(source, (set, dict)):
-        source.clear()
-        source.update(content)
+    elif copy.kind.removeprefix(_NESTED) in _KINDS:
+        items = _of_items(_source_of, content)
+        if isinstance(source, (list, deque)):
+            source.clear()
+            source.extend(items)
+        elif isinstance(source, (set, dict)):
+            source.clear()
+            source.update(dict(items) if isinstance(source, dict) else items)
 
 
-def _new(copy: Copy, present: Any) -> Any:
-    """Return a new object with the content.
+def _source_of(item: Any) -> Any:
+    """Return an item of a collection, with its content restored."""
+    if not isinstance(item, Copy):
+        return item
+    _write_content(item)
+    return item.source
+
+
+def _new(copy: Any, present: Any) -> Any:
+    """Return a new object with the content, or the present object with it if that has attributes of its own.
 
     Args:
-        copy: of another process; no object with attributes.
-        present: value of the attribute in this process.
+        copy: of another process; or a number, a text or None.
+        present: value in this process at the place of the copy; None without.
+
+    Raises:
+        Unsupported: the place has no such object in this process.
     """
+    if not isinstance(copy, Copy):
+        return copy
     kind, content = copy.kind, copy.content
+    if kind == "object":
+        return _object(content, present)
+    if kind == "enum":
+        if not isinstance(present, Enum) or content not in type(present).__members__:
+            raise Unsupported
+        return type(present)[content]
     if kind == "number":
         return content[()]
     if kind == "array":
         return content.copy()
     if isinstance(content, Tensor):
         return content.to(kind, copy=True)
+    if kind.startswith(_NESTED):
+        kind, content = kind.removeprefix(_NESTED), _new_items(content, present)
     if kind == "defaultdict":
         return defaultdict(present.default_factory if type(present) is defaultdict else None, content)
     if kind == "deque":
         return deque(content, present.maxlen if type(present) is deque else None)
-    return _KINDS[kind](content)
+    return _KINDS[kind](dict(content) if issubclass(_KINDS[kind], dict) else content)
+
+
+def _object(attributes: dict[str, Any], present: Any) -> Any:
+    held = own_attributes(present)
+    if held is None or not attributes.keys() <= held.keys():
+        raise Unsupported
+    for name, value in attributes.items():
+        write(held, name, value)
+    return present
+
+
+def _new_items(items: list[Any], present: Any) -> list[Any]:
+    """Return the items of a new collection.
+
+    Args:
+        items: content of a nested collection.
+        present: collection in this process, with the objects that items may need.
+    """
+    if items and isinstance(items[0], list):
+        pairs = [(_new(name, None), item) for name, item in items]
+        return [[name, _new(item, present.get(name) if isinstance(present, dict) else None)] for name, item in pairs]
+    others = list(present) if isinstance(present, (list, tuple, deque)) else []
+    return [_new(item, other) for item, other in itertools.zip_longest(items, others[: len(items)])]
 
 
 def packed_copy(copy: Any) -> Any:
@@ -261,7 +379,7 @@ def packed_copy(copy: Any) -> Any:
         return {"kind": copy.kind, "content": content.tolist(), "dtype": str(content.dtype)}
     elif isinstance(content, Tensor):
         content = content.cpu()
-    else:
+    elif isinstance(content, list):
         content = _of_items(packed_copy, content)
     return {"kind": copy.kind, "content": content}
 

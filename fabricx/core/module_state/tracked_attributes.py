@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import marshal
 import operator
 from collections.abc import Collection, Mapping
 from typing import Any, Final, NamedTuple, final
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from fabricx.core.module_state.attribute_copies import (
     COLLECTIONS,
+    ELEMENTS,
     SCALARS,
     Absent,
     Copy,
@@ -20,14 +22,20 @@ from fabricx.core.module_state.attribute_copies import (
     Unsupported,
     copied,
     equal,
+    is_nested,
+    number_of_items,
     packed_copy,
     unpacked_copy,
     write,
 )  # fmt: skip
+from fabricx.core.module_state.placeholder import is_placeholder
 
 _FREQUENT: Final = 64  # items of the collections that are compared at each call
+_FREQUENT_ITEMS: Final = 32  # of objects and of collections of others, in all levels, that are compared at each call
 _CALLS: Final = 16  # first calls, at which all attributes are compared
 _SCANNED: Final = 256  # scalars in other owners than the observed ones that are compared at each call
+_BUFFERS: Final = "buffers of "  # before the name of a module: owner of its buffers that checkpoints don't have
+_BUFFER_ELEMENTS: Final = 2**20
 _OF_MODULES: Final = frozenset(vars(nn.Module()))
 
 
@@ -39,11 +47,14 @@ class _NotCopied(NamedTuple):
 class TrackedAttributes:
     """Attributes whose values differ from those when this object was made.
 
-    Numbers, texts, tensors and arrays of up to 4,096 elements, collections of up to 1,024 numbers and texts, and such
-    attributes of an object in an attribute are tracked. Parameters, buffers and parts of them are not. Of other lists,
-    the items that were appended are removed. Assignments are noticed at each call. The first change within a
-    collection, a tensor or an object is noticed in the first 15 calls and at the 16th, 32nd, 64th, ... call; in small
-    collections and tensors of some owners at each call.
+    Numbers, texts, members of enumerations, tensors and arrays of up to 4,096 elements, collections of up to 1,024
+    numbers and texts, or of up to 256 other items and 15 tensors in all levels, and such attributes of an object in an
+    attribute are tracked; and the buffers of modules that are not persistent, of up to 2**20 elements. Parameters,
+    other buffers and parts of them are not. Of other lists, the items that were appended are removed.
+
+    Assignments are noticed at each call. The first change within a collection, a tensor or an object is noticed in the
+    first 15 calls and at the 16th, 32nd, 64th, ... call; in buffers, and in small collections and tensors of some
+    owners, at each call.
 
     Args:
         owners: modules and callbacks, by name.
@@ -51,7 +62,7 @@ class TrackedAttributes:
         ignored: names of attributes that are not tracked, in addition to those of every `nn.Module`.
 
     Attributes:
-        lost: names of attributes that have changed, and then become too large, or that could not be restored.
+        lost: names of attributes that have changed and are too large or of another type, or could not be restored.
     """
 
     def __init__(
@@ -60,7 +71,14 @@ class TrackedAttributes:
         self._modules = [owner for owner in owners.values() if isinstance(owner, nn.Module)]
         self._addresses = _addresses(self._modules)
         self._owners = {name: vars(owner) for name, owner in owners.items()}
-        self._observed = frozenset(observed)
+        self._volatile = {
+            _BUFFERS + name: owner._non_persistent_buffers_set
+            for name, owner in owners.items()
+            if isinstance(owner, nn.Module) and owner._non_persistent_buffers_set
+        }
+        for owner in self._volatile:
+            self._owners[owner] = self._owners[owner.removeprefix(_BUFFERS)]["_buffers"]
+        self._observed = frozenset((*observed, *self._volatile))
         self._ignored = _OF_MODULES | set(ignored)
         self._changed: dict[Key, None] = {}
         self._rebound: set[Key] = set()  # attributes that have had different objects
@@ -117,7 +135,7 @@ class TrackedAttributes:
             (owner, name)
             for owner, attributes in self._owners.items()
             for name in attributes
-            if name not in self._ignored
+            if (name in self._volatile[owner] if owner in self._volatile else name not in self._ignored)
         ]
 
     def _get(self, key: Key) -> Any:
@@ -128,6 +146,9 @@ class TrackedAttributes:
         if not self._has_copied or key in self._rebound:
             # Of an object that has no other name: the attribute, and a variable and an argument in `write`.
             references = 3 + (isinstance(initial, Copy) and initial.source is self._get(key))
+        if key[0] in self._volatile and _fits(self._get(key), copy):
+            self._get(key).copy_(copy.content)
+            return
         if not write(self._owners[key[0]], key[1], copy, references):
             self.lost.add(_shown(key))
 
@@ -136,15 +157,13 @@ class TrackedAttributes:
         owner, name = key
         if name not in self._owners[owner]:
             return Absent()
-        value = self._owners[owner][name]
-        if (
-            type(value) is Tensor
-            and value.layout is torch.strided
-            and value.untyped_storage().data_ptr() in self._addresses
-        ):
-            return _NotCopied()
+        value, volatile = self._owners[owner][name], owner in self._volatile
+        if type(value) is Tensor and value.layout is torch.strided:
+            held = value.untyped_storage().data_ptr() in self._addresses
+            if is_placeholder(value) if volatile else held:
+                return _NotCopied()
         try:
-            return copied(value)
+            return copied(value, elements=_BUFFER_ELEMENTS if volatile else ELEMENTS)
         except Unsupported:
             return _NotCopied()
 
@@ -164,7 +183,13 @@ class TrackedAttributes:
         self._ids = [id(self._get(key)) for key in self._others]  # the objects would stay in memory for another step
         observed = {key for key in self._others if key[0] in self._observed}
         self._versions = {key: _version(value) for key in observed if type(value := self._get(key)) is Tensor}
-        self._compared = {key for key in observed if _is_small(self._get(key))}
+        initial = {key: self._before[key] for key in observed if key in self._before and _shown(key) not in self.lost}
+        self._compared = {key for key, copy in initial.items() if _is_small(self._get(key), copy)}
+        nested = (key for key, copy in initial.items() if key not in self._compared and is_nested(copy))
+        self._marshalled = {key: data for key in nested if (data := _marshalled(self._get(key))) is not None}
+        self._scanned = [
+            key for key in self._others if not (key in self._versions and self._get(key).numel() > ELEMENTS)
+        ]
         self._lists = [
             key
             for key in observed
@@ -178,7 +203,7 @@ class TrackedAttributes:
     def _look(self) -> None:
         """Note the attributes that have changed since the last look."""
         self._calls += 1
-        changed, of_scalars, of_others = len(self._changed), *self._places
+        number_changed, of_scalars, of_others = len(self._changed), *self._places
         outdated = list(map(len, self._owners.values())) != self._lengths
         if outdated:
             known = {*self._before, *self._changed, *self._others}
@@ -196,22 +221,30 @@ class TrackedAttributes:
             outdated = True
         objects = list(map(dict.get, *of_others))
         ids = list(map(id, objects))
+        new = {key for key, number, old in zip(self._others, ids, self._ids, strict=True) if number != old}
+        new |= {key for key, version in self._versions.items() if _version(self._get(key)) != version}
+        self._note([*new], changed=True)
         if self._calls < _CALLS or not self._calls & (self._calls - 1):
-            self._note([*self._others, *self._rare])
+            self._note([*self._scanned, *self._rare])
         else:
-            new = {key for key, number, old in zip(self._others, ids, self._ids, strict=True) if number != old}
-            versions = self._versions.items()
-            written = {key for key, version in versions if _version(self._get(key)) != version}
-            self._note([*(new | written | self._compared)])
+            written = {key for key, data in self._marshalled.items() if _marshalled(self._get(key)) != data}
+            self._note([*(written | self._compared)])
         self._ids = ids
-        if outdated or len(self._changed) != changed:
+        if outdated or len(self._changed) != number_changed:
             self._index()
 
-    def _note(self, keys: list[Key]) -> None:
+    def _note(self, keys: list[Key], *, changed: bool = False) -> None:
+        """Note which attributes have changed since this object was made.
+
+        Args:
+            keys: attributes that may have changed.
+            changed: each is another object, or was written to.
+        """
         for key in keys:
             copy = self._copy(key)
             if isinstance(copy, _NotCopied):
-                self.lost |= {_shown(key)} if key in self._before else set()  # it has become too large, for example
+                if key in self._before or (changed and key[0] in self._observed):
+                    self.lost.add(_shown(key))
             elif key not in self._before or not equal(self._before[key], copy):
                 self._changed[key] = None
 
@@ -263,7 +296,8 @@ def _addresses(modules: list[nn.Module]) -> set[int]:
 
 
 def _shown(key: Key) -> str:
-    return f"{key[0]}.{key[1]}" if key[0] else key[1]
+    owner = key[0].removeprefix(_BUFFERS)
+    return f"{owner}.{key[1]}" if owner else key[1]
 
 
 def _version(value: Any) -> int:
@@ -271,5 +305,28 @@ def _version(value: Any) -> int:
     return value._version if type(value) is Tensor and not value.is_inference() else -1
 
 
-def _is_small(value: Any) -> bool:
+def _is_small(value: Any, copy: Any) -> bool:
+    """Return whether a collection or an object is compared at each call.
+
+    Args:
+        value: an attribute.
+        copy: its initial copy.
+    """
+    if is_nested(copy) or (isinstance(copy, Copy) and copy.kind == "object"):
+        return number_of_items(copy) <= _FREQUENT_ITEMS
     return type(value) in COLLECTIONS and len(value) <= _FREQUENT
+
+
+def _marshalled(value: Any) -> bytes | None:
+    """Return the bytes of collections of numbers and texts, which change with their content; None for other values."""
+    try:
+        return marshal.dumps(value, 2)  # without references, which depend on other variables
+    except ValueError:
+        return None
+
+
+def _fits(buffer: Any, copy: Any) -> bool:
+    """Return whether a copy of another process has the shape and the dtype of a buffer."""
+    if not isinstance(copy, Copy) or copy.source is not None or not (type(buffer) is Tensor is type(copy.content)):
+        return False
+    return buffer.shape == copy.content.shape and buffer.dtype == copy.content.dtype

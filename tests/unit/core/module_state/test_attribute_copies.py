@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import io
-from collections import OrderedDict, defaultdict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ VALUES = [
     3, float("nan"), "a", b"ab", 1j, None, True, [1, 2.5, "a", None, 1j], (1, b"a"), {1, 2}, frozenset({"a"}),
     deque([1], 3), {"a": 1, 2: None}, OrderedDict(b=1, a=2), np.arange(3), np.float32(0.5), np.array([float("nan")]),
     torch.arange(3), torch.tensor(float("nan")), torch.tensor([1.0]).bfloat16(), [float("nan")], [],
+    Counter("aab"), [[1], [2, [3]]], {"a": [1.0], "b": {"c": (1, [2])}}, [torch.ones(2), torch.zeros(3)], {(1, 2): 3},
+    deque([[1]], 2), ([], {}), {"mean": np.ones(2), "code": b"a"}, OrderedDict(a=[float("nan")]),
 ]  # fmt: skip
 
 
@@ -54,7 +57,11 @@ def test_the_order_of_a_dict_counts() -> None:
     assert not equal(copied(OrderedDict(a=1, b=2)), copied(OrderedDict(b=2, a=1)))
 
 
-@pytest.mark.parametrize("value", [[1, 2], deque([1]), {1}, {"a": 1}, torch.ones(2), np.ones(2)], ids=repr)
+@pytest.mark.parametrize(
+    "value",
+    [[1, 2], deque([1]), {1}, {"a": 1}, torch.ones(2), np.ones(2), [[1], [2]], {"a": [1]}, Counter("aab")],
+    ids=repr,
+)
 def test_a_copy_of_this_process_is_written_to_the_object(value: Any) -> None:
     copy, attributes = copied(value), {"value": "another object"}
     if isinstance(value, (list, deque)):
@@ -66,6 +73,49 @@ def test_a_copy_of_this_process_is_written_to_the_object(value: Any) -> None:
     write(attributes, "value", copy)
     assert attributes["value"] is value
     assert equal(copied(value), copy)
+
+
+class Phase(enum.Enum):
+    WARM_UP = 1
+    DECAY = 2
+
+
+class Running:
+    def __init__(self, total: float) -> None:
+        self.total, self.phase = total, Phase.WARM_UP
+
+
+def test_items_of_nested_collections_stay_the_same_objects() -> None:
+    inner, tensor, item = [1], torch.ones(2), Running(1.0)
+    value = {"inner": inner, "values": (tensor, [item])}
+    copy = copied(value)
+    inner.append(2)
+    tensor.zero_()
+    item.total, item.phase = 3.0, Phase.DECAY
+    assert not equal(copied(value), copy)
+    write({}, "value", copy)
+    assert value["inner"] is inner == [1]
+    assert value["values"][0] is tensor
+    assert tensor.tolist() == [1.0, 1.0]
+    assert (item.total, item.phase) == (1.0, Phase.WARM_UP)
+    assert equal(copied(value), copy)
+
+
+def test_objects_within_an_object_are_not_copied() -> None:
+    client: Any = Running(1.0)
+    client.pending = {1: Running(2.0)}
+    assert copied(client).content.keys() == {"total", "phase"}
+
+
+def test_objects_in_collections_receive_the_attributes_of_the_sender() -> None:
+    sender, receiver = [Running(2.0), Running(3.0)], {"value": [Running(0.0), Running(0.0)]}
+    sender[1].phase = Phase.DECAY
+    objects = list(receiver["value"])
+    assert write(receiver, "value", sent(copied(sender)))
+    assert receiver["value"] == objects
+    assert [(item.total, item.phase) for item in objects] == [(2.0, Phase.WARM_UP), (3.0, Phase.DECAY)]
+    assert not write(receiver, "value", sent(copied([*sender, Running(4.0)])))  # this process has no third object
+    assert not write({}, "phase", sent(copied(Phase.DECAY)))  # nor a member of the enumeration
 
 
 def test_a_defaultdict_keeps_the_function_of_the_receiver() -> None:
@@ -94,7 +144,9 @@ class Raises:
 
 
 @pytest.mark.parametrize(
-    "value", [[0] * 1025, "x" * 1025, ["x" * 20_000], torch.ones(4097), np.ones(4097), [[1]], Raises()]
+    "value",
+    [[0] * 1025, "x" * 1025, ["x" * 20_000], torch.ones(4097), np.ones(4097), [[1] * 20] * 20, [Raises()], Raises()],
+    ids=str,
 )
 def test_large_and_other_values_are_not_copied(value: Any) -> None:
     with pytest.raises(Unsupported):

@@ -161,7 +161,7 @@ def test_attributes_that_become_too_large_are_named() -> None:
     "value",
     [
         nn.Parameter(torch.ones(1)), nn.Linear(1, 1), torch.zeros(1 << 17), [object()], {object(): 1}, print, Mean,
-        [torch.zeros(2)], [[1]], torch.zeros(1, requires_grad=True), "x" * 5000, torch.Generator(),
+        [torch.zeros(2)] * 16, [[1] * 20] * 20, torch.zeros(1, requires_grad=True), "x" * 5000, torch.Generator(),
         torch.optim.SGD([nn.Parameter(torch.ones(1))]), np.array([object()]), np.array(["a"]),
         np.datetime64("2026-01-01"),
     ],
@@ -276,3 +276,60 @@ def test_tensors_of_the_inference_mode_are_restored() -> None:
     attributes.restore(copies)
     assert net.best.tolist() == [1.0, 1.0]
     assert net.center.tolist() == [1.0, 1.0, 1.0]
+
+
+class Running:
+    def __init__(self) -> None:
+        self.total = 0.0
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.history: dict[str, list[float]] = {"loss": [], "rate": []}
+        self.means = [Running(), Running()]
+        self.mean = Running()
+        self.layer = nn.Linear(1, 1)
+        self.layer.register_buffer("seen", torch.zeros(2), persistent=False)
+        self.register_buffer("mask", torch.zeros(5000), persistent=False)
+        self.register_buffer("saved", torch.zeros(2))
+        self.large = torch.zeros(5000)
+
+
+@pytest.mark.parametrize("calls", [1, 20])
+def test_changes_in_nested_collections_objects_and_buffers_are_noticed_at_each_call(calls: int) -> None:
+    net, other = Nested(), Nested()
+    attributes, others = TrackedAttributes({"": net, "layer": net.layer}, [""]), TrackedAttributes(
+        {"": other, "layer": other.layer}, [""]
+    )  # fmt: skip
+    for _ in range(calls):
+        assert attributes.changed() == {}
+    net.history["loss"].append(0.5)
+    net.means[1].total, net.mean.total = 2.0, 3.0
+    net.layer.seen[0], net.mask[4] = 1.0, 5.0
+    net.saved[0] = 7.0
+    copies = attributes.changed()
+    buffer = other.mask
+    others.restore(unpacked(torch_loaded(packed(copies))))
+    assert other.history == {"loss": [0.5], "rate": []}
+    assert (other.means[1].total, other.mean.total) == (2.0, 3.0)
+    assert (other.layer.seen[0], other.mask[4], other.saved[0]) == (1.0, 5.0, 0.0)
+    assert other.mask is buffer
+    assert not others.lost
+    net.history["loss"].append(0.6)
+    net.means[1].total, net.layer.seen = 4.0, torch.ones(2)
+    attributes.restore(copies)
+    assert (net.history["loss"], net.means[1].total, net.layer.seen.tolist()) == ([0.5], 2.0, [1.0, 0.0])
+    attributes.restore({})
+    assert (net.history["loss"], net.means[1].total, net.layer.seen.tolist(), net.mask[4]) == ([], 0.0, [0.0, 0.0], 0.0)
+
+
+def test_large_tensors_that_change_are_named() -> None:
+    net = Nested()
+    attributes = TrackedAttributes({"": net}, [""])
+    for _ in range(20):
+        attributes.changed()
+    assert not attributes.lost
+    net.large[0] = 1.0
+    attributes.changed()
+    assert attributes.lost == {"large"}
