@@ -125,8 +125,9 @@ class Trace(TorchDispatchMode):
         self.calls[number] = dict(self._returns)
         self._inside = True
         output = call(*args, **kwargs)
-        self._inside = False
+        # Within the block: it may return its argument, as dropout does in evaluations, and `detach` uses it.
         self.outputs[number] = mapped(output, _detached)  # autograd refers to `pack`: this object must hold no graph
+        self._inside = False
         for _, leaf in leaves(output):
             if isinstance(leaf, Tensor) and storage_of(leaf) not in self._state:
                 self._mark(storage_of(leaf), leaf)

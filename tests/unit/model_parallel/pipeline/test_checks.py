@@ -89,3 +89,25 @@ def test_the_code_after_a_block_may_use_the_arguments_of_the_block_if_it_does_so
     evaluate(residual, trained=residual)
     with pytest.raises(ValueError, match=r"can.t be divided before blocks.2: a tensor computed in blocks.1 is used"):
         evaluate(residual)
+
+
+class Dropped(nn.Module):
+    """As in nanoGPT: a sum of embeddings, and dropout before the first block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.word, self.place, self.drop, self.out = (
+            nn.Embedding(7, 4), nn.Embedding(7, 4), nn.Dropout(0.2), nn.Linear(4, 7)
+        )  # fmt: skip
+
+    def forward(self, ids):
+        return self.out(self.drop(self.word(ids) + self.place(ids)))
+
+
+def test_a_stage_may_begin_with_dropout_which_returns_its_argument_in_an_evaluation():
+    model, ids = Dropped(), torch.arange(6).view(2, 3)
+    train = lambda: model(ids).sum()  # noqa: E731
+    chain = trace_chain(model, find_blocks(model, ["word", "place", "drop", "out"], train), train)
+    assert list(chain.joined) == [1]
+    with torch.no_grad():
+        check_evaluation(model.eval(), chain, [(0, 2), (2, 4)], 2, "validation_step", lambda: model(ids))
