@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from enum import Enum
 from typing import Any, Final, NamedTuple, final
 
@@ -67,13 +67,16 @@ class Same(NamedTuple):
     key: Key
 
 
-def copied(value: Any, *, within: bool = False, elements: int = ELEMENTS) -> Any:
+def copied(
+    value: Any, *, within: bool = False, elements: int = ELEMENTS, held: Collection[int] = ()
+) -> Any:  # fmt: skip
     """Return a copy of a value.
 
     Args:
         value: an attribute.
         within: it is an attribute of an object in an attribute.
         elements: limit for a tensor or an array.
+        held: addresses of the memory of weights and buffers; tensors that are a part of them are not copied.
 
     Raises:
         Unsupported: it can't be copied.
@@ -88,6 +91,8 @@ def copied(value: Any, *, within: bool = False, elements: int = ELEMENTS) -> Any
             raise Unsupported  # an optimizer may train it
         if value.numel() > elements or value.layout is not torch.strided or value.device.type == "meta":
             raise Unsupported
+        if held and value.untyped_storage().data_ptr() in held:
+            raise Unsupported
         return Copy(value.device.type, value.detach().clone(), value)
     if issubclass(kind, np.generic) and value.dtype.kind in _NUMBERS:
         return Copy("number", np.array(value), value)
@@ -99,7 +104,7 @@ def copied(value: Any, *, within: bool = False, elements: int = ELEMENTS) -> Any
         except Unsupported:
             if within:  # such as the connections of a client: only its numbers and texts are restored
                 raise
-            return _NestedCopies().copied(value)
+            return _NestedCopies(held).copied(value)
     if issubclass(kind, Enum):
         return Copy("enum", value.name, value)
     attributes = None if within else own_attributes(value)
@@ -108,7 +113,7 @@ def copied(value: Any, *, within: bool = False, elements: int = ELEMENTS) -> Any
     copies = {}
     for name, attribute in attributes.items():
         try:
-            copies[name] = copied(attribute, within=True)
+            copies[name] = copied(attribute, within=True, held=held)
         except Unsupported:
             continue
     return Copy("object", copies, value)
@@ -133,10 +138,14 @@ def _items(collection: Any) -> list[Any]:
 
 @final
 class _NestedCopies:
-    """Copies of a collection of collections, tensors and objects, up to a number of items in all levels."""
+    """Copies of a collection of collections, tensors and objects, up to a number of items in all levels.
 
-    def __init__(self) -> None:
-        self._left = _ITEMS
+    Args:
+        held: as for `copied`.
+    """
+
+    def __init__(self, held: Collection[int]) -> None:
+        self._held, self._left = held, _ITEMS
 
     def copied(self, value: Any, level: int = 0) -> Any:
         """Return a copy of a collection or of an item.
@@ -149,7 +158,7 @@ class _NestedCopies:
         if self._left < 0 or level > _LEVELS:
             raise Unsupported
         if kind not in COLLECTIONS or kind in (set, frozenset):
-            return copied(value)
+            return copied(value, held=self._held)
         if len(value) > self._left:
             raise Unsupported
         if isinstance(value, dict):

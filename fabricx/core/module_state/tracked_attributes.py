@@ -157,13 +157,12 @@ class TrackedAttributes:
         owner, name = key
         if name not in self._owners[owner]:
             return Absent()
-        value, volatile = self._owners[owner][name], owner in self._volatile
-        if type(value) is Tensor and value.layout is torch.strided:
-            held = value.untyped_storage().data_ptr() in self._addresses
-            if is_placeholder(value) if volatile else held:
-                return _NotCopied()
+        value = self._owners[owner][name]
         try:
-            return copied(value, elements=_BUFFER_ELEMENTS if volatile else ELEMENTS)
+            if owner not in self._volatile:
+                return copied(value, held=self._addresses)
+            absent = type(value) is Tensor and is_placeholder(value)
+            return _NotCopied() if absent else copied(value, elements=_BUFFER_ELEMENTS)
         except Unsupported:
             return _NotCopied()
 

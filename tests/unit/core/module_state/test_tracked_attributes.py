@@ -291,6 +291,7 @@ class Nested(nn.Module):
         self.mean = Running()
         self.layer = nn.Linear(1, 1)
         self.layer.register_buffer("seen", torch.zeros(2), persistent=False)
+        self.layer.register_buffer("unused", None, persistent=False)
         self.register_buffer("mask", torch.zeros(5000), persistent=False)
         self.register_buffer("saved", torch.zeros(2))
         self.large = torch.zeros(5000)
@@ -333,3 +334,11 @@ def test_large_tensors_that_change_are_named() -> None:
     net.large[0] = 1.0
     attributes.changed()
     assert attributes.lost == {"large"}
+
+
+def test_tensors_in_collections_and_objects_that_are_a_part_of_weights_are_not_copied() -> None:
+    net: Any = Nested()
+    net.weights, net.mean.weights = [net.layer.weight.data], net.layer.weight.data
+    attributes = TrackedAttributes({"": net}, [""])
+    net.layer.weight.data.add_(1.0)
+    assert packed(attributes.changed()) == []
