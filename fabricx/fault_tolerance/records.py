@@ -65,10 +65,7 @@ class RankRecords(FaultTolerance):
         self.epoch_end: RankState | None = None
         self.torn = False
         self.weights = None if slot is None else NotedWeights(session.module)
-        callbacks = _callbacks(session)
-        self.attributes = TrackedAttributes(
-            _modules(session.module) | callbacks, observed=["", *callbacks], ignored=RUN_ATTRIBUTES
-        )
+        self.attributes = tracked_attributes(session)
         self.options: list[GroupOptions] = []
         self._before_validation: BufferMark | None = None  # buffers; None if its steps are complete
         self._recorded_ahead = False  # whether the record of the batch is written before its update
@@ -256,6 +253,16 @@ class RankRecords(FaultTolerance):
 
     def _step_is_own(self) -> bool:
         return self._session.overridden.optimizer_step or bool(self._session.overridden.closures)
+
+
+def tracked_attributes(session: Session) -> TrackedAttributes:
+    """Return the attributes of the module and of callbacks that recovery restores.
+
+    Args:
+        session: this rank's session.
+    """
+    callbacks = _callbacks(session)
+    return TrackedAttributes(_modules(session.module) | callbacks, observed=["", *callbacks], ignored=RUN_ATTRIBUTES)
 
 
 def _changes_in_steps(session: Session) -> bool:

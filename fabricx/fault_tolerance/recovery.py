@@ -11,7 +11,7 @@ from fabricx.distributed.membership.generations import WorkerMessage, membership
 from fabricx.fault_tolerance.in_place import recover, take_part
 from fabricx.fault_tolerance.memory_checkpointer import MemoryCheckpointer
 from fabricx.fault_tolerance.rank_record import Slot
-from fabricx.fault_tolerance.records import RankRecords
+from fabricx.fault_tolerance.records import RankRecords, tracked_attributes
 from fabricx.fault_tolerance.rollback import restore_newest
 
 if TYPE_CHECKING:
@@ -58,11 +58,14 @@ def set_up(session: Session) -> FaultTolerance:
     Args:
         session: this rank's session, with world, strategy and data set up.
     """
-    member, strategy = membership(), session.strategy
-    members = member if member.changes else None
+    member, strategy, policy = membership(), session.strategy, recovery_policy_of(session.callbacks)
+    members, lockstep = member if member.changes else None, strategy.traits.lockstep
     if not member.folder and members is None:
-        return session.fault_tolerance  # nothing is recorded
-    lockstep, feed, source = strategy.traits.lockstep, session.data.train_feed, type(session.data.train_dataloader)
+        none = session.fault_tolerance
+        if policy is not None and lockstep:
+            none.attributes = tracked_attributes(session)  # of snapshots, from which all processes start again
+        return none
+    feed, source = session.data.train_feed, type(session.data.train_dataloader)
     if not session.world.newcomer:  # a newcomer joins workers that have decided this, or is dismissed by them
         recovers = lockstep or feed.exact_position
         if feed.of_rank or not recovers:
@@ -72,7 +75,6 @@ def set_up(session: Session) -> FaultTolerance:
     if not lockstep:  # servers have the state
         return Recovery(session, members)
     if member.folder and not (members is not None and strategy.traits.replicated):
-        policy = recovery_policy_of(session.callbacks)
         every = None if policy is None else policy.copy_every_n_steps
         return Recovery(session, members, memory=MemoryCheckpointer(session.world, strategy.traits.replicas_of, every))
     return Recovery(session, members, Slot(member.folder, member.worker) if members is not None else None)

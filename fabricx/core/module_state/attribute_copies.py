@@ -193,6 +193,15 @@ def own_attributes(value: Any) -> dict[str, Any] | None:
     return attributes if type(attributes) is dict else None
 
 
+def has_data(value: Any) -> bool:
+    """Return whether a value is a tensor, an array, a collection, or an object of a class of users.
+
+    Args:
+        value: any object.
+    """
+    return isinstance(value, (Tensor, np.ndarray, *COLLECTIONS)) or own_attributes(value) is not None
+
+
 def equal(first: Any, second: Any) -> bool:
     """Return whether two copies are equal; NaN is equal to NaN.
 

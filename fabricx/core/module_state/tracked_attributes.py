@@ -22,6 +22,7 @@ from fabricx.core.module_state.attribute_copies import (
     Unsupported,
     copied,
     equal,
+    has_data,
     is_nested,
     number_of_items,
     packed_copy,
@@ -135,8 +136,11 @@ class TrackedAttributes:
             (owner, name)
             for owner, attributes in self._owners.items()
             for name in attributes
-            if (name in self._volatile[owner] if owner in self._volatile else name not in self._ignored)
+            if (name in self._volatile[owner] if owner in self._volatile else self._is_tracked(name))
         ]
+
+    def _is_tracked(self, name: str) -> bool:
+        return name not in self._ignored and not name.startswith("__")  # such as FSDP's own attributes
 
     def _get(self, key: Key) -> Any:
         return self._owners[key[0]].get(key[1])
@@ -242,7 +246,7 @@ class TrackedAttributes:
         for key in keys:
             copy = self._copy(key)
             if isinstance(copy, _NotCopied):
-                if key in self._before or (changed and key[0] in self._observed):
+                if key in self._before or (changed and key[0] in self._observed and has_data(self._get(key))):
                     self.lost.add(_shown(key))
             elif key not in self._before or not equal(self._before[key], copy):
                 self._changed[key] = None
