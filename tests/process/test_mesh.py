@@ -183,8 +183,10 @@ def equal(recovered_run: Any, weights: dict[str, Tensor], metrics: dict[str, flo
         [
             (lambda: Mesh(pipeline=2), 2, 0, "forward"),
             (lambda: Mesh(context=2, data="fsdp"), 2, 1, "forward"),
+            (lambda: Mesh(pipeline=2, data="fsdp"), 4, 1, "optimizer"),
         ],
         [
+            (lambda: Mesh(pipeline=2, data="fsdp", schedule="zero_bubble"), 4, 2, "backward"),
             (lambda: Mesh(tensor=2, data="fsdp"), 4, 2, "optimizer"),
             (lambda: Mesh(context=2, pipeline=2), 4, 1, "forward"),
             (lambda: Mesh(context=2, pipeline=2), 4, 2, "backward"),

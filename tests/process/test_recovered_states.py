@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 import fabricx as fx
 from fabricx.callbacks import FaultRecovery
-from fabricx.strategies import LocalSGD, Mesh
-from fabricx.testing import QUIET, LayeredModule, Ledger, SavesAtEnd, kill, layered_data
+from fabricx.strategies import DDP, LocalSGD
+from fabricx.testing import Ledger, SavesAtEnd, kill
 from tests.soak import params
 
 from .kills import STRATEGIES
@@ -246,26 +246,24 @@ def test_nested_collections_and_buffers_that_are_not_persistent(strategy: str, s
             assert torch.equal(killed.state_dict()[name], value), name
 
 
-class CountsBatchesOfMesh(LayeredModule):
+class Fixed(DDP):
+    """Cannot continue with other ranks, as strategies of users without `Elastic`."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.batches = 0
-
-    def on_train_batch_end(self, *arguments: Any) -> None:
-        self.batches += 1
+        self.traits = replace(self.traits, elastic=False)
 
 
 def test_attributes_after_a_restart_from_a_snapshot(tmp_path: Path) -> None:
-    """A pipeline with fsdp is not recovered in place."""
-    module, text = CountsBatchesOfMesh(), tmp_path / "text.txt"
-    trainer = fx.Trainer(
-        devices=4, strategy=Mesh(pipeline=2, data="fsdp"), max_epochs=2, default_root_dir=tmp_path,
-        callbacks=[FaultRecovery(every_n_train_steps=1), kill(1).during("optimizer", 4), WritesMessages(text)], **QUIET,
-    )  # fmt: skip
-    trainer.fit(module, DataLoader(layered_data(24), 4))
-    assert len(trainer.failures) == 1
-    assert module.batches == 6
-    assert "not recovered" not in text.read_text()
+    undisturbed, killed = KeepsState(), KeepsState()
+    for name, module, faults in (("a", undisturbed, []), ("b", killed, [kill(1).during("optimizer", step=6)])):
+        _, trainer = train(Fixed(), [*faults, WritesMessages(tmp_path / name)], tmp_path / f"run {name}", module=module)
+        assert len(trainer.failures) == len(faults)
+    assert len(killed.history["scale"]) == 13
+    assert "not recovered" not in (tmp_path / "b").read_text()
+    for name, value in undisturbed.state_dict().items():
+        if "entries" not in name:
+            assert torch.equal(killed.state_dict()[name], value), name
 
 
 class ScalesWeights(Ledger):

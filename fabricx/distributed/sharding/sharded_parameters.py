@@ -24,12 +24,14 @@ class _Sharded:
 
     Attributes:
         name: name in the module.
+        names: all names of a tied parameter.
         whole: the original parameter; without memory while the module has the shard.
         shard: the rows of this rank, a DTensor.
         places: (module, name) of all modules that have the parameter.
     """
 
     name: str
+    names: list[str]
     whole: nn.Parameter
     shard: nn.Parameter
     places: list[tuple[nn.Module, str]]
@@ -59,11 +61,14 @@ class ShardedParameters:
         assert group is not None
         mesh = DeviceMesh.from_group(group, world.device.type, mesh_dim_names=("data",))
         places: dict[int, list[tuple[nn.Module, str]]] = {}
+        names: dict[int, list[str]] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
         for part in module.modules():
             for name, parameter in part.named_parameters(recurse=False, remove_duplicate=False):
                 places.setdefault(id(parameter), []).append((part, name))
         self._all = [
-            _Sharded(name, parameter, self._shard_of(parameter, mesh), places[id(parameter)])
+            _Sharded(name, names[id(parameter)], parameter, self._shard_of(parameter, mesh), places[id(parameter)])
             for name, parameter in module.named_parameters()
             if parameter.dim() and not excluded(parameter)
         ]
@@ -83,8 +88,8 @@ class ShardedParameters:
         return whole[self._world.rank * rows : (self._world.rank + 1) * rows]
 
     def shards(self) -> dict[str, nn.Parameter]:
-        """Return the parts of this rank by name, as DTensors."""
-        return {member.name: member.shard for member in self._all}
+        """Return the parts of this rank by name, as DTensors; a tied parameter has several names."""
+        return {name: member.shard for member in self._all for name in member.names}
 
     @torch.no_grad()
     def gather(self) -> None:
@@ -155,21 +160,32 @@ class ShardedParameters:
             _place(member, member.shard)
         self.gathered = False
 
+    def replace_in(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let optimizers step the parts in place of the whole parameters, without states.
+
+        Args:
+            optimizers: optimizers of the whole parameters.
+        """
+        self._replace(optimizers, {id(member.whole): member.shard for member in self._all})
+
     def undo(self, optimizers: Sequence[Optimizer]) -> None:
         """Give the module and the optimizers the original parameters, whose values are lost, without states.
 
         Args:
             optimizers: optimizers of the module.
         """
-        wholes = {id(member.shard): member.whole for member in self._all}
         for member in self._all:
             member.whole.data = torch.empty(member.whole.shape, dtype=member.whole.dtype, device=member.whole.device)
+            member.whole.grad = None
             _place(member, member.whole)
+        self._replace(optimizers, {id(member.shard): member.whole for member in self._all})
+        self._all, self.gathered = [], True
+
+    def _replace(self, optimizers: Sequence[Optimizer], others: dict[int, nn.Parameter]) -> None:
         for optimizer in optimizers:
             optimizer.state.clear()
             for group in optimizer.param_groups:
-                group["params"] = [wholes.get(id(parameter), parameter) for parameter in group["params"]]
-        self._all, self.gathered = [], True
+                group["params"] = [others.get(id(parameter), parameter) for parameter in group["params"]]
 
     def _size(self, whole: Tensor) -> int:
         """Return the number of elements of a rank's rows, with padding."""

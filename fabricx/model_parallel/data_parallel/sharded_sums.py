@@ -14,6 +14,7 @@ from fabricx.core.strategy_parts import ShardsWeights
 from fabricx.distributed.sharding.dtensors import is_dtensor
 from fabricx.distributed.sharding.grad_hooks import check_before_sharding
 from fabricx.distributed.sharding.sharded_parameters import ShardedParameters
+from fabricx.distributed.world import World
 from fabricx.model_parallel.data_parallel.gradient_sums import GradientSums
 
 
@@ -26,7 +27,7 @@ class ShardedSums(GradientSums, ShardsWeights):
     its stage, as each microbatch needs them again.
     """
 
-    traits = Traits(sharded=True)
+    traits = Traits(sharded=True, elastic=True)
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,6 +40,20 @@ class ShardedSums(GradientSums, ShardsWeights):
         if self.world.size > 1:
             check_before_sharding(module)
             self._parts = ShardedParameters(self.world, module, is_placeholder)
+
+    def world_changed(self, world: World) -> None:
+        """Shard over the new group of ranks; weights and optimizer states are lost, and have to be loaded.
+
+        Args:
+            world: the data ranks of this stage, as many as before.
+        """
+        super().world_changed(world)
+        self._training = False
+        self.unshard()
+        if world.size > 1:
+            assert self.module is not None
+            self._parts = ShardedParameters(world, self.module, is_placeholder)
+            self._parts.replace_in(self._optimizers)
 
     def attach_optimizers(self, optimizers: list[Optimizer]) -> None:
         self._optimizers = optimizers

@@ -146,7 +146,6 @@ class Raises:
 @pytest.mark.parametrize(
     "value",
     [[0] * 1025, "x" * 1025, ["x" * 20_000], torch.ones(4097), np.ones(4097), [[1] * 20] * 20, [Raises()], Raises()],
-    ids=str,
 )
 def test_large_and_other_values_are_not_copied(value: Any) -> None:
     with pytest.raises(Unsupported):
