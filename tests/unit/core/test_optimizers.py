@@ -170,7 +170,7 @@ def test_optimizers_that_do_not_train_the_module_are_a_warning() -> None:
             self.automatic_optimization = False
 
     for module, message in (
-        (Foreign(), "create the optimizer with"),
+        (Foreign(), "Create the optimizer in configure_optimizers, from self"),
         (Forgets(), "no optimizer made a step in the epoch"),
     ):
         with pytest.warns(UserWarning, match=message):
