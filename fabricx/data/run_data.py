@@ -123,8 +123,9 @@ class RunData:
 
     @property
     def validates(self) -> bool:
-        """Return whether a fit validates: a loader has batches. A stream may have some on another rank."""
-        return any(not feed.exact_position or feed.batches() for feed in self.val_feeds)
+        """Return whether a fit validates: a loader has batches, perhaps on another rank or after a reload."""
+        recreated = self._passed[1] is None and bool(self._options.reload_dataloaders_every_n_epochs)
+        return any(recreated or not feed.exact_position or feed.batches() for feed in self.val_feeds)
 
     @property
     def feeds(self) -> list[Feed]:

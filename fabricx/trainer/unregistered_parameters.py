@@ -20,8 +20,9 @@ _OF_MODULES: Final = frozenset(vars(nn.Module()))  # attributes of every module
 def check_registered(session: Session, optimizers: Sequence[Optimizer]) -> None:
     """Check that the optimizers train only parameters of the module.
 
-    Gradients of other tensors are not averaged over ranks, and checkpoints and recovery don't have their values. On a
-    single rank, this is a warning.
+    Gradients of other tensors are not averaged over ranks, and checkpoints and recovery don't have their values. It is
+    a warning on a single rank, and for tensors that no attribute of the module has, such as the copies of weights that
+    an optimizer makes and writes back.
 
     Args:
         session: session of a fit, with the strategy set up.
@@ -32,8 +33,13 @@ def check_registered(session: Session, optimizers: Sequence[Optimizer]) -> None:
     """
     known = set(map(id, session.module.parameters()))
     trained = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
-    unknown = {number: tensor for number, tensor in trained.items() if number not in known}
-    if unknown and session.world.size > 1:
+    unknown = {number: p for number, p in trained.items() if number not in known and p.requires_grad}
+    named = any(not numbers.isdisjoint(unknown) for _, numbers, _ in _attributes(session.module))
+    # Of an optimizer that was created before the strategy has replaced the parameters by shards.
+    former = session.strategy.traits.sharded and {p.shape for p in unknown.values()} <= {
+        p.shape for p in session.module.parameters()
+    }
+    if unknown and session.world.size > 1 and (named or former):
         raise ValueError(
             f"{_description(session.module, unknown)}. Without that, its gradient is not averaged over the ranks, and "
             "checkpoints don't have its value"

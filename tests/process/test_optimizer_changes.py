@@ -404,3 +404,37 @@ class HiddenHeads(Net):
 def test_trained_tensors_outside_of_the_module_are_an_error_on_several_ranks(strategy: str) -> None:
     with pytest.raises(WorkerFailed, match=r"self\.heads = nn\.ModuleList\(\.\.\.\)\. .* not averaged over the ranks"):
         train(HiddenHeads, strategy, 2)
+
+
+class Masters(torch.optim.SGD):
+    """Steps copies of the weights, and writes them back."""
+
+    def __init__(self, weights: Any, **options: Any) -> None:
+        self.weights = list(weights)
+        super().__init__([weight.detach().clone().requires_grad_() for weight in self.weights], **options)
+
+    def step(self, closure: Any = None) -> Any:
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        copies = self.param_groups[0]["params"]
+        for copied, weight in zip(copies, self.weights, strict=True):
+            copied.grad = weight.grad
+        super().step()
+        with torch.no_grad():
+            for copied, weight in zip(copies, self.weights, strict=True):
+                weight.copy_(copied)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for weight in self.weights:
+            weight.grad = None
+
+
+class MasterCopies(Net):
+    def configure_optimizers(self) -> Any:
+        return Masters(self.parameters(), lr=0.05, momentum=0.8, weight_decay=0.01)
+
+
+def test_an_optimizer_with_copies_of_the_weights_trains_with_a_warning() -> None:
+    expected, trained = train(Net), train(MasterCopies, "ddp", 2)
+    assert all(torch.allclose(trained[name], value, rtol=0.0, atol=1e-12) for name, value in expected.items())

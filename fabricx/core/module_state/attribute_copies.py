@@ -20,6 +20,7 @@ _DICTS: Final = (dict, OrderedDict, defaultdict, Counter)
 COLLECTIONS: Final = frozenset((*_SEQUENCES, *_DICTS))
 _KINDS: Final[dict[str, Any]] = {kind.__name__: kind for kind in (*_SEQUENCES, *_DICTS)}
 _NESTED: Final = "nested "  # before the kind of a collection that has copies as items
+_LARGEST: Final = ":"  # between the kind of a deque and its largest length
 _NUMBERS: Final = "biuf"  # kinds of arrays
 _LONGEST: Final = 1024  # scalars in a collection, and characters of its texts
 ELEMENTS: Final = 4096  # of a tensor or an array
@@ -91,6 +92,8 @@ def copied(
             raise Unsupported  # an optimizer may train it
         if value.numel() > elements or value.layout is not torch.strided or value.device.type == "meta":
             raise Unsupported
+        if value.is_nested or any(n > 1 and not stride for n, stride in zip(value.shape, value.stride(), strict=True)):
+            raise Unsupported  # several elements may have the same memory
         if held and value.untyped_storage().data_ptr() in held:
             raise Unsupported
         return Copy(value.device.type, value.detach().clone(), value)
@@ -100,7 +103,7 @@ def copied(
         return Copy("array", value.copy(), value)
     if kind in COLLECTIONS:
         try:
-            return Copy(kind.__name__, _items(value), value)
+            return Copy(_name(value), _items(value), value)
         except Unsupported:
             if within:  # such as the connections of a client: only its numbers and texts are restored
                 raise
@@ -117,6 +120,12 @@ def copied(
         except Unsupported:
             continue
     return Copy("object", copies, value)
+
+
+def _name(collection: Any) -> str:
+    """Return the kind of a collection; with the largest length of a deque."""
+    bounded = isinstance(collection, deque) and collection.maxlen is not None
+    return f"{type(collection).__name__}{_LARGEST}{collection.maxlen}" if bounded else type(collection).__name__
 
 
 def _items(collection: Any) -> list[Any]:
@@ -154,18 +163,26 @@ class _NestedCopies:
             Unsupported: there are too many items, or an item can't be copied.
         """
         kind = type(value)
-        self._left -= _ITEMS // _TENSORS if issubclass(kind, (Tensor, np.ndarray)) else 1
-        if self._left < 0 or level > _LEVELS:
+        if level > _LEVELS:
             raise Unsupported
         if kind not in COLLECTIONS or kind in (set, frozenset):
-            return copied(value, held=self._held)
+            flat = kind in (set, frozenset)
+            copy = Copy(kind.__name__, _items(value), value) if flat else copied(value, held=self._held)
+            self._take(number_of_items(copy))
+            return copy
+        self._take(1)
         if len(value) > self._left:
             raise Unsupported
         if isinstance(value, dict):
             content = [[self.copied(name, level + 1), self.copied(item, level + 1)] for name, item in value.items()]
         else:
             content = [self.copied(item, level + 1) for item in value]
-        return Copy(_NESTED + kind.__name__, content, value)
+        return Copy(_NESTED + _name(value), content, value)
+
+    def _take(self, items: int) -> None:
+        self._left -= items
+        if self._left < 0:
+            raise Unsupported
 
 
 def _of_items(function: Callable[[Any], Any], items: list[Any]) -> list[Any]:
@@ -244,12 +261,16 @@ def is_nested(copy: Any) -> bool:
 
 
 def number_of_items(copy: Any) -> int:
-    """Return the number of items in all levels of a copy.
+    """Return the number of items in all levels of a copy; a tensor counts as 16.
 
     Args:
         copy: result of `copied`.
     """
-    if not isinstance(copy, Copy) or not isinstance(copy.content, (list, dict)):
+    if not isinstance(copy, Copy):
+        return 1
+    if isinstance(copy.content, (Tensor, np.ndarray)):
+        return _ITEMS // _TENSORS
+    if not isinstance(copy.content, (list, dict)):
         return 1
     items = copy.content.values() if isinstance(copy.content, dict) else copy.content
     return 1 + sum(
@@ -301,7 +322,7 @@ def _write_content(copy: Copy) -> None:
     elif copy.kind == "array":
         if not equal(source, content):
             source[...] = content
-    elif copy.kind.removeprefix(_NESTED) in _KINDS:
+    elif isinstance(source, tuple(COLLECTIONS)):
         items = _of_items(_source_of, content)
         if isinstance(source, (list, deque)):
             source.clear()
@@ -346,10 +367,13 @@ def _new(copy: Any, present: Any) -> Any:
         return content.to(kind, copy=True)
     if kind.startswith(_NESTED):
         kind, content = kind.removeprefix(_NESTED), _new_items(content, present)
-    if kind == "defaultdict":
-        return defaultdict(present.default_factory if type(present) is defaultdict else None, content)
+    kind, _, largest = kind.partition(_LARGEST)
     if kind == "deque":
-        return deque(content, present.maxlen if type(present) is deque else None)
+        return deque(content, int(largest) if largest else None)
+    if kind == "defaultdict":
+        if type(present) is not defaultdict:  # whose function is not sent
+            raise Unsupported
+        return defaultdict(present.default_factory, content)
     return _KINDS[kind](dict(content) if issubclass(_KINDS[kind], dict) else content)
 
 
@@ -357,8 +381,8 @@ def _object(attributes: dict[str, Any], present: Any) -> Any:
     held = own_attributes(present)
     if held is None or not attributes.keys() <= held.keys():
         raise Unsupported
-    for name, value in attributes.items():
-        write(held, name, value)
+    if not all([write(held, name, value) for name, value in attributes.items()]):  # noqa: C419
+        raise Unsupported
     return present
 
 
@@ -371,9 +395,16 @@ def _new_items(items: list[Any], present: Any) -> list[Any]:
     """
     if items and isinstance(items[0], list):
         pairs = [(_new(name, None), item) for name, item in items]
-        return [[name, _new(item, present.get(name) if isinstance(present, dict) else None)] for name, item in pairs]
+        return [[name, _new(item, _counterpart(present, name))] for name, item in pairs]
     others = list(present) if isinstance(present, (list, tuple, deque)) else []
     return [_new(item, other) for item, other in itertools.zip_longest(items, others[: len(items)])]
+
+
+def _counterpart(present: Any, name: Any) -> Any:
+    """Return the value of a dict in this process; of a defaultdict without the name, a new value."""
+    if isinstance(present, defaultdict) and present.default_factory is not None and name not in present:
+        return present.default_factory()
+    return present.get(name) if isinstance(present, dict) else None
 
 
 def packed_copy(copy: Any) -> Any:

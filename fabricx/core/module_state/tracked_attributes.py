@@ -36,7 +36,7 @@ _FREQUENT_ITEMS: Final = 32  # of objects and of collections of others, in all l
 _CALLS: Final = 16  # first calls, at which all attributes are compared
 _SCANNED: Final = 256  # scalars in other owners than the observed ones that are compared at each call
 _BUFFERS: Final = "buffers of "  # before the name of a module: owner of its buffers that checkpoints don't have
-_BUFFER_ELEMENTS: Final = 2**20
+_BUFFER_ELEMENTS: Final = 2**18
 _OF_MODULES: Final = frozenset(vars(nn.Module()))
 
 
@@ -50,7 +50,7 @@ class TrackedAttributes:
 
     Numbers, texts, members of enumerations, tensors and arrays of up to 4,096 elements, collections of up to 1,024
     numbers and texts, or of up to 256 other items and 15 tensors in all levels, and such attributes of an object in an
-    attribute are tracked; and the buffers of modules that are not persistent, of up to 2**20 elements. Parameters,
+    attribute are tracked; and buffers of modules that are not persistent, of up to 2**18 elements in all. Parameters,
     other buffers and parts of them are not. Of other lists, the items that were appended are removed.
 
     Assignments are noticed at each call. The first change within a collection, a tensor or an object is noticed in the
@@ -96,8 +96,12 @@ class TrackedAttributes:
         self._has_copied = True
         copies: dict[Key, Any] = {}
         known: dict[int, Key] = {}
+        left = _BUFFER_ELEMENTS  # of buffers, in all
         for key in list(self._changed):
-            copy = self._copy(key)
+            value = self._get(key)
+            elements = value.numel() if key[0] in self._volatile and type(value) is Tensor else 0
+            copy = self._copy(key) if elements <= left else _NotCopied()
+            left -= 0 if isinstance(copy, _NotCopied) else elements
             if isinstance(copy, _NotCopied):
                 del self._changed[key]
                 self.lost.add(_shown(key))
@@ -167,7 +171,7 @@ class TrackedAttributes:
                 return copied(value, held=self._addresses)
             absent = type(value) is Tensor and is_placeholder(value)
             return _NotCopied() if absent else copied(value, elements=_BUFFER_ELEMENTS)
-        except Unsupported:
+        except (Unsupported, RuntimeError):  # a RuntimeError if another thread changes a collection
             return _NotCopied()
 
     def _index(self) -> None:
@@ -185,7 +189,8 @@ class TrackedAttributes:
         self._others = [key for key in unchanged if type(self._get(key)) not in SCALARS]
         self._ids = [id(self._get(key)) for key in self._others]  # the objects would stay in memory for another step
         observed = {key for key in self._others if key[0] in self._observed}
-        self._versions = {key: _version(value) for key in observed if type(value := self._get(key)) is Tensor}
+        looked_at = [key for key in observed if _shown(key) not in self.lost]
+        self._versions = {key: _version(value) for key in looked_at if type(value := self._get(key)) is Tensor}
         initial = {key: self._before[key] for key in observed if key in self._before and _shown(key) not in self.lost}
         self._compared = {key for key, copy in initial.items() if _is_small(self._get(key), copy)}
         nested = (key for key, copy in initial.items() if key not in self._compared and is_nested(copy))
@@ -226,12 +231,12 @@ class TrackedAttributes:
         ids = list(map(id, objects))
         new = {key for key, number, old in zip(self._others, ids, self._ids, strict=True) if number != old}
         new |= {key for key, version in self._versions.items() if _version(self._get(key)) != version}
-        self._note([*new], changed=True)
+        self._note(sorted(new), changed=True)  # in the same order on all ranks
         if self._calls < _CALLS or not self._calls & (self._calls - 1):
             self._note([*self._scanned, *self._rare])
         else:
             written = {key for key, data in self._marshalled.items() if _marshalled(self._get(key)) != data}
-            self._note([*(written | self._compared)])
+            self._note(sorted(written | self._compared))
         self._ids = ids
         if outdated or len(self._changed) != number_changed:
             self._index()
@@ -331,5 +336,7 @@ def _marshalled(value: Any) -> bytes | None:
 def _fits(buffer: Any, copy: Any) -> bool:
     """Return whether a copy of another process has the shape and the dtype of a buffer."""
     if not isinstance(copy, Copy) or copy.source is not None or not (type(buffer) is Tensor is type(copy.content)):
+        return False
+    if buffer.is_inference() or any(not stride for stride in buffer.stride()):
         return False
     return buffer.shape == copy.content.shape and buffer.dtype == copy.content.dtype

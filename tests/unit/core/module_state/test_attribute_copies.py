@@ -35,7 +35,8 @@ VALUES = [
     deque([1], 3), {"a": 1, 2: None}, OrderedDict(b=1, a=2), np.arange(3), np.float32(0.5), np.array([float("nan")]),
     torch.arange(3), torch.tensor(float("nan")), torch.tensor([1.0]).bfloat16(), [float("nan")], [],
     Counter("aab"), [[1], [2, [3]]], {"a": [1.0], "b": {"c": (1, [2])}}, [torch.ones(2), torch.zeros(3)], {(1, 2): 3},
-    deque([[1]], 2), ([], {}), {"mean": np.ones(2), "code": b"a"}, OrderedDict(a=[float("nan")]),
+    deque([[1]], 2), [deque([1], 2)], [{1, 2}, [frozenset({"a"})]],
+    ([], {}), {"mean": np.ones(2), "code": b"a"}, OrderedDict(a=[float("nan")]),
 ]  # fmt: skip
 
 
@@ -126,6 +127,28 @@ def test_a_defaultdict_keeps_the_function_of_the_receiver() -> None:
     assert receiver["counts"]["a"] == 1
 
 
+def test_items_of_a_defaultdict_have_the_function_or_the_length_of_the_receiver() -> None:
+    def make() -> dict[str, Any]:
+        return {"sums": defaultdict(lambda: defaultdict(int)), "recent": defaultdict(lambda: deque(maxlen=2))}
+
+    sender, receiver = make(), make()
+    sender["sums"]["a"]["x"] += 1
+    sender["recent"]["a"].extend([1, 2])
+    for name, value in sender.items():
+        assert write(receiver, name, sent(copied(value)))
+    receiver["sums"]["a"]["y"] += 1
+    receiver["recent"]["a"].append(3)
+    assert receiver["sums"] == {"a": {"x": 1, "y": 1}}
+    assert list(receiver["recent"]["a"]) == [2, 3]
+    assert not write({}, "sums", sent(copied(sender["sums"])))  # the function is not sent
+
+
+def test_an_object_with_an_attribute_that_can_not_be_restored_is_not_restored() -> None:
+    sender, receiver = Running(1.0), {"mean": Running(0.0)}
+    receiver["mean"].phase = None
+    assert not write(receiver, "mean", sent(copied(sender)))
+
+
 def test_absent_attributes_are_deleted_and_longer_lists_cut() -> None:
     items: list[Any] = [object()]
     attributes: dict[str, Any] = {"items": None, "added": 1}
@@ -145,7 +168,23 @@ class Raises:
 
 @pytest.mark.parametrize(
     "value",
-    [[0] * 1025, "x" * 1025, ["x" * 20_000], torch.ones(4097), np.ones(4097), [[1] * 20] * 20, [Raises()], Raises()],
+    [
+        [0] * 1025,
+        "x" * 1025,
+        ["x" * 20_000],
+        torch.ones(4097),
+        np.ones(4097),
+        [[1] * 20] * 20,
+        [Raises()],
+        Raises(),
+        {(1, 2)},
+        {int},
+        [{(1, 2)}],
+        frozenset({torch.float32}),
+        [Running(1.0) for _ in range(100)],
+        [set(range(200)), set(range(200))],
+        torch.ones(1).expand(3),
+    ],
 )
 def test_large_and_other_values_are_not_copied(value: Any) -> None:
     with pytest.raises(Unsupported):

@@ -342,3 +342,15 @@ def test_tensors_in_collections_and_objects_that_are_a_part_of_weights_are_not_c
     attributes = TrackedAttributes({"": net}, [""])
     net.layer.weight.data.add_(1.0)
     assert packed(attributes.changed()) == []
+
+
+def test_buffers_that_are_too_large_in_all_are_named() -> None:
+    net = Nested()
+    for number in range(3):
+        net.register_buffer(f"large_{number}", torch.zeros(2**17 - 2500), persistent=False)
+    attributes = TrackedAttributes({"": net}, [""])
+    for _ in range(2):
+        for buffer in net.buffers():
+            buffer.add_(1.0)
+        assert attributes.changed().keys() == {("buffers of ", name) for name in ("large_0", "large_1", "mask")}
+    assert attributes.lost == {"large_2"}
