@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fabricx.checkpoint import tree
-from fabricx.core.module_state.tracked_attributes import differing, joined, packed, unpacked
+from fabricx.core.module_state.packed_attributes import differing, joined, packed, unpacked
 from fabricx.distributed.membership.generations import Generation, membership
 from fabricx.fault_tolerance import rank_record
 from fabricx.fault_tolerance.common_state import common_state, load_common_state

@@ -61,10 +61,10 @@ def set_up(session: Session) -> FaultTolerance:
     member, strategy, policy = membership(), session.strategy, recovery_policy_of(session.callbacks)
     members, lockstep = member if member.changes else None, strategy.traits.lockstep
     if not member.folder and members is None:
-        none = session.fault_tolerance
+        ft = session.fault_tolerance
         if policy is not None and lockstep:
-            none.attributes = tracked_attributes(session)  # of snapshots, from which all processes start again
-        return none
+            ft.attributes = tracked_attributes(session)  # of snapshots, from which all processes start again
+        return ft
     feed, source = session.data.train_feed, type(session.data.train_dataloader)
     if not session.world.newcomer:  # a newcomer joins workers that have decided this, or is dismissed by them
         recovers = lockstep or feed.exact_position

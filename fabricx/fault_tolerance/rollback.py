@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 
 from fabricx.checkpoint import read_manifest, tree
-from fabricx.core.module_state.tracked_attributes import unpacked
+from fabricx.core.module_state.packed_attributes import unpacked
 from fabricx.core.strategy_parts import KeepsLocalState
 from fabricx.distributed.membership.generations import Generation, membership
 from fabricx.distributed.world import World

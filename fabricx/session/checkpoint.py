@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from fabricx import checkpoint
 from fabricx.core.hook_calls.hooks import overrides
 from fabricx.core.module_hooks import ModuleHooks
+from fabricx.core.module_state.packed_attributes import unpacked
 from fabricx.core.module_state.rng import RandomState
-from fabricx.core.module_state.tracked_attributes import unpacked
 from fabricx.core.optimizers import load_schedules
 from fabricx.core.state import Phase
 from fabricx.core.strategy_parts import ModelParallel, as_part

@@ -10,8 +10,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from fabricx.core.module_state.attribute_copies import Key
 from fabricx.core.module_state.buffers import BufferMark
+from fabricx.core.module_state.packed_attributes import packed
 from fabricx.core.module_state.rng import RandomState
-from fabricx.core.module_state.tracked_attributes import packed
 from fabricx.data.own_state import states_of_generators
 from fabricx.distributed.messages.tensor_bytes import as_bytes
 from fabricx.distributed.statistics.metric_sums import merge_sums, plain

@@ -31,42 +31,47 @@ def check_registered(session: Session, optimizers: Sequence[Optimizer]) -> None:
     Raises:
         ValueError: an optimizer trains another tensor, and the run has several ranks.
     """
-    known = set(map(id, session.module.parameters()))
+    parameters = list(session.module.parameters())
+    known = set(map(id, parameters))
     trained = {id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
     unknown = {number: p for number, p in trained.items() if number not in known and p.requires_grad}
-    named = any(not numbers.isdisjoint(unknown) for _, numbers, _ in _attributes(session.module))
+    if not unknown:
+        return
+    text = _description(session.module, unknown)
     # Of an optimizer that was created before the strategy has replaced the parameters by shards.
-    former = session.strategy.traits.sharded and {p.shape for p in unknown.values()} <= {
-        p.shape for p in session.module.parameters()
-    }
-    if unknown and session.world.size > 1 and (named or former):
+    former = session.strategy.traits.sharded and {p.shape for p in unknown.values()} <= {p.shape for p in parameters}
+    if session.world.size > 1 and (text is not None or former):
         raise ValueError(
-            f"{_description(session.module, unknown)}. Without that, its gradient is not averaged over the ranks, and "
-            "checkpoints don't have its value"
+            f"{text or _by_shape(unknown)}. Without that, its gradient is not averaged over the ranks, and checkpoints "
+            "don't have its value"
         )
     saved = {id(buffer) for _, buffer in persistent_buffers(session.module)}
-    if unknown := {number: tensor for number, tensor in unknown.items() if number not in saved}:
+    if not unknown.keys() <= saved:
         session.warn_once(
             "unregistered parameters",
-            f"{_description(session.module, unknown)}. Without that, checkpoints don't have its value: a run that "
-            "continues begins with the initial value",
+            f"{text or _by_shape(unknown)}. Without that, checkpoints don't have its value: a run that continues "
+            "begins with the initial value",
         )
 
 
-def _description(module: nn.Module, unknown: Mapping[int, Tensor]) -> str:
-    """Return a text with the tensors, by attribute or by shape, and the remedy."""
+def _description(module: nn.Module, unknown: Mapping[int, Tensor]) -> str | None:
+    """Return a text with the attributes that have the tensors, and the remedy; None if no attribute has a tensor."""
     names = {name: remedy for name, numbers, remedy in _attributes(module) if not numbers.isdisjoint(unknown)}
     if not names:
-        shapes = [str(list(tensor.shape)) for tensor in unknown.values()]
-        return (
-            "configure_optimizers: an optimizer trains tensors that are not parameters of the module, of shapes "
-            f"{_listed(shapes)}. Create the optimizer in configure_optimizers, from self.parameters(), and make each "
-            "layer and each trained tensor an attribute of the module, as nn.Module and nn.Parameter"
-        )
+        return None
     name, remedy = next(iter(names.items()))
     return (
         f"configure_optimizers: an optimizer trains {_listed([f'self.{name}' for name in names])}, but the module does "
         f"not have it in self.parameters(). Assign it as self.{name} = {remedy}"
+    )
+
+
+def _by_shape(unknown: Mapping[int, Tensor]) -> str:
+    return (
+        "configure_optimizers: an optimizer trains tensors that are not parameters of the module, of shapes "
+        f"{_listed([str(list(tensor.shape)) for tensor in unknown.values()])}. Create the optimizer in "
+        "configure_optimizers, from self.parameters(), and make each layer and each trained tensor an attribute of the "
+        "module, as nn.Module and nn.Parameter"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import fabricx as fx
 from fabricx.callbacks import FaultRecovery
 from fabricx.strategies import DDP, LocalSGD
 from fabricx.testing import Ledger, SavesAtEnd, kill
+from fabricx.testing.faults import Fault
 from tests.soak import params
 
 from .kills import STRATEGIES
@@ -144,6 +146,23 @@ def test_attributes_that_have_become_too_large_are_named(strategy: str, tmp_path
         assert ("of types that are not recovered: values. A replacement" in text) is (name == "large")
 
 
+def killed_and_equal(
+    kind: type[Any], strategy: Any, fault: Fault, folder: Path, callbacks: Sequence[fx.Callback] = ()
+) -> Any:
+    """Return the module of a run with a fault, after a comparison of its weights with a run without the fault."""
+    modules = []
+    for name, faults in (("undisturbed", []), ("killed", [fault])):
+        module = kind()
+        _, trainer = train(strategy(), [*faults, *callbacks], folder / name, module=module)
+        assert len(trainer.failures) == len(faults)
+        modules.append(module)
+    undisturbed, killed = modules
+    for name, value in undisturbed.state_dict().items():
+        if "entries" not in name:
+            assert torch.equal(killed.state_dict()[name], value), name
+    return killed
+
+
 class ChangesOptions(Ledger):
     """Changes the options of its optimizer, and adds a group, at the start of each epoch."""
 
@@ -169,13 +188,7 @@ class ChangesOptions(Ledger):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_options_that_the_start_of_an_epoch_changes_change_once(rank: int, step: int, tmp_path: Path) -> None:
     """Steps of each epoch: 4, so that the death is in the first or the second batch of an epoch."""
-    undisturbed, killed = ChangesOptions(), ChangesOptions()
-    for name, module, faults in (("a", undisturbed, []), ("b", killed, [kill(rank).during("backward", step=step)])):
-        _, trainer = train(STRATEGIES["ddp"](), faults, tmp_path / name, module=module)
-        assert len(trainer.failures) == len(faults)
-    for name, value in undisturbed.state_dict().items():
-        if "entries" not in name:
-            assert torch.equal(killed.state_dict()[name], value), name
+    killed_and_equal(ChangesOptions, STRATEGIES["ddp"], kill(rank).during("backward", step=step), tmp_path)
 
 
 class CountsValidations(Ledger):
@@ -198,13 +211,7 @@ class CountsValidations(Ledger):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_buffers_that_a_validation_changes_count_once(rank: int, tmp_path: Path) -> None:
-    undisturbed, killed = CountsValidations(), CountsValidations()
-    for name, module, faults in (("a", undisturbed, []), ("b", killed, [kill(rank).during("validation", step=4)])):
-        _, trainer = train(STRATEGIES["ddp"](), faults, tmp_path / name, module=module)
-        assert len(trainer.failures) == len(faults)
-    for name, value in undisturbed.state_dict().items():
-        if "entries" not in name:
-            assert torch.equal(killed.state_dict()[name], value), name
+    killed_and_equal(CountsValidations, STRATEGIES["ddp"], kill(rank).during("validation", step=4), tmp_path)
 
 
 class Running:
@@ -236,14 +243,8 @@ class KeepsState(Ledger):
 @pytest.mark.parametrize("step", [2, 4, 6])
 @pytest.mark.parametrize("strategy", params(["ddp", "fsdp"], ["local_sgd"]))
 def test_nested_collections_and_buffers_that_are_not_persistent(strategy: str, step: int, tmp_path: Path) -> None:
-    undisturbed, killed = KeepsState(), KeepsState()
-    for name, module, faults in (("a", undisturbed, []), ("b", killed, [kill(1).during("backward", step=step)])):
-        _, trainer = train(STRATEGIES[strategy](), faults, tmp_path / name, module=module)
-        assert len(trainer.failures) == len(faults)
+    killed = killed_and_equal(KeepsState, STRATEGIES[strategy], kill(1).during("backward", step=step), tmp_path)
     assert len(killed.history["scale"]) == 13
-    for name, value in undisturbed.state_dict().items():
-        if "entries" not in name:
-            assert torch.equal(killed.state_dict()[name], value), name
 
 
 class Fixed(DDP):
@@ -255,15 +256,10 @@ class Fixed(DDP):
 
 
 def test_attributes_after_a_restart_from_a_snapshot(tmp_path: Path) -> None:
-    undisturbed, killed = KeepsState(), KeepsState()
-    for name, module, faults in (("a", undisturbed, []), ("b", killed, [kill(1).during("optimizer", step=6)])):
-        _, trainer = train(Fixed(), [*faults, WritesMessages(tmp_path / name)], tmp_path / f"run {name}", module=module)
-        assert len(trainer.failures) == len(faults)
+    messages = WritesMessages(tmp_path / "messages.txt")
+    killed = killed_and_equal(KeepsState, Fixed, kill(1).during("optimizer", step=6), tmp_path, [messages])
     assert len(killed.history["scale"]) == 13
-    assert "not recovered" not in (tmp_path / "b").read_text()
-    for name, value in undisturbed.state_dict().items():
-        if "entries" not in name:
-            assert torch.equal(killed.state_dict()[name], value), name
+    assert "not recovered" not in messages.path.read_text()
 
 
 class ScalesWeights(Ledger):

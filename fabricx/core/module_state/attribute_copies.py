@@ -1,4 +1,4 @@
-"""Copies of the values of attributes, and the restoration of the values in this process or another."""
+"""Copies of the values of attributes, and their restoration in this process or another."""
 
 from __future__ import annotations
 
@@ -185,8 +185,13 @@ class _NestedCopies:
             raise Unsupported
 
 
-def _of_items(function: Callable[[Any], Any], items: list[Any]) -> list[Any]:
-    """Apply a function to the items of a collection, or to the keys and values in a list of pairs."""
+def of_items(function: Callable[[Any], Any], items: list[Any]) -> list[Any]:
+    """Apply a function to the items of a collection, or to the keys and values in a list of pairs.
+
+    Args:
+        function: returns a new item.
+        items: content of a copy of a collection.
+    """
     return [list(map(function, item)) if isinstance(item, list) else function(item) for item in items]
 
 
@@ -223,7 +228,7 @@ def equal(first: Any, second: Any) -> bool:
     """Return whether two copies are equal; NaN is equal to NaN.
 
     Args:
-        first, second: results of `copied`, or of `unpacked_copy`.
+        first, second: results of `copied`, or copies of another process.
     """
     if type(first) is not type(second):
         return False
@@ -323,7 +328,7 @@ def _write_content(copy: Copy) -> None:
         if not equal(source, content):
             source[...] = content
     elif isinstance(source, tuple(COLLECTIONS)):
-        items = _of_items(_source_of, content)
+        items = of_items(_source_of, content)
         if isinstance(source, (list, deque)):
             source.clear()
             source.extend(items)
@@ -405,56 +410,3 @@ def _counterpart(present: Any, name: Any) -> Any:
     if isinstance(present, defaultdict) and present.default_factory is not None and name not in present:
         return present.default_factory()
     return present.get(name) if isinstance(present, dict) else None
-
-
-def packed_copy(copy: Any) -> Any:
-    """Return a copy as numbers, texts, tensors, lists and dicts, without its source.
-
-    Args:
-        copy: result of `copied`, `Absent` or `Same`.
-    """
-    if isinstance(copy, Absent):
-        return {"absent": True}
-    if isinstance(copy, Same):
-        return {"same": list(copy.key)}
-    if isinstance(copy, (complex, bytes)):
-        return {"complex": [copy.real, copy.imag]} if isinstance(copy, complex) else {"bytes": list(copy)}
-    if not isinstance(copy, Copy):
-        return copy
-    content = copy.content
-    if copy.kind == "object":
-        content = {name: packed_copy(value) for name, value in content.items()}
-    elif isinstance(content, np.ndarray):
-        return {"kind": copy.kind, "content": content.tolist(), "dtype": str(content.dtype)}
-    elif isinstance(content, Tensor):
-        content = content.cpu()
-    elif isinstance(content, list):
-        content = _of_items(packed_copy, content)
-    return {"kind": copy.kind, "content": content}
-
-
-def unpacked_copy(entry: Any) -> Any:
-    """Return a copy without a source.
-
-    Args:
-        entry: result of `packed_copy`.
-    """
-    if not isinstance(entry, dict):
-        return entry
-    if "absent" in entry:
-        return Absent()
-    if "same" in entry:
-        owner, name = entry["same"]
-        return Same((owner, name))
-    if "complex" in entry:
-        return complex(*entry["complex"])
-    if "bytes" in entry:
-        return bytes(entry["bytes"])
-    content = entry["content"]
-    if "dtype" in entry:
-        content = np.array(content, dtype=entry["dtype"])
-    elif isinstance(content, dict):
-        content = {name: unpacked_copy(value) for name, value in content.items()}
-    elif isinstance(content, list):
-        content = _of_items(unpacked_copy, content)
-    return Copy(entry["kind"], content)

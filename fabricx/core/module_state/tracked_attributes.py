@@ -25,8 +25,6 @@ from fabricx.core.module_state.attribute_copies import (
     has_data,
     is_nested,
     number_of_items,
-    packed_copy,
-    unpacked_copy,
     write,
 )  # fmt: skip
 from fabricx.core.module_state.placeholder import is_placeholder
@@ -96,17 +94,15 @@ class TrackedAttributes:
         self._has_copied = True
         copies: dict[Key, Any] = {}
         known: dict[int, Key] = {}
-        left = _BUFFER_ELEMENTS  # of buffers, in all
+        lost, left = [], _BUFFER_ELEMENTS  # elements of buffers, in all
         for key in list(self._changed):
             value = self._get(key)
             elements = value.numel() if key[0] in self._volatile and type(value) is Tensor else 0
             copy = self._copy(key) if elements <= left else _NotCopied()
-            left -= 0 if isinstance(copy, _NotCopied) else elements
             if isinstance(copy, _NotCopied):
-                del self._changed[key]
-                self.lost.add(_shown(key))
-                self._index()
+                lost.append(key)
                 continue
+            left -= elements
             if isinstance(copy, Copy):
                 initial = self._before.get(key)
                 if not isinstance(initial, Copy) or initial.source is not copy.source:
@@ -114,6 +110,11 @@ class TrackedAttributes:
                 first = known.setdefault(id(copy.source), key)
                 copy = copy if first == key else Same(first)
             copies[key] = copy
+        for key in lost:
+            del self._changed[key]
+            self.lost.add(_shown(key))
+        if lost:
+            self._index()
         copies.update({key: Length(value, len(value)) for key in self._lists if type(value := self._get(key)) is list})
         return copies
 
@@ -255,45 +256,6 @@ class TrackedAttributes:
                     self.lost.add(_shown(key))
             elif key not in self._before or not equal(self._before[key], copy):
                 self._changed[key] = None
-
-
-def packed(copies: Mapping[Key, Any]) -> list[Any]:
-    """Return attributes as numbers, texts, tensors and lists for another process, and for a checkpoint.
-
-    Args:
-        copies: result of `TrackedAttributes.changed`.
-    """
-    return [[*key, packed_copy(copy)] for key, copy in copies.items() if not isinstance(copy, Length)]
-
-
-def unpacked(attributes: list[Any]) -> dict[Key, Any]:
-    """Return copies for `TrackedAttributes.restore`.
-
-    Args:
-        attributes: result of `packed`.
-    """
-    return {(owner, name): unpacked_copy(entry) for owner, name, entry in attributes}
-
-
-def differing(copies: list[Any], earlier: list[Any]) -> list[Any]:
-    """Return the attributes that are not equal in earlier copies.
-
-    Args:
-        copies, earlier: results of `packed`.
-    """
-    before = unpacked(earlier)
-    return packed(
-        {key: copy for key, copy in unpacked(copies).items() if not (key in before and equal(copy, before[key]))}
-    )
-
-
-def joined(attributes: list[Any], later: list[Any]) -> list[Any]:
-    """Return attributes, with later values in place of theirs.
-
-    Args:
-        attributes, later: results of `packed`.
-    """
-    return packed({**unpacked(attributes), **unpacked(later)})
 
 
 def _addresses(modules: list[nn.Module]) -> set[int]:

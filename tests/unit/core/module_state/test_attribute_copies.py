@@ -18,16 +18,15 @@ from fabricx.core.module_state.attribute_copies import (
     copied,
     equal,
     own_attributes,
-    packed_copy,
-    unpacked_copy,
     write,
 )
+from fabricx.core.module_state.packed_attributes import packed, unpacked
 
 
 def sent(copy: Any) -> Any:
-    torch.save(packed_copy(copy), buffer := io.BytesIO())
+    torch.save(packed({("", "value"): copy}), buffer := io.BytesIO())
     buffer.seek(0)
-    return unpacked_copy(torch.load(buffer, weights_only=True))
+    return unpacked(torch.load(buffer, weights_only=True))["", "value"]
 
 
 VALUES = [

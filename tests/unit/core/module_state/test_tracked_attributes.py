@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from fabricx.core.module_state.tracked_attributes import TrackedAttributes, differing, joined, packed, unpacked
+from fabricx.core.module_state.packed_attributes import differing, packed, unpacked
+from fabricx.core.module_state.tracked_attributes import TrackedAttributes
 
 
 class Mean:
@@ -250,17 +251,6 @@ def test_an_object_that_other_objects_refer_to_is_not_changed_in_another_process
     of_other.restore(unpacked(packed(attributes.changed())))
     assert other.stages[0].total == 0.0
     assert of_other.lost == {"stage"}
-
-
-def test_later_attributes_replace_earlier_ones() -> None:
-    net = Net()
-    attributes = tracked(net)
-    net.steps = 1
-    earlier = packed(attributes.changed())
-    net.best, net.rate = 2, float("nan")
-    later = packed(attributes.changed())
-    assert [name for _, name, _ in differing(later, earlier)] == ["rate", "best"]
-    assert sorted(map(repr, joined(earlier, later))) == sorted(map(repr, later))
 
 
 def test_tensors_of_the_inference_mode_are_restored() -> None:

@@ -1,0 +1,28 @@
+"""Attributes are plain data for another process, and later attributes replace earlier ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from fabricx.core.module_state.packed_attributes import differing, joined, packed
+from fabricx.core.module_state.tracked_attributes import TrackedAttributes
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps, self.rate = 0, 0.5
+        self.best: Any = None
+
+
+def test_later_attributes_replace_earlier_ones() -> None:
+    net = Net()
+    attributes = TrackedAttributes({"": net}, observed=[""])
+    net.steps = 1
+    earlier = packed(attributes.changed())
+    net.best, net.rate = 2, float("nan")
+    later = packed(attributes.changed())
+    assert [name for _, name, _ in differing(later, earlier)] == ["rate", "best"]
+    assert sorted(map(repr, joined(earlier, later))) == sorted(map(repr, later))
