@@ -227,8 +227,8 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
                 parts = fragment.by_name(torch.where((now := fragment.flat()) == mean, local, now))
                 for name, part in parts.items():
                     parameter = fragment.parameters[name]
-                    part = part.to(parameter.dtype)
-                    weights[id(parameter)] = with_part(parameter, part) if is_dtensor(parameter) else part
+                    value = part.to(parameter.dtype)
+                    weights[id(parameter)] = with_part(parameter, value) if is_dtensor(parameter) else value
         return weights
 
     def _restore_local(self, *, ends_round: bool = False) -> None:

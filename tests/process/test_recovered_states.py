@@ -222,6 +222,9 @@ class Running:
 class KeepsState(Ledger):
     """Scales the loss by a nested collection, an object in a list, and buffers that are not persistent."""
 
+    noise: Tensor
+    seen: Tensor
+
     def __init__(self) -> None:
         super().__init__(SAMPLES, BATCH)
         self.history: dict[str, list[float]] = {"scale": [1.0]}
@@ -247,17 +250,16 @@ def test_nested_collections_and_buffers_that_are_not_persistent(strategy: str, s
     assert len(killed.history["scale"]) == 13
 
 
-class Fixed(DDP):
-    """Cannot continue with other ranks, as strategies of users without `Elastic`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.traits = replace(self.traits, elastic=False)
+def fixed() -> DDP:
+    """A strategy that cannot continue with other ranks, as strategies of users without `Elastic`."""
+    strategy = DDP()
+    strategy.traits = replace(strategy.traits, elastic=False)
+    return strategy
 
 
 def test_attributes_after_a_restart_from_a_snapshot(tmp_path: Path) -> None:
     messages = WritesMessages(tmp_path / "messages.txt")
-    killed = killed_and_equal(KeepsState, Fixed, kill(1).during("optimizer", step=6), tmp_path, [messages])
+    killed = killed_and_equal(KeepsState, fixed, kill(1).during("optimizer", step=6), tmp_path, [messages])
     assert len(killed.history["scale"]) == 13
     assert "not recovered" not in messages.path.read_text()
 
