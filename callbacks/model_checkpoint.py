@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 import torch
 from torch import Tensor
 
-from fabricx.callbacks.checkpoint_files import check_writable, is_of_run, step_of, versioned, warn_of_files
+from fabricx.callbacks.checkpoint_files import check_writable, step_of, warn_of_files
 from fabricx.callbacks.checkpoint_name import NameParts
-from fabricx.callbacks.checkpoint_ranking import MetricAge, Mode, admit, worst
+from fabricx.callbacks.checkpoint_paths import CheckpointPaths
+from fabricx.callbacks.checkpoint_ranking import Mode, admit, worst
 from fabricx.callbacks.kept_checkpoints import KeptCheckpoints
-from fabricx.callbacks.metric_timing import has_validation, reads_at_epoch_end
-from fabricx.callbacks.time_interval import TimeInterval
+from fabricx.callbacks.metric_timing import reads_at_epoch_end
+from fabricx.callbacks.save_schedule import SaveSchedule, trained
 from fabricx.checkpoint import sweep
 from fabricx.checkpoint.storage import as_path, is_local
 from fabricx.core.callback import Callback
@@ -172,15 +173,9 @@ class ModelCheckpoint(Checkpoint, NameParts):
 
         self.current_score: Tensor | None = None
         self._records = KeptCheckpoints()
-        self._clock = TimeInterval(self.train_time_interval) if self.train_time_interval is not None else None
+        self._schedule = SaveSchedule(self.train_time_interval)
         self._fitting = False
         self._resumed = False  # state was loaded from a checkpoint; a save of the same step may still be due
-        self._step_handled = 0  # newest step for which a save was considered
-        self._saved = (0, 0)  # steps and epochs of the newest checkpoint; see `_trained`
-        self._ranked = (0, 0)  # of the newest comparison with the best checkpoints
-        self._waiting = False  # a save is due, but the monitored metric was not logged yet
-        self._first_epoch = 0  # of this fit, at whose start nothing is logged
-        self._metric = MetricAge()
 
     def _check_arguments(self) -> None:
         if self.mode not in ("min", "max"):
@@ -222,58 +217,50 @@ class ModelCheckpoint(Checkpoint, NameParts):
             resumes = trainer.global_step or trainer.state.attempt or self._resumed
             if not resumes and self._chosen_dirpath is not None:
                 warn_of_files(self._folder)
-        if not self._resumed:
-            self._step_handled = trainer.global_step
-            self._saved = self._ranked = self._trained(trainer)
-            self._first_epoch = trainer.state.epoch
-            self._waiting, self._metric.validated_step = False, -1
+        self._schedule.start(trainer, resumed=self._resumed)
         self._resumed, self._records.pending = False, None
         if trainer.world.main_rank and trainer.state.attempt:  # resumed: delete incomplete checkpoints of that run
             sweep(self._folder)
-        if self._clock is not None:
-            self._clock.start(trainer.global_step)
         if models := self._records.models:  # the files of the resumed run may have been deleted since
             existing = trainer.world.broadcast_object([path for path in models if as_path(path).exists()])
             self._records.keep({path: models[path] for path in existing}, self._mode)
-        if self._step_handled != trainer.global_step:  # the checkpoint was saved before this callback handled the step
+        if self._schedule.handled != trainer.global_step:  # it was saved before this callback handled the step
             self._on_step(trainer)
 
     def on_train_batch_end(
         self, trainer: TrainerProtocol, pl_module: Module, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if trainer.global_step != self._step_handled:  # else within an accumulation window
+        if trainer.global_step != self._schedule.handled:  # else within an accumulation window
             self._on_step(trainer)
 
     def _on_step(self, trainer: TrainerProtocol) -> None:
-        step = trainer.global_step
-        due = self.every_n_train_steps > 0 and step % self.every_n_train_steps == 0
-        if self._clock is not None:
-            due = self._clock.due(step, trainer.world) or due
-        if due:
+        schedule = self._schedule
+        if schedule.step_due(trainer, self.every_n_train_steps):
             # A metric of an epoch exists after the first epoch of this fit, and after its first validation.
-            validated = self._metric.validated_step >= 0 or not has_validation(trainer)
-            self._save_or_wait(trainer, complain=trainer.current_epoch > self._first_epoch and validated)
-        self._step_handled = step
+            self._save_or_wait(trainer, complain=schedule.epochs_trained(trainer) and schedule.validated(trainer))
+        schedule.handled = trainer.global_step
 
     def on_validation_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         if self._fitting and self.monitor is not None:
-            self._metric.validation_starts(trainer.callback_metrics.get(self.monitor))
+            self._schedule.metric.validation_starts(trainer.callback_metrics.get(self.monitor))
 
     def on_validation_end(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         if not self._fitting or trainer.sanity_checking:
             return
-        self._metric.validation_ends(trainer.callback_metrics.get(self.monitor or ""), trainer.global_step)
+        value = trainer.callback_metrics.get(self.monitor or "")
+        self._schedule.metric.validation_ends(value, trainer.global_step)
         at_epoch_end = reads_at_epoch_end(trainer, self.save_on_train_epoch_end)
-        if self._waiting or (not at_epoch_end and self._epoch_due(trainer)) or self._interval_passed(trainer):
+        due = not at_epoch_end and self._epoch_due(trainer)
+        if self._schedule.waiting or due or self._schedule.time_due(trainer):
             # Metrics of a training epoch exist only after its end. An epoch of unknown length may never end: complain.
             self._save_or_wait(trainer, complain=trainer.num_training_batches == math.inf)
 
     def on_train_epoch_end(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         at_epoch_end = reads_at_epoch_end(trainer, self.save_on_train_epoch_end)
-        if self._waiting or (at_epoch_end and self._epoch_due(trainer)) or self._interval_passed(trainer):
+        due = at_epoch_end and self._epoch_due(trainer)
+        if self._schedule.waiting or due or self._schedule.time_due(trainer):
             complete = trainer.state.closing  # False: the run stops in the middle of the epoch
-            validated = self._metric.validated_step >= 0 or not has_validation(trainer)
-            self._save_or_wait(trainer, complain=complete and validated)
+            self._save_or_wait(trainer, complain=complete and self._schedule.validated(trainer))
 
     def on_train_end(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         if trainer.fast_dev_run:
@@ -281,14 +268,14 @@ class ModelCheckpoint(Checkpoint, NameParts):
         lost = self._finish(trainer)
         if trainer.failures and trainer.is_global_zero:  # a writer on a hung disk may not have cleaned up
             sweep(self._folder)
-        if self._is_newest(trainer, self._saved):
+        if self._schedule.is_saved(trainer):
             if lost:  # a worker died during this write, and no later checkpoint is due
                 self._save(trainer)
             return
         if trainer.interrupted and self.save_on_exception and (self.save_top_k or self.save_last):
             path = self._save_aside(trainer, "interrupted")
             trainer.print(f"interrupted after {trainer.global_step} steps; saved {path}")
-        elif self._waiting and self._by_step and self._age(trainer)[0]:
+        elif self._schedule.waiting and self._by_step and self._metric_age(trainer)[0]:
             path = self._save_aside(trainer, "unranked")
             trainer.session.warn_once(
                 f"checkpoint {self.monitor}",
@@ -301,7 +288,7 @@ class ModelCheckpoint(Checkpoint, NameParts):
     def on_exception(self, trainer: TrainerProtocol, pl_module: Module, exception: BaseException) -> None:
         # Saving is collective, whereas an error usually occurs on a single rank.
         saves = self.save_on_exception and (self.save_top_k or self.save_last) and self._fitting
-        if not saves or trainer.world.size > 1 or trainer.fast_dev_run or self._is_newest(trainer, self._saved):
+        if not saves or trainer.world.size > 1 or trainer.fast_dev_run or self._schedule.is_saved(trainer):
             return
         try:
             path = self._save_aside(trainer, "exception")
@@ -311,35 +298,21 @@ class ModelCheckpoint(Checkpoint, NameParts):
 
     def teardown(self, trainer: TrainerProtocol, pl_module: Module, stage: str) -> None:
         self._fitting = False
-        self._metric.forget_validation()
+        self._schedule.metric.forget_validation()
 
     @property
     def _by_step(self) -> bool:
-        return self.every_n_train_steps > 0 or self._clock is not None
+        return self.every_n_train_steps > 0 or self.train_time_interval is not None
 
     def _epoch_due(self, trainer: TrainerProtocol) -> bool:
         return self.every_n_epochs > 0 and (trainer.current_epoch + 1) % self.every_n_epochs == 0
 
-    @staticmethod
-    def _trained(trainer: TrainerProtocol) -> tuple[int, int]:
-        """Return the number of weight updates, and of the epochs whose last batch was trained."""
-        state = trainer.state
-        return trainer.global_step, state.epoch + (state.last or state.drained)
-
-    def _is_newest(self, trainer: TrainerProtocol, trained: tuple[int, int]) -> bool:
-        """Return whether nothing was trained since then. An epoch without updates may have changed buffers."""
-        steps, epochs = self._trained(trainer)
-        return steps == trained[0] and epochs <= trained[1]
-
-    def _interval_passed(self, trainer: TrainerProtocol) -> bool:
-        return self._clock is not None and self._clock.due(trainer.global_step, trainer.world, ask=True)
-
     def _save_or_wait(self, trainer: TrainerProtocol, *, complain: bool = False) -> None:
         """Save now, or once the metric of these weights is logged; if `complain`, raise if it is missing."""
-        if trainer.fast_dev_run or self._is_newest(trainer, self._ranked):
-            self._waiting = False
+        if trainer.fast_dev_run or self._schedule.is_ranked(trainer):
+            self._schedule.waiting = False
             return
-        missing, stale = self._age(trainer)
+        missing, stale = self._metric_age(trainer)
         if missing and complain:
             logged = trainer.callback_metrics
             raise ValueError(
@@ -348,34 +321,28 @@ class ModelCheckpoint(Checkpoint, NameParts):
                 "  log it with self.log(...), or omit `monitor` to keep the newest checkpoint"
             )
         # All are kept: wait only if a validation of these weights follows at once.
-        self._waiting = stale and (self.save_top_k != -1 or trainer.state.validating)
-        if not self._waiting:
+        self._schedule.waiting = stale and (self.save_top_k != -1 or trainer.state.validating)
+        if not self._schedule.waiting:
             self._save(trainer)
         elif self.save_last:
             self._save_last_alone(trainer)
 
-    def _age(self, trainer: TrainerProtocol) -> tuple[bool, bool]:
-        """Return whether the metric was not logged, and whether its value is missing or that of older weights.
-
-        Collective: a metric may be logged on the main rank only.
-        """
-        if self.monitor is None or not self.save_top_k:  # without ranked checkpoints the metric is not needed
+    def _metric_age(self, trainer: TrainerProtocol) -> tuple[bool, bool]:
+        """Return whether the metric was not logged, and whether it is stale; without ranks, no metric is needed."""
+        if self.monitor is None or not self.save_top_k:
             return False, False
-        missing = self.monitor not in trainer.callback_metrics and self.monitor not in ("step", "epoch")
-        stale = missing or self._metric.stale(trainer.global_step)
-        missing, stale = trainer.world.broadcast_object((missing, stale))
-        return missing, stale
+        return self._schedule.metric_age(trainer, self.monitor)
 
     # -- saving -------------------------------------------------------------------------------------------------
 
     def _save(self, trainer: TrainerProtocol) -> None:
         """Save if the checkpoint is among the best. Collective: every rank calls this at the same step."""
         self._finish(trainer)  # the ranking depends on whether the former checkpoint was completed
-        ranked, self._ranked = self._ranked, self._trained(trainer)
+        ranked, self._schedule.ranked = self._schedule.ranked, trained(trainer)
         try:
             self._save_if_good(trainer)
         except Exception:  # the surviving ranks may repeat this save after the death of a rank
-            self._ranked = ranked
+            self._schedule.ranked = ranked
             raise
 
     def _save_if_good(self, trainer: TrainerProtocol) -> None:
@@ -396,7 +363,7 @@ class ModelCheckpoint(Checkpoint, NameParts):
         self._names.warn_of_absent(metrics)
         # Without a monitor, a name that stays the same is the newest checkpoint, also if all are kept.
         replaced = self._records.best_path if self.monitor is None else displaced
-        path = self._free_path(trainer, self._ranked_name(metrics), replaced)
+        path = self._paths(trainer).free(trainer, self._ranked_name(metrics), replaced)
         before = self._records.copy()
         # The checkpoint contains this callback's state, which must already list the new checkpoint.
         others = {other: value for other, value in self._records.models.items() if other != displaced}
@@ -405,13 +372,13 @@ class ModelCheckpoint(Checkpoint, NameParts):
 
     def _save_last_alone(self, trainer: TrainerProtocol) -> None:
         """Save the newest checkpoint, which is not ranked, as "last.ckpt" or for a link of this name."""
-        if self._is_newest(trainer, self._saved):
+        if self._schedule.is_saved(trainer):
             return
         self._finish(trainer)
         if is_local(self._folder) and self._writes_files(trainer):
             path = self._link_path(trainer)
         else:
-            path = self._free_path(trainer, self._ranked_name(self._metrics(trainer)))
+            path = self._paths(trainer).free(trainer, self._ranked_name(self._metrics(trainer)))
         self._write(trainer, path, self._records.copy())
 
     def _writes_files(self, trainer: TrainerProtocol) -> bool:
@@ -424,16 +391,17 @@ class ModelCheckpoint(Checkpoint, NameParts):
         self._finish(trainer)
         name = self._names.unranked(reason, self._metrics(trainer))
         within_step = trainer.session.batch.in_step  # the position in the data doesn't belong to the weights
-        path = self._write(trainer, self._free_path(trainer, name), self._records.copy(), weights_only=within_step)
+        path = self._paths(trainer).free(trainer, name)
+        self._write(trainer, path, self._records.copy(), weights_only=within_step)
         trainer.finish_checkpoint()
         return f"{path} (weights only)" if within_step and not self.save_weights_only else path
 
     def _write(
         self, trainer: TrainerProtocol, path: str, before: dict[str, Any], displaced: str | None = None, *,
         weights_only: bool = False,
-    ) -> str:  # fmt: skip
+    ) -> None:  # fmt: skip
         """Save; after completion, update the link and delete superseded checkpoints. On failure, restore `before`."""
-        saved, self._saved = self._saved, self._trained(trainer)
+        saved, self._schedule.saved = self._schedule.saved, trained(trainer)
         links, link = is_local(self._folder), None
         if self.save_last:
             link = self._link_path(trainer) if links else path
@@ -446,12 +414,11 @@ class ModelCheckpoint(Checkpoint, NameParts):
                 failed=self._undo, single_file=self.single_file,
             )  # fmt: skip
         except Exception:
-            self._saved = saved
+            self._schedule.saved = saved
             self._undo()
             raise
         if self.verbose:
             trainer.print(f"saved {path}")
-        return path
 
     @property
     def _mode(self) -> Mode | None:
@@ -536,40 +503,13 @@ class ModelCheckpoint(Checkpoint, NameParts):
         inside = path.relative_to(self._folder) if path.is_relative_to(self._folder) else path
         return str(inside).removesuffix(self.FILE_EXTENSION)
 
-    def _free_path(self, trainer: TrainerProtocol, name: str, displaced: str | None = None) -> str:
-        """Return a path that does not exist, or that holds a checkpoint to be replaced.
-
-        A checkpoint is replaced if it is about to be superseded, or if this run saved the same step before a rollback
-        and no callback keeps it. The main rank decides, because it may create the path before other ranks check it.
-        """
-        superseded = {displaced, self._records.unranked_target}
-        records = [callback._records for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
-        others = [other for other in records if other is not self._records]
-        of_others = {path for other in others for path in (*other.paths, *other.permanent)}
-        kept = {*of_others, *self._records.paths, *self._records.permanent}
-
-        def may_replace(path: Path) -> bool:
-            if str(path) in superseded or not self.enable_version_counter:
-                return str(path) not in of_others
-            unused = str(path) not in kept and not path.is_symlink()
-            return unused and is_of_run(path, trainer.state.run, trainer.run_dir, trainer.global_step)
-
-        path = versioned(self._folder, name, self._suffixes, may_replace)
-        return str(trainer.world.broadcast_object(path))
+    def _paths(self, trainer: TrainerProtocol) -> CheckpointPaths:
+        others = [other for other in trainer.callbacks if isinstance(other, ModelCheckpoint) and other is not self]
+        records = [other._records for other in others]
+        return CheckpointPaths(self._folder, self._suffixes, self.enable_version_counter, self._records, records)
 
     def _link_path(self, trainer: TrainerProtocol) -> str:
-        name = self._names.link(self._metrics(trainer))
-        savers = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
-        of_others = {saver._records.link for saver in savers if saver is not self}
-
-        def may_replace(path: Path) -> bool:
-            if str(path) in of_others:
-                return False
-            newest = str(path) == self._records.link  # also of the run that this one continues
-            return newest or path.is_symlink() or is_of_run(path, trainer.state.run, trainer.run_dir)
-
-        path = versioned(self._folder, name, self._suffixes, may_replace)
-        return str(trainer.world.broadcast_object(path))
+        return self._paths(trainer).link(trainer, self._names.link(self._metrics(trainer)))
 
     @property
     def _folder(self) -> Path:
@@ -583,10 +523,7 @@ class ModelCheckpoint(Checkpoint, NameParts):
             **self._records.state(),
             "dirpath": self.dirpath,
             "current_score": self.current_score,
-            "steps": [self._step_handled, self._saved[0], self._ranked[0], self._metric.validated_step],
-            "epochs": [self._saved[1], self._ranked[1], self._first_epoch],
-            "waiting": [self._waiting, self._metric.from_validation],
-            "clock": None if self._clock is None else self._clock.state(),
+            **self._schedule.state(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -594,11 +531,4 @@ class ModelCheckpoint(Checkpoint, NameParts):
         score: Tensor | None = state_dict["current_score"]
         self.current_score = None if score is None else score.cpu()
         self._resumed = True
-        # The following values determine when all ranks save.
-        steps = state_dict.get("steps", [0, 0, 0, -1])
-        self._step_handled, saved, ranked, self._metric.validated_step = steps
-        epochs = [*state_dict.get("epochs", [0, 0]), 0]  # of two or three numbers
-        self._saved, self._ranked, self._first_epoch = (saved, epochs[0]), (ranked, epochs[1]), epochs[2]
-        self._waiting, self._metric.from_validation = state_dict.get("waiting", [False, False])
-        if self._clock is not None and state_dict.get("clock") is not None:
-            self._clock.set_state(state_dict["clock"])
+        self._schedule.load(state_dict)
