@@ -71,8 +71,12 @@ class ShardedSums(GradientSums, ShardsWeights):
             self._parts.gather()
 
     def release(self) -> None:
-        if self._parts is not None and not self._training:
-            self._parts.release()
+        if self._parts is not None:  # within a window, backwards add to the gradients
+            self._parts.release(keep_gradients=self._training)
+
+    def synchronize(self, copies: Mapping[str, Tensor] | None = None, *, ends: bool = False) -> None:
+        super().synchronize(copies, ends=ends)
+        self.reshard()  # callbacks write averages to the parts, which an evaluation within a window gathers
 
     def end_backward(self) -> None:
         super().end_backward()
