@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabricx import plugins
-from fabricx.core.module_state.rng import seed_often
+from fabricx.core.module_state.rng import random_kept, seed_often
 from fabricx.core.optimizers import needs_closure
 from fabricx.core.strategy import Strategy, Traits
 from fabricx.core.strategy_parts import (
@@ -368,7 +368,7 @@ class Mesh(Strategy, AddsAxes, Elastic, HidesGradients, KeepsLocalState, ModelPa
             sums = self._sums()
             sums.gather_to_evaluate()
             try:
-                return pipeline.evaluate(sharded, batch, *args, seed=_seeds())
+                return pipeline.evaluate(sharded, batch, *args, seed=seeds_of_evaluation(args))
             finally:
                 sums.release()
 
@@ -554,5 +554,22 @@ class Mesh(Strategy, AddsAxes, Elastic, HidesGradients, KeepsLocalState, ModelPa
 
 def _seeds() -> Callable[[int], None]:
     """Return a function that seeds the parts of a batch, alike on ranks that have drawn the same numbers before."""
-    base = int(torch.empty((), dtype=torch.int64).random_())
+    base = _drawn()
     return lambda number: seed_often((base + 7919 * number) % 2**32)
+
+
+def seeds_of_evaluation(indices: tuple[int, ...]) -> Callable[[int], None]:
+    """Return a function that seeds the parts of a batch of an evaluation, without an effect on later random numbers.
+
+    Data ranks may have different numbers of such batches.
+
+    Args:
+        indices: index of the batch, and of its loader if there are several.
+    """
+    with random_kept():
+        base = _drawn() + hash(indices)
+    return lambda number: seed_often((base + 7919 * number) % 2**32)
+
+
+def _drawn() -> int:
+    return int(torch.empty((), dtype=torch.int64).random_())
