@@ -135,6 +135,8 @@ class GPT(fx.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
         self.head.weight = self.embed.weight
         self.norms: list[float] = []
+        if kind == "container":  # as in nanoGPT: without a divided sequence, the blocks begin with the embeddings
+            self.net = nn.ModuleDict({"embed": self.embed, "position": self.position, "h": self.blocks})
 
     def forward(self, ids: Tensor) -> Tensor:
         count = ids.shape[1]
@@ -304,7 +306,7 @@ def test_stages_of_a_pipeline_compute_shards_of_the_sequence() -> None:
 
 
 def test_dropout_of_sharded_sequences_in_stages_equals_that_of_whole_sequences() -> None:
-    module = [{"dropout": 0.3, "validated": (None,)}]
+    module = [{"kind": "container", "dropout": 0.3, "validated": (None,)}]
     expected, sharded = (
         run_ranks(train, ranks, Mesh(context=ranks // 2, pipeline=2, microbatches=2), 4, {"max_epochs": 1}, module)
         for ranks in (2, 4)
@@ -347,6 +349,8 @@ def test_attention_dropout_is_reproducible_and_a_resumed_run_equals_an_uninterru
     again = run_ranks(train, 2, ContextMesh(), 4, options, module, "", str(tmp_path / "end"))
     assert again[0][0]["metrics"] == whole[0][0]["metrics"]
     assert all(torch.equal(again[0][0]["weights"][n], weight) for n, weight in whole[0][0]["weights"].items())
+    both = run_ranks(train, 4, Mesh(context=2, tensor=2), 4, options, module)
+    assert all(torch.equal(b[0]["weights"][n], weight) for n, weight in both[0][0]["weights"].items() for b in both)
 
 
 def predicted(strategy: Any) -> list[Any]:

@@ -47,7 +47,7 @@ def context_blocks(module: nn.Module, blocks: str | Sequence[str], run: Callable
     """
     if not isinstance(blocks, str) and len(blocks) == 1 and blocks[0] in dict(module.named_modules()):
         return [(blocks[0], module.get_submodule(blocks[0]))]
-    return find_blocks(module, blocks, run)
+    return find_blocks(module, blocks, run, streams=True)
 
 
 @final

@@ -43,16 +43,20 @@ def intercept(module: nn.Module, call: Call) -> Callable[[], None]:
     return restore
 
 
-def seeds_of(number: int) -> tuple[int, int]:
-    """Return the numbers of the seeds before and after a block of a pipeline; that of the begin of the step is 0.
+def seeds_of(module: nn.Module, blocks: Sequence[str]) -> tuple[tuple[int, int], ...]:
+    """Return the numbers of the seeds before and after each block; that of the begin of the step is 0.
 
-    All stages seed after the blocks that they compute, and after those of earlier stages: numbers that are drawn
-    between two blocks are the same on all stages.
+    They follow from the place of a block in the module, and not from the selection of the other blocks. All stages seed
+    after the blocks that they compute, and after those of earlier stages: numbers that are drawn between two blocks are
+    the same on all stages.
 
     Args:
-        number: number of the block.
+        module: root module, with all blocks.
+        blocks: names of the blocks.
     """
-    return 2 * number + 1, 2 * number + 2
+    places = {part: place for place, part in enumerate(module.modules())}
+    numbers = [places[module.get_submodule(name)] for name in blocks]
+    return tuple((2 * number + 1, 2 * number + 2) for number in numbers)
 
 
 @contextlib.contextmanager
@@ -65,15 +69,16 @@ def seeded(module: nn.Module, blocks: Sequence[str], seed: Seed) -> Iterator[Non
         seed: seeds random numbers, by the number of a seed.
     """
 
-    def call(number: int, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        before, after = seeds_of(number)
+    def call(
+        before: int, after: int, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:  # fmt: skip
         seed(before)
         output = compute(*args, **kwargs)
         seed(after)
         return output
 
     with contextlib.ExitStack() as stack:
-        for number, name in enumerate(blocks):
-            stack.callback(intercept(module.get_submodule(name), functools.partial(call, number)))
+        for name, numbers in zip(blocks, seeds_of(module, blocks), strict=True):
+            stack.callback(intercept(module.get_submodule(name), functools.partial(call, *numbers)))
         seed(0)
         yield

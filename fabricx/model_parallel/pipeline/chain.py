@@ -18,7 +18,7 @@ from fabricx.distributed.sharding.grad_hooks import number_of_hooks
 from fabricx.distributed.statistics.sync_batchnorm import synchronised
 from fabricx.errors import nearest
 from fabricx.model_parallel.nested import Path, leaves, mapped
-from fabricx.model_parallel.pipeline.block_calls import intercept
+from fabricx.model_parallel.pipeline.block_calls import intercept, seeds_of
 from fabricx.model_parallel.pipeline.trace import Trace, tracing, undisturbed
 
 Blocks = list[tuple[str, nn.Module]]
@@ -56,6 +56,7 @@ class Chain:
         notes: differences of several microbatches from training in a single process, for the user.
         outside: blocks after which code uses the received tensors, too.
         calls: for each block, the number of calls before it of modules whose outputs pass it by.
+        seeds: for each block, the numbers of `seeds_of`.
     """
 
     blocks: tuple[str, ...]
@@ -71,6 +72,7 @@ class Chain:
     notes: tuple[str, ...] = ()
     outside: frozenset[int] = frozenset()
     calls: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    seeds: tuple[tuple[int, int], ...] = ()
 
     @functools.cached_property
     def carried(self) -> frozenset[Path]:
@@ -110,7 +112,7 @@ def chunk_of(position: int, cuts: Sequence[tuple[int, int]]) -> int:
 
 def find_blocks(
     module: nn.Module, blocks: str | Sequence[str], run: Callable[[], Any], *, outside: bool = False,
-    carries: bool = False,
+    carries: bool = False, streams: bool = False,
 ) -> Blocks:  # fmt: skip
     """Return the blocks of a module, in their order.
 
@@ -122,13 +124,15 @@ def find_blocks(
         run: computes a training step.
         outside: the code after a block may use the arguments of the block, such as `x = block(x) + x`.
         carries: tensors may pass blocks by, such as those that the halves of a U-Net exchange.
+        streams: a run that "auto" selects begins with a module that receives floating-point numbers, as blocks that
+            divide a sequence do; embeddings of words and positions in the same container are no blocks.
 
     Raises:
         LookupError: the module or class does not exist.
         ValueError: fewer than two blocks, or no chain.
     """
     if blocks == "auto":
-        return _detect(module, run, outside=outside, carries=carries)
+        return _detect(module, run, outside=outside, carries=carries, streams=streams)
     submodules = dict(module.named_modules())
     if isinstance(blocks, str):
         matches = [
@@ -157,9 +161,9 @@ def _did_you_mean(name: str, known: Any) -> str:
     return f". Did you mean {close!r}?" if close else f"; it has {', '.join(sorted(filter(None, known))[:20])}"
 
 
-def _detect(module: nn.Module, run: Callable[[], Any], *, outside: bool, carries: bool) -> Blocks:
-    calls = _calls(module, run)
-    candidates = _candidates(module, calls)
+def _detect(module: nn.Module, run: Callable[[], Any], *, outside: bool, carries: bool, streams: bool) -> Blocks:
+    calls, lookups = _calls(module, run)
+    candidates = _candidates(module, calls, lookups if streams else ())
     best: tuple[int, Blocks] | None = None
     refused = "" if candidates else _repeated(module, calls)
     for blocks in candidates[:CANDIDATES]:
@@ -186,15 +190,22 @@ def _detect(module: nn.Module, run: Callable[[], Any], *, outside: bool, carries
     return best[1]
 
 
-def _calls(module: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, list[tuple[int, int]]]:
-    """Return the (begin, end) of the calls of each module, as numbers in the order of time."""
+def _calls(
+    module: nn.Module, run: Callable[[], Any]
+) -> tuple[dict[nn.Module, list[tuple[int, int]]], set[nn.Module]]:  # fmt: skip
+    """Return the (begin, end) of the calls of each module, as numbers in the order of time; and modules that receive
+    integers only, as embeddings do."""
     calls: dict[nn.Module, list[tuple[int, int]]] = {}
+    lookups: set[nn.Module] = set()
     begun: list[tuple[nn.Module, int]] = []
     clock = [0]
 
-    def begin(part: nn.Module, *_: Any) -> None:
+    def begin(part: nn.Module, args: Any) -> None:
         clock[0] += 1
         begun.append((part, clock[0]))
+        tensors = [leaf for _, leaf in leaves(args) if isinstance(leaf, Tensor)]
+        if tensors and not any(tensor.is_floating_point() for tensor in tensors):
+            lookups.add(part)
 
     def end(part: nn.Module, *_: Any) -> None:
         while begun:
@@ -211,11 +222,19 @@ def _calls(module: nn.Module, run: Callable[[], Any]) -> dict[nn.Module, list[tu
     finally:
         for handle in handles:
             handle.remove()
-    return calls
+    return calls, lookups
 
 
-def _candidates(module: nn.Module, calls: dict[nn.Module, list[tuple[int, int]]]) -> list[Blocks]:
-    """Return runs of modules that are called in sequence, the most promising first."""
+def _candidates(
+    module: nn.Module, calls: dict[nn.Module, list[tuple[int, int]]], excluded: Collection[nn.Module]
+) -> list[Blocks]:  # fmt: skip
+    """Return runs of modules that are called in sequence, the most promising first.
+
+    Args:
+        module: root module.
+        calls: result of `_calls`.
+        excluded: modules that begin no run.
+    """
     matches: list[Blocks] = []
     for path, parent in module.named_modules():
         mixed = isinstance(parent, _CONTAINERS)
@@ -226,7 +245,7 @@ def _candidates(module: nn.Module, calls: dict[nn.Module, list[tuple[int, int]]]
             alike = mixed or not runs[-1] or type(child) is type(runs[-1][-1][1])
             if not (once and alike and calls[child][0][0] > after):
                 runs.append([])
-            if once:
+            if once and (runs[-1] or child not in excluded):
                 runs[-1].append((f"{path}.{name}" if path else name, child))
         matches += [blocks for blocks in runs if sum(_size(block) > 0 for _, block in blocks) > 1]
     return sorted(matches, key=lambda blocks: (_largest_part(module, blocks, calls), -len(blocks)))
@@ -344,6 +363,7 @@ def trace_chain(module: nn.Module, blocks: Blocks, run: Callable[[], Any], *, ca
         sizes=tuple(sizes.values()),
         saved=tuple(trace.saved[spot] / SAMPLES for spot in places),
         notes=(*_notes(module), *_passing(names, trace.entries)),
+        seeds=seeds_of(module, names),
     )
 
 

@@ -13,7 +13,6 @@ from torch import Tensor
 from fabricx.distributed.point_to_point import Expected
 from fabricx.distributed.sharding.dtensors import is_dtensor
 from fabricx.model_parallel.nested import leaves, mapped
-from fabricx.model_parallel.pipeline.block_calls import seeds_of
 from fabricx.model_parallel.pipeline.chain import Chain
 from fabricx.model_parallel.pipeline.cuts import Cuts
 from fabricx.model_parallel.pipeline.links import Header, Links
@@ -40,7 +39,7 @@ class Pass:
         microbatch: number of the microbatch.
         links: links to the neighbouring chunks.
         key: signature of the microbatch; None if shapes are announced in each pass.
-        seed: seeds random numbers, by a number of `seeds_of`.
+        seed: seeds random numbers, by a number of `Chain.seeds`.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class Pass:
         """
         if not self._again:
             self._check_order(number)
-        before, after = seeds_of(number)
+        before, after = self._chain.seeds[number]
         self._note(("argument", number), (args, kwargs))
         if number < self._begin:
             output = self._stand_in(number, args, kwargs)

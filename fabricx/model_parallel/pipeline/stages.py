@@ -154,7 +154,7 @@ class Pipeline:
                 it is called once with None.
             batch: the same on all stages.
             index: index of the batch.
-            seed: seeds random numbers; its argument numbers the pairs of microbatch and `seeds_of` blocks. Called at
+            seed: seeds random numbers; its argument numbers the pairs of microbatch and `Chain.seeds`. Called at
                 the begin of each step, alike on all stages, and before and after each block, so that random numbers do
                 not depend on the cuts.
 

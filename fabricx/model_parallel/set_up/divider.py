@@ -118,9 +118,9 @@ def _divide_matrices(divided: Divided, trial: Trial, layout: Mapping[str, Any], 
         plan = TensorPlan.of(divided.world.broadcast_object(plan.plain()))
     else:
         plan = TensorPlan.of(layout["plan"])
-    blocks = [block for _, block in find_blocks(module, settings.blocks, trial.run)] if settings.sequence else []
+    blocks = find_blocks(module, settings.blocks, trial.run, streams=True) if settings.sequence else []
     gc.collect()  # graphs of the trial runs remember the shapes of whole parameters
-    tensor = TensorParallel(module, plan, world, sequence=settings.sequence, blocks=blocks)
+    tensor = TensorParallel(module, plan, world, sequence=settings.sequence, blocks=[block for _, block in blocks])
     divided = replace(divided, tensor=tensor)
     if before is None:
         return divided
@@ -147,6 +147,8 @@ def _divide_sequence(
     from fabricx.model_parallel.context.context_parallel import ContextParallel
 
     settings, tensor = divided.settings, divided.tensor
+    if tensor is not None:
+        tensor.divide_sequence()
     run = replace(trial, step=divided.sharded(trial.step)).run
     context = ContextParallel(
         divided.module, blocks, divided.world.axis("context"), dim=settings.sequence_dim,

@@ -59,7 +59,8 @@ def find_chain(whole: Divided, trial: Trial, *, shared: bool) -> Chain:
     chunks = whole.world.axis("pipeline").size * whole.settings.virtual
     # Outside of the traces, in which this context would use all buffers.
     with trial.undisturbed(), unchanged_weights(whole.module):
-        chain = _traced(whole.module, whole.settings, run, chunks)
+        streams = whole.settings.sequence or whole.world.axis("context").size > 1
+        chain = _traced(whole.module, whole.settings, run, chunks, streams=streams)
     if shared and (names := check_counters(whole.module, chain.blocks, trial, _microbatches(whole))):
         note = (
             f"training_step changes {', '.join(names)}: in a pipeline for each microbatch, and after the call of the "
@@ -69,11 +70,21 @@ def find_chain(whole: Divided, trial: Trial, *, shared: bool) -> Chain:
     return replace(chain, costs=whole.world.broadcast_object(chain.costs)) if shared else chain  # times differ
 
 
-def _traced(module: nn.Module, settings: Settings, run: Callable[[], Any], chunks: int) -> Chain:
-    """Return the chain of a module. Tensors pass blocks by only if the blocks can't be divided otherwise."""
+def _traced(
+    module: nn.Module, settings: Settings, run: Callable[[], Any], chunks: int, *, streams: bool
+) -> Chain:  # fmt: skip
+    """Return the chain of a module. Tensors pass blocks by only if the blocks can't be divided otherwise.
+
+    Args:
+        module: the user's module.
+        settings: settings of the mesh.
+        run: computes a training step.
+        chunks: groups of blocks that are needed.
+        streams: see `find_blocks`.
+    """
 
     def traced(*, carries: bool) -> Chain:
-        chosen = find_blocks(module, settings.blocks, run, outside=True, carries=carries)
+        chosen = find_blocks(module, settings.blocks, run, outside=True, carries=carries, streams=streams)
         return trace_chain(module, chosen, run, carries=carries)
 
     def divisible(chain: Chain) -> bool:

@@ -25,11 +25,13 @@ class Activations:
         world: ranks of the group.
         gathered: names of functions that were computed on gathered tensors, and how often.
         weight_of: returns the name of the weight that has the memory of a shard; "" if none has.
+        own_streams: dropout inside of attention draws from a stream of each rank, on all devices.
     """
 
     def __init__(self, world: World, weight_of: Callable[[Tensor], str] = lambda shard: "") -> None:
         self.world, self.weight_of = world, weight_of
         self.gathered: dict[str, int] = {}
+        self.own_streams = False
 
     def sharded(
         self, local: Tensor, dim: int, parts: tuple[int, ...] = (), shape: Sequence[int] | None = None

@@ -23,8 +23,8 @@ def attend(
     """Compute scaled dot-product attention of this rank's heads.
 
     Dropout equals that of a single process on a CPU: each rank draws the mask of all heads. On other devices, whose
-    kernels draw inside of the attention, each rank uses a stream of its own, and the ranks' common stream advances
-    equally on all of them.
+    kernels draw inside of the attention, and if the sequence is divided, too, each rank uses a stream of its own, and
+    the ranks' common stream advances equally on all of them.
 
     Args:
         activations: activations of the group.
@@ -44,9 +44,11 @@ def attend(
     options: Any = {"is_causal": causal, "scale": scale, "enable_gqa": grouped}
     if not with_weights and dropout == 0.0:
         return F.scaled_dot_product_attention(query, key, value, mask, **options), None
-    if not with_weights and query.device.type != "cpu":
+    if not with_weights and (query.device.type != "cpu" or activations.own_streams):
         seed = int(torch.randint(2**31, ()))
-        with torch.random.fork_rng(devices=[query.device], device_type=query.device.type):
+        devices = [] if query.device.type == "cpu" else [query.device]
+        kind: Any = {"device_type": query.device.type} if devices else {}
+        with torch.random.fork_rng(devices=devices, **kind):
             torch.manual_seed(seed + activations.world.rank)
             return F.scaled_dot_product_attention(query, key, value, mask, dropout, **options), None
     if grouped:

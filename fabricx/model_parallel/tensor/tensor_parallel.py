@@ -95,9 +95,15 @@ class TensorParallel:
         Args:
             world: ranks of the group, as many as before.
         """
+        own_streams = self._activations.own_streams
         self._world, self._activations = world, Activations(world, self._name_of)
+        self._activations.own_streams = own_streams
         self._functions = LayerFunctions(self._activations)
         self._mode = ShardedFunctions(self._activations, _LAYERS, self._layer, self._weights, self._weight)
+
+    def divide_sequence(self) -> None:
+        """Call torch's attention for the heads of this rank, also with dropout; a context axis computes it."""
+        self._activations.own_streams = True
 
     # -- parameters ---------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
 
+from fabricx.model_parallel.context.context_parallel import context_blocks
 from fabricx.model_parallel.pipeline.chain import Slot, find_blocks, trace_chain
 from fabricx.model_parallel.pipeline.trace import tracing
 from fabricx.testing import LayeredModule
@@ -127,6 +128,30 @@ def test_auto_selects_the_longest_sequence_of_consecutive_modules():
     assert [name for name, _ in find_blocks(module, "auto", run)] == ["body.0", "body.1", "body.2"]
     # A list inside of each block is not longer than the list of blocks.
     assert observe(Model(2)).blocks == ("blocks.0", "blocks.1")
+
+
+def test_embeddings_in_the_container_of_the_blocks_are_no_blocks_that_divide_a_sequence():
+    class Nano(Model):
+        """A container as in nanoGPT."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            inner = {"words": self.embed, "places": nn.Embedding(11, WIDTH), "h": self.blocks, "norm": nn.LayerNorm(WIDTH)}
+            self.net = nn.ModuleDict(inner)
+            del self.embed, self.blocks
+
+        def forward(self, ids):
+            x = self.net.words(ids) + self.net.places(torch.arange(ids.shape[1]))
+            for block in self.net.h:
+                x = block(x)
+            return self.head(self.net.norm(x))
+
+    model = Nano()
+    run = lambda: model(torch.arange(6).view(2, 3)).sum()  # noqa: E731
+    for streams, skipped in ((False, ["net.words", "net.places"]), (True, [])):
+        blocks = find_blocks(model, "auto", run, outside=True, streams=streams)
+        assert [name for name, _ in blocks] == [*skipped, *(f"net.h.{n}" for n in range(len(model.net.h))), "net.norm"]
+    assert [name for name, _ in context_blocks(model, "auto", run)] == [name for name, _ in blocks]
 
 
 def test_auto_selects_attributes_of_the_same_class():
