@@ -18,6 +18,10 @@ from fabricx.distributed.world import World
 from fabricx.errors import FabricxError
 
 _REMEDY = "Keep layers whole: set plan={'LAYER': 'replicate'} with their names"
+_IN_STEP = (
+    "The outputs of all submodules are equal, so the step itself computes with weights or outputs that ranks have "
+    "parts of: in place of a penalty on weights, set weight_decay of the optimizer; compute other terms in a submodule"
+)
 
 
 class StepChanged(FabricxError):
@@ -110,7 +114,7 @@ def check_unchanged(
     if not _close(before.loss, after.loss, tolerance):
         raise StepChanged(
             f"the loss of the parallelised step is {after.loss}, but {before.loss} in one process.{where} "
-            f"{remedy}{_pattern(changed) if remedy is _REMEDY else ''}"
+            f"{remedy if changed else _IN_STEP}{_pattern(changed) if remedy is _REMEDY else ''}"
         )
     total = math.sqrt(sum(norms[0] ** 2 for norms in before.gradients.values()))
     for name, norms in before.gradients.items():

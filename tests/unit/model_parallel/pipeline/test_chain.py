@@ -136,13 +136,18 @@ def test_embeddings_in_the_container_of_the_blocks_are_no_blocks_that_divide_a_s
 
         def __init__(self) -> None:
             super().__init__()
-            inner = {"words": self.embed, "places": nn.Embedding(11, WIDTH), "h": self.blocks, "norm": nn.LayerNorm(WIDTH)}
+            inner = {
+                "words": self.embed,
+                "places": nn.Embedding(11, WIDTH),
+                "h": self.blocks,
+                "norm": nn.LayerNorm(WIDTH),
+            }
             self.net = nn.ModuleDict(inner)
             del self.embed, self.blocks
 
         def forward(self, ids):
             x = self.net.words(ids) + self.net.places(torch.arange(ids.shape[1]))
-            for block in self.net.h:
+            for block in self.net.h.children():
                 x = block(x)
             return self.head(self.net.norm(x))
 
