@@ -213,12 +213,7 @@ class Averages(Callback):
             return
         if not state["live"]:
             if state.get("ended") and self.apply_at_end:
-                trainer.session.warn_once(
-                    "averages without weights",
-                    f"the checkpoint was saved after a fit and has only the averages of {self.state_key}, from which "
-                    "training continues with optimizers of the weights that were averaged; to continue as before, "
-                    "resume from a checkpoint that was saved during the fit, such as by ModelCheckpoint",
-                )
+                warn_of_averages(trainer, self.state_key)
             return
         weights, live = _weights(checkpoint), state["live"]
         averages = {name: tensor for name, tensor in state["averages"].items() if name in live}
@@ -242,6 +237,21 @@ class Averages(Callback):
             # Strategies divide the weights of a replacement, or move those of all ranks, when it joins.
             self._find_tensors(self._trainer, self._trainer.session.module)
             self._start_averaging(self._trainer)
+
+
+def warn_of_averages(trainer: TrainerProtocol, key: str) -> None:
+    """Warn that a run resumes from a checkpoint that has averages in place of the weights.
+
+    Args:
+        trainer: of the run.
+        key: of the callback that averages.
+    """
+    trainer.session.warn_once(
+        "averages without weights",
+        f"the checkpoint was saved after a fit and has only the averages of {key}, from which training continues with "
+        "optimizers of the weights that were averaged; to continue as before, resume from a checkpoint that was saved "
+        "during the fit, such as by ModelCheckpoint",
+    )
 
 
 def local(tensors: Iterable[Any]) -> list[Tensor]:

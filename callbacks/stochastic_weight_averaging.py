@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fabricx.callbacks.averages import Averages, precise
+from fabricx.callbacks.averages import Averages, precise, warn_of_averages
 from fabricx.core.callback import Callback
 from fabricx.core.hook_calls.former_names import renamed
 from fabricx.core.strategy_parts import HasServers
@@ -40,9 +40,10 @@ class StochasticWeightAveraging(Callback):
     """Average the weights at the beginnings of the last epochs (Izmailov et al., 2018) at a constant learning rate.
 
     From `swa_epoch_start` on, the learning rate moves to `swa_lrs` within `annealing_epochs`, in place of the schedules
-    of the module. After training, the module holds the mean of the weights with which these epochs began. Epochs,
-    rates and averages are those of Lightning's callback: the weights after the last epoch are not a part of the mean. A
-    resumed run continues the average. `EMA` averages at each step, under every strategy.
+    of the module. After the last epoch, the module holds the mean of the weights with which these epochs began. Epochs,
+    rates and averages are those of Lightning's callback: the weights after the last epoch are not a part of the mean,
+    and a run that ends before its last epoch (early stopping, `max_steps`) keeps the trained weights. A resumed run
+    continues the average. `EMA` averages at each step, under every strategy.
 
     Args:
         swa_lrs: final learning rate, or a rate for each parameter group of all optimizers.
@@ -100,6 +101,7 @@ class StochasticWeightAveraging(Callback):
         self._newest_epoch = -1  # that is in the average
         self._first_rates: list[float] = []
         self._rates: list[float] = []  # of this epoch, for each group; empty before `swa_epoch_start`
+        self._ended = False  # the module holds the averages
 
     def swa_start(self, max_epochs: int) -> int:
         """Return the first epoch of the average, from 0.
@@ -146,7 +148,7 @@ class StochasticWeightAveraging(Callback):
                 stacklevel=2,
             )
         self.averages, self.n_averaged, self._later, self._newest_epoch = {}, 0, {}, -1
-        self._first_rates, self._rates = [], []
+        self._first_rates, self._rates, self._ended = [], [], False
 
     @torch.no_grad()
     def on_train_epoch_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
@@ -196,15 +198,28 @@ class StochasticWeightAveraging(Callback):
     def on_train_end(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         if trainer.interrupted:  # the checkpoint of an interrupted run has the trained weights
             return
+        epochs = trainer.max_epochs or 0
+        if trainer.current_epoch < epochs:
+            trainer.print(
+                f"StochasticWeightAveraging: the run has ended after {trainer.current_epoch} of {epochs} epochs, so "
+                f"the module keeps the trained weights; the mean of {self.n_averaged} epochs is in callback.averages"
+            )
+            return
+        self._ended = True
         for name, parameter in pl_module.named_parameters():
             if name in self.averages:
                 parameter.copy_(self.averages[name])
+
+    def on_load_checkpoint(self, trainer: TrainerProtocol, pl_module: Module, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint.get("callbacks", {}).get(self.state_key) or {}
+        if state.get("ended"):
+            warn_of_averages(trainer, self.state_key)
 
     def state_dict(self) -> dict[str, Any]:
         return {
             "averages": dict(self.averages), "n_averaged": self.n_averaged, "later": dict(self._later),
             "epoch": self._newest_epoch,
-            "first_rates": list(self._first_rates), "rates": list(self._rates),
+            "first_rates": list(self._first_rates), "rates": list(self._rates), "ended": self._ended,
         }  # fmt: skip
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

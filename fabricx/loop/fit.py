@@ -43,7 +43,8 @@ def fit(session: Session, train_rest: Callable[[Session], bool]) -> None:
     for optimizer in session.optimizers:
         let_groups_grow(optimizer)
     session.checks.note_parameters()
-    if not newcomer and not ft.restore():  # in-memory checkpoints have the state of servers, too
+    trained = bool(state.step) and session.checkpoints.ckpt_path is None  # by an earlier fit of this Trainer
+    if not newcomer and not (restored := ft.restore()):  # in-memory checkpoints have the state of servers, too
         restore_requested(session)
         session.serving.on_train_start(state.step, state.ranks)
     resumed = bool(state.step or state.batch or state.drained)  # a batch may have made no step
@@ -53,8 +54,10 @@ def fit(session: Session, train_rest: Callable[[Session], bool]) -> None:
         _close_epoch(session)
     state.phase = Phase.TRAIN
     _report_eval_modes(session)
-    if not newcomer and not resumed and not _unfinished(session):  # such as limit_train_batches=0
-        if session.options.max_steps:  # max_steps=0 sets up a run, and no more
+    if not newcomer and not _unfinished(session) and (not resumed or (trained and not restored)):
+        if state.step:
+            session.print(already_complete(session))
+        elif session.options.max_steps:  # such as limit_train_batches=0; max_steps=0 sets up a run, and no more
             session.print(f"there is nothing to train: {reached_limits(session)}")
         session.metrics.collect(None)
         call(session.hooks.on_fit_end)

@@ -270,7 +270,7 @@ def validation_due_at_end(session: Session, complete: bool) -> bool:
         session: session at the end of the epoch.
         complete: whether all batches of the epoch were trained.
     """
-    stopped = session.stop.agreed and not session.stop.interrupted and session.state.batch and not complete
+    stopped = session.stop.agreed and not session.stop.interrupted and session.state.batch
     if stopped and not session.state.validated and session.options.val_check_interval is not None:
         return _epoch_validates(session)
     early = session.state.last and session.state.batch < session.data.batches.training and not session.state.validated

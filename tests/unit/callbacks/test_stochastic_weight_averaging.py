@@ -116,6 +116,33 @@ def test_a_resumed_run_has_the_average_and_the_rates_of_a_whole_run(
         assert resumed_rate == rate == 0.05
 
 
+@pytest.mark.parametrize("step", [9, 10, 12])
+def test_a_run_that_stops_early_keeps_its_weights_and_resumes_as_a_whole_run(
+    step: int, quiet: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Stops(fx.Callback):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            trainer.should_stop = trainer.global_step == step
+
+    def run(path: Path | None, *callbacks: fx.Callback) -> tuple[fx.Trainer, Recorded]:
+        torch.manual_seed(0)
+        callback, module = StochasticWeightAveraging(0.1, 0.5, annealing_epochs=1), Recorded()
+        trainer = fx.Trainer(max_epochs=4, callbacks=[*callbacks, callback], **quiet)
+        trainer.fit(module, tiny_loader(), ckpt_path=path)
+        return trainer, module
+
+    _, whole = run(None)
+    trainer, stopped = run(None, Stops())
+    assert torch.equal(stopped.layer.weight, whole.ends[step - 1])  # as in Lightning
+    assert "of 4 epochs, so the module keeps the trained weights; the mean of 2 epochs" in capsys.readouterr().out
+    trainer.save_checkpoint(tmp_path / "stopped.ckpt")
+    trainer, resumed = run(tmp_path / "stopped.ckpt")
+    assert torch.equal(resumed.layer.weight, whole.layer.weight)
+    trainer.save_checkpoint(tmp_path / "whole.ckpt")
+    with pytest.warns(UserWarning, match="only the averages of StochasticWeightAveraging"):
+        run(tmp_path / "whole.ckpt")
+
+
 def test_wrong_arguments_and_unsupported_runs_are_refused(quiet: dict[str, Any]) -> None:
     for arguments in (
         {"swa_lrs": 0.0}, {"swa_lrs": []}, {"swa_epoch_start": 1.5}, {"swa_epoch_start": 0},

@@ -46,6 +46,7 @@ def notes(quiet: dict[str, Any], stops_in: str, at: int, **options: Any) -> list
 
 
 FIRST = [("starts", 0, 0), ("validates", 0, 4), ("ends", 0, 4)]
+AT_LAST = [("validates", 3), ("validates", 4), ("ends", 4)]  # as in Lightning, also after the last batch of an epoch
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,7 @@ FIRST = [("starts", 0, 0), ("validates", 0, 4), ("ends", 0, 4)]
     [
         ("training_step", 2, {}, [("starts", 0, 0), ("validates", 0, 3), ("ends", 0, 3)]),
         ("training_step", 3, {}, FIRST),  # the validation of the epoch is not repeated
+        ("training_step", 3, {"val_check_interval": 3}, [("starts", 0, 0), *((v, 0, s) for v, s in AT_LAST)]),
         ("on_validation_start", 2, {"val_check_interval": 2}, [("starts", 0, 0), ("validates", 0, 2), ("ends", 0, 2)]),
         ("training_step", 1, {"check_val_every_n_epoch": 2}, [("starts", 0, 0), ("ends", 0, 2)]),
         ("training_step", 1, {"limit_val_batches": 0}, [("starts", 0, 0), ("ends", 0, 2)]),
