@@ -58,6 +58,7 @@ class WorkerFailed(FabricxError):
         reached: newest step of ranks with in-memory checkpoints that outlive their processes; -1 without.
         not_in_place: error of a surviving rank, in a line, because of which recovery in place has failed; "" if that
             was not tried.
+        exhausted: workers were replaced as often as is allowed without a further step, and failed each time.
 
     Args:
         message: the message.
@@ -75,6 +76,7 @@ class WorkerFailed(FabricxError):
         self.saving: tuple[str, int] | None = None
         self.reached = -1
         self.not_in_place = ""
+        self.exhausted = False
 
     def add_remedy(self, text: str) -> None:
         """Append a line to the message.

@@ -18,7 +18,7 @@ _ACCESSES: Final = (
     "keys", "pop", "popitem", "setdefault", "update", "values",
 )  # fmt: skip
 
-
+_UNNAMED: Final = "a tensor that an optimizer trains, and that is not in self.parameters(),"
 _OURS: Final[list[None]] = []
 
 
@@ -157,9 +157,10 @@ class KnownParameters:
                 continue
             names = {id(p): name for name, p in module.named_parameters()}
             raise ValueError(
-                f"{names.get(id(parameter), 'a parameter of an optimizer')} was created or replaced after set-up, and "
+                f"{names.get(id(parameter), _UNNAMED)} was created or replaced after set-up, and "
                 f"{strategy} exchanges gradients of the parameters at set-up only, so that ranks would train "
-                "it apart: create it in __init__ or configure_model, frozen until it is needed; change elements by "
+                "it apart: create it in __init__ or configure_model, as an nn.Parameter that is an attribute of the "
+                "module, frozen until it is needed; change elements by "
                 "`with torch.no_grad(): weight.copy_(new)`; or use strategy=single"
             )
 

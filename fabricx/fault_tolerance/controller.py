@@ -21,7 +21,7 @@ class ElasticPolicy:
         waits: seconds for which the survivors wait for a replacement. Then they continue, at once with 0, and the
             replacement joins them later.
         least: minimum number of workers to continue with.
-        tries: maximum number of consecutive deaths without a step in between.
+        tries: maximum number of consecutive deaths without a further step in between.
         outlived: in-memory checkpoints outlive the workers, so that no worker has to survive.
         fixed: the number of workers can't change: the survivors wait for replacements.
     """
@@ -68,6 +68,7 @@ class ElasticController:
         self._departed: tuple[int, ...] = ()  # workers that the present generation does not need any more
         self._outbox: list[tuple[tuple[int, ...], str, Any]] = []
         self._step, self._tries = -1, 0
+        self._repeats = 0  # generations, and replacements that could not join, without a further step
         self._cuts: list[str] = []  # records of lost links since all members trained, which a failure may explain
 
     # -- events -------------------------------------------------------------------------------------------------
@@ -117,7 +118,7 @@ class ElasticController:
                 if self._arrived.issuperset(self._seats):
                     self._cuts.clear()
             if step > self._step:
-                self._step, self._tries = step, 0
+                self._step, self._tries, self._repeats = step, 0, 0
 
     def _begin_again(self, worker: int, generation: int, why: str) -> bool:
         """Record a failure and request a new generation; returns False if no new generation is possible or needed."""
@@ -201,6 +202,7 @@ class ElasticController:
         if worker in self._ready:
             self._ready.remove(worker)
         self._tries += early
+        self._repeats += early
         return early
 
     def _break(self) -> None:
@@ -267,6 +269,11 @@ class ElasticController:
         return self.intact and self._arrived.issuperset(self._seats)
 
     @property
+    def exhausted(self) -> bool:
+        """Return whether recovery has ended because each try has failed at the same step, one after the other."""
+        return self._tries > self._elastic.tries <= self._repeats
+
+    @property
     def intact(self) -> bool:
         """Return whether no member of the present generation has died or lost its connections."""
         return not self._broken and not self._dead
@@ -328,6 +335,7 @@ class ElasticController:
         """Begin the next generation; waiting workers replace dead members first, and then become additional members."""
         seats, replacements, departed = [], {}, []
         self._number += 1
+        self._repeats += 1
         for worker in self._seats:
             if worker in leaving:
                 departed.append(worker)

@@ -12,7 +12,7 @@ import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from fabricx.core.state import Phase
 from fabricx.distributed.membership.generations import Generation, WorkerMessage, membership
@@ -30,6 +30,24 @@ if TYPE_CHECKING:
 NOTICE_S: Final = 1.0  # from an error to the supervisor's notice of a death
 ANSWER_S: Final = 5.0  # from a report of cut connections to the supervisor's answer
 NEWCOMER_S: Final = 600.0  # until the next generation begins
+
+
+class _Joined(NamedTuple):
+    """What a member reports after it has loaded the state of a generation.
+
+    Attributes:
+        newcomer: it was no member before.
+        step: weight updates before the failure.
+        lost_checkpoint: the user's checkpoint that it has abandoned.
+        lost: names of attributes that recovery does not restore.
+        changed: names of all changed attributes, if workers at their own pace do not restore them.
+    """
+
+    newcomer: bool
+    step: int
+    lost_checkpoint: Path | None
+    lost: set[str]
+    changed: set[str]
 
 
 def recover(session: Session, ft: RankRecords, error: Exception) -> None:
@@ -125,18 +143,29 @@ def _join_next_generation(session: Session, ft: RankRecords, *, survivor: bool) 
             failures = state.load(generation)
             _connect(session, ft, generation)
             state.record()
-            too_large = set() if ft.attributes is None else ft.attributes.lost
-            lost = session.world.gather_objects((lost_checkpoint, too_large))
+            report = _joined(session, ft, lost_checkpoint, step_before if survivor else None)
+            members = session.world.gather_objects(report)
             break
         except Exception as error:
             membership().shut()
             if not _is_membership_change(number, error, session.world.silent):
                 raise
-    membership().send(WorkerMessage.STEP, (number, session.state.step))
-    reached = step_before if survivor else session.state.step
-    _report(session, failures, reached, time.monotonic() - began)
-    _report_lost_checkpoint(session, [path for path, _ in lost])
-    _report_lost_attributes(session, {name for _, names in lost for name in names})
+    ft.reached = max(member.step for member in members)
+    membership().send(WorkerMessage.STEP, (number, ft.reached))
+    _report(session, failures, step_before if survivor else session.state.step, time.monotonic() - began)
+    _report_lost_checkpoint(session, [member.lost_checkpoint for member in members])
+    _report_lost_attributes(session, {name for member in members for name in member.lost})
+    _report_initial_attributes(session, members)
+
+
+def _joined(session: Session, ft: RankRecords, lost_checkpoint: Path | None, before: int | None) -> _Joined:
+    """Return the report of this rank; `before` is its step before the failure, or None for a newcomer."""
+    step, attributes = session.state.step if before is None else before, ft.attributes
+    if attributes is None:
+        return _Joined(before is None, step, lost_checkpoint, set(), set())
+    if session.strategy.traits.lockstep:
+        return _Joined(before is None, step, lost_checkpoint, attributes.lost, set())
+    return _Joined(before is None, step, lost_checkpoint, set(), attributes.names())
 
 
 def _report(session: Session, before: int, reached: int, seconds: float) -> None:
@@ -168,6 +197,20 @@ def _report_lost_attributes(session: Session, names: set[str]) -> None:
             f"attributes that are too large, or of types that are not recovered: {', '.join(sorted(names))}. A "
             "replacement has their initial values: save them in on_save_checkpoint, and restore them in "
             "on_load_checkpoint"
+        )
+        session.metrics.loggers.event("recovery", text, session.state.step)
+        session.print_once(text, text)
+
+
+def _report_initial_attributes(session: Session, members: list[_Joined]) -> None:
+    """Report attributes with which newcomers begin at other values than the other workers, once for the same ones."""
+    newcomers = [member.changed for member in members if member.newcomer]
+    changed = {name for member in members for name in member.changed}
+    if newcomers and (names := changed - set.intersection(*newcomers)):
+        text = (
+            f"workers at their own pace do not recover attributes that training changes: {', '.join(sorted(names))}. A "
+            "replacement begins with their initial values: save them in on_save_checkpoint, and restore them in "
+            "on_load_checkpoint, which receives those of another worker"
         )
         session.metrics.loggers.event("recovery", text, session.state.step)
         session.print_once(text, text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
@@ -47,6 +48,7 @@ class RankRecords(FaultTolerance):
     Attributes:
         epoch_end: state at which the publication of an epoch's values began; None outside of it.
         options: options of the optimizers before the hooks that begin an epoch, until its first batch is complete.
+        reached: newest step before the last failure, until a further step is made; infinite without.
         weights: those at the point from which unfinished work is repeated; None if no other rank reads the records.
         torn: some weights of an update are new and others old, or gradients of earlier batches have changed: the batch
             can't be tried again.
@@ -64,6 +66,7 @@ class RankRecords(FaultTolerance):
         self.members, self.slot, self.memory = members, slot, memory
         self.epoch_end: RankState | None = None
         self.torn = False
+        self.reached = math.inf
         self.weights = None if slot is None else NotedWeights(session.module)
         self.attributes = tracked_attributes(session)
         self.options: list[GroupOptions] = []
@@ -220,6 +223,9 @@ class RankRecords(FaultTolerance):
     def after_step(self) -> None:
         if self.members is not None:
             self.members.stay(self._session.world.generation)
+            if self._state.step > self.reached:
+                self.reached = math.inf
+                self.members.send(WorkerMessage.STEP, (self._session.world.generation, self._state.step))
         if self.memory is not None:
             self.memory.after_step(self._session)
         if self.buffers is not None:

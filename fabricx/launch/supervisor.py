@@ -435,6 +435,7 @@ class _Workers:
         message = f"{name} failed:\n\n{first.traceback.rstrip()}{also}"
         failed = WorkerFailed(message, rank=self._rank(first.rank), traceback=first.traceback)
         failed.not_in_place = not_in_place
+        failed.exhausted = self._controller is not None and self._controller.exhausted
         failed.stopping = self._stopping
         failed.saving = json.loads(self._store.get(SAVING) or b"null")
         failed.__cause__ = None if first.error is None else pickle.loads(first.error)

@@ -38,11 +38,11 @@ def fit(session: Session, train_rest: Callable[[Session], bool]) -> None:
         train_rest: trains the rest of an epoch's batches; returns whether the epoch is complete.
     """
     state, ft, newcomer = session.state, session.fault_tolerance, session.world.newcomer
+    session.checks.note_parameters()  # before hooks, which may add groups of tensors that no rank exchanges
     call(session.hooks.on_fit_start)
     note_set_up(session)
     for optimizer in session.optimizers:
         let_groups_grow(optimizer)
-    session.checks.note_parameters()
     trained = bool(state.step) and session.checkpoints.ckpt_path is None  # by an earlier fit of this Trainer
     if not newcomer and not (restored := ft.restore()):  # in-memory checkpoints have the state of servers, too
         restore_requested(session)

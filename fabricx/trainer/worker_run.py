@@ -286,6 +286,12 @@ def _restarts(
     newest = newest_whole(checkpoints) if checkpoints else None
     step: int = read_manifest(newest)["step"] if newest is not None else -1
     progress = max(step, error.reached) if error.__cause__ is None else step  # an error may occur again
+    if error.exhausted:
+        error.add_remedy(
+            f"the run ends, because workers failed {len(log.errors) + 1} times, in the end at the same step each time; "
+            "FaultRecovery(max_restarts=...) sets how often it continues without a further step"
+        )
+        return False
     if not any(callback.restarts_after(error, progress) for callback in callbacks):
         return False
     lines = [line for line in str(error).splitlines() if line]

@@ -293,6 +293,12 @@ class NewParameter(Net):
             self.trainer.optimizers[0].param_groups[0]["params"] = list(self.parameters())
 
 
+class NewTensor(Net):
+    def on_fit_start(self) -> None:
+        self.scales = [torch.ones(1, requires_grad=True)]
+        self.trainer.optimizers[0].add_param_group({"params": self.scales})
+
+
 class NewLayer(Net):
     def on_train_epoch_start(self) -> None:
         if self.current_epoch:
@@ -362,6 +368,7 @@ class ComputesAgain(Net):
         (DDP(), [ReplacesOptimizers], "trainer.optimizers can't be replaced, since the strategy, schedules and check"),
         (FSDP(), [AddsNoise], "a hook computes with a gradient that fsdp has sharded in a way .*distribute_tensor"),
         (DDP(), [NewParameter], r"head\.weight was created or replaced after set-up, and DDP exchanges gradients of"),
+        (DDP(), [NewTensor], r"a tensor that .* not in self.parameters\(\), was created or replaced after set-up"),
         (Reproducible(), [Freezes], r"requires_grad of body\.0\.up\.weight was changed between the parts of a global"),
         (Reproducible(), [ComputesAgain], "computes the loss again for a step of SGD, but deterministic='elastic'"),
         (TensorMesh(), [GradientHook], "this gradient is divided over ranks, and a rank has only its part"),

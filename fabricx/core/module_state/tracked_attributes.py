@@ -118,6 +118,10 @@ class TrackedAttributes:
         copies.update({key: Length(value, len(value)) for key in self._lists if type(value := self._get(key)) is list})
         return copies
 
+    def names(self) -> set[str]:
+        """Return the names of the attributes that have changed."""
+        return {_shown(key) for key, copy in self.changed().items() if not isinstance(copy, Length)} | self.lost
+
     def restore(self, copies: Mapping[Key, Any], *, others: bool = True) -> None:
         """Restore attributes.
 

@@ -30,7 +30,7 @@ class WorkerMessage(StrEnum):
     LINKS_CUT = "links cut"  # generation: the worker has lost connections of its group
     REPEAT = "repeat"  # (generation, reason): the worker requests a new generation
     LEFT = "left"  # generation: the worker has left it
-    STEP = "step"  # (generation, step): the worker trains
+    STEP = "step"  # (generation, step): the worker trains; and its first step that is further than all before
 
 
 @dataclass(frozen=True)

@@ -238,6 +238,28 @@ def test_links_that_break_repeatedly_at_the_same_step_are_an_error() -> None:
                 run.changes.receive(worker, WorkerMessage.STEP, (generation.number, 7))
     assert len(run.generations) == 3  # the first of them made a step
     assert len(run.failures) == 3
+    assert run.changes.exhausted
+
+
+def test_a_further_step_between_two_failures_allows_further_recoveries() -> None:
+    """The first report of a worker is the step that it repeats; another report follows after a further step."""
+    run = Workers(ElasticPolicy(tries=1), 2)
+    for number in range(5):
+        run.changes.receive(1, WorkerMessage.LINKS_CUT, number)
+        run.clock.now += 1.0
+        run.supervise()
+        assert len(run.generations) == number + 1
+        for worker in (0, 1):
+            run.changes.receive(worker, WorkerMessage.STEP, (number + 1, 7))
+            run.changes.receive(worker, WorkerMessage.STEP, (number + 1, 8 + number))
+
+
+def test_workers_that_die_at_once_are_a_single_failure_of_a_step() -> None:
+    run = Workers(ElasticPolicy(tries=1), 3)
+    for worker in range(3):
+        run.end(worker)
+    assert run.failed
+    assert not run.changes.exhausted  # all restart from a snapshot
 
 
 @pytest.mark.parametrize("late", [False, True])

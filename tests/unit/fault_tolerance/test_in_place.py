@@ -6,18 +6,20 @@ import contextlib
 import random
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 import fabricx as fx
+from fabricx.core.module_state.tracked_attributes import TrackedAttributes
 from fabricx.distributed.membership.generations import Membership
 from fabricx.distributed.store.client import PrivateStore
 from fabricx.distributed.store.server import StoreServer
 from fabricx.distributed.world import World
-from fabricx.fault_tolerance.in_place import _report, recover
+from fabricx.fault_tolerance.in_place import _Joined, _joined, _report, _report_initial_attributes, recover
 from fabricx.fault_tolerance.records import RankRecords
 from fabricx.fault_tolerance.recovery import Recovery
 from fabricx.session.fault_tolerance import FaultTolerance
@@ -159,6 +161,36 @@ def test_a_worker_that_has_left_is_not_reported_as_joined() -> None:
     )  # fmt: skip
     _report(session, before=0, reached=90, seconds=0.04)
     assert shown == ["the workers have changed; 2 workers continue from step 90, after 0.04 s"]
+
+
+def test_attributes_with_which_a_replacement_begins_anew_are_named_where_they_are_not_recovered() -> None:
+    class Cools(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.temperature, self.seen = 1.0, list[int]()
+
+    def joined(*, newcomer: bool, cools: bool, lockstep: bool = False) -> _Joined:
+        owner = Cools()
+        attributes = TrackedAttributes({"": owner}, observed=[""])
+        owner.temperature, owner.seen = 0.5 if cools else 1.0, [] if newcomer else [3]
+        strategy = SimpleNamespace(traits=SimpleNamespace(lockstep=lockstep))
+        of_rank: Any = SimpleNamespace(strategy=strategy, state=SimpleNamespace(step=7))
+        return _joined(of_rank, cast(Any, SimpleNamespace(attributes=attributes)), None, None if newcomer else 7)
+
+    shown: list[str] = []
+    session: Any = SimpleNamespace(
+        state=SimpleNamespace(step=7), print_once=lambda key, text: shown.append(text),
+        metrics=SimpleNamespace(loggers=SimpleNamespace(event=lambda *_, **__: None)),
+    )  # fmt: skip
+    survivor = joined(newcomer=False, cools=True)
+    _report_initial_attributes(session, [survivor, joined(newcomer=True, cools=False)])
+    assert "do not recover attributes that training changes: seen, temperature. A replacement" in shown.pop()
+    _report_initial_attributes(session, [survivor, joined(newcomer=True, cools=True)])  # by its on_load_checkpoint
+    assert "that training changes: seen. A replacement" in shown.pop()
+    _report_initial_attributes(session, [survivor, survivor])  # without a replacement
+    members = [joined(newcomer=newcomer, cools=True, lockstep=True) for newcomer in (False, True)]
+    _report_initial_attributes(session, members)
+    assert not shown
 
 
 def test_recovery_has_no_method_that_the_loop_does_not_call() -> None:

@@ -24,6 +24,9 @@ def test_a_death_that_was_not_recovered_in_place_counts_once(
         error.not_in_place = "recovery in place failed on rank 0: ValueError: of a hook"
     job: Any = SimpleNamespace(ckpt_path=None)
     callback: Any = SimpleNamespace(restarts_after=lambda error, step: True)
+    error.exhausted = True
+    assert not worker_run._restarts(job, tmp_path, [callback], log, None, error)
+    error.exhausted = False
     assert worker_run._restarts(job, tmp_path, [callback], log, None, error)
     wanted = "rank 1 failed: killed" + f"; {error.not_in_place}" * recovering
     assert log.errors == ["rank 2 failed: killed", wanted]
