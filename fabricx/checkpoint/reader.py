@@ -6,7 +6,7 @@ import functools
 import hmac
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,6 +45,7 @@ def load(
     map_location: Any = "cpu",
     sharded: Mapping[str, Tensor] | None = None,
     *,
+    callbacks: Collection[str] = (),
     verified: bool = False,
     trusted: bool = False,
     key: bytes = b"",
@@ -57,6 +58,7 @@ def load(
         map_location: device of the tensors.
         sharded: sharded parameters by name; all tensors saved for them (weights, moments, averages) are loaded as the
             same shards.
+        callbacks: names of the callbacks whose averages are loaded as shards.
         verified: skip the verification of checksums, which the caller has just done.
         trusted: also read objects of any class, which runs code that the files name. Otherwise, objects of classes that
             the user has not allowed by `torch.serialization.add_safe_globals` are `Unread`, whose use is an error.
@@ -79,13 +81,13 @@ def load(
     own = _objects_of_run(path, manifest, key, map_location)
     if path.is_file():
         read = functools.partial(single_file.read_state, trusted=trusted, plugin=plugin)
-        state = _load_single_file(path, map_location, sharded or {}, read)
+        state = _load_single_file(path, map_location, sharded or {}, callbacks, read)
         return objects.filled(state, own, ()) if own else state
     for name, listed in manifest["files"].items():  # also if verified: another process may have verified it earlier
         check_size(path, name, listed)
     index = parse(read_listed(path, INDEX, manifest), manifest["files"], path / INDEX)
     rest = deserialized(read_listed(path, STATE, manifest), path / STATE)
-    tensors = sharded_tensors.read(path, index, tree.like(sharded or {}, map_location))
+    tensors = sharded_tensors.read(path, index, tree.like(sharded or {}, map_location, callbacks))
     try:
         state = tree.join(rest, tensors)
     except (KeyError, TypeError, RecursionError):
@@ -110,13 +112,14 @@ def _objects_of_run(path: Path, manifest: Mapping[str, Any], key: bytes, map_loc
 
 
 def _load_single_file(
-    path: Path, map_location: Any, sharded: Mapping[str, Tensor], read: Callable[..., dict[str, Any]]
+    path: Path, map_location: Any, sharded: Mapping[str, Tensor], callbacks: Collection[str],
+    read: Callable[..., dict[str, Any]],
 ) -> dict[str, Any]:  # fmt: skip
     """Load the state of a single file; of tensors of sharded parameters, this rank's shards."""
     if not sharded:
         return read(path, map_location)
     rest, tensors = tree.split(read(path, "cpu", mapped=is_local(path)))
-    parameter_of = tree.owner(sharded)
+    parameter_of = tree.owner(sharded, callbacks)
 
     def on_device(name: str, tensor: Tensor) -> Tensor:
         like = parameter_of(name, tensor.shape)

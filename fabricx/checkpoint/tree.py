@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import numpy as np
@@ -104,14 +104,16 @@ def escape(key: str) -> str:
     return key.replace("%", "%25").replace("/", "%2F")
 
 
-def like(sharded: Mapping[str, Tensor], map_location: Any) -> Callable[[str, torch.Size, torch.dtype], Tensor]:
+def like(
+    sharded: Mapping[str, Tensor], map_location: Any, callbacks: Iterable[str] = ()
+) -> Callable[[str, torch.Size, torch.dtype], Tensor]:  # fmt: skip
     """Return a function that allocates a tensor by name, shape and dtype: a shard if it belongs to a sharded parameter.
 
     Args:
-        sharded: sharded parameters by name.
+        sharded, callbacks: see `owner`.
         map_location: device of all other tensors.
     """
-    parameter_of = owner(sharded)
+    parameter_of = owner(sharded, callbacks)
 
     def room(name: str, size: torch.Size, dtype: torch.dtype) -> Tensor:
         parameter = parameter_of(name, size)
@@ -122,15 +124,23 @@ def like(sharded: Mapping[str, Tensor], map_location: Any) -> Callable[[str, tor
     return room
 
 
-def owner(sharded: Mapping[str, Tensor]) -> Callable[[str, torch.Size], Tensor | None]:
+def owner(
+    sharded: Mapping[str, Tensor], callbacks: Iterable[str] = ()
+) -> Callable[[str, torch.Size], Tensor | None]:  # fmt: skip
     """Return a function that finds the sharded parameter to which a tensor (a weight, a moment) belongs, if any.
+
+    Hooks of users see whole weights, so tensors of their callbacks and entries are whole, also by the same names.
 
     Args:
         sharded: sharded parameters by name.
+        callbacks: names of the callbacks whose state has shards.
     """
+    places = ("strategy/", *(f"callbacks/{escape(name)}/" for name in callbacks))
     shapes = {escape(name): tensor for name, tensor in sharded.items()}
 
     def parameter_of(name: str, size: torch.Size) -> Tensor | None:
+        if not name.startswith(places):
+            return None
         named = (shapes[part] for part in name.split("/") if part in shapes)
         return next((tensor for tensor in named if tensor.shape == size), None)
 

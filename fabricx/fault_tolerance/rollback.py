@@ -27,6 +27,7 @@ from fabricx.errors import CopiesLost
 from fabricx.fault_tolerance import memory_checkpoint
 from fabricx.fault_tolerance.common_state import load_common_state
 from fabricx.fault_tolerance.memory_checkpointer import CHUNK, layout_of
+from fabricx.session.callback_states import with_shards
 from fabricx.session.rank_state import from_record
 
 if TYPE_CHECKING:
@@ -206,7 +207,7 @@ def _take(session: Session, ft: RankRecords, source: _Source, *, newcomer: bool)
     assert ft.memory is not None
     world, traits, size = session.world, session.strategy.traits, len(source.holders)
     part_index = world.rank if size == world.size else None
-    room = tree.like(session.sharding.sharded_parameters(), world.device)
+    room = tree.like(session.sharding.sharded_parameters(), world.device, with_shards(session.callbacks))
     parts = source.parts(world, traits)
     states = (
         [memory_checkpoint.join(parts, room)]

@@ -76,6 +76,15 @@ _GRADIENT: Final = (
     "and functions out of place work (gradient * mask for masks of gradient); for another tensor, shard it: "
     "torch.distributed.tensor.distribute_tensor(tensor, gradient.device_mesh, gradient.placements); or use strategy=ddp"
 )
+_WHOLE: Final = (
+    "{hook} computes with a weight that fsdp has sharded, or a copy of it, and with an ordinary tensor, such as an "
+    "average that was loaded from a checkpoint, which has whole tensors: shard that tensor first, by "
+    "torch.distributed.tensor.distribute_tensor(tensor, weight.device_mesh, weight.placements); or use the callback "
+    "EMA or WeightAveraging, or strategy=ddp"
+)
+_OF_GRADIENTS: Final = frozenset(
+    ("on_after_backward", "on_before_optimizer_step", "configure_gradient_clipping", "optimizer_step")
+)
 _SETS: Final = "aten.set_."  # in a message of torch
 _SET: Final = "a hook changes the memory of a weight that fsdp has sharded, by set_: use weight.copy_(values)"
 _TIED = "another tensor can't share the memory of {name}, which is divided over ranks: use copy_"
@@ -215,7 +224,8 @@ class HookWeights(TorchFunctionMode):
         if isinstance(error, RuntimeError) and _SETS in str(error):  # torch passes set_ to no mode
             raise DividedWeight(_SET) from error
         if isinstance(error, RuntimeError) and any(text in str(error) for text in _MIXED):
-            raise DividedWeight(_GRADIENT) from error
+            text = _GRADIENT if self._hook in _OF_GRADIENTS else _WHOLE.format(hook=self._hook)
+            raise DividedWeight(text) from error
 
     def call(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
         """Apply a function of torch to arguments that include divided weights.

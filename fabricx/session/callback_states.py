@@ -30,6 +30,19 @@ def by_key(callbacks: Sequence[Callback]) -> dict[str, Callback]:
     return named
 
 
+def with_shards(callbacks: Sequence[Callback]) -> list[str]:
+    """Return the names of the states that have shards of weights: those of fabricx's callbacks, which average weights.
+
+    Args:
+        callbacks: a run's callbacks.
+    """
+    return [
+        key
+        for key, callback in by_key(callbacks).items()
+        if callback.keeps_weights or type(callback).state_dict.__module__.partition(".")[0] == "fabricx"
+    ]
+
+
 def states_before(callbacks: Sequence[Callback], datamodule: DataModule | None) -> dict[str, Any]:
     """Return copies of the states of callbacks and the data module before work that a resumed run repeats.
 

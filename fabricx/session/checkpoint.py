@@ -19,7 +19,7 @@ from fabricx.core.state import Phase
 from fabricx.core.strategy_parts import ModelParallel, as_part
 from fabricx.data.own_state import set_generators
 from fabricx.errors import CheckpointError
-from fabricx.session.callback_states import as_saved, check_same_number
+from fabricx.session.callback_states import as_saved, check_same_number, with_shards
 from fabricx.session.rank_state import restore_rank_states
 from fabricx.session.same_parameters import same_parameters
 from fabricx.session.saving import global_batch, weights_as_state_dict
@@ -119,8 +119,9 @@ def restore(session: Session, path: Path, *, weights_only: bool) -> None:
     from fabricx.checkpoint.reader import load_weights, weights_of
 
     state = checkpoint.load(
-        path, session.world.device, session.sharding.load_targets(), verified=True,
-        trusted=session.checkpoints.trusted, key=session.checkpoints.key, plugin=session.trainer.checkpoint_io,
+        path, session.world.device, session.sharding.load_targets(),
+        callbacks=with_shards(session.callbacks), verified=True, trusted=session.checkpoints.trusted,
+        key=session.checkpoints.key, plugin=session.trainer.checkpoint_io,
     )  # fmt: skip
     weights_of(state, path)  # an error if there are none
     state = as_part(session.strategy, ModelParallel).own_state(state)

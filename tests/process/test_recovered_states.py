@@ -14,7 +14,7 @@ from torch import Tensor
 import fabricx as fx
 from fabricx.callbacks import FaultRecovery
 from fabricx.strategies import DDP, LocalSGD
-from fabricx.testing import Ledger, SavesAtEnd, kill
+from fabricx.testing import Ledger, SavesAtEnd, fail, kill
 from fabricx.testing.faults import Fault
 from tests.soak import params
 
@@ -161,6 +161,35 @@ def killed_and_equal(
         if "entries" not in name:
             assert torch.equal(killed.state_dict()[name], value), name
     return killed
+
+
+class AveragesWeights(fx.Callback):
+    """Averages whole weights, by the names of parameters, as callbacks of users do."""
+
+    def __init__(self) -> None:
+        self.averages: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Any, module: Any, *arguments: Any) -> None:
+        for name, weight in module.state_dict().items():
+            average = self.averages.get(name)
+            self.averages[name] = weight.clone() if average is None else 0.9 * average + 0.1 * weight
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"averages": self.averages}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.averages = state_dict["averages"]
+
+
+def test_averages_of_a_callback_of_a_user_stay_whole_in_snapshots_and_in_memory_checkpoints(tmp_path: Path) -> None:
+    faults = [kill(1).during("backward", step=6), fail(0, error="a hiccup").during("backward", step=9, attempt=1)]
+    undisturbed, killed = AveragesWeights(), AveragesWeights()
+    train(STRATEGIES["fsdp"](), [undisturbed], tmp_path / "undisturbed")
+    _, trainer = train(STRATEGIES["fsdp"](), [killed, *faults], tmp_path / "killed")
+    assert len(trainer.failures) == 2
+    for name, value in undisturbed.averages.items():
+        assert torch.equal(killed.averages[name], value), name
 
 
 class ChangesOptions(Ledger):
