@@ -156,6 +156,7 @@ def _join_next_generation(session: Session, ft: RankRecords, *, survivor: bool) 
     _report_lost_checkpoint(session, [member.lost_checkpoint for member in members])
     _report_lost_attributes(session, {name for member in members for name in member.lost})
     _report_initial_attributes(session, members)
+    _report_incomplete_attributes(session, state.incomplete)
 
 
 def _joined(session: Session, ft: RankRecords, lost_checkpoint: Path | None, before: int | None) -> _Joined:
@@ -206,11 +207,22 @@ def _report_initial_attributes(session: Session, members: list[_Joined]) -> None
     """Report attributes with which newcomers begin at other values than the other workers, once for the same ones."""
     newcomers = [member.changed for member in members if member.newcomer]
     changed = {name for member in members for name in member.changed}
-    if newcomers and (names := changed - set.intersection(*newcomers)):
+    if newcomers and (names := changed - newcomers[0].intersection(*newcomers[1:])):
         text = (
             f"workers at their own pace do not recover attributes that training changes: {', '.join(sorted(names))}. A "
             "replacement begins with their initial values: save them in on_save_checkpoint, and restore them in "
             "on_load_checkpoint, which receives those of another worker"
+        )
+        session.metrics.loggers.event("recovery", text, session.state.step)
+        session.print_once(text, text)
+
+
+def _report_incomplete_attributes(session: Session, names: set[str]) -> None:
+    """Report attributes of a rank that lack what its hooks have changed after its newest record, if any."""
+    if names:
+        text = (
+            f"attributes that differ between the ranks: {', '.join(sorted(names))}. Those of the rank that failed lack "
+            "the changes of the hooks after its last update, such as on_train_batch_end: change them in training_step"
         )
         session.metrics.loggers.event("recovery", text, session.state.step)
         session.print_once(text, text)

@@ -43,16 +43,29 @@ class Contribution:
     vacant: list[tuple[int, Records]] = field(default_factory=list)
     stop: str = ""
 
-    def complete(self, later: Mapping[tuple[Any, ...], LaterChanges]) -> None:
+    def complete(self, later: Mapping[tuple[Any, ...], LaterChanges], furthest: tuple[Any, ...]) -> set[str]:
         """Complete records from before hooks that do not run again, by what the hooks of another member have changed.
 
         Args:
             later: result of `later_changes` of the most advanced member.
+            furthest: progress of that member; members with this progress have run the hooks themselves.
+
+        Returns:
+            names of attributes that lack the changes of these hooks in the state with which this member continues.
         """
-        none = LaterChanges(set(), [])
-        self.records = [(key, later.get(key, none).add_to(record)) for key, record in self.records]
+        chosen, incomplete = record_at(self.records, furthest, self.now), set[str]()
+
+        def completed(key: tuple[Any, ...], record: dict[str, Any]) -> dict[str, Any]:
+            if key not in later or (self.progress and key == furthest):
+                return record
+            complete, lacking = later[key].add_to(record)
+            incomplete.update(lacking if record is chosen else ())
+            return complete
+
+        self.records = [(key, completed(key, record)) for key, record in self.records]
         if self.now is not None:
-            self.now = later.get(self.progress, none).add_to(self.now)
+            self.now = completed(self.progress, self.now)
+        return incomplete
 
 
 class LaterChanges(NamedTuple):
@@ -60,21 +73,24 @@ class LaterChanges(NamedTuple):
 
     Attributes:
         buffers: names of buffers; the other members have received their values.
-        attributes: of the module and of callbacks, packed.
+        before: attributes of the module and of callbacks in the record, packed.
+        attributes: those that have changed, packed.
     """
 
     buffers: set[str]
+    before: list[Any]
     attributes: list[Any]
 
-    def add_to(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Return a record without these buffers, and with these attributes.
+    def add_to(self, record: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
+        """Return a record without these buffers, and with these attributes; and the names of those that are left out.
 
         Args:
             record: of any member, at the same progress.
         """
         buffers: dict[str, bytes] = record["buffers"] or {}
         kept = {name: value for name, value in buffers.items() if name not in self.buffers}
-        return {**record, "buffers": kept, "attributes": joined(record["attributes"], self.attributes)}
+        attributes, left_out = joined(record["attributes"], self.before, self.attributes)
+        return {**record, "buffers": kept, "attributes": attributes}, left_out
 
 
 def record_at(
@@ -117,20 +133,21 @@ def records_of_all(
 def later_changes(records: Records) -> dict[tuple[Any, ...], LaterChanges]:
     """Return the buffers and attributes that differ in the first record, by the progress of each other record.
 
-    A rank that dies in a hook after an update has a record from before this hook, which does not run again.
+    A rank that dies in a hook after an update has a record from before this hook, which does not run again. The
+    progress of the first record may be the same, if this member was interrupted in a later hook.
 
     Args:
-        records: per-rank state by progress, of the most advanced member.
+        records: per-rank state by progress, of the most advanced member; newest first.
     """
-    first, newest = records[0]
+    newest, newest_by_key = records[0][1], dict(reversed(records[1:]))
     buffers: dict[str, bytes] = newest["buffers"] or {}
     return {
         key: LaterChanges(
             {name for name, value in buffers.items() if (record["buffers"] or {}).get(name) != value},
+            record["attributes"],
             differing(newest["attributes"], record["attributes"]),
         )
-        for key, record in records
-        if key != first
+        for key, record in newest_by_key.items()
     }
 
 
@@ -146,6 +163,9 @@ class MemberStates:
         session: this rank's session.
         ft: fault tolerance of the session.
         survivor: this rank was a member before; False for a replacement.
+
+    Attributes:
+        incomplete: names of attributes that differ between ranks, where a rank has died in a hook that changes them.
     """
 
     def __init__(self, session: Session, ft: RankRecords, *, survivor: bool) -> None:
@@ -155,6 +175,7 @@ class MemberStates:
         self._contribution = Contribution() if self._batch_start is None else self._present(self._batch_start)
         self._common: dict[str, Any] | None = None  # loaded state that some members may lack
         self._loaded_in = -1  # newest generation, if it has loaded the state; else -1
+        self.incomplete: set[str] = set()
 
     def prepare(self, generation: Generation) -> None:
         """Select the contribution to a generation.
@@ -210,8 +231,7 @@ class MemberStates:
                 weights = self._broadcast_weights(holder)
                 if contribution.progress != furthest:
                     session.strategy.load_state_dict(weights, session.module, session.optimizers)
-            for member in members:
-                member.complete(common["later"])
+            self.incomplete = set().union(*(member.complete(common["later"], furthest) for member in members))
             record = record_at(members[world.rank].records, furthest, members[world.rank].now)
             records, each_rank = records_of_all(members, furthest)
             source = world.rank if each_rank else None

@@ -192,6 +192,31 @@ def test_averages_of_a_callback_of_a_user_stay_whole_in_snapshots_and_in_memory_
         assert torch.equal(killed.averages[name], value), name
 
 
+class CountsAfterUpdates(Ledger):
+    """Counts batches, and collects values of the batches of each rank, in a hook after the update."""
+
+    def __init__(self) -> None:
+        super().__init__(SAMPLES, BATCH)
+        self.count, self.sums = {"batches": 0}, list[float]()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.count["batches"] += 1
+        self.sums.append(float(batch[0].sum()))
+
+
+@pytest.mark.parametrize("step", [4, 5])
+def test_a_rank_that_dies_in_a_hook_after_the_update_keeps_its_own_values(step: int, tmp_path: Path) -> None:
+    """At step 4, the other rank has run the hook and waits in that of a snapshot."""
+    messages = WritesMessages(tmp_path / "messages.txt")
+    fault = kill(0).during("batch end", step=step)  # before the hook of the module
+    undisturbed, killed = CountsAfterUpdates(), CountsAfterUpdates()
+    for name, module, callbacks in (("undisturbed", undisturbed, []), ("killed", killed, [fault, messages])):
+        train(STRATEGIES["ddp"](), callbacks, tmp_path / name, module=module)  # type: ignore[arg-type]
+    assert killed.count == undisturbed.count == {"batches": 12}
+    assert killed.sums == [value for number, value in enumerate(undisturbed.sums, 1) if number != step]
+    assert "attributes that differ between the ranks: sums. Those of the rank that failed" in messages.path.read_text()
+
+
 class ChangesOptions(Ledger):
     """Changes the options of its optimizer, and adds a group, at the start of each epoch."""
 

@@ -215,6 +215,15 @@ def own_attributes(value: Any) -> dict[str, Any] | None:
     return attributes if type(attributes) is dict else None
 
 
+def shown(key: Key) -> str:
+    """Return the name of an attribute for messages.
+
+    Args:
+        key: names of its owner and of the attribute.
+    """
+    return f"{key[0]}.{key[1]}" if key[0] else key[1]
+
+
 def has_data(value: Any) -> bool:
     """Return whether a value is a tensor, an array, a collection, or an object of a class of users.
 

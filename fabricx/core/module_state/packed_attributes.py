@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from fabricx.core.module_state.attribute_copies import Absent, Copy, Key, Length, Same, equal, of_items
+from fabricx.core.module_state.attribute_copies import Absent, Copy, Key, Length, Same, equal, of_items, shown
 
 
 def packed(copies: Mapping[Key, Any]) -> list[Any]:
@@ -41,13 +41,27 @@ def differing(copies: list[Any], earlier: list[Any]) -> list[Any]:
     )
 
 
-def joined(attributes: list[Any], later: list[Any]) -> list[Any]:
-    """Return attributes, with later values in place of theirs.
+def joined(attributes: list[Any], before: list[Any], later: list[Any]) -> tuple[list[Any], set[str]]:
+    """Return attributes of a rank as they are after hooks that only another rank has run.
+
+    An attribute that differed between the two ranks before these hooks, such as a sum of a rank's own batches, keeps
+    the value of this rank.
 
     Args:
-        attributes, later: results of `packed`.
+        attributes: of this rank, before the hooks; result of `packed`.
+        before: of the other rank, before the hooks.
+        later: those of the other rank that the hooks have changed.
+
+    Returns:
+        the attributes, and the names of those that keep the value before the hooks.
     """
-    return packed({**unpacked(attributes), **unpacked(later)})
+    own, others = unpacked(attributes), unpacked(before)
+    changed = unpacked(later)
+    same = {
+        key for key in changed if (key in own) == (key in others) and (key not in own or equal(own[key], others[key]))
+    }
+    taken = {key: copy for key, copy in changed.items() if key in same}
+    return packed({**own, **taken}), {shown(key) for key in changed.keys() - same}
 
 
 def _packed_copy(copy: Any) -> Any:

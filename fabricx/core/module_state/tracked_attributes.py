@@ -25,6 +25,7 @@ from fabricx.core.module_state.attribute_copies import (
     has_data,
     is_nested,
     number_of_items,
+    shown,
     write,
 )  # fmt: skip
 from fabricx.core.module_state.placeholder import is_placeholder
@@ -270,8 +271,7 @@ def _addresses(modules: list[nn.Module]) -> set[int]:
 
 
 def _shown(key: Key) -> str:
-    owner = key[0].removeprefix(_BUFFERS)
-    return f"{owner}.{key[1]}" if owner else key[1]
+    return shown((key[0].removeprefix(_BUFFERS), key[1]))
 
 
 def _version(value: Any) -> int:
