@@ -25,4 +25,10 @@ def test_later_attributes_replace_earlier_ones() -> None:
     net.best, net.rate = 2, float("nan")
     later = packed(attributes.changed())
     assert [name for _, name, _ in differing(later, earlier)] == ["rate", "best"]
-    assert sorted(map(repr, joined(earlier, later))) == sorted(map(repr, later))
+    joint, left_out = joined(earlier, earlier, later)
+    assert sorted(map(repr, joint)) == sorted(map(repr, later))
+    assert not left_out
+    own = [["", "steps", 9]]  # a value that differs between ranks
+    joint, left_out = joined(own, earlier, [["", "steps", 2], ["", "best", 2]])
+    assert joint == [["", "steps", 9], ["", "best", 2]]
+    assert left_out == {"steps"}
