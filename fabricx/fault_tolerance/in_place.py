@@ -204,7 +204,7 @@ def _report_lost_attributes(session: Session, names: set[str]) -> None:
 
 
 def _report_initial_attributes(session: Session, members: list[_Joined]) -> None:
-    """Report attributes with which newcomers begin at other values than the other workers, once for the same ones."""
+    """Report attributes with which newcomers begin at other values than the other workers, once for the same names."""
     newcomers = [member.changed for member in members if member.newcomer]
     changed = {name for member in members for name in member.changed}
     if newcomers and (names := changed - newcomers[0].intersection(*newcomers[1:])):
@@ -218,7 +218,7 @@ def _report_initial_attributes(session: Session, members: list[_Joined]) -> None
 
 
 def _report_incomplete_attributes(session: Session, names: set[str]) -> None:
-    """Report attributes of a rank that lack what its hooks have changed after its newest record, if any."""
+    """Report attributes of a rank that lack the changes of its hooks after its newest record, if any."""
     if names:
         text = (
             f"attributes that differ between the ranks: {', '.join(sorted(names))}. Those of the rank that failed lack "

@@ -85,6 +85,8 @@ _DIFFERS: Final[Mapping[str, str]] = {
     "training_step that returns None": "is no step: `global_step` remains; in Lightning it counts",
     "a data module without val_dataloader": "that of the module is used; in Lightning none",
     "an empty training loader": "an error; in Lightning a warning",
+    "resuming from a checkpoint of a complete run": "calls `on_train_start` and `on_train_end`, before which the run "
+    "may have been interrupted; in Lightning neither",
     "a second fit after a stop in the middle of an epoch": "trains the rest of the epoch; in Lightning a new epoch",
     "results of validate and test": "also have the values of `self.log(logger=False)`",
     "ModelCheckpoint(monitor=), a metric that is not logged in a run without validation": "an error after the first "
