@@ -54,3 +54,20 @@ def some(cases: Iterable[T], short: int, full: int) -> list[T]:
         return list(islice(cases, count))
     candidates = list(cases)
     return random.Random(SEED).sample(candidates, min(count, len(candidates)))
+
+
+def covering(cases: Iterable[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """Return all combinations of values in a soak; in `make test`, combinations in which each value occurs.
+
+    Args:
+        cases: the combinations; values are compared by their `repr`.
+    """
+    rest, chosen, seen = list(cases), [], set[tuple[int, str]]()
+    while rest and not SOAK:
+        values = [set(enumerate(map(repr, case))) - seen for case in rest]
+        index = max(range(len(rest)), key=lambda number: len(values[number]))
+        if not values[index]:
+            return chosen
+        seen |= values[index]
+        chosen.append(rest.pop(index))
+    return [*chosen, *rest]

@@ -181,7 +181,7 @@ AGAIN = (  # that were wrong once
 
 
 def test_earlier_defects_and_cells_that_expose_common_mistakes_are_right(tmp_path: Path) -> None:
-    check([Cell.parse(text) for text in (*TELLING, *AGAIN)], tmp_path)
+    check([Cell.parse(text) for text in (*TELLING, *some(AGAIN, len(AGAIN) // 2, len(AGAIN)))], tmp_path)
 
 
 MESHES = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from fabricx.errors import WorkerFailed
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, ParameterServer, PipelineMesh, Reproducible, TensorMesh
 from fabricx.testing import QUIET
 from fabricx.testing.modules import SavesAtStep
+from tests.soak import covering
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
@@ -230,8 +232,10 @@ class AddsToWeights(Net):
             parameter.add_(0.1)
 
 
-@pytest.mark.parametrize("kind", [ResetsMomentum, HalvesRate, AddsToWeights])
-@pytest.mark.parametrize("strategy", [DDP(), FSDP(), TensorMesh(), PipelineMesh()])
+@pytest.mark.parametrize(
+    ("kind", "strategy"),
+    covering(product([ResetsMomentum, HalvesRate, AddsToWeights], [DDP(), FSDP(), TensorMesh(), PipelineMesh()])),
+)
 def test_changes_of_a_repeated_epoch_start_are_undone(kind: type[Net], strategy: Any, tmp_path: Path) -> None:
     saved = train(kind, strategy, 2, save=tmp_path / "middle.ckpt")
     resumed = train(kind, strategy, 2, resume=tmp_path / "middle.ckpt")

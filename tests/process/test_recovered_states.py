@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from fabricx.callbacks import FaultRecovery
 from fabricx.strategies import DDP, LocalSGD
 from fabricx.testing import Ledger, SavesAtEnd, fail, kill
 from fabricx.testing.faults import Fault
-from tests.soak import params
+from tests.soak import covering, params
 
 from .kills import STRATEGIES
 from .ledgers import BATCH, SAMPLES, exact, train
@@ -238,8 +239,7 @@ class ChangesOptions(Ledger):
         return torch.optim.SGD([p for p in self.parameters() if p is not self.added], lr=0.1, momentum=0.5)
 
 
-@pytest.mark.parametrize("step", [4, 5])
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("rank", "step"), covering(product([0, 1], [4, 5])))
 def test_options_that_the_start_of_an_epoch_changes_change_once(rank: int, step: int, tmp_path: Path) -> None:
     """Steps of each epoch: 4, so that the death is in the first or the second batch of an epoch."""
     killed_and_equal(ChangesOptions, STRATEGIES["ddp"], kill(rank).during("backward", step=step), tmp_path)
@@ -297,8 +297,7 @@ class KeepsState(Ledger):
         return super().training_step(batch, batch_idx) * factor
 
 
-@pytest.mark.parametrize("step", [2, 4, 6])
-@pytest.mark.parametrize("strategy", params(["ddp", "fsdp"], ["local_sgd"]))
+@pytest.mark.parametrize(("strategy", "step"), covering(product(["ddp", "fsdp", "local_sgd"], [2, 4, 6])))
 def test_nested_collections_and_buffers_that_are_not_persistent(strategy: str, step: int, tmp_path: Path) -> None:
     killed = killed_and_equal(KeepsState, STRATEGIES[strategy], kill(1).during("backward", step=step), tmp_path)
     assert len(killed.history["scale"]) == 13

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from fabricx.testing import (
     layered_data,
     tiny_loader,
 )  # fmt: skip
-from tests.soak import params
+from tests.soak import covering, params
 
 from .kills import IN_PLACE, STRATEGIES
 from .ledgers import BATCH, EPOCHS, SAMPLES, STEPS, Numbered, exact, train
@@ -307,9 +308,11 @@ class Counts(TinyModule):
         self.history.append(self.steps)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
-    "strategy", [DDP, FSDP, lambda: LocalSGD(every=2), lambda: ParameterServer(servers=0), ParameterServer]
+    ("strategy", "rank"),
+    covering(
+        product([DDP, FSDP, lambda: LocalSGD(every=2), lambda: ParameterServer(servers=0), ParameterServer], [0, 1])
+    ),
 )
 def test_attributes_that_the_run_changes_are_recovered(strategy: Any, rank: int, tmp_path: Path) -> None:
     def weights(*faults: Fault) -> dict[str, torch.Tensor]:
