@@ -10,12 +10,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fabricx import plugins
-from fabricx.core.module_state.rng import random_kept, seed_often
 from fabricx.core.optimizers import needs_closure
 from fabricx.core.strategy import Strategy, Traits
 from fabricx.core.strategy_parts import (
@@ -51,6 +49,7 @@ from fabricx.model_parallel.hook_weights import (
 from fabricx.model_parallel.pipeline import placeholders
 from fabricx.model_parallel.pipeline.checks import CLOSURE
 from fabricx.model_parallel.pipeline.schedule import SCHEDULES
+from fabricx.model_parallel.pipeline.seeds import seeds_of_batch, seeds_of_evaluation
 from fabricx.model_parallel.set_up.divided import Settings
 from fabricx.model_parallel.set_up.divider import divide
 from fabricx.model_parallel.set_up.mesh_report import axes_line, parameter_bytes, weights_line
@@ -399,7 +398,7 @@ class Mesh(Strategy, AddsAxes, Elastic, HidesGradients, KeepsLocalState, ModelPa
         sums.gather()
         sums.in_batch = True
         try:
-            outputs = self._pipeline.forward_backward(step, backward, batch, index, seed=_seeds())
+            outputs = self._pipeline.forward_backward(step, backward, batch, index, seed=seeds_of_batch())
         finally:
             sums.in_batch = False
         sums.end_backward()
@@ -550,26 +549,3 @@ class Mesh(Strategy, AddsAxes, Elastic, HidesGradients, KeepsLocalState, ModelPa
 
     def apply_requires_grad(self) -> None:
         as_part(self.data_strategy, ShardsWeights).apply_requires_grad()
-
-
-def _seeds() -> Callable[[int], None]:
-    """Return a function that seeds the parts of a batch, alike on ranks that have drawn the same numbers before."""
-    base = _drawn()
-    return lambda number: seed_often((base + 7919 * number) % 2**32)
-
-
-def seeds_of_evaluation(indices: tuple[int, ...]) -> Callable[[int], None]:
-    """Return a function that seeds the parts of a batch of an evaluation, without an effect on later random numbers.
-
-    Data ranks may have different numbers of such batches.
-
-    Args:
-        indices: index of the batch, and of its loader if there are several.
-    """
-    with random_kept():
-        base = _drawn() + hash(indices)
-    return lambda number: seed_often((base + 7919 * number) % 2**32)
-
-
-def _drawn() -> int:
-    return int(torch.empty((), dtype=torch.int64).random_())

@@ -19,7 +19,7 @@ from fabricx.distributed.point_to_point import Transfers
 from fabricx.distributed.world import World
 from fabricx.errors import PeerLost
 from fabricx.model_parallel.microbatches import split
-from fabricx.model_parallel.pipeline.block_calls import seeded
+from fabricx.model_parallel.pipeline.seeds import seeded
 from fabricx.strategies import Mesh
 from fabricx.testing import run_ranks
 from tests.process import meshes

@@ -18,7 +18,8 @@ from fabricx.distributed.sharding.grad_hooks import number_of_hooks
 from fabricx.distributed.statistics.sync_batchnorm import synchronised
 from fabricx.errors import nearest
 from fabricx.model_parallel.nested import Path, leaves, mapped
-from fabricx.model_parallel.pipeline.block_calls import intercept, seeds_of
+from fabricx.model_parallel.pipeline.block_calls import intercept
+from fabricx.model_parallel.pipeline.seeds import seeds_of
 from fabricx.model_parallel.pipeline.trace import Trace, tracing, undisturbed
 
 Blocks = list[tuple[str, nn.Module]]

@@ -16,7 +16,7 @@ from fabricx.core.strategy_support.trial import Trial, Validation
 from fabricx.core.tensors.complex_numbers import as_real
 from fabricx.errors import FabricxError
 from fabricx.model_parallel.nested import leaves
-from fabricx.model_parallel.pipeline.block_calls import seeded
+from fabricx.model_parallel.pipeline.seeds import seeded
 from fabricx.model_parallel.pipeline.trace import log_calls
 from fabricx.model_parallel.set_up.divided import Divided
 from fabricx.model_parallel.trial import StepChanged, fingerprint

@@ -17,11 +17,11 @@ from fabricx.core.module_state.rng import seed_often
 from fabricx.core.strategy_support.trial import Trial
 from fabricx.model_parallel.context.context_parallel import ContextParallel
 from fabricx.model_parallel.microbatches import rows_of
-from fabricx.model_parallel.pipeline.block_calls import seeded
 from fabricx.model_parallel.pipeline.chain import Chain, find_blocks, trace_chain
 from fabricx.model_parallel.pipeline.checks import check_counters, check_evaluation
 from fabricx.model_parallel.pipeline.cuts import Cuts, describe
 from fabricx.model_parallel.pipeline.cuts import divide as divide_chain
+from fabricx.model_parallel.pipeline.seeds import seeded
 from fabricx.model_parallel.pipeline.stages import Pipeline
 from fabricx.model_parallel.set_up.divided import Divided, Settings, stage_channels
 from fabricx.model_parallel.set_up.evaluation_trial import Evaluated

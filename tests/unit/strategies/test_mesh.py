@@ -5,13 +5,10 @@ from __future__ import annotations
 import pickle
 
 import pytest
-import torch
 
 import fabricx as fx
-from fabricx.core.module_state.rng import random_kept
 from fabricx.core.strategy_parts import MeasuresWaiting, ModelParallel, ShardsWeights, as_part
 from fabricx.strategies import DDP, FSDP, ExpertMesh, LocalSGD, Mesh, ParameterServer, PipelineMesh, TensorMesh
-from fabricx.strategies.mesh import seeds_of_evaluation
 
 
 @pytest.mark.parametrize(
@@ -44,18 +41,6 @@ def test_a_mesh_is_plain_data() -> None:
         PipelineMesh(microbatches=3),
     ):
         assert type(pickle.loads(pickle.dumps(strategy))) is type(strategy)
-
-
-def test_batches_of_an_evaluation_have_random_numbers_of_their_own_without_an_effect_on_training() -> None:
-    torch.manual_seed(1)
-    before, drawn = torch.get_rng_state(), set()
-    for indices in ((0,), (1,), (0, 1)):
-        seed = seeds_of_evaluation(indices)
-        assert torch.equal(torch.get_rng_state(), before)
-        with random_kept():
-            seed(0)
-            drawn.add(float(torch.rand(())))
-    assert len(drawn) == 3
 
 
 def test_a_mesh_has_the_traits_of_data_parallelism_unless_ranks_share_the_model() -> None:

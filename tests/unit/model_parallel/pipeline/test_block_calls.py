@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fabricx.model_parallel.pipeline.block_calls import intercept, seeded
+from fabricx.model_parallel.pipeline.block_calls import intercept
 
 
 class Checkpointed(nn.Linear):
@@ -55,20 +55,3 @@ def test_an_interception_may_be_within_another():
     second()
     first()
     assert type(layer) is nn.Linear
-
-
-def test_random_numbers_between_blocks_do_not_depend_on_those_that_blocks_draw():
-    layers, seeds = nn.Sequential(nn.Dropout(), nn.Linear(2, 2)), []
-
-    def seed(number):
-        seeds.append(number)
-        torch.manual_seed(number)
-
-    with seeded(layers, ["0", "1"], seed):
-        layers[0](torch.ones(2))
-        between = torch.rand(2)
-        layers[1](torch.ones(2))
-    assert seeds == [0, 3, 4, 5, 6]
-    torch.manual_seed(4)
-    assert torch.equal(between, torch.rand(2))
-    assert type(layers[0]) is nn.Dropout
