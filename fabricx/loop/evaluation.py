@@ -45,7 +45,7 @@ def evaluate(session: Session, phase: Phase, feeds: Sequence[Feed]) -> list[dict
             _call(session, f"on_{word}_start")
             _call(session, f"on_{word}_epoch_start")
             for number, feed in enumerate(feeds):
-                logbook.loader = number if len(feeds) > 1 else None
+                logbook.begin_loader(number, several=len(feeds) > 1)
                 _evaluate_batches(session, word, number, feed)
             logbook.loader = None
             session.strategy.synchronize()

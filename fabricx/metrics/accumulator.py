@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,18 @@ from fabricx.distributed.statistics.metric_sums import merge_sums, plain
 from fabricx.distributed.world import World
 from fabricx.errors import RanksDisagree
 from fabricx.metrics.series import VALUES, Series, join
+
+_PER_LOADER: Final = 2**40  # more batches than a loader has
+
+
+def position(loader: int, batch: int) -> int:
+    """Return a number that increases with the batches of all loaders.
+
+    Args:
+        loader: index of the loader.
+        batch: number of the batch among this rank's batches of the loader, from 1.
+    """
+    return loader * _PER_LOADER + batch
 
 
 class Metrics:
@@ -104,7 +116,7 @@ class Metrics:
         return [name for name, series in made.items() if series.value is not None]  # None: its batch was rewound
 
     def joined(
-        self, names: Iterable[str], *, epoch: bool, batches: int = 0, alone: bool = False
+        self, names: Iterable[str], *, epoch: bool, batches: Sequence[int] | None = (), alone: bool = False
     ) -> dict[str, Tensor]:  # fmt: skip
         """Reduce values over all ranks, to one-element tensors by name; whole numbers are exact.
 
@@ -113,8 +125,8 @@ class Metrics:
         Args:
             names: names that this rank has logged.
             epoch: values of the epoch; else of the latest step.
-            batches: number of batches of this rank in the epoch. Names that other ranks have logged first in a later
-                batch may be missing on this rank.
+            batches: numbers of batches of this rank in the epoch, by loader. Names that other ranks have logged first
+                in a later batch of a loader may be missing on this rank; None if any names may be missing.
             alone: return this rank's values without communication.
 
         Raises:
@@ -201,7 +213,7 @@ class Metrics:
         _, total, weights = merge_sums(sums, {name: self.shared[name]})[name]
         return total, weights
 
-    def _agree(self, names: list[str], *, epoch: bool, batches: int) -> list[str]:
+    def _agree(self, names: list[str], *, epoch: bool, batches: Sequence[int] | None) -> list[str]:
         """Return the names to reduce: this rank's, and names that only ranks with more batches have logged."""
         logged_series = {name: self.series[name] for name in names}
         logged_series.update({name: series for name, (_, series) in self.objects.items()})
@@ -212,14 +224,14 @@ class Metrics:
         by_rank = self._gather((batches, kinds, first, self._attributes(), self.loaders))
         known: dict[str, tuple[Any, ...]] = {}
         attributes: dict[str, tuple[str, bool]] = {}  # of metric objects, by name
-        begins: dict[str, float] = {}  # number of the batch from which every rank must have logged a name
+        begins: dict[str, float] = {}  # position of the batch from which every rank must have logged a name
         for _, logged, firsts, paths, loaders in by_rank:
             for name, loader in loaders.items():
                 self.of_loader(name, loader)
             known.update(logged)
             attributes.update(paths)
             begins.update({name: min(number, begins.get(name, math.inf)) for name, number in firsts.items()})
-        if any(name not in logged and begins[name] <= had for had, logged, *_ in by_rank for name in known):
+        if any(name not in logged and _has_had(begins[name], had) for had, logged, *_ in by_rank for name in known):
             lines = "\n".join(
                 f"  rank {r}: {', '.join(map(repr, n)) or 'nothing'}" for r, (_, n, *_) in enumerate(by_rank)
             )
@@ -403,6 +415,14 @@ def _check_alike(name: str, ways: list[tuple[Any, ...] | None]) -> None:
 def _rounded(value: Tensor) -> Tensor:
     """Round a value to the default dtype, but for whole numbers, which may have more digits: counts of tokens."""
     return torch.where(value == value.round(), value, value.to(torch.get_default_dtype()).to(value.dtype))
+
+
+def _has_had(place: float, batches: Sequence[int] | None) -> bool:
+    """Return whether a rank with these numbers of batches, by loader, has had a batch at a position."""
+    if batches is None or place == math.inf:
+        return False
+    loader, number = divmod(int(place), _PER_LOADER)
+    return number <= (batches[loader] if loader < len(batches) else 0)
 
 
 def _operation(reduction: Reduction) -> str:

@@ -17,7 +17,7 @@ from fabricx.core.tensors.transfer import batch_size_of
 from fabricx.distributed.sharding.dtensors import is_dtensor
 from fabricx.distributed.world import World
 from fabricx.errors import WrongArgument
-from fabricx.metrics.accumulator import Metrics
+from fabricx.metrics.accumulator import Metrics, position
 from fabricx.metrics.objects import computed_alone, computed_together, metric_objects, set_states, states_of
 from fabricx.metrics.series import EXACT, Series, as_single, as_value
 
@@ -63,9 +63,11 @@ class Logbook:
         self.size: int | None = None
         self.loader: int | None = None
         self.batches = 0
+        self._of_loaders: list[int] = []  # numbers of batches of the loaders before the present loader
+        self._offset = 0  # between the number of a batch in this epoch and its `position`
         self._of_parts: dict[str, tuple[Tensor, int]] = {}  # mean of metric objects over parts of a batch, and weight
         self.updated: dict[str, tuple[int, int]] = {}
-        self._batch = 0  # number of this rank's batch in the epoch, from 1; 0 between two batches
+        self._batch = 0  # `position` of this rank's batch; 0 between two batches
         self.idle = False
         self.logs_batches = self.ending = False
         self.published: dict[str, Tensor] = {}
@@ -100,7 +102,19 @@ class Logbook:
         self._of_parts.clear()
         self.evaluated.clear()
         self.batches += 1
-        self._batch = self.batches
+        self._batch = self.batches + self._offset
+
+    def begin_loader(self, number: int, *, several: bool) -> None:
+        """Begin the batches of a loader of an evaluation.
+
+        Args:
+            number: index of the loader.
+            several: there are several; names receive the index.
+        """
+        if number:
+            self._of_loaders.append(self.batches - sum(self._of_loaders))
+        self.loader = number if several else None
+        self._offset = position(number, 0) - self.batches
 
     def pass_batch(self, step: int) -> None:
         """Record a manual batch without a sample for this rank: the step's values are those of other ranks.
@@ -334,9 +348,9 @@ class Logbook:
         series.asked, series.inside = (reduce_fx, on_step, on_epoch, joined, self.in_step), self.in_step
 
     @property
-    def _had(self) -> int:
-        """Return the number of batches in which this rank must have logged a name that other ranks have logged."""
-        return self.batches if self._reports else -1
+    def _had(self) -> list[int] | None:
+        """Return the numbers of batches, by loader, in which this rank must have logged names of other ranks."""
+        return [*self._of_loaders, self.batches - sum(self._of_loaders)] if self._reports else None
 
     def step_values(self, step: int) -> dict[str, Tensor]:
         """Return the values of a step, reduced over ranks; in lockstep, every rank calls it in the same step.
@@ -371,7 +385,7 @@ class Logbook:
         if not self.logs_batches:
             return {}
         names = metrics.due(epoch=False, step=self.step)
-        values = metrics.joined(names, epoch=False, batches=self.batches, alone=True)
+        values = metrics.joined(names, epoch=False, alone=True)
         for name, (metric, series) in sorted(metrics.objects.items()):
             now = series.on_step and name in self.updated and self.updated[name][0] == self.step
             latest = getattr(metric, "_forward_cache", None) if now else None

@@ -254,3 +254,26 @@ def test_ranks_compute_metric_objects_in_the_same_order() -> None:
     module = LogsOneOfTwo()
     [logged] = fx.Trainer(devices=2, **QUIET).validate(module, DataLoader(TensorDataset(values), 1))
     assert logged == {"ones": 4.0, "twos": 400.0}
+
+
+class LogsTwoLoaders(TinyModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxima = nn.ModuleList(torchmetrics.MaxMetric() for _ in range(2))
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        value = self(batch).mean()
+        self.maxima[dataloader_idx](value)
+        self.log_dict({"mean": value, "highest": self.maxima[dataloader_idx]}, batch_size=len(batch))
+
+
+@pytest.mark.parametrize("strategy", [DDP(), Mesh(tensor=2, data="ddp")])
+def test_a_rank_may_have_batches_of_one_of_two_loaders_only(strategy: Any) -> None:
+    torch.manual_seed(0)
+    module = LogsTwoLoaders()
+    loaders = [DataLoader(torch.randn(samples, 4), 1) for samples in (1, 3)]
+    expected, values = (
+        fx.Trainer(devices=ranks, strategy=way, **QUIET).validate(module, loaders, verbose=False)
+        for ranks, way in ((1, "single"), (4 if isinstance(strategy, Mesh) else 2, strategy))
+    )
+    assert [pytest.approx(row) for row in expected] == values

@@ -14,7 +14,7 @@ from torch import Tensor
 from fabricx.core.strategy import Traits
 from fabricx.distributed.world import World
 from fabricx.errors import RanksDisagree
-from fabricx.metrics.accumulator import Metrics
+from fabricx.metrics.accumulator import Metrics, position
 from fabricx.metrics.collector import Logbook
 from fabricx.metrics.series import Series
 
@@ -72,24 +72,34 @@ def test_ranks_that_logged_different_names_are_listed() -> None:
     metrics = alone()
     metrics.series["loss"] = series()
     metrics.series["loss"].add(1.0, 1, step=1, batch=1)
-    metrics = two_ranks(metrics, [torch.tensor([5, -5])], [(1, {"acc": series().logged_as()}, {"acc": 1})])
+    metrics = two_ranks(metrics, [torch.tensor([5, -5])], [([1], {"acc": series().logged_as()}, {"acc": 1})])
     with pytest.raises(RanksDisagree, match=r"rank 0: 'loss'\n  rank 1: 'acc'"):
-        metrics.joined(["loss"], epoch=True, batches=1)
+        metrics.joined(["loss"], epoch=True, batches=[1])
 
 
 @pytest.mark.parametrize("batches", [0, 2])
 def test_names_first_logged_by_other_ranks_in_a_later_batch_change_no_value(batches: int) -> None:
     metrics = alone()
-    gathered = [(3, {"loss": series().logged_as()}, {"loss": batches + 1})]
+    gathered = [([3], {"loss": series().logged_as()}, {"loss": batches + 1})]
     metrics = two_ranks(metrics, [torch.tensor([5, -5]), torch.tensor([[6.0, 3.0]])], gathered)
-    assert metrics.joined([], epoch=True, batches=batches)["loss"].item() == 2.0
+    assert metrics.joined([], epoch=True, batches=[batches])["loss"].item() == 2.0
 
 
 @pytest.mark.parametrize("first", [0, 2])
 def test_all_ranks_with_the_batch_or_hook_must_log_the_same_names(first: int) -> None:
-    metrics = two_ranks(alone(), [torch.tensor([5, -5])], [(3, {"loss": series().logged_as()}, {"loss": first})])
+    metrics = two_ranks(alone(), [torch.tensor([5, -5])], [([3], {"loss": series().logged_as()}, {"loss": first})])
     with pytest.raises(RanksDisagree, match=r"rank 0: nothing\n  rank 1: 'loss'"):
-        metrics.joined([], epoch=True, batches=2)
+        metrics.joined([], epoch=True, batches=[2])
+
+
+def test_a_rank_without_a_batch_of_a_loader_has_no_value_of_it() -> None:
+    of_second = {"loss": position(1, 1)}
+    gathered = [([1, 1], {"loss": series().logged_as()}, of_second)]
+    metrics = two_ranks(alone(), [torch.tensor([5, -5]), torch.tensor([[6.0, 3.0]])], gathered)
+    assert metrics.joined([], epoch=True, batches=[2, 0])["loss"].item() == 2.0
+    metrics = two_ranks(alone(), [torch.tensor([5, -5])], gathered)
+    with pytest.raises(RanksDisagree, match=r"rank 0: nothing\n  rank 1: 'loss'"):
+        metrics.joined([], epoch=True, batches=[0, 1])
 
 
 def test_a_series_records_the_batch_where_its_step_and_epoch_began() -> None:
