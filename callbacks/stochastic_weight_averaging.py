@@ -147,6 +147,8 @@ class StochasticWeightAveraging(Callback):
                 f"{trainer.max_epochs}: the average has the weights before training; set swa_epoch_start to 2 or more",
                 stacklevel=2,
             )
+        if self._ended and trainer.current_epoch >= trainer.max_epochs:
+            return  # the module holds the averages, and nothing is left to train
         self.averages, self.n_averaged, self._later, self._newest_epoch = {}, 0, {}, -1
         self._first_rates, self._rates, self._ended = [], [], False
 

@@ -43,8 +43,9 @@ def fit(session: Session, train_rest: Callable[[Session], bool]) -> None:
     note_set_up(session)
     for optimizer in session.optimizers:
         let_groups_grow(optimizer)
-    trained = bool(state.step) and session.checkpoints.ckpt_path is None  # by an earlier fit of this Trainer
-    if not newcomer and not (restored := ft.restore()):  # in-memory checkpoints have the state of servers, too
+    if not newcomer and not ft.restore():  # in-memory checkpoints have the state of servers, too
+        # After an earlier fit of this Trainer without a checkpoint:
+        session.checkpoints.new_optimizers = bool(state.step) and session.checkpoints.ckpt_path is None
         restore_requested(session)
         session.serving.on_train_start(state.step, state.ranks)
     resumed = bool(state.step or state.batch or state.drained)  # a batch may have made no step
@@ -54,7 +55,7 @@ def fit(session: Session, train_rest: Callable[[Session], bool]) -> None:
         _close_epoch(session)
     state.phase = Phase.TRAIN
     _report_eval_modes(session)
-    if not newcomer and not _unfinished(session) and (not resumed or (trained and not restored)):
+    if not newcomer and not _unfinished(session) and (not resumed or session.checkpoints.new_optimizers):
         if state.step:
             session.print(already_complete(session))
         elif session.options.max_steps:  # such as limit_train_batches=0; max_steps=0 sets up a run, and no more

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,8 @@ from fabricx.core.strategy_support.optimizer_state import added_once
 from fabricx.session.callback_states import restore_changed, states_before
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from fabricx.session.session import Session
 
 
@@ -28,8 +30,13 @@ def run_start(session: Session, *, continues: bool) -> Iterator[None]:
     if not continues:
         yield
         return
-    with random_kept(), added_once(session.optimizers), session.fault_tolerance.kept_attributes():
+    with random_kept(), added_once(_changed_before(session)), session.fault_tolerance.kept_attributes():
         yield
+
+
+def _changed_before(session: Session) -> Sequence[Optimizer]:
+    """Return the optimizers that hooks of a start may have changed already."""
+    return () if session.checkpoints.new_optimizers else session.optimizers
 
 
 @contextmanager
@@ -44,11 +51,13 @@ def epoch_start(session: Session) -> Iterator[None]:
     """
     if not session.state.batch:
         yield
+        session.checkpoints.new_optimizers = False
         return
-    weights = RepeatedHook(session.module, session.optimizers)
+    weights = RepeatedHook(session.module, _changed_before(session))
     states = states_before(session.callbacks, session.datamodule)
     with run_start(session, continues=True):
         yield
+    session.checkpoints.new_optimizers = False
     restore_changed(session.callbacks, session.datamodule, states)
     if undone := weights.undo():
         session.print(

@@ -122,6 +122,8 @@ class CheckpointStatus:
         delayed_stop: reason of a stop that the loaded checkpoint's run had delayed; "" without.
         key: secret of this run, by which its restart knows objects in its checkpoints.
         trained: `requires_grad` of each parameter, and whether normalisations track statistics, at the end of set-up.
+        new_optimizers: the run continues an earlier fit of the Trainer with new optimizers, in which no hook that
+            begins an epoch has changed options or added groups.
     """
 
     ckpt_path: Path | None = None
@@ -134,6 +136,7 @@ class CheckpointStatus:
     loaded: tuple[int, int, int] | None = None
     delayed_stop: str = ""
     trained: dict[str, bool] = field(default_factory=dict)
+    new_optimizers: bool = False
 
     def poll(self) -> None:
         """Raise an error of the background write as soon as it is known; called after each batch.

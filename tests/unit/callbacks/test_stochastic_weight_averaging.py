@@ -218,3 +218,12 @@ def test_the_average_of_a_parameter_added_later_covers_its_epochs() -> None:
         resumed.load_state_dict(callback.state_dict())
         callback = resumed
     assert {name: average.item() for name, average in callback.averages.items()} == {"first": 2.0, "second": 3.0}
+
+
+def test_a_later_fit_that_trains_nothing_keeps_the_average(quiet: dict[str, Any]) -> None:
+    callback, module = StochasticWeightAveraging(0.1, 2, annealing_epochs=0), TinyModule()
+    trainer = fx.Trainer(max_epochs=4, callbacks=callback, **quiet)
+    for _ in range(2):
+        trainer.fit(module, tiny_loader())
+        assert callback.n_averaged == 3
+        assert torch.equal(callback.averages["layer.weight"], module.layer.weight)

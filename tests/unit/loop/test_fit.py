@@ -213,6 +213,27 @@ def test_a_second_fit_does_nothing_at_the_limit_and_continues_with_a_higher_limi
     assert (trainer.global_step, trainer.current_epoch) == (8, 2)
 
 
+def test_a_second_fit_within_an_epoch_keeps_the_options_that_its_hooks_set(quiet: dict[str, Any]) -> None:
+    class Sets(TinyModule):
+        def on_train_start(self) -> None:
+            self.trainer.optimizers[0].add_param_group({"params": [self.added], "lr": 0.2})
+
+        def on_train_epoch_start(self) -> None:
+            self.trainer.optimizers[0].param_groups[0]["lr"] = 0.01
+            with torch.no_grad():
+                self.added += 1.0
+
+    module, trainer = Sets(), fx.Trainer(max_epochs=2, max_steps=2, **quiet)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    module.added = nn.Parameter(torch.zeros(()))
+    module.configure_optimizers = lambda: torch.optim.SGD(optimizer.param_groups[0]["params"], lr=0.1)
+    for max_steps in (2, 3):
+        trainer.max_steps = max_steps
+        trainer.fit(module, tiny_loader(16, 4))
+        assert [group["lr"] for group in trainer.optimizers[0].param_groups] == [0.01, 0.2]
+    assert module.added.item() == 1.0  # by the first call in this epoch
+
+
 class _Dropout(TinyModule):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = self.layer(nn.functional.dropout(inputs, 0.5))
