@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -154,9 +155,7 @@ def _join_next_generation(session: Session, ft: RankRecords, *, survivor: bool) 
     membership().send(WorkerMessage.STEP, (number, ft.reached))
     _report(session, failures, step_before if survivor else session.state.step, time.monotonic() - began)
     _report_lost_checkpoint(session, [member.lost_checkpoint for member in members])
-    _report_lost_attributes(session, {name for member in members for name in member.lost})
-    _report_initial_attributes(session, members)
-    _report_incomplete_attributes(session, state.incomplete)
+    _report_attributes(session, members, state.incomplete)
 
 
 def _joined(session: Session, ft: RankRecords, lost_checkpoint: Path | None, before: int | None) -> _Joined:
@@ -191,41 +190,40 @@ def _report_lost_checkpoint(session: Session, abandoned: list[Path | None]) -> N
         session.print(text)
 
 
-def _report_lost_attributes(session: Session, names: set[str]) -> None:
-    """Report attributes that the recovery has not restored, if any, once for the same attributes."""
-    if names:
-        text = (
-            f"attributes that are too large, or of types that are not recovered: {', '.join(sorted(names))}. A "
-            "replacement has their initial values: save them in on_save_checkpoint, and restore them in "
-            "on_load_checkpoint"
-        )
-        session.metrics.loggers.event("recovery", text, session.state.step)
-        session.print_once(text, text)
+def _report_attributes(session: Session, members: list[_Joined], changed_by_hooks: Mapping[str, bool]) -> None:
+    """Report attributes that the recovery has not restored exactly, once for the same attributes.
 
-
-def _report_initial_attributes(session: Session, members: list[_Joined]) -> None:
-    """Report attributes with which newcomers begin at other values than the other workers, once for the same names."""
+    Args:
+        session: this rank's session.
+        members: reports of all ranks.
+        changed_by_hooks: see `MemberStates.incomplete`.
+    """
     newcomers = [member.changed for member in members if member.newcomer]
-    changed = {name for member in members for name in member.changed}
-    if newcomers and (names := changed - newcomers[0].intersection(*newcomers[1:])):
-        text = (
-            f"workers at their own pace do not recover attributes that training changes: {', '.join(sorted(names))}. A "
-            "replacement begins with their initial values: save them in on_save_checkpoint, and restore them in "
-            "on_load_checkpoint, which receives those of another worker"
-        )
-        session.metrics.loggers.event("recovery", text, session.state.step)
-        session.print_once(text, text)
-
-
-def _report_incomplete_attributes(session: Session, names: set[str]) -> None:
-    """Report attributes of a rank that lack the changes of its hooks after its newest record, if any."""
-    if names:
-        text = (
-            f"attributes that differ between the ranks: {', '.join(sorted(names))}. Those of the rank that failed lack "
-            "the changes of the hooks after its last update, such as on_train_batch_end: change them in training_step"
-        )
-        session.metrics.loggers.event("recovery", text, session.state.step)
-        session.print_once(text, text)
+    initial = set[str]()
+    if newcomers:
+        initial = set[str]().union(*(member.changed for member in members)) - newcomers[0].intersection(*newcomers[1:])
+    texts = {
+        "attributes that are too large, or of types that are not recovered: {names}. A replacement has their initial "
+        "values: save them in on_save_checkpoint, and restore them in on_load_checkpoint": set[str]().union(
+            *(member.lost for member in members)
+        ),
+        "workers at their own pace do not recover attributes that training changes: {names}. A replacement begins with "
+        "their initial values: save them in on_save_checkpoint, and restore them in on_load_checkpoint, which receives "
+        "those of another worker": initial,
+        "attributes that differ between the ranks: {names}. Those of the rank that failed lack the changes of the "
+        "hooks after its last update, such as on_train_batch_end: change them in training_step": {
+            name for name, of_other in changed_by_hooks.items() if not of_other
+        },
+        "attributes with the values of another rank, after hooks of which a rank has died, such as on_train_batch_end: "
+        "{names}. A sum or a list of a rank's own batches would be wrong: change it in training_step": {
+            name for name, of_other in changed_by_hooks.items() if of_other
+        },
+    }
+    for text, names in texts.items():
+        if names:
+            complete = text.format(names=", ".join(sorted(names)))
+            session.metrics.loggers.event("recovery", complete, session.state.step)
+            session.print_once(complete, complete)
 
 
 def _abandon_batch(session: Session) -> Writer | None:

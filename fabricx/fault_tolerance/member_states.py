@@ -43,7 +43,7 @@ class Contribution:
     vacant: list[tuple[int, Records]] = field(default_factory=list)
     stop: str = ""
 
-    def complete(self, later: Mapping[tuple[Any, ...], LaterChanges], furthest: tuple[Any, ...]) -> set[str]:
+    def complete(self, later: Mapping[tuple[Any, ...], LaterChanges], furthest: tuple[Any, ...]) -> dict[str, bool]:
         """Complete records from before hooks that do not run again, by what the hooks of another member have changed.
 
         Args:
@@ -51,15 +51,16 @@ class Contribution:
             furthest: progress of that member; members with this progress have run the hooks themselves.
 
         Returns:
-            names of attributes that lack the changes of these hooks in the state with which this member continues.
+            names of attributes that these hooks change in the state with which this member continues, and whether
+            their values are those of the most advanced member.
         """
-        chosen, incomplete = record_at(self.records, furthest, self.now), set[str]()
+        chosen, incomplete = record_at(self.records, furthest, self.now), dict[str, bool]()
 
         def completed(key: tuple[Any, ...], record: dict[str, Any]) -> dict[str, Any]:
             if key not in later or (self.progress and key == furthest):
                 return record
-            complete, lacking = later[key].add_to(record)
-            incomplete.update(lacking if record is chosen else ())
+            complete, changed = later[key].add_to(record)
+            incomplete.update(changed if record is chosen else {})
             return complete
 
         self.records = [(key, completed(key, record)) for key, record in self.records]
@@ -81,16 +82,16 @@ class LaterChanges(NamedTuple):
     before: list[Any]
     attributes: list[Any]
 
-    def add_to(self, record: dict[str, Any]) -> tuple[dict[str, Any], set[str]]:
-        """Return a record without these buffers, and with these attributes; and the names of those that are left out.
+    def add_to(self, record: dict[str, Any]) -> tuple[dict[str, Any], dict[str, bool]]:
+        """Return a record without these buffers, and with these attributes where that is possible; see `joined`.
 
         Args:
             record: of any member, at the same progress.
         """
         buffers: dict[str, bytes] = record["buffers"] or {}
         kept = {name: value for name, value in buffers.items() if name not in self.buffers}
-        attributes, left_out = joined(record["attributes"], self.before, self.attributes)
-        return {**record, "buffers": kept, "attributes": attributes}, left_out
+        attributes, changed = joined(record["attributes"], self.before, self.attributes)
+        return {**record, "buffers": kept, "attributes": attributes}, changed
 
 
 def record_at(
@@ -165,7 +166,8 @@ class MemberStates:
         survivor: this rank was a member before; False for a replacement.
 
     Attributes:
-        incomplete: names of attributes that differ between ranks, where a rank has died in a hook that changes them.
+        incomplete: names of attributes that hooks change in which a rank has died, and whether that rank has the values
+            of another rank; otherwise it lacks these changes.
     """
 
     def __init__(self, session: Session, ft: RankRecords, *, survivor: bool) -> None:
@@ -175,7 +177,7 @@ class MemberStates:
         self._contribution = Contribution() if self._batch_start is None else self._present(self._batch_start)
         self._common: dict[str, Any] | None = None  # loaded state that some members may lack
         self._loaded_in = -1  # newest generation, if it has loaded the state; else -1
-        self.incomplete: set[str] = set()
+        self.incomplete: dict[str, bool] = {}
 
     def prepare(self, generation: Generation) -> None:
         """Select the contribution to a generation.
@@ -231,7 +233,8 @@ class MemberStates:
                 weights = self._broadcast_weights(holder)
                 if contribution.progress != furthest:
                     session.strategy.load_state_dict(weights, session.module, session.optimizers)
-            self.incomplete = set().union(*(member.complete(common["later"], furthest) for member in members))
+            for member in members:
+                self.incomplete |= member.complete(common["later"], furthest)
             record = record_at(members[world.rank].records, furthest, members[world.rank].now)
             records, each_rank = records_of_all(members, furthest)
             source = world.rank if each_rank else None

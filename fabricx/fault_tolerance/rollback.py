@@ -124,7 +124,7 @@ class Rollback:
 
     def __init__(self, session: Session, ft: RankRecords, *, survivor: bool) -> None:
         self._session, self._ft, self._survivor = session, ft, survivor
-        self.incomplete: set[str] = set()  # as in `MemberStates`: all ranks repeat all hooks since the copies
+        self.incomplete: dict[str, bool] = {}  # as in `MemberStates`: all ranks repeat all hooks since the copies
         self._unchanged = survivor  # no generation was tried since the interrupted batch
 
     def prepare(self, generation: Generation) -> None:

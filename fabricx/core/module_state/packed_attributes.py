@@ -41,7 +41,7 @@ def differing(copies: list[Any], earlier: list[Any]) -> list[Any]:
     )
 
 
-def joined(attributes: list[Any], before: list[Any], later: list[Any]) -> tuple[list[Any], set[str]]:
+def joined(attributes: list[Any], before: list[Any], later: list[Any]) -> tuple[list[Any], dict[str, bool]]:
     """Return attributes of a rank as they are after hooks that only another rank has run.
 
     An attribute that differed between the two ranks before these hooks, such as a sum of a rank's own batches, keeps
@@ -53,7 +53,8 @@ def joined(attributes: list[Any], before: list[Any], later: list[Any]) -> tuple[
         later: those of the other rank that the hooks have changed.
 
     Returns:
-        the attributes, and the names of those that keep the value before the hooks.
+        the attributes; and for the names of those that the hooks have changed, whether the value is that of the other
+        rank.
     """
     own, others = unpacked(attributes), unpacked(before)
     changed = unpacked(later)
@@ -61,7 +62,7 @@ def joined(attributes: list[Any], before: list[Any], later: list[Any]) -> tuple[
         key for key in changed if (key in own) == (key in others) and (key not in own or equal(own[key], others[key]))
     }
     taken = {key: copy for key, copy in changed.items() if key in same}
-    return packed({**own, **taken}), {shown(key) for key in changed.keys() - same}
+    return packed({**own, **taken}), {shown(key): key in same for key in changed}
 
 
 def _packed_copy(copy: Any) -> Any:

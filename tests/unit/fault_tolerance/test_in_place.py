@@ -19,7 +19,7 @@ from fabricx.distributed.membership.generations import Membership
 from fabricx.distributed.store.client import PrivateStore
 from fabricx.distributed.store.server import StoreServer
 from fabricx.distributed.world import World
-from fabricx.fault_tolerance.in_place import _Joined, _joined, _report, _report_initial_attributes, recover
+from fabricx.fault_tolerance.in_place import _Joined, _joined, _report, _report_attributes, recover
 from fabricx.fault_tolerance.records import RankRecords
 from fabricx.fault_tolerance.recovery import Recovery
 from fabricx.session.fault_tolerance import FaultTolerance
@@ -183,14 +183,16 @@ def test_attributes_with_which_a_replacement_begins_anew_are_named_where_they_ar
         metrics=SimpleNamespace(loggers=SimpleNamespace(event=lambda *_, **__: None)),
     )  # fmt: skip
     survivor = joined(newcomer=False, cools=True)
-    _report_initial_attributes(session, [survivor, joined(newcomer=True, cools=False)])
+    _report_attributes(session, [survivor, joined(newcomer=True, cools=False)], {})
     assert "do not recover attributes that training changes: seen, temperature. A replacement" in shown.pop()
-    _report_initial_attributes(session, [survivor, joined(newcomer=True, cools=True)])  # by its on_load_checkpoint
+    _report_attributes(session, [survivor, joined(newcomer=True, cools=True)], {})  # by its on_load_checkpoint
     assert "that training changes: seen. A replacement" in shown.pop()
-    _report_initial_attributes(session, [survivor, survivor])  # without a replacement
+    _report_attributes(session, [survivor, survivor], {})  # without a replacement
     members = [joined(newcomer=newcomer, cools=True, lockstep=True) for newcomer in (False, True)]
-    _report_initial_attributes(session, members)
+    _report_attributes(session, members, {})
     assert not shown
+    _report_attributes(session, [survivor], {"own": False, "taken": True})
+    assert [": own. Those of the rank that failed" in shown[0], ": taken. A sum" in shown[1]] == [True, True]
 
 
 def test_recovery_has_no_method_that_the_loop_does_not_call() -> None:

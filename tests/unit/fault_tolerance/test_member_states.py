@@ -64,14 +64,14 @@ def test_a_rank_that_died_in_a_hook_receives_what_the_hook_has_changed_from_anot
         before_hook: LaterChanges({"count"}, before, [["", "calls", 4]]),
     }
     replacement = Contribution(records=[(before_hook, state({"mean": b"1", "count": b"2"}, calls=3, seen=5))])
-    assert not replacement.complete(later, after_hook)
+    assert replacement.complete(later, after_hook) == {"calls": True}
     assert replacement.records == [(before_hook, state({"mean": b"1"}, calls=4, seen=5))]
     own = Contribution(records=[(before_hook, state({}, calls=2, seen=5))])  # a value that differs between ranks
-    assert own.complete(later, after_hook) == {"calls"}
+    assert own.complete(later, after_hook) == {"calls": False}
     assert own.records == [(before_hook, state({}, calls=2, seen=5))]
     exact = Contribution(after_hook, records=[(after_hook, state({"count": b"9"}, calls=9))])  # has run the hook
     assert not exact.complete(later, after_hook)
     assert exact.records == [(after_hook, state({"count": b"9"}, calls=9))]
     interrupted = Contribution(records=[(after_hook, state({"count": b"1"}))])  # the other rank waits in a later hook
-    assert not interrupted.complete(later, after_hook)
+    assert interrupted.complete(later, after_hook) == {"calls": True, "seen": True}
     assert interrupted.records == [(after_hook, state({}, calls=4, seen=7))]

@@ -25,10 +25,11 @@ def test_later_attributes_replace_earlier_ones() -> None:
     net.best, net.rate = 2, float("nan")
     later = packed(attributes.changed())
     assert [name for _, name, _ in differing(later, earlier)] == ["rate", "best"]
-    joint, left_out = joined(earlier, earlier, later)
+    joint, changed = joined(earlier, earlier, later)
     assert sorted(map(repr, joint)) == sorted(map(repr, later))
-    assert not left_out
+    assert changed
+    assert all(changed.values())
     own = [["", "steps", 9]]  # a value that differs between ranks
-    joint, left_out = joined(own, earlier, [["", "steps", 2], ["", "best", 2]])
+    joint, changed = joined(own, earlier, [["", "steps", 2], ["", "best", 2]])
     assert joint == [["", "steps", 9], ["", "best", 2]]
-    assert left_out == {"steps"}
+    assert changed == {"steps": False, "best": True}
