@@ -19,7 +19,7 @@ from fabricx.errors import FabricxError
 
 _REMEDY = "Keep layers whole: set plan={'LAYER': 'replicate'} with their names"
 _IN_STEP = (
-    "The outputs of all submodules are equal, so the step itself computes with weights or outputs that ranks have "
+    "The compared outputs of submodules are equal, so the step itself computes with weights or outputs that ranks have "
     "parts of: in place of a penalty on weights, set weight_decay of the optimizer; compute other terms in a submodule"
 )
 
@@ -114,7 +114,7 @@ def check_unchanged(
     if not _close(before.loss, after.loss, tolerance):
         raise StepChanged(
             f"the loss of the parallelised step is {after.loss}, but {before.loss} in one process.{where} "
-            f"{remedy if changed else _IN_STEP}{_pattern(changed) if remedy is _REMEDY else ''}"
+            f"{_remedy_of_loss(changed, remedy)}"
         )
     total = math.sqrt(sum(norms[0] ** 2 for norms in before.gradients.values()))
     for name, norms in before.gradients.items():
@@ -152,6 +152,18 @@ def first_difference(before: Record, after: Record) -> str:
 def _innermost(entered: Sequence[str]) -> str:
     """Return the innermost submodule that is computing."""
     return entered[-1] if entered else "the step or its backward"
+
+
+def _remedy_of_loss(changed: str, remedy: str) -> str:
+    """Return the sentences for a loss that differs.
+
+    Args:
+        changed: name of the first submodule with another output; "" without.
+        remedy: as for `check_unchanged`.
+    """
+    if not changed:
+        return _IN_STEP if remedy is _REMEDY else f"{_IN_STEP}. {remedy}"
+    return f"{remedy}{_pattern(changed)}" if remedy is _REMEDY else remedy
 
 
 def _pattern(name: str) -> str:

@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from fabricx.distributed.sharding.grad_hooks import number_of_hooks
 from fabricx.distributed.statistics.sync_batchnorm import synchronised
@@ -201,10 +200,10 @@ def _calls(
     begun: list[tuple[nn.Module, int]] = []
     clock = [0]
 
-    def begin(part: nn.Module, args: Any) -> None:
+    def begin(part: nn.Module, args: Any, kwargs: Any) -> None:
         clock[0] += 1
         begun.append((part, clock[0]))
-        tensors = [leaf for _, leaf in leaves(args) if isinstance(leaf, Tensor)]
+        tensors = [leaf for _, leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if tensors and not any(tensor.is_floating_point() for tensor in tensors):
             lookups.add(part)
 
@@ -216,13 +215,12 @@ def _calls(
                 calls.setdefault(part, []).append((at, clock[0]))
                 return
 
-    handles = [register_module_forward_pre_hook(begin), register_module_forward_hook(end)]
-    try:
+    with contextlib.ExitStack() as stack:
+        for part in module.modules():
+            stack.callback(part.register_forward_pre_hook(begin, with_kwargs=True).remove)
+            stack.callback(part.register_forward_hook(end).remove)
         with undisturbed(module):
             run()
-    finally:
-        for handle in handles:
-            handle.remove()
     return calls, lookups
 
 

@@ -146,7 +146,7 @@ def test_embeddings_in_the_container_of_the_blocks_are_no_blocks_that_divide_a_s
             del self.embed, self.blocks
 
         def forward(self, ids):
-            x = self.net.words(ids) + self.net.places(torch.arange(ids.shape[1]))
+            x = self.net.words(ids) + self.net.places(input=torch.arange(ids.shape[1]))
             for block in self.net.h.children():
                 x = block(x)
             return self.head(self.net.norm(x))
