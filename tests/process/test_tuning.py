@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +67,16 @@ def test_a_batch_size_that_is_too_large_for_one_rank_is_rejected(tmp_path: Path)
 
 
 class Killed(Tuned):
-    """Rank 1 is killed, as by the system, for a batch of more than 8 samples."""
+    """Rank 1 is killed, as by the system, for a batch of more than 8 samples; rank 0 leaves such a batch to it."""
+
+    begun: Path
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         if len(batch[0]) > 8 and self.global_rank == 1:
+            self.begun.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+        while len(batch[0]) > 8 and not self.begun.exists():
+            time.sleep(0.01)
         return TinyModule.training_step(self, batch, batch_idx)
 
 
@@ -78,6 +84,7 @@ class Killed(Tuned):
 def test_a_batch_size_for_which_a_rank_is_killed_is_rejected(strategy: str, tmp_path: Path) -> None:
     """Asynchronous strategies train without the rank, and replace it."""
     module = Killed()
+    module.begun = tmp_path / "begun"
     trainer = fx.Trainer(devices=2, strategy=strategy, **QUIET | {"default_root_dir": tmp_path})
     assert fx.Tuner(trainer).scale_batch_size(module, steps_per_trial=1) == module.batch_size == 8
     assert trainer.failures == []
