@@ -271,7 +271,8 @@ class ElasticController:
     @property
     def exhausted(self) -> bool:
         """Return whether recovery has ended because each try has failed at the same step, one after the other."""
-        return self._tries > self._elastic.tries <= self._repeats
+        tries = self._elastic.tries
+        return self._tries > tries and self._repeats >= tries
 
     @property
     def intact(self) -> bool:

@@ -32,6 +32,24 @@ NOTICE_S: Final = 1.0  # from an error to the supervisor's notice of a death
 ANSWER_S: Final = 5.0  # from a report of cut connections to the supervisor's answer
 NEWCOMER_S: Final = 600.0  # until the next generation begins
 
+_TOO_LARGE: Final = (
+    "attributes that are too large, or of types that are not recovered: {names}. A replacement has their initial "
+    "values: save them in on_save_checkpoint, and restore them in on_load_checkpoint"
+)
+_INITIAL: Final = (
+    "workers at their own pace do not recover attributes that training changes: {names}. A replacement begins with "
+    "their initial values: save them in on_save_checkpoint, and restore them in on_load_checkpoint, which receives "
+    "those of another worker"
+)
+_WITHOUT_HOOK: Final = (
+    "attributes that differ between the ranks: {names}. Those of the rank that failed lack the changes of the "
+    "hooks after its last update, such as on_train_batch_end: change them in training_step"
+)
+_OF_ANOTHER_RANK: Final = (
+    "attributes with the values of another rank, because a rank has died in a hook such as on_train_batch_end: "
+    "{names}. A sum or a list of a rank's own batches would be wrong: change it in training_step"
+)
+
 
 class _Joined(NamedTuple):
     """What a member reports after it has loaded the state of a generation.
@@ -199,27 +217,14 @@ def _report_attributes(session: Session, members: list[_Joined], changed_by_hook
         changed_by_hooks: see `MemberStates.incomplete`.
     """
     newcomers = [member.changed for member in members if member.newcomer]
-    initial = set[str]()
-    if newcomers:
-        initial = set[str]().union(*(member.changed for member in members)) - newcomers[0].intersection(*newcomers[1:])
-    texts = {
-        "attributes that are too large, or of types that are not recovered: {names}. A replacement has their initial "
-        "values: save them in on_save_checkpoint, and restore them in on_load_checkpoint": set[str]().union(
-            *(member.lost for member in members)
-        ),
-        "workers at their own pace do not recover attributes that training changes: {names}. A replacement begins with "
-        "their initial values: save them in on_save_checkpoint, and restore them in on_load_checkpoint, which receives "
-        "those of another worker": initial,
-        "attributes that differ between the ranks: {names}. Those of the rank that failed lack the changes of the "
-        "hooks after its last update, such as on_train_batch_end: change them in training_step": {
-            name for name, of_other in changed_by_hooks.items() if not of_other
-        },
-        "attributes with the values of another rank, after hooks of which a rank has died, such as on_train_batch_end: "
-        "{names}. A sum or a list of a rank's own batches would be wrong: change it in training_step": {
-            name for name, of_other in changed_by_hooks.items() if of_other
-        },
+    changed = set[str]().union(*(member.changed for member in members))
+    reported = {
+        _TOO_LARGE: set[str]().union(*(member.lost for member in members)),
+        _INITIAL: changed - newcomers[0].intersection(*newcomers[1:]) if newcomers else set(),
+        _WITHOUT_HOOK: {name for name, of_another_rank in changed_by_hooks.items() if not of_another_rank},
+        _OF_ANOTHER_RANK: {name for name, of_another_rank in changed_by_hooks.items() if of_another_rank},
     }
-    for text, names in texts.items():
+    for text, names in reported.items():
         if names:
             complete = text.format(names=", ".join(sorted(names)))
             session.metrics.loggers.event("recovery", complete, session.state.step)

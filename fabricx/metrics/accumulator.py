@@ -417,11 +417,11 @@ def _rounded(value: Tensor) -> Tensor:
     return torch.where(value == value.round(), value, value.to(torch.get_default_dtype()).to(value.dtype))
 
 
-def _has_had(place: float, batches: Sequence[int] | None) -> bool:
-    """Return whether a rank with these numbers of batches, by loader, has had a batch at a position."""
-    if batches is None or place == math.inf:
+def _has_had(first: float, batches: Sequence[int] | None) -> bool:
+    """Return whether a rank with these numbers of batches, by loader, has had the batch at position `first`."""
+    if batches is None or first == math.inf:
         return False
-    loader, number = divmod(int(place), _PER_LOADER)
+    loader, number = divmod(int(first), _PER_LOADER)
     return number <= (batches[loader] if loader < len(batches) else 0)
 
 

@@ -56,13 +56,12 @@ def joined(attributes: list[Any], before: list[Any], later: list[Any]) -> tuple[
         the attributes; and for the names of those that the hooks have changed, whether the value is that of the other
         rank.
     """
-    own, others = unpacked(attributes), unpacked(before)
-    changed = unpacked(later)
-    same = {
-        key for key in changed if (key in own) == (key in others) and (key not in own or equal(own[key], others[key]))
+    copies, others, changed = unpacked(attributes), unpacked(before), unpacked(later)
+    unchanged = object()
+    taken = {
+        key: copy for key, copy in changed.items() if equal(copies.get(key, unchanged), others.get(key, unchanged))
     }
-    taken = {key: copy for key, copy in changed.items() if key in same}
-    return packed({**own, **taken}), {shown(key): key in same for key in changed}
+    return packed({**copies, **taken}), {shown(key): key in taken for key in changed}
 
 
 def _packed_copy(copy: Any) -> Any:

@@ -52,8 +52,8 @@ def seeds_of(module: nn.Module, blocks: Sequence[str]) -> tuple[tuple[int, int],
         module: root module, with all blocks.
         blocks: names of the blocks.
     """
-    places = {part: place for place, part in enumerate(module.modules())}
-    numbers = [places[module.get_submodule(name)] for name in blocks]
+    order = list(module.modules())
+    numbers = [order.index(module.get_submodule(name)) for name in blocks]
     return tuple((2 * number + 1, 2 * number + 2) for number in numbers)
 
 
