@@ -1,4 +1,4 @@
-"""Axes of the ranks."""
+"""Process groups of the ranks."""
 
 from __future__ import annotations
 
@@ -7,15 +7,6 @@ import os
 from typing import Any
 
 import pytest
-
-from fabricx.distributed.world import World
-
-
-def test_a_single_axis_has_all_ranks() -> None:
-    world = World(rank=1, size=3)
-    assert world.axis("data") is world
-    with pytest.raises(ValueError, match=r"axis='dat' isn't known to World\. Did you mean 'data'"):
-        world.axis("dat")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no processes are forked")
