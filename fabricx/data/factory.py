@@ -27,7 +27,7 @@ def make_feed(
     limit: int | float = float("inf"),
     shard: bool = True,
     began_with: int = 0,
-    company: bool = False,
+    example: bool = False,
     parts: int = 0,
     dealt: bool = False,
     balance: Balance | None = None,
@@ -45,11 +45,11 @@ def make_feed(
         limit: maximum batches per epoch (int), or fraction of the batches (float).
         shard: divide the data of a DataLoader over ranks; if False, each rank reads all of it.
         began_with: number of ranks that determines the global batch size; 0 for the present number.
-        company: provide a rank without a sample of a global batch with a sample of the global batch, or with the
+        example: provide a rank without a sample of a global batch with a sample of the global batch, or with the
             newest batch of the rank's stream.
         parts: divide each global batch into this number of parts, independent of the number of ranks; 0 to divide it
             into the loader's batches.
-        dealt: ranks will work at their own pace; batches are counted for the number of ranks at the begin of the run.
+        dealt: ranks will work at their own pace; batches are counted for the number of ranks at the start of the run.
         balance: shares of the ranks; None for equal shares.
         undivided: a rank's whole share of a global batch is one batch.
         fixed: use the same order in every epoch, without shuffling by the DataLoader.
@@ -72,7 +72,7 @@ def make_feed(
     ordered = is_ordered(source)
     if ordered and (shard or world.size == 1):
         return OrderedFeed(
-            source, world, seed, limit, began_with, company=company, parts=parts, dealt=dealt, balance=balance,
+            source, world, seed, limit, began_with, example=example, parts=parts, dealt=dealt, balance=balance,
             undivided=undivided, fixed=fixed, weighted=weighted, keeps_last=keeps_last,
         )  # fmt: skip
     if parts:
@@ -86,7 +86,7 @@ def make_feed(
             source, alone, seed + world.rank, limit, fixed=fixed, beside=world.size, weighted=weighted,
             keeps_last=keeps_last,
         )  # fmt: skip
-    return ListFeed(source, world, limit, fixed=fixed, company=company)
+    return ListFeed(source, world, limit, fixed=fixed, example=example)
 
 
 def _check_division(sampler: DistributedSampler[Any], world: World) -> None:

@@ -46,19 +46,19 @@ class ListFeed(Feed):
         world: the ranks.
         limit: maximum batches per epoch (int), or fraction of the batches (float).
         fixed: pass epoch 0 to `set_epoch` in every epoch.
-        company: a rank whose source has ended receives its newest batch in an empty microbatch, so that it can run the
+        example: a rank whose source has ended receives its newest batch in an empty microbatch, so that it can run the
             same collectives.
     """
 
     exact_position = False
 
     def __init__(
-        self, source: Iterable[Any], world: World, limit: int | float, *, fixed: bool = False, company: bool = False
-    ) -> None:
+        self, source: Iterable[Any], world: World, limit: int | float, *, fixed: bool = False, example: bool = False
+    ) -> None:  # fmt: skip
         self._source = source
         self.of_rank = not isinstance(source, (list, tuple))
-        self._company = company
-        self._newest: Any = _NOTHING  # this rank's newest batch, for `company`
+        self._example = example
+        self._newest: Any = _NOTHING  # this rank's newest batch, for `example`
         self._fixed = fixed
         self._world = world
         self._limit = limit
@@ -295,13 +295,13 @@ class ListFeed(Feed):
         return own
 
     def _keep(self, batch: Any) -> Any:
-        if self._company and batch is not _NOTHING:
+        if self._example and batch is not _NOTHING:
             self._newest = batch
         return batch
 
     def _along(self) -> Any:
         """Return a batch to compute with while other ranks have data; None if not required or not available."""
-        if self._company and self._newest is _NOTHING and self._stateful:  # the run was resumed after the last batch
+        if self._example and self._newest is _NOTHING and self._stateful:  # the run was resumed after the last batch
             source: Any = self._source
             with random_kept():
                 state = source.state_dict()

@@ -27,28 +27,13 @@ from fabricx.data.batch_seeding import BatchSeededDataset
 from fabricx.data.epochs import set_epoch
 from fabricx.data.feed import Feed, Microbatch
 from fabricx.data.leasing import LeasedSection, Section
-from fabricx.data.loader_classes import fetches_lists
+from fabricx.data.loader_copy import PickedItems, copy_loader
 from fabricx.data.loader_order import chosen_items, is_shuffled, order_of, seed_of
-from fabricx.data.loader_signals import TerminatedByTrainer, block_sigterm_in_forks
+from fabricx.data.loader_signals import block_sigterm_in_forks
 from fabricx.data.order import Balance, Cut, epoch_order, epoch_seed
 from fabricx.data.own_state import changes, find_generators, put_back_sampler, sampler_values
-from fabricx.data.preprocess import Preprocess
 from fabricx.distributed.world import World
 from fabricx.errors import RanksDisagree
-
-
-class _Picked:
-    """Batch sampler of the copied DataLoader, whose source of indices is replaced in each epoch."""
-
-    def __init__(self) -> None:
-        self.source: Callable[[], Iterator[Any]] = lambda: iter(())
-        self.count = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.source()
-
-    def __len__(self) -> int:
-        return self.count
 
 
 @final
@@ -64,7 +49,7 @@ class OrderedFeed(Feed):
         seed: seed of the data order.
         limit: maximum batches per epoch (int), or fraction of the batches (float).
         began_with: number of ranks that determines the global batch size; 0 for the present number.
-        company: a rank without a sample reads the first sample of the global batch, so that it can take part in the
+        example: a rank without a sample reads the first sample of the global batch, so that it can take part in the
             computation of others.
         parts, balance: see `Cut`.
         dealt: ranks work at their own pace; batches are counted for `began_with` ranks.
@@ -80,7 +65,7 @@ class OrderedFeed(Feed):
 
     def __init__(
         self, loader: DataLoader[Any], world: World, seed: int, limit: int | float, began_with: int = 0,
-        *, company: bool = False, parts: int = 0, dealt: bool = False, balance: Balance | None = None,
+        *, example: bool = False, parts: int = 0, dealt: bool = False, balance: Balance | None = None,
         undivided: bool = False, fixed: bool = False, beside: int = 1, weighted: bool = False,
         keeps_last: bool = False,
     ) -> None:  # fmt: skip
@@ -88,7 +73,7 @@ class OrderedFeed(Feed):
         self._beside, self.of_rank = beside, beside > 1
         self._balance = balance
         self._parts, self._dealt = parts, dealt
-        self._company = company
+        self._example = example
         self._undivided = undivided
         self._began_with = began_with or world.size
         self._world = world
@@ -101,7 +86,7 @@ class OrderedFeed(Feed):
         self._newest: Any = ()  # order of the epoch that `epoch` reads
         # With a user's own batch sampler, the items of the order are whole batches.
         self._whole_batches = own_batches = self._sampler is loader.batch_sampler
-        self._picked = _Picked()
+        self._picked = PickedItems()
         self._singly = loader.batch_sampler is None  # an item of the dataset is a batch that the user made
         if undivided and self._began_with > world.size and (own_batches or loader.batch_sampler is None):
             raise ValueError(
@@ -109,7 +94,7 @@ class OrderedFeed(Feed):
                 f"{self._began_with} batches, one for each rank that the run began with: resume with "
                 f"{self._began_with} ranks"
             )
-        self._loader = _copy_loader(loader, self._picked, max(1, world.local_size), seeded=parts > 0)
+        self._loader = copy_loader(loader, self._picked, max(1, world.local_size), seeded=parts > 0)
         self.chosen = chosen_items(self._dataset)
         own = loader.collate_fn is not default_collate and not getattr(loader.collate_fn, "joins_loaders", False)
         self._may_drop = own and loader.batch_sampler is not None and not weighted
@@ -328,14 +313,14 @@ class OrderedFeed(Feed):
         self._picked.count = len(cut)
         sizes = self._sizes(order)
         shares, fetched = itertools.tee(cut.shares(position))
-        data = self._data(epoch, lambda: _picks(fetched, order, self._alone, company=self._company))
+        data = self._data(epoch, lambda: _picks(fetched, order, self._alone, example=self._example))
         index, number, planned = first, 0, self._planned(cut)
         same = planned == cut
         for share in shares:
             number = 0 if share.opens else number
             size = sizes(share.end, share.begin)
             whole = sizes(share.window_end, share.window_begin)
-            batch = next(data) if size or self._company else None
+            batch = next(data) if size or self._example else None
             if self._may_drop and size:
                 self._check_dropped(batch, size)
             yield Microbatch(
@@ -406,7 +391,7 @@ class OrderedFeed(Feed):
             )  # fmt: skip
 
     def _fetches(self, deal: LeasedSection, order: Any) -> Iterator[tuple[int, Any]]:
-        return _picks(deal.shares(), order, self._alone, company=False)
+        return _picks(deal.shares(), order, self._alone, example=False)
 
     @property
     def _alone(self) -> bool:
@@ -459,12 +444,12 @@ def _digest(order: Any) -> str:
     return hashlib.blake2b(repr(order).encode(), digest_size=8).hexdigest()
 
 
-def _picks(shares: Iterable[Any], order: Any, alone: bool, *, company: bool) -> Iterator[tuple[int, Any]]:
+def _picks(shares: Iterable[Any], order: Any, alone: bool, *, example: bool) -> Iterator[tuple[int, Any]]:
     """Yield (position in the order, items to fetch) for the loader."""
     for share in shares:
         begin, end = share.begin, share.end
         if begin == end:
-            if not company:
+            if not example:
                 continue
             begin, end = share.window_begin, share.window_begin + 1
         items = order[begin:end]
@@ -473,34 +458,3 @@ def _picks(shares: Iterable[Any], order: Any, alone: bool, *, company: bool) -> 
             yield from ((begin + offset, item) for offset, item in enumerate(picked))
         else:
             yield begin, picked
-
-
-def _copy_loader(loader: DataLoader[Any], picked: _Picked, ranks: int, *, seeded: bool) -> DataLoader[Any]:
-    """Copy a loader with another source of indices.
-
-    Args:
-        loader: the user's loader.
-        picked: batch sampler of the copy.
-        ranks: ranks on this machine.
-        seeded: seed each batch also without loader processes.
-    """
-    workers, ahead = loader.num_workers, loader.prefetch_factor
-    if isinstance(loader, Preprocess):
-        workers, ahead = loader.processes(ranks)
-    several: dict[str, Any] = (
-        {"prefetch_factor": ahead, "persistent_workers": loader.persistent_workers} if workers > 0 else {}
-    )
-    alone = loader.batch_sampler is None or fetches_lists(loader)
-    dataset: Any = BatchSeededDataset(loader.dataset, keeps=not several) if several or seeded else loader.dataset
-    return DataLoader(
-        dataset,
-        **({"sampler": picked, "batch_size": None} if alone else {"batch_sampler": picked}),
-        num_workers=workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        timeout=loader.timeout,
-        worker_init_fn=TerminatedByTrainer(loader.worker_init_fn) if workers > 0 else None,
-        multiprocessing_context=loader.multiprocessing_context,
-        generator=torch.Generator(),
-        **several,
-    )

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from fabricx.core.datamodule import DataModule
 from fabricx.core.hook_calls.hooks import overrides
 from fabricx.core.module_hooks import ModuleHooks
-from fabricx.core.module_state.rng import RandomState, random_kept, seed_often
 from fabricx.core.options.duration import check_count
 from fabricx.core.strategy_parts import ModelParallel, as_part
 from fabricx.data.advice import advise_on_batches, advise_on_overfitting, advise_on_shuffling, advise_on_validation
+from fabricx.data.created_loaders import CreatedLoaders
 from fabricx.data.factory import make_feed
 from fabricx.data.feed import Feed
-from fabricx.data.order import Balance, epoch_seed
-from fabricx.data.own_state import copied_state, equal_states, find_generators
+from fabricx.data.order import Balance
+from fabricx.data.own_state import find_generators
 from fabricx.data.sources import evaluation_sources, training_source
 from fabricx.distributed.world import World
 from fabricx.errors import WrongArgument
 
 if TYPE_CHECKING:
+    from fabricx.core.datamodule import DataModule
     from fabricx.core.module import Module
     from fabricx.core.options.trainer_options import TrainerOptions
     from fabricx.core.state import RunState
@@ -84,8 +83,7 @@ class RunData:
         val_every: batches (of the ranks with which the run began), or steps, between two validations; infinity for
             ends of epochs only.
         own_generators: random generators of the module and the data, by path.
-        created_in: epochs in which the training loader and the evaluation loaders were created.
-        created_from: states of the data module before it created these; None without a state, or if unknown.
+        created: creates loaders by methods of the data module and the module, also again as an earlier run did.
     """
 
     def __init__(
@@ -94,28 +92,25 @@ class RunData:
         earlier: Any = None,
     ) -> None:  # fmt: skip
         self.stage, self._passed = stage, passed
-        self._module, self._datamodule = module, datamodule
+        self._module = module
         self._options, self._strategy, self._state, self._balance = options, strategy, state, balance
         self.batches = batches
         self.train_dataloader = earlier
         self.val_dataloaders: Any = None
         self._train_feed: Feed | None = None  # None in an evaluation
-        self._creating = False  # the user's method that returns a loader is running
         self.val_feeds: list[Feed] = []
         self.several_loaders = False
         self.val_every = float("inf")
         self.own_generators: dict[str, Any] = {}
-        self.created_in = [state.epoch, state.epoch]
-        self.created_from: list[Any] = [None, None]
+        self.created = CreatedLoaders(stage, module, datamodule, options, state)
         self._read: dict[str, Any] = {}  # options that were read at set-up
-        self._random: list[RandomState | None] = [None, None]  # at set-up, before the creation of these loaders
 
     @property
     def train_feed(self) -> Feed:
         """Return the feed of the training loader.
 
         Raises:
-            RuntimeError: this is no fit.
+            RuntimeError: this is not a fit.
         """
         if self._train_feed is None:
             raise RuntimeError(f"there is no feed of training data in trainer.{self.stage}: only fit has one")
@@ -165,7 +160,7 @@ class RunData:
         Raises:
             ValueError: there is no batch to train on, or a limit does not fit the loader.
         """
-        if self.stage == "fit" and self._train_feed is None and not self._creating:
+        if self.stage == "fit" and self._train_feed is None and not self.created.running:
             self._create_training()
             self._make_train_feed(world)
 
@@ -206,7 +201,7 @@ class RunData:
         limit = _limit(getattr(options, f"limit_{word}_batches"))
         source = self._passed[1]
         if source is None and limit != 0:
-            source = self._create(1, f"{word}_dataloader")
+            source = self.created.create(1, f"{word}_dataloader")
         has_step = not fits or callable(getattr(self._module, "validation_step", None))
         loaders = evaluation_sources(source) if has_step and limit != 0 else []
         self.val_dataloaders, self.several_loaders = source, len(loaders) > 1
@@ -221,7 +216,7 @@ class RunData:
         Args:
             world: the ranks.
         """
-        if self._passed[1] is None and self._outdated(self.created_in[1]):
+        if self._passed[1] is None and self.created.outdated(1):
             self._load_evaluation(world)
             self.set_validation_interval()
 
@@ -233,7 +228,7 @@ class RunData:
         Args:
             world: the ranks.
         """
-        if self._passed[0] is None and not self._state.batch and self._outdated(self.created_in[0]):
+        if self._passed[0] is None and not self._state.batch and self.created.outdated(0):
             self._create_training()
             self._make_train_feed(world)
             self.set_validation_interval()
@@ -258,35 +253,9 @@ class RunData:
             )
         self.val_every = self._validation_interval()
 
-    def _outdated(self, created_in: int) -> bool:
-        every = self._options.reload_dataloaders_every_n_epochs
-        return every > 0 and self._state.epoch - created_in >= every
-
     def _create_training(self) -> None:
-        loader = self._passed[0] if self._passed[0] is not None else self._create(0, "train_dataloader")
+        loader = self._passed[0] if self._passed[0] is not None else self.created.create(0, "train_dataloader")
         self.train_dataloader = training_source(loader)
-
-    def _create(self, kind: Literal[0, 1], name: str) -> Any:
-        """Create a loader, and keep what a resumed run or the replacement of a worker needs to create it again.
-
-        All ranks draw the same random numbers meanwhile: at set-up those of a single process, later those of the seed
-        and the epoch.
-
-        Args:
-            kind: 0 for the training loader, 1 for evaluation loaders.
-            name: method of the data module or the module.
-        """
-        self.created_in[kind], self.created_from[kind] = self._state.epoch, copied_state(self._datamodule)
-        known = self._random[kind]
-        if self.stage != "fit" or (known is None and not self._state.epoch):
-            self._random[kind] = RandomState()
-            return self._loader(name)
-        with random_kept():
-            if self._state.epoch or known is None:
-                seed_often(epoch_seed(self._state.seed, self._state.epoch) % 2**32)
-            else:
-                known.restore()
-            return self._loader(name)
 
     def rebuild(
         self, world: World, created_in: Sequence[int] | None = None, created_from: Sequence[Any] = (None, None),
@@ -299,32 +268,24 @@ class RunData:
 
         Args:
             world: the ranks.
-            created_in: `created_in` of the earlier run; None if unknown.
-            created_from: `created_from` of the earlier run; None if unknown.
+            created_in: `created.epochs` of the earlier run; None if unknown.
+            created_from: `created.states` of the earlier run; None if unknown.
             datamodule: state of the data module in the earlier run; None or empty without.
             changed: the module has changed since it created loaders.
         """
-        every, epoch = self._options.reload_dataloaders_every_n_epochs, self._state.epoch
-        if created_in is None:
-            created_in = [epoch - epoch % every] * 2 if every else self.created_in
+        created_in = self.created.default_epochs() if created_in is None else created_in
         first = [feed.at_first for feed in self.feeds]
-        changed = changed and self._datamodule is None
-        fresh = [
-            passed is None
-            and (changed or (every > 0 and then != own) or not (state is None or equal_states(state, own_state)))
-            for passed, then, own, state, own_state in zip(
-                self._passed, created_in, self.created_in, created_from, self.created_from, strict=True
-            )
-        ]
-        self._load_datamodule(copy.deepcopy(datamodule) if any(fresh) else datamodule)
+        again = self.created.differ(created_in, created_from, changed=changed)
+        fresh = [passed is None and differs for passed, differs in zip(self._passed, again, strict=True)]
+        self.created.load_datamodule(copy.deepcopy(datamodule) if any(fresh) else datamodule)
         if fresh[0]:
-            with self._as_in(created_in[0], created_from[0]):
+            with self.created.as_in(created_in[0], created_from[0]):
                 self._create_training()
         self._make_train_feed(world)
         if not fresh[0]:
             self.train_feed.at_first = first[0]
         if fresh[1]:
-            with self._as_in(created_in[1], created_from[1]):
+            with self.created.as_in(created_in[1], created_from[1]):
                 self._load_evaluation(world)
         elif self.val_feeds:
             limit, loaders = _limit(self._options.limit_val_batches), evaluation_sources(self.val_dataloaders)
@@ -332,27 +293,8 @@ class RunData:
             for feed, values in zip(self.val_feeds, first[1:], strict=True):
                 feed.at_first = values
         if any(fresh):  # methods that create loaders may change the state
-            self._load_datamodule(datamodule)
+            self.created.load_datamodule(datamodule)
         self.set_validation_interval()
-
-    def _load_datamodule(self, state: Any) -> None:
-        if self._datamodule is not None and state:
-            self._datamodule.load_state_dict(state)
-
-    @contextlib.contextmanager
-    def _as_in(self, epoch: int, state: Any) -> Iterator[None]:
-        """Context in which methods that create loaders read an earlier epoch, and an earlier state of the data module.
-
-        Args:
-            epoch: the earlier epoch.
-            state: the earlier state; None for the present state.
-        """
-        self._load_datamodule(copy.deepcopy(state))
-        now, self._state.epoch = self._state.epoch, epoch
-        try:
-            yield
-        finally:
-            self._state.epoch = now
 
     def sanity_feeds(self, world: World) -> list[Feed]:
         """Return the validation feeds, limited to the batches of the sanity check.
@@ -411,31 +353,6 @@ class RunData:
                 )
             return float("inf")
         return float(max(1, int(total * every)))
-
-    def _loader(self, name: str) -> Any:
-        """Return the loader of the data module or the module; None if neither defines it.
-
-        Raises:
-            ValueError: the method returns None.
-        """
-        for owner, contract in ((self._datamodule, DataModule), (self._module, ModuleHooks)):
-            if owner is None:
-                continue
-            if (method := getattr(owner, name)) is None:  # assigned by the user: the owner has no such loader
-                continue
-            self._creating = True
-            try:
-                loader = method()
-            finally:
-                self._creating = False
-            if loader is not None:
-                return loader
-            if overrides(owner, name, contract):
-                raise WrongArgument(
-                    f"{type(owner).__name__}.{name}() returned None: return a loader, or [] for no "
-                    "batches; remove the method where there is no such data"
-                )
-        return None
 
     def _make_train_feed(self, world: World) -> None:
         """Build the training feed and count its batches.
@@ -501,7 +418,7 @@ class RunData:
         options, strategy = self._options, self._strategy
         return make_feed(
             source, world, seed=self._state.seed, limit=limit, shard=options.use_distributed_sampler,
-            began_with=began_with, company=strategy.traits.joint_steps or manual, parts=parts,
+            began_with=began_with, example=strategy.traits.joint_steps or manual, parts=parts,
             dealt=not strategy.traits.lockstep, balance=balance, undivided=manual,
             fixed=fixed or (bool(options.overfit_batches) and self.stage == "fit"),
             weighted=overrides(self._module, "batch_weight", ModuleHooks), keeps_last=self.stage == "predict",

@@ -276,8 +276,8 @@ def run_state(session: Session) -> dict[str, Any]:
         "global_batch": global_batch(session),
         "accumulate": session.options.accumulate_grad_batches,
         "batches": session.data.batches.training,
-        "created_in": list(session.data.created_in),
-        "created_from": list(session.data.created_from),
+        "created_in": list(session.data.created.epochs),
+        "created_from": list(session.data.created.states),
         "order": ""
         if session.data.train_feed is None
         else session.data.train_feed.order or session.data.train_feed.order_before,

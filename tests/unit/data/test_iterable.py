@@ -128,7 +128,7 @@ def test_a_rank_whose_stream_has_ended_computes_with_its_newest_batch_also_after
             return [3, 4]
 
     def along(source: Any, state: Any = None) -> list[Any]:
-        feed = ListFeed(source, Ended(0, 2, ThreadGroup(2)), 3, company=True)
+        feed = ListFeed(source, Ended(0, 2, ThreadGroup(2)), 3, example=True)
         feed.load_state_dict(state)
         [micro] = feed.epoch(0, first=3)
         assert micro.empty
