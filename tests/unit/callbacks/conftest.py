@@ -22,6 +22,17 @@ from fabricx.session.status import BatchStatus, CheckpointStatus, FailureLog, St
 from fabricx.strategies import Single
 
 
+def names(folder: Path) -> list[str]:
+    """Return the names of the complete checkpoints in a folder."""
+    return sorted(path.name for path in checkpoint.list_committed(folder))
+
+
+def number(score: torch.Tensor | None) -> float:
+    """Return a score that is known."""
+    assert score is not None
+    return float(score)
+
+
 class FakeWorld:
     """World of a rank in which all ranks broadcast equal values; counts broadcasts."""
 

@@ -6,7 +6,6 @@ import pickle
 import shutil
 import tempfile
 import threading
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +14,10 @@ import torch
 
 import fabricx as fx
 from fabricx import checkpoint
-from fabricx.callbacks import ModelCheckpoint, time_interval
+from fabricx.callbacks import ModelCheckpoint
 from fabricx.checkpoint.writer import Writer
 from fabricx.testing import TinyModule, tiny_loader
-from tests.unit.callbacks.conftest import FakeSecond
-
-
-def number(score: torch.Tensor | None) -> float:
-    assert score is not None
-    return float(score)
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in checkpoint.list_committed(folder))
+from tests.unit.callbacks.conftest import FakeSecond, names, number
 
 
 def test_only_a_leading_tilde_is_the_home_folder() -> None:
@@ -185,40 +175,6 @@ def test_last_is_a_link_to_the_newest(trainer: Any, tmp_path: Path) -> None:
     assert checkpoint.is_committed(last)
 
 
-def test_a_fixed_name_has_no_version_suffix(trainer: Any, tmp_path: Path) -> None:
-    callback = ModelCheckpoint(filename="best", monitor="val_loss")
-    run = trainer(callback).start()
-    for loss in (0.3, 0.2, 0.1):
-        run.epoch(validation={"val_loss": loss})
-    assert names(tmp_path / "checkpoints") == ["best.ckpt"]
-    assert "callbacks" in checkpoint.load(callback.best_model_path)
-
-
-def test_checkpoints_of_another_run_are_not_changed(trainer: Any, tmp_path: Path) -> None:
-    first = trainer(ModelCheckpoint(dirpath=tmp_path / "mine", filename="best")).start()
-    first.epoch(validation={})
-    callback = ModelCheckpoint(dirpath=tmp_path / "mine", filename="best")
-    second = trainer(callback).start()
-    second.epoch(validation={})
-    assert names(tmp_path / "mine") == ["best-v1.ckpt", "best.ckpt"]
-    assert Path(callback.best_model_path).name == "best-v1.ckpt"
-
-
-def test_checkpoints_of_a_resumed_run_in_another_folder_are_not_deleted(trainer: Any, tmp_path: Path) -> None:
-    old = ModelCheckpoint(dirpath=tmp_path / "old", monitor="val_loss")
-    trainer(old).start().epoch(validation={"val_loss": 0.5})
-    new = ModelCheckpoint(dirpath=tmp_path / "new", monitor="val_loss")
-    run = trainer(new)
-    run.call("setup", "fit")
-    new.load_state_dict(old.state_dict())
-    run.call("on_train_start")
-    run.epoch(validation={"val_loss": 0.7})
-    assert new.best_model_path == old.best_model_path  # it still is the best
-    run.epoch(validation={"val_loss": 0.4})
-    assert names(tmp_path / "old") == ["epoch=0-step=4.ckpt"]
-    assert names(tmp_path / "new") == ["epoch=1-step=8.ckpt"]
-
-
 def test_deleted_checkpoints_are_removed_from_the_records(trainer: Any, tmp_path: Path) -> None:
     old = ModelCheckpoint(monitor="val_loss")
     trainer(old).start().epoch(validation={"val_loss": 0.5})
@@ -229,99 +185,11 @@ def test_deleted_checkpoints_are_removed_from_the_records(trainer: Any, tmp_path
     assert old.best_model_score is None
 
 
-def test_checkpoints_are_saved_by_steps(trainer: Any, tmp_path: Path) -> None:
-    run = trainer(ModelCheckpoint(every_n_train_steps=3, save_top_k=-1)).start()
-    run.epoch(validation={})
-    run.epoch(validation={})
-    assert names(tmp_path / "checkpoints") == ["epoch=0-step=3.ckpt", "epoch=1-step=6.ckpt"]
-
-
-def test_batches_of_one_window_save_once(trainer: Any) -> None:
-    run = trainer(ModelCheckpoint(every_n_train_steps=1, save_top_k=-1)).start()
-    saved: list[str] = []
-    run.save_checkpoint = lambda path, **options: saved.append(Path(path).name)
-    run.step()
-    run.call("on_train_batch_end", None, None, 1)  # a batch without a weight update
-    run.step()
-    assert saved == ["epoch=0-step=1.ckpt", "epoch=0-step=2.ckpt"]
-
-
-def test_saves_by_steps_wait_for_the_metric_of_a_validation(trainer: Any, tmp_path: Path) -> None:
-    callback = ModelCheckpoint(monitor="val_loss", every_n_train_steps=2, save_top_k=2, save_last=True)
-    run = trainer(callback, val_check_interval=3).start()
-    folder = tmp_path / "checkpoints"
-    run.step()
-    run.step()
-    assert callback.best_model_path == ""
-    assert (folder / "last.ckpt").resolve().name == "epoch=0-step=2.ckpt"  # the newest doesn't wait
-    run.step()
-    run.validate(val_loss=0.5)
-    assert Path(callback.best_model_path).name == "epoch=0-step=3.ckpt"
-    run.step()  # a value exists now, but of older weights
-    assert list(map(float, callback.best_k_models.values())) == [0.5]
-    run.validate(val_loss=0.4)
-    assert Path(callback.best_model_path).name == "epoch=0-step=4.ckpt"
-    assert names(folder) == ["epoch=0-step=3.ckpt", "epoch=0-step=4.ckpt"]
-
-
-def test_each_validation_within_an_epoch_saves_a_checkpoint(trainer: Any, tmp_path: Path) -> None:
-    run = trainer(ModelCheckpoint(monitor="val_loss", save_top_k=-1), val_check_interval=0.5).start()
-    for loss in (0.2, 0.1):
-        run.step()
-        run.step()
-        run.validate(val_loss=loss)
-    run.end_epoch()
-    assert names(tmp_path / "checkpoints") == ["epoch=0-step=2.ckpt", "epoch=0-step=4.ckpt"]
-
-
-def test_every_n_epochs_2_saves_every_second_epoch(trainer: Any, tmp_path: Path) -> None:
-    run = trainer(ModelCheckpoint(every_n_epochs=2, save_top_k=-1)).start()
-    for _ in range(5):
-        run.epoch(validation={})
-    assert names(tmp_path / "checkpoints") == ["epoch=1-step=8.ckpt", "epoch=3-step=16.ckpt"]
-
-
-def test_checkpoints_are_saved_by_time(trainer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    monkeypatch.setattr(f"{time_interval.__name__}.time.monotonic", lambda: now)
-    callback = ModelCheckpoint(train_time_interval="10s", save_top_k=-1)
-    assert callback.train_time_interval == timedelta(seconds=10)
-    run = trainer(callback).start()
-    for _ in range(25):
-        now += 1.0
-        run.step()
-    assert names(tmp_path / "checkpoints") == ["epoch=0-step=10.ckpt", "epoch=0-step=20.ckpt"]
-
-
-def test_a_metric_of_the_training_epoch_can_be_monitored(trainer: Any) -> None:
-    callback = ModelCheckpoint(monitor="train_loss")
-    run = trainer(callback).start()
-    run.epoch(validation={"val_loss": 1.0}, train_loss=0.25)
-    assert number(callback.best_model_score) == 0.25
-
-
 def test_a_monitor_that_was_never_logged_is_an_error_that_names_the_nearest(trainer: Any) -> None:
     run = trainer(ModelCheckpoint(monitor="val_los")).start()
     with pytest.raises(ValueError, match="Did you mean 'val_loss'") as error:
         run.epoch(validation={"val_loss": 1.0, "accuracy": 0.5})
     assert "logged: accuracy, val_loss" in str(error.value)
-
-
-def test_a_monitored_metric_may_be_logged_late(trainer: Any) -> None:
-    callback = ModelCheckpoint(monitor="val_loss")
-    run = trainer(callback, check_val_every_n_epoch=2, sanity_checking=True).start()
-    run.call("on_validation_end")  # the sanity check: nothing is saved, no error
-    run.sanity_checking = False
-    run.epoch()  # no validation in the first epoch
-    run.epoch(validation={"val_loss": 0.5})
-    assert Path(callback.best_model_path).name == "epoch=1-step=8.ckpt"
-
-
-def test_a_run_that_stops_before_its_first_validation_is_not_an_error(trainer: Any) -> None:
-    run = trainer(ModelCheckpoint(monitor="val_loss")).start()
-    run.step()
-    run.end_epoch(complete=False)
-    run.end()
 
 
 def test_an_interrupted_run_is_saved(trainer: Any, tmp_path: Path) -> None:
@@ -473,33 +341,6 @@ def test_attributes_that_a_script_sets_on_the_class_reach_workers(monkeypatch: p
     assert pickle.loads(sent).CHECKPOINT_NAME_LAST == "newest"
 
 
-def test_without_a_counter_of_versions_a_name_is_overwritten(trainer: Any, tmp_path: Path) -> None:
-    run = trainer(ModelCheckpoint(filename="fixed", save_top_k=-1, enable_version_counter=False)).start()
-    run.epoch()
-    run.epoch()
-    assert names(tmp_path / "checkpoints") == ["fixed.ckpt"]
-    assert checkpoint.read_manifest(tmp_path / "checkpoints" / "fixed.ckpt")["step"] == 8
-
-
-def test_a_constant_name_is_the_newest_checkpoint(trainer: Any, tmp_path: Path) -> None:
-    callback = ModelCheckpoint(filename="fixed", save_top_k=-1)
-    run = trainer(callback).start()
-    run.epoch()
-    run.epoch()
-    assert names(tmp_path / "checkpoints") == ["fixed.ckpt"]
-    assert checkpoint.read_manifest(Path(callback.best_model_path))["step"] == 8
-
-
-def test_without_a_counter_of_versions_the_checkpoint_of_another_callback_is_kept(trainer: Any, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"filename": "fixed", "monitor": "val_loss", "enable_version_counter": False}
-    lowest, highest = ModelCheckpoint(**options), ModelCheckpoint(**options, mode="max")
-    run = trainer(lowest, highest).start()
-    for loss in (0.3, 0.5, 0.4):
-        run.epoch(validation={"val_loss": loss})
-    steps = [checkpoint.read_manifest(Path(best.best_model_path))["step"] for best in (lowest, highest)]
-    assert steps == [4, 8]
-
-
 @pytest.mark.parametrize("monitor", ["step", "epoch"])
 def test_step_and_epoch_can_be_monitored(trainer: Any, tmp_path: Path, monitor: str) -> None:
     callback = ModelCheckpoint(monitor=monitor, mode="max", save_top_k=2)
@@ -508,44 +349,6 @@ def test_step_and_epoch_can_be_monitored(trainer: Any, tmp_path: Path, monitor: 
         run.epoch()
     assert names(tmp_path / "checkpoints") == ["epoch=1-step=8.ckpt", "epoch=2-step=12.ckpt"]
     assert number(callback.best_model_score) == {"step": 12, "epoch": 2}[monitor]
-
-
-@pytest.mark.parametrize("options", [{}, {"save_top_k": -1}, {"save_last": True}], ids=str)
-def test_a_metric_that_is_never_logged_is_an_error_if_saves_are_due_by_steps(
-    options: dict[str, Any], trainer: Any
-) -> None:
-    run = trainer(ModelCheckpoint(monitor="no_such_metric", every_n_train_steps=2, **options), num_val_batches=[])
-    run.start()
-
-    def train() -> None:
-        for _ in range(2):
-            run.epoch(loss=0.5)
-
-    with pytest.raises(ValueError, match=r"monitor='no_such_metric'\): no metric of that name was logged"):
-        train()
-
-
-def test_a_second_fit_has_no_metric_of_an_epoch_before_its_first_epoch_ends(trainer: Any, tmp_path: Path) -> None:
-    run = trainer(ModelCheckpoint(monitor="loss", every_n_train_steps=3), num_val_batches=[]).start()
-    run.epoch(loss=0.5)
-    run.end()
-    run.callback_metrics.clear()  # at the start of a fit nothing is logged
-    run.start()
-    run.epoch(loss=0.25)
-    assert names(tmp_path / "checkpoints") == ["epoch=1-step=8.ckpt"]
-    run.callback_metrics.clear()
-    with pytest.raises(ValueError, match="no metric of that name"):
-        run.epoch()
-
-
-def test_save_top_k_0_needs_no_metric(trainer: Any, tmp_path: Path) -> None:
-    run = trainer(ModelCheckpoint(monitor="no_such_metric", save_top_k=0, every_n_train_steps=3), num_val_batches=[])
-    run.start()
-    for _ in range(2):
-        run.epoch()
-    run.step()
-    run.end()
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_weights_of_a_run_that_ends_before_the_metric_is_logged_are_saved(trainer: Any, tmp_path: Path) -> None:
@@ -588,26 +391,6 @@ def test_a_path_that_a_hook_reads_exists_while_checkpoints_are_written_in_the_ba
     assert reads.is_set()
 
 
-@pytest.mark.parametrize("save_top_k", [-1, 9])
-def test_a_checkpoint_by_steps_has_the_metric_of_the_next_validation(
-    save_top_k: int, tmp_path: Path, quiet: dict[str, Any]
-) -> None:
-    class Counts(TinyModule):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("updates", float(self.global_step))
-
-    callback = ModelCheckpoint(
-        tmp_path, "{step}-{updates:.0f}", "updates", every_n_train_steps=2, mode="max", save_top_k=save_top_k
-    )
-    options = {**quiet, "callbacks": [callback], "val_check_interval": 2, "max_epochs": 2}
-    fx.Trainer(**options).fit(Counts(), tiny_loader(8, 2), tiny_loader())
-    assert sorted(path.name for path in tmp_path.glob("*.ckpt")) == [f"step={n}-updates={n}.ckpt" for n in (2, 4, 6, 8)]
-    assert Path(callback.best_model_path).name == "step=8-updates=8.ckpt"
-    callback.to_yaml()
-    rows = (tmp_path / "best_k_models.yaml").read_text().splitlines()
-    assert rows == [f"{tmp_path}/step={n}-updates={n}.ckpt: {n}.0" for n in (2, 4, 6, 8)]
-
-
 def test_a_metric_may_be_logged_on_the_main_rank_only(trainer: Any, tmp_path: Path) -> None:
     path = str(tmp_path / "a.ckpt")
     callback = ModelCheckpoint(monitor="val_loss")
@@ -629,48 +412,3 @@ def test_a_checkpoint_that_is_missing_is_named_and_removed_from_the_records(trai
     [text] = run.printed
     assert text.startswith(f"{missing} was lost: it was being written when a worker died")
     assert [Path(callback.best_model_path).name] == names(tmp_path / "checkpoints")
-
-
-class CountsSamples(TinyModule):
-    """Fits a buffer to the data; with `updates`, also steps in each batch of the first epoch."""
-
-    def __init__(self, updates: bool) -> None:
-        super().__init__()
-        self.updates = updates
-        self.register_buffer("samples", torch.zeros(()))
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        self.samples += len(batch[0])
-        return super().training_step(batch, batch_idx) if self.updates and self.current_epoch == 0 else None
-
-
-@pytest.mark.filterwarnings("ignore:training_step returned no loss")
-@pytest.mark.parametrize("updates", [False, True])
-@pytest.mark.parametrize("options", [{}, {"val_check_interval": 2}, {"limit_val_batches": 0}], ids=str)
-def test_epochs_without_an_update_are_saved(
-    options: dict[str, Any], updates: bool, tmp_path: Path, quiet: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fit(epochs: int, ckpt: Path | None = None) -> Path:
-        callback = ModelCheckpoint(tmp_path, "{epoch}", save_last=True, save_top_k=-1)
-        settings: dict[str, Any] = {**quiet, "callbacks": [callback], "max_epochs": epochs, **options}
-        fx.Trainer(**settings).fit(CountsSamples(updates), tiny_loader(), tiny_loader(4), ckpt_path=ckpt)
-        return Path(callback.best_model_path)
-
-    first = fit(2)
-    assert (first.name, names(tmp_path)) == ("epoch=1.ckpt", ["epoch=0.ckpt", "epoch=1.ckpt"])
-    assert checkpoint.load(first)["strategy"]["module"]["samples"] == 32
-    newest = fit(3, first)
-    assert names(tmp_path) == ["epoch=0.ckpt", "epoch=1.ckpt", "epoch=2.ckpt"]
-    assert checkpoint.load(newest)["strategy"]["module"]["samples"] == 48
-    assert (tmp_path / "last.ckpt").resolve() == newest
-    assert "already complete" not in capsys.readouterr().out
-    fit(3, newest)
-    assert len(names(tmp_path)) == 3
-
-
-@pytest.mark.filterwarnings("ignore:training_step returned no loss")
-def test_a_run_without_an_update_has_a_last_checkpoint(tmp_path: Path, quiet: dict[str, Any]) -> None:
-    callback = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_last=True, single_file=True)
-    fx.Trainer(**{**quiet, "callbacks": [callback], "max_epochs": 1}).fit(CountsSamples(False), tiny_loader())
-    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["last.ckpt"]
-    assert checkpoint.load(Path(callback.last_model_path))["strategy"]["module"]["samples"] == 16
