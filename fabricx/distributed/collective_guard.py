@@ -236,7 +236,7 @@ def _called_by_library() -> bool:
 
 
 ALL_JOIN: Final = threading.RLock()  # context that allows collectives; entered without a Python call
-OWN_PACE: Final = RefuseCollectives(
+ASYNCHRONOUS: Final = RefuseCollectives(
     "a collective in training_step, or in a hook of a batch: each rank takes its batches at its own pace, so the "
     "other ranks would not join it. self.log needs no collective (values are reduced over ranks at the epoch's end); "
     "compute other values in on_train_epoch_end, or use strategy=ddp"

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Pace:
-    """What differs between ranks in lockstep and ranks that work at their own pace.
+class Synchronization:
+    """The parts of a batch that differ between ranks in lockstep and asynchronous ranks.
 
     Attributes:
         skip_rest: skips the rest of the epoch, because `on_train_batch_start` returned -1.
@@ -36,13 +36,13 @@ class Pace:
     advance: Callable[[Session, Microbatch], None]
 
 
-def train_batch(session: Session, micro: Microbatch, pace: Pace) -> bool:
+def train_batch(session: Session, micro: Microbatch, sync: Synchronization) -> bool:
     """Train a microbatch with samples.
 
     Args:
         session: this rank's session.
         micro: the microbatch; the last of a window updates the weights.
-        pace: of the ranks of the run.
+        sync: how the ranks of the run synchronise.
 
     Returns:
         whether the rest of the epoch is skipped.
@@ -52,7 +52,7 @@ def train_batch(session: Session, micro: Microbatch, pace: Pace) -> bool:
         seed_generators(epoch_seed(epoch_seed(session.state.seed, session.state.epoch), micro.begin) % 2**32)
     batch = begin_batch(session, micro)
     if (hooks.on_train_batch_start or micro.idle) and call_start_hooks(session, micro, batch):
-        pace.skip_rest(session)
+        sync.skip_rest(session)
         return True
     session.settings_check.before_forward(micro)
     if micro.opens and session.strategy.traits.batch_parts:
@@ -65,9 +65,9 @@ def train_batch(session: Session, micro: Microbatch, pace: Pace) -> bool:
         step, backward = step_and_backward(session, micro, batch)
         outputs = session.strategy.forward_backward(step, backward, batch, micro.index)
         if session.window.finish_gradient():
-            pace.update(session, micro, batch)
+            sync.update(session, micro, batch)
         else:
-            pace.skip_update(session, micro)
+            sync.skip_update(session, micro)
     else:
         # Includes the forward: DDP decides in it whether gradients will be reduced.
         with session.strategy.accumulate():
@@ -76,7 +76,7 @@ def train_batch(session: Session, micro: Microbatch, pace: Pace) -> bool:
     session.recorder.samples += session.metrics.logbook.size or session.metrics.logbook.count()
     session.batch.in_step = False
     if micro.closes:
-        pace.advance(session, micro)
+        sync.advance(session, micro)
     if hooks.on_train_batch_end or micro.idle:
         call_end_hooks(session, micro, batch, outputs)
     session.metrics.logbook.end_batch()

@@ -38,7 +38,7 @@ def begin_batch(session: Session, micro: Microbatch) -> Any:
 
 
 def forget_skipped(session: Session, micro: Microbatch) -> None:
-    """Forget values that a window without an update has logged, at the begin of the next: both have its number.
+    """Forget values that a window without an update has logged, at the start of the next: both have its number.
 
     Args:
         session: this rank's session.

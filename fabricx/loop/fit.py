@@ -37,39 +37,11 @@ def fit(session: Session, train_rest: Callable[[Session], bool]) -> None:
         session: this rank's session; its run is set up.
         train_rest: trains the rest of an epoch's batches; returns whether the epoch is complete.
     """
-    state, ft, newcomer = session.state, session.fault_tolerance, session.world.newcomer
-    session.checks.note_parameters()  # before hooks, which may add groups of tensors that no rank exchanges
-    call(session.hooks.on_fit_start)
-    note_set_up(session)
-    for optimizer in session.optimizers:
-        let_groups_grow(optimizer)
-    if not newcomer and not ft.restore():  # in-memory checkpoints have the state of servers, too
-        # After an earlier fit of this Trainer without a checkpoint:
-        session.checkpoints.new_optimizers = bool(state.step) and session.checkpoints.ckpt_path is None
-        restore_requested(session)
-        session.serving.on_train_start(state.step, state.ranks)
-    resumed = bool(state.step or state.batch or state.drained)  # a batch may have made no step
-    if not resumed and not newcomer:
-        sanity_check(session)
-    if state.closing and ft.epoch_step is EpochStep.BETWEEN:  # resumed from the end of an epoch
-        _close_epoch(session)
-    state.phase = Phase.TRAIN
-    _report_eval_modes(session)
-    if not newcomer and not _unfinished(session) and (not resumed or session.checkpoints.new_optimizers):
-        if state.step:
-            session.print(already_complete(session))
-        elif session.options.max_steps:  # such as limit_train_batches=0; max_steps=0 sets up a run, and no more
-            session.print(f"there is nothing to train: {reached_limits(session)}")
+    state, ft = session.state, session.fault_tolerance
+    if not _start(session):
         session.metrics.collect(None)
         call(session.hooks.on_fit_end)
         return
-    session.metrics.collect(session.metrics.training)
-    with run_start(session, continues=resumed or newcomer):
-        call(session.hooks.on_train_start)
-    if not newcomer:  # hooks of the start, or a callback of an earlier run, may have requested the stop
-        if session.checkpoints.delayed_stop:
-            session.trainer.request_stop(session.checkpoints.delayed_stop)
-        agree_at_boundary(session)
     first = (state.step, state.passed)  # before a replacement has the state of the other ranks
     ft.join_run()
     session.recorder.begin()
@@ -92,6 +64,51 @@ def fit(session: Session, train_rest: Callable[[Session], bool]) -> None:
             complete = True
     ft.end_recovery()
     call(session.hooks.on_fit_end)
+
+
+def _start(session: Session) -> bool:
+    """Run the hooks before the first epoch, and restore the position; return whether a batch or a hook remains."""
+    state, newcomer = session.state, session.world.newcomer
+    session.checks.note_parameters()  # before hooks, which may add groups of tensors that no rank exchanges
+    call(session.hooks.on_fit_start)
+    note_set_up(session)
+    for optimizer in session.optimizers:
+        let_groups_grow(optimizer)
+    _restore(session)
+    resumed = bool(state.step or state.batch or state.drained)  # a batch may have made no step
+    if not resumed and not newcomer:
+        sanity_check(session)
+    if state.closing and session.fault_tolerance.epoch_step is EpochStep.BETWEEN:  # resumed from the end of an epoch
+        _close_epoch(session)
+    state.phase = Phase.TRAIN
+    _report_eval_modes(session)
+    if not newcomer and not _unfinished(session) and (not resumed or session.checkpoints.new_optimizers):
+        if state.step:
+            session.print(already_complete(session))
+        elif session.options.max_steps:  # such as limit_train_batches=0; max_steps=0 sets up a run, and no more
+            session.print(f"there is nothing to train: {reached_limits(session)}")
+        return False
+    session.metrics.collect(session.metrics.training)
+    with run_start(session, continues=resumed or newcomer):
+        call(session.hooks.on_train_start)
+    if not newcomer:  # hooks of the start, or a callback of an earlier run, may have requested the stop
+        if session.checkpoints.delayed_stop:
+            session.trainer.request_stop(session.checkpoints.delayed_stop)
+        agree_at_boundary(session)
+    return True
+
+
+def _restore(session: Session) -> None:
+    """Restore in-memory checkpoints, or the checkpoint of the call; a newcomer receives the state of other ranks."""
+    state = session.state
+    if (
+        session.world.newcomer or session.fault_tolerance.restore()
+    ):  # in-memory checkpoints have the servers' state, too
+        return
+    # After an earlier fit of this Trainer without a checkpoint:
+    session.checkpoints.new_optimizers = bool(state.step) and session.checkpoints.ckpt_path is None
+    restore_requested(session)
+    session.serving.on_train_start(state.step, state.ranks)
 
 
 def _report_eval_modes(session: Session) -> None:

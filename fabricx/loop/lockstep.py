@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from fabricx.loop.batch import Pace, train_batch
+from fabricx.loop.batch import Synchronization, train_batch
 from fabricx.loop.boundary import advance, end_batch, skip_rest
 from fabricx.loop.no_samples import train_without_samples
 from fabricx.loop.update import skip_update, update
@@ -14,7 +14,7 @@ from fabricx.telemetry.events import Span
 if TYPE_CHECKING:
     from fabricx.session.session import Session
 
-LOCKSTEP: Final = Pace(skip_rest, update, skip_update, advance)
+LOCKSTEP: Final = Synchronization(skip_rest, update, skip_update, advance)
 
 
 def train_batches(session: Session) -> bool:

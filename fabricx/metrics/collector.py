@@ -21,7 +21,7 @@ from fabricx.metrics.accumulator import Metrics, position
 from fabricx.metrics.objects import computed_alone, computed_together, metric_objects, set_states, states_of
 from fabricx.metrics.series import EXACT, Series, as_single, as_value
 
-_LOADER: Final = "/dataloader_idx_"  # begin of the suffix of names that several loaders log
+_LOADER: Final = "/dataloader_idx_"  # start of the suffix of names that several loaders log
 
 
 class Logbook:
@@ -173,18 +173,10 @@ class Logbook:
                 self.metrics.of_loader(name, self.loader)
         series = self.metrics.series.get(name)
         if series is None:
-            if not isinstance(name, str):
-                raise WrongArgument(f"self.log({name!r}, ...): the name must be text, such as {str(name)!r}")
-            if name.count(_LOADER) > (self.loader is not None and add_dataloader_idx):
-                raise ValueError(
-                    f"self.log({name!r}, ...): names with {_LOADER!r} are those of values of several loaders, which "
-                    "self.log completes itself: remove this part of the name"
-                )
+            self._check_name(name, completed=self.loader is not None and add_dataloader_idx)
             series = self._begin(name, reduce_fx, on_step, on_epoch, bar, to_logger, joined)
         elif series.asked != (reduce_fx, on_step, on_epoch, joined, self.in_step):
-            other = series.inside is not None and series.inside is not self.in_step
-            if other and series.total is None and series.epoch_batch == math.inf:
-                # A hook at the end of an epoch, after its steps' values are published, or a step of the next epoch.
+            if self._begins_again(series):
                 series = self._begin(name, reduce_fx, on_step, on_epoch, bar, to_logger, joined)
             else:
                 self._check_same(name, series, reduce_fx, on_step, on_epoch, joined)
@@ -192,19 +184,7 @@ class Logbook:
             series.bar, series.to_logger = bar or series.bar, to_logger or series.to_logger
         if type(value) is not Tensor or value.dim() or value.dtype not in EXACT:
             if hasattr(value, "compute") and hasattr(value, "update"):
-                before, _ = self.metrics.objects.get(name, (None, None))
-                if before is None:
-                    self._check_of_one_loader(name, value, series)
-                    series.step_batch = series.epoch_batch = self._batch
-                elif before is not value and series.on_epoch:
-                    raise ValueError(
-                        f"self.log({name!r}, metric): this is another {type(value).__name__} than that of an earlier "
-                        "batch, whose samples would be missing from the value of the epoch. Create the metric in "
-                        "__init__ and assign it to self, or log metric.compute() for a mean over batches"
-                    )
-                self.metrics.objects[name] = (value, series)
-                if series.on_step:
-                    self.updated[name] = self.step, self.count() if batch_size is None else batch_size
+                self._add_object(name, value, series, batch_size)
                 return
             value = as_value(value, name)
         if not self.in_step:
@@ -220,6 +200,54 @@ class Logbook:
         if series.on_step and isinstance(value, Tensor):  # read after the batch; the user may change it in place before
             value = value.clone()
         series.add(value, weight, self.step, self._batch)
+
+    @staticmethod
+    def _check_name(name: Any, *, completed: bool) -> None:
+        """Refuse a name that is not text, or that is reserved for values of several loaders.
+
+        Args:
+            name: of a value that is logged for the first time.
+            completed: `log` has added the number of the loader to the name.
+
+        Raises:
+            ValueError: it has the name and the remedy.
+        """
+        if not isinstance(name, str):
+            raise WrongArgument(f"self.log({name!r}, ...): the name must be text, such as {str(name)!r}")
+        if name.count(_LOADER) > completed:
+            raise ValueError(
+                f"self.log({name!r}, ...): names with {_LOADER!r} are those of values of several loaders, which "
+                "self.log completes itself: remove this part of the name"
+            )
+
+    def _begins_again(self, series: Series) -> bool:
+        """Return whether values with other arguments begin a new series.
+
+        They do in a hook at the end of an epoch, after the values of its steps are published, and in a step of the next
+        epoch.
+        """
+        moved = series.inside is not None and series.inside is not self.in_step
+        return moved and series.total is None and series.epoch_batch == math.inf
+
+    def _add_object(self, name: str, metric: Any, series: Series, batch_size: int | None) -> None:
+        """Keep a metric object, whose value is computed when the series is published.
+
+        Raises:
+            ValueError: an earlier batch of the epoch has logged another object.
+        """
+        before, _ = self.metrics.objects.get(name, (None, None))
+        if before is None:
+            self._check_of_one_loader(name, metric, series)
+            series.step_batch = series.epoch_batch = self._batch
+        elif before is not metric and series.on_epoch:
+            raise ValueError(
+                f"self.log({name!r}, metric): this is another {type(metric).__name__} than that of an earlier "
+                "batch, whose samples would be missing from the value of the epoch. Create the metric in "
+                "__init__ and assign it to self, or log metric.compute() for a mean over batches"
+            )
+        self.metrics.objects[name] = (metric, series)
+        if series.on_step:
+            self.updated[name] = self.step, self.count() if batch_size is None else batch_size
 
     def _check_of_one_loader(self, name: str, metric: Any, series: Series) -> None:
         """Refuse a metric object for the values of several loaders: each would have the samples of all.

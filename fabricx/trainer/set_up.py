@@ -30,7 +30,7 @@ from fabricx.data.shared_memory import note_on
 from fabricx.distributed.sharding.dtensors import is_dtensor
 from fabricx.distributed.world import World
 from fabricx.lightning import adapt_callback
-from fabricx.loop import evaluation, lockstep, own_pace
+from fabricx.loop import asynchronous, evaluation, lockstep
 from fabricx.loop.fit import fit
 from fabricx.metrics.logger_dispatcher import LoggerDispatcher
 from fabricx.metrics.objects import has_first_state, held_metrics
@@ -155,7 +155,7 @@ def _load_weights(session: Session) -> None:
 
 
 def _predict(session: Session, job: Job) -> list[Any]:
-    if _nothing(session):
+    if _has_no_batch(session):
         return []
     _load_weights(session)
     by_loader = [
@@ -166,7 +166,7 @@ def _predict(session: Session, job: Job) -> list[Any]:
     return ordered if session.data.several_loaders else ordered[0]
 
 
-def _nothing(session: Session) -> bool:
+def _has_no_batch(session: Session) -> bool:
     """Return whether no rank has a batch to evaluate: a limit is 0, or loaders are empty; then no hook is called."""
     feeds = session.data.val_feeds
     empty = not any(feed.batches() for feed in feeds)
@@ -176,7 +176,7 @@ def _nothing(session: Session) -> bool:
 
 
 def _evaluate(session: Session, job: Job) -> list[dict[str, float]]:
-    if _nothing(session):
+    if _has_no_batch(session):
         return []
     _load_weights(session)
     results = evaluation.evaluate(
@@ -190,8 +190,8 @@ def _evaluate(session: Session, job: Job) -> list[dict[str, float]]:
 def _work(session: Session, job: Job) -> Callable[[], Any]:
     """Return the function that executes a job; for `fit`, the synchronous or the asynchronous training loop."""
     if job.stage == "fit":
-        pace = lockstep if session.strategy.traits.lockstep else own_pace
-        return functools.partial(fit, session, pace.train_batches)
+        batches = lockstep if session.strategy.traits.lockstep else asynchronous
+        return functools.partial(fit, session, batches.train_batches)
     return functools.partial(_predict if job.stage == "predict" else _evaluate, session, job)
 
 

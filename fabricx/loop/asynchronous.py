@@ -1,4 +1,4 @@
-"""The batches of an epoch on ranks at their own pace: servers deal leases, and all ranks meet between sections."""
+"""The batches of an epoch on asynchronous ranks: servers deal leases, and all ranks meet between sections."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from fabricx.data import Microbatch
 from fabricx.distributed import collective_guard
-from fabricx.loop.batch import Pace, train_batch
+from fabricx.loop.batch import Synchronization, train_batch
 from fabricx.loop.boundary import advance, end_batch
 from fabricx.loop.lr_schedules import follow_schedules
 from fabricx.loop.update import update
@@ -33,7 +33,7 @@ def train_batches(session: Session) -> bool:
         session.recorder.lap(Span.DATA)
         session.window.begin(micro)
         if not micro.synchronises:
-            with collective_guard.OWN_PACE:
+            with collective_guard.ASYNCHRONOUS:
                 _train_leased(session, micro)
             _end_lease(session, micro)
             continue
@@ -63,7 +63,7 @@ def _train_leased(session: Session, micro: Microbatch) -> None:
     if micro.end is not None:
         session.dealer.trains(session.state.epoch, micro.begin, micro.end)
     session.batch.asynchronous = True
-    train_batch(session, micro, OWN_PACE)
+    train_batch(session, micro, ASYNCHRONOUS)
 
 
 def _begin_lease(session: Session) -> None:
@@ -112,7 +112,7 @@ def _keep_position(session: Session, micro: Microbatch) -> None:
     """The position in the data is set when all ranks meet."""
 
 
-OWN_PACE: Final = Pace(_refuse_to_skip, _update_in_turn, _return_lease, _keep_position)
+ASYNCHRONOUS: Final = Synchronization(_refuse_to_skip, _update_in_turn, _return_lease, _keep_position)
 
 
 def _end_lease(session: Session, micro: Microbatch) -> None:
