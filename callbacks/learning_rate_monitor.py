@@ -90,7 +90,7 @@ class LearningRateMonitor(Callback):
             interval of its scheduler, and at both without a scheduler.
         log_momentum: also log the momentum, or the first beta; 0 with a warning for an optimizer without either.
         log_weight_decay: also log the weight decay; 0 with a warning for an optimizer without it.
-        log_key_prefix: begin of each name.
+        log_key_prefix: start of each name.
 
     Raises:
         ValueError: `logging_interval` is invalid, or (when training starts) the run has no logger, or two parameter

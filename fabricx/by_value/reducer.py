@@ -387,7 +387,7 @@ class _Namespace:
 
 
 def _source(file: str) -> tuple[str, list[str]] | None:
-    """Return the lines of a cell of a notebook, which is no file, for tracebacks."""
+    """Return the lines of a cell of a notebook, which is not a file, for tracebacks."""
     lines = [] if os.path.exists(file) else linecache.getlines(file)
     return (file, lines) if lines else None
 

@@ -72,7 +72,7 @@ def scalar(kind: Any, content: Any) -> Any:
         content: bytes of the scalar.
     """
     if not isinstance(kind, Type) or not isinstance(content, bytes):
-        raise ValueError("a numpy scalar that is no number, text or time")
+        raise ValueError("a numpy scalar that is not a number, text or time")
     return np.frombuffer(content, kind.value, count=1)[0]
 
 

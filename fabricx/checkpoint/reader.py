@@ -75,7 +75,7 @@ def load(
     if is_foreign(path):
         state = read_foreign(path, map_location, trusted=trusted).state()
         weights = state["strategy"]["module"]
-        weights |= {n: _shard(weights[n], like, path) for n, like in (sharded or {}).items() if n in weights}
+        weights |= {n: _shard(n, weights[n], like, path) for n, like in (sharded or {}).items() if n in weights}
         return state
     manifest = read_manifest(path) if verified else verify(path)
     own = _objects_of_run(path, manifest, key, map_location)
@@ -129,11 +129,11 @@ def _load_single_file(
     return state
 
 
-def _shard(whole: Tensor, like: Tensor, path: Path) -> Tensor:
+def _shard(name: str, whole: Tensor, like: Tensor, path: Path) -> Tensor:
     if whole.shape != like.shape:
         raise CheckpointError(
-            f"the weights in {path} are not those of the module: shape {list(whole.shape)}, not {list(like.shape)}; "
-            "create the module with the arguments of the checkpoint"
+            f"the weights in {path} are not those of the module: {name} has the shape {list(whole.shape)} there, and "
+            f"{list(like.shape)} in the module; create the module with the arguments of the checkpoint"
         )
     return shard_like(whole, like)
 

@@ -78,7 +78,7 @@ def _without_value(argument: str, rest: list[str], keys: list[str]) -> str:
         return f"{argument} {' '.join(rest[:2])}: write settings without spaces: {argument}={value}"
     if "/" in argument or argument.endswith((".ckpt", ".safetensors", ".yaml", ".yml")):
         option = "--config-name" if argument.endswith((".yaml", ".yml")) else "ckpt_path="
-        return f"{argument} is no setting: settings are written as KEY=VALUE. For this path, did you mean {option}?"
+        return f"{argument} is not a setting: settings are written as KEY=VALUE. For this path, did you mean {option}?"
     key = _known(argument, keys)
     if rest and not rest[0].startswith("-") and "=" not in rest[0]:
         return f"{argument} {rest[0]}: write {key}={rest[0]}"

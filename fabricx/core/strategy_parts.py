@@ -147,7 +147,7 @@ class KeepsLocalState:
         raise NotImplementedError
 
     def unchanged(self, module: nn.Module, optimizers: list[Optimizer]) -> AbstractContextManager[None]:
-        """Return a context, at the end of which this rank has its state of the begin again; collective.
+        """Return a context whose end restores the state that this rank had before it; collective.
 
         For a checkpoint at a step that depends on time, if `traits.checkpoint_averages`: it must not change the
         training that follows. A copy of the state is on the CPU meanwhile.

@@ -74,7 +74,7 @@ def sanitize_callable_params(params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def sanitize_params(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return hyperparameters with the text of all that is no number, text or tensor.
+    """Return hyperparameters with the text of all that is not a number, text or tensor.
 
     >>> sanitize_params({"lr": 0.1, "sizes": [1, 2]})
     {'lr': 0.1, 'sizes': '[1, 2]'}

@@ -32,7 +32,7 @@ class SampleLedger:
 
         Args:
             epoch: number of the epoch.
-            position: begin of the section in the epoch's order.
+            position: start of the section in the epoch's order.
             items: length of that order.
         """
         if self.begin is None:
@@ -59,7 +59,7 @@ class SampleLedger:
     def lost_and_repeated(self, epoch: int, position: int) -> tuple[int, int]:
         """Return the samples that are missing in the weights, and the samples that were trained twice.
 
-        Samples beyond the end, or before the begin, count as trained twice: an earlier or a later run trains them.
+        Samples beyond the end, or before the start, count as trained twice: an earlier or a later run trains them.
 
         Args:
             epoch, position: end of the training.

@@ -312,7 +312,7 @@ def _report_unused(session: Session, states: Mapping[str, Any]) -> None:
 def report_global_batch(session: Session) -> None:
     """Print a change of the global batch since the checkpoint; called after the hooks of the epoch's start, once.
 
-    At the begin of an epoch, a changed accumulation may also be the run's own schedule, and is not reported.
+    At the start of an epoch, a changed accumulation may also be the run's own schedule, and is not reported.
 
     Args:
         session: session of a resumed fit.

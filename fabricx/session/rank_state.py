@@ -38,20 +38,20 @@ class RankState:
     """Snapshot of a rank's random states, metric sums and position in its own stream, and of states of callbacks.
 
     A run that resumes from a checkpoint within an accumulation window or a validation repeats the window or validation
-    from its begin. Therefore a snapshot is taken at the begin, and saved in place of the later state.
+    from its start. Therefore a snapshot is taken at the start, and saved in place of the later state.
 
     Args:
         module: module of a fit.
         data, metrics: of the fit.
-        buffers: copies of the module's buffers at the begin of a window, whose batches may change them; None otherwise.
+        buffers: copies of the module's buffers at the start of a window, whose batches may change them; None otherwise.
         objects: result of `metric_objects`, if available.
         states: result of `states_before`, for checkpoints in place of the later states; None for these.
         attributes: changed attributes of the module and of callbacks, for recovery.
 
     Attributes:
         states, attributes: see above.
-        buffers: copies of buffers at the begin of a window, by name.
-        of_window: this is the begin of a window.
+        buffers: copies of buffers at the start of a window, by name.
+        of_window: this is the start of a window.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RankState:
         return {**run, **before, "callbacks": {**run["callbacks"], **before.get("callbacks", {})}}
 
     def restore_buffers(self, module: nn.Module) -> None:
-        """Restore the module's buffers from the begin of the window.
+        """Restore the module's buffers from the start of the window.
 
         Args:
             module: changed in place.
@@ -308,7 +308,7 @@ class BufferCopies:
         """Return the bytes of the buffers that batches have changed on this rank, by name; None without a change.
 
         Args:
-            point: use its copies, from the begin of a window; None for the present values.
+            point: use its copies, from the start of a window; None for the present values.
         """
         kept = point.buffers if point is not None and point.of_window else {}
         live = {

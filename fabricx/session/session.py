@@ -146,7 +146,7 @@ class Session:
         """Return what this rank needs to continue from here.
 
         Args:
-            buffers: copies of the module's buffers at the begin of a window, whose batches may change them.
+            buffers: copies of the module's buffers at the start of a window, whose batches may change them.
             objects: result of `metric_objects`, if available.
             repeats: hooks of callbacks and the data module may run before a checkpoint that resumes here.
         """

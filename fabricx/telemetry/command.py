@@ -56,7 +56,7 @@ def main(command: str, arguments: Sequence[str]) -> int:
     return 0
 
 
-_WIDTH: Final = 80  # columns, if the output is no terminal
+_WIDTH: Final = 80  # columns, if the output is not a terminal
 _LABEL: Final = 12  # columns of the labels of facts
 _SHORTEST_MS: Final = 0.005  # a shorter part of a step is not shown
 _GAP: Final = 2  # columns between two columns of a table

@@ -345,7 +345,7 @@ class Recorder(NoopRecorder):
             if seconds > 0.0:
                 sums[name] = sums.get(name, 0.0) + seconds
         if wanted:
-            if not self._traced:  # the begin of this lap was not written yet
+            if not self._traced:  # the start of this lap was not written yet
                 raw.append((None, round(before[0], 6), 0.0))
             raw.append((str(span), round(now, 6), round(waits + joins + pushes, 6)))
         self._traced = wanted

@@ -34,12 +34,12 @@ class TimeBins:
     """Values by name in bins of equal width. The width doubles when a run outgrows `MAX_BINS` bins.
 
     Attributes:
-        began: begin of the first bin, seconds since 1970.
+        began: start of the first bin, seconds since 1970.
         width: width of a bin, seconds.
         bins: values by name of each bin.
 
     Args:
-        began: begin of the first bin, seconds since 1970.
+        began: start of the first bin, seconds since 1970.
         combine: merges two values of a name in a bin.
     """
 
@@ -61,7 +61,7 @@ class TimeBins:
         """Add the seconds of an interval to the bins that it touches.
 
         Args:
-            begin: begin of the interval, seconds since 1970.
+            begin: start of the interval, seconds since 1970.
             end: its end.
             name: name of the activity.
         """
@@ -99,7 +99,7 @@ class Timeline:
         until: end of the time that is accounted for, seconds since 1970.
 
     Args:
-        began: begin of the run, seconds since 1970.
+        began: start of the run, seconds since 1970.
     """
 
     def __init__(self, began: float) -> None:
@@ -181,7 +181,7 @@ class NoHistory:
             rank: the rank.
             at: time of the change, seconds since 1970.
             fresh: whether the process is new.
-            began: begin of the run.
+            began: start of the run.
         """
 
     def spend(self, rank: int, step: int, end: float, seconds: Mapping[str, float]) -> None:
@@ -201,7 +201,7 @@ class NoHistory:
             rank: the rank.
             at: seconds since 1970.
             values: fields of a heartbeat record.
-            began: begin of the run.
+            began: start of the run.
         """
 
     def end(self, rank: int, at: float) -> None:

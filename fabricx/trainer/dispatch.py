@@ -100,7 +100,7 @@ class _Processes:
     """The processes of a run.
 
     Attributes:
-        here: the world of which this process is a rank; None if this process is no rank yet.
+        here: the world of which this process is a rank; None if this process is not a rank yet.
         alone: this process is no rank of a launch, or of a world that the user's program has joined.
         new_workers: workers are started; otherwise this process runs the job.
         launcher: starts the workers; None for workers of this process.

@@ -40,7 +40,7 @@ def write(run_dir: Path, config: Mapping[str, Any] | None) -> None:
 
 
 def write_resumed(run_dir: Path, config: Mapping[str, Any]) -> list[Path]:
-    """Record that a run is resumed: `config-resumed-1.yaml`, command and versions, beside the records of its begin.
+    """Record that a run is resumed: `config-resumed-1.yaml`, command and versions, beside the records of its start.
 
     Args:
         run_dir: the run's folder.
@@ -79,7 +79,7 @@ def _write_whole(file: Path, text: str) -> None:
 
 
 def newest_configuration(run_dir: Path) -> Path:
-    """Return the file with the configuration of a run since it was resumed last, or at its begin.
+    """Return the file with the configuration of a run since it was resumed last, or at its start.
 
     Args:
         run_dir: the run's folder.

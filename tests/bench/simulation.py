@@ -44,7 +44,7 @@ STEPS: Final = 10
 STEP_S: Final = 1.0
 SPREAD_S: Final = 2.0  # time within which the processes of a launch have imported torch
 TRAIN_S: Final = 60.0  # begin of training
-LEAVE_S: Final = 200.0  # begin of the departure
+LEAVE_S: Final = 200.0  # start of the departure
 MANY: Final = 200  # connections of a measurement
 WARM: Final = 20
 

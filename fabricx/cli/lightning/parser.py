@@ -150,7 +150,7 @@ class LightningArgumentParser(ArgumentParser):  # type: ignore[misc]
                 `configure_optimizers`.
 
         Raises:
-            TypeError: a class that is no optimizer.
+            TypeError: a class that is not an optimizer.
         """
         self._add_group(optimizer_class, (Optimizer,), nested_key, "params")
         self.optimizer_groups[nested_key] = Group(optimizer_class, link_to)
@@ -167,7 +167,7 @@ class LightningArgumentParser(ArgumentParser):  # type: ignore[misc]
             link_to: see `add_optimizer_args`.
 
         Raises:
-            TypeError: a class that is no schedule.
+            TypeError: a class that is not a schedule.
         """
         self._add_group(lr_scheduler_class, LRSchedulerTypeTuple, nested_key, "optimizer")
         self.lr_scheduler_groups[nested_key] = Group(lr_scheduler_class, link_to)

@@ -220,7 +220,7 @@ def check_accumulation(batches: Any) -> int:
         batches: the number.
 
     Raises:
-        ValueError: the value is no positive integer; for a schedule, the message names the callback.
+        ValueError: the value is not a positive integer; for a schedule, the message names the callback.
     """
     if isinstance(batches, Mapping):
         raise ValueError(
@@ -238,7 +238,7 @@ def check_clipping(limit: float | None, algorithm: str | None) -> tuple[float | 
         algorithm: None stands for "norm".
 
     Raises:
-        ValueError: the limit is no number or negative, or the algorithm is unknown.
+        ValueError: the limit is negative or not a number, or the algorithm is unknown.
     """
     if algorithm not in (None, "norm", "value"):
         raise ValueError(f"gradient_clip_algorithm={algorithm!r}: set 'norm' or 'value'")

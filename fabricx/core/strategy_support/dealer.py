@@ -16,8 +16,8 @@ class Dealer:
         lease: lease that this rank is training; None without a lease.
         section: number of the newest section.
         within_section: this rank has not reached the end of a section that has begun: its position in the data is still
-            that of the begin, and it waits for no other rank.
-        planned: number of workers at the begin of the run.
+            that of its start, and it waits for no other rank.
+        planned: number of workers at the start of the run.
         scheduled: number of updates that step schedulers have followed.
         dropped: the newest gradient arrived too late, and its data will be leased again.
         keeps_state: batches change buffers or metric objects of this rank's module; set before training starts.

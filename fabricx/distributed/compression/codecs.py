@@ -207,7 +207,7 @@ def check_codec(owner: str, option: str, name: str | None, *others: str) -> None
         *others: further valid values.
 
     Raises:
-        ValueError: the value is no codec; the message suggests the nearest valid value.
+        ValueError: the value is not a codec; the message suggests the nearest valid value.
         LookupError: the dotted path is not the path of a class.
 
     >>> check_codec("AsyncSGD", "compression", "topq")

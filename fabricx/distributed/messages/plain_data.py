@@ -76,7 +76,7 @@ def check_sizes(file: Any, size: int) -> None:
 
     Raises:
         ValueError: an entry is compressed, or states a wrong size.
-        zipfile.BadZipFile: the file is no archive.
+        zipfile.BadZipFile: the file is not an archive.
     """
     with zipfile.ZipFile(file) as archive:
         if sum(entry.file_size for entry in archive.infolist()) > size:

@@ -154,7 +154,7 @@ def check_shardable(module: nn.Module) -> None:
     if len(by_dtype) > 1:
         dtypes = ", ".join(f"{name} is {dtype}" for dtype, name in by_dtype.items())
         raise ValueError(
-            f"strategy=fsdp needs parameters of the same dtype, and {dtypes}; convert the module, or use strategy=ddp"
+            f"strategy=fsdp needs parameters of the same dtype, but {dtypes}; convert the module, or use strategy=ddp"
         )
 
 

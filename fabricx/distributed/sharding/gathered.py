@@ -21,7 +21,7 @@ class GatheredWeights:
     """Copies `requires_grad` from gathered weights to their shards; refuses changes of gathered values.
 
     A module has gathered weights in place of its shards while a unit computes; the outermost unit is gathered from the
-    begin of a step to the end of its backward. torch copies `requires_grad` from shards to gathered weights only.
+    start of a step to the end of its backward. torch copies `requires_grad` from shards to gathered weights only.
 
     Args:
         module: sharded with `fully_shard`, as are some submodules.

@@ -129,7 +129,7 @@ class ExchangeBuffers(Generic[L]):
             Description of the gradients.
 
         Raises:
-            ValueError: a parameter that is no table has a sparse gradient.
+            ValueError: a parameter that is not a table has a sparse gradient.
         """
         missing = []
         targets, sources = [], []

@@ -16,7 +16,7 @@ class LeaseState:
         lease: lease that is being trained.
         section: number of the newest section.
         within_section: the section has begun, and this worker has not reached its end.
-        planned: number of workers at the begin of the run.
+        planned: number of workers at the start of the run.
         scheduled: number of updates that step schedulers have followed.
         workers: worker numbers on the servers, by rank.
         dropped: the newest gradient was late, and its data will be leased again.

@@ -37,7 +37,7 @@ class LocalRounds(Asynchronous):
         super().__init__(settings)
         self._every = every
         self._rate = rate
-        # Weights at the begin of the round; for "elastic", buffer for the servers' weights.
+        # Weights at the start of the round; for "elastic", buffer for the servers' weights.
         self._base: list[Tensor] = []
         self._local: list[Tensor] = []  # this worker's weights, while the parameters hold the servers' weights
         self._leases: list[int] = []  # leases of this round

@@ -298,7 +298,7 @@ def event_kind(event: Mapping[str, Any]) -> str:
 
 
 def _marks(run: Run, validations: Sequence[int], relative: Callable[[str], str]) -> list[dict[str, Any]]:
-    """Return the events that charts mark, with step and time since the begin of the run."""
+    """Return the events that charts mark, with step and time since the start of the run."""
     by_kind: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for event in run.events:
         kind, at = event_kind(event), event["at"] - run.began
