@@ -55,8 +55,8 @@ class CheckpointNames:
         for name in (field[1] for field in _FIELD.finditer(self.template or "")):
             if name not in metrics:
                 warnings.warn(
-                    f"ModelCheckpoint(filename={self.template!r}): there is no metric {name!r} yet, which is nan in "
-                    f"the file's name.{did_you_mean(name, metrics)}",
+                    f"ModelCheckpoint(filename={self.template!r}): there is no metric {name!r} yet, so the name "
+                    f"of the file has nan in its place.{did_you_mean(name, metrics)}",
                     stacklevel=2,
                 )
 

@@ -298,7 +298,7 @@ def _check_strategy(callback: Callback, trainer: TrainerProtocol) -> None:
     strategy = trainer.strategy
     if isinstance(strategy, HasServers) or not strategy.traits.synchronous or strategy.traits.batch_parts:
         raise ValueError(
-            f"{type(callback).__name__} adds parameters to the optimizers during training, and "
-            f"{type(strategy).__name__} fixes them before: use strategy=ddp or fsdp; or put all parameters into the "
-            "optimizer, and change their requires_grad in a hook"
+            f"{type(callback).__name__} adds parameters to the optimizers during training, but "
+            f"{type(strategy).__name__} exchanges those at its start only: use strategy=ddp or fsdp; or put all "
+            "parameters into the optimizer, and change their requires_grad in a hook"
         )

@@ -93,6 +93,6 @@ def advise_on_logging(batches: int | float, every: int, loggers: Sequence[Any]) 
     """
     if loggers and 0 < batches < every:
         _warn(
-            f"the number of training batches ({batches}) is smaller than log_every_n_steps={every}: the loggers get no "
-            "row of a step in an epoch. Set a smaller log_every_n_steps to see them"
+            f"the number of training batches ({batches}) is smaller than log_every_n_steps={every}, so loggers "
+            "receive values of epochs only. Set a smaller log_every_n_steps for values of single steps"
         )

@@ -351,7 +351,7 @@ class _TrainJob:
         if answer.returncode:
             self._unanswered += 1
             if self._unanswered == SILENT:
-                print(f"kubectl can't look at the TrainJob {self._name}: {answer.stderr.strip()}", flush=True)
+                print(f"kubectl can't read the TrainJob {self._name}: {answer.stderr.strip()}", flush=True)
             return _DELETED if "NotFound" in answer.stderr else None
         self._unanswered, state = 0, json.loads(answer.stdout)
         if "deletionTimestamp" in state.get("metadata", {}):

@@ -104,7 +104,7 @@ def test_optimizers_and_schedules_that_cannot_have_new_groups_are_refused(quiet:
     with pytest.raises(ValueError, match=r"SGD has backbone\.0\.weight of the frozen backbone already"):
         fx.Trainer(max_epochs=1, callbacks=BackboneFinetuning(1), **quiet).fit(Whole(), tiny_loader())
     trainer = fx.Trainer(max_epochs=1, strategy="local_sgd", callbacks=BackboneFinetuning(1), **quiet)
-    with pytest.raises(ValueError, match="LocalSGD fixes them before"):
+    with pytest.raises(ValueError, match="LocalSGD exchanges those at its start only"):
         trainer.fit(Tuned(), tiny_loader())
 
 

@@ -262,7 +262,7 @@ def test_a_temporarily_unreachable_cluster_does_not_end_the_run_and_a_failed_del
     with meanwhile(ends):
         assert launcher.run(PROGRAM).result == b"result"
     output = capsys.readouterr().out
-    assert "kubectl can't look at the TrainJob fabricx-" in output
+    assert "kubectl can't read the TrainJob fabricx-" in output
     assert "connection refused" in output
     assert "the TrainJob has to be deleted by hand" in output
     job_folder().joinpath("trainjob.yaml").unlink()
