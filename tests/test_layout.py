@@ -1,4 +1,4 @@
-"""Rules for the whole tree: packaging, links, folders, names, sizes, and the content of README files."""
+"""Rules for the whole tree: folders, names, sizes, links, and the content of README files."""
 
 from __future__ import annotations
 
@@ -7,173 +7,22 @@ import doctest
 import functools
 import graphlib
 import importlib
-import os
 import re
-import shutil
 import statistics
-import subprocess
-import sys
-import sysconfig
-import tomllib
-import venv
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.sources import parsed
+from tests.tree import LINKED, PYPROJECT, ROOT, files, package_folders, python, short
 
-ROOT = Path(__file__).parents[1]
-PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
-SETUPTOOLS = PYPROJECT["tool"]["setuptools"]
-LINKED = ("strategies", "callbacks", "conf")  # real folders at the top, imported as fabricx.strategies, ...
-HIDDEN = {"__pycache__", "build", "dist", "runs", "multirun"}
 VAGUE_FILE_NAMES = {"utils.py", "util.py", "helpers.py", "common.py", "misc.py", "base.py", "core.py"}
-
-
-def files(folder: Path, pattern: str) -> list[Path]:
-    """Return the files of a folder that belong to the project; links aren't followed."""
-    paths = (path for path in folder.rglob(pattern) if path.is_file())
-    return sorted(
-        path
-        for path in paths
-        if not any(part in HIDDEN or part.startswith(".") for part in path.relative_to(ROOT).parts)
-        and not any(parent.is_symlink() for parent in path.parents)
-        and not any(part.endswith(".egg-info") for part in path.parts)
-    )
-
-
-def package_folders() -> dict[str, Path]:
-    """Return the folder of each package, by its import name."""
-    folders = {}
-    for top in (ROOT / "fabricx", *(ROOT / name for name in LINKED)):
-        for init in files(top, "__init__.py"):
-            inside = ".".join(init.parent.relative_to(ROOT).parts)
-            folders[inside if top.name == "fabricx" else f"fabricx.{inside}"] = init.parent
-    return folders
-
-
 PYTHON = [path for top in ("fabricx", *LINKED) for path in files(ROOT / top, "*.py")]
 FOLDERS = sorted({
     *package_folders().values(), ROOT / "examples", ROOT / "examples" / "my_project", ROOT / "tests",
     *(path.parent for path in (ROOT / "tests").glob("*/*.py")),
 })  # fmt: skip
-
-
-def short(path: Path) -> str:
-    return str(path.relative_to(ROOT))
-
-
-def python(program: str, cwd: Path, path: Path | str = "") -> str:
-    """Run a program that imports fabricx from `path`; return its output."""
-    ended = subprocess.run(
-        [sys.executable, "-P", "-c", program], cwd=cwd, env={**os.environ, "PYTHONPATH": str(path)},
-        capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    return ended.stdout
-
-
-# -- packaging ----------------------------------------------------------------------------------------------------
-
-
-def test_pyproject_lists_every_package_of_the_tree():
-    assert sorted(SETUPTOOLS["packages"]) == sorted(package_folders())
-
-
-def test_the_version_is_equal_in_all_files():
-    version = PYPROJECT["project"]["version"]
-    assert f'__version__ = "{version}"' in (ROOT / "fabricx" / "__init__.py").read_text()
-    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
-    assert f"\n## {version}" in (ROOT / "CHANGELOG.md").read_text()
-
-
-def test_folders_at_the_top_are_mapped_to_the_names_they_are_imported_under():
-    assert SETUPTOOLS["package-dir"] == {f"fabricx.{name}": name for name in LINKED}
-
-
-@pytest.mark.parametrize("name", LINKED)
-def test_links_are_relative(name):
-    assert os.readlink(ROOT / "fabricx" / name) == f"../{name}"
-
-
-@pytest.mark.parametrize("name", LINKED)
-def test_a_folder_at_the_top_refuses_to_be_imported_by_its_own_name(name, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT))
-    with pytest.raises(ImportError, match=f"import this package as fabricx.{name}, not {name}"):
-        importlib.import_module(name)
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    """Build a source archive from a copy of the tree, a wheel from this archive, and install it in a fresh environment.
-
-    Returns the package folder of the environment, which has no dependencies.
-    """
-    tree, out = tmp_path_factory.mktemp("tree"), tmp_path_factory.mktemp("wheel")
-    for name in ("fabricx", *LINKED):
-        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tree)
-    python(f"from setuptools import build_meta; build_meta.build_sdist({str(out)!r})", cwd=tree)
-    [archive] = out.glob("*.tar.gz")
-    shutil.unpack_archive(archive, tree / "unpacked", filter="data")
-    [unpacked] = (tree / "unpacked").iterdir()
-    python(f"from setuptools import build_meta; build_meta.build_wheel({str(out)!r})", cwd=unpacked)
-    [path] = out.glob("*.whl")
-    fresh = out / "fresh"
-    venv.create(fresh, with_pip=False)
-    subprocess.run(
-        [sys.executable, "-m", "pip", "--python", fresh / "bin" / "python", "install", "--quiet", "--no-index",
-         "--no-deps", "--no-compile", "--disable-pip-version-check", "--root-user-action=ignore", path],
-        check=True, timeout=100,
-    )  # fmt: skip
-    [site] = (fresh / "lib").glob("python*/site-packages")
-    return site
-
-
-def test_the_wheel_contains_every_module_and_every_configuration_file(wheel):
-    expected = set()
-    for name, folder in package_folders().items():
-        for kind in ("*.py", "*.j2", "*.js", "*.csv.gz", "*-LICENSE.txt"):
-            expected |= {f"{name.replace('.', '/')}/{path.name}" for path in folder.glob(kind)}
-    expected |= {f"fabricx/{short(path)}" for path in files(ROOT / "conf", "*.yaml")}
-    expected.add("fabricx/py.typed")
-    packed = {path.relative_to(wheel).as_posix() for path in wheel.rglob("*") if path.is_file()}
-    assert {name for name in packed if ".dist-info/" not in name} == expected
-
-
-def test_the_wheel_has_a_single_top_level_package(wheel):
-    # a project's own `callbacks/` must never shadow fabricx's
-    assert {path.name for path in wheel.iterdir() if path.suffix != ".dist-info"} == {"fabricx"}
-
-
-def test_an_installed_wheel_finds_its_plugins(wheel, tmp_path):
-    program = (
-        "import fabricx, importlib.resources as r; from fabricx import plugins\n"
-        "from fabricx.strategies import DDP; from fabricx.callbacks import EarlyStopping\n"
-        "assert plugins.find('strategies', 'ddp') is DDP\n"
-        "assert (r.files('fabricx.conf') / 'strategy' / 'ddp.yaml').is_file()\n"
-        "print(fabricx.__file__)"
-    )
-    (wheel / "dependencies.pth").write_text(sysconfig.get_path("purelib"))  # without the .pth files of that folder
-    bin = wheel.parents[2] / "bin"
-    for command, output in (
-        ([bin / "python", "-P", "-c", program], str(wheel / "fabricx" / "__init__.py")),
-        ([bin / "fabricx", "--version"], f"fabricx {PYPROJECT['project']['version']}"),
-    ):
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        ended = subprocess.run(
-            command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=True
-        )
-        assert ended.stdout == f"{output}\n"
-
-
-def test_a_folder_named_fabricx_beside_a_script_does_not_shadow_the_package(tmp_path):
-    (tmp_path / "fabricx" / "tests").mkdir(parents=True)  # like a clone
-    (tmp_path / "script.py").write_text("import fabricx.plugins; print(fabricx.plugins.__name__)")
-    ended = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, timeout=100, check=False)
-    assert ended.stdout == "fabricx.plugins\n", ended.stderr + "\ninstall it with make, which asks for a plain path"
 
 
 # -- folders and words --------------------------------------------------------------------------------------------

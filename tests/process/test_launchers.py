@@ -1,11 +1,9 @@
-"""Ranks started by launchers: a launcher of the tests, Ray on two simulated machines, and submitit."""
+"""Ranks started by launchers of the tests, on this machine."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -38,8 +36,6 @@ from tests.soak import params
 
 from . import meshes
 from .ledgers import BATCH, EPOCHS, SAMPLES, STEPS, Numbered, exact
-
-NEW_PROCESS = subprocess.Popen  # with the signal mask of its parent process, which a clone lacks
 
 
 class OnThisMachine(Launcher):
@@ -406,128 +402,3 @@ def test_servers_are_the_last_processes_of_the_last_machine() -> None:
     assert [[rank["RANK"] for rank in job] for job in jobs] == [["0", "1"], ["2", "3", "4", "5", "6"]]
     assert [job[0]["LOCAL_WORLD_SIZE"] for job in jobs] == ["2", "5"]
     assert {rank["WORLD_SIZE"] for job in jobs for rank in job} == {"7"}
-
-
-CLUSTER = """
-import os, signal, time
-import ray, torch
-from ray.cluster_utils import Cluster
-from torch.utils.data import DataLoader
-import fabricx as fx
-from fabricx.callbacks import FaultRecovery
-from fabricx.testing import QUIET, Ledger, kill
-from tests.process.ledgers import BATCH, EPOCHS, SAMPLES, STEPS, Numbered, exact
-
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
-for _ in range(3):  # including a spare node
-    cluster.add_node(num_cpus=1)
-ray.init(address=cluster.address, log_to_driver=False)
-
-class LosesMachine(fx.Callback):
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if trainer.global_step in (5, 7):  # all ranks have copied the previous step
-            trainer.world.barrier()
-        if trainer.global_rank == 1 and trainer.global_step == 7 and len(trainer.failures) == 1:
-            os.kill(int(os.environ["RAY_RAYLET_PID"]), signal.SIGKILL)
-            time.sleep(120)  # until this rank ends with its machine
-
-class Begins(fx.Callback):
-    def on_train_start(self, trainer, module):
-        if trainer.is_global_zero:
-            with open("begun", "a") as file:
-                file.write(f"{trainer.global_step} ")
-
-torch.manual_seed(3)
-module = Ledger(SAMPLES, BATCH)
-trainer = fx.Trainer(launcher="ray", num_nodes=2, devices=1, strategy="ddp", max_epochs=EPOCHS, **QUIET, callbacks=[
-    Begins(), LosesMachine(), kill(rank=1).during("backward", step=5),
-    FaultRecovery(snapshots=False, copy_every_n_steps=1)])
-trainer.fit(module, DataLoader(Numbered(), BATCH // 2, shuffle=True, num_workers=1))
-for line in trainer.failures:
-    print(line)
-print("fit", trainer.global_step == STEPS, exact(module))
-ray.shutdown()
-cluster.shutdown()
-"""
-
-
-# A cluster of Ray takes 15 seconds to start.
-@pytest.mark.parametrize("script", params([], [CLUSTER]))
-def test_ray_replaces_a_killed_process_and_a_lost_machine(own_folder: Path, script: str) -> None:
-    if importlib.util.find_spec("ray") is None:  # an import would leave an environment variable behind
-        pytest.skip("Ray is not installed: pip install 'fabricx[ray]'")
-    (own_folder / "script.py").write_text(script)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, "script.py"], capture_output=True, text=True, timeout=280, check=False, env=environment
-    )
-    printed = done.stdout.splitlines()[-3:]
-    assert printed[-1:] == ["fit True True"], done.stdout + done.stderr
-    assert ["killed by SIGKILL" in printed[0], "was lost" in printed[1]] == [True, True], printed
-    assert (own_folder / "begun").read_text() == "0 5 7 "
-
-
-class Preempted(fx.Callback):
-    """SLURM preempts the job of a run once."""
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_rank == 1 and trainer.global_step == 5 and not trainer.failures:
-            signal.raise_signal(signal.SIGTERM)
-
-
-# Each of the two jobs takes 15 seconds.
-@pytest.mark.parametrize(("fault", "message"), params([], [
-    (Preempted(), "the job has received SIGTERM"), (kill(rank=1).during("backward", step=5), "was lost"),
-]))  # fmt: skip
-def test_a_preempted_or_lost_job_of_slurm_is_resubmitted(own_folder: Path, fault: Any, message: str) -> None:
-    if importlib.util.find_spec("submitit") is None:
-        pytest.skip("submitit is not installed: pip install 'fabricx[slurm]'")
-    torch.manual_seed(3)
-    module = Ledger(SAMPLES, BATCH)
-    trainer = fx.Trainer(
-        launcher=Slurm(cluster="local"), devices=2, strategy="ddp", max_epochs=EPOCHS, **QUIET,
-        callbacks=[fault, FaultRecovery(every_n_train_steps=2)],
-    )  # fmt: skip
-    trainer.fit(module, DataLoader(Numbered(), BATCH // 2, shuffle=True))
-    assert (trainer.global_step, exact(module), len(trainer.failures)) == (STEPS, True, 1)
-    assert message in trainer.failures[0]
-
-
-INTERRUPTED = """
-import os, signal, time
-from pathlib import Path
-from torch.utils.data import DataLoader
-import fabricx as fx
-from fabricx.launchers import Slurm
-from fabricx.testing import QUIET, Ledger
-from tests.process.ledgers import BATCH, EPOCHS, SAMPLES, Numbered
-
-class PressesCtrlC(fx.Callback):
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if trainer.global_rank == 1 and trainer.global_step == 5:
-            os.killpg(int(Path("group").read_text()), signal.SIGINT)
-            time.sleep(5)  # the launcher looks for signals twice a second
-
-Path("group").write_text(str(os.getpgrp()))
-trainer = fx.Trainer(launcher=Slurm(cluster="local"), devices=2, strategy="ddp", max_epochs=EPOCHS, **QUIET,
-                     callbacks=PressesCtrlC())
-try:
-    trainer.fit(Ledger(SAMPLES, BATCH), DataLoader(Numbered(), BATCH // 2, shuffle=True))
-finally:
-    print("stopped", trainer.interrupted, 5 <= trainer.global_step <= 7)
-"""
-
-
-@pytest.mark.parametrize("script", params([], [INTERRUPTED]))
-def test_ctrl_c_in_a_terminal_stops_tasks_without_slurm_at_their_next_step(
-    own_folder: Path, script: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(subprocess, "Popen", NEW_PROCESS)
-    (own_folder / "script.py").write_text(script)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [sys.executable, "script.py"], capture_output=True, text=True, timeout=280, check=False, env=environment,
-        start_new_session=True,
-    )  # fmt: skip
-    assert "stopping at the next step" in done.stdout, done.stdout + done.stderr
-    assert "stopped True True" in done.stdout, done.stdout + done.stderr
