@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 
 import yaml
 
-from fabricx.core.hparams import CLASS_PATH, is_plain, plain_containers
+from fabricx.checkpoint.hyperparameters import CLASS_PATH, is_plain, plain_containers
 from fabricx.errors import CheckpointError
 
 T = TypeVar("T")

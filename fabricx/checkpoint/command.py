@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Final
 
 from fabricx.checkpoint.files import MARKER, is_committed, oldest_first, read_manifest, verify, written
+from fabricx.checkpoint.hyperparameters import plain
 from fabricx.checkpoint.storage import as_path, is_local
 from fabricx.checkpoint.unread import is_unread, names_in
-from fabricx.core.hparams import plain
 from fabricx.errors import CheckpointError
 from fabricx.redaction import masked, printable
 

@@ -41,7 +41,8 @@ _PLAIN: Final[list[Any]] = [
     datetime.timedelta,
     datetime.timezone,
     (frozenset, "builtins.frozenset"),
-    (dict, "fabricx.core.hparams.AttributeDict"),
+    (dict, "fabricx.checkpoint.hyperparameters.AttributeDict"),
+    (dict, "fabricx.core.hparams.AttributeDict"),  # of an earlier version
     *((pathlib.Path, f"pathlib{part}.{kind}") for part in ("", "._local") for kind in ("PosixPath", "WindowsPath")),
     *((dict, f"{package}.AttributeDict") for package in (
         "pytorch_lightning.utilities.parsing", "lightning.fabric.utilities.data", "lightning_fabric.utilities.data",

@@ -27,11 +27,11 @@ from fabricx.checkpoint.files import (
     verify,
 )  # fmt: skip
 from fabricx.checkpoint.foreign import is_foreign, load_objects, mismatch, read_foreign, shapes_differ
+from fabricx.checkpoint.hyperparameters import CLASS_PATH, INSTANTIATOR, Form, without_origin
 from fabricx.checkpoint.index import parse
+from fabricx.checkpoint.single_file import ReadsFiles
 from fabricx.checkpoint.storage import Place, as_path, is_local
 from fabricx.checkpoint.unread import names_in, permission_needed
-from fabricx.core.checkpoint_io import TorchCheckpointIO
-from fabricx.core.hparams import CLASS_PATH, INSTANTIATOR, Form, without_origin
 from fabricx.distributed.messages.authentication import tag
 from fabricx.distributed.sharding.fsdp_internals import shard_like
 from fabricx.errors import CheckpointError, MissingArguments, did_you_mean
@@ -49,7 +49,7 @@ def load(
     verified: bool = False,
     trusted: bool = False,
     key: bytes = b"",
-    plugin: TorchCheckpointIO | None = None,
+    plugin: ReadsFiles | None = None,
 ) -> dict[str, Any]:
     """Load a checkpoint of any number of ranks and any strategy; no code of its files is executed unless it is trusted.
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 
@@ -20,10 +21,9 @@ from fabricx.checkpoint import tree
 from fabricx.checkpoint.archive import add_record
 from fabricx.checkpoint.files import dated, put_in_place
 from fabricx.checkpoint.foreign import torch_load
+from fabricx.checkpoint.hyperparameters import Form
+from fabricx.checkpoint.optimizer_numbers import numbered
 from fabricx.checkpoint.storage import is_local
-from fabricx.core.checkpoint_io import TorchCheckpointIO, read_by
-from fabricx.core.hparams import Form
-from fabricx.core.strategy_support.optimizer_state import numbered
 from fabricx.errors import CheckpointError
 from fabricx.scratch import private_folder
 
@@ -31,9 +31,18 @@ ENTRY: Final = "fabricx"
 _LIGHTNING: Final = "2.6.6"  # version of Lightning whose entries these are
 
 
+class ReadsFiles(Protocol):
+    """A plugin that reads files of checkpoints in its own way."""
+
+    @property
+    def load_checkpoint(self) -> Callable[..., dict[str, Any]]:
+        """Return the function that reads the file at a path."""
+        ...
+
+
 def read_state(
     path: Path, map_location: Any, *, mapped: bool = False, trusted: bool = False,
-    plugin: TorchCheckpointIO | None = None,
+    plugin: ReadsFiles | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the state in a single-file checkpoint; no code of the file is executed unless it is trusted.
 
@@ -50,7 +59,7 @@ def read_state(
     if plugin is None:
         content = torch_load(path, map_location, mapped=mapped, trusted=trusted)
     else:
-        rest, tensors = tree.split(read_by(plugin, path, trusted=trusted))
+        rest, tensors = tree.split(_read_by(plugin, path, trusted=trusted))
         content = tree.join(rest, {name: tensor.to(map_location) for name, tensor in tensors.items()})
     state = content.get(ENTRY) if isinstance(content, dict) else None
     if not isinstance(state, dict):
@@ -137,3 +146,16 @@ def _entries(state: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str,
         "state_dict": strategy.get("module", {}) if isinstance(strategy, Mapping) else {},
         **({"hyper_parameters": state["hparams"]} if state.get("hparams") else {}),
     }
+
+
+def _read_by(plugin: ReadsFiles, path: Path, *, trusted: bool) -> Any:
+    """Return the content of a file as a plugin reads it.
+
+    Args:
+        plugin: reads the file.
+        path: path of the file.
+        trusted: the caller has passed `weights_only=False`.
+    """
+    parameters = inspect.signature(plugin.load_checkpoint).parameters
+    takes = "weights_only" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return plugin.load_checkpoint(path, **({"weights_only": False if trusted else None} if takes else {}))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -69,16 +68,3 @@ def _only_reads(plugin: Any) -> bool:
     return isinstance(plugin, TorchCheckpointIO) and all(
         getattr(type(plugin), name) is getattr(TorchCheckpointIO, name) for name in _WRITES
     )
-
-
-def read_by(plugin: TorchCheckpointIO, path: Path, *, trusted: bool) -> Any:
-    """Return the content of a file as a plugin reads it.
-
-    Args:
-        plugin: reads the file.
-        path: path of the file.
-        trusted: the caller has passed `weights_only=False`.
-    """
-    parameters = inspect.signature(plugin.load_checkpoint).parameters
-    takes = "weights_only" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return plugin.load_checkpoint(path, **({"weights_only": False if trusted else None} if takes else {}))

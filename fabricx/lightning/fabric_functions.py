@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fabricx.core.hparams import builtin
+from fabricx.checkpoint.hyperparameters import builtin
 
 
 def convert_params(params: Mapping[str, Any] | Namespace | None) -> Any:

@@ -16,7 +16,7 @@ from typing import Any, Final, Generic, ParamSpec, Protocol, TypeVar, final
 
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-from fabricx.core.hparams import plain, plain_containers
+from fabricx.checkpoint.hyperparameters import plain, plain_containers
 from fabricx.core.logger import STATUS, Ending, Logger, Silent
 from fabricx.core.rank_zero import launched_rank
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from fabricx.core.hparams import plain
+from fabricx.checkpoint.hyperparameters import plain
 from fabricx.core.logger import Ending, Logger, Silent
 from fabricx.core.rank_zero import launched_rank
 from fabricx.distributed.world import current

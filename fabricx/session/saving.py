@@ -14,13 +14,13 @@ import torch
 
 from fabricx import checkpoint
 from fabricx.checkpoint import tree
+from fabricx.checkpoint.hyperparameters import Form, plain, storable
 from fabricx.checkpoint.objects import is_storable
+from fabricx.checkpoint.optimizer_numbers import numbered
 from fabricx.consistency.comparison import of_added
 from fabricx.consistency.optimizer_changes import not_watched
-from fabricx.core.hparams import Form, plain, storable
 from fabricx.core.state import Phase
 from fabricx.core.strategy_parts import ModelParallel, as_part
-from fabricx.core.strategy_support.optimizer_state import numbered
 from fabricx.distributed.sharding.fsdp_internals import class_before_fsdp
 from fabricx.errors import PossibleUserWarning
 from fabricx.redaction import masked

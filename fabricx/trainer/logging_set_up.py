@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from fabricx.core.hparams import plain, without_origin
+from fabricx.checkpoint.hyperparameters import plain, without_origin
 from fabricx.core.options.arguments import described
 from fabricx.core.strategy_parts import MeasuresWaiting, as_part
 from fabricx.errors import DifferentValues, full_disk_costs

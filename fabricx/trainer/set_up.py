@@ -14,13 +14,13 @@ import torch
 from lightning_utilities.core.apply_func import apply_to_collection
 
 from fabricx.checkpoint import is_foreign, read_manifest
+from fabricx.checkpoint.hyperparameters import plain
 from fabricx.checkpoint.storage import as_path
 from fabricx.consistency import comparison
 from fabricx.consistency.shared_settings import OwnSettings
 from fabricx.core.callback import Callback, attach
 from fabricx.core.datamodule import DataModule
 from fabricx.core.hook_calls.hooks import check_hooks, fitted
-from fabricx.core.hparams import plain
 from fabricx.core.logger import Ending
 from fabricx.core.module_state.rng import RandomState, seed_generators
 from fabricx.core.rank_zero import set_rank

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fabricx.checkpoint.class_paths import check_classes, classes_named, derived
+from fabricx.checkpoint.hyperparameters import CLASS_PATH, without_origin
 from fabricx.checkpoint.reader import load
-from fabricx.core.hparams import CLASS_PATH, without_origin
 
 
 def hparams_of(path: str, cls: type, model: Any, *, trusted: bool) -> dict[str, Any]:

@@ -7,7 +7,8 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fabricx.core.hparams import CLASS_PATH, given_hyperparameters
+from fabricx.checkpoint.hyperparameters import CLASS_PATH
+from fabricx.core.hparams import given_hyperparameters
 
 
 def instantiate_class(args: Any, init: Mapping[str, Any]) -> Any:

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sized
 from typing import Any, Final
 
-from fabricx.core.hparams import is_plain, plain
+from fabricx.checkpoint.hyperparameters import is_plain, plain
 
 _LONG: Final = 200  # characters or elements; longer values are data and are not recorded
 _NO_TEXT: Final[Any] = object.__str__

@@ -11,7 +11,8 @@ from typing import Any, Final, final
 from torch import Tensor
 from torch.optim import Optimizer
 
-HELD: Final = "held_gradient"  # key in the state of a parameter
+from fabricx.checkpoint.optimizer_numbers import HELD
+
 ENOUGH: Final = 8  # batches after which clearing is the rule
 _Mark = tuple[Any, int]  # weak reference to a gradient, and its version
 

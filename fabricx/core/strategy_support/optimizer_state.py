@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
@@ -11,7 +10,8 @@ from typing import Any, Final
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fabricx.core.strategy_support.held_gradients import HELD, held_gradients
+from fabricx.checkpoint.optimizer_numbers import HELD
+from fabricx.core.strategy_support.held_gradients import held_gradients
 
 _AT_START: Final = "_fabricx_groups_at_start"  # attribute of an optimizer: number of groups when training begins
 _EXTENDS: Final = "_fabricx_extends_schedules"  # attribute of an optimizer, if a callback extends its schedules
@@ -151,26 +151,6 @@ def by_name(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
         "state": values,
         "param_groups": [{**g, "params": [ordered[number] for number in g["params"]]} for g in state["param_groups"]],
     }
-
-
-def numbered(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an optimizer's state as `Optimizer.state_dict` of torch has it, from its state keyed by names.
-
-    Args:
-        saved: result of `by_name`.
-    """
-    numbers, groups = itertools.count(), []
-    by_parameter: dict[str, int] = {}
-    for group in saved["param_groups"]:
-        of_group = {number: name for name, number in zip(group["params"], numbers, strict=False)}
-        by_parameter |= {name: number for number, name in of_group.items()}
-        groups.append({**group, "params": list(of_group)})
-    values = {
-        by_parameter[name]: {key: value for key, value in of_parameter.items() if key != HELD}
-        for name, of_parameter in saved["state"].items()
-        if name in by_parameter
-    }
-    return {"state": {number: value for number, value in values.items() if value}, "param_groups": groups}
 
 
 def by_number(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,8 @@ from omegaconf import ListConfig, OmegaConf
 from torch import nn
 
 import fabricx as fx
-from fabricx.core.hparams import Form, HyperParameters, is_omegaconf, is_plain, plain, storable
+from fabricx.checkpoint.hyperparameters import Form, is_omegaconf, storable
+from fabricx.core.hparams import HyperParameters
 from fabricx.errors import DifferentValues, PossibleUserWarning
 from fabricx.loggers import CSVLogger
 from fabricx.testing import TinyModule, tiny_loader
@@ -126,21 +127,6 @@ def test_a_name_that_is_no_argument_is_an_error_with_the_valid_names() -> None:
         Chosen(names=("c",))
     with pytest.raises(AttributeError, match=r"no hyperparameter 'dept'.\n  known: \['depth', 'rate', 'size'\]"):
         Large(7).hparams.dept  # noqa: B018
-
-
-def test_plain_data_is_json_data_and_other_values_become_strings() -> None:
-    shaped = nn.ReLU()
-    shaped.shape = torch.Size()  # type: ignore[assignment]  # as environments of torchrl
-    hyperparameters = {
-        "sizes": (1, 2),
-        "nested": {"net": nn.ReLU(), "shaped": shaped},
-        3: None,
-        "scalar": torch.tensor(2),
-    }
-    assert not is_plain(hyperparameters)
-    texts = {"net": "ReLU()", "shaped": "ReLU()"}
-    assert plain(hyperparameters) == {"sizes": [1, 2], "nested": texts, "3": None, "scalar": 2}
-    assert is_plain(plain(hyperparameters))
 
 
 class Color(str, Enum):  # noqa: UP042

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import fabricx as fx
+from fabricx.checkpoint.hyperparameters import INSTANTIATOR
 from fabricx.cli.lightning.objects import ConfiguredOptimizers, Instantiator, class_of, instantiate_class
-from fabricx.core.hparams import INSTANTIATOR
 
 
 class _Inner(fx.Module):
