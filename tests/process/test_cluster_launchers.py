@@ -22,6 +22,8 @@ from tests.soak import params
 
 from .ledgers import BATCH, EPOCHS, SAMPLES, STEPS, Numbered, exact
 
+NEW_PROCESS = subprocess.Popen  # with the signal mask of its parent process, which a clone lacks
+
 CLUSTER = """
 import os, signal, time
 import ray, torch
@@ -133,7 +135,10 @@ finally:
 
 
 @pytest.mark.parametrize("script", params([], [INTERRUPTED]))
-def test_ctrl_c_in_a_terminal_stops_tasks_without_slurm_at_their_next_step(own_folder: Path, script: str) -> None:
+def test_ctrl_c_in_a_terminal_stops_tasks_without_slurm_at_their_next_step(
+    own_folder: Path, script: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "Popen", NEW_PROCESS)
     (own_folder / "script.py").write_text(script)
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(
