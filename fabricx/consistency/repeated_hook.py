@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from fabricx.core.module_state.buffers import persistent_buffers
 from fabricx.core.module_state.placeholder import is_placeholder
-from fabricx.data.own_state import equal_states
+from fabricx.data.data_state import equal_states
 from fabricx.distributed.sharding.dtensors import own_part
 
 

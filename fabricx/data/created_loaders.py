@@ -11,8 +11,8 @@ from fabricx.core.datamodule import DataModule
 from fabricx.core.hook_calls.hooks import overrides
 from fabricx.core.module_hooks import ModuleHooks
 from fabricx.core.module_state.rng import RandomState, random_kept, seed_often
+from fabricx.data.data_state import copied_state, equal_states
 from fabricx.data.order import epoch_seed
-from fabricx.data.own_state import copied_state, equal_states
 from fabricx.errors import WrongArgument
 
 if TYPE_CHECKING:

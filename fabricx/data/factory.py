@@ -10,7 +10,7 @@ from torch.utils.data.distributed import DistributedSampler
 from fabricx.data.combined import CombinedLoader
 from fabricx.data.feed import Feed
 from fabricx.data.iterable import ListFeed
-from fabricx.data.joined import joined
+from fabricx.data.joined_loaders import joined
 from fabricx.data.loader_classes import reads_otherwise
 from fabricx.data.loader_order import distributed_sampler, is_ordered, order_of
 from fabricx.data.loader_ranks import give_rank

@@ -12,11 +12,7 @@ from torch.utils.data import DataLoader
 
 from fabricx.core.module_state.rng import RandomState, random_kept
 from fabricx.core.strategy_support.dealer import Dealer
-from fabricx.data.epochs import set_epoch_of_loader
-from fabricx.data.feed import Feed, Microbatch
-from fabricx.data.leasing import Section
-from fabricx.data.own_draws import Drawn, OwnDraws
-from fabricx.data.own_state import (
+from fabricx.data.data_state import (
     changes,
     find_generators,
     iterated_values,
@@ -24,6 +20,10 @@ from fabricx.data.own_state import (
     set_generators,
     states_of_generators,
 )
+from fabricx.data.epochs import set_epoch_of_loader
+from fabricx.data.feed import Feed, Microbatch
+from fabricx.data.leasing import Section
+from fabricx.data.stream_draws import Drawn, OwnDraws
 from fabricx.distributed.world import World
 from fabricx.errors import PeerLost
 

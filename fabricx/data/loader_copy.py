@@ -16,7 +16,7 @@ from fabricx.data.preprocess import Preprocess
 
 @final
 class PickedItems:
-    """Batch sampler of the copied DataLoader, whose source of indices is replaced in each epoch."""
+    """Batch sampler of the copied DataLoader, which receives the items of each epoch."""
 
     def __init__(self) -> None:
         self.source: Callable[[], Iterator[Any]] = lambda: iter(())
@@ -30,7 +30,7 @@ class PickedItems:
 
 
 def copy_loader(loader: DataLoader[Any], picked: PickedItems, ranks: int, *, seeded: bool) -> DataLoader[Any]:
-    """Copy a loader with another source of indices.
+    """Copy a loader, with selected items in place of the loader's order.
 
     Args:
         loader: the user's loader.

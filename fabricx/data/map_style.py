@@ -24,6 +24,7 @@ from fabricx.core.module_state.rng import random_kept, seed_generators, seed_tor
 from fabricx.core.strategy_support.dealer import Dealer
 from fabricx.core.tensors.transfer import common_size
 from fabricx.data.batch_seeding import BatchSeededDataset
+from fabricx.data.data_state import changes, find_generators, put_back_sampler, sampler_values
 from fabricx.data.epochs import set_epoch
 from fabricx.data.feed import Feed, Microbatch
 from fabricx.data.leasing import LeasedSection, Section
@@ -31,7 +32,6 @@ from fabricx.data.loader_copy import PickedItems, copy_loader
 from fabricx.data.loader_order import chosen_items, is_shuffled, order_of, seed_of
 from fabricx.data.loader_signals import block_sigterm_in_forks
 from fabricx.data.order import Balance, Cut, epoch_order, epoch_seed
-from fabricx.data.own_state import changes, find_generators, put_back_sampler, sampler_values
 from fabricx.distributed.world import World
 from fabricx.errors import RanksDisagree
 

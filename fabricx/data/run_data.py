@@ -16,10 +16,10 @@ from fabricx.core.options.duration import check_count
 from fabricx.core.strategy_parts import ModelParallel, as_part
 from fabricx.data.advice import advise_on_batches, advise_on_overfitting, advise_on_shuffling, advise_on_validation
 from fabricx.data.created_loaders import CreatedLoaders
+from fabricx.data.data_state import find_generators
 from fabricx.data.factory import make_feed
 from fabricx.data.feed import Feed
 from fabricx.data.order import Balance
-from fabricx.data.own_state import find_generators
 from fabricx.data.sources import evaluation_sources, training_source
 from fabricx.distributed.world import World
 from fabricx.errors import WrongArgument

@@ -10,7 +10,7 @@ from typing import Any, Final
 from fabricx.core.callback import Callback
 from fabricx.core.datamodule import DataModule
 from fabricx.core.hook_calls.hooks import overrides
-from fabricx.data.own_state import equal_states, tensor_bytes
+from fabricx.data.data_state import equal_states, tensor_bytes
 
 _LARGE: Final = 1 << 24  # bytes of tensors
 

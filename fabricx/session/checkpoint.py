@@ -17,7 +17,7 @@ from fabricx.core.module_state.rng import RandomState
 from fabricx.core.optimizers import load_schedules
 from fabricx.core.state import Phase
 from fabricx.core.strategy_parts import ModelParallel, as_part
-from fabricx.data.own_state import set_generators
+from fabricx.data.data_state import set_generators
 from fabricx.errors import CheckpointError
 from fabricx.session.callback_states import as_saved, check_same_number, with_shards
 from fabricx.session.rank_state import restore_rank_states

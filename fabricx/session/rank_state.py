@@ -12,7 +12,7 @@ from fabricx.core.module_state.attribute_copies import Key
 from fabricx.core.module_state.buffers import BufferMark
 from fabricx.core.module_state.packed_attributes import packed
 from fabricx.core.module_state.rng import RandomState
-from fabricx.data.own_state import states_of_generators
+from fabricx.data.data_state import states_of_generators
 from fabricx.distributed.messages.tensor_bytes import as_bytes
 from fabricx.distributed.statistics.metric_sums import merge_sums, plain
 from fabricx.metrics.objects import (

@@ -20,8 +20,7 @@ from fabricx.core.datamodule import DataModule
 from fabricx.core.module_state.rng import random_kept
 from fabricx.core.state import RunState
 from fabricx.data.combined import CombinedLoader
-from fabricx.data.order import Balance
-from fabricx.data.own_state import (
+from fabricx.data.data_state import (
     copied_state,
     find_generators,
     put_back_sampler,
@@ -29,6 +28,7 @@ from fabricx.data.own_state import (
     set_generators,
     states_of_generators,
 )
+from fabricx.data.order import Balance
 from fabricx.errors import MissingAttribute, WorkerFailed, did_you_mean
 from fabricx.launch import cluster
 from fabricx.lightning import adapt_data, adapt_module

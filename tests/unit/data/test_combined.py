@@ -17,7 +17,7 @@ import fabricx as fx
 from fabricx.data import CombinedLoader
 from fabricx.data.combined import MODES
 from fabricx.data.iterable import ListFeed
-from fabricx.data.joined import joined
+from fabricx.data.joined_loaders import joined
 from fabricx.distributed.world import World
 from fabricx.testing import QUIET, TinyModule, tiny_loader
 from tests.unit.data.number_loaders import Stream, loader, plain

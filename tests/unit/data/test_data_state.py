@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, Sampler, Weight
 
 import fabricx as fx
 from fabricx.data import make_feed
-from fabricx.data.own_state import (
+from fabricx.data.data_state import (
     copied_state,
     equal_states,
     find_generators,

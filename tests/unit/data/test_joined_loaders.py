@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from fabricx.data import CombinedLoader
 from fabricx.data.combined import MODES
-from fabricx.data.joined import joined
+from fabricx.data.joined_loaders import joined
 from fabricx.data.loader_order import is_ordered
 from tests.unit.data.number_loaders import Numbers, Stream, loader, plain
 

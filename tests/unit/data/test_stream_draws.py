@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from fabricx.core.module_state.rng import RandomState
-from fabricx.data.own_draws import OwnDraws
+from fabricx.data.stream_draws import OwnDraws
 
 
 class Noise:
