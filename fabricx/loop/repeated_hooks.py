@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from fabricx.consistency.repeated_hook import RepeatedHook
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 def run_start(session: Session, *, continues: bool) -> Iterator[None]:
     """Context of the hooks that start a run.
 
-    In a run that continues, random states are kept, and parameter groups are not added to optimizers again.
+    In a run that continues, random states are kept, and parameter groups are not added to optimizers again. Within an
+    epoch, logged values are discarded: those of the first call are part of the epoch's values.
 
     Args:
         session: session of a fit.
@@ -30,7 +31,8 @@ def run_start(session: Session, *, continues: bool) -> Iterator[None]:
     if not continues:
         yield
         return
-    with random_kept(), added_once(_changed_before(session)), session.fault_tolerance.kept_attributes():
+    logs = session.metrics.logbook.muted() if session.state.batch else nullcontext()
+    with random_kept(), added_once(_changed_before(session)), session.fault_tolerance.kept_attributes(), logs:
         yield
 
 
