@@ -13,6 +13,7 @@ from fabricx.loop.manual_optimization import check_options
 from fabricx.loop.repeated_hooks import epoch_start
 from fabricx.session.checkpoint import recount_batches, report_global_batch
 from fabricx.session.schedule import agree_at_boundary, limit_reached
+from fabricx.session.unregistered_parameters import check_registered
 
 if TYPE_CHECKING:
     from fabricx.session.session import Session
@@ -36,6 +37,7 @@ def begin_epoch(session: Session) -> bool:
     if not session.module.automatic_optimization:
         check_options(session)  # a callback may have changed the accumulation
     session.data.check_options()
+    check_registered(session, session.optimizers)
     recount_batches(session)
     report_global_batch(session)
     session.checks.compare_ranks(f"at the start of epoch {session.state.epoch}", rates)

@@ -23,9 +23,9 @@ from fabricx.loop.user_steps import call_method, step_optimizer
 from fabricx.metrics.objects import metric_objects
 from fabricx.session.accumulation import accumulation_set
 from fabricx.session.checkpoint import load_imported_weights
+from fabricx.session.unregistered_parameters import check_registered
 from fabricx.trainer.module_set_up import check_not_lazy
 from fabricx.trainer.trial import trial_of
-from fabricx.trainer.unregistered_parameters import check_registered
 
 if TYPE_CHECKING:
     from fabricx.session.session import Session

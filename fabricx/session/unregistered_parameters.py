@@ -26,7 +26,7 @@ def check_registered(session: Session, optimizers: Sequence[Optimizer]) -> None:
 
     Args:
         session: session of a fit, with the strategy set up.
-        optimizers: results of `configure_optimizers`.
+        optimizers: results of `configure_optimizers`, to which hooks of a start may have added tensors.
 
     Raises:
         ValueError: an optimizer trains another tensor, and the run has several ranks.
@@ -61,14 +61,14 @@ def _description(module: nn.Module, unknown: Mapping[int, Tensor]) -> str | None
         return None
     name, remedy = next(iter(names.items()))
     return (
-        f"configure_optimizers: an optimizer trains {_listed([f'self.{name}' for name in names])}, but the module does "
+        f"an optimizer trains {_listed([f'self.{name}' for name in names])}, but the module does "
         f"not have it in self.parameters(). Assign it as self.{name} = {remedy}"
     )
 
 
 def _by_shape(unknown: Mapping[int, Tensor]) -> str:
     return (
-        "configure_optimizers: an optimizer trains tensors that are not parameters of the module, of shapes "
+        "an optimizer trains tensors that are not parameters of the module, of shapes "
         f"{_listed([str(list(tensor.shape)) for tensor in unknown.values()])}. Create the optimizer in "
         "configure_optimizers, from self.parameters(), and make each layer and each trained tensor an attribute of the "
         "module, as nn.Module and nn.Parameter"

@@ -81,6 +81,16 @@ def test_warning_on_one_rank(add: Callable[[Any], list[Tensor]], text: str) -> N
         fx.Trainer(**QUIET, max_steps=1).fit(Net(add), [torch.ones(2, 2)])
 
 
+@pytest.mark.parametrize("hook", ["on_fit_start", "on_train_epoch_start"])
+def test_warning_of_tensors_that_a_hook_adds(hook: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def adds(net: Any) -> None:
+        net.trainer.optimizers[0].add_param_group({"params": _tensor(net)})
+
+    monkeypatch.setattr(Net, hook, adds)
+    with pytest.warns(UserWarning, match=r"trains self\.log_alpha, .* Assign it as self\.log_alpha"):
+        fx.Trainer(**QUIET, max_steps=1).fit(Net(lambda net: []), [torch.ones(2, 2)])
+
+
 def _parameter(net: Any) -> list[Tensor]:
     net.scale = nn.Parameter(torch.zeros(1))
     return []
