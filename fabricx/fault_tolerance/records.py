@@ -46,7 +46,7 @@ class RankRecords(FaultTolerance):
         memory: in-memory checkpoints, for state that only this rank holds; None if they are off.
 
     Attributes:
-        epoch_end: state at which the publication of an epoch's values began; None outside of it.
+        publishing: the values of an epoch are being published.
         options: options of the optimizers before the hooks that begin an epoch, until its first batch is complete.
         reached: newest step before the last failure, until a further step is made; infinite without.
         weights: those at the point from which unfinished work is repeated; None if no other rank reads the records.
@@ -64,7 +64,7 @@ class RankRecords(FaultTolerance):
         super().__init__(session.module, session.strategy, session.state, session.rank_state)
         self._session = session
         self.members, self.slot, self.memory = members, slot, memory
-        self.epoch_end: RankState | None = None
+        self.publishing = False
         self.torn = False
         self.reached = math.inf
         self.weights = None if slot is None else NotedWeights(session.module)
@@ -130,16 +130,16 @@ class RankRecords(FaultTolerance):
         return self.slot is not None
 
     def reach(self, step: EpochStep) -> None:
-        self.epoch_step = step
+        super().reach(step)
         if step is EpochStep.EPOCH_WATCHERS:
-            self.epoch_end = None
+            self.publishing = False
             if self.weights is not None:
                 self.weights.forget()
         self.record()
 
     def before_publishing(self) -> None:
-        if self.slot is not None:
-            self.epoch_end = self._session.rank_state(repeats=True)
+        super().before_publishing()
+        self.publishing = self.slot is not None
         if self.weights is not None:
             self.weights.note(values=True)
 

@@ -76,8 +76,6 @@ def end_epoch(session: Session) -> None:
     session.data.check_options()
     if session.state.validating or session.state.judging:
         validate_in_fit(session)
-        if not session.state.drained:  # the end of a run changes the sums of an incomplete epoch
-            session.fault_tolerance.keep_point()
     if not session.module.automatic_optimization and session.optimizers and not session.state.step:
         session.warn_once(
             "no manual step",

@@ -88,6 +88,11 @@ def _start(session: Session) -> bool:
         elif session.options.max_steps:  # such as limit_train_batches=0; max_steps=0 sets up a run, and no more
             session.print(f"there is nothing to train: {reached_limits(session)}")
         return False
+    if session.checkpoints.new_optimizers:
+        session.print(
+            f"this run continues after {state.step} steps of an earlier fit with its weights, and with new "
+            "optimizers and schedules; set ckpt_path='last' to continue with those of the newest checkpoint"
+        )
     session.metrics.collect(session.metrics.training)
     with run_start(session, continues=resumed or newcomer):
         call(session.hooks.on_train_start)
@@ -144,8 +149,7 @@ def train_epoch(session: Session, train_rest: Callable[[Session], bool]) -> None
         state.drained = train_rest(session) if begin_epoch(session) else epoch_pending(session)
         state.validating = validation_due_at_end(session, state.drained)
         state.validated = state.validated or state.validating
-        # The end of a run changes the sums of an incomplete epoch: a checkpoint contains the sums before.
-        ft.resume_point = None if state.drained else session.rank_state()
+        ft.resume_point = None
     if session.stop.interrupted and not state.drained:  # a later run will complete the epoch
         session.metrics.publish_step()
         return

@@ -179,9 +179,15 @@ class FaultTolerance:
             step: the next part.
         """
         self.epoch_step = step
+        if step is EpochStep.EPOCH_WATCHERS and self._state.drained:  # else the epoch is incomplete, and its sums kept
+            self.resume_point = None
 
     def before_publishing(self) -> None:
-        """Keep the sums of an epoch, because their reduction may finish on some ranks and fail on other ranks."""
+        """Keep the state before the hooks at the end of an epoch, which a run that resumes from one of them repeats.
+
+        The reduction of its sums may finish on some ranks and fail on other ranks.
+        """
+        self.keep_point(repeats=True)
 
     def after_publishing(self) -> None:
         """Record that the epoch's values are published and its sums reset, before a peer relies on it."""

@@ -62,11 +62,6 @@ def set_up_training(session: Session) -> None:
     )
     _set_up_strategy(session)
     session.wrap_steps(fits=True)
-    if session.state.step and session.checkpoints.ckpt_path is None:
-        session.print(
-            f"this run continues after {session.state.step} steps of an earlier fit with its weights, and with new "
-            "optimizers and schedules; set ckpt_path='last' to continue with those of the newest checkpoint"
-        )
     session.metrics.begin(session.weigh)
     session.metrics.collect(None)
     _set_up_optimizers(session)

@@ -253,7 +253,9 @@ def test_a_finished_run_prints_a_message_and_does_not_train(
     assert all(torch.equal(a, b) for a, b in zip(module.parameters(), resumed.parameters(), strict=True))
     module.on_train_start = module.on_train_end = pytest.fail  # type: ignore[method-assign,assignment]
     trainer.fit(module, tiny_loader())  # a second fit, as in Lightning
-    assert "training is already complete, after 4 steps and 1 epochs: max_epochs=1" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "training is already complete, after 4 steps and 1 epochs: max_epochs=1" in printed
+    assert "this run continues" not in printed
     del module.on_train_start, module.on_train_end
     trainer.max_epochs = 2
     trainer.fit(module, tiny_loader())

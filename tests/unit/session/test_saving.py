@@ -70,6 +70,7 @@ class _Counts:
     [
         ("on_train_batch_end", 6, 4), ("on_validation_end", 2, 4), ("on_validation_batch_end", 2, 1),
         ("on_train_batch_start", 3, 1), ("on_train_epoch_start", 2, 1),
+        ("on_train_epoch_end", 1, 1),
     ],
 )  # fmt: skip
 def test_callback_states_exclude_work_that_a_resumed_run_repeats(
