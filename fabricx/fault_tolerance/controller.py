@@ -21,7 +21,7 @@ class ElasticPolicy:
         waits: seconds for which the survivors wait for a replacement. Then they continue, at once with 0, and the
             replacement joins them later.
         least: minimum number of workers to continue with.
-        tries: maximum number of consecutive deaths without a further step in between.
+        tries: maximum number of consecutive failed generations and replacements without a further step in between.
         outlived: in-memory checkpoints outlive the workers, so that no worker has to survive.
         fixed: the number of workers can't change: the survivors wait for replacements.
     """
@@ -67,8 +67,7 @@ class ElasticController:
         self._over = -1  # newest generation of which the members were informed that it is over
         self._departed: tuple[int, ...] = ()  # workers that the present generation does not need any more
         self._outbox: list[tuple[tuple[int, ...], str, Any]] = []
-        self._step, self._tries = -1, 0
-        self._repeats = 0  # generations, and replacements that could not join, without a further step
+        self._step, self._tries = -1, 0  # tries: failed generations and replacements without a further step
         self._cuts: list[str] = []  # records of lost links since all members trained, which a failure may explain
 
     # -- events -------------------------------------------------------------------------------------------------
@@ -118,14 +117,13 @@ class ElasticController:
                 if self._arrived.issuperset(self._seats):
                     self._cuts.clear()
             if step > self._step:
-                self._step, self._tries, self._repeats = step, 0, 0
+                self._step, self._tries = step, 0
 
     def _begin_again(self, worker: int, generation: int, why: str) -> bool:
         """Record a failure and request a new generation; returns False if no new generation is possible or needed."""
         if generation != self._number or worker not in self._seats or self._broken:
             return False
-        self._tries += 1
-        if self._tries > self._elastic.tries:  # no message: the worker raises its error
+        if self.exhausted:  # no message: the worker raises its error
             return False
         self._failures.append(f"rank {self._seats.index(worker)} {why}")
         self._break()
@@ -135,7 +133,8 @@ class ElasticController:
         """Remove the records of lost links since all members trained: a failure that is recorded now has cut them."""
         for record in self._cuts:
             self._failures.remove(record)
-        self._tries = max(0, self._tries - len(self._cuts))
+        counted = max(0, len(self._cuts) - self._broken)  # the next generation will be counted
+        self._tries = max(0, self._tries - counted)
         self._cuts.clear()
 
     def died(self, worker: int, why: str) -> bool:
@@ -157,13 +156,12 @@ class ElasticController:
             self._dead.add(worker)
             return True
         self.explain_cuts()
-        self._tries += 1
         if self._elastic.outlived:
             able = not self._ended and (self._number > 0 or worker in self._holding)
         else:
             begun = self._number > 0 or worker in self._holding  # otherwise its initial random state is lost
             able = begun and not self._holding.isdisjoint(survivors) and len(survivors) >= self._elastic.least
-        if not able or not self._inside.issuperset(survivors) or self._tries > self._elastic.tries:
+        if not able or not self._inside.issuperset(survivors) or self.exhausted:
             return False
         self._failures.append(f"rank {self._seats.index(worker)} failed: {why}")
         self._inside.discard(worker)
@@ -202,7 +200,6 @@ class ElasticController:
         if worker in self._ready:
             self._ready.remove(worker)
         self._tries += early
-        self._repeats += early
         return early
 
     def _break(self) -> None:
@@ -271,8 +268,7 @@ class ElasticController:
     @property
     def exhausted(self) -> bool:
         """Return whether recovery has ended because each try has failed at the same step, one after the other."""
-        tries = self._elastic.tries
-        return self._tries > tries and self._repeats >= tries
+        return self._tries >= self._elastic.tries
 
     @property
     def intact(self) -> bool:
@@ -282,7 +278,7 @@ class ElasticController:
     def wanted(self) -> int | None:
         """Return the rank for which a worker is to be started; None if no worker is needed."""
         coming = len(self._coming) + len(self._ready)
-        if self._ended or self._tries > self._elastic.tries or coming >= self._size - len(self.workers):
+        if self._ended or self.exhausted or coming >= self._size - len(self.workers):
             return None
         empty = [rank for rank, worker in enumerate(self._seats) if worker in self._dead]
         return empty[coming] if coming < len(empty) else len(self.workers) + coming
@@ -336,7 +332,7 @@ class ElasticController:
         """Begin the next generation; waiting workers replace dead members first, and then become additional members."""
         seats, replacements, departed = [], {}, []
         self._number += 1
-        self._repeats += 1
+        self._tries += self._broken
         for worker in self._seats:
             if worker in leaving:
                 departed.append(worker)
