@@ -5,13 +5,12 @@ A page has them in the place of `<!-- table: NAME -->`, where NAME is a function
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Final
 
+from messages import all_messages
 from omegaconf import DictConfig
 
 from fabricx import config
@@ -22,9 +21,6 @@ from fabricx.cli.mistakes import Composition
 ROOT: Final = Path(__file__).parents[1]
 # Groups with a table for each choice.
 _CHOSEN: Final = ("strategy", "launcher", "callbacks", "logger", "module", "data")
-_PLUGINS: Final = {
-    "strategy": "strategies", "launcher": "launchers", "callbacks": "callbacks", "logger": "loggers",
-}  # fmt: skip
 
 
 def configuration() -> str:
@@ -108,49 +104,7 @@ def commands() -> str:
 def messages() -> str:
     """Return the messages of all errors, by package and exception."""
     lines: list[str] = []
-    for package, files in _packages():
-        found = sorted({entry for file in files for entry in _raised(file)})
+    for package, found in all_messages().items():
         if found:
             lines += [f"### {package}", "", *(f"- **{name}** {text}" for name, text in found), ""]
     return "\n".join(lines)
-
-
-def _packages() -> Iterator[tuple[str, Sequence[Path]]]:
-    folders = [ROOT / "fabricx", *sorted(path for path in (ROOT / "fabricx").iterdir() if path.is_dir())]
-    for folder in folders:
-        if folder.name not in ("testing", "pytorch", "__pycache__"):
-            inner = folder.glob("*.py") if folder == ROOT / "fabricx" else folder.rglob("*.py")
-            yield ".".join(folder.relative_to(ROOT).parts), sorted(inner)
-
-
-def _raised(file: Path) -> Iterator[tuple[str, str]]:
-    for node in ast.walk(ast.parse(file.read_text())):
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
-            text = _template(node.exc.args[0])
-            if text is not None and len(text) > 20:
-                yield ast.unparse(node.exc.func).rpartition(".")[2], text
-
-
-def _template(node: ast.expr) -> str | None:
-    """Return a message in Markdown, with placeholders for its values; None if it is computed elsewhere."""
-    if isinstance(node, ast.Constant):
-        return _escaped(str(node.value)).replace("\n", "<br>")
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        parts = (_template(node.left), _template(node.right))
-        return "".join(part or "…" for part in parts) if any(parts) else None
-    if not isinstance(node, ast.JoinedStr):
-        return None
-    return "".join(
-        _template(part) or "" if isinstance(part, ast.Constant) else f"<em>{_value(part)}</em>" for part in node.values
-    )
-
-
-def _value(node: ast.expr) -> str:
-    inner = node.value if isinstance(node, ast.FormattedValue) else node
-    names = [part.attr if isinstance(part, ast.Attribute) else part.id for part in [inner]
-             if isinstance(part, (ast.Attribute, ast.Name))]  # fmt: skip
-    return _escaped(names[0].strip("_")) if names else "…"
-
-
-def _escaped(text: str) -> str:
-    return re.sub(r"([\\`*_{}\[\]#|])", r"\\\1", text).replace("<", "&lt;").replace(">", "&gt;")
