@@ -79,7 +79,8 @@ def _explanation(key: str, config: DictConfig) -> str:
         return _explained(config[group][name], _PLUGINS[group], name, option)
     if group in config and isinstance(config[group], DictConfig):
         node = config[group]
-        return _explained(node, "strategies", str(node.get("name", "")), option)
+        kind = "launchers" if group == "launcher" else "strategies"
+        return _explained(node, kind, str(node.get("name", "")), option)
     return ""
 
 

@@ -48,7 +48,8 @@ def test_keys_are_listed_with_explanations_without_importing_classes(
     own_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (own_folder / "netfile.py").write_text(NET)
-    arguments = ["-h", "module=custom", "module._target_=netfile.Net", "module.width=5", "strategy=ddp", "logger=csv"]
+    choices = ["strategy=ddp", "logger=csv", "launcher=slurm"]
+    arguments = ["-h", "module=custom", "module._target_=netfile.Net", "module.width=5", *choices]
     run_app(print, arguments, None, "config", "mine [KEY=VALUE]")
     output = capsys.readouterr().out
     assert output.startswith("mine [KEY=VALUE]\n\nGroups: GROUP=CHOICE\n")
@@ -61,9 +62,10 @@ def test_keys_are_listed_with_explanations_without_importing_classes(
     unexplained = [
         key
         for key, after in itertools.pairwise(lines)
-        if key.startswith(("  trainer.", "  strategy.", "  callbacks.")) and not after.startswith("      ")
+        if key.startswith(("  trainer.", "  strategy.", "  launcher.", "  callbacks."))
+        and not after.startswith("      ")
     ]
-    assert unexplained == ["  strategy.name=ddp"]
+    assert sorted(unexplained) == ["  launcher.name=slurm", "  strategy.name=ddp"]
     assert not (own_folder / "runs").exists()
 
 
