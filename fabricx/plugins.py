@@ -187,6 +187,8 @@ def build(kind: str, name: str, **options: Any) -> Any:
     cls = find(kind, name)
     valid = inspect.signature(cls).parameters
     for option in options:
+        if former := getattr(cls, "former_arguments", {}).get(option):
+            raise ValueError(f"{name} has no option {option!r}: {former}")
         if option not in valid and not any(p.kind is p.VAR_KEYWORD for p in valid.values()):
             raise ValueError(
                 f"{name} has no option {option!r}.{did_you_mean(option, valid)}\n  known: {', '.join(valid) or 'none'}"

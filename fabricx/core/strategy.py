@@ -11,7 +11,7 @@ from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -132,6 +132,12 @@ class Strategy(StrategyNames, NamesChecked, ABC):
             because the stream of rank 0 may have ended.
     """
 
+    former_arguments: ClassVar[Mapping[str, str]] = {
+        "backend": (
+            "processes communicate by gloo on CPUs and by NCCL on GPUs, also if mpirun has started them; MPI itself is "
+            "not used. Remove it"
+        )
+    }
     traits: Traits = Traits()
     batch_weight_refused = ""
     accumulation_refused = ""

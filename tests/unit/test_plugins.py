@@ -42,6 +42,13 @@ def test_an_unknown_option_is_an_error_with_the_nearest() -> None:
         plugins.build("strategies", "ddp", bucket_mb=1)
 
 
+def test_mpi_as_a_backend_is_refused_with_a_remedy() -> None:
+    with pytest.raises(ValueError, match=r"ddp has no option 'backend': .* MPI itself is not used. Remove it"):
+        plugins.build("strategies", "ddp", backend="mpi")
+    with pytest.raises(TypeError, match=r"DDP has no argument 'backend': .* MPI itself is not used. Remove it"):
+        DDP(backend="mpi")  # type: ignore[call-arg]
+
+
 def test_an_invalid_dotted_path_is_explained() -> None:
     with pytest.raises(LookupError, match=r"there is no module .nowhere."):
         plugins.build("strategies", "nowhere.Strategy")
