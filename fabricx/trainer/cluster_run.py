@@ -38,10 +38,15 @@ _FITS: Final = itertools.count()  # calls of `fit` in this process
 _RANDOM: Final = "random-"  # before the name of a marker: file with the random state of its first attempt
 
 
-def is_launched() -> bool:
-    """Return whether a launcher has started several processes, including this process."""
+def is_launched(num_nodes: int = 1) -> bool:
+    """Return whether a launcher has started several processes, including this process, or had started them before.
+
+    Args:
+        num_nodes: number of machines at the start of the run: torchrun with `--nnodes 1:2` may restart the rank of a
+            single machine after the loss of the other.
+    """
     launched = cluster.detect()
-    return launched is not None and launched.size > 1
+    return launched is not None and (launched.size > 1 or (num_nodes > 1 and cluster.has_restarts()))
 
 
 def join_launch(options: TrainerOptions, strategy: Strategy) -> World | None:
@@ -57,15 +62,15 @@ def join_launch(options: TrainerOptions, strategy: Strategy) -> World | None:
     Raises:
         ValueError: options and launch contradict each other.
     """
-    launched = cluster.detect()
-    if launched is None or launched.size == 1:
+    launched, servers = cluster.detect(), as_part(strategy, HasServers).servers
+    if launched is None or launched.size <= servers or not is_launched(options.num_nodes):
         if options.num_nodes > 1:
             raise ValueError(
                 f"num_nodes={options.num_nodes}, but no launcher has started processes on all nodes; start the script "
                 "with `torchrun --nnodes ... --nproc-per-node ... script.py`, with srun, or with mpirun"
             )
         return None
-    launched = workers_of(launched, as_part(strategy, HasServers).servers)
+    launched = workers_of(launched, servers)
     if options.devices_given and launched.local_size and len(options.device_ids) != launched.local_size:
         raise ValueError(
             f"devices={len(options.device_ids)}, but {launched.local_size} processes were started on this machine; "

@@ -66,7 +66,7 @@ def dispatch(trainer: TrainerInterface, job: Job) -> Any:
         check_callbacks(trainer, job)
         trainer.records.begin(fits=job.stage == "fit")
         trainer.show_loaders(None)
-        _check_started(trainer.launcher)
+        _check_started(trainer.launcher, cluster_run.is_launched(trainer.num_nodes))
         if _serve_launch(trainer, job):
             return []  # a server has no results
         processes = _select_processes(trainer, job)
@@ -135,12 +135,13 @@ def _select_processes(trainer: TrainerInterface, job: Job) -> _Processes:
     if launcher is not None:
         check_launcher_use(launcher, strategy)
     here = worlds.current() or (None if launcher is not None else cluster_run.join_launch(trainer, strategy))
-    alone = here is None or (here.size == 1 and not cluster_run.is_launched())
+    launched = cluster_run.is_launched(trainer.num_nodes)
+    alone = here is None or (here.size == 1 and not launched)
     several = len(trainer.device_ids) * trainer.num_nodes > 1 or (fits and servers > 0)
     new_workers = alone and (launcher is not None or several)
     if new_workers and fits:
         check_before_pickling(job.module)
-    if not alone and fits and servers and not cluster_run.is_launched():
+    if not alone and fits and servers and not launched:
         _refuse_missing_servers(strategy, servers)
     return _Processes(here, alone, new_workers, launcher)
 
@@ -189,11 +190,11 @@ def _run_here(trainer: TrainerInterface, job: Job, processes: _Processes, stack:
     return results
 
 
-def _check_started(launcher: object) -> None:
+def _check_started(launcher: object, launched: bool) -> None:
     """Refuse "local" in a rank of a launch, and "environment" outside."""
-    if launcher == "local" and cluster_run.is_launched():
+    if launcher == "local" and launched:
         raise ValueError("launcher='local', but a launcher has started this process as a rank; set launcher='auto'")
-    if launcher == "environment" and not cluster_run.is_launched():
+    if launcher == "environment" and not launched:
         raise ValueError(
             "launcher='environment', but no launcher has started this process as a rank: start the script with "
             "torchrun, mpirun or srun, or in a job of SageMaker, or set launcher='auto'"

@@ -286,7 +286,10 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
     @property
     def world_size(self) -> int:
         """Return the number of ranks that train."""
-        return self.world.size if self.world.size > 1 else len(self.device_ids) * self.num_nodes
+        world = self.world
+        if world.size > 1 or world.store is not None:  # also a single rank that is left of several
+            return world.planned.size
+        return len(self.device_ids) * self.num_nodes
 
     @property
     def callback_metrics(self) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -100,6 +101,28 @@ def test_a_process_of_sagemaker_does_not_leave_gpus_unused(monkeypatch: pytest.M
     options = fx.Trainer(num_nodes=2, **QUIET)
     with pytest.raises(ValueError, match="this machine has 8 GPUs, and SageMaker has started a single process on it"):
         cluster_run.join_launch(options, DDP())
+
+
+def test_torchrun_may_restart_the_only_rank_of_a_single_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: with `--nnodes 1:2` and a rank on each machine, the run ended with an error after a loss."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(launch_store, "connect", lambda world: world)
+    monkeypatch.setattr(cluster_run.process, "enter", lambda options, world: world)
+    options = fx.Trainer(num_nodes=2, **QUIET)
+    message = "num_nodes=2, but no launcher has started processes on all nodes"
+    with pytest.raises(ValueError, match=message):
+        cluster_run.join_launch(options, DDP())
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    joined = cluster_run.join_launch(options, DDP())
+    assert joined is not None
+    assert joined.size == 1
+    assert not cluster_run.is_launched()
+    assert options.world_size == 2
+    options._world = replace(joined, store=object())
+    assert options.world_size == 1
+    with pytest.raises(ValueError, match=message):
+        cluster_run.join_launch(options, ParameterServer(servers=1))
 
 
 def test_the_store_on_a_single_machine_listens_on_the_loopback_interface(
