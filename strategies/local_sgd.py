@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, final
+from typing import Any, Literal, final, get_args
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from fabricx.core.strategy import Strategy, Traits
 from fabricx.core.strategy_parts import Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, WrapsStep
 from fabricx.core.strategy_support.gradient_checks import check_frozen
 from fabricx.core.strategy_support.held_gradients import keep_in_state, take_from_state
+from fabricx.distributed.compression.encoded_sum import EncodedSum
 from fabricx.distributed.sharding.dtensors import is_dtensor, own_part, with_part
 from fabricx.distributed.sharding.fragments import Fragment, in_fragments
 from fabricx.distributed.sharding.fsdp_internals import shard_like
@@ -27,6 +28,7 @@ from fabricx.distributed.world import World
 from fabricx.errors import check_choice
 
 Outer = Literal["average", "nesterov"]
+DifferenceCompression = Literal["int8", "int4"]
 _OUTERS = ("average", "nesterov")
 
 
@@ -62,6 +64,9 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
         overlap_steps: steps that are trained while the all-reduce of a round is running.
         keep_local: weight of a rank's local weights when an overlapped result arrives, from 0 to less than 1; 0 uses
             the result only.
+        compression: compression of weight differences, with error feedback: "int8" (1 byte for each weight) or "int4"
+            (half a byte). Each rank receives the compressed differences of all others. A checkpoint adds the errors to
+            the weights, uncompressed.
 
     Raises:
         ValueError: an option is unknown or out of range.
@@ -84,9 +89,11 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
         fragments: int = 1,
         overlap_steps: int = 0,
         keep_local: float = 0.0,
+        compression: DifferenceCompression | None = None,
     ) -> None:
         super().__init__()
         check_choice("local_sgd", "outer", outer, _OUTERS)
+        check_choice("local_sgd", "compression", compression, (*get_args(DifferenceCompression), None))
         if every < 1:
             raise ValueError(f"every={every}: must be 1 or more steps")
         if not 1 <= fragments <= every:
@@ -108,6 +115,7 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
         self.fragments = fragments
         self.overlap_steps = overlap_steps
         self.keep_local = keep_local
+        self.compression = compression
         self._fragments: list[Fragment] = []
         self._frozen: list[Tensor] = []  # parameters outside of all fragments
         self._frozen_means = FrozenMeans(())
@@ -148,7 +156,8 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
         self._frozen_means = FrozenMeans(self._frozen, self._frozen_means)
         combined = {name: parameter for name, parameter in parameters.items() if name in trained}
         self._fragments = in_fragments(
-            combined, self.elements, self.fragments, momentum=self.outer == "nesterov", excluded=is_placeholder
+            combined, self.elements, self.fragments, momentum=self.outer == "nesterov", excluded=is_placeholder,
+            compression=self.compression,
         )  # fmt: skip
 
     def _combined(self) -> Iterator[tuple[str, Tensor]]:
@@ -247,14 +256,37 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
                 now = fragment.flat()
                 fragment.set(local)
                 changes = None if torch.equal(mean, now) else (now == mean, now)
+            if ends_round and fragment.codec is not None:
+                if fragment.begun is not None:
+                    self._end(fragment, self.keep_local)
+                self._add_errors(fragment)
             if ends_round and fragment.apart:
-                self._begin(fragment, 0)
+                self._begin(fragment, 0, exact=True)
                 self._end(fragment, 0.0)
             if changes is not None:
                 unchanged, now = changes
                 fragment.set(torch.where(unchanged, fragment.flat(), now))
             if ends_round:
                 self._begin_from(fragment)
+
+    def _add_errors(self, fragment: Fragment, errors: list[Tensor] | None = None) -> None:
+        """Add the errors of compressed weight differences to the weights, as if they had been sent with the newest.
+
+        Args:
+            fragment: its errors are zero then.
+            errors: those of all ranks; None to add them up, which is collective.
+        """
+        if fragment.codec is None or not fragment.codec.lost.numel():
+            return
+        lost, fragment.codec.lost = fragment.codec.lost, torch.empty(0)
+        mean = self._peers.all_reduce(lost).div_(self._peers.size) if errors is None else torch.stack(errors).mean(0)
+        now, before = fragment.flat(), fragment.base.clone()
+        if self.outer == "average":
+            fragment.base.sub_(mean)
+        else:
+            fragment.velocity.add_(mean)
+            fragment.base.sub_(mean, alpha=self.outer_lr * (1.0 + self.outer_momentum))
+        fragment.set(now.add_(fragment.base).sub_(before) if fragment.apart else fragment.base)
 
     def _begin_from(self, fragment: Fragment) -> None:
         """Begin the next round with the present weights, as a run that resumes from them; collective.
@@ -338,7 +370,7 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
         rounds = [
             {
                 "shares": {name: self._share(values) for name, values in f.equal_on_ranks.items()},
-                "apart": f.apart, "begun": f.begun,
+                "apart": f.apart, "begun": f.begun, "lost": torch.empty(0) if f.codec is None else f.codec.lost,
             }
             for f in self._fragments
         ]  # fmt: skip
@@ -354,6 +386,8 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
             fragment.begun, fragment.apart = saved[0]["begun"], saved[0]["apart"]
             if fragment.begun is not None:
                 fragment.moved = torch.empty_like(fragment.base)
+            if fragment.codec is not None:
+                fragment.codec.lost = saved[0]["lost"].clone()
             for name, values in fragment.equal_on_ranks.items():
                 self._join([shares["shares"][name] for shares in saved], values, own=own)
         moved = []
@@ -368,7 +402,9 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
             scalars = {tree.escape(name) for name, parameter in module.named_parameters() if not parameter.dim()}
             moments = _mean([state["optimizers"] for state in states], scalars)
             super().load_state_dict({**states[0], "optimizers": moments}, module, optimizers)
-            for fragment, parts in zip(self._fragments, zip(*moved, strict=True), strict=True):
+            rounds = zip(*(state["rounds"] for state in states), strict=True)
+            for fragment, parts, former in zip(self._fragments, zip(*moved, strict=True), rounds, strict=True):
+                self._add_errors(fragment, [one["lost"] for one in former])
                 fragment.moved = torch.stack(parts).mean(0)
                 self._step_from_base(fragment, 0.0)
         elif states[0]["shows_means"]:  # hooks that follow read and change these
@@ -400,12 +436,16 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
             return True
         return (step + fragment.number * self.every // self.fragments) % self.every == 0
 
-    def _begin(self, fragment: Fragment, step: int) -> None:
+    def _begin(self, fragment: Fragment, step: int, *, exact: bool = False) -> None:
         fragment.begun = step
         moved = fragment.flat()
         fragment.moved = torch.sub(fragment.base, moved, out=moved)  # reuses the memory of the copy
-        if self._peers.size > 1:
+        if self._peers.size == 1:
+            return
+        if fragment.codec is None or exact:
             fragment.work = dist.all_reduce(fragment.moved, group=self._peers.group, async_op=True)
+        else:
+            fragment.work = EncodedSum(fragment.moved, fragment.codec, self._peers.group, self._peers.size)
 
     def _end(self, fragment: Fragment, keep: float) -> None:
         """Wait for the weight differences, and step from the base along their mean (equation 1 of DiLoCo).

@@ -21,10 +21,10 @@ class ServerOptions:
 
     Args:
         servers: server processes, among which the parameters are divided by size.
-        compression: compression of gradients, with error feedback: "bf16", "fp16" (half the bytes), "topk" (the largest
-            `compression_keep` of the elements, 8 bytes each), "sign" (1 bit each); the registered name or the dotted
-            path of a `Codec` of your own; and, if the strategy has it, "powersgd" (two low-rank factors for each large
-            matrix).
+        compression: compression of gradients, with error feedback: "bf16", "fp16" (half the bytes), "int8", "int4" (a
+            quarter, an eighth), "topk" (the largest `compression_keep` of the elements, 8 bytes each), "sign" (1 bit
+            each); the registered name or the dotted path of a `Codec` of your own; and, if the strategy has it,
+            "powersgd" (two low-rank factors for each large matrix).
         compression_keep: fraction of the elements that "topk" sends.
         pull_compression: the same for the data that servers send: sums, or weight differences.
         snapshot_every: updates between two snapshots of each server. A server that dies is restarted from its newest

@@ -114,7 +114,9 @@ def _due_at(steps: tuple[int, ...], trainer: Any) -> bool:
 
 
 def test_snapshots_at_any_step_have_no_effect_on_training() -> None:
-    options: dict[str, Any] = {"every": 4, "outer": "nesterov", "fragments": 2, "overlap_steps": 2, "keep_local": 0.3}
+    options: dict[str, Any] = {
+        "every": 4, "outer": "nesterov", "fragments": 2, "overlap_steps": 2, "keep_local": 0.3, "compression": "int4",
+    }  # fmt: skip
     results = []
     for steps in ((), (3, 5, 6)):
         recovery = FaultRecovery()
@@ -133,9 +135,42 @@ class Saves(fx.Callback):
             trainer.save_checkpoint(self.path)
 
 
-@pytest.mark.parametrize("outer", ["average", "nesterov"])
-def test_a_run_resumes_exactly_and_under_other_strategies(tmp_path: Path, outer: Any) -> None:
-    options: dict[str, Any] = {"every": 4, "outer": outer, "outer_lr": 0.3, "outer_momentum": 0.5}
+class Constant(Plain):
+    """Has gradients that do not depend on the weights: steps of both ranks can be added up in any order."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        scale = batch[0].mean()
+        return scale * sum((tensor * torch.linspace(-1.0, 1.0, tensor.numel()).view_as(tensor)).sum()
+                           for tensor in self.parameters())  # fmt: skip
+
+
+class Counts(fx.Callback):
+    """Records the shared elements of the newest weights of each step that the rounds have not corrected yet."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        module.spread.append(sum(float(f.codec.lost.abs().sum()) for f in trainer.strategy._fragments))
+
+
+@pytest.mark.parametrize("compression", ["int8", "int4"])
+def test_errors_of_compressed_differences_are_added_at_the_end(compression: Any) -> None:
+    """Regression: weight differences could not be compressed."""
+    options = {"every": 3, "fragments": 2}
+    exact, _ = train(LocalSGD(**options), module=Constant(), limit_val_batches=0)
+    module, _ = train(
+        LocalSGD(**options, compression=compression), module=Constant(), callbacks=[Counts()], limit_val_batches=0
+    )
+    assert module.spread[-1] > 0.0
+    assert largest_difference(module, exact) < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("outer", "compression"),
+    params([("average", "int4"), ("nesterov", None)], [("average", None), ("nesterov", "int8")]),
+)
+def test_a_run_resumes_exactly_and_under_other_strategies(tmp_path: Path, outer: Any, compression: Any) -> None:
+    options: dict[str, Any] = {
+        "every": 4, "outer": outer, "outer_lr": 0.3, "outer_momentum": 0.5, "compression": compression
+    }  # fmt: skip
     whole, _ = train(LocalSGD(**options), module=LayeredModule(), callbacks=[Saves(tmp_path / "five.ckpt")])
     saved = checkpoint.load(tmp_path / "five.ckpt")["strategy"]
     assert ("outer" in saved) == (outer == "nesterov")
@@ -324,6 +359,7 @@ def test_streams_of_different_lengths_are_trained_to_their_ends() -> None:
     [
         ({"every": 0}, "every=0"),
         ({"outer": "nestrov"}, "Did you mean 'nesterov'"),
+        ({"compression": "int2"}, "compression='int2' isn't known to local_sgd"),
         ({"every": 4, "fragments": 5}, "fragments=5"),
         ({"every": 4, "overlap_steps": 4}, "overlap_steps=4"),
         ({"keep_local": 1.0}, "keep_local=1.0"),

@@ -78,7 +78,7 @@ def test_averages_continue_from_the_weights_of_all_ranks(strategy: str, tmp_path
             (DDP, 2, False),
             (DDP, 2, True),
             (FSDP, 4, False),
-            (lambda: LocalSGD(every=3), 4, False),
+            (lambda: LocalSGD(every=3, compression="int4"), 4, False),
             (ParameterServer, 2, False),
         ],
     ),

@@ -9,6 +9,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
+from fabricx.distributed.compression.codecs import Codec, make_codec
 from fabricx.distributed.sharding.dtensors import own_part
 
 _BLOCK: Final = 16 << 20  # elements of a fragment that are combined at once, to bound temporary memory
@@ -28,6 +29,7 @@ class Fragment:
         begun: step at which the pending synchronisation began; None without a pending synchronisation.
         moved: this rank's weight difference to `base` at that step; the all-reduce replaces it by the sum over ranks.
         work: the pending all-reduce; None without.
+        codec: encodes weight differences, and has the encoding error of this rank; None without compression.
         local: this rank's weights and their mean over ranks, while the parameters hold the mean; None otherwise.
     """
 
@@ -39,6 +41,7 @@ class Fragment:
     begun: int | None = None
     moved: Tensor = field(default_factory=lambda: torch.empty(0))
     work: Any = None
+    codec: Codec | None = None
     local: tuple[Tensor, Tensor] | None = None
 
     def wait(self) -> None:
@@ -80,7 +83,7 @@ class Fragment:
 
 def in_fragments(
     parameters: Mapping[str, Tensor], elements: Mapping[str, int], count: int, *, momentum: bool,
-    excluded: Callable[[Tensor], bool] = lambda parameter: False,
+    excluded: Callable[[Tensor], bool] = lambda parameter: False, compression: str | None = None,
 ) -> list[Fragment]:  # fmt: skip
     """Divide parameters, in their order, into fragments with similar numbers of elements, and these into blocks.
 
@@ -90,6 +93,7 @@ def in_fragments(
         count: fragments.
         momentum: the outer optimizer has momentum.
         excluded: returns whether a parameter is in no fragment, because this rank does not have its elements.
+        compression: name of the codec of weight differences; None without.
     """
     fragments = []
     sizes = {name: elements.get(name, parameter.numel()) for name, parameter in parameters.items()}
@@ -97,7 +101,9 @@ def in_fragments(
         for block in _in_blocks({name: p for name in names if not excluded(p := parameters[name])}):
             wide = any(parameter.dtype == torch.float64 for parameter in block.values())
             base = _flat(list(block.values()), torch.float64 if wide else torch.float32)
-            fragments.append(Fragment(number, block, base, base.new_zeros(base.numel() if momentum else 0)))
+            fragment = Fragment(number, block, base, base.new_zeros(base.numel() if momentum else 0))
+            fragment.codec = None if compression is None else make_codec(compression)
+            fragments.append(fragment)
     return fragments
 
 

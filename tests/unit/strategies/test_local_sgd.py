@@ -54,6 +54,24 @@ def test_a_round_of_a_single_rank_ends_where_two_ranks_continue() -> None:
     assert torch.equal(module.weight, moved)
 
 
+def test_other_ranks_than_before_begin_with_the_errors_of_the_former_ranks() -> None:
+    module = nn.Linear(2, 2, bias=False)
+    strategy = LocalSGD(every=4, compression="int8")
+    strategy.setup(module)
+    before = module.weight.detach().clone()
+    states = []
+    for rank, error in enumerate((0.25, 0.75)):
+        strategy.world = World(rank=rank, size=2)
+        codec = strategy._fragments[0].codec
+        assert codec is not None
+        codec.lost = torch.full((4,), error)
+        states.append(strategy.local_state_dict(module, []))
+    strategy.world = World()
+    strategy.load_local_states(states, module, [], own=False)
+    torch.testing.assert_close(module.weight.detach(), before - 0.5)
+    assert codec.lost.numel() == 0
+
+
 def test_a_run_of_16_bit_weights_resumes_exactly() -> None:
     def train(module: nn.Module, strategy: LocalSGD, steps: range) -> None:
         for step in steps:

@@ -112,11 +112,24 @@ def test_unknown_names_are_refused_with_the_nearest_name(name: str, error: type[
         check_codec("AsyncSGD", "pull_compression", name)
 
 
-@pytest.mark.parametrize(("kind", "part"), [("bf16", 2.0**-8), ("fp16", 2.0**-10)])
-def test_float16_is_accurate_at_any_scale(kind: str, part: float) -> None:
+@pytest.mark.parametrize(
+    ("kind", "part"), [("bf16", 2.0**-8), ("fp16", 2.0**-10), ("int8", 1 / 253), ("int4", 1 / 13.9)]
+)
+def test_fewer_bits_are_accurate_at_any_scale(kind: str, part: float) -> None:
     for scale in (1e-20, 1e-6, 1.0, 1e8):
         gradient = torch.randn(1000) * scale
         assert float((sent(make_codec(kind), gradient) - gradient).abs().max()) <= part * float(gradient.abs().max())
+
+
+@pytest.mark.parametrize(("kind", "size"), [("int8", 1000 + 4 * 4), ("int4", 500 + 4 * 4)])
+def test_integers_have_a_scale_for_each_block(kind: str, size: int) -> None:
+    gradient, codec = torch.full((1000,), 1e-6), make_codec(kind)
+    gradient[300] = 1e6
+    assert codec.bytes(1000) == size
+    received = sent(codec, gradient)
+    assert torch.allclose(received[512:], gradient[512:], rtol=1e-6)
+    assert float(received[300]) == pytest.approx(1e6)
+    assert not bool(received[301:512].any())
 
 
 def test_the_largest_elements_are_sent_unchanged() -> None:
@@ -130,7 +143,7 @@ def test_the_types_of_options_name_the_table() -> None:
     assert get_args(SumCompression) == SUMMED
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp16", "topk", "sign"])
+@pytest.mark.parametrize("kind", CODECS)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_non_finite_gradient_does_not_change_the_error_feedback(kind: str, bad: float) -> None:
     codec, room = make_codec(kind), torch.zeros(80_000, dtype=torch.uint8)
