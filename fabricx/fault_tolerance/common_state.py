@@ -64,6 +64,7 @@ def load_common_state(
     if newcomer or goes_back:  # hooks may have changed them since set-up
         for name, value in state["limits"].items():
             setattr(session.options, name, value)
+        session.options.accumulate_grad_batches = state["accumulate"]
     hooked = (behind or goes_back) and load_hook_entries(session, state, state["hook_entries"])
     restore_run(session, state, rank=source, hooked=hooked and newcomer)
     if session.user_steps.kept is not None:
