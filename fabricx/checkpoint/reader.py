@@ -31,6 +31,7 @@ from fabricx.checkpoint.hyperparameters import CLASS_PATH, INSTANTIATOR, Form, w
 from fabricx.checkpoint.index import parse
 from fabricx.checkpoint.single_file import ReadsFiles
 from fabricx.checkpoint.storage import Place, as_path, is_local
+from fabricx.checkpoint.stored_tensors import stored_tensors
 from fabricx.checkpoint.unread import names_in, permission_needed
 from fabricx.distributed.messages.authentication import tag
 from fabricx.distributed.sharding.fsdp_internals import shard_like
@@ -170,7 +171,7 @@ def load_weights(module: nn.Module, weights: dict[str, Tensor], path: Place, *, 
     Raises:
         CheckpointError: names or shapes differ; the message names the remedy.
     """
-    now = module.state_dict(keep_vars=True)
+    now = stored_tensors(module)
     names_of: dict[int, list[str]] = {}
     for name, tensor in now.items():
         names_of.setdefault(id(tensor), []).append(name)
@@ -257,6 +258,7 @@ def load_module(
     state |= {"state_dict": weights, "hyper_parameters": kept or {}}  # by which hooks of Lightning read them
     if isinstance(position := state.get("state"), dict):
         state |= {"epoch": position["epoch"], "global_step": position["step"]}
+    state |= state.get(single_file.OF_HOOKS, {})
     module.on_load_checkpoint(state)
     load_weights(module, state["state_dict"], path, strict=strict)
     if map_location is not None:

@@ -28,6 +28,7 @@ from fabricx.errors import CheckpointError
 from fabricx.scratch import private_folder
 
 ENTRY: Final = "fabricx"
+OF_HOOKS: Final = "entries_of_hooks"  # in the state: entries of `on_save_checkpoint` with names of fabricx's own
 _LIGHTNING: Final = "2.6.6"  # version of Lightning whose entries these are
 
 
@@ -83,7 +84,8 @@ def written(
     Returns:
         context with a function that moves the file to its path, or uploads it, and replaces an existing file.
     """
-    content = {**_entries(state, manifest), **{name: state[name] for name in shown}, ENTRY: dict(state)}
+    of_hooks = {**state.get(OF_HOOKS, {}), **{name: state[name] for name in shown}}
+    content = {**_entries(state, manifest), **of_hooks, ENTRY: dict(state)}
     if not is_local(path):
         with private_folder() as folder:
             file = Path(folder) / "archive"

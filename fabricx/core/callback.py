@@ -224,7 +224,7 @@ class Callback(NamesChecked):
 
         Args:
             checkpoint: content of the checkpoint: `state_dict` (weights), `hyper_parameters`, `epoch`, `global_step`,
-                and entries of fabricx. Add plain data and tensors under other names.
+                and entries of fabricx. Add plain data and tensors under any other name.
         """
 
     def on_load_checkpoint(self, trainer: AnyTrainer, pl_module: Module, checkpoint: dict[str, Any]) -> None:

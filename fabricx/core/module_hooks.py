@@ -266,7 +266,7 @@ class ModuleHooks:
 
         Args:
             checkpoint: content of the checkpoint: `state_dict` (weights), `hyper_parameters`, `epoch`, `global_step`,
-                and entries of fabricx. Add plain data and tensors under other names.
+                and entries of fabricx. Add plain data and tensors under any other name.
         """
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:

@@ -74,10 +74,12 @@ def parse_optimizers(result: Any, *, manual: bool = False) -> tuple[list[Optimiz
     """
     optimizers, schedules = _parsed(result)
     for schedule in schedules:
-        if not manual and not callable(getattr(schedule.scheduler, "step", None)):
+        unfit = isinstance(schedule.scheduler, Optimizer | type)
+        if not manual and (unfit or not callable(getattr(schedule.scheduler, "step", None))):
             raise ValueError(
                 f"configure_optimizers returned {type(schedule.scheduler).__name__} as a learning rate scheduler: it "
-                "needs a method step. For several schedulers return lists: [optimizer], [scheduler_a, scheduler_b]"
+                "must be an object with a method step. For several schedulers return lists: [optimizer], [scheduler_a, "
+                "scheduler_b]"
             )
         if schedule.reduce_on_plateau and schedule.monitor is None and not manual:
             raise ValueError(

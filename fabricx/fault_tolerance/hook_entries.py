@@ -14,7 +14,7 @@ from fabricx.core.module_hooks import ModuleHooks
 from fabricx.distributed.membership.lost_peers import may_be_cut
 from fabricx.session.callback_states import by_key
 from fabricx.session.same_parameters import same_parameters
-from fabricx.session.saving import weights_as_state_dict
+from fabricx.session.saving import entries_of_hooks, weights_as_state_dict
 
 if TYPE_CHECKING:
     from fabricx.session.session import Session
@@ -64,7 +64,7 @@ def hook_entries(session: Session) -> Entries:
         "state": session.state.state_dict(),
     }
     known, failed = set(state), {}
-    with torch.inference_mode(False), weights_as_state_dict(state):
+    with torch.inference_mode(False), entries_of_hooks(state):
         for name, hook in hooks.items():
             try:
                 hook(state)

@@ -17,6 +17,7 @@ from fabricx.checkpoint import tree
 from fabricx.checkpoint.hyperparameters import Form, plain, storable
 from fabricx.checkpoint.objects import is_storable
 from fabricx.checkpoint.optimizer_numbers import numbered
+from fabricx.checkpoint.single_file import OF_HOOKS
 from fabricx.consistency.comparison import of_added
 from fabricx.consistency.optimizer_changes import not_watched
 from fabricx.core.state import Phase
@@ -143,7 +144,7 @@ def _content(session: Session, path: Path, *, weights_only: bool) -> tuple[dict[
     known = set(state)
     session.checkpoints.collecting = True
     try:
-        with weights_as_state_dict(state), session.metrics.not_collecting():
+        with entries_of_hooks(state), session.metrics.not_collecting():
             shown = [name for name in ("optimizer_states", "lr_schedulers") if name in state]
             for hook in session.hooks.on_save_checkpoint:
                 hook(state)
@@ -167,8 +168,8 @@ def _content(session: Session, path: Path, *, weights_only: bool) -> tuple[dict[
             PossibleUserWarning,
         )
     state |= {"hparams": masked(hparams), "hparams_omitted": omitted}
-    added = {name: value for name, value in state.items() if name not in known}
-    _warn_if_lost(session.world, added)
+    added = {name: value for name, value in state.items() if name not in known and name != OF_HOOKS}
+    _warn_if_lost(session.world, {**added, **state.get(OF_HOOKS, {})})
     return as_part(session.strategy, ModelParallel).whole_state(state), [str(name) for name in added]
 
 
@@ -203,11 +204,29 @@ def _manifest(session: Session, *, weights_only: bool) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
+def entries_of_hooks(state: dict[str, Any]) -> Iterator[None]:
+    """Keep entries that `on_save_checkpoint` adds apart from those of fabricx that have the same name.
+
+    Callbacks' states, which Lightning's checkpoints have under the same name, can be changed and replaced.
+
+    Args:
+        state: content of a checkpoint; changed in place, and by the hooks.
+    """
+    own = {name: value for name, value in state.items() if name != "callbacks"}
+    with weights_as_state_dict(state):
+        yield
+        replaced = {name: state[name] for name, value in own.items() if name in state and state[name] is not value}
+        state.update({name: own[name] for name in replaced})
+    if replaced:
+        state[OF_HOOKS] = replaced
+
+
+@contextlib.contextmanager
 def weights_as_state_dict(state: dict[str, Any]) -> Iterator[None]:
     """Add entries during hooks by which hooks of Lightning read them: position, hyperparameters, weights, optimizers.
 
     Hooks may change or replace hyperparameters and weights, and remove hyperparameters. States of optimizers and
-    schedules are copies to read.
+    schedules are copies to read. Entries that were saved by `entries_of_hooks` have their names again.
 
     Args:
         state: content of a checkpoint; changed in place, and by the hooks.
@@ -223,6 +242,9 @@ def weights_as_state_dict(state: dict[str, Any]) -> Iterator[None]:
     state.update(copies)
     if hparams is not None:
         state["hyper_parameters"] = hparams
+    of_hooks = state.get(OF_HOOKS, {})
+    own = {name: state[name] for name in of_hooks if name in state}
+    state.update(of_hooks)
     try:
         yield
     except KeyError as error:
@@ -233,6 +255,7 @@ def weights_as_state_dict(state: dict[str, Any]) -> Iterator[None]:
                 "batches would skip them twice"
             )
         raise
+    state.update(own)
     for name in [*position, *(name for name, value in copies.items() if state.get(name) is value)]:
         state.pop(name, None)
     if hparams is not None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.utils import prune
 
 from fabricx import by_value
+from fabricx.checkpoint.stored_tensors import stored_tensors
 from fabricx.distributed.messages.tensor_bytes import as_bytes
 from fabricx.metrics.objects import attributes_of_metrics, metric_objects, set_states, states_of, states_on_cpu
 from fabricx.trainer.attributes import Changed, refuse_shards
@@ -127,7 +128,7 @@ class Outcome:
             the callbacks of the run: the caller's, and those that the module has configured in the workers.
         """
         _separate(module, self.weights)
-        state = module.state_dict(keep_vars=True)
+        state = stored_tensors(module)
         lazy = {name for name, value in state.items() if isinstance(value, Tensor) and nn.parameter.is_lazy(value)}
         for name, tensor in self.weights.items():
             if not isinstance(tensor, Tensor) or name not in state or name in lazy:
@@ -202,7 +203,7 @@ def _separate(module: Module, weights: Mapping[str, Any]) -> None:
         weights: the complete state dict of the workers' module.
     """
     first: dict[int, str] = {}
-    for name, tensor in module.state_dict(keep_vars=True).items():
+    for name, tensor in stored_tensors(module).items():
         other = first.setdefault(id(tensor), name)
         value, known = weights.get(name), weights.get(other)
         if other == name or not isinstance(value, Tensor) or not isinstance(known, Tensor):
@@ -306,7 +307,7 @@ def added_layers(module: Module, known: Collection[str]) -> Outcome:
     if not names:
         return Outcome()
     memo: dict[int, Any] = {id(part): part for name, part in parts.items() if name in known}
-    saved = {id(value) for value in module.state_dict(keep_vars=True).values()}
+    saved = {id(value) for value in stored_tensors(module).values()}
     by_tensor: dict[int, list[str]] = {}
     for name, tensor in (
         *module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False),

@@ -85,6 +85,34 @@ def test_a_run_resumed_from_a_file_ends_like_an_uninterrupted_run(tmp_path: Path
         assert torch.equal(weight, resumed.state_dict()[name]), name
 
 
+@pytest.mark.parametrize("form", ["file", "folder"])
+def test_entries_of_hooks_may_have_names_of_fabricx_and_state_dict_no_parameters(tmp_path: Path, form: str) -> None:
+    names = ("state", "strategy", "ranks", "hparams", "metrics", "schedules", "mine")
+
+    class Net(OfLightningsUser):
+        def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+            return super().state_dict()
+
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint.update({name: {"of": torch.ones(1)} for name in names})
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.loaded = [checkpoint[name] for name in names]
+
+    trainer, path, net = fx.Trainer(max_epochs=1, **QUIET), tmp_path / "saved", Net(5)
+    trainer.fit(net, tiny_loader(4))
+    trainer.save_checkpoint(path, single_file=form == "file")
+    if form == "file":
+        assert all(torch.load(path)[name] == {"of": torch.ones(1)} for name in names)
+    resumed, loaded = Net(5), Net.load_from_checkpoint(path)
+    trainer = fx.Trainer(max_epochs=2, **QUIET)
+    trainer.fit(resumed, tiny_loader(4), ckpt_path=path)
+    assert trainer.global_step == 2 * trainer.num_training_batches
+    assert resumed.loaded == loaded.loaded == [{"of": torch.ones(1)}] * len(names)
+    assert loaded.hparams == {"width": 5}
+    assert torch.equal(loaded.net[0].weight, net.net[0].weight)
+
+
 def test_lightning_loads_weights_and_hyperparameters(tmp_path: Path) -> None:
     class Theirs(lightning.LightningModule):
         def __init__(self, width: int = 1) -> None:

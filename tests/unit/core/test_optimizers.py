@@ -63,6 +63,8 @@ def test_each_valid_form_is_accepted(result: Any, optimizers: list[Any], schedul
         ({"optimizer": ONE, "lr_scheduler": {"scheduler": STEPS, "frequenzy": 2}}, "Did you mean 'frequency'"),
         ({"optimizer": ONE, "lr_scheduler": {"scheduler": STEPS, "frequency": 0}}, "a whole number, 1 or more"),
         ({"optimizer": ONE, "lr_scheduler": {"interval": "step"}}, "has no 'scheduler'"),
+        (([ONE], [TWO]), "returned [A-Za-z]+ as a learning rate scheduler"),
+        (([ONE], [torch.optim.lr_scheduler.StepLR]), "returned type as a learning rate scheduler"),
         ({"optimizer": ONE, "lr_scheduler": [STEPS]}, "list as a learning rate scheduler.*lists: .optimizer"),
         ({"optimizer": ONE, "lr_scheduler": {"scheduler": STEPS, "interval": "batch"}}, "must be 'step' or 'epoch'"),
         ({"optimizer": TWO, "lr_scheduler": PLATEAU}, "ReduceLROnPlateau needs the name of a metric"),
