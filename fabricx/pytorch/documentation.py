@@ -83,6 +83,8 @@ _DIFFERS: Final[Mapping[str, str]] = {
     "train_dataloader, val_dataloader": "are called before `configure_optimizers`; in Lightning after `on_fit_start`",
     "lr in checkpoints of an epoch's end": "that of the epoch; in Lightning that of the next",
     "training_step that returns None": "is no step: `global_step` remains; in Lightning it counts",
+    "training_step that returns {'loss': None}": "as None, with a warning; in Lightning an error",
+    "Trainer(min_steps=)": "a stop follows after these steps; in Lightning also after the first epoch, as min_epochs=1",
     "a data module without val_dataloader": "that of the module is used; in Lightning none",
     "an empty training loader": "an error; in Lightning a warning",
     "resuming from a checkpoint of a complete run": "calls `on_train_start` and `on_train_end`, before which the run "
