@@ -34,6 +34,7 @@ from fabricx.model_parallel.axes import sizes_of, with_axes
 from fabricx.model_parallel.data_parallel.gradient_sums import GradientSums
 from fabricx.model_parallel.data_parallel.island_steps import IslandSteps
 from fabricx.model_parallel.data_parallel.sharded_islands import ShardedIslands
+from fabricx.model_parallel.data_parallel.sharded_stages import ShardedStages
 from fabricx.model_parallel.data_parallel.sharded_sums import ShardedSums
 from fabricx.model_parallel.experts.expert_sums import ExpertSums
 from fabricx.model_parallel.gradient_norm import clip_norm
@@ -123,7 +124,7 @@ class Mesh(Strategy, AddsAxes, Elastic, HidesGradients, KeepsLocalState, ModelPa
     ) -> None:  # fmt: skip
         super().__init__()
         self.data = data_parallelism(type(self).__name__, data)
-        check_island(replicas, shard, pipeline, self.data)
+        check_island(replicas, shard, self.data)
         self.replicas, self.shard = replicas, shard
         self.tensor, self.plan, self.sequence = tensor, dict(plan or {}), sequence
         self.context, self.sequence_dim, self.context_method = context, sequence_dim, context_method
@@ -140,7 +141,9 @@ class Mesh(Strategy, AddsAxes, Elastic, HidesGradients, KeepsLocalState, ModelPa
         )
         self.accumulation_refused = self.data_strategy.accumulation_refused
         self.batch_weight_refused = self.data_strategy.batch_weight_refused
-        if shard > 1:
+        if shard > 1 and pipeline != 1:
+            self.data_strategy = ShardedStages(self.data_strategy)
+        elif shard > 1:
             self.data_strategy = ShardedIslands(self.data_strategy, plugins.build("strategies", "fsdp"))
         elif not self.data_strategy.traits.synchronous:
             self.data_strategy = IslandSteps(self.data_strategy)

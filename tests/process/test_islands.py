@@ -18,7 +18,7 @@ from fabricx.distributed.sharding.dtensors import own_part
 from fabricx.model_parallel.data_parallel.island_steps import IslandSteps
 from fabricx.strategies import LocalSGD, Mesh
 from fabricx.testing import QUIET, kill, run_ranks
-from tests.process.meshes import GPT, RUNS, recovered, train
+from tests.process.meshes import GPT, RUNS, SAMPLES, recovered, train
 from tests.soak import SOAK, params
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
@@ -58,6 +58,7 @@ NESTEROV = {"every": 2, "outer": "nesterov"}
             (OVERLAPPED, "AdamW", {"shard": 2}),
             (NESTEROV, "AdamW", {"shard": 2, "tensor": 2}),
             ({"every": 3}, "SGD, accumulation", {"shard": 2, "context": 2}),
+            (NESTEROV, "SGD, accumulation", {"shard": 2, "pipeline": 2}),
         ],
     ),
 )
@@ -122,7 +123,12 @@ class NoLoss(GPT):
     ("axes", "accumulate"),
     params(
         [({"context": 2}, 2), ({"replicas": 2}, 1), ({"shard": 2}, 1)],  # data ranks divide a window differently
-        [({"pipeline": 2}, 2), ({"pipeline": 2, "context": 2}, 2), ({"pipeline": 2, "replicas": 2}, 1)],
+        [
+            ({"pipeline": 2}, 2),
+            ({"pipeline": 2, "context": 2}, 2),
+            ({"pipeline": 2, "replicas": 2}, 1),
+            ({"pipeline": 2, "shard": 2}, 1),
+        ],
     ),
 )
 def test_gradients_of_a_window_are_reduced_if_its_last_batch_has_no_loss_or_no_sample(
@@ -328,11 +334,27 @@ class CountsBytes(Clamped):
         assert sum(part.numel() for part in kept) == pytest.approx(5 * elements / 2, rel=0.02)
 
 
+class StoresShards(Clamped):
+    """Checks that a rank stores at most its half of each weight between updates."""
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with self.trainer.strategy.weights_as_stored():
+            sizes = {own_part(p).untyped_storage().nbytes() / (p.numel() * 8) for p in self.parameters() if p.dim() > 1}
+        assert max(sizes) < 0.6
+
+
 def test_each_rank_stores_its_shards_only_and_validation_hooks_change_whole_weights() -> None:
     arguments = {"val_check_interval": 2}, {}, "", None, True
     alone, *_ = run_ranks(train, 2, LocalSGD(every=3, outer="nesterov"), 2, *arguments, 27, Clamped)
     mesh = Mesh(data=LocalSGD(every=3, outer="nesterov"), shard=2)
     assert all(far(alone, rank) < 1e-9 for rank in run_ranks(train, 4, mesh, 1, *arguments, 27, CountsBytes))
+
+
+def test_pipelines_of_an_island_shard_the_weights_of_each_stage() -> None:
+    arguments = {"val_check_interval": 2}, {}, "", None, True
+    [alone] = run_ranks(train, 1, LocalSGD(every=3, outer="nesterov"), 2, *arguments, SAMPLES, Clamped)
+    mesh = Mesh(data=LocalSGD(every=3, outer="nesterov"), shard=2, pipeline=2)
+    assert all(far(alone, rank) < 1e-9 for rank in run_ranks(train, 4, mesh, 1, *arguments, SAMPLES, StoresShards))
 
 
 def fitted(module: fx.Module, axis: str = "replicas", **options: Any) -> None:

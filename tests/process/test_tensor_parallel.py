@@ -25,6 +25,7 @@ from fabricx.model_parallel.scaling.traffic import (
     sequence_ends,
     tensor_exchange,
 )
+from fabricx.model_parallel.tensor.collectives import scattered
 from fabricx.model_parallel.tensor.plan import find_tensor_plan
 from fabricx.model_parallel.tensor.tensor_parallel import TensorParallel
 from fabricx.model_parallel.trial import StepChanged, check_unchanged, fingerprint, recorded_step
@@ -233,6 +234,17 @@ class Counts(TorchDispatchMode):
             count = bytes_sent // torch.float32.itemsize  # gathers count bytes
             self.counts[name] = self.counts.get(name, 0) + count
         return output
+
+
+def strides_of_a_row() -> tuple[int, ...]:
+    world = worlds.current()
+    assert world is not None
+    return scattered(torch.ones(5, 2, 3), world, 1).stride()
+
+
+def test_a_shard_of_one_row_has_the_memory_order_of_the_whole_tensor() -> None:
+    """In this order dropout draws a mask: after `nn.MultiheadAttention`, shards of two samples have one row."""
+    assert run_ranks(strides_of_a_row, 2) == [(3, 3, 1)] * 2
 
 
 def counted(build: Any, overrides: dict[str, str], sequence: bool) -> dict[str, int]:

@@ -263,7 +263,7 @@ class ContextParallel:
     def _learn_from(self, run: Callable[[], Any], mark: Callable[[str, Any], list[float]]) -> Record:
         self._mode.in_trial = self._learns = True
         try:
-            return recorded_step(self._module, run, mark=mark)
+            return recorded_step(self._module, run, mark=mark, remedy=REMEDY)
         finally:
             self._mode.in_trial = self._learns = False
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +18,12 @@ from fabricx.distributed.world import World
 from fabricx.model_parallel.data_parallel.gradient_sums import GradientSums
 
 
-@final
 class IslandSteps(GradientSums, AddsAxes, KeepsLocalState):
     """Make local steps in each island, and combine the weights of the islands periodically.
 
-    An island is a model group (ranks with stages, shards of matrices or of the sequence), or several (replicas) with
-    different data. Its ranks make the same step: gradients are averaged over replicas and context ranks. A rank
-    combines its weights with the ranks at its place of all model groups; replicas have equal weights.
+    An island is a model group (ranks with stages, shards of matrices or of the sequence), or several with different
+    data. Its ranks make the same step: gradients are averaged over replicas and context ranks. A rank
+    combines its weights with the ranks at its place of all model groups; those of an island have equal weights.
 
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", arXiv 2311.08105.
 
@@ -36,7 +36,7 @@ class IslandSteps(GradientSums, AddsAxes, KeepsLocalState):
         self.data_strategy: Strategy = data_strategy
         self.traits = data_strategy.traits
         self._staged = False  # a pipeline, which calls `backward` for each microbatch, and `end_backward` at the end
-        self._replicated = False  # replicas, of which some may have no sample or loss
+        self._replicated = False  # several model groups in an island, of which some may have no sample or loss
         self._pending = False  # gradients of the window are not averaged yet
 
     def enter(self, world: World, module: nn.Module) -> None:
@@ -48,24 +48,32 @@ class IslandSteps(GradientSums, AddsAxes, KeepsLocalState):
         """
         self._note(world)
         super().enter(world.axis("island_gradients"), module)
-        self.data_strategy.enter(world.axis("data"), module)
+        self.data_strategy.enter(self.combining(world), module)
 
     def world_changed(self, world: World) -> None:
         self._note(world)
         super().world_changed(world.axis("island_gradients"))
-        as_part(self.data_strategy, Elastic).world_changed(world.axis("data"))
+        as_part(self.data_strategy, Elastic).world_changed(self.combining(world))
 
     def _note(self, world: World) -> None:
-        self._staged, self._replicated = world.axis("pipeline").size > 1, world.axis("replicas").size > 1
+        self._staged, self._replicated = world.axis("pipeline").size > 1, world.axis("island_data").size > 1
         self._pending = False
+
+    def combining(self, world: World) -> World:
+        """Return the ranks that combine their weights.
+
+        Args:
+            world: all ranks, with the axes of the mesh.
+        """
+        return world.axis("data")
 
     def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
         if self.world.size > 1:
             check_dense(module, "replicas or context with data='local_sgd'")
         if self._replicated and synchronised(module):
             raise ValueError(
-                "SyncBatchNorm with replicas: it computes statistics over all ranks in each step, and islands step "
-                "independently; remove sync_batchnorm, or use another normalisation"
+                "SyncBatchNorm with replicas or shard: it computes statistics over all ranks in each step, and islands "
+                "step independently; remove sync_batchnorm, or use another normalisation"
             )
         super().setup(module, several_backwards=several_backwards)
         part = as_part(self.data_strategy, HoldsPart)
@@ -92,7 +100,7 @@ class IslandSteps(GradientSums, AddsAxes, KeepsLocalState):
         return outputs
 
     def backward(self, loss: Tensor, compute: Callable[[], None] | None = None) -> None:
-        def computed() -> None:  # the data strategy notes the parameters with a gradient afterwards
+        def computed() -> None:
             (compute or loss.backward)()
             self._pending = True
             if not self._staged:
@@ -104,10 +112,10 @@ class IslandSteps(GradientSums, AddsAxes, KeepsLocalState):
         if not (self._pending and self.ends_window) or self.module is None:
             return
         self._pending = False
-        self.reduce_gradients(self.module)
+        reduce = functools.partial(self.reduce_gradients, self.module)
+        self.data_strategy.backward(torch.zeros(()), reduce)  # notes the parameters with a gradient of any replica
         if self._replicated and all(p.grad is None for p in self.module.parameters()):  # no replica has a sample
             self.data_strategy.backward_without_data()
-            self.reduce_gradients(self.module)  # replicas may have had their newest samples in different batches
         if self.reduce_shared is not None:  # last, since it gives shared parameters a gradient on all stages
             self.reduce_shared()
 
@@ -124,12 +132,13 @@ class IslandSteps(GradientSums, AddsAxes, KeepsLocalState):
     def gather(self) -> None:
         """Restore the local weights before the first microbatch: a step of a pipeline must not change weights."""
         as_part(self.data_strategy, WrapsStep).wrap_step(_no_step)()
+        super().gather()
         self._pending |= self._replicated
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        super().sum_gradients(parameters)
         if gradients := [p.grad for p in parameters if p.grad is not None]:
             torch._foreach_div_(gradients, self.world.size)
+        super().sum_gradients(parameters)
 
     def after_update(self, step: int) -> int:
         return self.data_strategy.after_update(step)

@@ -58,12 +58,12 @@ class ShardedIslands(Strategy, AddsAxes, Elastic, HoldsPart, KeepsLocalState, Me
         """
         super().enter(world, module)
         self.data_strategy.enter(world.axis("island_gradients"), module)
-        self.rounds.enter(_between_islands(world), module)
+        self.rounds.enter(between_islands(world), module)
 
     def world_changed(self, world: World) -> None:
         self.world = world
         as_part(self.data_strategy, Elastic).world_changed(world.axis("island_gradients"))
-        as_part(self.rounds, Elastic).world_changed(_between_islands(world))
+        as_part(self.rounds, Elastic).world_changed(between_islands(world))
 
     def setup(self, module: nn.Module, *, several_backwards: bool = False) -> None:
         if synchronised(module):
@@ -170,18 +170,34 @@ class ShardedIslands(Strategy, AddsAxes, Elastic, HoldsPart, KeepsLocalState, Me
     def load_local_states(
         self, states: Sequence[dict[str, Any]], module: nn.Module, optimizers: list[Optimizer], *, own: bool
     ) -> None:  # fmt: skip
-        if not own:
-            raise ValueError(
-                "the number of ranks has changed, and in-memory checkpoints of islands with shard are for as many "
-                "ranks as before: resume from a checkpoint on disk, or start as many ranks"
-            )
+        refuse_other_ranks(own=own)
         self._reshard()
         as_part(self.rounds, KeepsLocalState).load_local_states(states, module, optimizers, own=own)
 
 
-def _between_islands(world: World) -> World:
-    """Return the data ranks, with the ranks that have the same shards in all islands."""
+def between_islands(world: World) -> World:
+    """Return the data ranks, with the ranks that have the same shards in all islands.
+
+    Args:
+        world: all ranks, with the axes of the mesh.
+    """
     return replace(world.axis("data"), axes={"islands": world.axis("islands")})
+
+
+def refuse_other_ranks(*, own: bool) -> None:
+    """Refuse in-memory checkpoints of another number of ranks.
+
+    Args:
+        own: the state of each rank is its own.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not own:
+        raise ValueError(
+            "the number of ranks has changed, and in-memory checkpoints of islands with shard are for as many ranks as "
+            "before: resume from a checkpoint on disk, or start as many ranks"
+        )
 
 
 def _no_step() -> None:

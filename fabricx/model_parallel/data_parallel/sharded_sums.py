@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,7 +18,6 @@ from fabricx.distributed.world import World
 from fabricx.model_parallel.data_parallel.gradient_sums import GradientSums
 
 
-@final
 class ShardedSums(GradientSums, ShardsWeights):
     """Gather the weights of a stage for the microbatches of a window; sum gradients into the parts of the data ranks.
 
@@ -78,11 +77,10 @@ class ShardedSums(GradientSums, ShardsWeights):
         super().synchronize(copies, ends=ends)
         self.reshard()  # callbacks write averages to the parts, which an evaluation within a window gathers
 
-    def end_backward(self) -> None:
-        super().end_backward()
-        if self.ends_window:
-            self._training = False
-            self.release()
+    def reduce_gradients(self, module: nn.Module) -> None:
+        super().reduce_gradients(module)
+        self._training = False
+        self.release()
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         super().sum_gradients([parameter for parameter in parameters if not parameter.dim()])

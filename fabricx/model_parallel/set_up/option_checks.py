@@ -104,13 +104,12 @@ def _check_expert(axes: Mapping[str, int | None], data: str | Strategy) -> None:
         )
 
 
-def check_island(replicas: int, shard: int, pipeline: int | None, data: str | Strategy) -> None:
+def check_island(replicas: int, shard: int, data: str | Strategy) -> None:
     """Refuse numbers of data ranks of an island that are none, that exclude each other, or without islands.
 
     Args:
         replicas: data ranks of an island with equal weights.
         shard: data ranks of an island that shard the weights.
-        pipeline: ranks along the pipeline axis; None for all ranks that remain.
         data: data parallelism, as a name or a strategy with options.
 
     Raises:
@@ -134,10 +133,6 @@ def check_island(replicas: int, shard: int, pipeline: int | None, data: str | St
         raise ValueError(
             f"replicas={replicas} with shard={shard}: the data ranks of an island have equal weights (replicas) or "
             "parts of them (shard); set replicas=1 or shard=1"
-        )
-    if shard > 1 and pipeline != 1:
-        raise ValueError(
-            f"shard={shard} with pipeline={pipeline} isn't supported: set pipeline=1, or replicas in place of shard"
         )
 
 

@@ -81,7 +81,9 @@ def scattered(tensor: Tensor, world: World, dim: int) -> Tensor:
         raise_peer_lost(error, f"rank {world.rank} of {world.size} of a tensor-parallel group, reduce_scatter")
         raise
     begin, end = share(size, world.rank, world.size)
-    return total[: end - begin].movedim(0, dim).contiguous()
+    shard = total[: end - begin].movedim(0, dim)
+    # `contiguous` would keep the strides of a shard of one row, from which those of the whole tensor follow.
+    return shard.clone(memory_format=torch.contiguous_format) if dim else shard
 
 
 class _Copy(torch.autograd.Function):

@@ -33,24 +33,21 @@ def test_manual_optimization_is_refused_with_its_reason(pipelined: bool, reason:
 
 
 def test_replicas_and_shards_apply_within_islands() -> None:
-    check_island(1, 1, 2, "fsdp")
-    check_island(2, 1, None, "local_sgd")
-    check_island(1, 2, 1, "local_sgd")
+    check_island(1, 1, "fsdp")
+    check_island(2, 1, "local_sgd")
+    check_island(1, 2, "local_sgd")
     for data in ("ddp", "fsdp"):
         with pytest.raises(ValueError, match=f"replicas=2 with data={data}: .*; set data='local_sgd', or replicas=1"):
-            check_island(2, 1, 1, data)
+            check_island(2, 1, data)
         with pytest.raises(ValueError, match=f"shard=2 with data={data}: .*; set data='local_sgd', or data='fsdp' and"):
-            check_island(1, 2, 1, data)
+            check_island(1, 2, data)
     for wrong in (0, True, None, 1.5):
         with pytest.raises(ValueError, match=f"replicas={wrong}: set the number of data ranks of an island"):
-            check_island(wrong, 1, 1, "local_sgd")  # type: ignore[arg-type]
+            check_island(wrong, 1, "local_sgd")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=f"shard={wrong}: set the number of data ranks of an island"):
-            check_island(1, wrong, 1, "local_sgd")  # type: ignore[arg-type]
+            check_island(1, wrong, "local_sgd")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"replicas=2 with shard=2: .* set replicas=1 or shard=1"):
-        check_island(2, 2, 1, "local_sgd")
-    for pipeline in (2, None):
-        with pytest.raises(ValueError, match=f"shard=2 with pipeline={pipeline} isn't supported: set pipeline=1, or"):
-            check_island(1, 2, pipeline, "local_sgd")
+        check_island(2, 2, "local_sgd")
     with pytest.raises(
         ValueError, match=r"in an island and manual optimization: .* use automatic optimization, or replicas=1 and"
     ):
