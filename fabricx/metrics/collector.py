@@ -387,8 +387,7 @@ class Logbook:
             step: number of the weight update.
         """
         metrics = self.metrics
-        names = [] if self.idle else metrics.due(epoch=False, step=step)
-        values = metrics.joined(names, epoch=False, batches=self._had, alone=self._alone)
+        values = metrics.joined(metrics.due(epoch=False, step=step), epoch=False, batches=self._had, alone=self._alone)
         latest: dict[str, tuple[Tensor, int]] = {}  # results of the metrics' own forward, with their weights
         for name, (metric, series) in sorted(metrics.objects.items()):
             if series.on_step:
