@@ -286,7 +286,7 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
         else:
             fragment.velocity.add_(mean)
             fragment.base.sub_(mean, alpha=self.outer_lr * (1.0 + self.outer_momentum))
-        fragment.set(now.add_(fragment.base).sub_(before) if fragment.apart else fragment.base)
+        fragment.set(now.add_(fragment.base).sub_(before))  # with the changes of hooks after the round
 
     def _begin_from(self, fragment: Fragment) -> None:
         """Begin the next round with the present weights, as a run that resumes from them; collective.
@@ -387,7 +387,7 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
             if fragment.begun is not None:
                 fragment.moved = torch.empty_like(fragment.base)
             if fragment.codec is not None:
-                fragment.codec.lost = saved[0]["lost"].clone()
+                fragment.codec.lost = saved[0]["lost"].to(fragment.base.device, copy=True)
             for name, values in fragment.equal_on_ranks.items():
                 self._join([shares["shares"][name] for shares in saved], values, own=own)
         moved = []
@@ -404,7 +404,7 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
             super().load_state_dict({**states[0], "optimizers": moments}, module, optimizers)
             rounds = zip(*(state["rounds"] for state in states), strict=True)
             for fragment, parts, former in zip(self._fragments, zip(*moved, strict=True), rounds, strict=True):
-                self._add_errors(fragment, [one["lost"] for one in former])
+                self._add_errors(fragment, [one["lost"].to(fragment.base.device) for one in former])
                 fragment.moved = torch.stack(parts).mean(0)
                 self._step_from_base(fragment, 0.0)
         elif states[0]["shows_means"]:  # hooks that follow read and change these

@@ -72,6 +72,35 @@ def test_other_ranks_than_before_begin_with_the_errors_of_the_former_ranks() -> 
     assert codec.lost.numel() == 0
 
 
+def test_a_save_after_a_round_adds_errors_to_the_weights_that_a_hook_has_changed() -> None:
+    """Regression: the weights were those of the round, without the changes of the hook."""
+    module = nn.Linear(2, 2, bias=False)
+    strategy = LocalSGD(every=4, compression="int8")
+    strategy.setup(module)
+    codec = strategy._fragments[0].codec
+    assert codec is not None
+    codec.lost = torch.full((4,), 0.25)
+    nn.init.constant_(module.weight, 3.0)
+    strategy.state_dict(module, [])
+    assert bool((module.weight == 2.75).all())
+
+
+@pytest.mark.filterwarnings("ignore:for .*is a no-op")
+def test_errors_in_a_checkpoint_come_back_to_the_device_of_the_weights() -> None:
+    module, other = nn.Linear(2, 2), nn.Linear(2, 2, device="meta")
+    strategy = LocalSGD(every=4, compression="int8")
+    strategy.setup(module)
+    codec = strategy._fragments[0].codec
+    assert codec is not None
+    codec.lost = torch.ones(6)
+    state = strategy.local_state_dict(module, [])
+    strategy.setup(other)
+    strategy.load_local_states([state], other, [], own=True)
+    codec = strategy._fragments[0].codec
+    assert codec is not None
+    assert codec.lost.device.type == "meta"
+
+
 def test_a_run_of_16_bit_weights_resumes_exactly() -> None:
     def train(module: nn.Module, strategy: LocalSGD, steps: range) -> None:
         for step in steps:
