@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+from pathlib import Path
+
 import pytest
+from omegaconf import OmegaConf
 
 from fabricx import plugins
 from fabricx.core.strategy import Strategy
@@ -12,6 +16,13 @@ from fabricx.strategies import DDP
 @pytest.mark.parametrize("kind", ["strategies", "callbacks", "loggers", "launchers"])
 def test_every_built_in_name_can_be_found(kind: str) -> None:
     assert all(isinstance(plugins.find(kind, name), type) for name in plugins.names(kind))
+
+
+@pytest.mark.parametrize("name", plugins.names("strategies"))
+def test_options_of_a_strategy_are_keys_of_the_command(name: str) -> None:
+    """Regression: `compression` of local_sgd could not be set on the command line."""
+    keys = OmegaConf.load(Path(__file__).parents[2] / "conf" / "strategy" / f"{name}.yaml").keys() - {"name"}
+    assert keys == inspect.signature(plugins.find("strategies", name)).parameters.keys()
 
 
 def test_a_dotted_path_selects_a_plugin() -> None:
