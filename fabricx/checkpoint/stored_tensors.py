@@ -17,5 +17,5 @@ def stored_tensors(module: nn.Module) -> dict[str, Any]:
     parameters = inspect.signature(module.state_dict).parameters.values()
     if any(parameter.name == "keep_vars" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return module.state_dict(keep_vars=True)
-    own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
-    return {name: own.get(name, value) for name, value in module.state_dict().items()}
+    tensors = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    return {name: tensors.get(name, value) for name, value in module.state_dict().items()}

@@ -71,8 +71,8 @@ class CreatedLoaders:
         """
         every, changed = self._options.reload_dataloaders_every_n_epochs, changed and self._datamodule is None
         return [
-            changed or (every > 0 and then != own) or not (state is None or equal_states(state, own_state))
-            for then, own, state, own_state in zip(epochs, self.epochs, states, self.states, strict=True)
+            changed or (every > 0 and then != epoch) or not (state is None or equal_states(state, own_state))
+            for then, epoch, state, own_state in zip(epochs, self.epochs, states, self.states, strict=True)
         ]
 
     def create(self, kind: Literal[0, 1], name: str) -> Any:

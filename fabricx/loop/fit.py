@@ -106,9 +106,7 @@ def _start(session: Session) -> bool:
 def _restore(session: Session) -> None:
     """Restore in-memory checkpoints, or the checkpoint of the call; a newcomer receives the state of other ranks."""
     state = session.state
-    if (
-        session.world.newcomer or session.fault_tolerance.restore()
-    ):  # in-memory checkpoints have the servers' state, too
+    if session.world.newcomer or session.fault_tolerance.restore():  # these have the state of servers, too
         return
     # After an earlier fit of this Trainer without a checkpoint:
     session.checkpoints.new_optimizers = bool(state.step) and session.checkpoints.ckpt_path is None

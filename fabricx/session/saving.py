@@ -212,11 +212,11 @@ def entries_of_hooks(state: dict[str, Any]) -> Iterator[None]:
     Args:
         state: content of a checkpoint; changed in place, and by the hooks.
     """
-    own = {name: value for name, value in state.items() if name != "callbacks"}
+    before = {name: value for name, value in state.items() if name != "callbacks"}
     with weights_as_state_dict(state):
         yield
-        replaced = {name: state[name] for name, value in own.items() if name in state and state[name] is not value}
-        state.update({name: own[name] for name in replaced})
+        replaced = {name: state[name] for name, value in before.items() if name in state and state[name] is not value}
+        state.update({name: before[name] for name in replaced})
     if replaced:
         state[OF_HOOKS] = replaced
 
@@ -243,7 +243,7 @@ def weights_as_state_dict(state: dict[str, Any]) -> Iterator[None]:
     if hparams is not None:
         state["hyper_parameters"] = hparams
     of_hooks = state.get(OF_HOOKS, {})
-    own = {name: state[name] for name in of_hooks if name in state}
+    hidden = {name: state[name] for name in of_hooks if name in state}
     state.update(of_hooks)
     try:
         yield
@@ -255,7 +255,7 @@ def weights_as_state_dict(state: dict[str, Any]) -> Iterator[None]:
                 "batches would skip them twice"
             )
         raise
-    state.update(own)
+    state.update(hidden)
     for name in [*position, *(name for name, value in copies.items() if state.get(name) is value)]:
         state.pop(name, None)
     if hparams is not None:

@@ -170,7 +170,7 @@ class ShardedIslands(Strategy, AddsAxes, Elastic, HoldsPart, KeepsLocalState, Me
     def load_local_states(
         self, states: Sequence[dict[str, Any]], module: nn.Module, optimizers: list[Optimizer], *, own: bool
     ) -> None:  # fmt: skip
-        refuse_other_ranks(own=own)
+        refuse_other_ranks(same_ranks=own)
         self._reshard()
         as_part(self.rounds, KeepsLocalState).load_local_states(states, module, optimizers, own=own)
 
@@ -184,16 +184,16 @@ def between_islands(world: World) -> World:
     return replace(world.axis("data"), axes={"islands": world.axis("islands")})
 
 
-def refuse_other_ranks(*, own: bool) -> None:
+def refuse_other_ranks(*, same_ranks: bool) -> None:
     """Refuse in-memory checkpoints of another number of ranks.
 
     Args:
-        own: the state of each rank is its own.
+        same_ranks: the number of ranks is that of the in-memory checkpoints.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is another.
     """
-    if not own:
+    if not same_ranks:
         raise ValueError(
             "the number of ranks has changed, and in-memory checkpoints of islands with shard are for as many ranks as "
             "before: resume from a checkpoint on disk, or start as many ranks"

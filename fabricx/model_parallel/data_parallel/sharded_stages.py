@@ -59,6 +59,6 @@ class ShardedStages(IslandSteps, ShardedSums):
     def load_local_states(
         self, states: Sequence[dict[str, Any]], module: nn.Module, optimizers: list[Optimizer], *, own: bool
     ) -> None:  # fmt: skip
-        refuse_other_ranks(own=own)
+        refuse_other_ranks(same_ranks=own)
         self.reshard()
         super().load_local_states(states, module, optimizers, own=own)
