@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from fabricx.core.module_state.buffers import persistent_buffers
 from fabricx.core.module_state.placeholder import is_placeholder
 from fabricx.data.data_state import equal_states
 from fabricx.distributed.sharding.dtensors import own_part
+
+_CONSTANT: Final = (float, int, bool, str, type(None))
 
 
 @final
@@ -82,6 +84,8 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _copy(value: Any) -> Any:
+    if type(value) in _CONSTANT:  # most options, which are copied before each batch
+        return value
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 

@@ -214,7 +214,7 @@ class MemberStates:
         lockstep = session.strategy.traits.lockstep
         if self._batch_start is not None and (contribution.progress == furthest or not lockstep):
             self._ft.load_attributes(self._batch_start.attributes)
-            for options in self._ft.options:  # the hooks of the epoch's start run again
+            for options in self._ft.options:  # the hooks of the interrupted work run again
                 options.remove_added()
                 options.restore()
         entries = hook_entries(session)

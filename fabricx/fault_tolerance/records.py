@@ -47,7 +47,7 @@ class RankRecords(FaultTolerance):
 
     Attributes:
         publishing: the values of an epoch are being published.
-        options: options of the optimizers before the hooks that begin an epoch, until its first batch is complete.
+        options: options of the optimizers at the point from which unfinished work is repeated; empty without a point.
         reached: newest step before the last failure, until a further step is made; infinite without.
         weights: those at the point from which unfinished work is repeated; None if no other rank reads the records.
         torn: some weights of an update are new and others old, or gradients of earlier batches have changed: the batch
@@ -98,16 +98,14 @@ class RankRecords(FaultTolerance):
 
     def begin_epoch(self) -> None:
         super().begin_epoch()
-        if self.slot is not None and not self._state.batch:
-            self.options = list(map(GroupOptions, self._session.optimizers))
-        if self.weights is not None and not self._state.batch:
-            self.weights.note(values=True)
+        if not self._state.batch:
+            self._note(values=True)
 
     def begin_batches(self, *, saved_within: bool) -> None:
         # A batch that is tried again begins with the states of callbacks before it, as that of a resumed run.
         super().begin_batches(saved_within=saved_within or (self._records() and _changes_in_steps(self._session)))
-        if self.weights is not None and self._state.batch:  # the first batch is repeated with the hooks before it
-            self.weights.note(values=True)
+        if self._state.batch:  # the first batch is repeated with the hooks before it
+            self._note(values=True)
 
     @contextmanager
     def in_validation(self) -> Iterator[None]:
@@ -133,15 +131,13 @@ class RankRecords(FaultTolerance):
         super().reach(step)
         if step is EpochStep.EPOCH_WATCHERS:
             self.publishing = False
-            if self.weights is not None:
-                self.weights.forget()
+            self._forget()
         self.record()
 
     def before_publishing(self) -> None:
         super().before_publishing()
         self.publishing = self.slot is not None
-        if self.weights is not None:
-            self.weights.note(values=True)
+        self._note(values=True)
 
     def after_publishing(self) -> None:
         if self.slot is None:
@@ -211,9 +207,7 @@ class RankRecords(FaultTolerance):
 
     def after_batch(self) -> None:
         super().after_batch()
-        self.options = []
-        if self.weights is not None:
-            self.weights.forget()
+        self._forget()
         held = self._session.user_steps.held or self._session.user_steps.kept
         self.torn = self.slot is not None and held is not None and held.may_be_needed  # a replacement lacks these
         if self.slot is not None and not self._recorded_ahead:
@@ -231,14 +225,25 @@ class RankRecords(FaultTolerance):
         if self.buffers is not None:
             self.resume_point = self._batch_start(self.buffers)
             self.record(self.resume_point)
-        if self.weights is not None:
-            self.weights.note(values=False)
+        self._note(values=False)
 
     # -- records ------------------------------------------------------------------------------------------------
 
     def record(self, point: RankState | None = None) -> None:
         if self.slot is not None:
             self._write(progress(self._session), point)
+
+    def _note(self, *, values: bool) -> None:
+        """Note weights and options of optimizers: work that is repeated from here starts with these."""
+        if self.weights is not None:
+            self.weights.note(values=values)
+            self.options = list(map(GroupOptions, self._session.optimizers))
+
+    def _forget(self) -> None:
+        """Forget weights and options: the work since is not repeated."""
+        if self.weights is not None:
+            self.weights.forget()
+            self.options = []
 
     def _record_batch(self, batch: Microbatch) -> None:
         """Write a batch that the other ranks may count before this rank does."""

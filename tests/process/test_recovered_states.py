@@ -219,7 +219,7 @@ def test_a_rank_that_dies_in_a_hook_after_the_update_keeps_its_own_values(step: 
 
 
 class ChangesOptions(Ledger):
-    """Changes the options of its optimizer, and adds a group, at the start of each epoch."""
+    """Changes options of its optimizer in hooks of epochs and batches, and adds a group at the start of an epoch."""
 
     def __init__(self) -> None:
         super().__init__(SAMPLES, BATCH)
@@ -232,6 +232,12 @@ class ChangesOptions(Ledger):
         if self.current_epoch == 1:
             optimizer.add_param_group({"params": [self.added], "lr": 0.01})
 
+    def on_train_batch_start(self, *arguments: Any) -> None:
+        self.trainer.optimizers[0].param_groups[0]["lr"] *= 0.9
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        self.trainer.optimizers[0].param_groups[0]["momentum"] *= 0.9
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(batch, batch_idx) * self.added.sum()
 
@@ -240,7 +246,7 @@ class ChangesOptions(Ledger):
 
 
 @pytest.mark.parametrize(("rank", "step"), covering(product([0, 1], [4, 5])))
-def test_options_that_the_start_of_an_epoch_changes_change_once(rank: int, step: int, tmp_path: Path) -> None:
+def test_options_that_hooks_of_interrupted_work_change_change_once(rank: int, step: int, tmp_path: Path) -> None:
     """Steps of each epoch: 4, so that the death is in the first or the second batch of an epoch."""
     killed_and_equal(ChangesOptions, STRATEGIES["ddp"], kill(rank).during("backward", step=step), tmp_path)
 
