@@ -15,7 +15,8 @@ from fabricx.core.module_state.placeholder import is_placeholder
 from fabricx.data.data_state import equal_states
 from fabricx.distributed.sharding.dtensors import own_part
 
-_CONSTANT: Final = (float, int, bool, str, type(None))
+_CONSTANT: Final = frozenset({float, int, bool, str, type(None)})
+_PARAMETERS: Final = frozenset({"params", "param_names"})
 
 
 @final
@@ -28,7 +29,14 @@ class GroupOptions:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._before = [_copied(_options(group)) for group in optimizer.param_groups]
+        self._before = [  # most options are constants; they are noted before each batch of a run that can recover
+            {
+                name: value if type(value) in _CONSTANT else _copy(value)
+                for name, value in group.items()
+                if name not in _PARAMETERS
+            }
+            for group in optimizer.param_groups
+        ]
 
     def remove_added(self) -> None:
         """Remove the groups that were added since."""
@@ -79,13 +87,7 @@ class RepeatedHook:
         return [(name, tensor) for name, tensor in tensors if not is_placeholder(tensor)]
 
 
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
-
-
 def _copy(value: Any) -> Any:
-    if type(value) in _CONSTANT:  # most options, which are copied before each batch
-        return value
     return value.detach().clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
