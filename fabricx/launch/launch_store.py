@@ -25,12 +25,20 @@ from torch.distributed import DistStoreError, Store, TCPStore
 
 from fabricx.distributed.membership.deaths import DEATHS
 from fabricx.distributed.messages import authentication
-from fabricx.distributed.messages.authentication import AuthenticationError, sign, tag, verify
+from fabricx.distributed.messages.authentication import (
+    PATIENT,
+    SHORT,
+    AuthenticationError,
+    KeepAlive,
+    sign,
+    tag,
+    verify,
+)
 from fabricx.distributed.store.client import PrivateStore
 from fabricx.distributed.store.server import SOCKET
 from fabricx.distributed.world import World
 from fabricx.launch import store_host
-from fabricx.launch.cluster import address, detect, environment, job, launch, on_one_machine
+from fabricx.launch.cluster import address, detect, environment, has_restarts, job, launch, on_one_machine
 from fabricx.launch.store_host import COMPLETE, KEY
 from fabricx.redaction import printable
 
@@ -55,6 +63,7 @@ class Launch:
         names: values that identify this launch in all its attempts; included in every signature.
         host: name of the first rank's machine.
         restarts: restarts of this process as counted by torchrun.
+        keep_alive: when the machine of another process is lost.
     """
 
     rank: int
@@ -64,6 +73,7 @@ class Launch:
     names: tuple[str, ...]
     host: str
     restarts: int = 0
+    keep_alive: KeepAlive = PATIENT
 
 
 def connect(world: World, environ: Mapping[str, str] | None = None) -> World:
@@ -91,7 +101,8 @@ def connect(world: World, environ: Mapping[str, str] | None = None) -> World:
     host, port = address(env)
     names = (host, str(port), launch(env) or "", job(env))
     key, restarts = user_key(env), int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    info = Launch(detected.rank, detected.size, alone, key or b"", names, host, restarts)
+    keep_alive = SHORT if has_restarts(env) else PATIENT
+    info = Launch(detected.rank, detected.size, alone, key or b"", names, host, restarts, keep_alive)
     identity = (*names, str(detected.size), str(detected.rank), str(restarts))
     if identity not in _CONNECTED:
         if not (info.user_key or alone) and detected.rank == 0:
@@ -198,8 +209,9 @@ def _lead(launcher_store: Store, info: Launch) -> tuple[PrivateStore, bytes]:
     """Start the launch's store and wait for all ranks; called by the first rank."""
     token, key = secrets.token_bytes(), authentication.new_key() if info.alone else info.user_key
     admits, secret = _derived(info, key, token)
-    folder, port = store_host.start(admits, key if info.alone else None)
-    store = PrivateStore(os.path.join(folder, SOCKET) if info.alone else ("localhost", port), admits)
+    folder, port = store_host.start(admits, key if info.alone else None, info.keep_alive)
+    server = os.path.join(folder, SOCKET) if info.alone else ("localhost", port)
+    store = PrivateStore(server, admits, info.keep_alive)
     location = json.dumps([token.hex(), folder, info.host, port])
     value = sign(info.user_key, [PLACE, *info.names], location.encode()).hex()
     launcher_store.set(PLACE, value)
@@ -278,7 +290,7 @@ def _connect_store(info: Launch, token: bytes, folder: str, host: tuple[str, int
         authentication.check_private(folder)
         key = authentication.read_private(Path(folder) / KEY)
     admits, secret = _derived(info, key, token)
-    return PrivateStore(os.path.join(folder, SOCKET) if info.alone else host, admits), secret
+    return PrivateStore(os.path.join(folder, SOCKET) if info.alone else host, admits, info.keep_alive), secret
 
 
 def _register(store: PrivateStore, info: Launch) -> bool:

@@ -26,6 +26,7 @@ from fabricx.fault_tolerance import deadlock
 from fabricx.fault_tolerance.deadlock import DeadlockDetector, explanation
 from fabricx.fault_tolerance.hang_report import explain
 from fabricx.fault_tolerance.liveness import learned_limit, pause_report
+from fabricx.launch.lost_ranks import LostRanks
 from fabricx.redaction import printable
 
 LOOK_S: Final = 1.0  # between two looks at this rank's progress
@@ -50,27 +51,40 @@ class Post:
 
 
 @contextlib.contextmanager
-def watched(world: World, end: Callable[[Exception], None]) -> Iterator[None]:
+def watched(world: World, end: Callable[[Exception], None], lost: LostRanks | None = None) -> Iterator[None]:
     """Watch the progress of this rank in the context; the main rank reports hangs of all ranks.
 
     Args:
         world: all ranks of the launch, with a store.
         end: ends this process with an error, while its main thread is blocked.
+        lost: lost ranks, for which this process does not wait; None if the launcher starts no process again.
     """
     over = threading.Event()
-    thread = threading.Thread(target=_watch, args=(Watch(world), over, end), name="watches for hangs", daemon=True)
-    thread.start()
+    checks = [Watch(world).look] if lost is None else [lost.check, Watch(world).look]
+    threads = [
+        threading.Thread(target=_watch, args=(check, over, end), name="fabricx-watch", daemon=True) for check in checks
+    ]
+    for thread in threads:
+        thread.start()
     try:
         yield
+        if lost is not None:
+            lost.leave()
     finally:
         over.set()
-        thread.join(JOIN_S)
+        if lost is not None:
+            lost.close()
+        for thread in threads:
+            thread.join(JOIN_S)
 
 
-def _watch(watch: Watch, over: threading.Event, end: Callable[[Exception], None]) -> None:
+def _watch(
+    check: Callable[[], str | Exception | None], over: threading.Event, end: Callable[[Exception], None]
+) -> None:  # fmt: skip
+    """Call a check each `LOOK_S`: it returns a report to print, or an error that ends this process."""
     with contextlib.suppress(dist.DistError):  # the store has ended with the run
         while not over.wait(LOOK_S):
-            report = watch.look()
+            report = check()
             if isinstance(report, Exception):
                 end(report)
             elif report:

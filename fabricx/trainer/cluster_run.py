@@ -26,6 +26,7 @@ from fabricx.distributed.world import World
 from fabricx.fault_tolerance import memory_checkpoint, memory_holder
 from fabricx.launch import cluster, launch_store, launch_watch
 from fabricx.launch.launch_store import Attempt
+from fabricx.launch.lost_ranks import LostRanks
 from fabricx.launch.worker import exit_now
 from fabricx.trainer import process
 from fabricx.trainer.run_dir import checkpoints_of, new_run_dir, newest_whole
@@ -187,7 +188,7 @@ def watched(here: World, report: Callable[[Exception], None] | None = None) -> c
             report(error)
         exit_now(1)
 
-    return launch_watch.watched(here, end)
+    return launch_watch.watched(here, end, LostRanks(here) if cluster.has_restarts() else None)
 
 
 @dataclass(frozen=True)

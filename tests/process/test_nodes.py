@@ -151,7 +151,6 @@ if __name__ == "__main__":
 """
 
 
-# torchrun waits 30 s for a rank that waits for the lost node.
 @pytest.mark.usefixtures("nodes")
 @pytest.mark.parametrize("key", params([], ["0123456789abcdef" * 4, ""]))  # without a key, from snapshots on disk
 def test_a_spare_node_replaces_a_node_that_has_lost_its_network(key: str, own_folder: Path) -> None:
@@ -172,6 +171,7 @@ def test_a_spare_node_replaces_a_node_that_has_lost_its_network(key: str, own_fo
             node.communicate()
     lines = [line for text, _ in texts for line in text.splitlines() if line.startswith("fit")]
     assert lines == ["fit True True 1"], texts
+    assert "its machine is unreachable; torchrun starts the ranks again" in texts[0][1]
     assert len(list(own_folder.glob("runs/*"))) == 1
 
 

@@ -126,6 +126,11 @@ def communicates() -> bool:
     return path.startswith(_COMMUNICATION) and not path.startswith(_FILES)
 
 
+def awaits() -> bool:
+    """Return whether the main thread waits for an event of another process, or runs a collective or a backward."""
+    return bool(_WAITS_FOR[0]) or communicates()
+
+
 def waits_for(event: str) -> None:
     """Set the event that this process is about to wait for, for the report of a hang.
 

@@ -58,18 +58,22 @@ class BlockedMainThread:
     Args:
         used: returns the CPU time that the main thread has used, or None if the system does not report it.
         waits: returns whether the main thread waits in an operation of torch.distributed.
+        checks: calls of `found` without progress after which the operation is lost.
     """
 
-    def __init__(self, used: Callable[[], float | None] | None = None, waits: Callable[[], bool] | None = None) -> None:
+    def __init__(
+        self, used: Callable[[], float | None] | None = None, waits: Callable[[], bool] | None = None,
+        checks: int = CHECKS,
+    ) -> None:  # fmt: skip
         self._used, self._waits = used or heartbeat.cpu_time, waits or heartbeat.communicates
-        self._checks = 0
+        self._needed, self._checks = checks, 0
         self._last: float | None = None
 
     def found(self) -> bool:
-        """Return whether the main thread has waited without using the CPU during the last `CHECKS` calls."""
+        """Return whether the main thread has waited without using the CPU during the last calls, `checks` of them."""
         used = self._used()
         if used is None or used != self._last or not self._waits():
             self._checks, self._last = 0, used
         else:
             self._checks += 1
-        return self._checks >= CHECKS
+        return self._checks >= self._needed

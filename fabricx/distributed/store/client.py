@@ -17,7 +17,7 @@ from typing import Any, Final, final
 import torch.distributed as dist
 
 from fabricx.distributed.messages import authentication
-from fabricx.distributed.messages.authentication import AuthenticationError
+from fabricx.distributed.messages.authentication import AuthenticationError, KeepAlive
 from fabricx.distributed.store.connections import Channel, shut
 from fabricx.distributed.store.state import pack, unpack
 
@@ -34,6 +34,7 @@ class PrivateStore(dist.Store):
     Args:
         address: path of the server's Unix socket, or (host name, port).
         key: secret of the run.
+        keep_alive: when the server's machine is lost; requests then raise an error.
 
     Attributes:
         peer: address of the server's end of a Unix socket connection, as `getpeername` returns it.
@@ -43,10 +44,12 @@ class PrivateStore(dist.Store):
         torch.distributed.DistNetworkError: the server can't be reached or has a different key.
     """
 
-    def __init__(self, address: str | tuple[str, int], key: bytes) -> None:
+    def __init__(
+        self, address: str | tuple[str, int], key: bytes, keep_alive: KeepAlive = authentication.PATIENT
+    ) -> None:  # fmt: skip
         super().__init__()
         self.timeout: timedelta
-        self._address, self._key = address, key
+        self._address, self._key, self._keep_alive = address, key, keep_alive
         self.path = address if isinstance(address, str) else ""
         self.port = 0 if isinstance(address, str) else address[1]
         self.peer: Any = ""
@@ -212,7 +215,7 @@ class PrivateStore(dist.Store):
     def _connected(self) -> Channel:
         try:
             if isinstance(self._address, tuple):
-                return authentication.connect_to(self._address, self._key)
+                return authentication.connect_to(self._address, self._key, self._keep_alive)
             connection = authentication.connect(self._address, self._key)
             with socket.socket(fileno=os.dup(connection.fileno())) as ours:
                 self.peer = ours.getpeername()
