@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import getpass
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -43,6 +46,23 @@ LIBRARIES_SET = {
     "PL_SEED_WORKERS",
     "PYTORCH_NVML_BASED_CUDA_CHECK",  # by the import of lightning
 }
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give all processes of this run a temporary folder, which is removed with the files that libraries leave there.
+
+    torchrun and wandb leave folders. Folders of failed tests, and torch's cache of compiled code, remain where they are
+    without this folder.
+    """
+    if hasattr(config, "workerinput"):  # a process of pytest-xdist has the folder of the process that started it
+        return
+    common = tempfile.gettempdir()
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", common)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(common, f"torchinductor_{getpass.getuser()}"))
+    folder = tempfile.mkdtemp(prefix="fx-")
+    os.chmod(folder, 0o1777)  # as /tmp: private folders in it have to protect themselves
+    os.environ["TMPDIR"], tempfile.tempdir = folder, None
+    config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
 def pytest_collection_finish() -> None:
