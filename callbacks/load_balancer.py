@@ -300,7 +300,9 @@ class LoadBalancer(Callback):
         self._start_alarm(None)
 
     def on_train_end(self, trainer: TrainerProtocol, pl_module: Module) -> None:
-        if self._alarm is not None:
+        # Not a condition on `_alarm`: a rank that has joined after the last batch has none, and a rank that repeats
+        # this hook has closed it.
+        if self.shares is None and not self._inactive(trainer):
             trainer.world.barrier()  # a peer may still wait for this rank's answer to a request
         self._start_alarm(None)
         policy = self._policy

@@ -102,6 +102,7 @@ class StochasticWeightAveraging(Callback):
         self._first_rates: list[float] = []
         self._rates: list[float] = []  # of this epoch, for each group; empty before `swa_epoch_start`
         self._ended = False  # the module holds the averages
+        self._trained: list[tuple[Tensor, Tensor]] = []  # parameters and their weights before, until the run has ended
 
     def swa_start(self, max_epochs: int) -> int:
         """Return the first epoch of the average, from 0.
@@ -208,9 +209,19 @@ class StochasticWeightAveraging(Callback):
             )
             return
         self._ended = True
-        for name, parameter in pl_module.named_parameters():
-            if name in self.averages:
-                parameter.copy_(self.averages[name])
+        averaged = [(p, self.averages[name]) for name, p in pl_module.named_parameters() if name in self.averages]
+        self._trained = [(parameter, parameter.clone()) for parameter, _ in averaged]
+        for parameter, average in averaged:
+            parameter.copy_(average)
+
+    @torch.no_grad()
+    def restore_weights(self) -> None:
+        for parameter, weights in self._trained:
+            parameter.copy_(weights)
+        self._trained, self._ended = [], self._ended and not self._trained
+
+    def teardown(self, trainer: TrainerProtocol, pl_module: Module, stage: str) -> None:
+        self._trained = []
 
     def on_load_checkpoint(self, trainer: TrainerProtocol, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         state = checkpoint.get("callbacks", {}).get(self.state_key) or {}

@@ -39,7 +39,7 @@ def await_departure(world: World, timeout_s: float = LIMIT_S) -> None:
     with contextlib.suppress(OSError, dist.DistError):  # the store's host has exited: no rank can report any more
         store.set(f"{name}/{world.rank}", "done")
         store.add(f"{name}/count", 1)
-        while not member.outdated(world.generation) and (left := deadline - time.monotonic()) > 0:
+        while not member.is_broken(world.generation) and (left := deadline - time.monotonic()) > 0:
             condition = {f"{name}/count": world.size, **deaths.condition}
             if f"{name}/count" in store.reach(condition, min(left, LOOK_S if dead else look_s)):
                 return

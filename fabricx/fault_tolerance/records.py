@@ -47,6 +47,8 @@ class RankRecords(FaultTolerance):
 
     Attributes:
         publishing: the values of an epoch are being published.
+        end_point: state before the last hooks of the training; None before. Checkpoints of these hooks have the later
+            state, since a run that resumes from them does not repeat the hooks.
         options: options of the optimizers at the point from which unfinished work is repeated; empty without a point.
         reached: newest step before the last failure, until a further step is made; infinite without.
         weights: those at the point from which unfinished work is repeated; None if no other rank reads the records.
@@ -65,6 +67,7 @@ class RankRecords(FaultTolerance):
         self._session = session
         self.members, self.slot, self.memory = members, slot, memory
         self.publishing = False
+        self.end_point: RankState | None = None
         self.torn = False
         self.reached = math.inf
         self.weights = None if slot is None else NotedWeights(session.module)
@@ -74,6 +77,13 @@ class RankRecords(FaultTolerance):
         self._recorded_ahead = False  # whether the record of the batch is written before its update
 
     # -- the run ------------------------------------------------------------------------------------------------
+
+    def before_train_end(self) -> None:
+        if self.slot is not None:
+            buffers = None if self.buffers is None else self.buffers.take()
+            self.end_point = self._rank_state(buffers, repeats=True)
+            self.record(self.end_point)
+            self._note(values=True)
 
     def wait_for_all(self) -> None:
         if self.members is not None or self.memory is not None:

@@ -58,6 +58,7 @@ def fit(session: Session, train_rest: Callable[[Session], bool]) -> None:
                 session.print(already_complete(session))
             session.synchronize(ends=True)  # hooks and users now see the weights of all ranks
             session.metrics.collect(None)
+            ft.before_train_end()
             call(session.hooks.on_train_end)
             finish_checkpoint(session)
             ft.wait_for_all()

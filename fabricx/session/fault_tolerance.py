@@ -93,6 +93,9 @@ class FaultTolerance:
         """
         return nullcontext()
 
+    def before_train_end(self) -> None:
+        """Keep and record the state before the last hooks of the training, which run again if a peer is lost."""
+
     def wait_for_all(self) -> None:
         """Wait until all ranks have finished, because recovery of a peer may need this rank's state."""
 

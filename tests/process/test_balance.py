@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -296,6 +297,17 @@ def test_shares_after_a_death_are_computed_from_the_measured_speeds(patience: fl
     # A replacement that joins later has the attributes of rank 0.
     assert sizes[: 3 if patience else 2] == ([8, 12, 4] if patience else [9, 3])
     assert_like_one_process(module, tmp_path)
+
+
+def test_a_rank_that_has_joined_after_the_last_batch_meets_the_other_ranks_at_the_end() -> None:
+    """Regression: a rank without a listener for slower ranks was in another collective than the others."""
+    met: list[LoadBalancer] = []
+    balancer = LoadBalancer()
+    world = SimpleNamespace(axis=lambda name: SimpleNamespace(size=2), barrier=lambda: met.append(balancer))
+    trainer: Any = SimpleNamespace(world=world, strategy=DDP())
+    for _ in range(2):  # a rank that repeats the hook has closed its listener
+        balancer.on_train_end(trainer, Paced())
+    assert met == [balancer, balancer]
 
 
 def test_a_resumed_run_continues_with_the_saved_shares(tmp_path: Path) -> None:

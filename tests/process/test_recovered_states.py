@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -249,6 +251,52 @@ class ChangesOptions(Ledger):
 def test_options_that_hooks_of_interrupted_work_change_change_once(rank: int, step: int, tmp_path: Path) -> None:
     """Steps of each epoch: 4, so that the death is in the first or the second batch of an epoch."""
     killed_and_equal(ChangesOptions, STRATEGIES["ddp"], kill(rank).during("backward", step=step), tmp_path)
+
+
+class ChangesAtEnd(fx.Callback):
+    """Scales weights and counts in the last hook of the training, and kills rank 0 when the other rank has run it.
+
+    Args:
+        once: file that is created before the kill.
+        weights: scale the weights, too.
+    """
+
+    def __init__(self, once: Path, *, weights: bool) -> None:
+        self.once, self.weights = once, weights
+
+    @torch.no_grad()
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        module.history.append("end")
+        module.layer.bias.mul_(1.5 if self.weights else 1.0)
+        trainer.world.barrier()
+        if trainer.world.rank == 0 and not self.once.exists():
+            self.once.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class KeepsHistory(Ledger):
+    def __init__(self) -> None:
+        super().__init__(SAMPLES, BATCH)
+        self.history: list[str] = []
+
+    def on_train_epoch_end(self) -> None:
+        self.history.append("epoch")
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_the_last_hooks_of_a_training_change_attributes_and_weights_once(tmp_path: Path, *, weights: bool) -> None:
+    modules = []
+    for name in ("undisturbed", "killed"):
+        once = tmp_path / f"{name}.once"
+        if name == "undisturbed":
+            once.touch()
+        module = KeepsHistory()
+        _, trainer = train(STRATEGIES["ddp"](), [ChangesAtEnd(once, weights=weights)], tmp_path / name, module=module)
+        # Changed weights would change again: then all workers restart from a snapshot.
+        assert len(trainer.failures) == (name == "killed")
+        modules.append(module)
+    assert modules[0].history == modules[1].history == ["epoch"] * 3 + ["end"]
+    assert torch.equal(modules[0].layer.bias, modules[1].layer.bias)
 
 
 class CountsValidations(Ledger):

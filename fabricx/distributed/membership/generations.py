@@ -149,6 +149,14 @@ class Membership:
         """
         return self._broken >= number or self._newest.number > number
 
+    def is_broken(self, number: int) -> bool:
+        """Return whether a worker of a generation has died, or has left it. A worker that waits to join breaks nothing.
+
+        Args:
+            number: number of the generation.
+        """
+        return self._broken >= number
+
     def members(self, number: int, size: int) -> tuple[int, ...]:
         """Return the worker numbers of a generation by rank.
 
@@ -168,7 +176,7 @@ class Membership:
         Raises:
             PeerLost: a worker has died, or has left the generation because workers join.
         """
-        if self._broken >= number:
+        if self.is_broken(number):
             raise PeerLost("another worker has died, or has left the group so that workers can join")
 
     def stay(self, number: int) -> None:

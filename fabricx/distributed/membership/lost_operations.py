@@ -33,7 +33,7 @@ def wait(work: Any, group: Any, generation: int) -> None:
         PeerLost: a worker has died, and the operation does not end.
         RuntimeError: the operation has failed.
     """
-    outdated = False
+    broken = False
     while True:
         try:
             work.wait(CHECK)
@@ -41,10 +41,10 @@ def wait(work: Any, group: Any, generation: int) -> None:
             if work.is_completed():  # with an error, or just after the time had passed
                 work.wait()
                 return
-            if outdated:
+            if broken:
                 _BLOCKED.append(group)
                 raise PeerLost("a worker has died, and the operation did not end") from error
-            outdated = membership().outdated(generation)
+            broken = membership().is_broken(generation)
         else:
             return
 

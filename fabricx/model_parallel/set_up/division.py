@@ -267,7 +267,7 @@ class Division:
         try:
             while not world.store.check(keys):
                 waited = time.monotonic() - began
-                if membership().outdated(self._world.generation):  # the collective reports the rank that has died
+                if membership().is_broken(self._world.generation):  # the collective reports the rank that has died
                     return
                 if waited > _MEET_S:
                     raise RanksApart(

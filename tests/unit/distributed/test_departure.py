@@ -9,6 +9,7 @@ import pytest
 
 from fabricx.distributed.departure import await_departure
 from fabricx.distributed.membership.deaths import DEATHS
+from fabricx.distributed.membership.generations import Generation, Membership, enter, membership
 from fabricx.distributed.store.client import PrivateStore
 from fabricx.distributed.store.server import StoreServer
 from fabricx.distributed.world import World
@@ -20,6 +21,10 @@ def world(server: StoreServer, rank: int = 0, size: int = 2) -> World:
 
 
 def test_no_rank_leaves_before_all_ranks_have_finished_their_last_collective(server: StoreServer) -> None:
+    """Also if a worker waits to join, which comes too late."""
+    before = membership()
+    enter(Membership(0, "", lambda kind, content: None))
+    membership().on_message("generation", Generation(1, (0, 1, 2)))
     first, second = (world(server, rank) for rank in (0, 1))
     order: list[str] = []
 
@@ -34,6 +39,7 @@ def test_no_rank_leaves_before_all_ranks_have_finished_their_last_collective(ser
     order.append("the first rank has done its last collective")
     await_departure(first, 60.0)
     thread.join()
+    enter(before)
     assert order == ["the first rank has done its last collective", "the second rank leaves"]
 
 

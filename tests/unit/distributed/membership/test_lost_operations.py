@@ -3,11 +3,46 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 
 from fabricx.distributed.activity import heartbeat
-from fabricx.distributed.membership.lost_operations import CHECKS, BlockedMainThread
+from fabricx.distributed.membership.generations import Generation, Membership, enter, membership
+from fabricx.distributed.membership.lost_operations import CHECKS, BlockedMainThread, wait
+from fabricx.errors import PeerLost
+
+
+@pytest.fixture
+def member() -> Iterator[Membership]:
+    before = membership()
+    enter(Membership(0, "", lambda kind, content: None))
+    yield membership()
+    enter(before)
+
+
+class SlowOperation:
+    """A collective that ends at the fourth check, because another rank has begun it late."""
+
+    def __init__(self) -> None:
+        self.checks = 0
+
+    def wait(self, timeout: object = None) -> None:
+        self.checks += 1
+        if self.checks < 4:
+            raise RuntimeError("timed out")
+
+    def is_completed(self) -> bool:
+        return self.checks >= 4
+
+
+def test_an_operation_ends_also_if_a_worker_waits_to_join(member: Membership) -> None:
+    """Regression: a rank left the others in a hook at the end of the run, at which no worker joins."""
+    member.on_message("generation", Generation(1, (0, 1, 2)))
+    wait(SlowOperation(), None, 0)
+    member.on_message("broken", 0)
+    with pytest.raises(PeerLost, match="did not end"):
+        wait(SlowOperation(), None, 0)
 
 
 @pytest.mark.parametrize(
