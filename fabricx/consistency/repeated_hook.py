@@ -38,9 +38,11 @@ class GroupOptions:
             for group in optimizer.param_groups
         ]
 
-    def remove_added(self) -> None:
-        """Remove the groups that were added since."""
+    def remove_added(self) -> bool:
+        """Remove the groups that were added since; return whether there was any."""
+        added = self._optimizer.param_groups[len(self._before) :]
         del self._optimizer.param_groups[len(self._before) :]
+        return bool(added)
 
     def restore(self) -> bool:
         """Restore the options, except for those of added groups; return whether an option had changed."""
@@ -78,6 +80,8 @@ class RepeatedHook:
         for optimizer, states, options in zip(self._optimizers, self._states, self._options, strict=True):
             if _restore_states(optimizer, states):
                 changed.append(f"the state of {type(optimizer).__name__}")
+            if options.remove_added():
+                changed.append(f"parameter groups of {type(optimizer).__name__}")
             if options.restore():
                 changed.append(f"options of {type(optimizer).__name__}")
         return "" if not changed else changed[0] + (f" and {len(changed) - 1} more" if len(changed) > 1 else "")

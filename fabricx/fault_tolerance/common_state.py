@@ -59,7 +59,7 @@ def load_common_state(
         # A replacement loads the random state of its predecessor below; a newcomer keeps this seed.
         seed_generators((state["state"]["seed"] + membership().worker) % 2**32)
     if goes_back:  # callbacks decide by these values, and a replacement lacks later values
-        session.metrics.published.metrics = {}
+        session.metrics.published.metrics, session.metrics.published.logged = {}, {}
     report_failed_hooks(session, state["hook_entries"])
     if newcomer or goes_back:  # hooks may have changed them since set-up
         for name, value in state["limits"].items():

@@ -210,6 +210,7 @@ def restore_run(session: Session, state: dict[str, Any], *, rank: int | None, ho
         vars(optimizer)["_opt_called"] = bool(state["state"]["step"])
     load_schedules(session.lr_schedulers, state["schedules"], state.get("scheduled"))
     session.metrics.published.metrics.update(state["metrics"])
+    session.metrics.published.logged.update(state.get("logged", {}))  # earlier versions saved none
     session.precision.load_state_dict(state["precision"])
     restore_changes(session, state)
     session.state.load_state_dict(state["state"])

@@ -310,6 +310,7 @@ def run_state(session: Session) -> dict[str, Any]:
         "scheduled": [schedule.described for schedule in session.lr_schedulers],
         # For a scheduler that monitors a metric at the epoch's end. Metrics of the sanity check are discarded.
         "metrics": {} if session.state.phase is Phase.SANITY else dict(session.metrics.published.metrics),
+        "logged": {} if session.state.phase is Phase.SANITY else dict(session.metrics.published.logged),
         "precision": session.precision.state_dict(),
         "delayed_stop": (session.stop_requests.callbacks.reason or "") if delays_stop(session) else "",
         "trained_since": changed_since_set_up(session),

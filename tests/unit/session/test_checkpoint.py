@@ -152,15 +152,25 @@ def test_each_check_of_early_stopping_is_counted_for_any_save_point(
         assert ("training is already complete" in capsys.readouterr().out) is (path.stem == "step=9")
 
 
-def test_a_step_of_an_earlier_run_is_the_newest_value(own_folder: Path) -> None:
+class LogsOnce(TinyModule):
+    def on_train_epoch_end(self) -> None:
+        if self.current_epoch == 0:
+            self.log("first", 3.0)
+
+
+def test_values_of_an_earlier_run_are_the_newest_values_until_they_are_logged_again(own_folder: Path) -> None:
     def train(ckpt: Path | None) -> fx.Trainer:
         saves = SavesIn("on_train_batch_end", own_folder)
-        trainer = fx.Trainer(max_epochs=1, callbacks=[saves], **QUIET)
-        trainer.fit(TinyModule(), tiny_loader(), ckpt_path=ckpt)
+        trainer = fx.Trainer(max_epochs=2, callbacks=[saves], **QUIET)
+        trainer.fit(LogsOnce(), tiny_loader(), ckpt_path=ckpt)
         return trainer
 
-    whole = train(None).callback_metrics["loss"]
-    assert train(own_folder / "step=4.ckpt").callback_metrics["loss"] == whole
+    whole = train(None)
+    assert {"first", "loss"} <= whole.logged_metrics.keys()
+    for step in (6, 8):
+        resumed = train(own_folder / f"step={step}.ckpt")
+        assert resumed.callback_metrics["loss"] == whole.callback_metrics["loss"]
+        assert resumed.logged_metrics == whole.logged_metrics
 
 
 class Counts(fx.Callback):
