@@ -25,15 +25,7 @@ from torch.distributed import DistStoreError, Store, TCPStore
 
 from fabricx.distributed.membership.deaths import DEATHS
 from fabricx.distributed.messages import authentication
-from fabricx.distributed.messages.authentication import (
-    PATIENT,
-    SHORT,
-    AuthenticationError,
-    KeepAlive,
-    sign,
-    tag,
-    verify,
-)
+from fabricx.distributed.messages.authentication import AuthenticationError, sign, tag, verify
 from fabricx.distributed.store.client import PrivateStore
 from fabricx.distributed.store.server import SOCKET
 from fabricx.distributed.world import World
@@ -63,7 +55,7 @@ class Launch:
         names: values that identify this launch in all its attempts; included in every signature.
         host: name of the first rank's machine.
         restarts: restarts of this process as counted by torchrun.
-        keep_alive: when the machine of another process is lost.
+        restarted: torchrun starts all processes again after the loss of a process.
     """
 
     rank: int
@@ -73,7 +65,7 @@ class Launch:
     names: tuple[str, ...]
     host: str
     restarts: int = 0
-    keep_alive: KeepAlive = PATIENT
+    restarted: bool = False
 
 
 def connect(world: World, environ: Mapping[str, str] | None = None) -> World:
@@ -101,8 +93,7 @@ def connect(world: World, environ: Mapping[str, str] | None = None) -> World:
     host, port = address(env)
     names = (host, str(port), launch(env) or "", job(env))
     key, restarts = user_key(env), int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    keep_alive = SHORT if has_restarts(env) else PATIENT
-    info = Launch(detected.rank, detected.size, alone, key or b"", names, host, restarts, keep_alive)
+    info = Launch(detected.rank, detected.size, alone, key or b"", names, host, restarts, has_restarts(env))
     identity = (*names, str(detected.size), str(detected.rank), str(restarts))
     if identity not in _CONNECTED:
         if not (info.user_key or alone) and detected.rank == 0:
@@ -209,9 +200,8 @@ def _lead(launcher_store: Store, info: Launch) -> tuple[PrivateStore, bytes]:
     """Start the launch's store and wait for all ranks; called by the first rank."""
     token, key = secrets.token_bytes(), authentication.new_key() if info.alone else info.user_key
     admits, secret = _derived(info, key, token)
-    folder, port = store_host.start(admits, key if info.alone else None, info.keep_alive)
-    server = os.path.join(folder, SOCKET) if info.alone else ("localhost", port)
-    store = PrivateStore(server, admits, info.keep_alive)
+    folder, port = store_host.start(admits, key if info.alone else None)
+    store = PrivateStore(os.path.join(folder, SOCKET) if info.alone else ("localhost", port), admits)
     location = json.dumps([token.hex(), folder, info.host, port])
     value = sign(info.user_key, [PLACE, *info.names], location.encode()).hex()
     launcher_store.set(PLACE, value)
@@ -290,7 +280,7 @@ def _connect_store(info: Launch, token: bytes, folder: str, host: tuple[str, int
         authentication.check_private(folder)
         key = authentication.read_private(Path(folder) / KEY)
     admits, secret = _derived(info, key, token)
-    return PrivateStore(os.path.join(folder, SOCKET) if info.alone else host, admits, info.keep_alive), secret
+    return PrivateStore(os.path.join(folder, SOCKET) if info.alone else host, admits), secret
 
 
 def _register(store: PrivateStore, info: Launch) -> bool:
@@ -299,7 +289,7 @@ def _register(store: PrivateStore, info: Launch) -> bool:
     store.set(f"member/{info.rank}/{name.decode()}", json.dumps([info.restarts, agent()]))
     if store.compare_set(f"here/{info.rank}", b"", name) != name:
         return False
-    store.push_at_end(DEATHS, str(info.rank))
+    store.push_at_end(DEATHS, str(info.rank), soon=info.restarted)
     return True
 
 

@@ -40,7 +40,7 @@ class LostRanks:
         self._lost = ""
         self._closed = False
         self._store.delete_key(self._left(world.rank))  # set if this is a later run of this process
-        self._watch = self._store.watch()
+        self._watch = self._store.watch(soon=True)
         self._thread = threading.Thread(target=self._run, name="fabricx-lost-ranks", daemon=True)
         self._thread.start()
 

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any, Final
 
-from fabricx.distributed.messages.authentication import PATIENT, KeepAlive, write_private
+from fabricx.distributed.messages.authentication import write_private
 from fabricx.distributed.store.server import StoreServer
 from fabricx.scratch import private_folder
 
@@ -26,14 +26,13 @@ LOOK_S: Final = 0.1  # seconds between two checks of the connected processes
 _STARTED: Final[list[subprocess.Popen[bytes]]] = []  # references that prevent a ResourceWarning about running processes
 
 
-def start(key: bytes, local_key: bytes | None, keep_alive: KeepAlive = PATIENT) -> tuple[str, int]:
+def start(key: bytes, local_key: bytes | None) -> tuple[str, int]:
     """Start the process, as a child of this one.
 
     Args:
         key: key that processes need to connect.
         local_key: key from which the processes of this machine derive `key`, offered in a private file; None to listen
             on the network instead of a socket in a private folder.
-        keep_alive: when the machine of a process is lost.
 
     Returns:
         the private folder of the store and 0, or "" and the port of the store.
@@ -50,10 +49,7 @@ def start(key: bytes, local_key: bytes | None, keep_alive: KeepAlive = PATIENT) 
     _STARTED.append(process)
     assert process.stdin is not None
     assert process.stdout is not None
-    request = {
-        "key": key.hex(), "own": None if local_key is None else local_key.hex(), "parent": os.getpid(),
-        "keep_alive": keep_alive,
-    }  # fmt: skip
+    request = {"key": key.hex(), "own": None if local_key is None else local_key.hex(), "parent": os.getpid()}
     with process.stdin as stdin, process.stdout as stdout, contextlib.suppress(BrokenPipeError):
         stdin.write(json.dumps(request).encode() + b"\n")
         stdin.flush()
@@ -79,7 +75,7 @@ def host() -> None:
         if request["own"] is not None:
             folder = stack.enter_context(private_folder())
             write_private(Path(folder) / KEY, bytes.fromhex(request["own"]))
-        server = StoreServer(folder, bytes.fromhex(request["key"]), tuple(request["keep_alive"]))
+        server = StoreServer(folder, bytes.fromhex(request["key"]))
         stack.callback(server.close)
         sys.stdout.write(json.dumps([folder or "", server.port]) + "\n")
         sys.stdout.close()

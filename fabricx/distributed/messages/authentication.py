@@ -21,9 +21,8 @@ TAG_BYTES: Final = hashlib.sha256().digest_size
 ANSWER_S: Final = 20.0  # time for a connecting process to prove that it has the key
 LARGEST: Final = 1 << 30  # maximum bytes of a message over a network
 # TCP keep-alive: seconds of silence before the first probe, seconds between two probes, number of probes.
-KeepAlive = tuple[int, int, int]
-PATIENT: Final[KeepAlive] = (15, 5, 3)  # the other machine is lost after 30 s without an answer
-SHORT: Final[KeepAlive] = (3, 1, 3)  # after 6 s, for runs that are restarted
+PATIENT: Final = (15, 5, 3)  # the other machine is lost after 30 s without an answer
+SHORT: Final = (3, 1, 3)  # after 6 s
 
 
 class AuthenticationError(Exception):
@@ -173,21 +172,18 @@ def accept(listener: socket.socket, key: bytes) -> Connection | None:
     return None if _proof_of(peer, key) is None else Connection(peer.detach())
 
 
-def admit(
-    peer: socket.socket, key: bytes, keep_alive: KeepAlive = PATIENT
-) -> Connection | SignedConnection | None:  # fmt: skip
+def admit(peer: socket.socket, key: bytes) -> Connection | SignedConnection | None:
     """Authenticate an accepted connection; returns None, and closes it, without proof of the key.
 
     Args:
         peer: accepted socket.
         key: secret of the run.
-        keep_alive: when the machine of the other process is lost, over a network.
     """
     if (numbers := _proof_of(peer, key)) is None:
         return None
     if peer.family == socket.AF_UNIX:
         return Connection(peer.detach())
-    return SignedConnection(peer, tag(key, ["session"], numbers), "server", "client", keep_alive)
+    return SignedConnection(peer, tag(key, ["session"], numbers), "server", "client")
 
 
 def _proof_of(peer: socket.socket, key: bytes) -> bytes | None:
@@ -236,13 +232,12 @@ def connect(path: str, key: bytes) -> Connection:
     return Connection(peer.detach())
 
 
-def connect_to(address: tuple[str, int], key: bytes, keep_alive: KeepAlive = PATIENT) -> SignedConnection:
+def connect_to(address: tuple[str, int], key: bytes) -> SignedConnection:
     """Connect to a process of another machine; each message of the connection is signed.
 
     Args:
         address: host name and port at which the process listens.
         key: secret that both processes have.
-        keep_alive: when the machine of the other process is lost.
 
     Raises:
         AuthenticationError: the process does not have the key.
@@ -255,7 +250,7 @@ def connect_to(address: tuple[str, int], key: bytes, keep_alive: KeepAlive = PAT
     except BaseException:
         peer.close()
         raise
-    return SignedConnection(peer, tag(key, ["session"], numbers), "client", "server", keep_alive)
+    return SignedConnection(peer, tag(key, ["session"], numbers), "client", "server")
 
 
 def _prove(peer: socket.socket, key: bytes, address: str) -> bytes:
@@ -275,25 +270,19 @@ class SignedConnection:
         peer: connected socket.
         key: secret of this connection only.
         ours, theirs: names of both sides, part of the signed context.
-        keep_alive: when the machine of the other side is lost: the connection then ends with an error.
     """
 
-    def __init__(
-        self, peer: socket.socket, key: bytes, ours: str, theirs: str, keep_alive: KeepAlive = PATIENT
-    ) -> None:  # fmt: skip
-        idle, interval, probes = keep_alive
+    def __init__(self, peer: socket.socket, key: bytes, ours: str, theirs: str) -> None:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        limits = {
-            "TCP_KEEPIDLE": idle, "TCP_KEEPINTVL": interval, "TCP_KEEPCNT": probes,
-            "TCP_USER_TIMEOUT": (idle + interval * probes) * 1000,  # of data that the other side does not acknowledge
-        }  # fmt: skip
-        for name, value in limits.items():
-            if hasattr(socket, name):
-                peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        _keep_alive(peer, PATIENT)
         self._connection = Connection(peer.detach())
         self._key, self._ours, self._theirs = key, ours, theirs
         self._sent = self._received = 0
+
+    def detect_loss_soon(self) -> None:
+        """Let this connection end with an error when the other machine has not answered for 6 s, not 30 s (`SHORT`)."""
+        with socket.socket(fileno=os.dup(self.fileno())) as duplicate:
+            _keep_alive(duplicate, SHORT)
 
     def send_bytes(self, data: bytes) -> None:
         """Send a message.
@@ -347,6 +336,19 @@ class SignedConnection:
     def close(self) -> None:
         """Close the connection."""
         self._connection.close()
+
+
+def _keep_alive(peer: socket.socket, limits: tuple[int, int, int]) -> None:
+    """Detect a machine that has vanished, also while it has not acknowledged data."""
+    idle, interval, probes = limits
+    options = {
+        "TCP_KEEPIDLE": idle, "TCP_KEEPINTVL": interval, "TCP_KEEPCNT": probes,
+        "TCP_USER_TIMEOUT": (idle + interval * probes) * 1000,
+    }  # fmt: skip
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in options.items():
+        if hasattr(socket, name):
+            peer.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _is_long(folder: str | os.PathLike[str], name: str) -> bool:

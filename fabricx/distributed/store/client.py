@@ -17,7 +17,7 @@ from typing import Any, Final, final
 import torch.distributed as dist
 
 from fabricx.distributed.messages import authentication
-from fabricx.distributed.messages.authentication import AuthenticationError, KeepAlive
+from fabricx.distributed.messages.authentication import AuthenticationError, SignedConnection
 from fabricx.distributed.store.connections import Channel, shut
 from fabricx.distributed.store.state import pack, unpack
 
@@ -34,7 +34,6 @@ class PrivateStore(dist.Store):
     Args:
         address: path of the server's Unix socket, or (host name, port).
         key: secret of the run.
-        keep_alive: when the server's machine is lost; requests then raise an error.
 
     Attributes:
         peer: address of the server's end of a Unix socket connection, as `getpeername` returns it.
@@ -44,12 +43,10 @@ class PrivateStore(dist.Store):
         torch.distributed.DistNetworkError: the server can't be reached or has a different key.
     """
 
-    def __init__(
-        self, address: str | tuple[str, int], key: bytes, keep_alive: KeepAlive = authentication.PATIENT
-    ) -> None:  # fmt: skip
+    def __init__(self, address: str | tuple[str, int], key: bytes) -> None:
         super().__init__()
         self.timeout: timedelta
-        self._address, self._key, self._keep_alive = address, key, keep_alive
+        self._address, self._key = address, key
         self.path = address if isinstance(address, str) else ""
         self.port = 0 if isinstance(address, str) else address[1]
         self.peer: Any = ""
@@ -109,15 +106,16 @@ class PrivateStore(dist.Store):
         """
         self._request(b"raise_to", key.encode(), str(least).encode())
 
-    def push_at_end(self, name: str, value: str) -> None:
+    def push_at_end(self, name: str, value: str, *, soon: bool = False) -> None:
         """Make the server append a value to a sequence at the end of this process, also after a crash.
 
         Args:
             name: name of the sequence; the values have the keys `name/0`, `name/1`, ...
             value: the value.
+            soon: append it 6 s after this machine has become unreachable, not after 30 s.
         """
         connection = self._connected()
-        self._ask(connection, b"push_at_end", name.encode(), value.encode())
+        self._ask(connection, b"push_at_end", name.encode(), value.encode(), b"1" if soon else b"")
         self._kept.append(connection)
 
     def delete_key(self, *keys: str) -> bool:
@@ -178,9 +176,13 @@ class PrivateStore(dist.Store):
         """Return False: append, multi_get and multi_set are not supported; torch then does without them."""
         return False
 
-    def watch(self) -> Watch:
-        """Return a wait that other threads can interrupt."""
-        return Watch(self)
+    def watch(self, *, soon: bool = False) -> Watch:
+        """Return a wait that other threads can interrupt.
+
+        Args:
+            soon: it fails 6 s after the server's machine has become unreachable, not after 30 s.
+        """
+        return Watch(self, soon=soon)
 
     def _wait(self, keys: list[str], timeout: timedelta) -> list[bytes]:
         if not keys:
@@ -215,7 +217,7 @@ class PrivateStore(dist.Store):
     def _connected(self) -> Channel:
         try:
             if isinstance(self._address, tuple):
-                return authentication.connect_to(self._address, self._key, self._keep_alive)
+                return authentication.connect_to(self._address, self._key)
             connection = authentication.connect(self._address, self._key)
             with socket.socket(fileno=os.dup(connection.fileno())) as ours:
                 self.peer = ours.getpeername()
@@ -230,10 +232,11 @@ class Watch:
 
     Args:
         store: the run's store.
+        soon: see `PrivateStore.watch`.
     """
 
-    def __init__(self, store: PrivateStore) -> None:
-        self._store = store
+    def __init__(self, store: PrivateStore, *, soon: bool = False) -> None:
+        self._store, self._soon = store, soon
         self._lock = threading.Lock()
         self._connection: Channel | None = None
         self._interrupted = False
@@ -257,6 +260,8 @@ class Watch:
                 return []
             if self._connection is None:
                 self._connection = self._store._connected()
+                if self._soon and isinstance(self._connection, SignedConnection):
+                    self._connection.detect_loss_soon()
             connection = self._connection
         try:
             connection.send_bytes(pack(*_waiting(keys, seconds, every=False)))

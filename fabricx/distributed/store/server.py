@@ -34,16 +34,13 @@ class StoreServer:
         folder: the run's private folder for the Unix socket; None to listen on the network, where each message is
             signed.
         key: secret of the run; connections without proof of the key are closed.
-        keep_alive: when the machine of a process is lost; its connections then end.
 
     Attributes:
         path: path of the Unix socket; "" on the network.
         port: TCP port on the network, else 0.
     """
 
-    def __init__(
-        self, folder: str | None, key: bytes, keep_alive: authentication.KeepAlive = authentication.PATIENT
-    ) -> None:  # fmt: skip
+    def __init__(self, folder: str | None, key: bytes) -> None:
         self.path, self.port = "", 0
         if folder is None:
             self._listener = authentication.listen_on_network(BACKLOG)
@@ -52,7 +49,7 @@ class StoreServer:
             self._listener = authentication.listen(folder, SOCKET, BACKLOG)
             self.path = os.path.join(folder, SOCKET)
         self._listener.setblocking(False)
-        self._key, self._keep_alive = key, keep_alive
+        self._key = key
         self._state = StoreState()
         self._lock = threading.RLock()  # reentrant: a signal handler may set a value
         self._closed = False
@@ -223,7 +220,7 @@ class StoreServer:
 
     def _admit(self, unproven: tuple[socket.socket, float]) -> None:
         """Authenticate a connection, in a separate thread: the process may answer late."""
-        channel = authentication.admit(unproven[0], self._key, self._keep_alive)
+        channel = authentication.admit(unproven[0], self._key)
         with self._lock:
             with contextlib.suppress(ValueError):
                 self._unproven.remove(unproven)

@@ -26,6 +26,8 @@ class Caller(Protocol):
     wait: Wait | None
     at_end: tuple[str, bytes] | None
 
+    def detect_loss_soon(self) -> None: ...
+
 
 @final
 class StoreState:
@@ -216,8 +218,10 @@ class StoreState:
         with self.lock:
             return b"" if None in [self._values.pop(key.decode(), None) for key in keys] else b"1"
 
-    def _do_push_at_end(self, caller: Caller, name: bytes, value: bytes) -> bytes:
+    def _do_push_at_end(self, caller: Caller, name: bytes, value: bytes, soon: bytes = b"") -> bytes:
         caller.at_end = name.decode(), value
+        if soon:
+            caller.detect_loss_soon()
         return b""
 
     def _do_check(self, caller: Caller, *keys: bytes) -> bytes:

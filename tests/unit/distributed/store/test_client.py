@@ -220,7 +220,7 @@ ENDS = """
 import os, signal, sys
 from fabricx.distributed.store.client import PrivateStore
 place = sys.argv[1] or ("127.0.0.1", int(sys.argv[2]))
-PrivateStore(place, b"k" * 32).push_at_end("gone", "7")
+PrivateStore(place, b"k" * 32).push_at_end("gone", "7", soon=True)
 print("set", flush=True)
 sys.stdin.read()
 """

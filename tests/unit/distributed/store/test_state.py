@@ -11,6 +11,10 @@ from fabricx.distributed.store.state import StoreState, Wait, pack, unpack
 class Caller:
     wait: Wait | None = None
     at_end: tuple[str, bytes] | None = None
+    soon: bool = False
+
+    def detect_loss_soon(self) -> None:
+        self.soon = True
 
 
 class Clock:
@@ -64,7 +68,8 @@ def test_a_request_triggered_by_an_answer_is_answered_in_the_same_pass():
 
 def test_a_closed_connection_drops_its_requests_and_extends_its_sequence():
     state, ended, waiting = StoreState(), Caller(), Caller()
-    request(state, ended, "push_at_end", "gone", "3")
+    request(state, ended, "push_at_end", "gone", "3", "1")
+    assert ended.soon
     request(state, ended, "wait", "60", "1", "a")
     request(state, waiting, "wait", "60", "1", "gone/0")
     state.ended(ended)
