@@ -27,6 +27,9 @@ _TABLE: Final = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
 _CODE: Final = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 # Pages without sidebars, for wide tables. Front matter of a page would be text on GitHub.
 _WIDE: Final = ("index.md", "combinations.md", "waits.md", "lightning_names.md", "private_apis.md")
+# Where a name in code may continue on the next line: after its punctuation, and before a capital letter.
+_PIECE: Final = re.compile(r"(?<=\w[._/(=,:*])(?=[\w\"'&])|(?<=[a-z0-9])(?=[A-Z])")
+_NAME: Final = re.compile(r"(<pre.*?</pre>)|(<(code|span|td)(?: [^>]*)?>)([^<>]{9,})(?=</\3>)", re.DOTALL)
 _LANGUAGES: Final = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sh": "sh"}
 
 
@@ -121,3 +124,20 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     markdown = _TABLE.sub(lambda match: str(getattr(tables, match[1])()), markdown)
     markdown = diagrams.FENCE.sub(lambda match: diagrams.drawn(match[1], match[2]), markdown)
     return with_links(markdown, f"docs/{page.file.src_uri}")
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Let long names in code and in headings of the reference continue on the next line between their words."""
+    return _NAME.sub(with_breaks, html)
+
+
+def with_breaks(match: re.Match[str]) -> str:
+    """Return an element with `<wbr>` between the words of its text; unchanged if it is a block of code or prose.
+
+    >>> with_breaks(_NAME.search("<code>strategy=ddp_find_unused</code>"))
+    '<code>strategy=<wbr>ddp_<wbr>find_<wbr>unused'
+    """
+    block, tag, kind, text = match.groups()
+    if block or (kind == "span" and "doc-object-name" not in tag):
+        return match[0]
+    return tag + _PIECE.sub("<wbr>", text)

@@ -15,6 +15,7 @@ _INTERNAL: Final = (
     "KeyboardInterrupt",
     "StopIteration",
     "Unsupported",
+    "DifferentDraws",
     "NotSent",
     "Terminated",
     "Interrupted",
@@ -102,7 +103,7 @@ def _of_exception(call: ast.Call, scopes: list[Values], depth: int = 0) -> Itera
 
 def _texts(node: ast.expr, scopes: list[Values], depth: int = 0) -> list[str]:
     """Return the messages, in Markdown, that an expression can be; none if it is computed elsewhere."""
-    if (text := _template(node)) is not None:
+    if (text := _template(node, scopes)) is not None:
         return [text]
     if isinstance(node, ast.IfExp):
         return [*_texts(node.body, scopes, depth), *_texts(node.orelse, scopes, depth)]
@@ -129,18 +130,26 @@ def _name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
-def _template(node: ast.expr) -> str | None:
-    """Return a text in Markdown, with placeholders for its values; None if the expression is no text."""
+def _template(node: ast.expr, scopes: list[Values]) -> str | None:
+    """Return a text in Markdown, with placeholders for values; None if the expression is no text."""
     if isinstance(node, ast.Constant):
         return _escaped(str(node.value)).replace("\n", "<br>") if isinstance(node.value, str) else None
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        parts = (_template(node.left), _template(node.right))
+        parts = (_template(node.left, scopes), _template(node.right, scopes))
         return "".join(part or "…" for part in parts) if any(parts) else None
     if not isinstance(node, ast.JoinedStr):
         return None
-    return "".join(
-        _template(part) or "" if isinstance(part, ast.Constant) else f"<em>{_value(part)}</em>" for part in node.values
-    )
+    parts = (_template(part, scopes) or _constant(part, scopes) or f"<em>{_value(part)}</em>" for part in node.values)
+    return "".join(parts)
+
+
+def _constant(node: ast.expr, scopes: list[Values]) -> str | None:
+    """Return the text of a constant in a message; None for other values."""
+    inner = node.value if isinstance(node, ast.FormattedValue) else node
+    values = _values(_name(inner), scopes) if _name(inner).strip("_").isupper() else []
+    if len(values) == 1 and isinstance(values[0], ast.Constant) and isinstance(values[0].value, (int, float)):
+        return f"{values[0].value:g}"
+    return _template(values[0], scopes) if len(values) == 1 else None
 
 
 def _value(node: ast.expr) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from messages import all_messages
 from omegaconf import DictConfig
+from remedies import REMEDIES, remedy
 
 from fabricx import config
 from fabricx.cli import help, hydra_app
@@ -86,8 +87,8 @@ def _rows(group: str, composed: DictConfig, prefix: str) -> list[str]:
 def _table(entries: Any, composed: DictConfig | None = None) -> list[str]:
     rows = []
     for key, value in entries:
-        name, meaning = key.replace(".", ".<wbr>"), _cell(help._explanation(key, composed or DictConfig({})))
-        rows.append(f"| <code>{name}</code> | `{help._shown(value)}` | {meaning} |")
+        meaning = _cell(help._explanation(key, composed or DictConfig({})))
+        rows.append(f"| <code>{key}</code> | `{help._shown(value)}` | {meaning} |")
     return ["", "| key | default | meaning |", "|---|---|---|", *rows, ""] if rows else [""]
 
 
@@ -102,9 +103,21 @@ def commands() -> str:
 
 
 def messages() -> str:
-    """Return the messages of all errors, by package and exception."""
+    """Return the messages of all errors, by package and exception, with a remedy for those that have none.
+
+    Raises:
+        LookupError: a remedy belongs to no message.
+    """
     lines: list[str] = []
+    unused = set(REMEDIES)
     for package, found in all_messages().items():
         if found:
-            lines += [f"### {package}", "", *(f"- **{name}** {text}" for name, text in found), ""]
+            lines += [f"### {package}", ""]
+        for name, text in found:
+            row = remedy(package, name, text)
+            unused.discard(row)
+            lines.append(f"- **{name}** {text}" + (f"<br>→ {row[3]}" if row else ""))
+        lines.append("")
+    if unused:
+        raise LookupError(f"docs/remedies.py has rows that belong to no message: {sorted(unused)}")
     return "\n".join(lines)

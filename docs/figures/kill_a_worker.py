@@ -1,7 +1,8 @@
 """The figure of the first page: a run in which a worker is killed, beside an undisturbed run.
 
 `python docs/figures/kill_a_worker.py` trains both, compares their losses and weights bit by bit, and writes
-`docs/figures/kill_a_worker.svg`. It needs matplotlib (`pip install fabricx[docs]`).
+`docs/figures/kill_a_worker.svg` for the README, and `kill_a_worker_narrow.svg` for the site. It needs matplotlib
+(`pip install fabricx[docs]`).
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ def train(folder: Path, steps: int, callbacks: list[fx.Callback]) -> tuple[list[
     return rows, [weight.detach().clone() for weight in net.parameters()]
 
 
-def draw(undisturbed: list[dict[str, Any]], killed: list[dict[str, Any]], step: int, file: Path) -> None:
-    """Draw the losses by time and by step."""
+def draw(
+    undisturbed: list[dict[str, Any]], killed: list[dict[str, Any]], step: int, file: Path, narrow: bool = False
+) -> None:
+    """Draw the losses by time and by step, beside each other or, if narrow, below each other."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -50,27 +53,28 @@ def draw(undisturbed: list[dict[str, Any]], killed: list[dict[str, Any]], step: 
         "axes.spines.top": False, "axes.spines.right": False,
     }  # fmt: skip
     with matplotlib.rc_context(style):
-        figure, (left, right) = pyplot.subplots(1, 2, figsize=(9, 2.9), sharey=True, layout="constrained")
+        shape, size = ((2, 1), (5.4, 4.4)) if narrow else ((1, 2), (9, 2.9))
+        figure, (first, second) = pyplot.subplots(*shape, figsize=size, layout="constrained")
         for rows, color, width, label, gap in (
             (undisturbed, PALE, 4.5, "undisturbed", len(undisturbed)),
             (killed, BRIGHT, 1.4, "a worker is killed", step),
         ):
             seconds = [row["time"] - rows[0]["time"] for row in rows]
             losses = [row["loss"] for row in rows]
-            left.plot(seconds[:gap], losses[:gap], color=color, lw=width, label=label)
-            left.plot(seconds[gap:], losses[gap:], color=color, lw=width)
-            right.plot([row["step"] for row in rows], losses, color=color, lw=width, label=label)
+            first.plot(seconds[:gap], losses[:gap], color=color, lw=width, label=label)
+            first.plot(seconds[gap:], losses[gap:], color=color, lw=width)
+            second.plot([row["step"] for row in rows], losses, color=color, lw=width, label=label)
         before, after = (row["time"] - killed[0]["time"] for row in killed[step - 1 : step + 1])
-        left.axvspan(before, after, color=BRIGHT, alpha=0.18, lw=0)
+        first.axvspan(before, after, color=BRIGHT, alpha=0.18, lw=0)
         beside: dict[str, Any] = {"xytext": (7, 0), "textcoords": "offset points", "va": "center"}
-        left.annotate(f"SIGKILL of rank 1:\na replacement joins\nin {after - before:.1f} s", (after, 1.4), **beside)
-        right.axvline(step + 1, color=BRIGHT, lw=1, ls=":")
-        right.annotate(
+        first.annotate(f"SIGKILL of rank 1:\na replacement joins\nin {after - before:.1f} s", (after, 1.4), **beside)
+        second.axvline(step + 1, color=BRIGHT, lw=1, ls=":")
+        second.annotate(
             f"killed in step {step + 1}:\nlosses and weights\nare equal to the bit", (step + 1, 1.4), **beside
         )
-        left.set(xlabel="seconds", ylabel="loss", ylim=(0, None))
-        right.set(xlabel="step")
-        right.legend(frameon=False, loc="upper right")
+        first.set(xlabel="seconds", ylabel="loss", ylim=(0, None))
+        second.set(xlabel="step", ylabel="loss", ylim=(0, None))
+        second.legend(frameon=False, loc="upper right")
         figure.savefig(file, transparent=True, metadata={"Date": None})
 
 
@@ -88,6 +92,7 @@ def main() -> None:
     assert all(map(torch.equal, weights, repeated))
     print(f"{len(killed)} losses and all weights are equal to the bit")
     draw(undisturbed, killed, step, args.file)
+    draw(undisturbed, killed, step, args.file.with_stem(f"{args.file.stem}_narrow"), narrow=True)
 
 
 if __name__ == "__main__":

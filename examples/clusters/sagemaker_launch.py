@@ -6,7 +6,7 @@ from sagemaker.pytorch import PyTorch
 
 estimator = PyTorch(
     entry_point="train.py",
-    source_dir="project",  # with a requirements.txt that has fabricx
+    source_dir="project",  # train.py, fabricx-0.1.0-py3-none-any.whl, and its name in requirements.txt
     image_uri="ACCOUNT.dkr.ecr.REGION.amazonaws.com/train:1",  # PyTorch 2.11 or later
     role="arn:aws:iam::ACCOUNT:role/train",
     instance_count=2,  # = num_nodes

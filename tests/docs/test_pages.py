@@ -207,7 +207,7 @@ def test_examples_in_docstrings_become_code():
     assert docstrings.fenced("Add.\n\n>>> 1 + 1\n2\n\nEnd.") == "Add.\n\n```pycon\n>>> 1 + 1\n2\n```\n\nEnd."
 
 
-@pytest.mark.parametrize("name", ["docstrings", "hooks", "messages"])
+@pytest.mark.parametrize("name", ["docstrings", "hooks", "messages", "remedies"])
 def test_examples_in_the_programs_of_the_site_are_right(name):
     tested = doctest.testmod(importlib.import_module(f"docs.{name}"))
     assert (tested.failed, tested.attempted > 0) == (0, True)
