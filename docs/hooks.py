@@ -27,8 +27,8 @@ _TABLE: Final = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
 _CODE: Final = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 # Pages without sidebars, for wide tables. Front matter of a page would be text on GitHub.
 _WIDE: Final = ("index.md", "combinations.md", "waits.md", "lightning_names.md", "private_apis.md")
-# Where a name in code may continue on the next line: after its punctuation, and before a capital letter.
-_PIECE: Final = re.compile(r"(?<=\w[._/(=,:*])(?=[\w\"'&])|(?<=[a-z0-9])(?=[A-Z])")
+# Where a name may continue on the next line: after punctuation, except within numbers, and before a capital letter.
+_PIECE: Final = re.compile(r"(?<=[^\W\d][._/(=,:*])(?=[\w\"'&])|(?<=[a-z0-9])(?=[A-Z])")
 _NAME: Final = re.compile(r"(<pre.*?</pre>)|(<(code|span|td)(?: [^>]*)?>)([^<>]{9,})(?=</\3>)", re.DOTALL)
 _LANGUAGES: Final = {".py": "python", ".yaml": "yaml", ".toml": "toml", ".sh": "sh"}
 
@@ -136,6 +136,8 @@ def with_breaks(match: re.Match[str]) -> str:
 
     >>> with_breaks(_NAME.search("<code>strategy=ddp_find_unused</code>"))
     '<code>strategy=<wbr>ddp_<wbr>find_<wbr>unused'
+    >>> with_breaks(_NAME.search("<td>0.90 (0.80 to 1.06)</td>"))
+    '<td>0.90 (0.80 to 1.06)'
     """
     block, tag, kind, text = match.groups()
     if block or (kind == "span" and "doc-object-name" not in tag):

@@ -33,6 +33,13 @@ _DEFECT: Final = "report a defect, with the options of the strategy"
 # Package, exception (None: any), start of the message as the page has it, remedy.
 REMEDIES: Final = (
     ("fabricx", "AttributeError", "module 'fabricx' has no attribute", _SPELLING),
+    (
+        "fabricx.by_value",
+        "PicklingError",
+        "",
+        "create the object in `setup()`, which runs in each worker, or in a module that the script imports",
+    ),
+    ("fabricx.by_value", "UnpicklingError", "", "keep the class or function until `fit` has returned"),
     ("fabricx.callbacks", "AttributeError", "module", _SPELLING),
     ("fabricx.checkpoint", "AttributeError", "module", _SPELLING),
     ("fabricx.checkpoint", "MissingCheckpoint", "there is no checkpoint", "`fabricx checkpoint ls runs` lists them"),
