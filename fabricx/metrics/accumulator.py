@@ -132,18 +132,18 @@ class Metrics:
         Raises:
             RanksDisagree: ranks logged different names in batches that all of them had.
         """
-        wanted = sorted(names)
+        logged = wanted = sorted(names)
         together = self._size > 1 and not alone
         if together:
-            local = [name for name in wanted if self.series[name].local]
-            shared = [name for name in wanted if not self.series[name].local]
+            local = [name for name in logged if self.series[name].local]
+            shared = [name for name in logged if not self.series[name].local]
             wanted = sorted(local + self._agree(shared, epoch=epoch, batches=batches))
         values: dict[str, Tensor] = {}
         for op in ("sum", "max", "min"):
             chosen = [n for n in wanted if _operation(self.series[n].reduction) == op]
             if not chosen:
                 continue
-            packed = self._pack(chosen, epoch=epoch)
+            packed = self._pack(chosen, logged, epoch=epoch)
             rows = [row for row, name in enumerate(chosen) if not self.series[name].local]
             if together and rows:
                 packed[rows] = self._over_ranks(packed[rows], op)
@@ -195,8 +195,14 @@ class Metrics:
         """Return the dtype of sums. A number of Python has 53 bits, and the default dtype only 24."""
         return torch.float32 if self._device.type == "mps" else torch.float64
 
-    def _pack(self, names: list[str], *, epoch: bool) -> Tensor:
-        pairs = [self._epoch_pair(name) if epoch else self.series[name].packed(epoch=False) for name in names]
+    def _pack(self, names: list[str], logged: list[str], *, epoch: bool) -> Tensor:
+        """Return values and weights, shape [values, 2]; neutral values for names that this rank has not logged."""
+        pairs = [
+            self._epoch_pair(name) if epoch
+            else self.series[name].packed(epoch=False) if name in logged
+            else (self.series[name].neutral, 0.0)
+            for name in names
+        ]  # fmt: skip
         kind = self._exact
         sums = torch.stack([torch.as_tensor(total, dtype=kind, device=self._device).reshape(()) for total, _ in pairs])
         weights = torch.tensor([weight for _, weight in pairs], dtype=kind, device=self._device)
@@ -206,7 +212,7 @@ class Metrics:
         """Return (sum, weight) of an epoch, with the shared sums if this rank contributes them."""
         series = self.series[name]
         if series.total is None:
-            series.contribute_nothing(epoch=True)
+            series.contribute_nothing()
         if name not in self.shared or not self.counts_shared:
             return series.packed(epoch=True)
         sums = {name: [list(series.kind()), plain(series.total), series.weights]}
@@ -244,7 +250,9 @@ class Metrics:
             if name in attributes:
                 self._take_part(name, *attributes[name], kind)
             elif name not in names:
-                self.series.setdefault(name, Series.of_kind(kind[:-1])).contribute_nothing(epoch=epoch)
+                series = self.series.setdefault(name, Series.of_kind(kind[:-1]))
+                if epoch:  # the value of a step may be that of a later step, which is not complete
+                    series.contribute_nothing()
         return sorted(known.keys() - attributes.keys())
 
     def _equal(self, text: str) -> bool:

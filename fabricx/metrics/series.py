@@ -130,17 +130,14 @@ class Series:
         reduction, on_step, on_epoch, bar, to_logger, local = kind
         return cls(reduction, on_step=on_step, on_epoch=on_epoch, bar=bar, to_logger=to_logger, local=local)
 
-    def contribute_nothing(self, *, epoch: bool) -> None:
-        """Set the neutral value of the reduction, because this rank had no batch.
+    @property
+    def neutral(self) -> float:
+        """Return the value of a rank without a batch, which changes no reduction."""
+        return {"max": -math.inf, "min": math.inf}.get(self.reduction, 0.0)
 
-        Args:
-            epoch: set the sum of the epoch; otherwise the value of the latest step.
-        """
-        neutral = {"max": -math.inf, "min": math.inf}.get(self.reduction, 0.0)
-        if epoch:
-            self.total, self.weights = neutral, 0.0
-        else:
-            self.value, self.weight = neutral, 0.0
+    def contribute_nothing(self) -> None:
+        """Set the neutral sum of the epoch, because this rank had no batch."""
+        self.total, self.weights = self.neutral, 0.0
 
     def forget_epoch(self) -> None:
         """Reset the sum of the epoch."""

@@ -68,6 +68,23 @@ def test_names_are_required_only_in_the_step_that_logged_them() -> None:
     assert metrics.due(epoch=False, step=4) == []
 
 
+def test_a_step_of_another_rank_keeps_the_incomplete_value_of_the_next_step() -> None:
+    """Regression: a validation between the microbatches of a window discarded the first of them."""
+    metrics = alone()
+    metrics.series["x"] = series()
+    metrics.series["x"].add(1.0, 1, step=3)
+    named = {"x": metrics.series["x"].logged_as()}
+    digest = torch.tensor([float(2**48), float(2**48)])  # of other names
+    joined = two_ranks(metrics, [digest, torch.tensor([[8.0, 2.0]])], [([1], named, {"x": math.inf})])
+    assert joined.joined(metrics.due(epoch=False, step=2), epoch=False)["x"].item() == 4.0
+    metrics.series["x"].add(2.0, 1, step=3)
+    assert alone_value(metrics) == 1.5
+
+
+def alone_value(metrics: Metrics) -> float:
+    return metrics.joined(["x"], epoch=False, alone=True)["x"].item()
+
+
 def test_ranks_that_logged_different_names_are_listed() -> None:
     metrics = alone()
     metrics.series["loss"] = series()

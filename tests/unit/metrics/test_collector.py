@@ -96,7 +96,7 @@ def test_sums_of_another_process_have_full_precision() -> None:
     books = [logbook(), logbook()]
     for book, sums in zip(books, (torch.tensor(total, dtype=torch.float64), total), strict=True):
         book.metrics.add_sums({"x": [["mean", False, True, False, True, False], sums, 1.0]})
-    exact, received = [book.metrics._pack(["x"], epoch=True)[0, 0].item() for book in books]
+    exact, received = [book.metrics._pack(["x"], ["x"], epoch=True)[0, 0].item() for book in books]
     assert received == exact == total
 
 
@@ -141,7 +141,7 @@ def test_a_rank_without_outputs_has_only_reduced_values() -> None:
     stage = World(axes={"pipeline": World(rank=0, size=2)})
     book = Logbook(cast(Any, SimpleNamespace(world=stage, traits=Traits(), module=None)), training=True)
     book.metrics.series["x"] = Series.of_kind(("mean", True, True, True, True, False))
-    book.metrics.series["x"].contribute_nothing(epoch=False)
+    book.metrics.series["x"].value = 1.0
     assert book.local_values() == {}
 
 

@@ -43,7 +43,7 @@ def test_a_sum_that_was_restored_as_a_number_goes_on_with_the_same_bits() -> Non
 @pytest.mark.parametrize(("reduction", "neutral"), [("mean", 0.0), ("sum", 0.0), ("max", -math.inf), ("min", math.inf)])
 def test_a_rank_without_a_batch_changes_no_value(reduction: Any, neutral: float) -> None:
     series = Series.of_kind((reduction, *KIND[1:]))
-    series.contribute_nothing(epoch=True)
+    series.contribute_nothing()
     assert (series.total, series.weights) == (neutral, 0.0)
     assert float(join(reduction, 3.0, 1.0, neutral, 0.0)) == 3.0
 
