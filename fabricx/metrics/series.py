@@ -177,7 +177,7 @@ def join_latest(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
     for latest in ranks:
         for name, (kind, step, value, weight) in latest.items():
-            if step != newest:
+            if step != newest or value is None:  # a rank without a value may have the series
                 continue
             if name in merged and not kind[-1]:  # for a local value, the first rank decides
                 _, _, before, weight_before = merged[name]

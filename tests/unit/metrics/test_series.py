@@ -54,3 +54,5 @@ def test_latest_values_of_ranks_are_merged_if_they_are_of_the_newest_step() -> N
     second = {"a": [KIND, 2, 3.0, 3], "local": [local, 2, 9.0, 1]}
     assert join_latest([first, second]) == {"a": [KIND, 2, 2.5, 4], "local": [local, 2, 7.0, 1]}
     assert join_latest([]) == {}
+    total = ("sum", *KIND[1:])
+    assert join_latest([{"none": [total, -1, None, 0.0]}] * 2) == {}
