@@ -452,7 +452,7 @@ class Mesh(Strategy, AddsAxes, Elastic, HidesGradients, KeepsLocalState, ModelPa
 
     def gradient_norm(self, optimizers: Sequence[Optimizer]) -> Tensor | None:
         if self._parts is None:
-            return as_part(self.data_strategy, HidesGradients).gradient_norm(optimizers)
+            return self.data_strategy.gradient_norm(optimizers)
         groups = (group for optimizer in optimizers for group in optimizer.param_groups)
         with self._shown():
             return self._parts.norm([p for group in groups for p in group["params"]])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -23,6 +23,7 @@ from fabricx.core.strategy_support.held_gradients import take_from_state
 from fabricx.core.strategy_support.lightning_names import StrategyNames
 from fabricx.core.strategy_support.optimizer_state import OTHER_STATE, by_name, by_number
 from fabricx.distributed.membership.lost_peers import raise_peer_lost
+from fabricx.distributed.sharding.dtensors import is_dtensor
 from fabricx.distributed.world import World
 from fabricx.errors import NamesChecked
 
@@ -255,6 +256,21 @@ class Strategy(StrategyNames, NamesChecked, ABC):
             at the end of an accumulation window, and with `joint_steps` for each microbatch.
         """
         return True
+
+    def gradient_norm(self, optimizers: Sequence[Optimizer]) -> Tensor | None:
+        """Return the 2-norm of the newest gradient, shape []; None if this rank does not have it. Collective.
+
+        Args:
+            optimizers: optimizers of the parameters.
+        """
+        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+        known = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+        gradients = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in known]
+        if not gradients:
+            return None
+        norm: Any = nn.utils.get_total_norm(gradients)
+        whole: Tensor = norm.full_tensor() if is_dtensor(norm) else norm
+        return whole
 
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         """Scale gradients down to a 2-norm of at most `max_norm`, over all ranks.

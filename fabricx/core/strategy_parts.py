@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 from fabricx.core.strategy_support.averaging import AverageRule
 from fabricx.core.strategy_support.dealer import Dealer
-from fabricx.distributed.sharding.dtensors import is_dtensor
 from fabricx.distributed.world import World
 
 if TYPE_CHECKING:
@@ -451,21 +450,6 @@ class HidesGradients:
     def weights_as_stored(self) -> AbstractContextManager[Any]:
         """Return a context for code of fabricx that hooks call, in which a rank sees its parts of the weights."""
         return nullcontext()
-
-    def gradient_norm(self, optimizers: Sequence[Optimizer]) -> Tensor | None:
-        """Return the 2-norm of the newest gradient, shape []; None if this rank does not have it. Collective.
-
-        Args:
-            optimizers: optimizers of the parameters.
-        """
-        groups = (group for optimizer in optimizers for group in optimizer.param_groups)
-        known = [p.grad for group in groups for p in group["params"] if p.grad is not None]
-        gradients = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in known]
-        if not gradients:
-            return None
-        norm: Any = nn.utils.get_total_norm(gradients)
-        whole: Tensor = norm.full_tensor() if is_dtensor(norm) else norm
-        return whole
 
     def nonfinite_gradients(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return the parameters whose gradient (or part of it) on this rank contains NaN or infinity.

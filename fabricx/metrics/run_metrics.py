@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fabricx.core.state import Phase
-from fabricx.core.strategy_parts import HasServers, HidesGradients, as_part
+from fabricx.core.strategy_parts import HasServers, as_part
 from fabricx.metrics.collector import Logbook
 from fabricx.metrics.logger_dispatcher import LoggerDispatcher
 from fabricx.metrics.objects import reduce_along, reduced_metrics
@@ -197,7 +197,7 @@ class RunMetrics:
             and self._writes
             and (world.main_rank or not self._strategy.traits.replicated)
         ):
-            norm = norm if norm is not None else as_part(self._strategy, HidesGradients).gradient_norm(optimizers)
+            norm = norm if norm is not None else self._strategy.gradient_norm(optimizers)
             _measure(recorder, optimizers, norm, step, main_rank=world.main_rank)
 
     def log_step_alone(self, recorder: NoopRecorder, optimizers: Sequence[Optimizer]) -> None:

@@ -32,7 +32,7 @@ from fabricx.callbacks import (
     LoadBalancer,
     StochasticWeightAveraging,
 )
-from fabricx.core.strategy_parts import HasServers, HidesGradients, ModelParallel, as_part
+from fabricx.core.strategy_parts import HasServers, ModelParallel, as_part
 from fabricx.distributed.world import World
 from fabricx.errors import WorkerFailed
 from fabricx.launch.supervisor import run_workers
@@ -102,7 +102,7 @@ class Watches(fx.Callback):
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         rates = [group["lr"] for group in optimizer.param_groups]
         if as_part(trainer.strategy, ModelParallel).divides:  # a rank has a part of each gradient
-            whole_norm = as_part(trainer.strategy, HidesGradients).gradient_norm([optimizer])
+            whole_norm = trainer.strategy.gradient_norm([optimizer])
             self.found.seen.append((rates, None if whole_norm is None else float(whole_norm)))
             return
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]

@@ -14,6 +14,7 @@ from torch import nn
 import fabricx as fx
 from fabricx.core import strategy_parts
 from fabricx.core.strategy import Strategy, Traits
+from fabricx.strategies import DDP, LocalSGD, Single
 from fabricx.testing import QUIET, TinyModule, tiny_loader
 
 ROOT = Path(__file__).parents[3]
@@ -108,3 +109,17 @@ def test_a_limit_of_elements_holds_without_a_gradient_too() -> None:
     assert with_gradient.grad.tolist() == [-1.0, 0.5]
     strategy.clip_value([without], 1.0)
     strategy.clip_value([], 1.0)
+
+
+def test_each_strategy_has_the_norm_of_the_gradient() -> None:
+    """Hooks call `trainer.strategy.gradient_norm`, and the module trains under any strategy."""
+    layer, table = nn.Linear(2, 1), nn.Embedding(4, 2, sparse=True)
+    layer.weight.grad, layer.bias.grad = torch.tensor([[3.0, 4.0]]), None
+    norm = Single().gradient_norm([torch.optim.SGD(layer.parameters())])
+    assert norm is not None
+    assert float(norm) == 5.0
+    table(torch.tensor([1, 1])).sum().backward()  # a row of [2, 2], twice
+    norm = DDP().gradient_norm([torch.optim.SGD(table.parameters())])
+    assert norm is not None
+    assert abs(float(norm) - 8**0.5) < 1e-6  # float32
+    assert LocalSGD().gradient_norm([torch.optim.SGD([layer.bias])]) is None
