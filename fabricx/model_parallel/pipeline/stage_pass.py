@@ -251,8 +251,9 @@ class Pass:
             raise ValueError(
                 f"{self._chain.blocks[self._begin]} takes a tensor that the code after the block uses, too, and that "
                 "autograd has stored before, as activation checkpointing does. A stage can't replace it by the tensor "
-                "of the stage before: pass a copy (tensor.clone()), checkpoint only the block, or set other blocks "
-                "(blocks=...)"
+                "of the stage before: pass a copy (tensor.clone()), checkpoint only the block, set other blocks "
+                "(blocks=...), or under tensor parallelism keep the layers whole that read it: plan={'LAYER': "
+                "'replicate'}"
             )
 
     def _receive_into(self, own: Tensor, value: Any) -> bool:

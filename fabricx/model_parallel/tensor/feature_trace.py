@@ -32,6 +32,10 @@ from fabricx.model_parallel.tensor.parallel_layers import kind_of, layers_of
 ADDS: Final[set[Any]] = {
     torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__, Tensor.add_,
 }  # fmt: skip
+PRODUCTS: Final[set[Any]] = {
+    torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, Tensor.__imul__, Tensor.mul_, torch.multiply,
+    Tensor.multiply,
+}  # fmt: skip
 VIEWS: Final[set[Any]] = {
     Tensor.view, Tensor.reshape, torch.reshape, Tensor.unflatten, torch.unflatten, Tensor.flatten, torch.flatten,
     Tensor.view_as, Tensor.reshape_as, Tensor.squeeze, torch.squeeze, Tensor.unsqueeze, torch.unsqueeze,
@@ -75,23 +79,30 @@ class FeatureTrace(TorchFunctionMode):
     Args:
         module: root module, with whole parameters.
         ranks: number of ranks that heads would be divided by.
+        follows_scales: follow features that scale the residual stream, as those of adaptive norms do, to the layers
+            that read the stream; otherwise they end there.
 
     Attributes:
+        ranks: see the argument.
         called: names of layers that were called, in order.
         read: features in the input of a linear layer, by its name, for each call.
         cuts: features at which the output of a layer is cut into parts.
         unfit: layers that can't be sharded, and the reason.
         logits: layers whose output was an input of `cross_entropy`.
+        scales: layers whose features have scaled the residual stream.
+        work: multiplications of each layer.
     """
 
-    def __init__(self, module: nn.Module, ranks: int) -> None:
+    def __init__(self, module: nn.Module, ranks: int, *, follows_scales: bool = False) -> None:
         super().__init__()
-        self._ranks = ranks
+        self.ranks, self._follows_scales = ranks, follows_scales
         self.called: dict[str, None] = {}
         self.read: dict[str, list[Features]] = {}
         self.cuts: dict[str, list[int]] = {}
         self.unfit: dict[str, str] = {}
         self.logits: dict[str, None] = {}
+        self.scales: dict[str, None] = {}
+        self.work: dict[str, int] = {}
         self._layers: dict[int, dict[str, str]] = {}  # by weight: names of the layers, by kind
         self._biases: dict[str, nn.Parameter | None] = {}
         for name, layer, kind in layers_of(module):
@@ -139,6 +150,7 @@ class FeatureTrace(TorchFunctionMode):
         """Note a call of a layer; returns False for an operation like any other."""
         features = self._features_of(inputs)
         last = inputs.dim() - 1
+        self.work[name] = self.work.get(name, 0) + out.numel() * inputs.shape[-1]
         if not name or (features is not None and features.dims and last not in features.dims[:1]):
             if name:
                 self.unfit.setdefault(name, "it is applied to each head")
@@ -211,10 +223,16 @@ class FeatureTrace(TorchFunctionMode):
             for name in features.layers if ends else ():
                 self.unfit.setdefault(name, "a norm reads all of its features")
             return ends
-        if func not in ADDS or not features.is_flat(tensor.shape):
+        if func not in ADDS | PRODUCTS or not features.is_flat(tensor.shape):
             return False
         others = [other for other in read if id(other) not in self._features]
-        return any(other.shape == outs[0].shape and not isinstance(other, nn.Parameter) for other in others)
+        if func in PRODUCTS:  # a mask, as of dropout, is not computed from weights
+            others = [other for other in others if other.requires_grad]
+        ends = any(other.shape == outs[0].shape and not isinstance(other, nn.Parameter) for other in others)
+        if ends and func in PRODUCTS:
+            self.scales.update(dict.fromkeys(features.layers))
+            return not self._follows_scales
+        return ends
 
     def _joined(self, func: Any, tracked: list[tuple[Tensor, Features]], out: Tensor) -> Features:
         """Return the features after an operation on single elements, or a product of matrices."""
@@ -322,9 +340,9 @@ class FeatureTrace(TorchFunctionMode):
         return features
 
     def _require_whole_heads(self, features: Features, heads: int) -> None:
-        if heads % self._ranks:
+        if heads % self.ranks:
             for name in features.layers:
-                self.unfit.setdefault(name, f"its {heads} heads can't be divided by {self._ranks} ranks")
+                self.unfit.setdefault(name, f"its {heads} heads can't be divided by {self.ranks} ranks")
 
 
 def _moved(features: Features, entries: list[Index]) -> Features:

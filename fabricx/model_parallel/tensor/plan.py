@@ -67,11 +67,13 @@ def find_tensor_plan(
     """Derive the plan of a module.
 
     Each linear layer is paired with the linear layers that read its output: these are "rowwise", their producers
-    "colwise". Layers of a pair that can't be divided stay whole, with the reason. The plan is equal on all ranks.
+    "colwise". Layers of a pair that can't be divided stay whole, with the reason. The plan is equal on all ranks. If
+    features scale the residual stream, as in adaptive norms, the plan that divides more of the computation is returned:
+    with pairs of their layers and the layers that read the stream, or without.
 
     Args:
         module: root module, with whole parameters.
-        run: computes the training step for a few samples; called once.
+        run: computes the training step for a few samples; called once or twice.
         size: number of ranks.
         overrides: glob of module names -> style: "colwise", "rowwise", "vocab", "head" or "replicate". They take
             precedence over what was found; of several that match, the last is used.
@@ -83,7 +85,21 @@ def find_tensor_plan(
     check_not_compiled(module, "tensor parallelism")
     layers: dict[str, tuple[nn.Module, Kind]] = {name: (layer, kind) for name, layer, kind in layers_of(module)}
     styles = _styles(layers, overrides or {})
-    trace = FeatureTrace(module, size)
+    trace = _traced(module, run, size, styles)
+    plan = _plan_of(module, layers, styles, trace)
+    if trace.scales:
+        other = _traced(module, run, size, styles, follows_scales=True)
+        following = _plan_of(module, layers, styles, other)
+        if _work(following, other) > _work(plan, trace):
+            return following
+    return plan
+
+
+def _traced(
+    module: nn.Module, run: Callable[[], Any], size: int, styles: Mapping[str, Any], *, follows_scales: bool = False
+) -> FeatureTrace:  # fmt: skip
+    """Return the trace of a step."""
+    trace = FeatureTrace(module, size, follows_scales=follows_scales)
     for name, style in styles.items():
         if style == "replicate":
             trace.unfit[name] = "by the plan's override"
@@ -95,6 +111,29 @@ def find_tensor_plan(
     finally:
         trace.release()
         torch.backends.mha.set_fastpath_enabled(fast_path)
+    return trace
+
+
+def _work(plan: TensorPlan, trace: FeatureTrace) -> int:
+    """Return the multiplications that a plan divides over ranks."""
+    return sum(trace.work.get(name, 0) for name in plan.layers)
+
+
+def _plan_of(
+    module: nn.Module, layers: Mapping[str, tuple[nn.Module, Kind]], styles: Mapping[str, Any], trace: FeatureTrace
+) -> TensorPlan:  # fmt: skip
+    """Return the plan of a trace.
+
+    Args:
+        module: root module.
+        layers: layers that can be sharded.
+        styles: styles of the user's overrides.
+        trace: of a step.
+
+    Raises:
+        ValueError: an override can't divide its layer.
+    """
+    size = trace.ranks
     for name, style in styles.items():
         if uneven := _uneven(layers[name][0], style, _parts(trace, name), size):
             raise ValueError(

@@ -148,6 +148,27 @@ def test_an_addition_to_the_residual_stream_or_a_norm_ends_a_path():
     assert plan.unsharded == dict.fromkeys(("first", "second"), "no linear layer reads its output")
 
 
+def test_features_that_scale_the_residual_stream_end_a_path():
+    """Adaptive norms (Peebles and Xie, 2023): attention is sharded, and not the layer that computes scales."""
+    stream, condition = X.clone().requires_grad_(), X.clone().requires_grad_()[:, :1]
+
+    def compute(net, _):
+        shift, scale, gate = net.adaptive(F.silu(condition)).chunk(3, dim=-1)
+        x = F.layer_norm(stream, (C,)) * (1 + scale) + shift
+        return net.last(stream + gate * net.out(attended(*(y.unflatten(-1, (H, -1)) for y in net.qkv(x).chunk(3, -1)))))
+
+    plan = plan_of(compute, adaptive=(C, 3 * C), qkv=(C, 3 * C), out=(C, C), last=(C, C))
+    assert plan.layers == {"qkv": Layer("colwise", THIRDS), "out": Layer("rowwise")}
+
+    def gated(net, _):  # features of both layers scale an activation of the same size, and little reads the stream
+        return net.down(net.gate(stream) * stream)
+
+    assert [layer.style for layer in plan_of(gated, gate=(C, C), down=(C, C)).layers.values()] == ["colwise", "rowwise"]
+    mask = torch.ones(B, T, 48)
+    plan = plan_of(lambda n, x: n.b(n.a(x) * mask), a=(C, 48), b=(48, C))  # as dropout by hand
+    assert [layer.style for layer in plan.layers.values()] == ["colwise", "rowwise"]
+
+
 def test_a_norm_over_the_features_of_a_head_does_not_end_a_path():
     norm = nn.RMSNorm(C // H)
 
