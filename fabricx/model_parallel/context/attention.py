@@ -90,7 +90,7 @@ def _mask(world: World, shard: SequenceShard, mask: Tensor) -> Tensor:
             f"attention with a mask of shape {tuple(mask.shape)} in a shard of {shard.local} positions of a sequence "
             f"of {shard.length}: under context parallelism compute the mask before the blocks and pass it to them as "
             "an argument of shape [..., length, length], register it as a buffer that attention slices, or use "
-            "is_causal=True"
+            "is_causal=True. If blocks of a library compute it, such as T5, use strategy=tensor or strategy=pipeline"
         )
     return mask
 

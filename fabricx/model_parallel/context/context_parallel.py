@@ -38,16 +38,14 @@ def context_blocks(module: nn.Module, blocks: str | Sequence[str], run: Callable
 
     Args:
         module: the user's module.
-        blocks: as in `find_blocks`; also a list of a single name.
+        blocks: as in `find_blocks`.
         run: computes a training step.
 
     Raises:
         LookupError: a module or class of `blocks` does not exist.
         ValueError: the blocks are not a chain.
     """
-    if not isinstance(blocks, str) and len(blocks) == 1 and blocks[0] in dict(module.named_modules()):
-        return [(blocks[0], module.get_submodule(blocks[0]))]
-    return find_blocks(module, blocks, run, streams=True)
+    return find_blocks(module, blocks, run, streams=True, single=True)
 
 
 @final
@@ -88,8 +86,9 @@ class ContextParallel:
         """Return lines for the main rank to print."""
         first, last = self._blocks[0][0], self._blocks[-1][0]
         keys = "pass from rank to rank" if self._ring else "are gathered"
+        parts = f"{first} computes" if first == last else f"{first} to {last} compute"
         return [
-            f"context: {first} to {last} compute {self._world.size} shards of the sequence, whose keys and values "
+            f"context: {parts} {self._world.size} shards of the sequence, whose keys and values "
             f"{keys}; all else is computed whole on each rank"
         ]
 

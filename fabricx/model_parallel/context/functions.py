@@ -314,8 +314,15 @@ class ContextFunctions(TorchFunctionMode):
         shard = self.shard
         if self.in_trial:
             named["dropout_p"] = 0.0
-        if shard is None or query.shape[0] != shard.local or named.get("bias_k") is not None or named["add_zero_attn"]:
+        if shard is None or query.shape[0] != shard.local:
             return F.multi_head_attention_forward(**named)
+        if named.get("bias_k") is not None or named["add_zero_attn"]:
+            if key.shape[0] != shard.local:  # whole on each rank
+                return F.multi_head_attention_forward(**named)
+            raise ValueError(
+                "add_bias_kv and add_zero_attn of nn.MultiheadAttention add a key that belongs to no shard of the "
+                "sequence: under context parallelism set both to False, or use strategy=tensor or strategy=pipeline"
+            )
         batched = query.dim() == 3
         weights = [named.get(f"{name}_proj_weight") for name in "qkv"]
         if not named.get("use_separate_proj_weight"):

@@ -28,6 +28,12 @@ _CONTAINERS: Final = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 SAMPLES: Final = 2  # samples of the batch of `run`
 
 
+_SHARED: Final = (
+    "{name} has most of the weights, and is called several times in a step: a pipeline can't divide it; use "
+    "strategy=tensor or strategy=fsdp. To divide the sequence, call it in a submodule, and set blocks=['SUBMODULE']"
+)
+
+
 class Slot:
     """Stands for a tensor in the structure of a block's output."""
 
@@ -112,7 +118,7 @@ def chunk_of(position: int, cuts: Sequence[tuple[int, int]]) -> int:
 
 def find_blocks(
     module: nn.Module, blocks: str | Sequence[str], run: Callable[[], Any], *, outside: bool = False,
-    carries: bool = False, streams: bool = False,
+    carries: bool = False, streams: bool = False, single: bool = False,
 ) -> Blocks:  # fmt: skip
     """Return the blocks of a module, in their order.
 
@@ -126,13 +132,15 @@ def find_blocks(
         carries: tensors may pass blocks by, such as those that the halves of a U-Net exchange.
         streams: a run that "auto" selects begins with a module that receives floating-point numbers, as blocks that
             divide a sequence do; embeddings of words and positions in the same container are no blocks.
+        single: a single module may be the blocks. If a layer with most of the weights is called several times, as in
+            ALBERT, "auto" selects the module that calls it.
 
     Raises:
         LookupError: the module or class does not exist.
         ValueError: fewer than two blocks, or no chain.
     """
     if blocks == "auto":
-        return _detect(module, run, outside=outside, carries=carries, streams=streams)
+        return _detect(module, run, outside=outside, carries=carries, streams=streams, single=single)
     submodules = dict(module.named_modules())
     if isinstance(blocks, str):
         matches = [
@@ -149,7 +157,7 @@ def find_blocks(
         for name in matches:
             if not name or name not in submodules:
                 raise LookupError(f"blocks: the module has no part {name!r}{_did_you_mean(name, submodules)}")
-    if len(matches) < 2 or len(set(matches)) < len(matches):
+    if len(matches) < (1 if single else 2) or len(set(matches)) < len(matches):
         raise ValueError(
             f"blocks={blocks!r}: a pipeline needs two or more different blocks, and this selects {matches}"
         )
@@ -161,11 +169,18 @@ def _did_you_mean(name: str, known: Any) -> str:
     return f". Did you mean {close!r}?" if close else f"; it has {', '.join(sorted(filter(None, known))[:20])}"
 
 
-def _detect(module: nn.Module, run: Callable[[], Any], *, outside: bool, carries: bool, streams: bool) -> Blocks:
-    calls, lookups = _calls(module, run)
+def _detect(
+    module: nn.Module, run: Callable[[], Any], *, outside: bool, carries: bool, streams: bool, single: bool
+) -> Blocks:  # fmt: skip
+    calls, lookups, iterated = _calls(module, run)
+    shared = next((name for name, part in module.named_modules() if part in iterated), "")
+    if 2 * _size(module.get_submodule(shared)) <= _size(module):
+        shared = ""
+    if single and shared and (caller := _caller(module, shared, calls, lookups)):
+        return caller
     candidates = _candidates(module, calls, lookups if streams else ())
     best: tuple[int, Blocks] | None = None
-    refused = "" if candidates else _repeated(module, calls)
+    refused = _SHARED.format(name=shared) if shared else "" if candidates else _repeated(module, calls)
     for blocks in candidates[:CANDIDATES]:
         if best is not None and best[0] <= _largest_part(module, blocks, calls):
             break
@@ -181,22 +196,27 @@ def _detect(module: nn.Module, run: Callable[[], Any], *, outside: bool, carries
         if len(trace.joined) < len(blocks) - 1 and (best is None or largest < best[0]):
             best = (largest, blocks)
         refused = refused or next(iter(trace.joined.values()), "")
+    if best is None and shared:
+        raise ValueError(f"blocks='auto' finds no chain of blocks: {refused}")
     if best is None:
-        passed = "let a module return such tensors, use strategy=tensor or fsdp, or " if candidates else ""
+        passed = "let a module return such tensors, " if candidates else ""
         raise ValueError(
             "blocks='auto' finds no chain of blocks, each of which is called once and takes the output of the one "
-            f"before{f' ({refused})' * bool(refused)}; {passed}name the blocks: blocks=CLASS, or a list of names"
+            f"before{f' ({refused})' * bool(refused)}; {passed}use strategy=tensor or fsdp, or name two or more "
+            "modules: blocks=CLASS, or a list of names"
         )
     return best[1]
 
 
 def _calls(
     module: nn.Module, run: Callable[[], Any]
-) -> tuple[dict[nn.Module, list[tuple[int, int]]], set[nn.Module]]:  # fmt: skip
-    """Return the (begin, end) of the calls of each module, as numbers in the order of time; and modules that receive
-    integers only, as embeddings do."""
+) -> tuple[dict[nn.Module, list[tuple[int, int]]], set[nn.Module], set[nn.Module]]:  # fmt: skip
+    """Return the (begin, end) of the calls of each module, as numbers in the order of time; modules that receive
+    integers only, as embeddings do; and modules that receive their own output, as layers that share weights do."""
     calls: dict[nn.Module, list[tuple[int, int]]] = {}
     lookups: set[nn.Module] = set()
+    iterated: set[nn.Module] = set()
+    outputs: dict[nn.Module, list[Tensor]] = {}  # of the newest call
     begun: list[tuple[nn.Module, int]] = []
     clock = [0]
 
@@ -206,8 +226,11 @@ def _calls(
         tensors = [leaf for _, leaf in leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if tensors and not any(tensor.is_floating_point() for tensor in tensors):
             lookups.add(part)
+        if any(tensor is output for output in outputs.get(part, ()) for tensor in tensors):
+            iterated.add(part)
 
-    def end(part: nn.Module, *_: Any) -> None:
+    def end(part: nn.Module, _: Any, output: Any) -> None:
+        outputs[part] = [leaf for _, leaf in leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         while begun:
             other, at = begun.pop()
             if other is part:
@@ -221,7 +244,7 @@ def _calls(
             stack.callback(part.register_forward_hook(end).remove)
         with undisturbed(module):
             run()
-    return calls, lookups
+    return calls, lookups, iterated
 
 
 def _candidates(
@@ -269,6 +292,15 @@ def _repeated(module: nn.Module, calls: dict[nn.Module, list[tuple[int, int]]]) 
                     "batch, or use strategy=tensor or strategy=fsdp"
                 )
     return ""
+
+
+def _caller(module: nn.Module, name: str, calls: Mapping[nn.Module, Any], lookups: Collection[nn.Module]) -> Blocks:
+    """Return the innermost module around a layer that is called once, and receives floating-point numbers."""
+    while name := name.rpartition(".")[0]:
+        part = module.get_submodule(name)
+        if len(calls.get(part, ())) == 1 and part not in lookups:
+            return [(name, part)]
+    return []
 
 
 def _largest_part(

@@ -118,7 +118,10 @@ def _divide_matrices(divided: Divided, trial: Trial, layout: Mapping[str, Any], 
         plan = TensorPlan.of(divided.world.broadcast_object(plan.plain()))
     else:
         plan = TensorPlan.of(layout["plan"])
-    blocks = find_blocks(module, settings.blocks, trial.run, streams=True) if settings.sequence else []
+    blocks: Blocks = []
+    if settings.sequence:
+        staged = divided.world.axis("pipeline").size > 1
+        blocks = find_blocks(module, settings.blocks, trial.run, streams=True, single=not staged)
     gc.collect()  # graphs of the trial runs remember the shapes of whole parameters
     tensor = TensorParallel(module, plan, world, sequence=settings.sequence, blocks=[block for _, block in blocks])
     divided = replace(divided, tensor=tensor)

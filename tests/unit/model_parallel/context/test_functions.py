@@ -166,3 +166,15 @@ def test_a_tensor_of_different_positions_is_not_read() -> None:
         for read in (lambda: table * 2, lambda: torch.stack([table]), lambda: table[:2]):
             with pytest.raises(ValueError, match=r"blocks\.0\.positions was computed within a block for"):
                 read()
+
+
+def test_attention_with_a_key_that_is_in_no_shard_is_an_error() -> None:
+    x = torch.randn(1, 4, 8)
+    for options in ({"add_bias_kv": True}, {"add_zero_attn": True}):
+        attention = nn.MultiheadAttention(8, 2, batch_first=True, **options)
+        with within(), pytest.raises(ValueError, match="set both to False"):
+            attention(x, x, x, need_weights=False)
+        memory = torch.randn(1, 6, 8)  # whole on each rank
+        with within():
+            output, _ = attention(x, memory, memory, need_weights=False)
+        assert torch.equal(output, attention(x, memory, memory, need_weights=False)[0])

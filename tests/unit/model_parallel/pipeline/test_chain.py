@@ -159,6 +159,38 @@ def test_embeddings_in_the_container_of_the_blocks_are_no_blocks_that_divide_a_s
     assert [name for name, _ in context_blocks(model, "auto", run)] == [name for name, _ in blocks]
 
 
+def test_a_layer_that_shares_its_weights_divides_a_sequence_in_the_module_that_calls_it():
+    class Encoder(nn.Module):
+        """As in ALBERT."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = Block()
+
+        def forward(self, x):
+            for _ in range(3):
+                x = self.layer(x, None)
+            return x
+
+    class Shared(Model):
+        def __init__(self, *, encoder: bool) -> None:
+            super().__init__()
+            del self.blocks
+            self.net = Encoder() if encoder else Block()
+            self.encoder = encoder
+
+        def body(self, x):
+            return self.net(x) if self.encoder else self.net(self.net(x, None), None)
+
+    model = Shared(encoder=True)
+    run = lambda: model.training_step(torch.arange(10).view(2, 5))  # noqa: E731
+    assert [name for name, _ in context_blocks(model, "auto", run)] == ["net"]
+    assert [name for name, _ in context_blocks(model, ["net"], run)] == ["net"]
+    model = Shared(encoder=False)
+    with pytest.raises(ValueError, match=r"net has most of the weights.*call it in a submodule, and set blocks="):
+        context_blocks(model, "auto", run)
+
+
 def test_auto_selects_attributes_of_the_same_class():
     class Stages(Model):
         def __init__(self) -> None:
