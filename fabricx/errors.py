@@ -302,11 +302,16 @@ class NamesChecked:
             **options: keyword arguments of `__init__`.
 
         Raises:
-            TypeError: `__init__` has no argument of that name.
+            TypeError: `__init__` has no argument of that name, or has only arguments with names.
         """
-        if options:
+        if options or args:
             parameters = dict(inspect.signature(cls.__init__).parameters)
             parameters.pop("self", None)
+            if args and parameters and all(part.kind is part.KEYWORD_ONLY for part in parameters.values()):
+                raise TypeError(
+                    f"{cls.__name__}({args[0]!r}): write the argument with its name, such as "
+                    f"{cls.__name__}({next(iter(parameters))}=...)\n  known: {', '.join(parameters)}"
+                )
             accepts_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
             unknown = [name for name in options if name not in parameters and not accepts_any]
             if unknown and unknown[0] in cls.former_arguments:

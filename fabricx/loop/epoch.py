@@ -12,6 +12,7 @@ from fabricx.loop.lr_schedules import step_plateaus
 from fabricx.loop.manual_optimization import check_options
 from fabricx.loop.repeated_hooks import epoch_start
 from fabricx.session.checkpoint import recount_batches, report_global_batch
+from fabricx.session.finite_weights import warn_of_nonfinite_weights
 from fabricx.session.schedule import agree_at_boundary, limit_reached
 from fabricx.session.unregistered_parameters import check_registered
 
@@ -82,6 +83,7 @@ def end_epoch(session: Session) -> None:
             "no optimizer made a step in the epoch: with automatic_optimization = False, training_step calls "
             "self.manual_backward(loss) and optimizer.step()",
         )
+    warn_of_nonfinite_weights(session)
     session.fault_tolerance.before_publishing()
     session.metrics.publish_epoch(ended=False)
     call(session.hooks.train_epoch_end_others)

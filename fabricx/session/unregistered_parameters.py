@@ -1,4 +1,4 @@
-"""Tensors that the optimizers train and that are not parameters of the module."""
+"""Tensors and layers of the module that are not in its parameters, though they are to be trained."""
 
 from __future__ import annotations
 
@@ -52,6 +52,56 @@ def check_registered(session: Session, optimizers: Sequence[Optimizer]) -> None:
             f"{text or _by_shape(unknown)}. Without that, checkpoints don't have its value: a run that continues "
             "begins with the initial value",
         )
+
+
+def warn_of_layers(session: Session, optimizers: Sequence[Optimizer]) -> None:
+    """Warn of layers in plain lists and dicts of the module that no optimizer trains: checkpoints lack them, too.
+
+    Args:
+        session: session of a fit.
+        optimizers: results of `configure_optimizers`.
+    """
+    trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    found = unregistered_layers(session.module, trained)
+    if found:
+        names = list(found)
+        session.warn_once(
+            "unregistered layers",
+            f"the layers in {_listed([f'self.{name}' for name in names])} are not in self.parameters(), so they are "
+            f"neither trained nor saved: assign self.{names[0]} = {found[names[0]]}. Layers that are not to be trained "
+            "need requires_grad_(False)",
+        )
+
+
+def unregistered_layers(module: nn.Module, trained: Sequence[Tensor] = ()) -> dict[str, str]:
+    """Return the attributes that have trainable layers which `parameters()` lacks, with the remedy of each.
+
+    >>> net = nn.Module()
+    >>> net.blocks = [nn.Linear(1, 1)]
+    >>> unregistered_layers(net)
+    {'blocks': 'nn.ModuleList(...)'}
+
+    Args:
+        module: the module of a run.
+        trained: other parameters that are known.
+    """
+    known = {id(p) for p in (*module.parameters(), *trained)}
+    return {
+        name: remedy
+        for name, value, remedy in _collections(module)
+        if any(id(p) not in known and p.requires_grad for part in value for p in part.parameters())
+    }
+
+
+def _collections(module: nn.Module) -> Iterator[tuple[str, list[nn.Module], str]]:
+    """Yield the name of each list, tuple and dict with layers, the layers, and the remedy."""
+    for prefix, owner in module.named_modules():
+        for name, value in vars(owner).items():
+            of_user = name not in _OF_MODULES and not name.startswith("_hparams")
+            if of_user and isinstance(value, (list, tuple, dict)):
+                layers = [part for part in _parts(value) if isinstance(part, nn.Module)]
+                if layers:
+                    yield f"{prefix}.{name}" if prefix else name, layers, _remedy(value, [layers[0]])
 
 
 def _description(module: nn.Module, unknown: Mapping[int, Tensor]) -> str | None:

@@ -255,7 +255,11 @@ def _prepare_run_dir(
     if earlier is None:
         chosen = decided_by_main_rank(here, lambda: str(records.next_run_dir or new_run_dir(root)))
         records.run_dir = as_path(chosen)
-        lock(records.run_dir)
+        try:
+            lock(records.run_dir)
+        except OSError as error:
+            text = f"{error.strerror} (the run's folder can't be created: set default_root_dir to a writable folder)"
+            raise OSError(error.errno, text, str(records.run_dir)) from None
 
 
 def _aggregate(records: RunRecords, stack: contextlib.ExitStack, *, board: bool, separate: bool) -> Aggregator:

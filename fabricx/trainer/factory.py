@@ -155,7 +155,11 @@ def choose_callbacks(callbacks: Any, defaults: Mapping[str, Mapping[str, Any]]) 
     chosen = [plugins.build("callbacks", item) if isinstance(item, str) else adapt_callback(item) for item in named]
     for callback in chosen:
         if not isinstance(callback, Callback):
-            remedy = ": pass an object of the class" if isinstance(callback, type) else ""
+            remedy = ": derive its class from fabricx.Callback"
+            if isinstance(callback, type):
+                remedy = ": pass an object of the class"
+            elif isinstance(adapt_logger(callback), (Logger, FourMethods)):
+                remedy = ": pass it as logger=..."
             raise ValueError(f"callbacks contains {_described(callback)}, which is not a fabricx.Callback{remedy}")
         check_hooks(callback)
         vars(callback).setdefault("_constructed", repr(described(callback)))

@@ -89,6 +89,8 @@ def resolve_checkpoint(
         listing = f"\n  complete checkpoints: {near[0]}{others}" if near else ""
         hint = did_you_mean(str(path), ["last", "best", *near]) if not checkpoint.is_dir() else ""
         hint = " 'last' is the newest checkpoint, also of a job that is submitted again." if path == "hpc" else hint
+        if not hint and not near:
+            listing = "\n  pass the path of a checkpoint, 'last' or 'best'; `fabricx checkpoint ls FOLDER` lists paths"
         raise MissingCheckpoint(f"ckpt_path={str(path)!r}: there is no complete checkpoint.{hint}{listing}")
     verify(checkpoint)
     return checkpoint.resolve()

@@ -63,6 +63,10 @@ class Job:
     random: Any = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        if isinstance(self.module, nn.Module) and "_modules" not in vars(self.module):
+            raise WrongArgument(
+                f"{type(self.module).__name__}.__init__ has not called super().__init__(): make it its first line"
+            )
         for name, other in (("train", "evaluate"), ("evaluate", "train")):
             if isinstance(data := adapt_data(getattr(self, name)), DataModule):
                 if getattr(self, other) is not None:

@@ -37,6 +37,7 @@ from fabricx.metrics.objects import has_first_state, held_metrics
 from fabricx.redaction import masked
 from fabricx.scratch import set_multiprocessing_folder
 from fabricx.session.checkpoint import restore_requested
+from fabricx.session.error_notes import notes_on
 from fabricx.session.session import Session
 from fabricx.telemetry.recorder import NoopRecorder
 from fabricx.trainer.factory import checkpoints_last, listed
@@ -103,6 +104,8 @@ def execute(trainer: TrainerInterface, job: Job, world: World, logs: LogSettings
         return outcome
     except BaseException as error:
         if note := note_on(error, session.data.train_dataloader):
+            error.add_note(note)
+        for note in notes_on(error, session):
             error.add_note(note)
         trainer.state.status = TrainerStatus.INTERRUPTED  # for hooks, which read `trainer.interrupted`
         _call(session.hooks.on_exception, error)

@@ -23,7 +23,7 @@ from fabricx.loop.user_steps import call_method, step_optimizer
 from fabricx.metrics.objects import metric_objects
 from fabricx.session.accumulation import accumulation_set
 from fabricx.session.checkpoint import load_imported_weights
-from fabricx.session.unregistered_parameters import check_registered
+from fabricx.session.unregistered_parameters import check_registered, warn_of_layers
 from fabricx.trainer.module_set_up import check_not_lazy
 from fabricx.trainer.trial import trial_of
 
@@ -100,6 +100,7 @@ def _set_up_optimizers(session: Session) -> None:
     if not optimizers:
         session.warn_once("no optimizer", "configure_optimizers returned no optimizer, so no weight will change")
     check_registered(session, optimizers)
+    warn_of_layers(session, optimizers)
     session.optimizers += optimizers
     session.lr_schedulers += schedules
     comparison.compare_at_set_up(session.world, "optimizers", comparison.of_optimizers(module, optimizers, schedules))

@@ -104,3 +104,25 @@ def _saved(net: Any) -> list[Tensor]:
 @pytest.mark.parametrize("add", [_parameter, _saved])
 def test_no_warning_for_values_in_checkpoints(add: Callable[[Any], list[Tensor]]) -> None:
     fx.Trainer(**QUIET, max_steps=1).fit(Net(add), [torch.ones(2, 2)])
+
+
+def _frozen(net: Any) -> list[Tensor]:
+    net.teachers = [nn.Linear(2, 2).requires_grad_(False)]
+    return []
+
+
+def _registered(net: Any) -> list[Tensor]:
+    net.order = [net.body, net.layer]
+    return []
+
+
+def test_warning_of_layers_in_a_list_that_no_optimizer_trains() -> None:
+    def add(net: Any) -> list[Tensor]:
+        _layers(net)
+        return []
+
+    text = r"the layers in self\.heads are not in self\.parameters\(\).* assign self\.heads = nn\.ModuleList\("
+    with pytest.warns(UserWarning, match=text):
+        fx.Trainer(**QUIET, max_steps=1).fit(Net(add), [torch.ones(2, 2)])
+    for allowed in (_frozen, _registered):
+        fx.Trainer(**QUIET, max_steps=1).fit(Net(allowed), [torch.ones(2, 2)])

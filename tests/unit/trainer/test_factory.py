@@ -123,6 +123,8 @@ def test_checkpoint_callbacks_are_last_and_a_users_class_replaces_the_default() 
 def test_objects_that_are_not_callbacks_are_an_error() -> None:
     with pytest.raises(ValueError, match=r"contains 3, which is not a fabricx.Callback"):
         choose_callbacks([3], {})
+    with pytest.raises(ValueError, match=r"not a fabricx.Callback: pass it as logger="):
+        choose_callbacks([fx.loggers.CSVLogger()], {})
     with pytest.raises(LookupError, match="Did you mean 'early_stopping'"):
         choose_callbacks("early_stoping", {})
 

@@ -111,6 +111,8 @@ def test_a_path_without_a_checkpoint_is_an_error_that_lists_nearby_checkpoints(t
             resolved(tmp_path, wrong)
     with pytest.raises(FileNotFoundError, match="Did you mean 'last'"):
         resolved(tmp_path, "lats")
+    with pytest.raises(FileNotFoundError, match="pass the path of a checkpoint, 'last' or 'best'"):
+        resolved(tmp_path, tmp_path / "other" / "runs")
     damage(good)
     with pytest.raises(CheckpointError):
         resolved(tmp_path, good)

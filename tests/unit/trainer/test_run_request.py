@@ -95,9 +95,15 @@ class Trains(fx.DataModule):
         return tiny_loader()
 
 
+class Unfinished(TinyModule):
+    def __init__(self) -> None:
+        self.rate = 0.1
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
+        ((Unfinished(), tiny_loader()), r"Unfinished.__init__ has not called super\(\).__init__\(\)"),
         ((TinyModule, tiny_loader()), r"trainer.fit got the class TinyModule: pass an object of it, TinyModule\(...\)"),
         ((TinyModule(), Trains), "got the class Trains"),
         ((tiny_loader(), TinyModule()), r"trainer.fit\(DataLoader\): the first argument is the module"),

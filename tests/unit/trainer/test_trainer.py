@@ -39,6 +39,13 @@ def test_under_fast_dev_run_the_loggers_accept_all_calls_and_write_nothing(tmp_p
     assert (len(trainer.loggers), list(tmp_path.iterdir())) == (1, [])
 
 
+def test_a_folder_that_cannot_be_created_names_the_argument(tmp_path: Any) -> None:
+    (tmp_path / "file").write_text("")
+    options: dict[str, Any] = {**QUIET, "default_root_dir": tmp_path / "file", "enable_checkpointing": True}
+    with pytest.raises(NotADirectoryError, match="set default_root_dir to a writable folder"):
+        fx.Trainer(max_epochs=1, **options).fit(TinyModule(), tiny_loader())
+
+
 def test_the_folder_of_a_run_is_set_before_it_starts(tmp_path: Any) -> None:
     options: dict[str, Any] = {**QUIET, "default_root_dir": tmp_path, "enable_checkpointing": True}
     trainer = fx.Trainer(max_epochs=1, **options)

@@ -13,6 +13,8 @@ from fabricx.core.callback import Callback
 def test_a_misspelt_argument_names_the_nearest() -> None:
     with pytest.raises(TypeError, match=r"Trainer has no argument 'device'\. Did you mean 'devices'\?"):
         fx.Trainer(device=2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"Trainer\(3\): write the argument with its name, such as Trainer\(acc"):
+        fx.Trainer(3)  # type: ignore[misc]
 
     class CustomCallback(Callback):
         def __init__(self, patience: int, **options: Any) -> None:
