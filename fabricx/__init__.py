@@ -58,16 +58,13 @@ _MODULES = {
 }
 
 _PACKAGES = ("callbacks", "launchers", "loggers", "pytorch", "strategies")  # imported at first access
-_ABSENT = {
-    "Fabric": "fabricx.Trainer runs the loop; a loop of your own is torch.distributed with fabricx.distributed",
-}
 
 
 def __getattr__(name: str) -> Any:
     if name in _PACKAGES:
         return importlib.import_module(f"fabricx.{name}")
-    if name in _ABSENT:
-        raise ImportError(f"fabricx has no {name}: {_ABSENT[name]}")
+    if name == "Fabric":  # its use is an error that names the successor
+        return importlib.import_module("fabricx.pytorch").Fabric
     if name not in _MODULES:
         raise AttributeError(f"module 'fabricx' has no attribute {name!r}")
     module, _, attribute = _MODULES[name].partition(":")

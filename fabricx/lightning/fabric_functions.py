@@ -52,6 +52,21 @@ def flatten_dict(params: Mapping[Any, Any], delimiter: str = "/", parent_key: st
     return flat
 
 
+def sized_len(dataloader: Any) -> int | None:
+    """Return the number of batches of a loader; None for a loader without a length.
+
+    >>> sized_len([1, 2]), sized_len(iter([1]))
+    (2, None)
+
+    Args:
+        dataloader: a loader or another iterable.
+    """
+    try:
+        return len(dataloader)
+    except (TypeError, NotImplementedError):
+        return None
+
+
 def sanitize_callable_params(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return hyperparameters with the names of classes, and the results or names of functions.
 

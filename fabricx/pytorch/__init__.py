@@ -1,8 +1,8 @@
 """fabricx under the module paths of `lightning.pytorch`: `import fabricx.pytorch as pl`.
 
 `pl.Trainer`, `pl.LightningModule`, `pl.callbacks.ModelCheckpoint`, `from fabricx.pytorch.utilities.rank_zero import
-rank_zero_only`: a project changes its imports only. Absent names are an ImportError that names their successor;
-`docs/lightning_names.md` lists all names.
+rank_zero_only`: a project changes its imports only. The use of an absent name is an ImportError that names its
+successor; `docs/lightning_names.md` lists all names.
 """
 
 from __future__ import annotations

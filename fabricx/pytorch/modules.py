@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import sys
 from collections.abc import Sequence
@@ -12,22 +11,23 @@ from types import ModuleType
 from typing import Any, Final
 
 from fabricx.errors import did_you_mean
-from fabricx.pytorch.names import Names, modules, names_of
+from fabricx.pytorch.absent import Absent
+from fabricx.pytorch.names import FORMER, Names, modules, names_of
 
 ROOT: Final = "fabricx.pytorch"
 FABRIC: Final = "fabricx.fabric"  # the same modules as below `fabricx.pytorch.fabric`
-_OWN: Final = tuple(f"{ROOT}.{name}" for name in ("documentation", "modules", "names"))
+_OWN: Final = tuple(f"{ROOT}.{name}" for name in ("absent", "documentation", "modules", "names"))
 
 
 def lookup(path: str, name: str) -> Any:
-    """Return an object by its name in a module of Lightning.
+    """Return an object by its name in a module of Lightning; an `Absent` for a name that fabricx does not have.
 
     Args:
         path: path of the module below `lightning.pytorch`; "" for the root.
         name: name of the object, or of a module below.
 
     Raises:
-        ImportError: fabricx does not have the name; the message has its successor.
+        ImportError: an earlier version of Lightning had the name; the message has its successor.
         AttributeError: Lightning does not have the name.
     """
     names = names_of(path) or Names()
@@ -38,10 +38,19 @@ def lookup(path: str, name: str) -> Any:
     if names_of(below) is not None:
         return importlib.import_module(f"{ROOT}.{below}")
     if names.source and not name.startswith("_"):
-        with contextlib.suppress(AttributeError):
-            return getattr(importlib.import_module(names.source), name)  # an ImportError of it has a successor
+        try:
+            return getattr(importlib.import_module(names.source), name)
+        except AttributeError:
+            pass
+        except ImportError as error:
+            if name in FORMER or not str(error).startswith("fabricx has no"):  # such as a package that is missing
+                raise
+            return Absent(path, name, str(error))
     if name in names.absent:
-        raise ImportError(f"fabricx has no {name} of Lightning: {names.absent[name]}")
+        text = f"fabricx has no {name} of Lightning: {names.absent[name]}"
+        if name in FORMER:
+            raise ImportError(text)
+        return Absent(path, name, text)
     module = f"{ROOT}.{path}" if path else ROOT
     raise AttributeError(f"module {module!r} has no attribute {name!r}.{did_you_mean(name, available(path))}")
 

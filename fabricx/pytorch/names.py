@@ -94,6 +94,18 @@ _IMPORTS: Final = (
 _ARGPARSE: Final = "add the arguments to your parser, and pass them: Trainer(max_epochs=args.max_epochs, ...)"
 _SHARDED: Final = 'set strategy="fsdp"'
 
+# Absent names that Lightning 2 does not have either.
+FORMER: Final = frozenset(
+    _each(
+        "Accuracy DDPFullyShardedNativeStrategy DDPPlugin DDPShardedStrategy DDPSpawnStrategy DataParallelStrategy "
+        "DeviceDtypeModuleMixin F1 FitLoop GPUStatsMonitor IoU LightningLite LoggerCollection Loop MeanSquaredError "
+        "Metric MetricCollection ProgressBarBase QuantizationAwareTraining TestTubeLogger XLAStatsMonitor "
+        "add_argparse_args atomic_save from_argparse_args gather_all_tensors get_init_arguments_and_types load "
+        "parse_argparser parse_env_variables",
+        "",
+    )
+)
+
 TREE: Final[Mapping[str, Names]] = {
     "": Names(
         names={
@@ -125,8 +137,17 @@ TREE: Final[Mapping[str, Names]] = {
             "base batch_size_finder callback checkpoint device_stats_monitor early_stopping finetuning "
             "gradient_accumulation_scheduler lambda_function lr_finder lr_monitor model_checkpoint "
             "model_summary on_exception_checkpoint prediction_writer progress progress.base "
-            "progress.progress_bar progress.rich_progress pruning "
+            "progress.progress_bar pruning "
             "rich_model_summary spike stochastic_weight_avg throughput_monitor timer weight_averaging"
+        ),
+    ),
+    "callbacks.progress.rich_progress": Names(
+        "fabricx.callbacks",
+        {"RichProgressBarTheme": "fabricx.callbacks.progress_bar:RichProgressBarTheme"},
+        absent=_each(
+            "BatchesProcessedColumn CustomBarColumn CustomInfiniteTask CustomProgress CustomTimeColumn "
+            "MetricsTextColumn ProcessingSpeedColumn",
+            "override get_metrics of RichProgressBar, which draws by itself",
         ),
     ),
     "callbacks.progress.tqdm_progress": Names("fabricx.callbacks", {"Tqdm": "fabricx.lightning.tqdm_bar:Tqdm"}),
@@ -437,9 +458,10 @@ TREE: Final[Mapping[str, Names]] = {
     "fabric.utilities.data": Names(
         names={
             "AttributeDict": _UTILITIES["AttributeDict"],
+            "sized_len": f"{_FABRIC}:sized_len",
             "suggested_max_num_workers": f"{_FABRIC}:suggested_max_num_workers",
         },
-        absent=_each("has_iterable_dataset has_len sized_len", "len(loader)"),
+        absent=_each("has_iterable_dataset has_len", "len(loader)"),
     ),
     "fabric.utilities.distributed": Names(
         names={"_distributed_is_initialized": f"{_FABRIC}:is_initialized", "ReduceOp": "torch.distributed:ReduceOp"},
@@ -501,6 +523,7 @@ TREE: Final[Mapping[str, Names]] = {
             for name in ("Accelerator", "CPUAccelerator", "CUDAAccelerator", "MPSAccelerator")
         },
         absent={"find_usable_cuda_devices": "set Trainer(devices=2)"},
+        paths="accelerator cpu cuda mps",
     ),
     "fabric.strategies": Names(
         absent=_each("DDPStrategy FSDPStrategy Strategy", "fabricx.pytorch.strategies has it"),

@@ -95,12 +95,12 @@ def test_names_are_the_objects_of_fabricx() -> None:
 @pytest.mark.parametrize(
     ("line", "error", "message"),
     [
-        ("from fabricx import Fabric", ImportError, "fabricx.Trainer"),
+        ("from fabricx import Fabric; Fabric(devices=2)", ImportError, "fabricx.Trainer"),
         ("from fabricx.pytorch.lite import LightningLite", ImportError, "use fabricx.Trainer"),
-        ("from fabricx.pytorch.plugins import MixedPrecision", ImportError, r"set Trainer\(precision="),
-        ("from fabricx.pytorch.plugins.environments import SLURMEnvironment", ImportError, "are detected"),
-        ("from fabricx.pytorch.strategies import DeepSpeedStrategy", ImportError, 'strategy="fsdp"'),
-        ("from fabricx.pytorch.callbacks import ModelPruning", ImportError, "prune"),
+        ("from fabricx.pytorch.plugins import MixedPrecision as P; P()", ImportError, r"set Trainer\(precision="),
+        ("import fabricx; fabricx.pytorch.plugins.environments.SLURMEnvironment()", ImportError, "are detected"),
+        ("import fabricx; fabricx.pytorch.strategies.DeepSpeedStrategy()", ImportError, 'strategy="fsdp"'),
+        ("import fabricx\nclass Own(fabricx.pytorch.callbacks.ModelPruning): ...", ImportError, "prune"),
         ("import fabricx.pytorch.callback", ModuleNotFoundError, "Did you mean 'callbacks'"),
         ("from fabricx.pytorch.callbacks import EarlyStoping", ImportError, "EarlyStoping"),
         ("import fabricx; fabricx.pytorch.callbacks.EarlyStoping", AttributeError, "Did you mean 'EarlyStopping'"),

@@ -15,7 +15,7 @@ import fabricx as fx
 import fabricx.pytorch as ours
 from fabricx.pytorch.documentation import ABSENT_MEMBERS
 from fabricx.pytorch.modules import available, lookup
-from fabricx.pytorch.names import TREE, names_of
+from fabricx.pytorch.names import FORMER, TREE, names_of
 from fabricx.testing import QUIET
 
 theirs: Any = pytest.importorskip("lightning.pytorch")
@@ -38,10 +38,20 @@ def test_each_name_is_an_object_of_fabricx(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", [path for path, names in TREE.items() if names.absent])
-def test_each_absent_name_is_an_import_error_with_a_successor(path: str) -> None:
+def test_the_use_of_each_absent_name_is_an_import_error_with_a_successor(path: str) -> None:
+    modules = [path, *(f"{path}.{below}" for below in TREE[path].paths.split())]
     for name in set(TREE[path].absent) - set(available(path)):
         with pytest.raises(ImportError, match=f"fabricx has no .*{name}.*: ."):
-            lookup(path, name)
+            lookup(path, name)()
+        if name in FORMER:  # these can't be imported either
+            assert not any(hasattr(_theirs(module), name) for module in modules), name
+
+
+def _theirs(path: str) -> Any:
+    try:
+        return importlib.import_module(f"lightning.pytorch.{path}".rstrip("."))
+    except ImportError:
+        return None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,60 @@
+"""Names of Lightning that fabricx does not have: projects may import them, and their use is an error."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn, Union, final
+
+
+@final
+class Absent:
+    """Takes the place of a class or function of Lightning in imports, annotations and `isinstance`.
+
+    Args:
+        path: path of its module below `lightning.pytorch`.
+        name: its name.
+        error: text of the errors, with what replaces it in fabricx.
+    """
+
+    def __init__(self, path: str, name: str, error: str) -> None:
+        self.__name__ = self.__qualname__ = name
+        self.__doc__ = self._error = error
+        self._path = path
+
+    def __call__(self, *args: Any, **options: Any) -> NoReturn:
+        """Raise an error that names the successor.
+
+        Args:
+            *args, **options: of the class or function.
+
+        Raises:
+            ImportError: always.
+        """
+        raise ImportError(self._error)
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> NoReturn:
+        raise ImportError(self._error)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise AttributeError(self._error)
+
+    def __instancecheck__(self, instance: Any) -> bool:
+        return False
+
+    def __subclasscheck__(self, subclass: type) -> bool:
+        return False
+
+    def __or__(self, other: Any) -> Any:
+        return Union[self, other]  # noqa: UP007  # of annotations
+
+    def __ror__(self, other: Any) -> Any:
+        return Union[other, self]  # noqa: UP007
+
+    def __repr__(self) -> str:
+        return f"<{self._error}>"
+
+    def __reduce__(self) -> tuple[Any, tuple[str, str]]:
+        from fabricx.pytorch.modules import lookup
+
+        return lookup, (self._path, self.__name__)
