@@ -47,6 +47,7 @@ class GradientAccumulation(Callback):
                     "and a weight update needs at least 1 batch"
                 )
         self._applies = False  # within a fit
+        self._chosen = 1  # in the last epoch
 
     @property
     def accumulates(self) -> int:
@@ -64,7 +65,7 @@ class GradientAccumulation(Callback):
         return next((n for start, n in reversed(self.scheduling.items()) if start <= epoch), 1)
 
     def check_fit(self, trainer: Any, pl_module: Module, global_batch: int | None) -> None:
-        if trainer.accumulate_grad_batches != 1 and not self._applies:  # an error has ended the fit before
+        if trainer.accumulate_grad_batches not in (1, self._chosen):  # that of an earlier fit
             raise ValueError(
                 f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and GradientAccumulation("
                 f"{self.scheduling}) both set the number of batches per update: remove the argument of the Trainer, "
@@ -72,18 +73,19 @@ class GradientAccumulation(Callback):
             )
 
     def setup(self, trainer: TrainerProtocol, pl_module: Module, stage: str) -> None:
-        self._applies = self._applies or stage == "fit"
+        self._applies = stage == "fit"
+        if self._applies:
+            self._set(trainer, 1)
 
     def on_load_checkpoint(self, trainer: TrainerProtocol, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         if self._applies:  # the data position within an epoch depends on it
-            trainer.accumulate_grad_batches = self.batches_at(checkpoint["state"]["epoch"])
+            self._set(trainer, self.batches_at(checkpoint["state"]["epoch"]))
 
     def on_train_epoch_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
-        trainer.accumulate_grad_batches = self.batches_at(trainer.current_epoch)
+        self._set(trainer, self.batches_at(trainer.current_epoch))
 
-    def teardown(self, trainer: TrainerProtocol, pl_module: Module, stage: str) -> None:
-        if stage == "fit" and self._applies:
-            trainer.accumulate_grad_batches, self._applies = 1, False
+    def _set(self, trainer: TrainerProtocol, batches: int) -> None:
+        trainer.accumulate_grad_batches = self._chosen = batches
 
 
 def _whole(value: Any) -> int:

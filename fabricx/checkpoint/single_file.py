@@ -30,6 +30,7 @@ from fabricx.scratch import private_folder
 ENTRY: Final = "fabricx"
 OF_HOOKS: Final = "entries_of_hooks"  # in the state: entries of `on_save_checkpoint` with names of fabricx's own
 _LIGHTNING: Final = "2.6.6"  # version of Lightning whose entries these are
+_EACH: Final = "kwargs"  # hparams_name of Lightning: each hyperparameter is an argument
 
 
 class ReadsFiles(Protocol):
@@ -139,9 +140,9 @@ def _entries(state: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[str,
         }
     return {
         **training,
-        **({"hparams_name": form.argument} if form.argument else {}),
+        **({"hparams_name": form.argument or _EACH} if state.get("hparams") else {}),
         **({"datamodule_hyper_parameters": state.get("datamodule_hparams", of_data)} if of_data else {}),
-        **({"datamodule_hparams_name": data_form.argument} if data_form.argument else {}),
+        **({"datamodule_hparams_name": data_form.argument or _EACH} if of_data else {}),
         "epoch": manifest.get("epoch", 0),
         "global_step": manifest.get("step", 0),
         "pytorch-lightning_version": _LIGHTNING,

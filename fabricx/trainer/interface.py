@@ -10,6 +10,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from fabricx import plugins
@@ -546,18 +548,22 @@ class TrainerInterface(TrainerNames, TrainerOptions, NamesChecked):
         """Gather tensors from all ranks that train different shares of the data.
 
         Args:
-            data: a tensor, or nested collections of tensors.
+            data: a tensor, a number or an array of numpy, or nested collections of them.
             sync_grads: whether gradients flow back to the ranks.
 
         Returns:
-            `data`, with each tensor of shape [...] replaced by a tensor of shape [data ranks, ...]; as it is, under a
-            strategy for a single rank.
+            `data`, with each tensor of shape [...] replaced by a tensor of shape [data ranks, ...]; under a strategy
+            for a single rank, of shape [...].
 
         Raises:
             RanksApart: some ranks have no sample of this batch.
         """
         from lightning_utilities.core.apply_func import apply_to_collection
 
+        # A bool is an int.
+        data = apply_to_collection(
+            data, (int, float, np.ndarray), lambda number: torch.as_tensor(number, device=self.world.device)
+        )
         if self.strategy.traits.max_ranks == 1:
             return data
         check_users_collective()

@@ -283,7 +283,7 @@ class TrainerNames:
     @property
     def evaluating(self) -> bool:
         """Return whether a validation, also before training, or a test is running."""
-        return self.state.phase in (Phase.SANITY, Phase.VALIDATE, Phase.TEST)
+        return self.state.stage is not None and self.state.stage.evaluating
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:

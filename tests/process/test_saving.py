@@ -167,7 +167,7 @@ class AddsRankValues(TinyModule):
     """Adds values that depend on the rank to checkpoints."""
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        both = self.all_gather(torch.tensor(float(self.global_rank)))
+        both = self.all_gather(float(self.global_rank))  # a number, as in Lightning
         checkpoint.update(of_all=both, of_rank=torch.full((20,), float(self.global_rank)), clock={"alike": 1})
         checkpoint[f"of {self.global_rank}"] = 1
 

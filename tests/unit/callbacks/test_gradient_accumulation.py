@@ -15,7 +15,9 @@ def test_the_number_of_batches_follows_the_schedule(trainer: Any) -> None:
         seen.append(run.accumulate_grad_batches)
     run.end()
     assert seen == [1, 4, 4, 8]
-    assert run.accumulate_grad_batches == 1  # unchanged
+    assert run.accumulate_grad_batches == 8  # remains
+    again = run.start()
+    assert again.accumulate_grad_batches == 1
 
 
 def test_keys_may_be_strings_as_in_a_configuration_file() -> None:

@@ -228,6 +228,9 @@ def test_a_checkpoint_restores_the_argument_that_has_all_hyperparameters(
     assert Dotted.load_from_checkpoint(path, rate=0.2).hparams.rate == 0.2
     if single_file:
         assert torch.load(path, weights_only=True)["hparams_name"] == "config"
+        trainer.fit(TinyModule(), tiny_loader())
+        trainer.save_checkpoint(path, single_file=True)
+        assert torch.load(path, weights_only=True)["hparams_name"] == "kwargs"  # each is an argument
 
 
 def test_a_checkpoint_restores_arguments_of_omegaconf(quiet: dict[str, Any], tmp_path: Path) -> None:

@@ -397,7 +397,7 @@ def test_the_strategy_of_a_single_rank_gathers_nothing() -> None:
     class Gathers(TinyModule):
         def on_train_start(self) -> None:
             gathered = self.all_gather({"a": torch.ones(2), "b": 3})
-            assert (gathered["a"].shape, gathered["b"]) == ((2,), 3)
+            assert (gathered["a"].shape, gathered["b"].shape, gathered["b"].item()) == ((2,), (), 3)
 
     fx.Trainer(max_epochs=1, **QUIET).fit(Gathers(), tiny_loader())
 

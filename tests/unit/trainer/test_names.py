@@ -21,6 +21,9 @@ class Evaluated(TinyModule):
     def test_step(self, batch: Any, batch_idx: int) -> None:
         self.log("t", 1.0)
 
+    def setup(self, stage: str) -> None:
+        assert self.trainer.evaluating is (stage in ("validate", "test"))
+
 
 class Reads(Callback):
     def __init__(self) -> None:
