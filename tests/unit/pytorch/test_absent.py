@@ -6,12 +6,13 @@ import pickle
 from typing import Any
 
 import pytest
-from fabricx.pytorch.callbacks import Callback
-from fabricx.pytorch.strategies import DeepSpeedStrategy
+
+from fabricx import Callback
+from fabricx.pytorch.modules import lookup
 
 
 def test_an_absent_name_may_be_imported_annotated_and_compared() -> None:
-    absent: Any = DeepSpeedStrategy
+    absent: Any = lookup("strategies", "DeepSpeedStrategy")
     assert not isinstance(1, absent)
     assert not isinstance(1, (absent, str))
     assert not issubclass(Callback, absent)
@@ -22,7 +23,7 @@ def test_an_absent_name_may_be_imported_annotated_and_compared() -> None:
 
 
 def test_its_use_names_the_successor() -> None:
-    absent: Any = DeepSpeedStrategy
+    absent: Any = lookup("strategies", "DeepSpeedStrategy")
     successor = 'fabricx has no DeepSpeedStrategy of Lightning: set strategy="fsdp"'
     with pytest.raises(ImportError, match=successor):
         absent(stage=3)
