@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from fabricx.core.module_state.placeholder import is_placeholder
+
 if TYPE_CHECKING:
     from fabricx.session.session import Session
 
@@ -41,10 +43,10 @@ def first_nonfinite(module: nn.Module) -> str | None:
     'bias'
 
     Args:
-        module: its parameters may be shards.
+        module: its parameters may be shards, or of another stage of a pipeline.
     """
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad and not is_lazy(parameter):
+        if parameter.requires_grad and not is_lazy(parameter) and not is_placeholder(parameter):
             local = getattr(parameter, "_local_tensor", parameter).detach()
             if not torch.isfinite(local).all():
                 return name

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import fabricx as fx
+from fabricx.session.finite_weights import first_nonfinite
 from fabricx.testing import QUIET, TinyModule, tiny_loader
 
 
@@ -38,6 +39,14 @@ def test_one_warning_in_a_run_names_the_weight_and_the_remedy(factor: float, man
     assert len(texts) == 1
     assert texts[0].startswith("the weight layer.weight is NaN or infinite at the end of epoch 0")
     assert "detect_anomaly=True" in texts[0]
+
+
+def test_weights_of_other_stages_of_a_pipeline_are_not_read() -> None:
+    layer = torch.nn.Linear(2, 2)
+    layer.weight.data = torch.full((), float("nan")).expand(2, 2)
+    assert first_nonfinite(layer) is None
+    layer.bias.data[0] = float("nan")
+    assert first_nonfinite(layer) == "bias"
 
 
 def test_frozen_and_lazy_weights_are_not_read() -> None:
