@@ -10,15 +10,13 @@ class Absent:
     """Takes the place of a class or function of Lightning in imports, annotations and `isinstance`.
 
     Args:
-        path: path of its module below `lightning.pytorch`.
         name: its name.
         error: text of the errors, with what replaces it in fabricx.
     """
 
-    def __init__(self, path: str, name: str, error: str) -> None:
+    def __init__(self, name: str, error: str) -> None:
         self.__name__ = self.__qualname__ = name
         self.__doc__ = self._error = error
-        self._path = path
 
     def __call__(self, *args: Any, **options: Any) -> NoReturn:
         """Raise an error that names the successor.
@@ -55,6 +53,4 @@ class Absent:
         return f"<{self._error}>"
 
     def __reduce__(self) -> tuple[Any, tuple[str, str]]:
-        from fabricx.pytorch.modules import lookup
-
-        return lookup, (self._path, self.__name__)
+        return Absent, (self.__name__, self._error)

@@ -45,12 +45,12 @@ def lookup(path: str, name: str) -> Any:
         except ImportError as error:
             if name in FORMER or not str(error).startswith("fabricx has no"):  # such as a package that is missing
                 raise
-            return Absent(path, name, str(error))
+            return Absent(name, str(error))
     if name in names.absent:
         text = f"fabricx has no {name} of Lightning: {names.absent[name]}"
         if name in FORMER:
             raise ImportError(text)
-        return Absent(path, name, text)
+        return Absent(name, text)
     module = f"{ROOT}.{path}" if path else ROOT
     raise AttributeError(f"module {module!r} has no attribute {name!r}.{did_you_mean(name, available(path))}")
 
