@@ -416,7 +416,7 @@ def _say_if_nothing_was_left(trainer: Trainer, run_dir: Path) -> None:
 
 
 def _test(trainer: Trainer, data: Any, run_dir: Path) -> None:
-    """Test the trained weights.
+    """Test the best checkpoint of the run, or the trained weights if it has none.
 
     Args:
         trainer: the trainer, after `fit`.
@@ -426,10 +426,11 @@ def _test(trainer: Trainer, data: Any, run_dir: Path) -> None:
     Raises:
         WorkerFailed: a worker failed; the message contains the command that repeats the test.
     """
+    saved = trainer.checkpoint_callback
     try:
-        trainer.test(datamodule=data)
+        trainer.test(datamodule=data, ckpt_path="best" if saved is not None and saved.best_model_path else None)
     except WorkerFailed as error:
-        if trainer.checkpoint_callback is not None:
+        if saved is not None:
             error.add_remedy(
                 f"the training is complete; to repeat the test: {_command('fabricx')} resume {os.path.relpath(run_dir)}"
             )

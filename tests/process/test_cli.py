@@ -23,18 +23,19 @@ from tests.soak import params
 SHORT = ("trainer.max_epochs=2", "trainer.limit_train_batches=5", "trainer.enable_progress_bar=false")
 
 
-def fabricx(*arguments: str, fails: bool = False) -> str:
+def fabricx(*arguments: str, fails: bool = False, warnings: str = "ignore") -> str:
     done = warm.run(
         [sys.executable, "-m", "fabricx", *arguments], capture_output=True, text=True, timeout=100, check=False,
-        env={**os.environ, "PYTHONWARNINGS": "ignore"},
+        env={**os.environ, "PYTHONWARNINGS": warnings},
     )  # fmt: skip
     assert (done.returncode != 0) is fails, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
 def test_a_run_prints_its_results_and_its_folder(own_folder: Path) -> None:
-    output = fabricx("fit", *SHORT)
+    output = fabricx("fit", *SHORT, warnings="default")
     assert "test_accuracy" in output
+    assert "without a model" not in output  # a warning of `Trainer.test`
     assert "tensorboard --logdir runs" in output
     [run] = (own_folder / "runs").iterdir()
     assert yaml.safe_load((run / "config.yaml").read_text())["trainer"]["max_epochs"] == 2
