@@ -52,6 +52,7 @@ class WorkerFailed(FabricxError):
     Attributes:
         rank: rank of the worker.
         traceback: traceback of the exception.
+        summary: last line of the exception, without its notes.
         exit_code: exit code of the process.
         stopping: a stop of all workers had been requested before.
         saving: path and step of a checkpoint that was being written and is not repeated, or None.
@@ -64,13 +65,16 @@ class WorkerFailed(FabricxError):
         message: the message.
         rank: rank of the worker.
         traceback: traceback of the exception.
+        summary: last line of the exception, without its notes.
         exit_code: exit code of the process.
     """
 
-    def __init__(self, message: str, *, rank: int, traceback: str = "", exit_code: int | None = None) -> None:
+    def __init__(
+        self, message: str, *, rank: int, traceback: str = "", summary: str = "", exit_code: int | None = None
+    ) -> None:  # fmt: skip
         super().__init__(message)
         self.rank = rank
-        self.traceback = traceback
+        self.traceback, self.summary = traceback, summary
         self.exit_code = exit_code
         self.stopping = False
         self.saving: tuple[str, int] | None = None
@@ -343,6 +347,17 @@ def brief_traceback(error: BaseException) -> str:
     omitted = 0 if os.environ.get(ALL_FRAMES) else _omit_frames(report, error)
     note = f"({omitted} frames of fabricx and torch are omitted; {ALL_FRAMES}=1 shows them)\n" if omitted else ""
     return masked_values(note + "".join(report.format()))
+
+
+def last_line(error: BaseException) -> str:
+    """Return the last line of an error with its class, without notes.
+
+    Args:
+        error: the exception.
+    """
+    report = traceback.TracebackException.from_exception(error)
+    report.__notes__ = None
+    return masked_values("".join(report.format_exception_only())).rstrip().splitlines()[-1]
 
 
 def _omit_frames(report: traceback.TracebackException, error: BaseException) -> int:

@@ -431,9 +431,9 @@ class _Workers:
             second = min(reported, key=_order)
             where = f"recovery in place failed on {self._name(second.rank)}"
             also += f"\n\n{where}:\n\n{second.traceback.rstrip()}"
-            not_in_place = f"{where}: {second.traceback.rstrip().splitlines()[-1]}"
+            not_in_place = f"{where}: {second.summary}"
         message = f"{name} failed:\n\n{first.traceback.rstrip()}{also}"
-        failed = WorkerFailed(message, rank=self._rank(first.rank), traceback=first.traceback)
+        failed = WorkerFailed(message, rank=self._rank(first.rank), traceback=first.traceback, summary=first.summary)
         failed.not_in_place = not_in_place
         failed.exhausted = self._controller is not None and self._controller.exhausted
         failed.stopping = self._stopping

@@ -24,7 +24,7 @@ from fabricx.distributed.membership import generations
 from fabricx.distributed.membership.lost_operations import BlockedMainThread
 from fabricx.distributed.membership.lost_peers import is_peer_lost
 from fabricx.distributed.messages import authentication
-from fabricx.errors import brief_traceback, is_full
+from fabricx.errors import brief_traceback, is_full, last_line
 from fabricx.launch import signals
 from fabricx.launch.fork_server import fork_for_children, without_script
 from fabricx.launch.module_files import find_in_files
@@ -93,6 +93,7 @@ class Failure:
         traceback: text for users.
         error: the pickled exception; None if it cannot be pickled.
         secondary: the process reports only that another process was lost.
+        line: last line of the error, without notes; "" if `traceback` has a single line.
     """
 
     rank: int
@@ -101,6 +102,12 @@ class Failure:
     traceback: str
     error: bytes | None
     secondary: bool = False
+    line: str = ""
+
+    @property
+    def summary(self) -> str:
+        """Return the failure in a line."""
+        return self.line or self.traceback.rstrip().splitlines()[-1]
 
 
 def main(spec: WorkerSpec, control: Connection) -> None:
@@ -241,7 +248,7 @@ def failure_of(rank: int, error: BaseException, time_s: float) -> Failure:
         pickle.loads(pickled)
     except Exception:
         pickled = None
-    return Failure(rank, time_s, type(error).__name__, text, pickled, is_peer_lost(error))
+    return Failure(rank, time_s, type(error).__name__, text, pickled, is_peer_lost(error), last_line(error))
 
 
 def _receive_messages(control: Connection, pipe: _SupervisorPipe, folder: str) -> None:

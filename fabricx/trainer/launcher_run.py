@@ -91,7 +91,10 @@ def _first_failure(ended: Ended) -> BaseException:
     others = sorted({failure.rank for failure in failures} - {first.rank})
     also = f"\n(rank {', '.join(map(str, others))} failed, too)" if others else ""
     failed = WorkerFailed(
-        f"rank {first.rank} failed:\n\n{first.traceback.rstrip()}{also}", rank=first.rank, traceback=first.traceback
+        f"rank {first.rank} failed:\n\n{first.traceback.rstrip()}{also}",
+        rank=first.rank,
+        traceback=first.traceback,
+        summary=first.summary,
     )
     failed.stopping, failed.reached = ended.stopping, ended.reached
     failed.__cause__ = None if first.error is None else pickle.loads(first.error)

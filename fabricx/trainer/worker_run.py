@@ -294,9 +294,8 @@ def _restarts(
         return False
     if not any(callback.restarts_after(error, progress) for callback in callbacks):
         return False
-    lines = [line for line in str(error).splitlines() if line]
-    last = [line for line in error.traceback.splitlines() if line][-1]
-    what = f"{lines[0]} {last}"[:300]
+    first = next(line for line in str(error).splitlines() if line)
+    what = f"{first} {error.summary}"[:300]
     if error.not_in_place and log.errors:  # the death has been counted
         what = log.errors[-1] = f"{log.errors[-1]}; {error.not_in_place}"[:600]
     else:
