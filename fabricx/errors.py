@@ -65,7 +65,7 @@ class WorkerFailed(FabricxError):
         message: the message.
         rank: rank of the worker.
         traceback: traceback of the exception.
-        summary: last line of the exception, without its notes.
+        summary: last line of the exception, without its notes; "" for the last line of `traceback`.
         exit_code: exit code of the process.
     """
 
@@ -74,7 +74,7 @@ class WorkerFailed(FabricxError):
     ) -> None:  # fmt: skip
         super().__init__(message)
         self.rank = rank
-        self.traceback, self.summary = traceback, summary
+        self.traceback, self.summary = traceback, summary or "".join(traceback.rstrip().splitlines()[-1:])
         self.exit_code = exit_code
         self.stopping = False
         self.saving: tuple[str, int] | None = None
