@@ -1,8 +1,8 @@
 """End of a rank that is blocked because another rank has died or its machine is unreachable, under torchrun.
 
-The connections of a killed process end at once. Those of a machine that has lost its power or its network do not: gloo
-then waits for 30 minutes, and torchrun waits 30 s for a process that does not end. The store's connections detect such
-a machine by TCP keep-alive, and the server of the store records its ranks as ended.
+The connections of a killed process end at once. If a machine loses its power or its network, its connections stay open:
+gloo then waits for 30 minutes, and torchrun waits 30 s for a process that does not end. The store's connections detect
+such a machine by TCP keep-alive, and the server of the store records its ranks as ended.
 """
 
 from __future__ import annotations

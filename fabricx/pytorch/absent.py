@@ -7,11 +7,11 @@ from typing import Any, NoReturn, Union, final
 
 @final
 class Absent:
-    """Takes the place of a class or function of Lightning in imports, annotations and `isinstance`.
+    """Stands for a class or function of Lightning in imports, annotations and `isinstance`.
 
     Args:
         name: its name.
-        error: text of the errors, with what replaces it in fabricx.
+        error: text of the errors, with its successor in fabricx.
     """
 
     def __init__(self, name: str, error: str) -> None:

@@ -62,14 +62,14 @@ def warn_of_layers(session: Session, optimizers: Sequence[Optimizer]) -> None:
         optimizers: results of `configure_optimizers`.
     """
     trained = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
-    found = unregistered_layers(session.module, trained)
-    if found:
-        names = list(found)
+    remedies = unregistered_layers(session.module, trained)
+    if remedies:
+        names = list(remedies)
         session.warn_once(
             "unregistered layers",
             f"the layers in {_listed([f'self.{name}' for name in names])} are not in self.parameters(), so they are "
-            f"neither trained nor saved: assign self.{names[0]} = {found[names[0]]}. Layers that are not to be trained "
-            "need requires_grad_(False)",
+            f"neither trained nor saved: assign self.{names[0]} = {remedies[names[0]]}. Layers that are not to be "
+            "trained need requires_grad_(False)",
         )
 
 
