@@ -56,8 +56,9 @@ def scaled_dot_product_attention(
             return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
         outputs = []
         for piece, (begin, end) in zip(query.chunk(2, LENGTH), shard.pieces, strict=True):
-            keys, values = key.narrow(LENGTH, 0, end), value.narrow(LENGTH, 0, end)
-            earlier = None if begin == 0 else _causal(end - begin, end, query.device)
+            count = min(end, shard.length)  # without repeats
+            keys, values = key.narrow(LENGTH, 0, count), value.narrow(LENGTH, 0, count)
+            earlier = None if begin == 0 else _causal(end - begin, count, begin, query.device)
             outputs.append(
                 F.scaled_dot_product_attention(piece, keys, values, earlier, dropout_p, begin == 0, **options)
             )
@@ -74,9 +75,9 @@ def _whole_keys(world: World, shard: SequenceShard, key: Tensor, value: Tensor) 
     return gathered(key, world, shard, dim), gathered(value, world, shard, value.dim() + LENGTH)
 
 
-def _causal(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Return a mask for the last of the positions of the keys."""
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+def _causal(queries: int, keys: int, begin: int, device: torch.device) -> Tensor:
+    """Return a mask for queries from the position `begin` on."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(begin)
 
 
 def _mask(world: World, shard: SequenceShard, mask: Tensor) -> Tensor:

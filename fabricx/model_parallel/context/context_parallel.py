@@ -75,7 +75,7 @@ class ContextParallel:
         self._active = self._learns = False
         self._length = 0  # of the whole sequence, in the blocks
         self._dims: dict[tuple[int, tuple[Any, ...]], int] = {}  # of the sequence, by block and path of the argument
-        self._shards: dict[tuple[int, torch.device], SequenceShard] = {}
+        self._shards: dict[tuple[int, int, torch.device], SequenceShard] = {}
         self._hooks: list[Any] = []
         for number, (_, block) in enumerate(blocks):
             enter: Any = functools.partial(self._enter, number)
@@ -152,20 +152,33 @@ class ContextParallel:
         self._mode.shard, self._length = None, stream.shape[self._dim]
         self._mode.length = self._length
         self._dims[0, path] = self._dim
-        shard = self._shard(stream)
-        stale = self._stored.begin(self._length, shard)
+        shard = self._shard(stream, self._other_lengths(path, inputs))
+        stale = self._stored.begin(self._length, shard, inputs)
         if stale is not None:
             self._mode.stale = stale
         self._mode.shard, self._mode.within = shard, True
 
-    def _shard(self, stream: Tensor) -> SequenceShard | None:
+    def _other_lengths(self, stream: tuple[Any, ...], inputs: Any) -> set[int]:
+        """Return lengths of second sequences, such as the memory of a decoder, which no shard may have."""
+        others = set(self._mode.memories)
+        for path, leaf in leaves(inputs):
+            dim = self._dims.get((0, path), self._dim)
+            if path != stream and isinstance(leaf, Tensor) and dim < leaf.dim():
+                others.add(leaf.shape[dim])
+        return others
+
+    def _shard(self, stream: Tensor, others: set[int]) -> SequenceShard | None:
         """Return the shard of a sequence that is computed; None for the whole sequence."""
-        if self._learns or (not torch.is_grad_enabled() and self._length % (2 * self._world.size)):
-            return None  # an evaluation of a different length, such as generated text, is computed whole on each rank
-        key = (self._length, stream.device)
+        ranks = self._world.size
+        if self._learns or (not torch.is_grad_enabled() and self._length < 2 * ranks):
+            return None  # a short evaluation, such as the next word of a text, is computed whole on each rank
+        piece = -(-self._length // (2 * ranks))
+        while 2 * piece in others:
+            piece += 1
+        key = (self._length, piece, stream.device)
         if key not in self._shards:
             try:
-                self._shards[key] = SequenceShard(self._length, self._world.size, self._world.rank, stream.device)
+                self._shards[key] = SequenceShard(self._length, ranks, self._world.rank, stream.device, piece)
             except ValueError as error:
                 raise ValueError(
                     f"{error}. The sequence is dim {self._dim} of {list(stream.shape)}, the first argument of "

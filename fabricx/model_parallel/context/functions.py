@@ -36,6 +36,7 @@ class ContextFunctions(TorchFunctionMode):
         in_trial: attention has no dropout, which equals that of one process in distribution only; numbers that the
             user's code takes for lengths are recorded, and dimensions that functions combine.
         within: blocks are computed, whole or for a shard.
+        memories: lengths of second sequences, whose keys the blocks have attended to in the trial.
         stale: names of tensors that blocks have stored for other positions than those that are computed, by `id`.
     """
 
@@ -44,6 +45,7 @@ class ContextFunctions(TorchFunctionMode):
         self.world, self.dim, self._ring = world, dim, ring
         self.shard: SequenceShard | None = None
         self.length, self.in_trial, self.within = 0, False, False
+        self.memories: set[int] = set()
         self.stale: Mapping[int, str] = {}
         self._whole_dims: dict[int, set[int]] = {}  # of sequences in the trial's whole tensors, by number of dims
         self._tables = {id(table): table for table in tables}
@@ -105,6 +107,7 @@ class ContextFunctions(TorchFunctionMode):
         if self.in_trial:
             named["dropout_p"] = 0.0
         if self.shard is None:
+            self._learn_keys(key.shape[-2])
             whole: Tensor = F.scaled_dot_product_attention(query, key, value, **named)
             return whole
         return scaled_dot_product_attention(self.world, self.shard, query, key, value, ring=self._ring, **named)
@@ -269,16 +272,16 @@ class ContextFunctions(TorchFunctionMode):
     def _combines_positions(self, name: str, shape: torch.Size, dims: tuple[int, ...] | None) -> bool:
         """Return whether a function combines positions of the sequence, which the trial does not show to be right."""
         assert self.shard is not None
-        ndim, ranks = len(shape), self.shard.ranks
+        ndim, local = len(shape), self.shard.local
         if self.in_trial:
             return name in _SCANS and any(
-                (name, ndim, dim, shape[dim] * ranks) in self._combined and shape[dim] % self.shard.local == 0
+                shape[dim] % local == 0 and (name, ndim, dim, shape[dim] // local * self.shard.length) in self._combined
                 for dim in dims or ()
             )
         if (name, ndim, dims) in self._combined:
             return False
         return any(
-            dim < ndim and shape[dim] == self.shard.local and (dims is None or dim in dims)
+            dim < ndim and shape[dim] == local and (dims is None or dim in dims)
             for dim in ((self.dim, ndim - 2) if ndim > 3 else (self.dim,))
         )
 
@@ -288,7 +291,7 @@ class ContextFunctions(TorchFunctionMode):
                 raise ValueError(
                     f"{self.stale[id(value)]} was computed within a block for the positions of another sequence, and "
                     "is used for this one: compute it before the blocks, register it in __init__ as a buffer for the "
-                    "longest sequence, or use sequences of a single length"
+                    "longest sequence, or use sequences of a single length; generate text with use_cache=False"
                 )
             if isinstance(value, (list, tuple)):
                 self._check_stale(value)
@@ -314,6 +317,8 @@ class ContextFunctions(TorchFunctionMode):
         shard = self.shard
         if self.in_trial:
             named["dropout_p"] = 0.0
+        if shard is None:
+            self._learn_keys(key.shape[0])
         if shard is None or query.shape[0] != shard.local:
             return F.multi_head_attention_forward(**named)
         if named.get("bias_k") is not None or named["add_zero_attn"]:
@@ -350,6 +355,10 @@ class ContextFunctions(TorchFunctionMode):
         attended = attended.permute(2, 0, 1, 3).flatten(-2)
         output = F.linear(attended, named["out_proj_weight"], named["out_proj_bias"])
         return output if batched else output.squeeze(1), shown
+
+    def _learn_keys(self, length: int) -> None:
+        if self.in_trial and self.within and length != self.length:
+            self.memories.add(length)
 
     def _added_mask(self, attention: Tensor | None, padding: Tensor | None, query: Tensor) -> Tensor | None:
         """Return the sum of the masks of torch's layer (True: do not attend)."""

@@ -129,19 +129,20 @@ class _Ring:
             source: rank of the keys.
             row: number of scores of a query and a key, in all samples and heads.
         """
-        size = self.shard.local // 2
+        size = self.shard.piece
         starts = [number * size for number in (source, 2 * self.shard.ranks - 1 - source)]
         begin = 0
         for first, end in self.queries:
             for number, start in enumerate(starts):
-                if self.causal and start >= end:
+                keys = min(size, self.shard.length - start)  # without repeats
+                if keys <= 0 or (self.causal and start >= end):
                     continue
-                count = max(1, SCORES // (row * size))
+                count = max(1, SCORES // (row * keys))
                 for step in range(0, end - first, count):
                     rows = slice(begin + step, begin + min(step + count, end - first))
-                    columns = slice(number * size, (number + 1) * size)
+                    columns = slice(number * size, number * size + keys)
                     diagonal = first + step - start
-                    yield _Block(rows, columns, start, diagonal if self.causal and diagonal < size - 1 else None)
+                    yield _Block(rows, columns, start, diagonal if self.causal and diagonal < keys - 1 else None)
             begin += end - first
 
     def scores(self, query: Tensor, keys: Tensor, mask: Tensor | None, block: _Block) -> Tensor:

@@ -17,53 +17,69 @@ from fabricx.distributed.world import World
 class SequenceShard:
     """The shard of a rank: pieces `rank` and `2 * ranks - 1 - rank` of `2 * ranks` equal pieces.
 
+    If the length is not divisible, the pieces end with repeats of the last position of the sequence. Nothing
+    reads the results of repeats: gathers remove them, and their gradient is 0. Ranks thus compute tensors of equal
+    shapes.
+
     Attributes:
         length: length of the whole sequence.
         ranks: number of shards.
         rank: rank of this shard.
         device: device of the positions.
-        positions: positions in the whole sequence, of the elements of this shard; shape [length / ranks].
+        piece: positions of a piece; 0 for the smallest size.
+        positions: positions in the whole sequence, of the elements of this shard; shape [2 * piece].
         order: index of each position of the whole sequence in the shards of all ranks, one after another.
+        filled: number of elements before the repeats.
 
     Raises:
-        ValueError: the sequence is not divisible.
+        ValueError: the sequence has fewer positions than pieces.
 
     >>> shard = SequenceShard(8, 2, 0)
     >>> shard.positions.tolist(), shard.order.tolist(), shard.pieces
     ([0, 1, 6, 7], [0, 1, 4, 5, 6, 7, 2, 3], ((0, 2), (6, 8)))
+    >>> shard = SequenceShard(7, 2, 0)
+    >>> shard.positions.tolist(), shard.filled
+    ([0, 1, 6, 6], 3)
     """
 
     length: int
     ranks: int
     rank: int
     device: torch.device | str = "cpu"
+    piece: int = 0
     positions: Tensor = field(init=False, repr=False, compare=False)
     order: Tensor = field(init=False, repr=False, compare=False)
+    filled: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.length % (2 * self.ranks):
-            more = -(-self.length // (2 * self.ranks)) * 2 * self.ranks
+        if self.length < 2 * self.ranks:
             raise ValueError(
-                f"context={self.ranks} divides a sequence into {2 * self.ranks} equal pieces, and its length is "
-                f"{self.length}: crop or pad the samples to a multiple of {2 * self.ranks}, such as {more}, after any "
-                "shift of the targets in the step; or set another context"
+                f"context={self.ranks} divides a sequence into {2 * self.ranks} pieces, and its length is "
+                f"{self.length}: use longer samples or a smaller context"
             )
-        pieces = torch.arange(self.length).view(2 * self.ranks, -1)
+        piece = max(self.piece, -(-self.length // (2 * self.ranks)))
+        pieces = torch.arange(2 * self.ranks * piece).view(2 * self.ranks, -1)
         shards = [pieces[[rank, 2 * self.ranks - 1 - rank]].flatten() for rank in range(self.ranks)]
-        object.__setattr__(self, "positions", shards[self.rank].to(self.device))
-        object.__setattr__(self, "order", torch.cat(shards).argsort().to(self.device))
+        own = shards[self.rank]
+        values = {
+            "piece": piece,
+            "positions": own.clamp(max=self.length - 1).to(self.device),
+            "order": torch.cat(shards).argsort()[: self.length].to(self.device),
+            "filled": int((own < self.length).sum()),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
 
     @property
     def local(self) -> int:
-        """Return the number of positions of this shard."""
-        return self.length // self.ranks
+        """Return the number of positions of this shard, with repeats."""
+        return 2 * self.piece
 
     @property
     def pieces(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return (begin, end) of the two pieces of this shard in the whole sequence."""
-        size = self.length // (2 * self.ranks)
-        front, back = self.rank * size, (2 * self.ranks - 1 - self.rank) * size
-        return (front, front + size), (back, back + size)
+        """Return (begin, end) of the two pieces of this shard in the whole sequence, and of repeats after its end."""
+        front, back = self.rank * self.piece, (2 * self.ranks - 1 - self.rank) * self.piece
+        return (front, front + self.piece), (back, back + self.piece)
 
     def part(self, whole: Tensor, dim: int) -> Tensor:
         """Return this rank's part of a tensor.
@@ -93,7 +109,10 @@ class _Joined(torch.autograd.Function):
     @staticmethod
     def backward(ctx: object, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         shard: SequenceShard = ctx.shard  # type: ignore[attr-defined]
-        return shard.part(gradients[0], ctx.dim) * shard.ranks, None, None, None  # type: ignore[attr-defined]
+        dim: int = ctx.dim  # type: ignore[attr-defined]
+        gradient = shard.part(gradients[0], dim) * shard.ranks
+        gradient.narrow(dim, shard.filled, shard.local - shard.filled).zero_()
+        return gradient, None, None, None
 
 
 def joined(local: Tensor, world: World, shard: SequenceShard, dim: int) -> Tensor:

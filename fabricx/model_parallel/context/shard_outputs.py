@@ -60,7 +60,7 @@ class ShardOutputs:
         if shard is None or dim is None:
             return fingerprint(ordinary)
         index = torch.arange(shape.numel(), device=ordinary.device).view(shape)
-        return fingerprint(ordinary, shard.part(index, dim))
+        return fingerprint(ordinary.narrow(dim, 0, shard.filled), shard.part(index, dim).narrow(dim, 0, shard.filled))
 
     def _divided_dim(self, part: torch.Size, whole: torch.Size) -> int | None:
         """Return the dim along which an output is the part of a whole output; None if it is not such a part."""

@@ -52,7 +52,7 @@ def layouts(
         for pipeline in _divisors(devices // tensor, model.layers):
             for context in _divisors(devices // tensor // pipeline, 16):
                 data = devices // tensor // pipeline // context
-                if batch % data or model.sequence % (2 * context):
+                if batch % data or model.sequence % (2 * context):  # the cost has no rounding of shards
                     continue
                 sizes = Layout(data, pipeline, context, tensor, rows=batch // data, element=element)
                 yield from (candidate for candidate in _options(model, sizes) if _agrees(candidate, fixed or {}))

@@ -21,50 +21,52 @@ class FixedRanks:
 
     size = RANKS
 
-    def __init__(self, rank: int, wholes: list[Tensor]) -> None:
-        self.rank, self._wholes = rank, wholes
+    def __init__(self, rank: int, wholes: list[Tensor], length: int = LENGTH) -> None:
+        self.rank, self._wholes, self._length = rank, wholes, length
 
     def all_gather(self, local: Tensor, sync_grads: bool = False) -> Tensor:
         for whole in self._wholes:
             for dim in range(whole.dim()):
-                if whole.shape[dim] == LENGTH:
-                    parts = [SequenceShard(LENGTH, RANKS, rank).part(whole, dim) for rank in range(RANKS)]
+                if whole.shape[dim] == self._length:
+                    parts = [SequenceShard(self._length, RANKS, rank).part(whole, dim) for rank in range(RANKS)]
                     if parts[self.rank].shape == local.shape and torch.equal(parts[self.rank], local):
                         return torch.stack(parts)
         raise AssertionError("an unknown tensor is gathered")
 
 
-def tensors() -> tuple[Tensor, Tensor, Tensor]:
+def tensors(length: int = LENGTH) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
-    shapes = [(2, 4, LENGTH, 3), (2, 2, LENGTH, 3), (2, 2, LENGTH, 5)]
+    shapes = [(2, 4, length, 3), (2, 2, length, 3), (2, 2, length, 5)]
     query, key, value = (torch.randn(shape, dtype=torch.float64) for shape in shapes)
     return query, key, value
 
 
 ROWS = torch.rand(LENGTH, LENGTH) > 0.3
 ROWS.fill_diagonal_(True)
-KEYS = torch.tensor([True] * 6 + [False] * 2)
+KEYS = torch.tensor([True] * 4 + [False] * 4)
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize("length", [LENGTH, 7, 5])
 @pytest.mark.parametrize("kind", ["plain", "causal", "rows", "whole rows", "keys", "added keys"])
-def test_a_shard_attends_as_the_whole_sequence(rank: int, kind: str) -> None:
-    query, key, value = tensors()
-    added = torch.randn(2, 1, 1, LENGTH, dtype=torch.float64)
+def test_a_shard_attends_as_the_whole_sequence(rank: int, length: int, kind: str) -> None:
+    query, key, value = tensors(length)
+    rows, keys = ROWS[:length, :length], KEYS[:length]
+    added = torch.randn(2, 1, 1, length, dtype=torch.float64)
     whole: dict[str, Any] = {
-        "plain": {}, "causal": {"is_causal": True}, "rows": {"attn_mask": ROWS},
-        "whole rows": {"attn_mask": ROWS[None, None]}, "keys": {"attn_mask": KEYS[None]},
+        "plain": {}, "causal": {"is_causal": True}, "rows": {"attn_mask": rows},
+        "whole rows": {"attn_mask": rows[None, None]}, "keys": {"attn_mask": keys[None]},
         "added keys": {"attn_mask": added},
     }[kind]  # fmt: skip
     expected = F.scaled_dot_product_attention(query, key, value, enable_gqa=True, scale=0.3, **whole)
-    shard = SequenceShard(LENGTH, RANKS, rank)
+    shard = SequenceShard(length, RANKS, rank)
     options = dict(whole)
     if kind == "rows":
-        options["attn_mask"] = shard.part(ROWS, 0)
+        options["attn_mask"] = shard.part(rows, 0)
     elif kind in ("keys", "added keys"):  # divided as other arguments of a block are
         options["attn_mask"] = shard.part(whole["attn_mask"], whole["attn_mask"].dim() - 1)
-    both = [key, value, torch.cat((key, value), -1), KEYS[None].to(torch.uint8), added]
-    world: Any = FixedRanks(rank, both)
+    both = [key, value, torch.cat((key, value), -1), keys[None].to(torch.uint8), added]
+    world: Any = FixedRanks(rank, both, length)
     q, k, v = (shard.part(tensor, 2) for tensor in (query, key, value))
     output = scaled_dot_product_attention(world, shard, q, k, v, enable_gqa=True, scale=0.3, **options)
     assert torch.allclose(output, shard.part(expected, 2), atol=1e-12)

@@ -30,9 +30,11 @@ class Net(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(Block() for _ in range(2))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, memory: int = 0) -> Tensor:
         count = x.shape[1]
         options = {"mask": torch.ones(count, count), "table": torch.ones(1, count, 3)}
+        if memory:
+            options["memory"] = torch.ones(2, memory, 3)
         for block in self.blocks:
             x = block(x, options, scale=torch.ones(2, 1))
         return x
@@ -60,10 +62,14 @@ def test_tensors_with_the_sequence_are_divided_and_all_others_are_unchanged(monk
     net(x)  # outside of a step
     assert net.blocks[0].seen[-1][0] == (4, 12, 3)
     with torch.no_grad():
-        parallel.wrap_step(net)(x[:, :7])  # an evaluation of a length that can't be divided
-    assert net.blocks[0].seen[-1][0] == (4, 7, 3)
-    with pytest.raises(ValueError, match="its length is 7"):
-        parallel.wrap_step(net)(x[:, :7])
+        parallel.wrap_step(net)(x[:, :3])  # an evaluation of a length that can't be divided
+    assert net.blocks[0].seen[-1][0] == (4, 3, 3)
+    with pytest.raises(ValueError, match="its length is 3"):
+        parallel.wrap_step(net)(x[:, :3])
+    assert parallel.wrap_step(net)(x[:, :7]).shape == (4, 7, 3)
+    assert net.blocks[0].seen[-1] == [(4, 4, 3), (4, 7), (1, 4, 3), (2, 1)]
+    parallel.wrap_step(net)(x[:, :7], memory=4)  # not taken for keys of a shard
+    assert net.blocks[0].seen[-1] == [(4, 6, 3), (6, 7), (1, 6, 3), (2, 4, 3), (2, 1)]
     parallel.undo()
     assert not any(part._forward_pre_hooks or part._forward_hooks for part in net.modules())
 

@@ -42,14 +42,15 @@ def attended(options: dict[str, Any], tensors: list[Tensor]) -> list[Tensor]:
     """Return this rank's attention, and the gradients of its inputs and of an added mask, for a fixed loss."""
     world = worlds.current()
     assert world is not None
-    shard = SequenceShard(LENGTH, world.size, world.rank)
+    shard = SequenceShard(tensors[0].shape[2], world.size, world.rank)
     parts = [shard.part(tensor, 2).requires_grad_() for tensor in tensors]
     mask, options = options.get("attn_mask"), dict(options)
     if mask is not None:  # as an argument of a block is divided
         mask = shard.part(mask, mask.dim() - 2 if mask.shape[-2] > 1 else mask.dim() - 1)
         options["attn_mask"] = mask = mask.requires_grad_(mask.is_floating_point())
     output = scaled_dot_product_attention(world, shard, *parts, ring=True, **options)
-    (output * weights(output.shape[:2]).index_select(2, shard.positions)).sum().backward()
+    loss = output * weights(output.shape[:2]).index_select(2, shard.positions)
+    loss.narrow(2, 0, shard.filled).sum().backward()
     outputs = [*parts, *([mask] if mask is not None and mask.requires_grad else [])]
     return [output.detach(), *(tensor.grad for tensor in outputs)]  # type: ignore[list-item]
 
@@ -63,11 +64,16 @@ def every_kind(cases: list[tuple[dict[str, Any], list[Tensor]]], most: int) -> l
         return [attended(*case) for case in cases]
 
 
-@pytest.mark.parametrize(("ranks", "most"), [(2, 2**24), (3, 40)])
-def test_attention_and_gradients_are_equal_to_those_of_the_whole_sequence(ranks: int, most: int) -> None:
+@pytest.mark.parametrize(("ranks", "most", "length"), [(2, 2**24, LENGTH), (3, 40, LENGTH), (3, 40, LENGTH - 5)])
+def test_attention_and_gradients_are_equal_to_those_of_the_whole_sequence(ranks: int, most: int, length: int) -> None:
     cases = [(options, inputs(HEADS, HEADS, torch.float64)) for options in KINDS.values()]
     for heads in ((2, 2), (1, 2)):
         cases += [({**KINDS[kind], "enable_gqa": True}, inputs(*heads, torch.float64)) for kind in ("causal", "bias")]
+    cases = [
+        ({n: v[..., :length, :length] if n == "attn_mask" else v for n, v in options.items()},
+         [tensor[:, :, :length] for tensor in tensors])
+        for options, tensors in cases
+    ]  # fmt: skip
     by_rank = run_ranks(every_kind, ranks, cases, most)
     for number, (options, tensors) in enumerate(cases):
         whole = [tensor.clone().requires_grad_() for tensor in tensors]
@@ -76,8 +82,8 @@ def test_attention_and_gradients_are_equal_to_those_of_the_whole_sequence(ranks:
         expected = F.scaled_dot_product_attention(
             *whole, **{**options, **({"attn_mask": learned[0]} if learned else {})}
         )
-        (expected * weights(expected.shape[:2])).sum().backward()
-        shards = [SequenceShard(LENGTH, ranks, rank) for rank in range(ranks)]
+        (expected * weights(expected.shape[:2])[:, :, :length]).sum().backward()
+        shards = [SequenceShard(length, ranks, rank) for rank in range(ranks)]
         for index, target in enumerate([expected, *(tensor.grad for tensor in (*whole, *learned))]):
             parts = torch.stack([results[number][index] for results in by_rank])
             dim = 1 if index == 4 else 2

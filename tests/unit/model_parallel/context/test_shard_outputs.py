@@ -11,7 +11,7 @@ from fabricx.model_parallel.context.sequence_shard import SequenceShard
 from fabricx.model_parallel.context.shard_outputs import ShardOutputs
 from fabricx.model_parallel.trial import Record, first_difference
 
-LENGTH, RANKS = 8, 2
+LENGTH, RANKS = 7, 2
 
 
 def records(whole: dict[str, list[Tensor]], of_rank: Any) -> tuple[Record, Record]:
