@@ -209,6 +209,8 @@ class EarlyStopping(Callback):
         if self._stopped_before:
             trainer.print(f"the resumed run had stopped early ({self.reason}); change `patience` to continue training")
             trainer.should_stop, self._stopped_before = True, False
+        else:  # an earlier fit, or the resumed run under another rule, may have stopped
+            self.reason, self.stopping_reason, self.stopped_epoch = None, EarlyStoppingReason.NOT_STOPPED, 0
 
     def on_validation_end(self, trainer: TrainerProtocol, pl_module: Module) -> None:
         if not self._fitting or trainer.sanity_checking:

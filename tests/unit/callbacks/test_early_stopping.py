@@ -92,6 +92,13 @@ def test_training_is_asked_to_stop(trainer: Any) -> None:
     resumed.stopping_reason_message = "mine"
     assert resumed.state_dict()["reason"] == "mine"
     assert "val_loss" in run.printed[-1]
+    continued = EarlyStopping("val_loss", patience=3)
+    continued.load_state_dict(callback.state_dict())
+    trainer(continued).start()
+    assert (continued.reason, continued.stopped_epoch) == (None, 0)
+    again = EarlyStopping("val_loss", patience=3)
+    again.load_state_dict(continued.state_dict())  # that run has not stopped
+    assert not trainer(again).start().should_stop
 
 
 def test_the_sanity_check_is_not_counted(trainer: Any) -> None:
