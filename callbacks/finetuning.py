@@ -210,7 +210,7 @@ class BackboneFinetuning(BaseFinetuning):
     """Train with a frozen `module.backbone`, and unfreeze it at an epoch with a small, rising learning rate.
 
     Args:
-        unfreeze_backbone_at_epoch: epoch, from 0.
+        unfreeze_backbone_at_epoch: epoch, from 0; a fit that begins after it unfreezes in its first epoch.
         lambda_func: returns the factor of the backbone's rate in an epoch.
         backbone_initial_ratio_lr: first rate of the backbone, relative to that of the first group.
         backbone_initial_lr: first rate of the backbone; None: by the ratio.
@@ -221,8 +221,8 @@ class BackboneFinetuning(BaseFinetuning):
         rounding: decimal places of printed rates.
 
     Raises:
-        ValueError: the module has no `backbone`, the optimizer has the frozen backbone already, or the strategy fixes
-            the parameters of the optimizers.
+        ValueError: the epoch is negative, the module has no `backbone`, the optimizer has the frozen backbone already,
+            or the strategy fixes the parameters of the optimizers.
     """
 
     def __init__(
@@ -237,12 +237,18 @@ class BackboneFinetuning(BaseFinetuning):
         verbose: bool = False,
         rounding: int = 12,
     ) -> None:
+        if not isinstance(unfreeze_backbone_at_epoch, int) or unfreeze_backbone_at_epoch < 0:
+            raise ValueError(
+                f"BackboneFinetuning(unfreeze_backbone_at_epoch={unfreeze_backbone_at_epoch!r}): must be a whole "
+                "number, 0 or more"
+            )
         super().__init__()
         self.unfreeze_backbone_at_epoch, self.lambda_func = unfreeze_backbone_at_epoch, lambda_func
         self.backbone_initial_ratio_lr, self.backbone_initial_lr = backbone_initial_ratio_lr, backbone_initial_lr
         self.should_align, self.initial_denom_lr, self.train_bn = should_align, initial_denom_lr, train_bn
         self.verbose, self.rounding = verbose, rounding
         self.previous_backbone_lr: float | None = None
+        self._first_epoch = 0  # of the fit, at whose start the backbone is frozen
 
     def setup(self, trainer: TrainerProtocol, pl_module: Module, stage: str) -> None:
         if stage == "fit" and not isinstance(getattr(pl_module, "backbone", None), nn.Module):
@@ -250,20 +256,28 @@ class BackboneFinetuning(BaseFinetuning):
                 f"BackboneFinetuning: {type(pl_module).__name__} has no `backbone`: assign the layers to self.backbone "
                 "in __init__, or derive from BaseFinetuning"
             )
+        if stage == "fit":
+            self.previous_backbone_lr, self._first_epoch = None, 0
         super().setup(trainer, pl_module, stage)
+
+    def on_train_epoch_start(self, trainer: TrainerProtocol, pl_module: Module) -> None:
+        if self._newest_epoch < 0:  # the backbone is frozen; otherwise the run resumes
+            self._first_epoch = trainer.current_epoch
+        super().on_train_epoch_start(trainer, pl_module)
 
     def freeze_before_training(self, module: Any) -> None:
         self.freeze(module.backbone, train_bn=self.train_bn)
 
     def finetune_function(self, module: Any, epoch: int, optimizer: Optimizer) -> None:
         rate = float(optimizer.param_groups[0]["lr"])
-        if epoch == self.unfreeze_backbone_at_epoch:
+        unfreezes = max(self.unfreeze_backbone_at_epoch, self._first_epoch)
+        if epoch == unfreezes:
             first = rate * self.backbone_initial_ratio_lr
             self.previous_backbone_lr = first if self.backbone_initial_lr is None else self.backbone_initial_lr
             self.unfreeze_and_add_param_group(
                 module.backbone, optimizer, self.previous_backbone_lr, train_bn=self.train_bn
             )
-        elif epoch > self.unfreeze_backbone_at_epoch and self.previous_backbone_lr is not None:
+        elif epoch > unfreezes and self.previous_backbone_lr is not None:
             risen = self.lambda_func(epoch + 1) * self.previous_backbone_lr
             self.previous_backbone_lr = min(risen, rate) if self.should_align else risen
             optimizer.param_groups[-1]["lr"] = self.previous_backbone_lr

@@ -46,6 +46,23 @@ def test_the_backbone_is_frozen_and_then_trained_with_a_rising_rate(quiet: dict[
     assert not torch.equal(before, module.backbone[0].weight)
 
 
+@pytest.mark.parametrize("epoch", [-1, 1.5])
+def test_an_epoch_that_never_begins_is_refused(epoch: Any) -> None:
+    with pytest.raises(ValueError, match="a whole number"):
+        BackboneFinetuning(epoch)
+
+
+def test_a_second_fit_unfreezes_the_backbone_in_its_first_epoch(quiet: dict[str, Any]) -> None:
+    module = Tuned()
+    callback = BackboneFinetuning(1, backbone_initial_ratio_lr=0.25)
+    trainer = fx.Trainer(max_epochs=3, gradient_clip_val=0.01, callbacks=callback, **quiet)
+    trainer.fit(module, tiny_loader())
+    trainer.max_epochs = 5
+    trainer.fit(module, tiny_loader())
+    assert [rates[0] for rates in module.rates] == [0.1] * 5
+    assert [rates[1:] for rates in module.rates[2:]] == [[0.05], [0.025], [0.05]]
+
+
 class ListSchedule:
     """A scheduler object with a list attribute per parameter group, which torch saves."""
 
