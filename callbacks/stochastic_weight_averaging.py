@@ -102,6 +102,7 @@ class StochasticWeightAveraging(Callback):
         self._first_rates: list[float] = []
         self._rates: list[float] = []  # of this epoch, for each group; empty before `swa_epoch_start`
         self._ended = False  # the module holds the averages
+        self._trains = False  # within a fit
         self._trained: list[tuple[Tensor, Tensor]] = []  # parameters and their weights before, until the run has ended
 
     def swa_start(self, max_epochs: int) -> int:
@@ -122,7 +123,8 @@ class StochasticWeightAveraging(Callback):
             )
 
     def setup(self, trainer: TrainerProtocol, pl_module: Module, stage: str) -> None:
-        if stage != "fit":
+        self._trains = stage == "fit"
+        if not self._trains:
             return
         strategy = trainer.strategy
         if isinstance(strategy, HasServers) or not strategy.traits.synchronous:
@@ -192,7 +194,8 @@ class StochasticWeightAveraging(Callback):
             if name not in self.averages:
                 self.averages[name], self._later[name] = precise(parameter), self.n_averaged
             elif self.avg_fn is not None:
-                self.averages[name] = self.avg_fn(self.averages[name], parameter.detach(), averaged)
+                # A copy: the function may return the weights, which training changes.
+                self.averages[name].copy_(self.avg_fn(self.averages[name], parameter.detach(), averaged))
             else:
                 self.averages[name].add_(parameter.detach() - self.averages[name], alpha=1 / (averaged + 1))
         self.n_averaged += 1
@@ -225,7 +228,7 @@ class StochasticWeightAveraging(Callback):
 
     def on_load_checkpoint(self, trainer: TrainerProtocol, pl_module: Module, checkpoint: dict[str, Any]) -> None:
         state = checkpoint.get("callbacks", {}).get(self.state_key) or {}
-        if state.get("ended"):
+        if self._trains and state.get("ended"):
             warn_of_averages(trainer, self.state_key)
 
     def state_dict(self) -> dict[str, Any]:

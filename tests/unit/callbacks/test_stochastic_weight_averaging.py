@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,16 @@ def test_the_module_ends_with_the_mean_of_the_beginnings_of_the_last_epochs(quie
     assert torch.allclose(module.layer.weight, expected)
     assert module.rates[:3] == [0.4, 0.2, 0.1]
     assert module.rates[3 * per_epoch :] == [0.1] * (3 * per_epoch)
+
+
+def test_the_average_of_a_function_that_returns_the_weights_is_a_copy(quiet: dict[str, Any], tmp_path: Path) -> None:
+    module, callback = Recorded(), StochasticWeightAveraging(0.1, 2, avg_fn=lambda average, weights, count: weights)
+    trainer = fx.Trainer(max_epochs=3, callbacks=callback, **quiet)
+    trainer.fit(module, tiny_loader())
+    assert torch.equal(module.layer.weight, module.ends[2 * len(module.ends) // 3 - 1])
+    path = trainer.save_checkpoint(tmp_path / "averages.ckpt")
+    with warnings.catch_warnings(action="error"):  # of a fit that continues with the averages
+        trainer.test(module, tiny_loader(), ckpt_path=path, verbose=False)
 
 
 # Rates of the epochs and sum of the weights of Lightning 2.6.6.
