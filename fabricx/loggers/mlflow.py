@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -86,7 +87,8 @@ class MLFlowLogger(ServiceLogger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         if self._run is not None:
             now, metric = int(time.time() * 1000), client("mlflow.entities").Metric
-            rows = [metric(name, value, now, step or 0) for name, value in prefixed(metrics, self._prefix).items()]
+            named = {_valid(name): value for name, value in prefixed(metrics, self._prefix).items()}
+            rows = [metric(name, value, now, step or 0) for name, value in named.items()]
             self._run.log_batch(self._run_id, metrics=rows, **self._options)
 
     def log_hyperparams(self, params: Mapping[str, Any], metrics: Mapping[str, float] | None = None) -> None:
@@ -94,8 +96,8 @@ class MLFlowLogger(ServiceLogger):
             return
         param = client("mlflow.entities").Param
         known = self._run.get_run(self._run_id).data.params  # a value can't be changed
-        flat = {name: str(value)[:_LONGEST] for name, value in flatten(parameters(params)).items() if name not in known}
-        rows = [param(name, value) for name, value in flat.items()]
+        flat = {_valid(name): str(value)[:_LONGEST] for name, value in flatten(parameters(params)).items()}
+        rows = [param(name, value) for name, value in flat.items() if name not in known]
         for begin in range(0, len(rows), _BATCH):
             self._run.log_batch(self._run_id, params=rows[begin : begin + _BATCH], **self._options)
 
@@ -137,3 +139,15 @@ class MLFlowLogger(ServiceLogger):
     @property
     def version(self) -> str | None:
         return self._run_id
+
+
+def _valid(name: str) -> str:
+    """Return a name without the characters that MLflow refuses, as Lightning's logger does.
+
+    >>> _valid("val/acc@1")
+    'val/acc1'
+
+    Args:
+        name: of a metric or a hyperparameter.
+    """
+    return re.sub(r"[^\w/.: -]+", "", name)

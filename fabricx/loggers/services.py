@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import secrets
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -141,7 +142,7 @@ class Uploads:
     def __init__(self, log_model: LogModel) -> None:
         self.log_model = log_model
         self.paths: list[str] = []
-        self.done: set[str] = set()
+        self.done: set[tuple[str, float]] = set()  # paths with their times: a name may be used again
 
     def after_save(self, kept: list[str]) -> list[str]:
         """Return the checkpoints to upload now.
@@ -157,6 +158,12 @@ class Uploads:
         return self._new() if self.log_model else []
 
     def _new(self) -> list[str]:
-        new = [path for path in self.paths if path not in self.done]
-        self.done |= set(new)
-        return new
+        new = {(path, _saved_at(path)): path for path in self.paths}
+        new = {saved: path for saved, path in new.items() if saved not in self.done}
+        self.done |= new.keys()
+        return list(new.values())
+
+
+def _saved_at(path: str) -> float:
+    """Return the time at which a checkpoint was saved; 0 for one that is not on this machine."""
+    return os.path.getmtime(path) if os.path.exists(path) else 0.0

@@ -31,14 +31,16 @@ def test_a_worker_continues_the_run_of_the_script(tmp_path: Path) -> None:
     again.open(tmp_path)
     assert again.run_id == logger.run_id
     again.log_hyperparams({"lr": 0.2})  # a value can't be changed
-    again.log_metrics({"loss": 1.0}, 2)
+    again.log_metrics({"loss": 1.0, "top@1": 3.0}, 2)
+    again.log_hyperparams({"a(b)": 1})
     again.log_text("config", "lr: 1")
     again.checkpoints_saved([str(tmp_path / "model.ckpt")])
     service = again.experiment
     again.close("interrupted")
     run = service.get_run(logger.run_id)
     assert run.info.status == "KILLED"
-    assert run.data.metrics == {"train-loss": 1.0}
+    assert run.data.metrics == {"train-loss": 1.0, "train-top1": 3.0}  # MLflow refuses the other characters
+    assert run.data.params["ab"] == "1"
     assert [metric.step for metric in service.get_metric_history(logger.run_id, "train-loss")] == [1, 2]
     assert (run.data.params["lr"], run.data.params["net/deep"], len(run.data.params["long"])) == ("0.1", "[1, 2]", 250)
     assert run.data.tags["a"] == "b"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -72,3 +73,12 @@ def test_checkpoints_are_uploaded_once() -> None:
     assert last.at_end() == ["b"]
     none.after_save(["a"])
     assert none.at_end() == []
+
+
+def test_a_checkpoint_that_replaces_another_of_its_name_is_uploaded(tmp_path: Path) -> None:
+    uploads, last = Uploads("all"), tmp_path / "last.ckpt"
+    last.write_text("1")
+    assert uploads.after_save([str(last)]) == [str(last)]
+    os.utime(last, (1, 1))
+    assert uploads.after_save([str(last)]) == [str(last)]
+    assert uploads.after_save([str(last)]) == []
