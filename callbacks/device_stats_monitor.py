@@ -44,6 +44,7 @@ class DeviceStatsMonitor(Callback):
         self._logged: dict[str, int] = {}  # the newest step with a row, by hook
 
     def setup(self, trainer: TrainerProtocol, pl_module: Module, stage: str) -> None:
+        self._logged = {}
         if stage != "fit":
             return
         if not trainer.loggers and not trainer.fast_dev_run:

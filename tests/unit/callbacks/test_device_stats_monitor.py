@@ -33,6 +33,11 @@ def test_statistics_are_filtered_and_logged_once_in_an_evaluation(quiet: dict[st
     logged = [name for name in names if name.startswith("DeviceStatsMonitor.")]
     hooks = ("train_batch_start", "train_batch_end", "validation_batch_start", "validation_batch_end")
     assert logged == [f"DeviceStatsMonitor.on_{hook}/cpu_percent" for hook in hooks]
+    monitor.filter_keys = frozenset({"cpu_percent"})
+    for _ in range(2):
+        trainer.test(TinyModule(), tiny_loader(), verbose=False)
+    rows = [line for file in tmp_path.rglob("*.jsonl") for line in file.read_text().splitlines()]
+    assert sum("on_test_batch_start" in row for row in rows) == 2
 
 
 def test_it_is_refused_without_a_logger(quiet: dict[str, Any]) -> None:
