@@ -114,7 +114,8 @@ class FaultRecovery(Callback):
             checksum; 0 disables them. A difference is an error that names the rank; all restart from the snapshot.
 
     Raises:
-        ValueError: an argument is out of range, or (when training starts) the strategy cannot skip updates.
+        ValueError: an argument is out of range, or (when training starts) the strategy cannot skip updates, or the
+            gradients of a scaled loss (16-mixed) may overflow in ordinary training.
     """
 
     watches_metrics: ClassVar[bool] = True  # called last, because a snapshot stores the position after the batch
@@ -221,6 +222,12 @@ class FaultRecovery(Callback):
             raise ValueError(
                 "FaultRecovery(bad_gradients='skip'): with this strategy no worker sees the whole gradient; "
                 "use bad_gradients='roll_back' or 'raise', or parameter_server with mode=sync"
+            )
+        if self.bad_gradients in ("raise", "roll_back") and trainer.session.precision.scaler is not None:
+            raise ValueError(
+                f"FaultRecovery(bad_gradients={self.bad_gradients!r}): with precision='16-mixed' the scale of the loss "
+                "is raised until gradients overflow, and these updates are skipped: use bad_gradients='skip' or None, "
+                "or precision='bf16-mixed'"
             )
         # The first step needs no snapshot: the run can restart from the state that it started with.
         step = self._step_saved = trainer.global_step

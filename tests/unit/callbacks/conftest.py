@@ -14,6 +14,7 @@ import torch
 
 from fabricx import checkpoint
 from fabricx.core.callback import Callback
+from fabricx.core.precision import Precision
 from fabricx.core.state import RunState
 from fabricx.core.strategy import Strategy
 from fabricx.metrics.logger_dispatcher import LoggerDispatcher
@@ -89,13 +90,14 @@ class FakeTrainer:
     failures: list[str] = field(default_factory=list)
     stop: StopStatus = field(default_factory=StopStatus)
     strategy: Strategy = field(default_factory=Single)
+    precision: Any = field(default_factory=lambda: Precision("32-true"))
 
     @property
     def session(self) -> Any:
         loggers = LoggerDispatcher(self.loggers if self.is_global_zero else (), self.run_dir)
         return SimpleNamespace(
             metrics=SimpleNamespace(loggers=loggers), module=self.module, failures=FailureLog(self.failures),
-            checkpoints=CheckpointStatus(), batch=BatchStatus(), stop=self.stop,
+            checkpoints=CheckpointStatus(), batch=BatchStatus(), stop=self.stop, precision=self.precision,
             warn_once=lambda _, text: warnings.warn(text, stacklevel=2),
         )  # fmt: skip
 

@@ -177,3 +177,11 @@ def test_lost_processes_and_missing_copies_are_not_errors_of_the_program(error: 
     failed = RuntimeError("rank 1 failed")
     failed.__cause__ = error
     assert FaultRecovery(max_restarts=1).restarts_after(failed, -1) is restarts
+
+
+@pytest.mark.parametrize("action", ["raise", "roll_back"])
+def test_overflows_of_a_scaled_loss_end_no_run(trainer: Any, action: Any) -> None:
+    scaled = SimpleNamespace(scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(ValueError, match="'16-mixed'"):
+        trainer(FaultRecovery(bad_gradients=action), precision=scaled).start()
+    trainer(FaultRecovery(bad_gradients="skip"), precision=scaled).start()
