@@ -25,7 +25,8 @@ class LearningRateFinder(Callback):
         min_lr, max_lr: first and last rate.
         num_training_steps: weight updates of the search.
         mode: "exponential" or "linear" rise of the rate.
-        early_stop_threshold: the search ends when the loss exceeds the least loss by this factor; None: never.
+        early_stop_threshold: the search ends when the loss exceeds the least loss by this factor, unless the least loss
+            is negative; None: never.
         update_attr: set the suggested rate in the module.
         attr_name: attribute of the module or its `hparams`; default: "lr" or "learning_rate".
 

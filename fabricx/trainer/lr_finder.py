@@ -113,7 +113,8 @@ class RateSweep(Callback):
 
     Args:
         finder: receives the rates and losses.
-        early_stop_threshold: the test ends when the loss exceeds the least loss by this factor; None: never.
+        early_stop_threshold: the test ends when the loss exceeds the least loss by this factor, unless the least loss
+            is negative; None: never.
     """
 
     needs_all_ranks: ClassVar[bool] = True
@@ -163,7 +164,9 @@ class RateSweep(Callback):
         smooth = self._average / (1 - _SMOOTHING**count)
         results["lr"].append(self._rate(count - 1))
         results["loss"].append(smooth)
-        diverges = self.early_stop_threshold is not None and not smooth <= self.early_stop_threshold * self._least
+        factor = self.early_stop_threshold
+        most = factor * self._least if factor is not None and self._least > 0 else math.inf
+        diverges = factor is not None and not smooth <= most
         if count > _SETTLED and diverges:  # on all ranks: the loss is that of all
             trainer.should_stop = True
         if smooth < self._least:

@@ -95,8 +95,8 @@ class Tuner:
             min_lr, max_lr: first and last rate.
             num_training: weight updates.
             mode: "exponential" or "linear" rise of the rate.
-            early_stop_threshold: the trial ends when the smoothed loss exceeds the least loss by this factor; None:
-                never.
+            early_stop_threshold: the trial ends when the smoothed loss exceeds the least loss by this factor, unless
+                the least loss is negative; None: never.
             update_attr: set the suggested rate in the model.
             attr_name: attribute of the model or of its `hparams` to set; default: "lr" or "learning_rate".
             weights_only: without an effect: a trial reads no checkpoint.

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
+import torch
 
+import fabricx as fx
+from fabricx.testing import QUIET, TinyModule, tiny_loader
 from fabricx.trainer.lr_finder import LRFinder, rate_at, steepest
 
 
@@ -22,3 +25,13 @@ def test_the_suggestion_is_where_the_loss_falls_fastest_without_the_ends() -> No
     assert finder.suggestion(skip_begin=0) == 1
     assert finder.suggestion(skip_begin=1) == 5
     assert steepest([math.inf, math.nan, 1.0], 0, 0) is None
+
+
+def test_a_negative_loss_is_no_divergence() -> None:
+    class Negative(TinyModule):
+        def training_step(self, batch: object, batch_idx: int) -> torch.Tensor:
+            return self.layer.weight.sum() * 0 - 1.0
+
+    finder = fx.Tuner(fx.Trainer(**QUIET)).lr_find(Negative(), tiny_loader(), num_training=20, update_attr=False)
+    assert finder is not None
+    assert len(finder.results["lr"]) == 20
