@@ -59,10 +59,11 @@ class EMA(Averages):
     ) -> None:
         if not 0 <= decay <= 1:
             raise ValueError(f"EMA(decay={decay}): must be from 0 (no averaging) to 1 (averages never change)")
-        if every_n_steps < 1 or start_step < 0:
+        whole = isinstance(every_n_steps, int) and isinstance(start_step, int)
+        if not whole or every_n_steps < 1 or start_step < 0:
             raise ValueError(
-                f"EMA(every_n_steps={every_n_steps}, start_step={start_step}): every_n_steps must be 1 or more, "
-                "start_step 0 or more"
+                f"EMA(every_n_steps={every_n_steps}, start_step={start_step}): must be whole numbers, every_n_steps 1 "
+                "or more, start_step 0 or more"
             )
         super().__init__(use_buffers=use_buffers, validate=validate_with_ema, apply_at_end=apply_at_end)
         self.decay = decay

@@ -76,7 +76,7 @@ class LoadBalancer(Callback):
                 )
         elif shares is not None:
             shares = [float(share) for share in shares]
-            if not shares or min(shares) <= 0.0 or abs(sum(shares) - 1.0) > 1e-6:
+            if not shares or not min(shares) > 0.0 or not abs(sum(shares) - 1.0) <= 1e-6:  # also NaN
                 raise ValueError(
                     f"LoadBalancer(shares={shares}): the fractions of a global batch must be more than 0 and sum to 1; "
                     f"they sum to {sum(shares):g}"

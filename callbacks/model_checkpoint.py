@@ -158,6 +158,8 @@ class ModelCheckpoint(Checkpoint, NameParts):
         self.dirpath: str | None = self._chosen_dirpath
         self.filename, self.monitor = filename, monitor
         self.mode: Mode = mode
+        if save_last not in (True, False, None, "link"):
+            raise ValueError(f'ModelCheckpoint(save_last={save_last!r}): must be True, False or "link"')
         self.save_top_k, self.save_last = save_top_k, bool(save_last)
         self.keep_every_n_steps = keep_every_n_steps
         self.every_n_train_steps = every_n_train_steps or 0
@@ -183,8 +185,9 @@ class ModelCheckpoint(Checkpoint, NameParts):
         if not isinstance(self.save_top_k, int) or self.save_top_k < -1:
             raise ValueError(f"ModelCheckpoint(save_top_k={self.save_top_k!r}): must be -1 (all), 0 (none), 1, 2, ...")
         for name in ("every_n_train_steps", "every_n_epochs", "keep_every_n_steps"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"ModelCheckpoint({name}={getattr(self, name)}): must be 0 or more")
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(f"ModelCheckpoint({name}={value!r}): must be a whole number, 0 or more")
 
     @property
     def meeting_interval(self) -> int:

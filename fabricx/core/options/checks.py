@@ -86,7 +86,7 @@ def check_devices(devices: Any, accelerator: str, *, elsewhere: bool = False) ->
         elsewhere: the ranks are on other machines, whose devices a launcher chooses: only a number is valid.
 
     Raises:
-        ValueError: the text is invalid, a device is repeated, or this machine does not have the devices.
+        ValueError: the text is invalid, a number is negative or repeated, or this machine does not have the devices.
     """
     import torch
 
@@ -108,8 +108,8 @@ def check_devices(devices: Any, accelerator: str, *, elsewhere: bool = False) ->
         chosen = list(range((count or os.cpu_count() or 1) if devices == -1 else devices))
     else:
         raise WrongArgument(f"devices={devices!r}: set 'auto', a positive number, -1 for all, or a list of numbers")
-    if not chosen or len(set(chosen)) != len(chosen):
-        raise ValueError(f"devices={devices!r}: list at least one device, and each device only once")
+    if not chosen or len(set(chosen)) != len(chosen) or min(chosen) < 0:
+        raise ValueError(f"devices={devices!r}: list at least one device from 0 on, and each device only once")
     if count is not None and max(chosen) >= count:
         raise ValueError(
             f"devices={devices!r}, but this machine has {count} {accelerator} device(s): set devices='auto', or "

@@ -30,12 +30,13 @@ def parse_duration(value: str | timedelta | Mapping[str, float]) -> timedelta:
     Raises:
         ValueError: `value` is invalid, or negative.
     """
-    if isinstance(value, timedelta):
-        length = value
-    elif isinstance(value, Mapping):
-        length = _from_mapping(value)
-    else:
-        length = _from_text(str(value))
+    try:
+        if isinstance(value, timedelta):
+            length = value
+        else:
+            length = _from_mapping(value) if isinstance(value, Mapping) else _from_text(str(value))
+    except OverflowError:
+        raise ValueError(f"the duration {value!r} is too long") from None
     if length < timedelta(0):
         raise ValueError(f"the duration {value!r} must be 0 or more")
     return length

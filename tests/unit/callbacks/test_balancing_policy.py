@@ -172,6 +172,7 @@ def test_steps_are_not_longer_if_ranks_slow_each_other_down(per_sample: float, p
     [
         ({"shares": [0.5, 0.4]}, "sum to 0.9"),
         ({"shares": [1.5, -0.5]}, "more than 0"),
+        ({"shares": [1.0, float("nan")]}, "sum to nan"),
         ({"shares": "round_robbin"}, "round_robin"),
         ({"every_n_steps": 0}, "1 or more"),
         ({"max_batch_size": 0}, "1 or more"),

@@ -198,7 +198,9 @@ def test_a_rolled_back_run_continues_with_the_averages_of_that_step(trainer: Any
     assert callback.updates == 2
 
 
-@pytest.mark.parametrize("arguments", [{"decay": 1.5}, {"every_n_steps": 0}, {"start_step": -1}])
+@pytest.mark.parametrize(
+    "arguments", [{"decay": 1.5}, {"every_n_steps": 0}, {"every_n_steps": 1.5}, {"start_step": -1}]
+)
 def test_wrong_arguments_are_refused(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="EMA"):
         EMA(**arguments)

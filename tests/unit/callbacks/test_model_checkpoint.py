@@ -279,6 +279,8 @@ def test_save_top_k_0_saves_no_checkpoint(trainer: Any, tmp_path: Path) -> None:
         ({"save_top_k": -2}, "save_top_k=-2"),
         ({"keep_every_n_steps": -1}, "keep_every_n_steps=-1"),
         ({"every_n_epochs": -1}, "0 or more"),
+        ({"every_n_train_steps": "5"}, "a whole number"),
+        ({"save_last": "False"}, "save_last='False'"),
         ({"train_time_interval": "soon"}, "soon"),
     ],
 )

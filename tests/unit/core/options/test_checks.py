@@ -30,7 +30,7 @@ def test_devices_are_a_number_or_a_list(devices: Any, accelerator: str, chosen: 
     [
         (0, "set 'auto', a positive number"), (-2, "a positive number"), (True, "a positive number"),
         (1.5, "a positive number"), ("two", "set 'auto', a number, or a list of numbers"), ([], "at least one device"),
-        ([1, 1], "each device only once"),
+        ([1, 1], "each device only once"), ([-1], "from 0 on"),
     ],
 )  # fmt: skip
 def test_no_devices_are_an_error(devices: Any, message: str) -> None:

@@ -38,6 +38,12 @@ def test_a_number_without_a_unit_is_an_error_that_asks_for_the_unit() -> None:
         parse_duration("10")
 
 
+@pytest.mark.parametrize("value", ["9999999999d", {"days": 1e12}])
+def test_a_duration_has_a_largest_value(value: Any) -> None:
+    with pytest.raises(ValueError, match="too long"):
+        parse_duration(value)
+
+
 @pytest.mark.parametrize("value", [timedelta(0), "0s", {"hours": 0}])
 def test_a_duration_may_be_0(value: Any) -> None:
     assert parse_duration(value) == timedelta(0)
