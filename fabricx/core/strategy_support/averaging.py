@@ -39,14 +39,12 @@ class AverageRule:
         Returns:
             steps of the average; 0 if none was due, or the weights were copied.
         """
-        times = step // self.every - before // self.every
-        if not times:
-            return 0
         if step <= self.start:
-            times = 0
             if averages:
                 torch._foreach_copy_(list(averages), list(weights))
-        elif averages:
+            return 0
+        times = step // self.every - max(before, self.start) // self.every
+        if times and averages:
             same = [tensor.to(average.dtype) for tensor, average in zip(weights, averages, strict=True)]
             torch._foreach_lerp_(list(averages), same, 1.0 - self.decay**times)
         return times

@@ -75,3 +75,12 @@ def test_a_server_averages_the_weights_of_each_update(rule: AverageRule, setting
     # A later request, for example of a worker that has reconnected, has no effect.
     server.handle(1, StartAverage(rule, 0, torch.zeros(5)), NOTHING, NOTHING)
     torch.testing.assert_close(server.handle(0, ReadState("average"), NOTHING, NOTHING).content[0], wanted)
+
+
+def test_the_average_begins_with_the_weights_at_its_start() -> None:
+    rule, average = AverageRule(0.5, every=4, start=6), [torch.zeros(1)]
+    steps = [rule.follow(average, [torch.full((1,), float(step))], step - 1, step) for step in range(1, 9)]
+    assert (steps, average[0].item()) == ([0] * 7 + [1], 7.0)  # the mean of the weights of the steps 6 and 8
+    average = [torch.zeros(1)]
+    rule.follow(average, [torch.full((1,), 3.0)], 0, 3)
+    assert rule.follow(average, [torch.full((1,), 12.0)], 3, 12) == 2  # the steps 8 and 12, and not 4
