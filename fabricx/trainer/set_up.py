@@ -84,7 +84,7 @@ def execute(trainer: TrainerInterface, job: Job, world: World, logs: LogSettings
         session = _build(trainer, job, world)
     except BaseException:
         allowed.close()
-        _undo_build(trainer.strategy, trainer.state, trainer)
+        _undo_build(trainer.strategy, trainer.state)
         raise
     ending: Ending = "failed"
     try:
@@ -221,7 +221,6 @@ def _build(trainer: TrainerInterface, job: Job, world: World) -> Session:
     state.ranks = (ranks_that_began(job) if job.began_with is None else job.began_with) or state.ranks or shares
     state.shared_by = shares
     _seed(state, world, job.random)
-    _backend_flags(trainer)
     trainer.attach(module, datamodule)
     trainer.callbacks = _with_module_callbacks(trainer.callbacks, module)
     for callback in trainer.callbacks:
@@ -230,6 +229,7 @@ def _build(trainer: TrainerInterface, job: Job, world: World) -> Session:
         job.stage, (job.train, job.evaluate), module, datamodule, world, strategy, writes=trainer.writes
     )  # fmt: skip
     trainer.begin_session(session, fits=job.stage == "fit")
+    session.undo.append(_set_backend_flags(trainer))
     if trainer.stop.requested and job.stage == "fit":  # by a signal, since the run was started
         session.stop_requests.request(trainer.stop.reason)
     return session
@@ -307,15 +307,24 @@ def _seed_training(state: RunState, world: World) -> None:
         seed_generators((state.seed + data.rank) % 2**32)
 
 
-def _backend_flags(options: TrainerOptions, *, on: bool = True) -> None:
-    """Set or reset the global flags of torch that the options of the run require."""
+def _set_backend_flags(options: TrainerOptions) -> Callable[[], None]:
+    """Set the global flags of torch that the options of the run require; return a function that restores these."""
+    undo = contextlib.ExitStack()
     if options.detect_anomaly:
-        torch.autograd.set_detect_anomaly(on)
+        undo.callback(torch.autograd.set_detect_anomaly, torch.is_anomaly_enabled())
+        torch.autograd.set_detect_anomaly(True)
     if options.deterministic:
+        before, warns = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        undo.callback(torch.use_deterministic_algorithms, before, warn_only=warns)
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(on, warn_only=options.deterministic == "warn")
+        torch.use_deterministic_algorithms(True, warn_only=options.deterministic == "warn")
     if options.benchmark is not None:
-        torch.backends.cudnn.benchmark = options.benchmark and on
+        undo.callback(setattr, torch.backends.cudnn, "benchmark", torch.backends.cudnn.benchmark)
+        torch.backends.cudnn.benchmark = options.benchmark
+    return undo.close
 
 
 def _with_module_callbacks(callbacks: list[Callback], module: Module) -> list[Callback]:
@@ -329,11 +338,10 @@ def _with_module_callbacks(callbacks: list[Callback], module: Module) -> list[Ca
     return checkpoints_last([*(other for other in callbacks if type(other) not in replaced), *added])
 
 
-def _undo_build(strategy: Strategy, state: RunState, options: TrainerOptions) -> None:
+def _undo_build(strategy: Strategy, state: RunState) -> None:
     """Release what an unfinished `_build` has set up."""
     strategy.teardown()
     state.phase = Phase.IDLE
-    _backend_flags(options, on=False)
 
 
 def _close(session: Session, ending: Ending) -> None:
@@ -353,7 +361,6 @@ def _close(session: Session, ending: Ending) -> None:
         session.running = False
         session.state.phase = Phase.IDLE
         session.metrics.collect(None)
-        _backend_flags(session.options, on=False)
 
 
 @contextlib.contextmanager

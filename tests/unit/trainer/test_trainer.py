@@ -81,6 +81,16 @@ def test_global_flags_of_torch_are_set_only_during_the_run() -> None:
     assert switches.deterministic
     assert not torch.is_anomaly_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
+    with torch.backends.cudnn.flags(benchmark=True), torch.autograd.set_detect_anomaly(True):
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        try:
+            fitted(detect_anomaly=True, deterministic=True, benchmark=False)
+            assert torch.backends.cudnn.benchmark  # those of the program
+            assert torch.is_anomaly_enabled()
+            assert torch.are_deterministic_algorithms_enabled()
+            assert torch.is_deterministic_algorithms_warn_only_enabled()
+        finally:
+            torch.use_deterministic_algorithms(False)
 
 
 def test_a_compiled_module_trains_to_the_same_weights() -> None:
