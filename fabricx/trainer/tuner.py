@@ -192,7 +192,14 @@ class Tuner:
             _set(owners, batch_arg_name, size)
             return self._try(model, datamodule, method, max(2, steps_per_trial))  # 2 show whether there is more data
 
-        size = largest_fitting(fits, mode, init_val, max_trials, max_val)
+        having = [owner for owner in owners if _has(owner, batch_arg_name)]
+        before = [o[batch_arg_name] if isinstance(o, dict) else getattr(o, batch_arg_name) for o in having]
+        try:
+            size = largest_fitting(fits, mode, init_val, max_trials, max_val)
+        except BaseException:
+            for owner, value in zip(having, before, strict=True):
+                _set([owner], batch_arg_name, value)
+            raise
         if mode == "binsearch":
             size = max(1, int(size * (1 - margin)))
         _set(owners, batch_arg_name, size)

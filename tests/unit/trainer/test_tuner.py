@@ -354,3 +354,18 @@ def test_a_finder_searches_in_a_fit_from_the_last_checkpoint_if_there_is_none(qu
         return finder.optimal_lr is not None
 
     assert [searched(1), searched(2)] == [True, False]
+
+
+def test_an_error_in_a_trial_leaves_the_batch_size(quiet: dict[str, Any]) -> None:
+    class Fails(TinyModule):
+        batch_size = 7
+
+        def train_dataloader(self) -> Any:
+            if self.batch_size == 4:
+                raise ValueError("in a loader")
+            return tiny_loader()
+
+    module = Fails()
+    with pytest.raises(ValueError, match="in a loader"):
+        fx.Tuner(fx.Trainer(**quiet)).scale_batch_size(module)
+    assert module.batch_size == 7
