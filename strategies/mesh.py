@@ -415,6 +415,9 @@ class Mesh(Strategy, AddsAxes, Elastic, HidesGradients, KeepsLocalState, ModelPa
     def backward_without_data(self, example: tuple[Any, ...] = ()) -> bool:
         return self.data_strategy.backward_without_data(example)
 
+    def discard_window(self) -> None:
+        self.data_strategy.discard_window()
+
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         if self._parts is None:
             return self.data_strategy.clip_norm(parameters, max_norm)
@@ -546,9 +549,6 @@ class Mesh(Strategy, AddsAxes, Elastic, HidesGradients, KeepsLocalState, ModelPa
 
     def whole_weights(self, module: nn.Module) -> dict[str, Any]:
         return as_part(self.data_strategy, ShardsWeights).whole_weights(module)
-
-    def discard_window(self) -> None:
-        as_part(self.data_strategy, ShardsWeights).discard_window()
 
     def apply_requires_grad(self) -> None:
         as_part(self.data_strategy, ShardsWeights).apply_requires_grad()

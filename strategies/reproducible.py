@@ -114,6 +114,10 @@ class Reproducible(Strategy, Elastic):
             self._sums.join(self.data_ranks)
         return True
 
+    def discard_window(self) -> None:
+        assert self._sums is not None
+        self._sums.clear()
+
     def after_update(self, step: int) -> int:
         assert self._sums is not None
         self._sums.follow()

@@ -257,6 +257,9 @@ class Strategy(StrategyNames, NamesChecked, ABC):
         """
         return True
 
+    def discard_window(self) -> None:
+        """Discard the results of an accumulation window that is aborted, except `parameter.grad`."""
+
     def gradient_norm(self, optimizers: Sequence[Optimizer]) -> Tensor | None:
         """Return the 2-norm of the newest gradient, shape []; None if this rank does not have it. Collective.
 

@@ -332,9 +332,6 @@ class ShardsWeights:
     def unshard(self) -> None:
         """Reverse the sharding, at the end of a fit; the values of weights and optimizer states may be lost."""
 
-    def discard_window(self) -> None:
-        """Discard the results of an accumulation window that is aborted, except `parameter.grad`."""
-
     def apply_requires_grad(self) -> None:
         """Apply changes of `requires_grad` by hooks to all copies of the parameters on this rank."""
 

@@ -116,6 +116,6 @@ def skip_rest(session: Session) -> None:
     """
     session.batch.idle_ranks = 0
     session.settings_check.check(skips=True)
-    session.sharding.discard_window()
+    session.strategy.discard_window()
     session.metrics.logbook.end_batch()
     session.batch.is_last = True

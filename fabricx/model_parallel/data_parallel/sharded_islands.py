@@ -123,6 +123,9 @@ class ShardedIslands(Strategy, AddsAxes, Elastic, HoldsPart, KeepsLocalState, Me
             self.rounds.backward_without_data()  # no rank of this island has a sample
         return joined
 
+    def discard_window(self) -> None:
+        self.data_strategy.discard_window()
+
     def clip_norm(self, parameters: Iterable[Tensor], max_norm: float) -> Tensor:
         return self.data_strategy.clip_norm(parameters, max_norm)
 

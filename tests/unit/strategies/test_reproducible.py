@@ -11,6 +11,7 @@ from torch import nn
 
 import fabricx as fx
 from fabricx.distributed.world import World
+from fabricx.strategies import Reproducible, Single
 from fabricx.strategies.reproducible import HEADROOM, IntegerSums
 from fabricx.testing import QUIET, TinyModule, tiny_loader
 
@@ -193,6 +194,21 @@ def test_buffers_changed_by_each_update_are_kept(where: str) -> None:
 def test_buffers_that_no_checkpoint_has_may_be_filled_by_a_step() -> None:
     """For example tables of positions, which are extended for the longest sequence."""
     assert float(_trained(_Changes("training_step buffer", persistent=False)).seen) == 8.0
+
+
+def test_an_aborted_window_is_in_no_sum() -> None:
+    class Skips(TinyModule):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+            return -1 if self.current_epoch == 0 and batch_idx == 3 else None
+
+    modules = []
+    for strategy in (Single(), Reproducible(parts=2)):
+        modules.append(Skips())
+        trainer = fx.Trainer(max_epochs=2, devices=1, strategy=strategy, accumulate_grad_batches=2, **QUIET)
+        trainer.fit(modules[-1], tiny_loader())
+        assert trainer.global_step == 3
+    single, parts = (module.layer.weight for module in modules)
+    assert torch.allclose(parts, single, rtol=1e-5)  # float32 sums in another order
 
 
 def test_the_first_part_is_batch_0_with_fewer_samples_than_parts() -> None:
