@@ -70,6 +70,8 @@ class UnusedParameters:
         self._write(bytes(parameter.grad is None for parameter in self.parameters))
         with requiring_grad(missing):
             zero(missing, self._sparse).backward()
+        if self._world.device.type == "cuda":  # a device reduces after the backward has returned
+            torch.cuda.current_stream(self._world.device).synchronize()
         for parameter, absent in zip(self.parameters, self._absent_everywhere(), strict=True):
             if absent:
                 parameter.grad = None
