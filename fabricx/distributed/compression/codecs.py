@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Final, Literal, final
 
 import numpy as np
@@ -48,23 +48,29 @@ class Codec(ABC):
             size: elements of the vector.
         """
 
-    def encode(self, vector: Tensor, room: Tensor) -> float:
+    def encode(self, vector: Tensor, room: Tensor, absent: Sequence[tuple[int, int]] = ()) -> float:
         """Encode a vector.
 
         Args:
             vector: shape [elements]; changed in place by error feedback.
             room: output, uint8, at least `bytes(elements)` long.
+            absent: spans (start, stop) of zeros that the receiver ignores: their errors wait for the next vector.
 
         Returns:
             The scale that `decode` needs.
         """
-        size = len(vector)
-        if self._feedback and len(self.lost) == size:
-            vector.add_(self.lost)
+        size, before = len(vector), self.lost
+        if self._feedback:
+            before = before if len(before) == size else torch.zeros_like(vector)
+            vector.add_(before)
+            for start, stop in absent:
+                vector[start:stop].zero_()
         raw = room[: self.bytes(size)]
         scale = self.pack(vector, raw) if size else 1.0
         if self._feedback:  # no error of NaN and infinity: all later vectors would contain it
             self.lost = (vector - self.decode(raw, size, scale, vector.dtype)).nan_to_num_(0.0, 0.0, 0.0)
+            for start, stop in absent:
+                self.lost[start:stop] = before[start:stop]
         return scale
 
     def decode(self, room: Tensor, size: int, scale: float, dtype: torch.dtype) -> Tensor:
@@ -170,7 +176,7 @@ class TopK(Codec):
         return decoded
 
     def _kept(self, size: int) -> int:
-        return min(size, max(1, round(size * self.keep)))
+        return min(size, max(1, min(round(size * self.keep), size // 2)))  # not more bytes than the vector
 
 
 @final

@@ -38,13 +38,13 @@ class LowRankMatrix:
         self._corrected = self._orthogonal = torch.empty(0)
         self._finite = torch.tensor(True)  # the gradients of all ranks are finite
 
-    def project(self, gradient: Tensor | None) -> Tensor:
+    def project(self, gradient: Tensor) -> Tensor:
         """Return the first factor of this rank's gradient, shape [rows, rank], to be summed over ranks.
 
         Args:
-            gradient: gradient in the parameter's shape; None for zero.
+            gradient: gradient in the parameter's shape.
         """
-        self._corrected = self.lost if gradient is None else self.lost + gradient.reshape(self.lost.shape)
+        self._corrected = self.lost + gradient.reshape(self.lost.shape)
         return self._corrected @ self.basis
 
     def orthogonalise(self, left: Tensor) -> None:

@@ -157,8 +157,8 @@ class _Batches(Aggregation):
             into = [self._total]
         if shard.dense:
             add_up([part.gradient.dense for part in full], into)
-        self.shard.compress_sum(into)
         missing = frozenset.intersection(*(part.push.missing for part in full))
+        self.shard.compress_sum(into, missing)
         total = Gradient(into[0], missing, merge_rows([part.gradient.rows for part in full]))
         share = sum(part.push.share for part in full) if self.ledger.is_leased else 1.0
         return total if abs(share - 1.0) < _ROUNDED else total / max(share, 1e-12)

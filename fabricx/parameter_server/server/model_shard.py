@@ -75,11 +75,10 @@ class ModelShard:
         """
         shard = self.init.shard
         dense = inbox[: shard.dense]
-        if self._codec is None:
-            for start, stop in self.spans(push.missing):
-                dense[start:stop].zero_()  # this piece was not sent
-        elif not push.empty:
+        if self._codec is not None and not push.empty:
             dense = self._codec.decode(inbox.view(torch.uint8), len(dense), push.scale, inbox.dtype)
+        for start, stop in self.spans(push.missing):
+            dense[start:stop].zero_()  # this piece was not sent
         rows = {number: shard.rows_in(inbox, number, count) for number, count in push.rows.items()}
         return Gradient(dense, push.missing, rows)
 
@@ -93,14 +92,15 @@ class ModelShard:
         """
         return self._correction(gradient, self._replies.seen.get(worker, self.values), self.values, staleness)
 
-    def compress_sum(self, vectors: list[Tensor]) -> None:
+    def compress_sum(self, vectors: list[Tensor], missing: frozenset[int]) -> None:
         """Compress a sum in place in the vectors of all workers, if workers step and replies are compressed.
 
         Args:
             vectors: vectors of all workers, each with the sum.
+            missing: numbers of the pieces without a gradient.
         """
         if self.sums:
-            self._replies.compress_sum(vectors)
+            self._replies.compress_sum(vectors, self.spans(missing))
 
     # -- updates --------------------------------------------------------------------------------------------------
 

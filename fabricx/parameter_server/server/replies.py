@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
@@ -127,15 +128,16 @@ class Replies:
         reply.scale = self._scale
         return reply
 
-    def compress_sum(self, vectors: list[Tensor]) -> None:
+    def compress_sum(self, vectors: list[Tensor], absent: Sequence[tuple[int, int]]) -> None:
         """Compress a sum in place, with the same bytes for all workers, if compression is enabled.
 
         Args:
             vectors: vectors of all workers, each with the sum.
+            absent: spans of zeros without a sum; see `Codec.encode`.
         """
         if self._codec is None:
             return
-        self._scale = self._codec.encode(vectors[0].clone(), vectors[0].view(torch.uint8))
+        self._scale = self._codec.encode(vectors[0].clone(), vectors[0].view(torch.uint8), absent)
         size = self._codec.bytes(len(vectors[0]))
         for vector in vectors[1:]:
             vector.view(torch.uint8)[:size].copy_(vectors[0].view(torch.uint8)[:size])

@@ -80,12 +80,14 @@ class _CarriedMatrix:
         like = self.factors.lost
         self.left = nn.Parameter(like.new_zeros(self.factors.rows, rank))
         self.right = nn.Parameter(like.new_zeros(self.factors.columns, rank))
-        self._has_part = False  # this worker has a gradient, or an earlier error
+        self._has_part = False  # this worker has a gradient
 
     def project(self) -> None:
+        # The error of a worker without a gradient waits for its next gradient: no worker may have one, as after the
+        # parameter was frozen.
         gradient = self.parameter.grad
-        self._has_part = gradient is not None or bool(self.factors.lost.any())
-        self.left.grad = self.factors.project(gradient) if self._has_part else None
+        self._has_part = gradient is not None
+        self.left.grad = None if gradient is None else self.factors.project(gradient)
         self.right.grad = None
 
     def project_back(self) -> None:

@@ -71,6 +71,9 @@ class ExchangeBuffers(Generic[L]):
     Attributes:
         link, shard: see Args.
         tables: (history, version) of the complete tables that this worker has.
+
+    Raises:
+        ValueError: a codec needs more bytes than the vector has.
     """
 
     def __init__(
@@ -80,6 +83,12 @@ class ExchangeBuffers(Generic[L]):
         self.link, self.shard = link, shard
         self.tables: tuple[str, int] | None = None
         dtype, rooms = link.outbox.dtype, shard.rooms[: len(shard.pieces)]
+        for option, used in (("compression", codec), ("pull_compression", reply_codec)):
+            if used is not None and (needed := used.bytes(shard.dense)) > shard.dense * dtype.itemsize:
+                raise ValueError(
+                    f"{option}: {type(used).__name__} needs {needed} bytes for a server's {shard.dense} elements, "
+                    f"which have {shard.dense * dtype.itemsize} bytes: remove {option}, or use fewer servers"
+                )
         # Uncompressed gradients, in the outbox itself if they are sent in this form; and the part of each piece.
         self._codec = codec
         self._plain = link.outbox[: shard.dense] if codec is None else torch.zeros(shard.dense, dtype=dtype)
@@ -158,7 +167,8 @@ class ExchangeBuffers(Generic[L]):
                 self._post(start, stop)
         else:
             self._feedback_before = self._codec.lost
-            filled.scale = self._codec.encode(self._plain, self.link.outbox.view(torch.uint8))
+            absent = [self.shard.rooms[number] for number in missing]
+            filled.scale = self._codec.encode(self._plain, self.link.outbox.view(torch.uint8), absent)
             self.link.post(0, self._codec.bytes(len(self._plain)))
         for number, rows in enumerate(self.shard.rows):
             gradient = gradients[rows.parameter]

@@ -153,3 +153,18 @@ def test_a_non_finite_gradient_does_not_change_the_error_feedback(kind: str, bad
     assert not bool(codec.decode(room, 1000, scale, torch.float32).isfinite().all())
     codec.encode(torch.randn(1000), room)
     assert bool(codec.lost.isfinite().all())
+
+
+@pytest.mark.parametrize("kind", CODECS)
+def test_the_error_of_an_absent_span_waits_for_the_next_vector(kind: str) -> None:
+    codec, room = make_codec(kind), torch.zeros(800, dtype=torch.uint8)
+    for number in range(3):
+        before = codec.lost[2:4].clone() if number else torch.zeros(2)
+        codec.encode(torch.tensor([1.1, -2.3, 0.0, 0.0, 0.7]), room, [(2, 4)])
+        assert torch.equal(codec.lost[2:4], before)
+        codec.encode(torch.tensor([0.3, 0.2, 0.13, -0.19, 0.5]), room)
+
+
+def test_no_codec_needs_more_bytes_than_the_vector() -> None:
+    for kind in CODECS:
+        assert all(make_codec(kind, keep=0.5).bytes(size) <= 4 * size for size in (0, *range(2, 1000)))

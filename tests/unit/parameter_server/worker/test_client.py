@@ -18,7 +18,8 @@ from fabricx.parameter_server.connection import Connection
 from fabricx.parameter_server.wire.connecting import NETWORK, READY, meet_over_gloo
 from fabricx.parameter_server.wire.link import Handshake
 from fabricx.parameter_server.wire.messages import PushReply, Settings
-from fabricx.parameter_server.wire.partition import Shard
+from fabricx.parameter_server.wire.partition import Piece, Shard
+from fabricx.parameter_server.wire.powersgd import LowRank
 from fabricx.parameter_server.worker import server_locator
 from fabricx.parameter_server.worker.buffers import ExchangeBuffers
 from fabricx.parameter_server.worker.client import Client
@@ -74,6 +75,37 @@ def test_an_unused_gradient_does_not_change_the_error_feedback(client: Client) -
     assert torch.equal(client.error_feedback[0], before)
     assert not client.push([None], answered=True)
     assert torch.equal(client.error_feedback[0], before)
+
+
+def test_a_codec_that_needs_more_bytes_than_the_gradient_is_refused() -> None:
+    scalar, link = nn.Parameter(torch.zeros(1)), Refuses()
+    for options in ({"codec": make_codec("int8")}, {"codec": None, "reply_codec": make_codec("int8")}):
+        with pytest.raises(
+            ValueError, match="Int8 needs 5 bytes for a server's 1 elements, which have 4 bytes: remove"
+        ):
+            ExchangeBuffers(link, Shard([Piece(0, 0, 1)]), [scalar], views=False, **options)
+
+
+def test_a_missing_gradient_does_not_change_its_error_feedback() -> None:
+    parameters = [nn.Parameter(torch.zeros(SIZE)), nn.Parameter(torch.zeros(SIZE))]
+    shard = Shard([Piece(0, 0, SIZE), Piece(1, 0, SIZE)])
+    buffers = ExchangeBuffers(Refuses(), shard, parameters, make_codec("sign"), views=False)
+    buffers.post_gradients([torch.arange(float(SIZE)), torch.ones(SIZE)])
+    before = buffers.error_feedback[SIZE:].clone()
+    assert buffers.post_gradients([torch.ones(SIZE), None]).missing == {1}
+    assert torch.equal(buffers.error_feedback[SIZE:], before)
+
+
+def test_powersgd_gives_a_frozen_parameter_no_gradient() -> None:
+    parameter = nn.Parameter(torch.zeros(6, 6))
+    low_rank = LowRank([parameter], 1)
+    parameter.grad = torch.randn(6, 6, generator=torch.Generator().manual_seed(0))
+    low_rank.join(lambda: None)
+    assert low_rank.state()[0]["lost"].any()
+    parameter.grad = None
+    low_rank.join(lambda: None)
+    assert parameter.grad is None
+    assert low_rank.state()[0]["lost"].any()
 
 
 def test_with_unreliable_links_each_server_reports_whether_it_uses_the_gradient(
