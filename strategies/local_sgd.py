@@ -210,9 +210,6 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
         if ends:  # hooks may replace the weights later, and a later checkpoint must not average these
             self._restore_local(ends_round=True)
         if any(fragment.apart for fragment in self._fragments) and not any(f.local for f in self._fragments):
-            for fragment in self._fragments:
-                if fragment.begun is not None:
-                    self._end(fragment, self.keep_local)
             self._show_means()
         self._frozen_means.join(self._peers, read=True, shown=not ends)
         if self.data_ranks.size > 1:
@@ -261,6 +258,7 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
                     self._end(fragment, self.keep_local)
                 self._add_errors(fragment)
             if ends_round and fragment.apart:
+                fragment.wait()  # this round includes the differences of a pending one
                 self._begin(fragment, 0, exact=True)
                 self._end(fragment, 0.0)
             if changes is not None:

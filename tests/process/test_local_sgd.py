@@ -103,8 +103,9 @@ def test_fragments_are_averaged_at_different_steps_and_overlap_later_steps() -> 
 
 
 def test_a_validation_within_a_round_has_no_effect_on_training() -> None:
-    often, trainer = train(LocalSGD(every=3, outer="nesterov"), val_check_interval=1)
-    never, _ = train(LocalSGD(every=3, outer="nesterov"), limit_val_batches=0)
+    options: dict[str, Any] = {"every": 3, "outer": "nesterov", "fragments": 2, "overlap_steps": 2}
+    often, trainer = train(LocalSGD(**options), val_check_interval=1)
+    never, _ = train(LocalSGD(**options), limit_val_batches=0)
     assert all(torch.equal(a, b) for a, b in zip(often.parameters(), never.parameters(), strict=True))
     assert "val" in trainer.callback_metrics
 
