@@ -242,9 +242,10 @@ def flat_part(tensors: Sequence[Tensor], shard: Shard) -> Tensor:
 
     Args:
         tensors: tensors by parameter number, with the parameters' shapes.
-        shard: the server's part.
+        shard: the server's part; it is empty on some servers if there are more of them than parameters.
     """
-    return torch.cat([part_of(tensors[part.parameter], part).reshape(-1) for part in shard.parts])
+    parts = [part_of(tensors[part.parameter], part).reshape(-1) for part in shard.parts]
+    return torch.cat(parts) if parts else tensors[0].detach().new_empty(0)
 
 
 def _state_of(value: object, whole: Tensor, part: Piece | Rows | None) -> object:

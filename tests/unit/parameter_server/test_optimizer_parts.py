@@ -15,6 +15,7 @@ from torch import Tensor, nn, optim
 from fabricx.parameter_server.divisible import needs_whole_tensors
 from fabricx.parameter_server.optimizer_parts import (
     OptimizerSnapshot,
+    flat_part,
     groups_of,
     load_from_servers,
     nested,
@@ -341,3 +342,9 @@ def test_a_stale_gradient_scales_the_step_down(name: str) -> None:
     assert torch.allclose(part, whole / 5, rtol=1e-4, atol=1e-6)  # differences of weights in float32
     if name != "lookahead":  # which has its slow weights in its state
         assert same(damped_states, states)  # moments see the whole gradient
+
+
+def test_a_server_without_parameters_has_an_empty_part() -> None:
+    shards = divide([[4], [1]], 3, whole=True)
+    parts = [flat_part([torch.ones(4), torch.ones(1)], shard) for shard in shards]
+    assert [len(part) for part in parts] == [4, 1, 0]
