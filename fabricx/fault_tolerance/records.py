@@ -63,7 +63,8 @@ class RankRecords(FaultTolerance):
         slot: Slot | None = None,
         memory: MemoryCheckpointer | None = None,
     ) -> None:
-        super().__init__(session.module, session.strategy, session.state, session.rank_state)
+        attributes = tracked_attributes(session)
+        super().__init__(session.module, session.strategy, session.state, session.rank_state, attributes)
         self._session = session
         self.members, self.slot, self.memory = members, slot, memory
         self.publishing = False
@@ -71,7 +72,6 @@ class RankRecords(FaultTolerance):
         self.torn = False
         self.reached = math.inf
         self.weights = None if slot is None else NotedWeights(session.module)
-        self.attributes = tracked_attributes(session)
         self.options: list[GroupOptions] = []
         self._before_validation: BufferMark | None = None  # buffers; None if its steps are complete
         self._recorded_ahead = False  # whether the record of the batch is written before its update

@@ -13,9 +13,9 @@ from fabricx.fault_tolerance.memory_checkpointer import MemoryCheckpointer
 from fabricx.fault_tolerance.rank_record import Slot
 from fabricx.fault_tolerance.records import RankRecords, tracked_attributes
 from fabricx.fault_tolerance.rollback import restore_newest
+from fabricx.session.fault_tolerance import FaultTolerance
 
 if TYPE_CHECKING:
-    from fabricx.session.fault_tolerance import FaultTolerance
     from fabricx.session.session import Session
 
 
@@ -61,10 +61,9 @@ def set_up(session: Session) -> FaultTolerance:
     member, strategy, policy = membership(), session.strategy, recovery_policy_of(session.callbacks)
     members, lockstep = member if member.changes else None, strategy.traits.lockstep
     if not member.folder and members is None:
-        ft = session.fault_tolerance
-        if policy is not None and lockstep:
-            ft.attributes = tracked_attributes(session)  # of snapshots, from which all processes start again
-        return ft
+        # attributes of snapshots, from which all processes start again
+        attributes = tracked_attributes(session) if policy is not None and lockstep else None
+        return FaultTolerance(session.module, session.strategy, session.state, session.rank_state, attributes)
     feed, source = session.data.train_feed, type(session.data.train_dataloader)
     if not session.world.newcomer:  # a newcomer joins workers that have decided this, or is dismissed by them
         recovers = lockstep or feed.exact_position

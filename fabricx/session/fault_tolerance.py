@@ -29,6 +29,7 @@ class FaultTolerance:
         strategy: the run's strategy.
         state: position of the run.
         rank_state: returns the state of this rank, with copies of buffers and the metric objects that it receives.
+        attributes: those of the module and of callbacks that the run changes; None if no other rank needs them.
 
     Attributes:
         resume_point: state from which unfinished work starts again: an accumulation window, a validation, or the end of
@@ -37,20 +38,24 @@ class FaultTolerance:
         meeting: microbatch at which asynchronous ranks meet; None if its work is finished.
         buffers: copies of the module's buffers at the start of an accumulation window; None if windows do not start
             again.
-        attributes: those of the module and of callbacks that the run changes; None if no other rank needs them.
         has_recovered: the attributes were restored from a record.
         metric_objects: torchmetrics objects of the module, found once in an epoch; None if they are not recorded.
     """
 
     def __init__(
-        self, module: Module, strategy: Strategy, state: RunState, rank_state: Callable[..., RankState]
-    ) -> None:  # fmt: skip
+        self,
+        module: Module,
+        strategy: Strategy,
+        state: RunState,
+        rank_state: Callable[..., RankState],
+        attributes: TrackedAttributes | None = None,
+    ) -> None:
         self._module, self._strategy, self._state, self._rank_state = module, strategy, state, rank_state
         self.resume_point: RankState | None = None
         self.epoch_step = EpochStep.BETWEEN
         self.meeting: Microbatch | None = None
         self.buffers: BufferCopies | None = None
-        self.attributes: TrackedAttributes | None = None
+        self.attributes = attributes
         self.has_recovered = False
         self.metric_objects: dict[str, Any] | None = None
         self._epoch_start: RankState | None = None  # before the hooks that begin the epoch; None as `buffers`
