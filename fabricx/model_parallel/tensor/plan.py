@@ -17,6 +17,10 @@ from fabricx.model_parallel.tensor.feature_trace import FeatureTrace
 from fabricx.model_parallel.tensor.parallel_layers import STYLES, Kind, Layer, Style, features_of, layers_of
 
 _NUMBER: Final = r"(?<![^.\s])\d+(?=\.)|(?<=\.)\d+(?![^.\s])"  # as a component of a dotted name
+_NOTHING: Final = (
+    "no layer is divided, so each rank stores and computes the whole module; use strategy=fsdp, pipeline or ddp, or "
+    "divide layers by plan={'LAYER': 'colwise'}"
+)
 VOCABULARY: Final = 8192  # embeddings and heads with fewer rows are sharded by an override only
 
 
@@ -58,6 +62,8 @@ class TensorPlan:
             lines.append(f"  {style:<9} {pattern} ({count}{fused})")
         for reason, pattern, count in _grouped(self.unsharded):
             lines.append(f"  {'whole':<9} {pattern} ({count}): {reason}")
+        if not self.layers:
+            lines.append(f"  note: {_NOTHING}")
         return lines
 
 

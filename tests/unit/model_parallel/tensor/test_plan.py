@@ -320,6 +320,14 @@ def test_layers_that_differ_by_numbers_share_a_line():
     ]
 
 
+def test_a_plan_that_divides_nothing_has_a_note_with_the_remedy() -> None:
+    net = nn.Linear(C, C)
+    lines = find_tensor_plan(net, lambda: net(X), 2, {}).describe()
+    assert lines[0] == "tensor parallel on 2 ranks: 0 layers are sharded"
+    assert lines[-1].startswith("  note: no layer is divided")
+    assert "strategy=fsdp" in lines[-1]
+
+
 def test_a_plan_is_unchanged_when_sent_to_another_rank() -> None:
     plan = TensorPlan(2, {"a": Layer("colwise", (4, 4, 4)), "b": Layer("rowwise", ())}, {"c": "no linear layer"})
     assert TensorPlan.of(json.loads(json.dumps(plan.plain()))) == plan
