@@ -21,6 +21,9 @@ class Program:
         gpus_unused: the ranks compute on CPUs, and the caller has not requested it.
         stops_at_step: the first signal is passed to the ranks, which stop at their next step; else it ends them.
         servers: number of parameter servers: processes on the last machine, in addition to its ranks.
+        run_dir: folder of a run that continues after the loss of a process. An engine may continue it after the loss of
+            the process that has called the Trainer, too; then `fabricx.trainer.launcher_run.continued` decides about
+            restarts. "" for other runs.
     """
 
     job: bytes = field(repr=False)
@@ -30,6 +33,7 @@ class Program:
     gpus_unused: bool
     stops_at_step: bool
     servers: int = 0
+    run_dir: str = ""
 
     def processes_on(self, node: int) -> int:
         """Return the number of ranks and servers on a machine.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, final
 from fabricx.launch import preloaded
 
 if TYPE_CHECKING:
-    from fabricx.launch.launcher import Ended
+    from fabricx.launch.launcher import Ended, Program
     from fabricx.launch.ranks import Ranks
 
 BEGIN_S: Final = 60.0  # longest time from the call of `run` until the ranks can receive signals
@@ -29,8 +29,12 @@ class Machine:
     def __init__(self) -> None:
         preloaded.start()
         self._ranks: Ranks | None = None  # None between two starts
-        self._start = -1  # number of the newest start
+        self._start = -1  # number of the start of `_ranks`
+        self._newest = -1  # number of the newest start that was requested
+        self._program: Program | None = None  # of that start
+        self._ended: Ended | None = None  # the end of its ranks
         self._changed = threading.Condition()  # the methods are called in threads
+        self._running = threading.Lock()  # the ranks of one start at a time
         self._reserved: socket.socket | None = None  # has the port of `address`
 
     def begun(self) -> None:
@@ -54,24 +58,52 @@ class Machine:
             self._reserved.close()
             self._reserved = None
 
-    def run(self, start: int, job: bytes, variables: Sequence[Mapping[str, str]]) -> Ended:
-        """Run the ranks, and wait for their end.
+    def run(self, start: int, program: Program, variables: Sequence[Mapping[str, str]]) -> Ended:
+        """Run the ranks, and wait for their end. A newer start ends the ranks of an earlier start.
 
         Args:
             start: number of the start, which increases.
-            job: their work.
+            program: their work.
             variables: environment variables of each rank.
         """
         from fabricx.fault_tolerance import memory_holder  # local imports: they import torch
         from fabricx.launch.ranks import Ranks
 
-        ranks = Ranks(job, variables, forks=True, copies=memory_holder.folder_of(0, os.getpid()))
-        self._set(start, ranks)
-        try:
-            return ranks.run()
-        finally:
-            self._set(start, None)
-            self._release()
+        with self._changed:
+            if start <= self._newest:  # a late request of a process that has died
+                return _nothing()
+            self._newest, self._ended = start, None
+            self._program = program if program.run_dir else None
+            if self._ranks is not None:
+                self._ranks.end()
+        ended = _nothing()
+        with self._running:
+            ranks = Ranks(program.job, variables, forks=True, copies=memory_holder.folder_of(0, os.getpid()))
+            self._set(start, ranks)
+            try:
+                ended = ranks.run()
+            finally:
+                self._set(start, None, ended)
+                self._release()
+        return ended
+
+    def newest(self) -> int:
+        """Return the number of the newest start; -1 without."""
+        return self._newest
+
+    def program(self) -> Program | None:
+        """Return the program of the newest start; None without, or if the run does not recover."""
+        return self._program
+
+    def ended(self, start: int) -> Ended:
+        """Return the end of the ranks of a start after a wait for it, as `run` does, for another caller.
+
+        Args:
+            start: number of the start.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._newest != start or self._ended is not None)
+            return _nothing() if self._ended is None or self._newest != start else self._ended
 
     def signal(self, start: int, number: int) -> None:
         """Pass a signal on to the ranks; does nothing if they have ended.
@@ -92,9 +124,11 @@ class Machine:
         if (ranks := self._ranks_of(start)) is not None:
             ranks.end()
 
-    def _set(self, start: int, ranks: Ranks | None) -> None:
+    def _set(self, start: int, ranks: Ranks | None, ended: Ended | None = None) -> None:
         with self._changed:
             self._start, self._ranks = start, ranks
+            if self._newest == start and self._program is not None:
+                self._ended = ended
             self._changed.notify_all()
 
     def _ranks_of(self, start: int) -> Ranks | None:
@@ -102,3 +136,10 @@ class Machine:
         with self._changed:
             self._changed.wait_for(lambda: self._start >= start, BEGIN_S)
             return self._ranks if self._start == start else None
+
+
+def _nothing() -> Ended:
+    """Return the end of ranks that have neither a result nor a failure."""
+    from fabricx.launch.launcher import Ended  # imports torch
+
+    return Ended()

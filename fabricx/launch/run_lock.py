@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, TextIO
 
+DETACHED: Final = (
+    "detached: "  # begins the label of a run whose calling process has died; its name in the cluster follows
+)
 _FILE: Final = "running"
 _ASKED_S: Final = 0.5  # seconds; `lock_owner` in a second process takes the lock for an instant
 
@@ -79,8 +83,23 @@ def occupied(run_dir: Path, owner: str) -> ValueError:
         run_dir: the folder.
         owner: result of `lock_owner`.
     """
-    process = next(iter(owner.split()), "?")
-    return ValueError(f"process {process} is training in {run_dir}: wait until it ends, or stop it with Ctrl-C")
+    process, _, label = owner.partition(" ")
+    if is_detached(owner):
+        name = re.sub(r"[^\w-]", "", label.removeprefix(DETACHED))  # of a file that other users may have written
+        return ValueError(
+            f"the run in {run_dir} continues, although the process that started it has died: wait until it ends, or "
+            f"stop it: python -m fabricx.launchers.ray_standby {name}"
+        )
+    return ValueError(f"process {process or '?'} is training in {run_dir}: wait until it ends, or stop it with Ctrl-C")
+
+
+def is_detached(owner: str) -> bool:
+    """Return whether a run continues without the process that has started it.
+
+    Args:
+        owner: result of `lock_owner`.
+    """
+    return owner.partition(" ")[2].startswith(DETACHED)
 
 
 def lock_owner(run_dir: Path) -> str | None:

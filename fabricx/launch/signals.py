@@ -141,7 +141,15 @@ class StopRequests:
 
     def received(self) -> AbstractContextManager[None]:
         """Receive the signals while the context is active."""
-        return handled(lambda number, frame: self._received.append(number))
+        return handled(lambda number, frame: self.add(number))
+
+    def add(self, number: int) -> None:
+        """Add a signal that this process has not received itself.
+
+        Args:
+            number: number of the signal.
+        """
+        self._received.append(number)
 
     def arrived(self, *, begun: Callable[[], bool] = lambda: True) -> int | None:
         """Return a signal that has arrived since the last call and that the ranks have to receive, or None.

@@ -5,6 +5,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
+import os
+import pickle
+import secrets
+import signal
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, final
@@ -14,9 +18,11 @@ from fabricx.launch.machine import Machine
 from fabricx.launch.ranks import GATHER_S
 from fabricx.launch.signals import StopRequests
 from fabricx.launch.worker import Failure
+from fabricx.launchers import ray_standby
 
 LOOK_S: Final = 0.5  # seconds between two looks for signals
 DEATH_S: Final = 1.0  # time after a death in which other ranks may report failures
+CALLS: Final = 16  # of a machine at a time: `run`, and `ended` of each process that takes the place of another
 END_S: Final = 30.0  # time in which a machine has to end its ranks
 
 
@@ -28,6 +34,9 @@ class Ray(Launcher):
     starts all ranks again, from in-memory checkpoints, which the machines keep and exchange, or from the newest
     checkpoint on disk. Ray replaces a lost machine if another machine of the cluster is free, or its autoscaler starts
     one. The project and the run's folder have to be on a file system that all machines share.
+
+    A run with `FaultRecovery` also continues if the process that has called `fit` is killed: its actors are detached,
+    and another actor (`ray_standby.py`) takes its place. At the end of the run it releases the machines.
 
     Args:
         address: address of the cluster, as of `ray.init`; None: the cluster of this machine or of RAY_ADDRESS, or a new
@@ -52,10 +61,14 @@ class Ray(Launcher):
         self._group: Any = None  # placement group of a run
         self._nodes: list[Any] = []  # an actor on each machine; None for a lost machine
         self._start = 0  # number of the newest start of the ranks
+        self._run_name = ""  # namespace of detached actors; "" for actors that end with this process
+        self._pulse: Any = None
+        self._whole = False  # all machines have started the newest start
+        self._requests = StopRequests(stops_at_step=True)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the options: ranks have a copy of the launcher, and no actors."""
-        return {**self.__dict__, "_group": None, "_nodes": []}
+        return {**self.__dict__, "_group": None, "_nodes": [], "_requests": None, "_pulse": None}
 
     @contextlib.contextmanager
     def starts(self) -> Iterator[None]:
@@ -69,7 +82,11 @@ class Ray(Launcher):
                     ray.kill(node)
             if self._group is not None:
                 ray.util.remove_placement_group(self._group)
-            self._nodes, self._group, self._start = [], None, 0
+            if self._run_name:  # at last: until then, the standby does this if this process is killed
+                for name in (ray_standby.STANDBY, ray_standby.PULSE):
+                    with contextlib.suppress(Exception):
+                        ray.kill(ray.get_actor(name, namespace=self._run_name))
+            self._nodes, self._group, self._start, self._run_name, self._pulse = [], None, 0, "", None
 
     def run(self, program: Program) -> Ended:
         ray = _ray()
@@ -81,6 +98,8 @@ class Ray(Launcher):
                 "set accelerator to 'gpu', or to 'cpu'"
             )
         if self._group is None:
+            if program.run_dir:
+                self._stand_by(program.run_dir)
             self._group = self._placement_group(program)
             self._nodes = [None] * program.nodes
         try:
@@ -90,9 +109,74 @@ class Ray(Launcher):
                 raise
             return Ended(failures=(Failure(0, time.time(), "death", str(error), None),))
         self._start += 1
-        requests = StopRequests(stops_at_step=program.stops_at_step)
-        with requests.received():
-            return self._run(program, requests)
+        self._requests = StopRequests(stops_at_step=program.stops_at_step)
+        with self._requests.received():
+            waiting = self._begin(program)
+            return waiting if isinstance(waiting, Ended) else self._wait(program, waiting)
+
+    def adopt(self, run: str) -> Program | None:
+        """Take over the machines of a process that has died.
+
+        Args:
+            run: namespace of the actors.
+
+        Returns:
+            the program of the newest start; None if no machine has started ranks.
+        """
+        ray = _ray()
+        self._run_name, self._group = run, ray.util.get_placement_group(run)
+        self._requests = StopRequests(stops_at_step=True)
+        actors = {int(name.split("-")[1]): actor for name, actor in ray_standby.machines(run).items()}
+        starts = self._answers({number: actor.newest.remote() for number, actor in actors.items()})
+        for number in actors.keys() - starts.keys():
+            with contextlib.suppress(Exception):  # it is lost
+                ray.kill(actors[number])
+        self._start = max(starts.values(), default=-1)
+        newest = [number for number in starts if starts[number] == self._start]
+        programs = self._answers({number: actors[number].program.remote() for number in newest})
+        program: Program | None = next(iter(programs.values()), None)
+        if program is not None:
+            self._nodes = [actors[number] if number in starts else None for number in range(program.nodes)]
+            self._whole = len(newest) == program.nodes
+        return program
+
+    def rejoin(self, program: Program) -> Ended:
+        """Wait for the end of the ranks that another process has started.
+
+        Args:
+            program: returned by `adopt`.
+        """
+        if not self._whole:  # some machines did not start: the next start ends the ranks of the others
+            text = "a machine, or the process that was starting the ranks, was lost"
+            return Ended(failures=(Failure(0, time.time(), "death", text, None),))
+        return self._wait(program, {node.ended.remote(self._start): n for n, node in enumerate(self._nodes)})
+
+    def request_stop(self) -> None:
+        """Stop the ranks as SIGTERM to this process does."""
+        self._requests.add(signal.SIGTERM)
+
+    def _answers(self, asked: Mapping[int, Any]) -> dict[int, Any]:
+        """Return the answers of machines by number, without lost machines and machines that do not answer."""
+        ray, answers = _ray(), dict[int, Any]()
+        ray.wait(list(asked.values()), num_returns=len(asked), timeout=END_S) if asked else None
+        for number, reference in asked.items():
+            with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+                answers[number] = ray.get(reference, timeout=0)
+        return answers
+
+    def _stand_by(self, run_dir: str) -> None:
+        """Start the actors that continue the run after the death of this process."""
+        ray, self._run_name = _ray(), f"fabricx-{secrets.token_hex(8)}"
+        options: dict[str, Any] = {"namespace": self._run_name, "num_cpus": 0, "max_restarts": -1}
+        pulse = ray.remote(ray_standby.Pulse).options(name=ray_standby.PULSE, max_task_retries=-1, **options)
+        self._pulse = pulse.remote()  # ends when this process has no reference
+        # This machine has the project, the environment and the run's folder; after its loss, any other machine.
+        near = importlib.import_module("ray.util.scheduling_strategies").NodeAffinitySchedulingStrategy
+        here = near(ray.get_runtime_context().get_node_id(), soft=True)
+        standby = ray.remote(ray_standby.Standby).options(
+            name=ray_standby.STANDBY, lifetime="detached", scheduling_strategy=here, **options
+        )
+        standby.remote(pickle.dumps(self), self._run_name, run_dir, os.getpid())
 
     def _placement_group(self, program: Program) -> Any:
         """Reserve the machines.
@@ -101,9 +185,9 @@ class Ray(Launcher):
             ValueError: the cluster does not have them within the time.
         """
         ray = _ray()
-        group = ray.util.placement_group(
-            [self._bundle(program, number) for number in range(program.nodes)], strategy="STRICT_SPREAD"
-        )
+        bundles = [self._bundle(program, number) for number in range(program.nodes)]
+        options = {"name": self._run_name, "lifetime": "detached"} if self._run_name else {}
+        group = ray.util.placement_group(bundles, strategy="STRICT_SPREAD", **options)
         try:
             ray.get(group.ready(), timeout=self.timeout_s)
         except ray.exceptions.GetTimeoutError:
@@ -147,25 +231,33 @@ class Ray(Launcher):
 
     def _actor(self, program: Program, number: int) -> Any:
         placed = importlib.import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
+        options = {} if not self._run_name else {
+            "name": f"{ray_standby.MACHINE}-{number}-{time.time_ns()}", "namespace": self._run_name,
+            "lifetime": "detached",
+        }  # fmt: skip
         return _ray().remote(Machine).options(
             num_cpus=self.cpus_per_rank * program.processes_on(number),
             num_gpus=program.processes if program.gpus else 0,
-            scheduling_strategy=placed(self._group, number), max_concurrency=3,
+            scheduling_strategy=placed(self._group, number), max_concurrency=CALLS, **options,
         ).remote()  # fmt: skip
 
-    def _run(self, program: Program, requests: StopRequests) -> Ended:
-        """Run the ranks on all machines, and wait for their end."""
+    def _begin(self, program: Program) -> dict[Any, int] | Ended:
+        """Start the ranks on all machines, and return the numbers of the machines by the reference to their end."""
         ray = _ray()
         try:
             address = ray.get(self._nodes[0].address.remote(ray.util.get_node_ip_address))
         except ray.exceptions.RayActorError as error:
             return self._lost(0, program, error)
-        job, threads = ray.put(program.job), {"OMP_NUM_THREADS": str(self.cpus_per_rank)}
+        work, threads = ray.put(program), {"OMP_NUM_THREADS": str(self.cpus_per_rank)}
         waiting = {}
         for number, node in enumerate(self._nodes):
             variables = [{**threads, **rank} for rank in torchrun_variables(program, number, *address)]
-            waiting[node.run.remote(self._start, job, variables)] = number
-        ends, deadline = list[Ended](), float("inf")
+            waiting[node.run.remote(self._start, work, variables)] = number
+        return waiting
+
+    def _wait(self, program: Program, waiting: dict[Any, int]) -> Ended:
+        """Wait for the end of the ranks on all machines."""
+        ray, ends, deadline = _ray(), list[Ended](), float("inf")
         while waiting:
             ready, _ = ray.wait(list(waiting), timeout=LOOK_S)
             for reference in ready:
@@ -181,13 +273,14 @@ class Ray(Launcher):
                 for reference in lost:
                     self._give_up(waiting[reference])
                 break
-            if (requested := requests.arrived()) is not None:
+            if (requested := self._requests.arrived()) is not None:
                 for number in waiting.values():
                     self._nodes[number].signal.remote(self._start, requested)
         failures = tuple(failure for ended in ends for failure in ended.failures)
         result = next((ended.result for ended in ends if ended.result is not None), None)
         reached = max(ended.reached for ended in ends)
-        return Ended(None if failures else result, failures, stopping=bool(requests), reached=reached)
+        stopping = bool(self._requests) or (not failures and any(ended.stopping for ended in ends))
+        return Ended(None if failures else result, failures, stopping=stopping, reached=reached)
 
     def _end_of(self, reference: Any, number: int, program: Program) -> Ended:
         """Return the end of the ranks of a machine; a lost machine is replaced at the next start."""

@@ -1,25 +1,34 @@
-"""A run on ranks that a launcher starts, for the process that has called it."""
+"""A run on ranks that a launcher starts, for the process that has called it, or that takes its place."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
 import secrets
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fabricx import by_value
+from fabricx.core.callback import recovery_policy_of
 from fabricx.core.strategy_parts import HasServers, as_part
 from fabricx.errors import Terminated, WorkerFailed
 from fabricx.launch import cluster
-from fabricx.launch.launcher import Program
+from fabricx.launch.launcher import Ended, Program
 from fabricx.launch.pickling import check_picklable
 from fabricx.launch.signals import TERMINATED
+from fabricx.telemetry.aggregator import Aggregator
 from fabricx.telemetry.logs import LogSettings
 from fabricx.trainer.calling_process import Caller
+from fabricx.trainer.restart import restarts
+from fabricx.trainer.result import shared_names
+from fabricx.trainer.set_up import ranks_that_began
 
 if TYPE_CHECKING:
     from fabricx.core.strategy import Strategy
-    from fabricx.launch.launcher import Ended, Launcher
+    from fabricx.launch.launcher import Launcher
     from fabricx.trainer.interface import TrainerInterface
     from fabricx.trainer.result import Outcome
     from fabricx.trainer.run_request import Job
@@ -72,9 +81,11 @@ def run_ranks(
     whole = pickle.dumps((Caller.of_this_process(secrets.token_hex(32)), content))
     gpus = trainer.accelerator == "cuda"
     unused = not gpus and not trainer.accelerator_given
-    fits = job.stage == "fit"
+    fits, policy = job.stage == "fit", recovery_policy_of(trainer.callbacks)
     servers = as_part(trainer.strategy, HasServers).servers if fits else 0
-    program = Program(whole, trainer.num_nodes, len(trainer.device_ids), gpus, unused, fits, servers)
+    recovers = fits and trainer.writes and policy is not None and policy.max_restarts > 0
+    run_dir = os.path.abspath(trainer.run_dir) if recovers and trainer.run_dir is not None else ""
+    program = Program(whole, trainer.num_nodes, len(trainer.device_ids), gpus, unused, fits, servers, run_dir)
     ended = launcher.run(program)
     if ended.failures:
         raise _first_failure(ended)
@@ -82,6 +93,59 @@ def run_ranks(
         raise WorkerFailed("the ranks ended without a result and without a failure", rank=0)
     outcome: Outcome = pickle.loads(ended.result)
     return outcome
+
+
+@contextlib.contextmanager
+def continued(program: Program) -> Iterator[Callable[[Ended], Program | None]]:
+    """Take the place of the process that has called the Trainer and has died.
+
+    Args:
+        program: of the newest start.
+
+    Yields:
+        a function that receives the end of the ranks, and returns the program of the next start; None if the run ends.
+
+    Raises:
+        ValueError: this machine does not have the working directory of the process.
+    """
+    caller, content = pickle.loads(program.job)
+    caller.enter()
+    trainer, job, logs = pickle.loads(content)
+    named = shared_names(trainer, job.module, job.datamodule, trainer.callbacks, trainer.loggers)
+    with by_value.shared_objects(named):
+        board = any(logger.shows_telemetry for logger in trainer.loggers)
+        aggregator = Aggregator(trainer.run_dir, board=board, separate=True) if trainer.enable_telemetry else None
+        _announce(f"the process that called fit has died; the run in {trainer.run_dir} continues", aggregator)
+        ending = "failed"
+
+        def following(ended: Ended) -> Program | None:
+            nonlocal ending
+            if not ended.failures:
+                ending = "interrupted" if ended.stopping else "success"
+                return None
+            error = _first_failure(ended)
+            if (
+                isinstance(error, WorkerFailed)
+                and not error.stopping
+                and restarts(job, trainer.run_dir, trainer.callbacks, trainer.failure_log, aggregator, error)
+            ):
+                job.began_with = ranks_that_began(job)
+                content = by_value.dumps((trainer, job, logs))
+                return replace(program, job=pickle.dumps((replace(caller, key=secrets.token_hex(32)), content)))
+            _announce(f"the run in {trainer.run_dir} has ended: {error}", aggregator)
+            return None
+
+        try:
+            yield following
+        finally:
+            if aggregator is not None:
+                aggregator.close(ending)
+
+
+def _announce(text: str, aggregator: Aggregator | None) -> None:
+    print(text, file=sys.stderr, flush=True)
+    if aggregator is not None:
+        aggregator.record_event("caller", text)
 
 
 def _first_failure(ended: Ended) -> BaseException:

@@ -16,7 +16,7 @@ from fabricx.checkpoint import is_committed, is_foreign, list_committed, read_fo
 from fabricx.checkpoint.files import oldest_first
 from fabricx.checkpoint.storage import as_path, is_local
 from fabricx.errors import CheckpointError, MissingCheckpoint, PossibleUserWarning, did_you_mean
-from fabricx.launch.run_lock import lock_owner
+from fabricx.launch.run_lock import is_detached, lock_owner, occupied
 from fabricx.telemetry.events import FOLDER
 from fabricx.telemetry.reader import open_untrusted
 
@@ -50,8 +50,8 @@ def resolve_checkpoint(
             continue, or the beginning.
 
     Raises:
-        ValueError: no best checkpoint was saved, the path is not a complete checkpoint, or there is no last checkpoint
-            to evaluate.
+        ValueError: no best checkpoint was saved, the path is not a complete checkpoint, there is no last checkpoint
+            to evaluate, or "last" is of a run that continues without the process that has started it.
         CheckpointError: the checkpoint is damaged; for "last", all checkpoints are damaged.
     """
     if path is None:
@@ -67,6 +67,8 @@ def resolve_checkpoint(
             raise ValueError("ckpt_path='best': no checkpoint was written yet; call fit first, or pass a path")
         return as_path(best)
     if path == "last":
+        if trains:
+            _refuse_detached(root)
         newest = newest_checkpoints(callback, run_dir, root, trains=trains)
         if newest:
             return newest_whole((trains and _resumable(newest)) or newest)
@@ -94,6 +96,14 @@ def resolve_checkpoint(
         raise MissingCheckpoint(f"ckpt_path={str(path)!r}: there is no complete checkpoint.{hint}{listing}")
     verify(checkpoint)
     return checkpoint.resolve()
+
+
+def _refuse_detached(root: Path) -> None:
+    """Refuse to train from the last checkpoint of a run that continues: a second run would train the same steps."""
+    for lock in root.glob("runs/*/running"):
+        owner = lock_owner(lock.parent)
+        if owner is not None and is_detached(owner):
+            raise occupied(lock.parent, owner)
 
 
 def newest_checkpoints(callback: Callback | None, run_dir: Path | None, root: Path, *, trains: bool) -> list[Path]:

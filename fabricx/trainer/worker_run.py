@@ -6,7 +6,6 @@ import contextlib
 import functools
 import signal
 import sys
-import time
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,6 +28,7 @@ from fabricx.trainer import process, provenance
 from fabricx.trainer.attributes import AttributesBefore, Changed
 from fabricx.trainer.cluster_run import memory_checkpoints_held
 from fabricx.trainer.hooks_of_layers import reserve_numbers
+from fabricx.trainer.restart import restarts
 from fabricx.trainer.result import holders, shared_names
 from fabricx.trainer.run_dir import checkpoints_of, newest_whole
 from fabricx.trainer.sessions import returned
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from fabricx.core.callback import Callback, RecoveryPolicy
     from fabricx.core.logger import Logger
     from fabricx.core.strategy import Strategy
-    from fabricx.session.status import FailureLog
     from fabricx.telemetry.aggregator import Aggregator
     from fabricx.trainer.interface import TrainerInterface
     from fabricx.trainer.result import Outcome
@@ -108,7 +107,7 @@ def run_in_workers(
             if not fits or error.stopping:
                 raise
             assert trainer.run_dir is not None
-            if not _restarts(job, trainer.run_dir, trainer.callbacks, log, aggregator, error):
+            if not restarts(job, trainer.run_dir, trainer.callbacks, log, aggregator, error):
                 checkpoints = checkpoints_of(trainer.run_dir)
                 for callback in trainer.callbacks:
                     callback.after_failure(newest_whole(checkpoints) if checkpoints else None)
@@ -275,37 +274,3 @@ def _timeouts(policy: RecoveryPolicy | None, accelerator: str, elastic: ElasticP
     if accelerator == "cuda" and elastic is not None:  # torch does not end collectives of such a group
         limits.setdefault("stuck_after", OPERATION.total_seconds())
     return limits
-
-
-def _restarts(
-    job: Job, run_dir: Path, callbacks: Iterable[Callback], log: FailureLog, aggregator: Aggregator | None,
-    error: WorkerFailed,
-) -> bool:  # fmt: skip
-    """Prepare a restart from the newest checkpoint of the run; returns False if no callback requests a restart."""
-    checkpoints = checkpoints_of(run_dir)
-    newest = newest_whole(checkpoints) if checkpoints else None
-    step: int = read_manifest(newest)["step"] if newest is not None else -1
-    progress = max(step, error.reached) if error.__cause__ is None else step  # an error may occur again
-    if error.exhausted:
-        error.add_remedy(
-            f"the run ends, because workers failed {len(log.errors) + 1} times, in the end at the same step each time; "
-            "FaultRecovery(max_restarts=...) sets how often it continues without a further step"
-        )
-        return False
-    if not any(callback.restarts_after(error, progress) for callback in callbacks):
-        return False
-    first = next(line for line in str(error).splitlines() if line)
-    what = f"{first} {error.summary}"[:300]
-    if error.not_in_place and log.errors:  # the death has been counted
-        what = log.errors[-1] = f"{log.errors[-1]}; {error.not_in_place}"[:600]
-    else:
-        log.errors.append(what)
-    log.newest_at = time.time()
-    copied = error.reached >= 0  # then a rank reports the steps to train again, when it has restored a copy
-    if aggregator is not None:
-        again = {} if copied else {"steps_again": float(max(0, aggregator.run.steps - max(0, step)))}
-        aggregator.record_event("failure", str(error), **again)
-    start = f"from in-memory checkpoints, or from step {max(0, step)}" if copied else f"from step {max(0, step)}"
-    print(f"{what}\nall workers restart {start}", file=sys.stderr, flush=True)
-    job.ckpt_path = newest or job.ckpt_path
-    return True

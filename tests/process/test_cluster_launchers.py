@@ -67,6 +67,94 @@ cluster.shutdown()
 """
 
 
+DRIVER = """
+import os, time
+import ray, torch
+from torch.utils.data import DataLoader
+import fabricx as fx
+from fabricx.callbacks import FaultRecovery, ModelCheckpoint
+from fabricx.testing import QUIET, Ledger
+from tests.process.ledgers import BATCH, SAMPLES, Numbered, exact
+
+class Slow(fx.Callback):
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        time.sleep(0.2)
+        if trainer.is_global_zero:
+            with open("steps", "a") as file:
+                file.write(f"{trainer.global_step} {os.getpid()} {len(trainer.failures)}\\n")
+
+ray.init(address=os.environ["ADDRESS"], log_to_driver=False)
+torch.manual_seed(3)
+module = Ledger(SAMPLES, BATCH)
+trainer = fx.Trainer(launcher="ray", num_nodes=2, devices=1, strategy="ddp", max_epochs=20, callbacks=[
+    Slow(), FaultRecovery(copy_every_n_steps=1), ModelCheckpoint()])
+trainer.fit(module, DataLoader(Numbered(), BATCH // 2, shuffle=True), ckpt_path="last")
+print("fit", trainer.global_step, exact(module, 20))
+"""
+
+WITHOUT_DRIVER = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+import psutil, ray
+from ray.cluster_utils import Cluster
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+for _ in range(3):  # including a spare node
+    cluster.add_node(num_cpus=1)
+ray.init(address=cluster.address, log_to_driver=False)
+
+def driver():
+    environment = {**os.environ, "ADDRESS": cluster.address}
+    return subprocess.Popen([sys.executable, "driver.py"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                            env=environment)
+
+def newest():
+    file = Path("steps")
+    return [int(number) for number in file.read_text().split()[-3:]] if file.exists() else [-1, 0, 0]
+
+def until(condition):
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, newest()
+        time.sleep(0.1)
+
+def advance(failures):
+    until(lambda: newest()[2] == failures)
+    step = newest()[0]
+    until(lambda: newest()[0] >= step + 3)
+
+def kill_standby():
+    started = psutil.Process().children(recursive=True)
+    [own] = [process for process in started if process.cmdline()[:1] == ["ray::Standby"]]
+    own.kill()
+
+def actors():
+    return ray.util.list_named_actors(all_namespaces=True)
+
+first = driver()
+advance(0)
+rank = newest()[1]
+first.kill()
+first.wait()
+until(lambda: "detached" in "".join(lock.read_text() for lock in Path("runs").glob("*/running")))
+second = driver()
+print("second", "although the process that started it has died" in second.communicate()[0])
+kill_standby()
+advance(0)
+print("same process", newest()[1] == rank)
+os.kill(newest()[1], signal.SIGKILL)
+advance(1)
+os.kill(int(psutil.Process(newest()[1]).environ()["RAY_RAYLET_PID"]), signal.SIGKILL)
+advance(2)
+until(lambda: not actors())
+print("groups", {group["state"] for group in ray.util.placement_group_table().values()})
+third = driver()
+print(third.communicate()[0].splitlines()[-1])
+ray.shutdown()
+cluster.shutdown()
+"""
+
+
 # A cluster of Ray takes 15 seconds to start.
 @pytest.mark.parametrize("script", params([], [CLUSTER]))
 def test_ray_replaces_a_killed_process_and_a_lost_machine(own_folder: Path, script: str) -> None:
@@ -81,6 +169,23 @@ def test_ray_replaces_a_killed_process_and_a_lost_machine(own_folder: Path, scri
     assert printed[-1:] == ["fit True True"], done.stdout + done.stderr
     assert ["killed by SIGKILL" in printed[0], "was lost" in printed[1]] == [True, True], printed
     assert (own_folder / "begun").read_text() == "0 5 7 "
+
+
+# A minute and a half.
+@pytest.mark.parametrize("script", params([], [WITHOUT_DRIVER]))
+def test_a_run_on_ray_survives_its_driver_and_the_actor_that_takes_its_place(own_folder: Path, script: str) -> None:
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed: pip install 'fabricx[ray]'")
+    (own_folder / "script.py").write_text(script)
+    (own_folder / "driver.py").write_text(DRIVER)
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [sys.executable, "script.py"], capture_output=True, text=True, timeout=280, check=False, env=environment
+    )
+    printed = done.stdout.splitlines()[-4:]
+    assert printed == ["second True", "same process True", "groups {'REMOVED'}", "fit 80 True"], (
+        done.stdout + done.stderr
+    )
 
 
 class Preempted(fx.Callback):

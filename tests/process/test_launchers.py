@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import psutil
 import pytest
@@ -30,6 +31,7 @@ from fabricx.launch.worker import Failure
 from fabricx.launchers import Slurm
 from fabricx.strategies import DDP, FSDP, AsyncSGD, LocalSGD, Mesh, ParameterServer
 from fabricx.testing import QUIET, Ledger, TinyModule, kill, tiny_loader
+from fabricx.trainer.launcher_run import continued
 from tests import warm
 from tests.ports import reserved_port
 from tests.soak import params
@@ -69,12 +71,24 @@ class KeepsMachine(Launcher):
         self._during = lambda machine: None
         with ThreadPoolExecutor(1) as threads:
             during_run = threads.submit(during, machine)
-            ended = machine.run(0, program.job, self.variables(program, machine))
+            ended = machine.run(0, program, self.variables(program, machine))
             during_run.result()
         return ended
 
     def variables(self, program: Program, machine: Machine) -> list[dict[str, str]]:
         return torchrun_variables(program, 0, *machine.address(lambda: "127.0.0.1"))
+
+
+class Continues(KeepsMachine):
+    """Runs as if the calling process had died after the first start."""
+
+    def run(self, program: Program) -> Ended:
+        following: Program | None = program
+        with mock.patch.dict(os.environ), continued(program) as next_program:
+            while following is not None:
+                ended = super().run(following)
+                following = next_program(ended)
+        return ended
 
 
 @pytest.fixture(autouse=True)
@@ -196,15 +210,21 @@ class Begins(fx.Callback):
 
 
 @pytest.mark.parametrize(
-    "strategy",
+    ("strategy", "launcher"),
     params(
-        ["fsdp", ParameterServer(servers=2, optimizer="server"), ParameterServer(servers=0, optimizer="server")],
-        ["ddp", "local_sgd", ParameterServer(compression="topk", pull_compression="topk")],
+        [
+            ("fsdp", KeepsMachine), (ParameterServer(servers=2, optimizer="server"), KeepsMachine),
+            (ParameterServer(servers=0, optimizer="server"), Continues),
+        ],
+        [
+            ("ddp", KeepsMachine), ("local_sgd", KeepsMachine),
+            (ParameterServer(compression="topk", pull_compression="topk"), KeepsMachine),
+        ],
     ),
-    ids=lambda strategy: strategy if isinstance(strategy, str) else f"parameter_server-{strategy.servers}",
-)
+    ids=lambda part: getattr(part, "__name__", part) if isinstance(part, (str, type)) else f"servers-{part.servers}",
+)  # fmt: skip
 def test_ranks_restore_in_memory_checkpoints_if_a_process_of_the_machine_survives(
-    strategy: Any, own_folder: Path
+    strategy: Any, launcher: Any, own_folder: Path
 ) -> None:
     """Regression: servers with optimizers lost the momentum of earlier updates, and codecs the servers' residuals."""
     runs = []
@@ -216,11 +236,11 @@ def test_ranks_restore_in_memory_checkpoints_if_a_process_of_the_machine_survive
         torch.manual_seed(3)
         module = Ledger(SAMPLES, BATCH)
         trainer = fx.Trainer(
-            launcher=KeepsMachine(), devices=2, strategy=strategy, max_epochs=EPOCHS, **QUIET, callbacks=callbacks
+            launcher=launcher(), devices=2, strategy=strategy, max_epochs=EPOCHS, **QUIET, callbacks=callbacks
         )
         trainer.fit(module, DataLoader(Numbered(), BATCH // 2, shuffle=True))
         runs.append(module.state_dict())
-    assert (trainer.global_step, len(trainer.failures)) == (STEPS, 2)
+    assert (trainer.global_step, len(trainer.failures)) == (STEPS, 2 if launcher is KeepsMachine else 0)
     torch.testing.assert_close(runs[1], runs[0], rtol=0.0, atol=0.0)
     assert (own_folder / "begun").read_text() == "0 5 9 "
     deadline = time.monotonic() + 60
@@ -324,17 +344,28 @@ def test_requests_to_ended_ranks_do_not_affect_ranks_of_the_next_start(
 
     monkeypatch.setattr(ranks, "Ranks", Endless)
     machine = Machine()
-    with ThreadPoolExecutor(1) as threads:
+    with ThreadPoolExecutor(1) as threads, ThreadPoolExecutor(1) as waiting:
         for start, job in ((0, b"a"), (3, b"b")):
-            ended = threads.submit(machine.run, start, job, [])
+            program = Program(job, 1, 1, gpus=False, gpus_unused=False, stops_at_step=True, run_dir="run")
+            ended = threads.submit(machine.run, start, program, [])
             begun.acquire()
             for earlier in range(start):
                 machine.end(earlier)
                 machine.signal(earlier, signal.SIGTERM)
             assert not ended.done()
+            again = waiting.submit(machine.ended, start)  # of a process that takes the place of the caller
+            assert (machine.newest(), machine.program()) == (start, program)
+            assert machine.run(start, program, []) == Ended()  # a late request
             machine.end(start)
-            assert ended.result(60).result == job
+            assert ended.result(60).result == again.result(60).result == machine.ended(start).result == job
             machine.end(start)
+        earlier = threads.submit(machine.run, 5, program, [])
+        begun.acquire()
+        newer = waiting.submit(machine.run, 6, program, [])  # of a process that takes the place of a dead caller
+        begun.acquire()
+        assert (earlier.done(), newer.done()) == (True, False)
+        machine.end(6)
+        assert newer.result(60).result == job
 
 
 def test_a_machine_ends_its_ranks_on_request(own_folder: Path) -> None:

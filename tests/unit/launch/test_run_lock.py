@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fabricx.launch.run_lock import exclusive_run, lock_owner
+from fabricx.launch.run_lock import DETACHED, exclusive_run, lock_owner
 
 
 def test_a_second_run_in_a_folder_is_refused_with_the_process_of_the_first(tmp_path: Path) -> None:
@@ -24,6 +24,8 @@ def test_a_second_run_in_a_folder_is_refused_with_the_process_of_the_first(tmp_p
     assert not (folder / "running").exists()
     with exclusive_run(folder):
         assert lock_owner(folder) == str(os.getpid())  # without the label of the first
+    with exclusive_run(folder, f"{DETACHED}run;1"), pytest.raises(ValueError, match=r"one continues.* run1$"):
+        exclusive_run(folder).__enter__()
 
 
 def test_the_lock_file_of_a_killed_run_locks_nothing(tmp_path: Path) -> None:

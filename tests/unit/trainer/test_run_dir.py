@@ -80,6 +80,10 @@ def test_training_continues_from_a_newer_snapshot_of_a_run_that_has_ended(
     monkeypatch.setattr(module, "lock_owner", lambda run: "1")
     (run / "running").touch()
     assert resolved(tmp_path, "last", trains=True) == written  # a run in progress deletes its snapshots
+    monkeypatch.setattr(module, "lock_owner", lambda run: "1 detached: stop it")
+    with pytest.raises(ValueError, match="continues, although the process that started it has died"):
+        resolved(tmp_path, "last", trains=True)
+    assert resolved(tmp_path, "last") == written
     monkeypatch.undo()
     newest = saved(run / "checkpoints" / "b.ckpt", 8)
     assert resolved(tmp_path, "last", trains=True) == newest
