@@ -63,6 +63,7 @@ class Ray(Launcher):
         self._start = 0  # number of the newest start of the ranks
         self._run_name = ""  # namespace of detached actors; "" for actors that end with this process
         self._pulse: Any = None
+        self._adopted = False  # this process takes the place of another: requests to stop remain for the next start
         self._whole = False  # all machines have started the newest start
         self._requests = StopRequests(stops_at_step=True)
 
@@ -109,7 +110,8 @@ class Ray(Launcher):
                 raise
             return Ended(failures=(Failure(0, time.time(), "death", str(error), None),))
         self._start += 1
-        self._requests = StopRequests(stops_at_step=program.stops_at_step)
+        if not self._adopted:
+            self._requests = StopRequests(stops_at_step=program.stops_at_step)
         with self._requests.received():
             waiting = self._begin(program)
             return waiting if isinstance(waiting, Ended) else self._wait(program, waiting)
@@ -125,7 +127,7 @@ class Ray(Launcher):
         """
         ray = _ray()
         self._run_name, self._group = run, ray.util.get_placement_group(run)
-        self._requests = StopRequests(stops_at_step=True)
+        self._adopted, self._requests = True, StopRequests(stops_at_step=True)
         actors = {int(name.split("-")[1]): actor for name, actor in ray_standby.machines(run).items()}
         starts = self._answers({number: actor.newest.remote() for number, actor in actors.items()})
         for number in actors.keys() - starts.keys():

@@ -25,6 +25,7 @@ PULSE: Final = "pulse"
 MACHINE: Final = "machine"
 RETRY_S: Final = 1.0  # seconds until the next request, if Ray does not answer, or the next attempt to lock the folder
 LOCK_S: Final = 120.0  # longest time in which a shared file system releases the lock of a machine that was lost
+START_S: Final = 120.0  # longest time in which this actor takes the place of the driver
 CONTINUES: Final = "fabricx.trainer.launcher_run"  # module of `continued`
 
 
@@ -54,7 +55,9 @@ class Standby:
     def __init__(self, launcher: bytes, run: str, run_dir: str, driver: int) -> None:
         self._packed, self._run = launcher, run
         self._run_dir, self._driver = Path(run_dir), driver
-        self._launcher: Any = None  # from the death of the driver
+        self._launcher: Any = None
+        self._alone = False  # the driver has died
+        self._controls = threading.Event()  # the launcher waits for the ranks
         threading.Thread(target=self._watch, daemon=True).start()
 
     def stop(self) -> str:
@@ -63,14 +66,17 @@ class Standby:
         Returns:
             a sentence about the end of the ranks.
         """
-        if self._launcher is None:
+        if not self._alone:
             return "the process that has started the run waits for it: stop it by Ctrl-C or SIGTERM"
+        if not self._controls.wait(START_S):
+            return "the run is not controlled yet: try again"
         self._launcher.request_stop()
         return "the ranks stop at their next step"
 
     def _watch(self) -> None:
         while self._driver_lives():
             pass
+        self._alone = True
         try:
             with self._lock():
                 self._continue()
@@ -117,6 +123,7 @@ class Standby:
             return
         with importlib.import_module(CONTINUES).continued(program) as following:
             self._launcher = launcher
+            self._controls.set()
             ended = launcher.rejoin(program)
             while (program := following(ended)) is not None:
                 ended = launcher.run(program)
