@@ -139,7 +139,7 @@ def put_in_place(work: Path, path: Path) -> None:
         _sync(path.parent)
         return
     aside = None
-    if path.exists():  # rename it to another valid name first, and delete it afterwards
+    if path.exists() or path.is_symlink():  # rename it to another valid name first, and delete it afterwards
         aside = path.with_name(f"{path.name}.before-{secrets.token_hex(4)}")
         _move(path, aside)
     _move(work, path)

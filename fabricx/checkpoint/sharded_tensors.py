@@ -177,7 +177,7 @@ def _copy(tensor: Any, room: Tensor | None) -> Tensor:
         raise ValueError(f"a checkpoint can't hold a tensor with layout {tensor.layout}; make it dense first")
     if room is None or room.shape != tensor.shape or room.dtype != tensor.dtype:
         room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return room.copy_(tensor, non_blocking=True)
+    return room.copy_(tensor, non_blocking=tensor.is_cuda)  # `Writer` waits for copies of CUDA only
 
 
 def write(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, int]:

@@ -65,12 +65,12 @@ def is_local(path: Path) -> bool:
 
 
 def discard(path: Path) -> None:
-    """Delete a file, or a folder and its content; errors are ignored.
+    """Delete a file, a link, or a folder and its content; errors are ignored.
 
     Args:
         path: result of `as_path`.
     """
-    if path.is_file():
+    if path.is_symlink() or path.is_file():
         with contextlib.suppress(OSError):
             path.unlink()
     elif is_local(path):

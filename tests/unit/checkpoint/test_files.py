@@ -80,6 +80,15 @@ def test_writing_to_the_same_path_replaces_the_checkpoint(folder: Path) -> None:
     assert [entry.name for entry in folder.iterdir()] == ["one"]
 
 
+@pytest.mark.parametrize("target", ["one", "absent"])
+def test_a_checkpoint_replaces_a_link_and_leaves_its_target(tmp_path: Path, target: str) -> None:
+    checkpoint.save(tmp_path / "one", STATE, {})
+    (tmp_path / "last").symlink_to(target)
+    checkpoint.save(tmp_path / "last", {**STATE, "epoch": 4}, {})
+    assert [checkpoint.load(tmp_path / name)["epoch"] for name in ("one", "last")] == [3, 4]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["last", "one"]
+
+
 def test_a_newer_format_is_refused_with_its_version(folder: Path) -> None:
     path = checkpoint.save(folder / "one", STATE, {})
     data = (path / checkpoint.MANIFEST).read_bytes().replace(b'"format": 2', b'"format": 99')
