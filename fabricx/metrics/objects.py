@@ -139,7 +139,8 @@ def reduce_along(metric: Any, world: World, *, fits: bool) -> Callable[[], None]
     """
     before = metric.dist_sync_fn, metric.distributed_available_fn
     along = updating_ranks(world, fits=fits)
-    metric.dist_sync_fn = _GatherAlong(along.group, counted_ranks(world, fits=fits))
+    lists = any(isinstance(default, list) for default in metric._defaults.values())
+    metric.dist_sync_fn = _GatherAlong(along.group, counted_ranks(world, fits=fits), lists=lists)
     if along.size == 1:
         metric.distributed_available_fn = _alone
 
@@ -192,8 +193,8 @@ def computed_alone(metric: Any) -> Any:
 class _GatherAlong:
     """Gathers states over a process group; unlike with `Metric.process_group`, the metric can be copied and pickled."""
 
-    def __init__(self, group: Any, counted: Sequence[int]) -> None:
-        self._group, self._counted = group, counted
+    def __init__(self, group: Any, counted: Sequence[int], *, lists: bool) -> None:
+        self._group, self._counted, self._lists = group, counted, lists
 
     def __call__(self, state: Tensor, group: Any = None) -> list[Tensor]:
         from torchmetrics.utilities.distributed import gather_all_tensors
@@ -204,15 +205,18 @@ class _GatherAlong:
     def _alike(self, state: Tensor) -> Tensor:
         """Return a state that may be gathered with those of other ranks.
 
-        A rank without updates has an empty float32 vector in place of a list of tensors, which gloo and NCCL can't
-        gather with tensors of another dtype or number of dimensions: gloo ends the process.
+        A rank without updates has an empty float32 vector in place of a list of tensors, and a rank with one update may
+        have a number. gloo and NCCL can't gather these with tensors of another dtype or number of dimensions: gloo ends
+        the process.
         """
-        if state.dim() == 0:
+        if state.dim() == 0 and not self._lists:
             return state
         header = torch.tensor([_DTYPES.index(state.dtype), state.dim(), *state.shape], device=state.device)
         padded = torch.nn.functional.pad(header, (0, _LONGEST - len(header)))
         headers = [torch.zeros_like(padded) for _ in range(torch.distributed.get_world_size(self._group))]
         torch.distributed.all_gather(headers, padded, self._group)
+        if state.dim() == 0:
+            return state.reshape(1) if any(int(header[1]) for header in headers) else state
         if state.numel():
             return state
         for kind, dims, *shape in (header.tolist() for header in headers):

@@ -63,7 +63,7 @@ def test_a_state_is_not_changed_by_later_updates_and_can_be_sent() -> None:
 
 
 def test_a_metric_reduces_over_some_ranks_until_it_is_undone() -> None:
-    metric = SimpleNamespace(dist_sync_fn=None, distributed_available_fn=lambda: True)
+    metric = SimpleNamespace(_defaults={}, dist_sync_fn=None, distributed_available_fn=lambda: True)
     before = metric.dist_sync_fn, metric.distributed_available_fn
     undo = reduce_along(metric, World(), fits=True)
     assert not metric.distributed_available_fn()
@@ -71,6 +71,30 @@ def test_a_metric_reduces_over_some_ranks_until_it_is_undone() -> None:
     assert pickle.loads(pickle.dumps(metric.dist_sync_fn)) is None
     undo()
     assert (metric.dist_sync_fn, metric.distributed_available_fn) == before
+
+
+def test_a_list_of_one_number_is_gathered_as_a_list_with_that_of_a_rank_with_two_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sent = []
+
+    def all_gather(headers: list[Tensor], own: Tensor, group: Any) -> None:
+        headers[0].copy_(own)
+        headers[1][:3] = torch.tensor([0, 1, 2])  # float32, one dimension, two numbers
+
+    def gather(state: Tensor, group: Any) -> list[Tensor]:
+        sent.append(state.tolist())
+        return [state, torch.ones(2)]
+
+    monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
+    monkeypatch.setattr("torchmetrics.utilities.distributed.gather_all_tensors", gather)
+    metric: Any = torchmetrics.CatMetric()
+    metric.update(3.0)
+    reduce_along(metric, World(), fits=True)
+    metric.distributed_available_fn = lambda: True
+    assert float(metric.compute()) == 3.0
+    assert sent == [[3.0]]
 
 
 def merged(metric: Any, *ranks: list[Any]) -> tuple[Any, bool]:
