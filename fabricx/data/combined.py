@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader
 
 from fabricx.core.module_state.rng import random_kept
+from fabricx.data.data_state import copied
 from fabricx.data.epochs import set_epoch_of_loader
 from fabricx.errors import did_you_mean
 
@@ -284,7 +285,7 @@ class StatefulBatches(Batches):
         begun = self._begun.pop(number, None)
         batches, first = begun or iter(loader), begun is None
         while True:
-            before = loader.state_dict()
+            before = copied(loader.state_dict())
             batch = next(batches, _NOTHING)
             self._before[number] = None if batch is _NOTHING else before
             self._first[number], first = first and batch is not _NOTHING, False
@@ -315,7 +316,7 @@ class StatefulBatches(Batches):
             loader = self.combined.flattened[number]
             # A loader whose __iter__ is a generator begins with its first batch: the state before is an older one.
             first = state.get("first", self._first)[number] and not state["over"]
-            loader.load_state_dict(saved if before is None or first else before)
+            loader.load_state_dict(copied(saved if before is None or first else before))
             if before is not None and not first:
                 with random_kept():
                     self._begun[number] = iter(loader)

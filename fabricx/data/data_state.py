@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, Sampler
 
 from fabricx.core.tensors.nested_items import items_of
-from fabricx.data.plain_values import is_plain, packed, same, unpacked
+from fabricx.data.plain_values import NATIVE, is_plain, packed, same, unpacked
 
 Values = dict[str, Any]
 
@@ -58,7 +58,7 @@ def put_back_sampler(sampler: Any, values: Values) -> None:
         elif isinstance(value, (np.ndarray, Tensor)) and tuple(value.shape) == tuple(saved.shape):
             value[...] = saved.numpy() if isinstance(value, np.ndarray) else saved
         else:
-            owner[name] = saved.numpy() if isinstance(value, np.ndarray) else saved
+            owner[name] = saved.numpy().copy() if isinstance(value, np.ndarray) else copied(saved)
 
 
 def iterated_values(source: Any) -> Values:
@@ -88,6 +88,28 @@ def copied_state(datamodule: Any) -> Any:
         return copy.deepcopy(datamodule.state_dict()) or None
     except Exception:
         return None
+
+
+def copied(state: Any) -> Any:
+    """Return a copy of the state of a loader, which may refer to lists and tensors that the loader changes later.
+
+    Args:
+        state: result of `state_dict`; a part that can't be copied is kept.
+
+    >>> ahead = [3, 4]
+    >>> kept = copied({"ahead": ahead})
+    >>> ahead.pop(), kept
+    (4, {'ahead': [3, 4]})
+    """
+    if type(state) in (dict, list):
+        items: Any = state.values() if type(state) is dict else state
+        if set(map(type, items)) <= NATIVE:  # long lists of numbers: faster than `deepcopy`
+            return state.copy()
+        return {key: copied(value) for key, value in state.items()} if type(state) is dict else list(map(copied, items))
+    try:
+        return copy.deepcopy(state)
+    except Exception:
+        return state
 
 
 def tensor_bytes(value: Any) -> int:

@@ -14,6 +14,7 @@ from fabricx.core.module_state.rng import RandomState, random_kept
 from fabricx.core.strategy_support.dealer import Dealer
 from fabricx.data.data_state import (
     changes,
+    copied,
     find_generators,
     iterated_values,
     put_back_sampler,
@@ -88,7 +89,8 @@ class ListFeed(Feed):
 
     def _present(self) -> tuple[Any, RandomState | None]:
         """Return the state of the source, and its random states."""
-        return cast(Any, self._source).state_dict(), None if self._drawn is None else self._drawn.state
+        state = copied(cast(Any, self._source).state_dict())
+        return state, None if self._drawn is None else self._drawn.state
 
     def load_state_dict(self, state: Any) -> None:
         if state is None:
@@ -258,7 +260,7 @@ class ListFeed(Feed):
             return itertools.islice(itertools.chain(ahead, data), remaining)
         source: Any = self._source
         saved, self._restored = self._restored, None
-        source.load_state_dict(saved.get("last", saved["source"]))
+        source.load_state_dict(copied(saved.get("last", saved["source"])))
         if "last" in saved:
             with random_kept():
                 next(self._iterator(), None)
@@ -304,7 +306,7 @@ class ListFeed(Feed):
         if self._example and self._newest is _NOTHING and self._stateful:  # the run was resumed after the last batch
             source: Any = self._source
             with random_kept():
-                state = source.state_dict()
+                state = copied(source.state_dict())
                 self._keep(next(iter(source), _NOTHING))  # the first batch of the next epoch
                 source.load_state_dict(state)
         return None if self._newest is _NOTHING else self._newest

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_NATIVE: Final = {bool, int, float, str, type(None)}
+NATIVE: Final = {bool, int, float, str, type(None)}
 _LISTS: Final = 1_000_000  # more lists within lists are assumed to be data
 
 
@@ -29,16 +29,16 @@ def is_plain(value: Any) -> bool:
         lists += 1
         kinds = set(map(type, part))
         if isinstance(part, dict):
-            if not all(kind in _NATIVE or issubclass(kind, np.generic) for kind in kinds):
+            if not all(kind in NATIVE or issubclass(kind, np.generic) for kind in kinds):
                 return False
             part = list(part.values())
             kinds = set(map(type, part))
-        if kinds <= _NATIVE:
+        if kinds <= NATIVE:
             continue
         for item in part:
             if type(item) in (list, tuple, dict):
                 open_.append(item)
-            elif not (type(item) in _NATIVE or _is_number(item)):
+            elif not (type(item) in NATIVE or _is_number(item)):
                 return False
     return not open_
 
@@ -59,7 +59,7 @@ def packed(value: Any) -> Any:
         kinds = set(map(type, value))
         if len(kinds) == 1 and issubclass(next(iter(kinds)), np.generic):  # one tensor instead of many
             return {"numbers": torch.from_numpy(np.array(value))}
-        return list(value) if kinds <= _NATIVE else [packed(item) for item in value]
+        return list(value) if kinds <= NATIVE else [packed(item) for item in value]
     if isinstance(value, tuple):
         return {"tuple": packed(list(value))}
     if isinstance(value, dict):
@@ -79,7 +79,7 @@ def unpacked(value: Any) -> Any:
     {1: [(2, 'a'), array([0, 1, 2])]}
     """
     if isinstance(value, (list, tuple)):
-        return list(value) if set(map(type, value)) <= _NATIVE else [unpacked(item) for item in value]
+        return list(value) if set(map(type, value)) <= NATIVE else [unpacked(item) for item in value]
     if isinstance(value, Tensor):
         return value.clone()
     if not isinstance(value, dict):
@@ -100,7 +100,7 @@ def same(first: Any, second: Any) -> bool:
         first, second: results of `packed`.
     """
     if isinstance(first, list) and isinstance(second, list):
-        if set(map(type, first)) <= _NATIVE:
+        if set(map(type, first)) <= NATIVE:
             return first == second
         return len(first) == len(second) and all(map(same, first, second))
     if isinstance(first, dict) and isinstance(second, dict):

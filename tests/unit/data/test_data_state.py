@@ -317,6 +317,18 @@ def test_a_sampler_is_restored_to_the_state_before_its_first_order() -> None:
     assert orders() == first
 
 
+def test_an_order_of_another_length_is_restored_as_a_copy() -> None:
+    class Permuted(Sampler[int]):
+        def __init__(self, length: int) -> None:
+            self.order, self.numbers = torch.arange(length), np.arange(length)
+
+    saved = sampler_values(Permuted(3))
+    sampler = Permuted(2)
+    put_back_sampler(sampler, saved)
+    sampler.order[0] = sampler.numbers[0] = 9  # such as a shuffle in place
+    assert [int(copy[0]) for _, copy in saved.values()] == [0, 0]
+
+
 def test_generators_in_loader_processes_are_named(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def loader() -> DataLoader[Any]:
         return numbers([Noise(random.Random(1))], num_workers=1)
