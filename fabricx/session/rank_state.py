@@ -90,7 +90,7 @@ class RankState:
         Args:
             module: changed in place.
         """
-        live = dict(module.named_buffers())
+        live = dict(module.named_buffers(remove_duplicate=False))
         for name, copy in self.buffers.items():
             live[name].copy_(copy)
 
@@ -171,7 +171,7 @@ def load_buffers(module: nn.Module, packed: dict[str, bytes] | None) -> None:
         module: changed in place.
         packed: result of `BufferCopies.packed`.
     """
-    live = dict(module.named_buffers()) if packed else {}
+    live = dict(module.named_buffers(remove_duplicate=False)) if packed else {}
     for name, data in (packed or {}).items():
         if data:
             live[name].copy_(torch.frombuffer(bytearray(data), dtype=live[name].dtype).view(live[name].shape))

@@ -12,7 +12,7 @@ import fabricx as fx
 from fabricx.core.strategy import Traits
 from fabricx.distributed.world import World
 from fabricx.metrics.collector import Logbook
-from fabricx.session.rank_state import BufferCopies, load_buffers, restore_rank_states
+from fabricx.session.rank_state import BufferCopies, RankState, load_buffers, restore_rank_states
 
 CHANGES = {
     "complex": torch.tensor([1 + 2j, -3j]),
@@ -47,6 +47,20 @@ def test_a_buffer_that_is_a_view_is_restored() -> None:
     trained.get_buffer("column").copy_(torch.tensor([1.0, 2.0, 3.0]))
     load_buffers(replacement, copies.packed())
     assert replacement.get_buffer("column").tolist() == [1.0, 2.0, 3.0]
+
+
+def test_a_buffer_with_two_names_is_restored() -> None:
+    module = nn.Module()
+    module.register_buffer("one", torch.zeros(2))
+    module.register_buffer("other", module.one)
+    copies = BufferCopies(module)
+    point: Any = SimpleNamespace(buffers=copies.take())
+    module.get_buffer("one").fill_(3.0)
+    packed = copies.packed()
+    RankState.restore_buffers(point, module)
+    assert module.get_buffer("other").tolist() == [0.0, 0.0]
+    load_buffers(module, packed)
+    assert module.get_buffer("other").tolist() == [3.0, 3.0]
 
 
 class Means(fx.Module):
