@@ -137,9 +137,11 @@ def reduce_along(metric: Any, world: World, *, fits: bool) -> Callable[[], None]
     Returns:
         a function that undoes it.
     """
+    from torchmetrics.utilities import data
+
     before = metric.dist_sync_fn, metric.distributed_available_fn
     along = updating_ranks(world, fits=fits)
-    lists = any(isinstance(default, list) for default in metric._defaults.values())
+    lists = data.dim_zero_cat in metric._reductions.values()
     metric.dist_sync_fn = _GatherAlong(along.group, counted_ranks(world, fits=fits), lists=lists)
     if along.size == 1:
         metric.distributed_available_fn = _alone

@@ -63,7 +63,7 @@ def test_a_state_is_not_changed_by_later_updates_and_can_be_sent() -> None:
 
 
 def test_a_metric_reduces_over_some_ranks_until_it_is_undone() -> None:
-    metric = SimpleNamespace(_defaults={}, dist_sync_fn=None, distributed_available_fn=lambda: True)
+    metric = SimpleNamespace(_reductions={}, dist_sync_fn=None, distributed_available_fn=lambda: True)
     before = metric.dist_sync_fn, metric.distributed_available_fn
     undo = reduce_along(metric, World(), fits=True)
     assert not metric.distributed_available_fn()
