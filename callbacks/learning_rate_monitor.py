@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from fabricx.core.trainer import TrainerProtocol
 
 
-def rate_names(optimizers: Sequence[Optimizer], schedule_names: dict[int, str]) -> list[list[str]]:
-    """Return a chart name for each parameter group of each optimizer.
+def rate_names(optimizers: Sequence[Optimizer], names: Sequence[str | None]) -> list[list[str]]:
+    """Return a chart name for each parameter group of each scheduler's optimizer.
 
     A single group is named "lr-Adam", several groups "lr-Adam/pg1", "lr-Adam/pg2" (or by the group's "name" entry). A
-    second optimizer of the same class is named "lr-Adam-1". A scheduler's name replaces "lr-Adam".
+    second scheduler, or optimizer, of the same class is named "lr-Adam-1". A scheduler's name replaces "lr-Adam".
 
     Args:
-        optimizers: the optimizers, in the module's order.
-        schedule_names: user-defined names of schedulers, by index of the optimizer.
+        optimizers: of the schedulers, in their order, and those without a scheduler.
+        names: user-defined names of the schedulers; None without.
 
     Returns:
         for each optimizer, the names of its parameter groups.
@@ -33,17 +33,17 @@ def rate_names(optimizers: Sequence[Optimizer], schedule_names: dict[int, str]) 
     Raises:
         ValueError: two parameter groups of an optimizer have the same name.
     """
-    names: list[list[str]] = []
+    of_groups: list[list[str]] = []
     taken: dict[str, int] = {}
-    for index, optimizer in enumerate(optimizers):
-        stem = schedule_names.get(index, f"lr-{type(optimizer).__name__}")
+    for optimizer, name in zip(optimizers, names, strict=True):
+        stem = name or f"lr-{type(optimizer).__name__}"
         seen = taken.get(stem, 0)
         taken[stem] = seen + 1
         if seen:
             stem = f"{stem}-{seen}"
         groups = optimizer.param_groups
         if len(groups) == 1 and "name" not in groups[0]:
-            names.append([stem])
+            of_groups.append([stem])
         else:
             group_names = [f"{group.get('name', f'pg{number}')}" for number, group in enumerate(groups, 1)]
             if twice := sorted({name for name in group_names if group_names.count(name) > 1}):
@@ -51,8 +51,8 @@ def rate_names(optimizers: Sequence[Optimizer], schedule_names: dict[int, str]) 
                     f"LearningRateMonitor: {stem} has several parameter groups named {', '.join(twice)}; give each "
                     'group of an optimizer another "name"'
                 )
-            names.append([f"{stem}/{name}" for name in group_names])
-    return names
+            of_groups.append([f"{stem}/{group}" for group in group_names])
+    return of_groups
 
 
 def rates(
@@ -122,8 +122,6 @@ class LearningRateMonitor(Callback):
         self.lrs: dict[str, list[float]] = {}
         self.last_momentum_values: dict[str, float | None] = {}
         self.last_weight_decay_values: dict[str, float | None] = {}
-        self._schedule_names: dict[int, str] = {}
-        self._intervals: dict[int, set[str]] = {}  # of the schedules of an optimizer, by its index
         self._every = 0
         self._logged_step = -1
         self._in_batch = False
@@ -133,16 +131,8 @@ class LearningRateMonitor(Callback):
             raise ValueError(
                 "LearningRateMonitor: the run has no logger (logger=False); enable a logger or remove the callback"
             )
-        numbers = {id(optimizer): number for number, optimizer in enumerate(trainer.optimizers)}
-        self._schedule_names, self._intervals = {}, {}
-        for schedule in trainer.lr_schedulers:
-            number = numbers.get(id(getattr(schedule.scheduler, "optimizer", None)))
-            if number is not None:
-                self._intervals.setdefault(number, set()).add(schedule.interval)
-                if schedule.name:
-                    self._schedule_names[number] = schedule.name
         self._warn_of_zeros(trainer)
-        names = [name for of_groups in self._names(trainer) for name in of_groups]
+        names = [name for _, of_groups, _ in self._charts(trainer) for name in of_groups]
         self.lrs = {name: [] for name in names}
         self.last_momentum_values = {f"{name}-momentum": None for name in names}
         self.last_weight_decay_values = {f"{name}-weight_decay": None for name in names}
@@ -165,9 +155,21 @@ class LearningRateMonitor(Callback):
                     OptionWarning,
                 )
 
-    def _names(self, trainer: TrainerProtocol) -> list[list[str]]:
-        names = rate_names(trainer.optimizers, self._schedule_names)
-        return [[f"{self.log_key_prefix}{name}" for name in of_groups] for of_groups in names]
+    def _charts(self, trainer: TrainerProtocol) -> list[tuple[Optimizer, list[str], str | None]]:
+        """Return optimizer, names and interval of each scheduler, then of each optimizer without a scheduler."""
+        known = {id(optimizer): optimizer for optimizer in trainer.optimizers}
+        charts: list[tuple[Optimizer, str | None, str | None]] = []
+        for schedule in trainer.lr_schedulers:
+            optimizer = known.get(id(getattr(schedule.scheduler, "optimizer", None)))
+            if optimizer is not None:
+                charts.append((optimizer, schedule.name, schedule.interval))
+        scheduled = {id(optimizer) for optimizer, _, _ in charts}
+        charts += [(optimizer, None, None) for optimizer in trainer.optimizers if id(optimizer) not in scheduled]
+        names = rate_names([optimizer for optimizer, _, _ in charts], [name for _, name, _ in charts])
+        return [
+            (optimizer, [f"{self.log_key_prefix}{name}" for name in of_groups], interval)
+            for (optimizer, _, interval), of_groups in zip(charts, names, strict=True)
+        ]
 
     def on_train_batch_start(self, trainer: TrainerProtocol, pl_module: Module, batch: Any, batch_idx: int) -> None:
         # Before the step, because a scheduler may change the rate directly after it.
@@ -198,13 +200,12 @@ class LearningRateMonitor(Callback):
 
     def _log(self, trainer: TrainerProtocol, step: int, interval: str) -> None:
         due = [
-            number
-            for number in range(len(trainer.optimizers))
-            if self.logging_interval is not None or interval in self._intervals.get(number, {interval})
+            (optimizer, names)
+            for optimizer, names, of_schedule in self._charts(trainer)
+            if self.logging_interval is not None or of_schedule in (None, interval)
         ]
-        names = self._names(trainer)
         values = rates(
-            [trainer.optimizers[number] for number in due], [names[number] for number in due],
+            [optimizer for optimizer, _ in due], [names for _, names in due],
             momentum=self.log_momentum, weight_decay=self.log_weight_decay,
         )  # fmt: skip
         for name, value in values.items():

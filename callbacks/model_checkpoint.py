@@ -524,6 +524,9 @@ class ModelCheckpoint(Checkpoint, NameParts):
     def state_dict(self) -> dict[str, Any]:
         return {
             **self._records.state(),
+            "monitor": self.monitor,
+            "kth_best_model_path": self.kth_best_model_path,
+            "kth_value": self.kth_value,
             "dirpath": self.dirpath,
             "current_score": self.current_score,
             **self._schedule.state(),

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from fabricx import plugins
 from fabricx.core.callback import Callback
+from fabricx.core.hook_calls.hooks import check_constructed
 from fabricx.lightning.classes import Absent, adapted_class, form, is_lightning, lightning_base, local_name
 
 _AS_IT_IS: Final = ("LambdaCallback",)  # callbacks of Lightning that use only hooks
@@ -58,6 +59,7 @@ def adapt_callback(callback: Any) -> Any:
     provided = _provided(cls)
     if provided is not None:
         counterpart = _counterpart(provided)
+        check_constructed(callback, provided)
         _check_overrides(cls, provided, counterpart)
         made = counterpart(**_arguments(callback, provided, counterpart))
         if cls is provided:

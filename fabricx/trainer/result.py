@@ -52,6 +52,7 @@ class Outcome:
         loggers: attributes of each logger that the caller's logger takes over.
         changed: other attributes that the run has changed.
         returned: optimizers and schedules of a fit.
+        options: numbers and texts among the options of the trainer that hooks have set.
     """
 
     results: Any = None
@@ -69,6 +70,7 @@ class Outcome:
     loggers: list[dict[str, Any]] = field(default_factory=list)
     changed: Changed = field(default_factory=Changed)
     returned: Returned = field(default_factory=Returned)
+    options: dict[str, Any] = field(default_factory=dict)
 
     def portable(
         self, module: Module, callbacks: Sequence[Callback], callers: Sequence[Callback], loggers: Sequence[Logger],

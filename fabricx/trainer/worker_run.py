@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import signal
 import sys
 import weakref
@@ -15,6 +16,7 @@ from fabricx.checkpoint import is_committed, read_manifest
 from fabricx.checkpoint.storage import as_path
 from fabricx.core.callback import recovery_policy_of
 from fabricx.core.module_state.rng import RandomState
+from fabricx.core.options.trainer_options import TrainerOptions
 from fabricx.core.strategy_parts import HasServers, ModelParallel, ShardsWeights, as_part
 from fabricx.distributed.departure import await_departure
 from fabricx.distributed.world import OPERATION, World
@@ -117,6 +119,7 @@ def run_in_workers(
             if fits:
                 trainer.adopt_optimizers(outcome.returned)
             trainer.records.adopt(outcome.records)
+            vars(trainer).update(outcome.options)
             trainer.attach(job.module, job.datamodule)
             return outcome.results
 
@@ -149,6 +152,7 @@ def work(
     built = {name for name, _ in job.module.named_modules()}
     reserve_numbers(job.module)
     shared = _shared(trainer, job, callbacks)
+    options = _plain_options(trainer)
     with by_value.shared_objects(shared):
         before = AttributesBefore(job.module, job.datamodule)
     # Weakly, because the strategy may replace parameters, whose memory is free then.
@@ -169,10 +173,17 @@ def work(
     if not trainer.world.main_rank:
         return None
     outcome.changed = changed
+    outcome.options = dict(_plain_options(trainer).items() - options.items())
     if job.stage == "fit":
         whole = not trainer.strategy.traits.sharded and not as_part(trainer.strategy, HasServers).servers
         outcome.returned = returned(trainer.optimizers, trainer.lr_schedulers, whole=whole)
     return outcome.portable(job.module, trainer.callbacks, callbacks, trainer.loggers, trainer.records, weights, built)
+
+
+def _plain_options(trainer: TrainerInterface) -> dict[str, Any]:
+    """Return the options that are numbers or texts, by name; hooks may set them."""
+    names, simple = inspect.signature(TrainerOptions.__init__).parameters, (type(None), bool, int, float, str)
+    return {name: value for name, value in vars(trainer).items() if name in names and type(value) in simple}
 
 
 def _memory_checkpoints(

@@ -47,14 +47,17 @@ class Data(fx.DataModule):
 class KeepsReferences(fx.Callback):
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         self.module, self.trainer = module, trainer
+        trainer.fit_loop.max_steps = 3
 
 
 @pytest.mark.parametrize("strategy", params([DDP], [FSDP]))
 def test_the_scripts_own_objects_have_the_changed_attributes_after_a_run(strategy: Any) -> None:
     net, data, keeps = Net(), Data(), KeepsReferences()
-    trainer = fx.Trainer(strategy=strategy(), max_epochs=1, callbacks=[keeps], **QUIET | {"devices": 2})
+    accumulates = fx.callbacks.GradientAccumulationScheduler({0: 1, 1: 2})
+    trainer = fx.Trainer(strategy=strategy(), max_epochs=2, callbacks=[keeps, accumulates], **QUIET | {"devices": 2})
     trainer.fit(net, datamodule=data)
-    assert (net._steps, net.layer.calls, float(net.total)) == (2, [0, 1], 2.0)
+    assert (trainer.accumulate_grad_batches, trainer.max_steps) == (2, 3)  # set by hooks
+    assert (net._steps, net.layer.calls, float(net.total)) == (4, [0, 1, 0, 1], 4.0)
     assert net.tied[0] is net.layer.weight
     assert (keeps.module, keeps.trainer) == (net, trainer)
     assert len(data.train) == 8

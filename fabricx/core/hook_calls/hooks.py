@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -156,21 +158,26 @@ def overrides(obj: object, name: str, contract: type) -> bool:
 
 
 def check_hooks(obj: object, uncalled: Collection[str] = ()) -> None:
-    """Refuse an object with a method that looks like a hook and would never be called, or not with its parameters.
+    """Refuse an object with a hook that is no longer called, or not with its parameters; warn of other dead methods.
 
-    A value in the place of a hook is a warning, and so is a method with a name similar to a called method that the
-    object lacks. A method that is called by a different method of the object may have any name; a hook of Lightning 1
-    must be called by its successor. A method of Lightning's callback that the callback of fabricx lacks is refused.
+    These are methods with the prefix "on_" that are not hooks, values in the place of a hook, and methods with a name
+    similar to a called method that the object lacks. A method that is called by a different method of the object may
+    have any name; a hook of Lightning 1 must be called by its successor. A method of Lightning's callback that the
+    callback of fabricx lacks is refused.
 
     Args:
         obj: module, data module or callback.
         uncalled: methods that this run does not call, so that other parameters are a warning.
 
     Raises:
-        ValueError: names the method, and the nearest hook or the successor of a hook of Lightning 1.
+        ValueError: names the method, and the successor of a hook of Lightning 1; or a constructor that does not call
+            that of its base class.
     """
     contract, known, former = _contract_of(obj)
     if isinstance(obj, Callback):
+        for base in type(obj).__mro__:
+            if base.__module__.partition(".")[0] == "fabricx":
+                check_constructed(obj, base)
         _check_former_methods(obj)
     for name in sorted(known & vars(obj).keys()):
         if not callable(vars(obj)[name]):
@@ -190,13 +197,45 @@ def check_hooks(obj: object, uncalled: Collection[str] = ()) -> None:
                 if not _is_called(type(obj), name, successors):
                     raise ValueError(f"{cls.__name__}.{name} would never be called. Its successor is {former[name]}")
             elif name.startswith("on_") and name not in known and not _is_called(type(obj), name):
-                raise ValueError(f"{cls.__name__}.{name} would never be called: {_why_unknown(name, known)}")
+                text = f"{cls.__name__}.{name} is never called: {_why_unknown(name, known)}"
+                warnings.warn(text, stacklevel=4)
+                continue
             if cls.__module__.partition(".")[0] in _FRAMEWORK:
                 continue
             if hasattr(contract, name) or name in _STEPS:
                 _check_parameters(obj, name, uncalled)
             elif contract is not Callback:
                 _warn_of_near_name(obj, cls, name, contract)
+
+
+def check_constructed(obj: object, base: type) -> None:
+    """Refuse an object whose class does not call the constructor of a base class.
+
+    Args:
+        obj: any object.
+        base: class with a constructor that sets attributes.
+
+    Raises:
+        ValueError: an attribute is missing.
+    """
+    owner = next(cls for cls in type(obj).__mro__ if "__init__" in vars(cls))
+    constructor = vars(base).get("__init__")
+    if owner.__module__ == base.__module__ or not inspect.isfunction(constructor):
+        return
+    code = list(dis.get_instructions(constructor))
+    stored = [after.argval for before, after in itertools.pairwise(code)
+              if after.opname == "STORE_ATTR" and "self" in (before.argval, *_last(before.argval))]  # fmt: skip
+    missing = [name for name in stored if name not in vars(obj) and not hasattr(type(obj), name)]
+    if missing:
+        raise ValueError(
+            f"{owner.__name__}.__init__ does not call super().__init__(), so {base.__name__} has no attribute "
+            f"{missing[0]!r}: call it first, with the arguments of {base.__name__}"
+        )
+
+
+def _last(names: Any) -> tuple[Any, ...]:
+    """Return the last name of an instruction that loads several variables, as those of Python 3.13 do."""
+    return names[-1:] if isinstance(names, tuple) else ()
 
 
 def _check_former_methods(callback: Callback) -> None:
@@ -240,8 +279,7 @@ def _why_unknown(name: str, known: Collection[str]) -> str:
     """Return the reason why a method with the prefix "on_" is no hook of the class, with a remedy."""
     if name in CALLBACK_HOOKS:
         return "it is a hook of callbacks. Define it in a Callback, whose hooks receive the trainer and the module"
-    hint = did_you_mean(name, known)
-    return f"there is no hook of that name.{hint}\n  names that begin with 'on_' are for hooks; rename other methods"
+    return f"there is no hook of that name.{did_you_mean(name, known)}"
 
 
 def _contract_of(obj: object) -> tuple[type, frozenset[str], Mapping[str, str]]:

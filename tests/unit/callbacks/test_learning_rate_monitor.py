@@ -34,11 +34,11 @@ def weights() -> list[nn.Parameter]:
 def test_names_are_equal_to_lightnings() -> None:
     two = SGD([{"params": weights(), "lr": 0.1}, {"params": weights(), "lr": 0.2}])
     named = SGD([{"params": weights(), "lr": 0.1, "name": "head"}])
-    assert rate_names([Adam(weights())], {}) == [["lr-Adam"]]
-    assert rate_names([two], {}) == [["lr-SGD/pg1", "lr-SGD/pg2"]]
-    assert rate_names([named], {}) == [["lr-SGD/head"]]
-    assert rate_names([Adam(weights()), Adam(weights())], {}) == [["lr-Adam"], ["lr-Adam-1"]]
-    assert rate_names([Adam(weights())], {0: "warmup"}) == [["warmup"]]
+    assert rate_names([Adam(weights())], [None]) == [["lr-Adam"]]
+    assert rate_names([two], [None]) == [["lr-SGD/pg1", "lr-SGD/pg2"]]
+    assert rate_names([named], [None]) == [["lr-SGD/head"]]
+    assert rate_names([Adam(weights()), Adam(weights())], [None, None]) == [["lr-Adam"], ["lr-Adam-1"]]
+    assert rate_names([Adam(weights())], ["warmup"]) == [["warmup"]]
 
 
 def test_rates_are_logged_at_log_steps_only(trainer: Any) -> None:
@@ -69,7 +69,7 @@ def test_a_main_rank_without_a_sample_of_the_batch_logs_before_the_update(traine
 def test_equal_names_of_parameter_groups_are_refused() -> None:
     same = SGD([{"params": weights(), "name": "head"}, {"params": weights(), "name": "head"}], lr=0.1)
     with pytest.raises(ValueError, match="lr-SGD has several parameter groups named head"):
-        rate_names([same], {})
+        rate_names([same], [None])
 
 
 def test_by_default_a_rate_is_logged_at_the_interval_of_its_scheduler(trainer: Any) -> None:
@@ -89,6 +89,18 @@ def test_by_default_a_rate_is_logged_at_the_interval_of_its_scheduler(trainer: A
     run.epoch()
     assert callback.lrs["train/lr-SGD/pg1"] == [0.1] * 2
     assert callback.lrs["train/lr-SGD/pg2"] == [0.1]
+
+
+def test_each_scheduler_of_an_optimizer_has_a_chart(trainer: Any) -> None:
+    logger, optimizer = Recorder(), SGD(weights(), lr=0.1)
+    schedules = [
+        SimpleNamespace(scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 9), name=name, interval="epoch")
+        for name in (None, None, "decay", "decay")
+    ]
+    callback = LearningRateMonitor()
+    run = trainer(callback, loggers=[logger], optimizers=[optimizer], lr_schedulers=schedules).start()
+    run.epoch()
+    assert callback.lrs == {name: [0.1] for name in ("lr-SGD", "lr-SGD-1", "decay", "decay-1")}
 
 
 def test_rates_are_logged_by_epoch(trainer: Any) -> None:

@@ -153,6 +153,8 @@ def test_a_checkpoint_contains_its_own_path(trainer: Any) -> None:
     run = trainer(callback).start()
     run.epoch(validation={"val_loss": 0.5})
     [saved] = checkpoint.load(callback.best_model_path)["callbacks"].values()
+    assert (saved["monitor"], saved["kth_best_model_path"]) == ("val_loss", callback.best_model_path)  # as in Lightning
+    assert number(saved["kth_value"]) == 0.5
     again = ModelCheckpoint(monitor="val_loss")
     again.load_state_dict(saved)
     assert again.best_model_path == callback.best_model_path

@@ -130,6 +130,11 @@ class Saves(theirs.ModelCheckpoint):
     def _save_checkpoint(self, trainer: Any, filepath: str) -> None: ...
 
 
+class Forgets(theirs.ModelCheckpoint):
+    def __init__(self):
+        self.epochs = []
+
+
 class Longer(theirs.EarlyStopping):
     def __init__(self) -> None:
         super().__init__("loss", patience=2)
@@ -184,6 +189,7 @@ def test_a_lambda_callback_runs_unchanged():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (Forgets, r"Forgets.__init__ does not call super\(\).__init__\(\), so ModelCheckpoint has no attribute"),
         (Saves, "Saves._save_checkpoint overrides a method of Lightning's ModelCheckpoint.*fabricx.callbacks.ModelCh"),
         (
             theirs.SpikeDetection,

@@ -118,18 +118,11 @@ class Shards(L.LightningModule):
     def configure_sharded_model(self) -> None: ...
 
 
-class Misspelt(L.LightningModule):
-    def training_step(self, batch: Any) -> None: ...
-
-    def on_train_strat(self) -> None: ...
-
-
 @pytest.mark.parametrize(
     ("module", "message"),
     [
         (Iterates, "Iterates.training_step(dataloader_iter): fabricx passes batches"),
         (Shards, "Shards.configure_sharded_model is never called: rename it to configure_model"),
-        (Misspelt, "Misspelt.on_train_strat would never be called"),
     ],
 )
 def test_unsupported_methods_are_refused_by_name(module, message):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pytest
@@ -50,19 +51,19 @@ def test_on_load_checkpoint_of_the_module_runs_before_callbacks_as_in_lightning(
     assert order == ["module", "callback"]
 
 
-def test_a_misspelt_hook_is_refused_with_the_nearest_name(quiet: dict[str, Any]) -> None:
+def test_a_misspelt_hook_is_a_warning_with_the_nearest_name(quiet: dict[str, Any]) -> None:
     class Wrong(Callback):
         def on_train_epoch_edn(self) -> None: ...
 
-    with pytest.raises(ValueError, match="Did you mean 'on_train_epoch_end'"):
+    with pytest.warns(UserWarning, match="Did you mean 'on_train_epoch_end'"):
         fx.Trainer(callbacks=[Wrong()], **quiet)
 
 
-def test_a_hook_of_callbacks_in_a_module_is_refused() -> None:
+def test_a_hook_of_callbacks_in_a_module_is_a_warning() -> None:
     class Wrong(TinyModule):
         def on_sanity_check_start(self) -> None: ...
 
-    with pytest.raises(ValueError, match="it is a hook of callbacks"):
+    with pytest.warns(UserWarning, match="it is a hook of callbacks"):
         check_hooks(Wrong())
 
 
@@ -116,8 +117,15 @@ def test_methods_with_other_names_are_not_hooks() -> None:
     class Net(TinyModule):
         def on_my_way(self) -> None: ...
 
-    with pytest.raises(ValueError, match=r"Net.on_my_way would never be called: there is no hook of that name"):
+        def on_training_epoch_end(self) -> None: ...  # ignored by Lightning, too
+
+    with pytest.warns(UserWarning, match="never called") as warned:
         check_hooks(Net())
+    assert [str(warning.message) for warning in warned] == [
+        "Net.on_my_way is never called: there is no hook of that name.",
+        "Net.on_training_epoch_end is never called: there is no hook of that name. Did you mean 'on_train_epoch_end'?",
+    ]
+    del Net.on_training_epoch_end
     Net.on_my_way = "no function"  # type: ignore[assignment, method-assign]
     check_hooks(Net())
 
@@ -133,3 +141,20 @@ def test_hooks_of_every_batch_are_among_the_hooks_of_a_batch_with_samples() -> N
 
     hooks = Hooks(None, TinyModule(), [Counts(), Callback(), Averages()])  # type: ignore[arg-type]
     assert hooks.train_batch_end_empty == hooks.train_batch_end_others[1:]
+
+
+@pytest.mark.parametrize(
+    "base", [fx.callbacks.ModelCheckpoint, fx.callbacks.EarlyStopping, fx.callbacks.TQDMProgressBar]
+)
+def test_a_constructor_without_that_of_the_base_class_is_refused(base: Any) -> None:
+    class Forgets(base):
+        def __init__(self) -> None:
+            self.epochs: list[int] = []
+
+    class Calls(base):
+        def __init__(self) -> None:
+            super().__init__(**{"monitor": "loss"} if "monitor" in inspect.signature(base).parameters else {})
+
+    with pytest.raises(ValueError, match=r"Forgets.__init__ does not call super\(\).__init__\(\), so"):
+        fx.Trainer(callbacks=[Forgets()])
+    check_hooks(Calls())
