@@ -140,10 +140,12 @@ class Timer(Callback):
             trainer.request_stop(self._announce(trainer))
 
     def on_train_epoch_end(self, trainer: TrainerProtocol, pl_module: Module) -> None:
-        # A single broadcast per epoch: the main rank's clock decides for all ranks.
-        if self.interval == "epoch" and self.duration is not None and not self._stopped:
-            self._stopped = bool(trainer.world.broadcast_object(time.monotonic() >= self._limit))
-            if self._stopped:
+        # A single broadcast per epoch: the main rank's clock decides for all ranks, also if that of this rank has
+        # requested the stop at the start.
+        if self.interval == "epoch" and self.duration is not None:
+            stops = bool(trainer.world.broadcast_object(self._stopped or time.monotonic() >= self._limit))
+            if stops and not self._stopped:
+                self._stopped = True
                 self._announce(trainer)
                 trainer.should_stop = True
 

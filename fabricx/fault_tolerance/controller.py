@@ -68,6 +68,7 @@ class ElasticController:
         self._departed: tuple[int, ...] = ()  # workers that the present generation does not need any more
         self._outbox: list[tuple[tuple[int, ...], str, Any]] = []
         self._step, self._tries = -1, 0  # tries: failed generations and replacements without a further step
+        self._repeats = False  # workers repeat a step, and none has reported a further step
         self._cuts: list[str] = []  # records of lost links since all members trained, which a failure may explain
 
     # -- events -------------------------------------------------------------------------------------------------
@@ -109,6 +110,7 @@ class ElasticController:
         else:
             assert kind == WorkerMessage.STEP, kind
             generation, step = content
+            joins = generation == self._number and worker not in self._arrived  # it reports the step that it repeats
             self._holding.add(worker)
             self._settled = max(self._settled, generation)
             self._lost = [(since, workers) for since, workers in self._lost if since > self._settled]
@@ -117,7 +119,11 @@ class ElasticController:
                 if self._arrived.issuperset(self._seats):
                     self._cuts.clear()
             if step > self._step:
-                self._step, self._tries = step, 0
+                if not joins:
+                    self._tries = 0
+                elif self._repeats:  # a further step was made before the newest failure, but not reported
+                    self._tries = min(self._tries, 1)
+                self._step, self._repeats = step, joins
 
     def _begin_again(self, worker: int, generation: int, why: str) -> bool:
         """Record a failure and request a new generation; returns False if no new generation is possible or needed."""

@@ -279,7 +279,7 @@ def _connect(session: Session, ft: RankRecords, generation: Generation) -> None:
     session.metrics.world_changed(world, session.callbacks)
     session.renew_agreements()
     session.failures.errors = list(generation.failures)
-    ft.resume_point, ft.end_point, ft.publishing, ft.options = None, None, False, []
+    ft.resume_point, ft.end_point, ft.judging, ft.publishing, ft.options = None, None, False, False, []
     if ft.weights is not None:
         ft.weights.forget()
     session.balance.changes.clear()

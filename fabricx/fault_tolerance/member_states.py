@@ -174,6 +174,7 @@ class MemberStates:
         self._session, self._ft = session, ft
         # Start of the interrupted batch, until a state is loaded:
         self._batch_start = (ft.resume_point or ft.end_point or session.rank_state()) if survivor else None
+        session.state.judging = session.state.judging or ft.judging
         self._contribution = Contribution() if self._batch_start is None else self._present(self._batch_start)
         self._common: dict[str, Any] | None = None  # loaded state that some members may lack
         self._loaded_in = -1  # newest generation, if it has loaded the state; else -1

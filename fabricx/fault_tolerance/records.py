@@ -47,8 +47,10 @@ class RankRecords(FaultTolerance):
 
     Attributes:
         publishing: the values of an epoch are being published.
-        end_point: state before the last hooks of the training; None before. Checkpoints of these hooks have the later
-            state, since a run that resumes from them does not repeat the hooks.
+        end_point: state before the last hooks of the training, or before callbacks that watch metrics; None outside of
+            these. Checkpoints of these hooks have the later state, since a run that resumes from them does not repeat
+            the hooks.
+        judging: `RunState.judging` at the end point.
         options: options of the optimizers at the point from which unfinished work is repeated; empty without a point.
         reached: newest step before the last failure, until a further step is made; infinite without.
         weights: those at the point from which unfinished work is repeated; None if no other rank reads the records.
@@ -69,6 +71,7 @@ class RankRecords(FaultTolerance):
         self.members, self.slot, self.memory = members, slot, memory
         self.publishing = False
         self.end_point: RankState | None = None
+        self.judging = False
         self.torn = False
         self.reached = math.inf
         self.weights = None if slot is None else NotedWeights(session.module)
@@ -130,6 +133,15 @@ class RankRecords(FaultTolerance):
             if self._before_validation is not None:  # the validation is repeated
                 self._before_validation.restore()
             self._before_validation = None
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        if self.slot is None or self.resume_point is not None:  # the state before is kept already
+            yield
+            return
+        self.end_point, self.judging = self._rank_state(repeats=True), self._state.judging
+        yield
+        self.end_point, self.judging = None, False
 
     def _batches_start_again(self, *, saved_within: bool) -> bool:
         return saved_within or self.members is not None

@@ -39,6 +39,7 @@ def evaluate(session: Session, phase: Phase, feeds: Sequence[Feed]) -> list[dict
     word = _WORDS[phase]
     before, session.state.phase = session.state.phase, phase
     is_last = session.batch.is_last  # of the training batch, which hooks read after a validation
+    batches = 0
     with session.metrics.evaluation() as logbook:
         modes = _to_eval(session, word)
         try:
@@ -46,7 +47,7 @@ def evaluate(session: Session, phase: Phase, feeds: Sequence[Feed]) -> list[dict
             _call(session, f"on_{word}_epoch_start")
             for number, feed in enumerate(feeds):
                 logbook.begin_loader(number, several=len(feeds) > 1)
-                _evaluate_batches(session, word, number, feed)
+                batches += _evaluate_batches(session, word, number, feed)
             logbook.loader = None
             session.strategy.synchronize()
             session.metrics.publish_evaluated_steps()
@@ -56,7 +57,7 @@ def evaluate(session: Session, phase: Phase, feeds: Sequence[Feed]) -> list[dict
             results = session.metrics.publish_evaluation(len(feeds))
             session.metrics.collect(None)
             session.state.validating = False
-            session.state.evaluated += logbook.batches if phase is Phase.VALIDATE else 0
+            session.state.evaluated += batches if phase is Phase.VALIDATE else 0
             complete = session.fault_tolerance.end_evaluation()
             if phase is Phase.VALIDATE:
                 session.state.judging = complete
@@ -76,8 +77,9 @@ def judge(session: Session) -> None:
     Args:
         session: has published the metrics.
     """
-    session.state.judging = False
-    _call(session, "validation_end_watching")
+    with session.fault_tolerance.watching():
+        session.state.judging = False
+        _call(session, "validation_end_watching")
 
 
 def validate_in_fit(session: Session) -> None:
@@ -131,13 +133,15 @@ def sanity_check(session: Session) -> None:
     session.metrics.published.clear()
 
 
-def _evaluate_batches(session: Session, word: str, number: int, feed: Feed) -> None:
-    step = session.steps[word]
+def _evaluate_batches(session: Session, word: str, number: int, feed: Feed) -> int:
+    """Evaluate the batches of a loader; return their number, which includes those without a sample of this rank."""
+    step, passed = session.steps[word], 0
     starts, ends = getattr(session.hooks, f"on_{word}_batch_start"), getattr(session.hooks, f"on_{word}_batch_end")
     indices = (number,) if session.data.several_loaders else ()
     logbook = session.metrics.logbook
     with _no_gradients(session):
         for micro in _batches(session, feed):
+            passed += 1
             if micro.empty:
                 _along(session, step, micro, number)
                 continue
@@ -156,6 +160,7 @@ def _evaluate_batches(session: Session, word: str, number: int, feed: Feed) -> N
             if logbook.logs_batches:
                 session.metrics.log_evaluation_batch()
             logbook.end_batch()
+    return passed
 
 
 def _guards(sharding: ShardsWeights, word: str, micro: Microbatch) -> tuple[AbstractContextManager[Any], ...]:

@@ -158,7 +158,8 @@ def train_epoch(session: Session, train_rest: Callable[[Session], bool]) -> None
         state.closing, state.ended_early = state.drained, not state.drained
         ft.reach(EpochStep.EPOCH_WATCHERS)
     if ft.epoch_step is EpochStep.EPOCH_WATCHERS:
-        call(session.hooks.train_epoch_end_watching)
+        with ft.watching():
+            call(session.hooks.train_epoch_end_watching)
         ft.epoch_step = EpochStep.EPOCH_OVER
     if not state.drained:
         state.cut_short = True

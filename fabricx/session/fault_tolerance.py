@@ -144,6 +144,13 @@ class FaultTolerance:
         """Return a context of a validation in training, which is repeated if a peer is lost in it."""
         return nullcontext()
 
+    def watching(self) -> AbstractContextManager[None]:
+        """Return a context of callbacks that watch metrics: they are called again, from their states before.
+
+        Does not apply to those at the end of a batch.
+        """
+        return nullcontext()
+
     # -- an epoch -----------------------------------------------------------------------------------------------
 
     def begin_epoch(self) -> None:

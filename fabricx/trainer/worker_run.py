@@ -267,11 +267,11 @@ def elastic_policy(strategy: Strategy, callbacks: Iterable[Callback]) -> Elastic
     """
     if not strategy.traits.elastic:
         return None
-    if not strategy.traits.lockstep:  # ranks do not wait for each other
-        return ElasticPolicy()
-    policy = recovery_policy_of(callbacks)
+    policy, lockstep = recovery_policy_of(callbacks), strategy.traits.lockstep
     if policy is None:
-        return None
+        return None if lockstep else ElasticPolicy()
+    if not lockstep:  # ranks do not wait for each other
+        return ElasticPolicy(least=policy.min_ranks, tries=policy.max_restarts)
     fixed = as_part(strategy, ModelParallel).divides
     return ElasticPolicy(policy.patience, policy.min_ranks, policy.max_restarts, not strategy.traits.replicated, fixed)
 

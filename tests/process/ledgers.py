@@ -38,6 +38,7 @@ def train(
     devices: int = 2,
     module: Any = None,
     data: Any = None,
+    val_samples: int = SAMPLES,
     num_workers: int = 0,
     **options: Any,
 ) -> tuple[Ledger, fx.Trainer]:
@@ -50,7 +51,7 @@ def train(
         callbacks=[*faults, recovery], **{**QUIET, **options},
     )  # fmt: skip
     loader: Any = DataLoader(data or Numbered(), BATCH // devices, shuffle=True, num_workers=num_workers)
-    trainer.fit(module, loader, DataLoader(Numbered(), 16))
+    trainer.fit(module, loader, DataLoader(Numbered(val_samples), 16))
     return module, trainer
 
 

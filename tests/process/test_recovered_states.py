@@ -50,6 +50,35 @@ class CountsHooks(fx.Callback):
         self.counts = dict(state_dict["counts"])
 
 
+class CountsWatching(CountsHooks):
+    """Counts in hooks that run after those of the module."""
+
+    watches_metrics = True
+
+
+class DiesWatching(fx.Callback):
+    """Kills a rank in a hook of callbacks that watch metrics, in which the other rank waits for it.
+
+    Args:
+        hook: name of the hook.
+        rank: the rank.
+        attempt: number of failures before.
+    """
+
+    watches_metrics = True
+
+    def __init__(self, hook: str, rank: int, attempt: int) -> None:
+        self.rank, self.attempt = rank, attempt
+        setattr(self, hook, self._die)
+
+    def _die(self, trainer: Any, *arguments: Any) -> None:
+        if trainer.sanity_checking or len(trainer.failures) != self.attempt:
+            return
+        if trainer.world.rank == self.rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+        trainer.world.barrier()
+
+
 def _counting(name: str) -> Any:
     def hook(callback: CountsHooks, trainer: Any, *arguments: Any, **options: Any) -> None:
         if not trainer.sanity_checking:
@@ -84,11 +113,12 @@ class CountsBatches(Ledger):
 
 def test_states_count_interrupted_work_once(tmp_path: Path) -> None:
     runs = []
-    for name, faults in (("undisturbed", []), ("killed", KILLS)):
-        module, counts = CountsBatches(), CountsHooks()
+    watching = [DiesWatching("on_validation_end", 1, attempt=4), DiesWatching("on_train_epoch_end", 0, attempt=5)]
+    for name, faults in (("undisturbed", []), ("killed", [*KILLS, *watching])):
+        module, counts = CountsBatches(), [CountsHooks(), CountsWatching(), CountsWatching()]
         _, trainer = train(
             STRATEGIES["ddp"](),
-            [counts, *faults],
+            [*counts[:2], *faults, counts[2]],  # type: ignore[list-item]
             tmp_path / name,
             module=module,
             recovery=FaultRecovery(max_restarts=9),
@@ -97,7 +127,7 @@ def test_states_count_interrupted_work_once(tmp_path: Path) -> None:
         runs.append((module, counts))
     (undisturbed, expected), (killed, counted) = runs
     assert exact(killed)
-    assert counted.counts == expected.counts
+    assert [callback.counts for callback in counted] == [callback.counts for callback in expected]
     assert killed.batches == undisturbed.batches
 
 

@@ -45,12 +45,16 @@ def test_rows_and_checkpoints_after_a_recovery_are_those_of_a_single_run(tmp_pat
 
 
 class LogsEpochs(Ledger):
-    """Logs a mean over the epoch; a dead rank's sums are in its record."""
+    """Logs a mean over the epoch; a dead rank's sums are in its record. Rank 1 has fewer validation batches."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         self.log("mean", loss.detach().double() / 3, on_step=False, on_epoch=True)
         return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log("batch", float(batch_idx), on_step=True, on_epoch=False)
 
 
 class DiesAtEpochEnd(fx.Callback):
@@ -75,7 +79,7 @@ def test_each_row_is_logged_once_after_a_death_at_the_end_of_an_epoch(
     for number, faults in enumerate(([], [DiesAtEpochEnd(rank, times)])):
         _, trainer = train(
             strategy, faults, tmp_path / f"{number}", module=LogsEpochs(SAMPLES, BATCH), logger=JSONLogger(),  # type: ignore[arg-type]
-            log_every_n_steps=1,
+            log_every_n_steps=1, val_samples=33,
         )  # fmt: skip
         [log] = (tmp_path / f"{number}").rglob("metrics.jsonl")
         logged = [json.loads(line) for line in log.read_text().splitlines()]

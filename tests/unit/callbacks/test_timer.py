@@ -62,6 +62,14 @@ def test_epochs_stop_when_time_is_up(trainer: Any, clock: Any) -> None:
     assert run.stop_reasons == []
 
 
+def test_all_ranks_ask_the_main_rank_at_the_end_of_an_epoch(trainer: Any, clock: Any) -> None:
+    """The clock of this rank has reached the limit at the start, and that of the main rank has not."""
+    run = trainer(Timer("10s", interval="epoch"))
+    run.callbacks[0].load_state_dict({"time_elapsed": {"train": 10.0}})
+    run.start().epoch()
+    assert len(run.stop_reasons) == run.world.broadcasts == 1
+
+
 def test_a_resumed_run_has_less_time_left(trainer: Any, clock: Any) -> None:
     first = Timer(timedelta(seconds=10))
     trainer(first).start()

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from fabricx.callbacks import FaultRecovery
 from fabricx.errors import WorkerFailed
+from fabricx.fault_tolerance.controller import ElasticPolicy
 from fabricx.session.status import FailureLog
+from fabricx.strategies import DDP, AsyncSGD
 from fabricx.trainer import worker_run
 
 
@@ -31,3 +34,10 @@ def test_a_death_that_was_not_recovered_in_place_counts_once(
     wanted = "rank 1 failed: killed" + f"; {error.not_in_place}" * recovering
     assert log.errors == ["rank 2 failed: killed", wanted]
     assert capsys.readouterr().err == f"{wanted}\nall workers restart from step 0\n"
+
+
+def test_workers_at_their_own_pace_have_the_limits_of_fault_recovery_and_do_not_wait() -> None:
+    recovery = FaultRecovery(max_restarts=1, min_ranks=2, patience=5.0)
+    assert worker_run.elastic_policy(AsyncSGD(), [recovery]) == ElasticPolicy(least=2, tries=1)
+    assert worker_run.elastic_policy(DDP(), [recovery]) == ElasticPolicy(waits=5.0, least=2, tries=1)
+    assert worker_run.elastic_policy(AsyncSGD(), []) == ElasticPolicy()
