@@ -1,4 +1,4 @@
-"""Restarts of all workers after failures."""
+"""Restarts of all workers after failures, and the limits of recovery in place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fabricx.errors import WorkerFailed
 from fabricx.fault_tolerance.controller import ElasticPolicy
 from fabricx.session.status import FailureLog
 from fabricx.strategies import DDP, AsyncSGD
-from fabricx.trainer import worker_run
+from fabricx.trainer import restart, worker_run
 
 
 @pytest.mark.parametrize("recovering", [True, False])
@@ -28,9 +28,9 @@ def test_a_death_that_was_not_recovered_in_place_counts_once(
     job: Any = SimpleNamespace(ckpt_path=None)
     callback: Any = SimpleNamespace(restarts_after=lambda error, step: True)
     error.exhausted = True
-    assert not worker_run._restarts(job, tmp_path, [callback], log, None, error)
+    assert not restart.restarts(job, tmp_path, [callback], log, None, error)
     error.exhausted = False
-    assert worker_run._restarts(job, tmp_path, [callback], log, None, error)
+    assert restart.restarts(job, tmp_path, [callback], log, None, error)
     wanted = "rank 1 failed: killed" + f"; {error.not_in_place}" * recovering
     assert log.errors == ["rank 2 failed: killed", wanted]
     assert capsys.readouterr().err == f"{wanted}\nall workers restart from step 0\n"
