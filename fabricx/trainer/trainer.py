@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 from torch import nn
 
@@ -13,6 +13,7 @@ from fabricx.core.datamodule import DataModule
 from fabricx.core.module import Module
 from fabricx.core.options.trainer_options import DEFAULT_EPOCHS
 from fabricx.errors import WrongArgument
+from fabricx.trainer.call_arguments import check_names
 from fabricx.trainer.dispatch import dispatch
 from fabricx.trainer.interface import TrainerInterface
 from fabricx.trainer.run_request import Job
@@ -32,6 +33,7 @@ class Trainer(TrainerInterface):
         weights_only: bool | None = None,
         *,
         module: Module | None = None,
+        **unknown: Never,
     ) -> None:
         """Train a module.
 
@@ -48,12 +50,14 @@ class Trainer(TrainerInterface):
             weights_only: False also reads objects of any class from the checkpoint, which runs code that it names;
                 pass it for a file that you trust. Otherwise, objects are read only if their classes are allowed by
                 `torch.serialization.add_safe_globals`.
+            unknown: none; another keyword is an error that names the right keyword.
 
         Raises:
             ValueError: an argument or a method of the module is invalid; raised before any process starts if possible.
             WorkerFailed: a worker process failed; the message contains its traceback.
             SystemExit: with code 143, after SIGTERM or the notice of a scheduler, when the run is stopped and saved.
         """
+        check_names(self.fit, unknown)
         chosen = self._module_of(model, module, "fit")
         if chosen is None:
             raise WrongArgument("trainer.fit() has no module: pass an instance of a subclass of fabricx.Module")
@@ -81,6 +85,7 @@ class Trainer(TrainerInterface):
         weights_only: bool | None = None,
         *,
         module: Module | None = None,
+        **unknown: Never,
     ) -> list[dict[str, float]]:
         """Validate a module.
 
@@ -94,6 +99,7 @@ class Trainer(TrainerInterface):
             weights_only: False also reads objects of any class from the checkpoint, which runs code that it names;
                 pass it for a file that you trust. Otherwise, objects are read only if their classes are allowed by
                 `torch.serialization.add_safe_globals`.
+            unknown: none; another keyword is an error that names the right keyword.
 
         Returns:
             the metrics of each loader over the samples of all ranks, with each sample counted once.
@@ -102,6 +108,7 @@ class Trainer(TrainerInterface):
             ValueError: an argument is invalid.
             WorkerFailed: a worker process failed.
         """
+        check_names(self.validate, unknown)
         chosen = self._module_of(model, module, "validate")
         trusted = weights_only is False
         return self._evaluate("validate", chosen, dataloaders, datamodule, ckpt_path, verbose, trusted=trusted)
@@ -116,6 +123,7 @@ class Trainer(TrainerInterface):
         weights_only: bool | None = None,
         *,
         module: Module | None = None,
+        **unknown: Never,
     ) -> list[dict[str, float]]:
         """Test a module; see `validate` for the arguments, the result and the errors.
 
@@ -128,7 +136,9 @@ class Trainer(TrainerInterface):
             weights_only: False also reads objects of any class from the checkpoint, which runs code that it names;
                 pass it for a file that you trust. Otherwise, objects are read only if their classes are allowed by
                 `torch.serialization.add_safe_globals`.
+            unknown: none; another keyword is an error that names the right keyword.
         """
+        check_names(self.test, unknown)
         chosen = self._module_of(model, module, "test")
         trusted = weights_only is False
         return self._evaluate("test", chosen, dataloaders, datamodule, ckpt_path, verbose, trusted=trusted)
@@ -143,6 +153,7 @@ class Trainer(TrainerInterface):
         weights_only: bool | None = None,
         *,
         module: Module | None = None,
+        **unknown: Never,
     ) -> list[Any]:
         """Run `predict_step` on all batches.
 
@@ -156,6 +167,7 @@ class Trainer(TrainerInterface):
             weights_only: False also reads objects of any class from the checkpoint, which runs code that it names;
                 pass it for a file that you trust. Otherwise, objects are read only if their classes are allowed by
                 `torch.serialization.add_safe_globals`.
+            unknown: none; another keyword is an error that names the right keyword.
 
         Returns:
             the outputs in the order of the data set; a list for each loader if there are several. None with
@@ -165,6 +177,7 @@ class Trainer(TrainerInterface):
             ValueError: an argument is invalid.
             WorkerFailed: a worker process failed.
         """
+        check_names(self.predict, unknown)
         chosen, keep = self._module_of(model, module, "predict"), return_predictions is not False
         trusted = weights_only is False
         outputs = self._evaluate("predict", chosen, dataloaders, datamodule, ckpt_path, keep, trusted=trusted)
