@@ -410,6 +410,7 @@ def _bits(tensors: Iterable[Tensor]) -> int:
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     for tensor in tensors:
         raw = tensor.detach().contiguous().view(-1)
+        raw = torch.view_as_real(raw).view(-1) if raw.is_complex() else raw
         checksum = (checksum * 1_000_003 + int(raw.view(integers[raw.element_size()]).sum(dtype=torch.int64))) % 2**61
     return checksum
 

@@ -185,3 +185,11 @@ def test_overflows_of_a_scaled_loss_end_no_run(trainer: Any, action: Any) -> Non
     with pytest.raises(ValueError, match="'16-mixed'"):
         trainer(FaultRecovery(bad_gradients=action), precision=scaled).start()
     trainer(FaultRecovery(bad_gradients="skip"), precision=scaled).start()
+
+
+def test_the_checksum_of_weights_changes_with_each_part_of_a_complex_weight() -> None:
+    weight = torch.ones(3, dtype=torch.complex128)
+    checksums = {fault_recovery._bits([weight])}
+    for change in (1e-9, 1e-9j):
+        checksums.add(fault_recovery._bits([weight + change]))
+    assert len(checksums) == 3
