@@ -335,6 +335,20 @@ _NOT_FRAMEWORK: Final = ("fabricx.demo", "fabricx.testing")
 ALL_FRAMES: Final = "FABRICX_TRACEBACK"  # environment variable: if set, tracebacks contain all frames
 
 
+def check_share(option: str, value: float) -> None:
+    """Refuse a number that is not at least 0 and less than 1, such as a momentum.
+
+    Args:
+        option: name of the option.
+        value: its value.
+
+    Raises:
+        ValueError: the number is outside of this range.
+    """
+    if not 0.0 <= value < 1.0:
+        raise ValueError(f"{option}={value}: must be at least 0 and less than 1")
+
+
 def brief_traceback(error: BaseException) -> str:
     """Format a traceback without the frames of fabricx and torch, unless `FABRICX_TRACEBACK` is set.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, final
 
-from fabricx.errors import check_choice
+from fabricx.errors import check_choice, check_share
 from fabricx.parameter_server.strategy import ServedStrategy
 from fabricx.parameter_server.worker.asynchronous import Asynchronous
 from fabricx.parameter_server.worker.local_rounds import LocalRounds
@@ -67,12 +67,11 @@ class AsyncSGD(ServedStrategy):
         super().__post_init__()
         self._check_staleness()
         self._check_rounds()
-        if self.dc_lambda is None:
-            self.dc_lambda = 0.04 if self.compensation == "dc" else 2.0
+        dc_lambda = self.dc_lambda or (0.04 if self.compensation == "dc" else 2.0)
         self.damp = self.compensation is None and self.outer is None if self.damp == "auto" else bool(self.damp)
         settings = self.settings(
             aggregate=False, max_staleness=self.max_staleness, bound=self.bound, on_stale=self.on_stale,
-            compensation=self.compensation, dc_lambda=self.dc_lambda, dc_momentum=self.dc_momentum, damp=self.damp,
+            compensation=self.compensation, dc_lambda=dc_lambda, dc_momentum=self.dc_momentum, damp=self.damp,
             outer=self.outer, outer_lr=self.outer_lr, outer_momentum=self.outer_momentum,
         )  # fmt: skip
         rounds = None if self.outer is None else LocalRounds(settings, self.every, self.elastic_rate)
@@ -82,6 +81,11 @@ class AsyncSGD(ServedStrategy):
         check_choice("async_sgd", "bound", self.bound, ("version", "clock"))
         check_choice("async_sgd", "on_stale", self.on_stale, ("wait", "drop", "damp"))
         check_choice("async_sgd", "compensation", self.compensation, ("dc", "dc-adaptive", None))
+        if self.dc_lambda is not None and (self.compensation is None or not self.dc_lambda > 0.0):
+            raise ValueError(
+                f"dc_lambda={self.dc_lambda}: must be more than 0, with compensation='dc' or 'dc-adaptive'"
+            )
+        check_share("dc_momentum", self.dc_momentum)
         if self.max_staleness is not None and self.max_staleness < 0:
             raise ValueError(f"max_staleness={self.max_staleness}: must be 0 or more updates, or None for no bound")
         if self.on_stale == "drop" and self.servers > 1:
@@ -98,6 +102,13 @@ class AsyncSGD(ServedStrategy):
         check_choice("async_sgd", "outer", self.outer, ("sum", "average", "nesterov", "elastic", None))
         if self.every < 1:
             raise ValueError(f"every={self.every}: must be 1 or more steps")
+        if self.elastic_rate is not None and (self.outer != "elastic" or not 0.0 < self.elastic_rate <= 1.0):
+            raise ValueError(
+                f"elastic_rate={self.elastic_rate}: must be more than 0 and at most 1, with outer='elastic'"
+            )
+        if not self.outer_lr > 0.0:
+            raise ValueError(f"outer_lr={self.outer_lr}: must be more than 0")
+        check_share("outer_momentum", self.outer_momentum)
         if self.every > 1 and self.outer is None:
             raise ValueError(
                 f"every={self.every} needs a method for the result of a round; set outer='average', for example"

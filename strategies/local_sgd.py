@@ -25,7 +25,7 @@ from fabricx.distributed.sharding.fsdp_internals import shard_like
 from fabricx.distributed.statistics.joint_statistics import JointStatistics
 from fabricx.distributed.statistics.optimizer_moments import average_moments, furthest, is_moment
 from fabricx.distributed.world import World
-from fabricx.errors import check_choice
+from fabricx.errors import check_choice, check_share
 
 Outer = Literal["average", "nesterov"]
 DifferenceCompression = Literal["int8", "int4"]
@@ -106,8 +106,12 @@ class LocalSGD(Strategy, Elastic, HoldsPart, KeepsLocalState, MeasuresWaiting, W
                 f"overlap_steps={overlap_steps}: must be 0 or more and less than every={every}, so that a round's "
                 "all-reduce ends before the next begins"
             )
-        if not 0.0 <= keep_local < 1.0:
-            raise ValueError(f"keep_local={keep_local}: must be a fraction, at least 0 and less than 1")
+        check_share("keep_local", keep_local)
+        if not outer_lr > 0.0:
+            raise ValueError(f"outer_lr={outer_lr}: must be more than 0")
+        check_share("outer_momentum", outer_momentum)
+        if synchronous_steps < 0:
+            raise ValueError(f"synchronous_steps={synchronous_steps}: must be 0 or more steps")
         self.every = every
         self.outer = outer
         self.outer_lr, self.outer_momentum = outer_lr, outer_momentum

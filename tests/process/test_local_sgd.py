@@ -364,6 +364,9 @@ def test_streams_of_different_lengths_are_trained_to_their_ends() -> None:
         ({"every": 4, "fragments": 5}, "fragments=5"),
         ({"every": 4, "overlap_steps": 4}, "overlap_steps=4"),
         ({"keep_local": 1.0}, "keep_local=1.0"),
+        ({"outer_lr": 0.0}, "outer_lr=0.0: must be more than 0"),
+        ({"outer_momentum": 1.5}, "outer_momentum=1.5: must be at least 0 and less than 1"),
+        ({"synchronous_steps": -1}, "synchronous_steps=-1"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
