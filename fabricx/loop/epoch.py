@@ -48,10 +48,12 @@ def begin_epoch(session: Session) -> bool:
     if unfinished:  # after a batch that an earlier run has trained
         validate_in_fit(session)
     step_plateaus(session)
-    if (unfinished and agree_at_boundary(session)) or limit_reached(session):
-        return False
-    if not session.state.batch and agree_at_boundary(session):  # a hook of the epoch's start has requested the stop
-        return False
+    if session.fault_tolerance.meeting is None:  # else its samples are in the weights, and the position is before them
+        if (unfinished and agree_at_boundary(session)) or limit_reached(session):
+            return False
+        # A hook of the epoch's start may have requested the stop.
+        if not session.state.batch and agree_at_boundary(session):
+            return False
     session.fault_tolerance.begin_batches(saved_within=_saved_within_batches(session))
     session.window.accumulate = session.options.accumulate_grad_batches
     return True

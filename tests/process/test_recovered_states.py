@@ -16,7 +16,7 @@ from torch import Tensor
 
 import fabricx as fx
 from fabricx.callbacks import FaultRecovery
-from fabricx.strategies import DDP, LocalSGD
+from fabricx.strategies import DDP, LocalSGD, ParameterServer
 from fabricx.testing import Ledger, SavesAtEnd, fail, kill
 from fabricx.testing.faults import Fault
 from tests.soak import covering, params
@@ -446,3 +446,21 @@ def test_a_death_after_a_requested_stop_stops_at_the_same_step(strategy: str, ra
         weights.append(module.state_dict())
     for name, value in weights[0].items():
         assert torch.equal(weights[1][name], value), name
+
+
+class StopsAndDies(fx.Callback):
+    """Requests a stop before the first batch of rank 1 in the second epoch, and kills this rank."""
+
+    def on_train_batch_start(self, trainer: Any, *arguments: Any) -> None:
+        if trainer.current_epoch == 1 and trainer.world.rank == 1 and not trainer.failures:
+            trainer.should_stop = True
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_position_of_a_run_that_stops_after_a_death_has_all_samples_of_the_weights(tmp_path: Path) -> None:
+    """Regression: the stop preceded the meeting at which asynchronous ranks set their position."""
+    strategy = ParameterServer(mode="bounded")
+    module, trainer = train(strategy, [StopsAndDies()], tmp_path)  # type: ignore[list-item]
+    assert len(trainer.failures) == 1
+    trained = SAMPLES * trainer.state.epoch + trainer.state.samples
+    assert float(-module.entries.detach().sum()) == pytest.approx(trained)
