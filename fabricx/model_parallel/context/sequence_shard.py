@@ -60,12 +60,12 @@ class SequenceShard:
         piece = max(self.piece, -(-self.length // (2 * self.ranks)))
         pieces = torch.arange(2 * self.ranks * piece).view(2 * self.ranks, -1)
         shards = [pieces[[rank, 2 * self.ranks - 1 - rank]].flatten() for rank in range(self.ranks)]
-        own = shards[self.rank]
+        indices = shards[self.rank]
         values = {
             "piece": piece,
-            "positions": own.clamp(max=self.length - 1).to(self.device),
+            "positions": indices.clamp(max=self.length - 1).to(self.device),
             "order": torch.cat(shards).argsort()[: self.length].to(self.device),
-            "filled": int((own < self.length).sum()),
+            "filled": int((indices < self.length).sum()),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
