@@ -226,7 +226,7 @@ def check_constructed(obj: object, base: type) -> None:
     stored = [after.argval for before, after in itertools.pairwise(code)
               if after.opname == "STORE_ATTR" and "self" in (before.argval, *_last(before.argval))]  # fmt: skip
     missing = [name for name in stored if name not in vars(obj) and not hasattr(type(obj), name)]
-    if missing:
+    if missing and not any(name in vars(obj) for name in stored):  # a constructor may set some attributes only
         raise ValueError(
             f"{owner.__name__}.__init__ does not call super().__init__(), so {base.__name__} has no attribute "
             f"{missing[0]!r}: call it first, with the arguments of {base.__name__}"
