@@ -55,6 +55,7 @@ def _compute(session: Session, micro: Microbatch) -> None:
     with session.metrics.logbook.muted():  # hooks of an update log values of ranks with samples
         if micro.opens:
             zero_grad(session, micro)
+        session.fault_tolerance.before_backward(micro)  # with the values of the window's earlier microbatches
         with nullcontext() if micro.closes else session.strategy.accumulate():
             session.window.sit_out(micro, NO_BATCH, session.settings_check, example_batch(micro, session.to_device))
         if micro.closes and session.window.finish_gradient():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from torch.utils.data import DataLoader
 
 import fabricx as fx
 from fabricx.core.module_state.tracked_attributes import TrackedAttributes
+from fabricx.distributed.membership import generations
 from fabricx.distributed.membership.generations import Membership
 from fabricx.distributed.store.client import PrivateStore
 from fabricx.distributed.store.server import StoreServer
@@ -129,6 +131,44 @@ def test_each_sample_is_trained_once_per_epoch_under_any_schedule_of_deaths(
                     float(reference.callback_metrics[name]), rel=1e-4
                 ), (seed, name, machine.log)
     assert deaths >= len(SCHEDULES)  # otherwise nothing was tested
+
+
+class Completing(random.Random):
+    """All exchanges that a dead worker has contributed to are complete on the others."""
+
+    def random(self) -> float:
+        return 1.0
+
+
+def test_values_of_a_rank_that_dies_in_a_microbatch_without_samples_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(number: int) -> tuple[float, bool]:
+        """Let the last rank die after its n-th reduction."""
+        folder, reductions, died = tmp_path / str(number), itertools.count(1), list[bool]()
+        folder.mkdir(mode=0o700)
+
+        def point(where: str) -> None:
+            of_last_rank = where == "after a reduction" and generations.membership().worker == RANKS - 1
+            if of_last_rank and next(reductions) == number:
+                died.append(machine.safe(RANKS - 1))
+                raise Killed
+
+        with contextlib.closing(StoreServer(str(folder), KEY)) as server:
+            machine = Machine(Completing(), 1, folder, PrivateStore(server.path, KEY))
+            machine.point = point  # type: ignore[method-assign]
+            # In the last window of an epoch the last rank has samples in the first microbatch only.
+            [(trainer, _), *_] = Simulation(machine, lambda machine: parts(machine, 19, 2), RANKS, 0.0).run()
+        return float(trainer.callback_metrics["epoch"]), bool(died)
+
+    install(monkeypatch)
+    expected, _ = train(0)
+    for number in itertools.count(12):  # in the last window
+        value, died = train(number)
+        assert value == pytest.approx(expected, rel=1e-4), number
+        if not died:
+            break
+    assert number > 12
 
 
 def test_an_error_between_two_collectives_is_not_a_cut_link(
