@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 ROWS, C, H, LAYERS, T = 67, 32, 4, 2, 8
@@ -210,3 +211,41 @@ class Torch(Model):
         x = self.decoder(x, memory, tgt_mask=causal, tgt_is_causal=True, memory_key_padding_mask=padding)
         y, weights = self.attention(*(x.transpose(0, 1),) * 3, attn_mask=causal < 0)
         return x + y.transpose(0, 1) * (1 + weights.square().mean())
+
+
+class Hidden(NamedTuple):
+    features: torch.Tensor
+    mean: torch.Tensor
+
+
+class Calls(nn.Module):
+    """Calls layers with computed weights and in inference mode, and reads the weights of an attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp, self.attention = GeLU(0.0), nn.MultiheadAttention(C, H, batch_first=True)
+        self.computed = nn.MultiheadAttention(C, H, batch_first=True)
+        weight_norm(self.computed.out_proj)
+
+    def forward(self, x):
+        x = x + self.mlp(x) + self.attention(x, x, x)[0] + self.computed(x, x, x)[0]
+        with torch.inference_mode():
+            teacher = self.mlp(x * 2)
+        x = x + teacher.clone()
+        q = F.linear(x, self.attention.in_proj_weight, self.attention.in_proj_bias)[..., :C]
+        larger = {name: weight * 1.5 for name, weight in self.mlp.named_parameters()}
+        x = x + torch.func.functional_call(self.mlp, larger, (self.attention.out_proj(q),))
+        return Hidden(x, x.mean())
+
+
+class Called(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(ROWS, C), nn.Linear(C, ROWS)
+        self.blocks = nn.ModuleList(Calls() for _ in range(2))
+
+    def features(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x).features
+        return x

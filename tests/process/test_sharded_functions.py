@@ -48,6 +48,7 @@ LOCAL: dict[str, Callable[..., Any]] = {
     "product": lambda x, y, heads, features: (x @ y.transpose(-2, -1)) @ x,
     "einsum": lambda x, y, heads, features: torch.einsum("bhqd, bhkd -> bhqk", x, y),
     "einsum with whole": lambda x, y, heads, features: torch.einsum("bhtd,d->bht", x, features),
+    "einsum of one head": lambda x, y, heads, features: torch.einsum("bhtd,bhd->bht", x, features.expand(B, 1, D)),
     "linear": lambda x, y, heads, features: F.linear(x, features.expand(5, D), features[:5]),
     "attention": lambda x, y, heads, features: F.scaled_dot_product_attention(x, y, x, heads + torch.zeros(T, T)),
     "causal": lambda x, y, heads, features: F.scaled_dot_product_attention(x, y, y, is_causal=True, scale=0.3),
@@ -63,6 +64,10 @@ LOCAL: dict[str, Callable[..., Any]] = {
 COMMUNICATING: dict[str, Callable[..., Any]] = {
     "scalars": lambda x, y, heads, features: x.sum() + (x * y).mean() + y.max() + x.norm(),
     "mean of half precision": lambda x, y, heads, features: (x * 0 + 60000.0).half().mean(1).double() + y.mean((0, 1)),
+    "mean of nothing": lambda x, y, heads, features: x[:0].mean().nan_to_num(5.0) + x,
+    "no such head": lambda x, y, heads, features: x * _raises(IndexError, lambda: x[:, H]),
+    "to a device": lambda x, y, heads, features: x * (1 + isinstance(x.to("meta"), ShardedTensor)),
+    "flags": lambda x, y, heads, features: _flagged(x * 1.0) * y,
     "diagonal": lambda x, y, heads, features: torch.einsum("bhhd,bhtd->bht", x[:, :, :1].expand(B, H, H, D), y),
     "written": lambda x, y, heads, features: _written(x.detach(), y.detach()) + x,
     "over heads": lambda x, y, heads, features: x.softmax(1) + y.sum(1, keepdim=True) + F.normalize(x, dim=1),
@@ -95,6 +100,19 @@ def _masked() -> Tensor:
 def _augmented(x: Tensor, y: Tensor, features: Tensor) -> Tensor:
     x += y
     x *= features
+    x **= 2
+    return x
+
+
+def _raises(kind: Any, function: Callable[[], Any]) -> float:
+    with pytest.raises(kind):
+        function()
+    return 2.0
+
+
+def _flagged(x: Tensor) -> Tensor:
+    assert F.alpha_dropout(x, 0.5, training=True, inplace=True) is x
+    F.threshold(x, 0.1, 0.3, inplace=True)
     return x
 
 

@@ -34,6 +34,7 @@ from tests.process.parallel_models import (
     LAYERS,
     ROWS,
     C,
+    Called,
     H,
     HandTied,
     LanguageModel,
@@ -134,6 +135,8 @@ CASES: dict[str, tuple[Any, dict[str, str], bool, Any]] = {
     "torch's layers": (lambda: Torch(0.2), {}, False, adamw),
     "sequence": (lambda: LanguageModel("gpt", 0.2), {}, True, adamw),
     "sequence, recomputed": (lambda: LanguageModel("llama", recompute=True), {}, True, adamw),
+    "uncommon calls": (Called, {}, False, sgd),
+    "sequence, uncommon calls": (Called, {}, True, adamw),
     "replicated": (lambda: LanguageModel("gpt"), {"*": "replicate"}, False, adamw),
     "single layers": (
         lambda: LanguageModel("gpt"),

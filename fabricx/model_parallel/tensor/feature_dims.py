@@ -178,7 +178,7 @@ class Index:
 
 
 def indices(shape: Sequence[int], index: Any) -> list[Index] | None:
-    """Return the entries of an index in order; None if it contains a tensor or a list.
+    """Return the entries of an index in order; None if it contains a tensor or a list, or is out of range.
 
     Args:
         shape: shape of the tensor.
@@ -203,7 +203,9 @@ def indices(shape: Sequence[int], index: Any) -> list[Index] | None:
             taken += [Index(dim + i, 0, shape[dim + i]) for i in range(rest)]
             dim += rest
         elif isinstance(entry, int):
-            at = entry % shape[dim] if shape[dim] else 0
+            if not -shape[dim] <= entry < shape[dim]:
+                return None
+            at = entry % shape[dim]
             taken.append(Index(dim, at, at + 1, 1, True))
             dim += 1
         else:

@@ -17,6 +17,7 @@ from fabricx.model_parallel.tensor.collectives import copied, scattered_sum, sum
 from fabricx.model_parallel.tensor.parallel_layers import Layer
 from fabricx.model_parallel.tensor.sharded_activations import Activations
 from fabricx.model_parallel.tensor.sharded_attention import HEADS, attend, local_mask
+from fabricx.model_parallel.tensor.sharded_tensor import ShardedTensor
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,10 @@ class LayerFunctions:
         Args:
             input: ordinary or sharded.
         """
-        key = (input, input._version, torch.is_grad_enabled())
+        changed = input.local if isinstance(input, ShardedTensor) else input  # by functions in place
+        if changed.is_inference():  # torch counts no changes
+            return self._activations.input_of(input)
+        key = (input, changed._version, torch.is_grad_enabled())
         if self._copy is None or self._input[0] is not input or self._input[1:] != key[1:]:
             self._input = key
             self._copy = self._activations.input_of(input)
@@ -145,6 +149,7 @@ class LayerFunctions:
         return self._activations.sharded(output, output.dim() - 1, (classes,), (*output.shape[:-1], classes))
 
     def _rowwise(self, output: Tensor, bias: Tensor | None) -> Any:
+        bias = None if bias is None else bias.to(output.dtype)  # of autocast
         if self.sequence and output.dim() > 2:
             local = scattered_sum(output, self._world, 1)
             local = local if bias is None else local + copied(bias, self._world)

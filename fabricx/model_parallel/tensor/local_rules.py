@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -38,7 +38,7 @@ ELEMENTWISE: Final[set[Any]] = _methods(
 )  # fmt: skip
 IN_PLACE: Final[set[Any]] = _methods(
     "add_", "sub_", "mul_", "div_", "masked_fill_", "clamp_", "relu_", "neg_", "pow_", "sqrt_", "exp_", "zero_",
-    "fill_", "copy_", "__iadd__", "__isub__", "__imul__", "__itruediv__",
+    "fill_", "copy_", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__",
 )  # fmt: skip
 _CONVERSIONS: Final[set[Any]] = {Tensor.to, Tensor.type_as}  # perhaps to the dtype of another tensor
 SOFTMAXES: Final[set[Any]] = _methods("softmax", "log_softmax")
@@ -81,7 +81,7 @@ def _elementwise(activations: Activations, func: Any, args: Sequence[Any], optio
     if sharded_dim is None:
         return NotImplemented
     shape = _broadcast_shape(tensors)
-    if shape[sharded_dim] == 1:
+    if shape[sharded_dim] == 1 or _repeats_shard(tensors, sharded_dim, shape[sharded_dim]):
         return NotImplemented
     operands = [_operand(activations, value, sharded_dim, shape[sharded_dim]) for value in values]
     local_options = dict(zip(options, operands[len(args) :], strict=True))
@@ -104,6 +104,11 @@ def _common_dim(tensors: Sequence[Tensor]) -> int | None:
     """Return the sharded dim as a negative number; None if operands are sharded in different dims."""
     dims = {tensor.sharded_dim - tensor.dim() for tensor in tensors if isinstance(tensor, ShardedTensor)}
     return dims.pop() if len(dims) == 1 else None
+
+
+def _repeats_shard(tensors: Iterable[Any], sharded_dim: int, size: int) -> bool:
+    """Return whether a sharded dim of one element, which only one rank has, is broadcast to more."""
+    return any(isinstance(tensor, ShardedTensor) and tensor.shape[sharded_dim] != size for tensor in tensors)
 
 
 def _operand(activations: Activations, value: Any, sharded_dim: int, size: int) -> Any:
@@ -130,6 +135,8 @@ def _in_place(activations: Activations, func: Any, args: Sequence[Any], options:
     if sharded_dim is None or _broadcast_shape(tensors) != target.shape:
         return NotImplemented
     size = target.shape[sharded_dim]
+    if _repeats_shard(tensors, sharded_dim, size):
+        return NotImplemented
     operands = [_operand(activations, value, sharded_dim, size) for value in args[1:]]
     func(
         target.local,
@@ -217,6 +224,8 @@ def _set_index(activations: Activations, func: Any, args: Sequence[Any], options
     sharded_dim = -sum(not entry.drops for entry in entries[entries.index(shard) :])
     if isinstance(value, ShardedTensor) and value.sharded_dim - value.dim() != sharded_dim:
         return NotImplemented
+    if _repeats_shard([value], sharded_dim, tensor.shape[tensor.sharded_dim]):
+        return NotImplemented
     local_value = _operand(activations, value, sharded_dim, tensor.shape[tensor.sharded_dim])
     tensor.local[tuple(basic_index(entry, entry is shard) for entry in entries)] = local_value
     return None
@@ -281,10 +290,10 @@ def _norm(activations: Activations, func: Any, args: Sequence[Any], options: dic
     tensor, shape = args[0], args[1] if len(args) > 1 else options["normalized_shape"]
     if not isinstance(tensor, ShardedTensor) or tensor.sharded_dim >= tensor.dim() - len(shape):
         return NotImplemented
+    if any(isinstance(value, ShardedTensor) for value in (*args[2:], *options.values())):
+        return NotImplemented
     parameters = [_read_by_all(activations, value) for value in args[2:]]
     named = {name: _read_by_all(activations, value) for name, value in options.items()}
-    if any(isinstance(value, ShardedTensor) for value in (*parameters, *named.values())):
-        return NotImplemented
     return _with_size(activations, func(tensor.local, *args[1:2], *parameters, **named), tensor.sharded_dim, tensor)
 
 
@@ -311,7 +320,7 @@ def _sum_over_ranks(
     activations: Activations, func: Any, tensor: ShardedTensor, args: Sequence[Any], options: dict[str, Any]
 ) -> Any:  # fmt: skip
     """Sum this rank's elements, then over ranks; a mean is the sum of the ranks' means, which overflows no dtype."""
-    if func not in (torch.sum, Tensor.sum, torch.mean, Tensor.mean):
+    if func not in (torch.sum, Tensor.sum, torch.mean, Tensor.mean) or not tensor.numel():
         return NotImplemented
     if func in (torch.mean, Tensor.mean) and tensor.local.numel():
         part = Tensor.mean(tensor.local, *args[1:], **options) * (tensor.local.numel() / tensor.numel())
@@ -346,8 +355,13 @@ def _einsum(activations: Activations, func: Any, args: Sequence[Any], options: d
     [index] = sharded
     if any(name.count(index) > 1 for name, _ in pairs):  # a diagonal
         return NotImplemented
+    size = max(operand.shape[name.index(index)] for name, operand in pairs if index in name)
+    if any(isinstance(operand, ShardedTensor) and operand.shape[operand.sharded_dim] != size for operand in operands):
+        return NotImplemented
     shards = [
-        activations.shard_of(operand, name.index(index)) if index in name else _read_by_all(activations, operand)
+        _operand(activations, operand, name.index(index) - len(name), size)
+        if index in name
+        else _read_by_all(activations, operand)
         for name, operand in pairs
     ]
     example = next(operand for operand in operands if isinstance(operand, ShardedTensor))
@@ -368,9 +382,9 @@ def _linear(activations: Activations, func: Any, args: Sequence[Any], options: d
     tensor = args[0] if args else None
     if not isinstance(tensor, ShardedTensor) or tensor.sharded_dim == tensor.dim() - 1:
         return NotImplemented
-    parameters = [_read_by_all(activations, value) for value in (*args[1:], *options.values())]
-    if any(isinstance(value, ShardedTensor) for value in parameters):
+    if any(isinstance(value, ShardedTensor) for value in (*args[1:], *options.values())):
         return NotImplemented
+    parameters = [_read_by_all(activations, value) for value in (*args[1:], *options.values())]
     local = F.linear(
         tensor.local, *parameters[: len(args) - 1], **dict(zip(options, parameters[len(args) - 1 :], strict=True))
     )

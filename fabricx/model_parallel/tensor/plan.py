@@ -147,7 +147,9 @@ def _plan_of(
                 f"  change the number to a multiple of {size}, or set plan={{{name!r}: 'replicate'}}"
             )
     sharded, reasons = _pairs(layers, trace, size)
-    sharded |= {name: Layer(style, _parts(trace, name)) for name, style in styles.items() if style != "replicate"}
+    for name, style in styles.items():
+        if style != "replicate":
+            sharded[name] = Layer(style, _parts(trace, name) if style == "colwise" else ())
     _separate_ties(module, layers, sharded, reasons)
     return TensorPlan(
         size,
@@ -283,7 +285,7 @@ def _refused_attention(layer: Any, size: int) -> str:
         return f"its {layer.num_heads} heads can't be divided by {size} ranks"
     if layer.bias_k is not None or layer.add_zero_attn:
         return "it has bias_k or add_zero_attn"
-    return ""
+    return "" if isinstance(layer.out_proj.weight, nn.Parameter) else "the weight of its out_proj is computed"
 
 
 def _refused_embedding(layer: Any) -> str:

@@ -87,7 +87,7 @@ def sharded_function(activations: Activations, func: Any, args: Sequence[Any], o
         if func == Tensor.register_hook and getattr(args[1], "__module__", "").startswith("torch.distributed.fsdp"):
             raise NotImplementedError(_ACROSS_UNITS)
         raise _refused(func, "fabricx has no rule for it")
-    if func in _OTHER_RESULTS and len(args) + len(options) == 1:
+    if (func in _OTHER_RESULTS and len(args) + len(options) == 1) or (func is Tensor.to and _moves(args, options)):
         return _on_whole_tensors(activations, func, args, options)
     if "axis" in options:  # torch's other name of `dim`
         options = {"dim" if name == "axis" else name: value for name, value in options.items()}
@@ -112,6 +112,15 @@ def sharded_function(activations: Activations, func: Any, args: Sequence[Any], o
             return _change_whole(activations, func, args, options, targets)
         return _on_whole_tensors(activations, func, args, options)
     return result
+
+
+def _moves(args: Sequence[Any], options: dict[str, Any]) -> bool:
+    """Return whether `Tensor.to` moves a tensor to another device, on which the ranks may not communicate."""
+    if not isinstance(args[0], ShardedTensor):
+        return False
+    empty: Any = args[0].local[:0]
+    others = [value.local[:0] if isinstance(value, ShardedTensor) else value for value in args[1:]]
+    return bool(empty.to(*others, **options).device != empty.device)
 
 
 def _refused(func: Any, reason: str) -> NotImplementedError:
@@ -189,8 +198,12 @@ def _on_whole_tensors(activations: Activations, func: Any, args: Any, options: d
             gathered.gathered_weight = weight
         return gathered
 
+    changed = args[0] if options.get("inplace") else None  # of torch.nn.functional
     args, options = tree_map(whole, (args, options))
     result = func(*args, **options)
+    if isinstance(changed, ShardedTensor):
+        changed.local.copy_(sliced(result, activations.world, changed.sharded_dim))
+        return changed
     if func in _NUMPY:
         result.setflags(write=False)  # changes would be lost
     return result

@@ -135,7 +135,7 @@ class TensorParallel:
     def _entering(self, name: str, weights: Mapping[str, Weight]) -> Callable[..., None]:
         def hook(part: nn.Module, args: Any) -> None:
             # fsdp replaces parameters in the forward; copies have their own, of which those made in hooks are whole
-            parameters = {key: part.get_parameter(key) for key in weights}
+            parameters = {key: _attribute(part, key) for key in weights}  # tensors in `torch.func.functional_call`
             if all(map(self._is_whole, parameters.values(), weights.values())):
                 return
             if not self._depth:
@@ -145,7 +145,7 @@ class TensorParallel:
 
         return hook
 
-    def _is_whole(self, parameter: nn.Parameter, weight: Weight) -> bool:
+    def _is_whole(self, parameter: Tensor, weight: Weight) -> bool:
         return id(parameter) not in self._weights and tuple(parameter.shape) == weight.placement.shape
 
     def whole(self, name: str, local: Tensor) -> Tensor:
@@ -268,7 +268,7 @@ class TensorParallel:
             return func(torch.empty(whole, device="meta"), *args[1:], **options)
         if func is F.linear:
             weight = self._sharded_weight(args, options, 1, "weight")
-            if weight is not None and weight.placement.dim < 2:
+            if weight is not None and weight.layer.style != "attention":
                 named = {"local" if name == "weight" else name: value for name, value in options.items()}
                 return self._functions.linear(weight, *args, **named)
         elif func is torch.addmm:
@@ -323,9 +323,13 @@ class TensorParallel:
 
     def _leave_blocks(self, _: nn.Module, __: Any, output: Any) -> Any:
         self._functions.sequence = False
-        if isinstance(output, tuple):
-            return (self._activations.whole(output[0]), *output[1:])
-        return self._activations.whole(output)
+        return mapped(output, lambda _, leaf: self._activations.whole(leaf))
+
+
+def _attribute(part: nn.Module, key: str) -> Any:
+    """Return the tensor of a part that has the name of a parameter."""
+    path, _, name = key.rpartition(".")
+    return getattr(part.get_submodule(path), name)
 
 
 def _is_stream(leaf: Any) -> bool:

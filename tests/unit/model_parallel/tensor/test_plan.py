@@ -265,11 +265,16 @@ def test_attention_layers_of_torch_are_sharded_by_heads():
         "self_attn": ("attention", ()), "linear1": ("colwise", ()), "linear2": ("rowwise", ())
     }  # fmt: skip
     assert find_tensor_plan(layer, lambda: layer(X), 3, {}).unsharded["self_attn"].startswith("its 4 heads")
+    nn.utils.parametrizations.weight_norm(layer.self_attn.out_proj)
+    whole = find_tensor_plan(layer, lambda: layer(X), 2, {}).unsharded
+    assert whole["self_attn"] == "the weight of its out_proj is computed"
 
 
 def test_replicate_keeps_both_layers_of_a_pair_whole():
     plan = plan_of(split_evenly, overrides={"out": "replicate"}, qkv=(C, 3 * C), out=(C, C))
     assert plan.unsharded == {"qkv": "out stays whole", "out": "by the plan's override"}
+    plan = plan_of(split_evenly, overrides={"qkv": "head"}, qkv=(C, 3 * C), out=(C, C))
+    assert styles(plan)["qkv"] == ("head", ())  # classes have an order
 
 
 @pytest.mark.parametrize(
