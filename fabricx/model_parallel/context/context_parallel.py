@@ -173,7 +173,7 @@ class ContextParallel:
         if self._learns or (not torch.is_grad_enabled() and self._length < 2 * ranks):
             return None  # a short evaluation, such as the next word of a text, is computed whole on each rank
         piece = -(-self._length // (2 * ranks))
-        while 2 * piece in others:
+        while 2 * piece in (*others, self._length):  # a larger shard is recognised by its number of positions, too
             piece += 1
         key = (self._length, piece, stream.device)
         if key not in self._shards:

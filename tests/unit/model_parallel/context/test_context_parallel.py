@@ -70,6 +70,10 @@ def test_tensors_with_the_sequence_are_divided_and_all_others_are_unchanged(monk
     assert net.blocks[0].seen[-1] == [(4, 4, 3), (4, 7), (1, 4, 3), (2, 1)]
     parallel.wrap_step(net)(x[:, :7], memory=4)  # not taken for keys of a shard
     assert net.blocks[0].seen[-1] == [(4, 6, 3), (6, 7), (1, 6, 3), (2, 4, 3), (2, 1)]
+    parallel._length = 6
+    shard = parallel._shard(x[:, :6], {4})
+    assert shard is not None
+    assert shard.local == 8  # neither that of the memory nor that of the whole sequence
     parallel.undo()
     assert not any(part._forward_pre_hooks or part._forward_hooks for part in net.modules())
 
