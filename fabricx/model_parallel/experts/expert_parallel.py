@@ -193,7 +193,9 @@ class ExpertParallel:
     def release(self) -> None:
         """Send no more tokens to other ranks."""
         for _, part in self._expert_modules:
-            vars(part).pop("forward", None)
+            routed = vars(part).pop("forward", None)
+            if isinstance(routed, _Routed) and routed.replaced is not None:
+                vars(part)["forward"] = routed.replaced
         self._reached.clear()
 
 
@@ -204,6 +206,7 @@ class _Routed:
     def __init__(self, name: str, part: Any, owner: ExpertParallel) -> None:
         self._name, self._part, self._owner = name, part, owner
         self._forward = part.forward
+        self.replaced = vars(part).get("forward")  # a forward of this instance, which other code has set
         self._signature = inspect.signature(part.forward)
         self._experts: int = part.num_experts
 

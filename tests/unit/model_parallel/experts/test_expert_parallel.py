@@ -98,6 +98,10 @@ def test_a_rank_has_the_rows_of_its_experts_and_states_become_whole() -> None:
     assert not parallel.inside("experts")
     parallel.release()
     assert "forward" not in vars(part)
+    patched = Experts()
+    vars(patched)["forward"] = own = lambda tokens, index: tokens
+    divided(patched, World(rank=1, size=2))[1].release()
+    assert vars(patched)["forward"] is own
 
 
 @pytest.mark.parametrize(
