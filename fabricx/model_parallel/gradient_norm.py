@@ -57,7 +57,8 @@ def _total(parameters: Sequence[Tensor], world: World, copies: Callable[[Tensor]
     for parameter in parameters:
         if (gradient := parameter.grad) is not None:
             values = gradient.coalesce().values() if gradient.is_sparse else _local(gradient)
-            total += as_real(values).double().square().sum().to(total.device) / copies(parameter)
+            norm = torch.linalg.vector_norm(as_real(values), dtype=torch.float64)  # without a copy in float64
+            total += norm.square().to(total.device) / copies(parameter)
     return world.all_reduce(total).sqrt()
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fabricx.core.module_state.buffers import BufferMark
+from fabricx.core.module_state.rng import RandomState
 from fabricx.core.tensors.complex_numbers import as_real
 from fabricx.distributed.world import World
 from fabricx.errors import FabricxError
@@ -185,11 +186,12 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
     for parameter, _ in gradients:
         parameter.grad = None
+    random = RandomState()  # of this rank's device: torch.random.fork_rng would warn of all others
+    torch.manual_seed(0)
     try:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            yield
+        yield
     finally:
+        random.restore()
         buffers.restore()
         for parameter, gradient in gradients:
             parameter.grad = gradient
