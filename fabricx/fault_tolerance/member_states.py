@@ -173,7 +173,7 @@ class MemberStates:
     def __init__(self, session: Session, ft: RankRecords, *, survivor: bool) -> None:
         self._session, self._ft = session, ft
         # Start of the interrupted batch, until a state is loaded:
-        self._batch_start = (ft.resume_point or ft.end_point or session.rank_state()) if survivor else None
+        self._batch_start = (ft.end_point or ft.resume_point or session.rank_state()) if survivor else None
         session.state.judging = session.state.judging or ft.judging
         self._contribution = Contribution() if self._batch_start is None else self._present(self._batch_start)
         self._common: dict[str, Any] | None = None  # loaded state that some members may lack

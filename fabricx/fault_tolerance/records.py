@@ -76,6 +76,7 @@ class RankRecords(FaultTolerance):
         self.reached = math.inf
         self.weights = None if slot is None else NotedWeights(session.module)
         self.options: list[GroupOptions] = []
+        self.repeats_batch_watchers = slot is not None and _has_batch_watchers(session)
         self._before_validation: BufferMark | None = None  # buffers; None if its steps are complete
         self._recorded_ahead = False  # whether the record of the batch is written before its update
 
@@ -136,7 +137,7 @@ class RankRecords(FaultTolerance):
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        if self.slot is None or self.resume_point is not None:  # the state before is kept already
+        if self.slot is None or (self.resume_point is not None and self.resume_point.of_window):  # repeats the window
             yield
             return
         self.end_point, self.judging = self._rank_state(repeats=True), self._state.judging
@@ -303,6 +304,17 @@ def _changes_in_steps(session: Session) -> bool:
     of_data = session.datamodule is not None and overrides(session.datamodule, "state_dict", DataModule)
     return of_data or any(
         overrides(callback, "state_dict", Callback) and any(overrides(callback, hook, Callback) for hook in _IN_STEPS)
+        for callback in session.callbacks
+    )
+
+
+def _has_batch_watchers(session: Session) -> bool:
+    """Return whether callbacks of users that watch metrics have a state, and a hook at the end of a batch."""
+    return any(
+        callback.watches_metrics
+        and _is_of_user(callback)
+        and overrides(callback, "state_dict", Callback)
+        and overrides(callback, "on_train_batch_end", Callback)
         for callback in session.callbacks
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from fabricx.core.state import EpochStep
@@ -101,10 +102,13 @@ def call_last_hooks(session: Session, index: int, *, closes: bool = True) -> Non
     """
     if closes:
         session.metrics.log_step(session.recorder, session.optimizers, session.window.norm)
-    for hook in session.hooks.train_batch_end_watching:
-        hook(session.window.outputs, session.window.batch, index)
+    ft = session.fault_tolerance
+    if watching := session.hooks.train_batch_end_watching:
+        with ft.watching() if ft.repeats_batch_watchers else nullcontext():
+            for hook in watching:
+                hook(session.window.outputs, session.window.batch, index)
     if closes:
-        session.fault_tolerance.epoch_step = EpochStep.BETWEEN
+        ft.epoch_step = EpochStep.BETWEEN
         session.recorder.end_step(session.state.step)
 
 

@@ -39,6 +39,8 @@ class FaultTolerance:
         buffers: copies of the module's buffers at the start of an accumulation window; None if windows do not start
             again.
         has_recovered: the attributes were restored from a record.
+        repeats_batch_watchers: callbacks of users that watch metrics have a state and a hook at the end of a batch,
+            which runs again if a rank is lost in it.
         metric_objects: torchmetrics objects of the module, found once in an epoch; None if they are not recorded.
     """
 
@@ -57,6 +59,7 @@ class FaultTolerance:
         self.buffers: BufferCopies | None = None
         self.attributes = attributes
         self.has_recovered = False
+        self.repeats_batch_watchers = False
         self.metric_objects: dict[str, Any] | None = None
         self._epoch_start: RankState | None = None  # before the hooks that begin the epoch; None as `buffers`
         self._saved_within = False  # see `begin_batches`
@@ -145,10 +148,7 @@ class FaultTolerance:
         return nullcontext()
 
     def watching(self) -> AbstractContextManager[None]:
-        """Return a context of callbacks that watch metrics: they are called again, from their states before.
-
-        Does not apply to those at the end of a batch.
-        """
+        """Return a context of callbacks that watch metrics: they are called again, from their states before."""
         return nullcontext()
 
     # -- an epoch -----------------------------------------------------------------------------------------------

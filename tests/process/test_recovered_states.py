@@ -113,7 +113,8 @@ class CountsBatches(Ledger):
 
 def test_states_count_interrupted_work_once(tmp_path: Path) -> None:
     runs = []
-    watching = [DiesWatching("on_validation_end", 1, attempt=4), DiesWatching("on_train_epoch_end", 0, attempt=5)]
+    hooks = ("on_train_batch_end", 1), ("on_validation_end", 1), ("on_train_epoch_end", 0)
+    watching = [DiesWatching(hook, rank, attempt) for attempt, (hook, rank) in enumerate(hooks, len(KILLS))]
     for name, faults in (("undisturbed", []), ("killed", [*KILLS, *watching])):
         module, counts = CountsBatches(), [CountsHooks(), CountsWatching(), CountsWatching()]
         _, trainer = train(
@@ -129,6 +130,28 @@ def test_states_count_interrupted_work_once(tmp_path: Path) -> None:
     assert exact(killed)
     assert [callback.counts for callback in counted] == [callback.counts for callback in expected]
     assert killed.batches == undisturbed.batches
+
+
+class CountsEpochs(fx.Callback):
+    """Counts the ends of epochs in an attribute."""
+
+    def __init__(self) -> None:
+        self.epochs = 0
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.epochs += 1
+
+
+def test_the_end_of_an_epoch_that_a_limit_cuts_counts_once(tmp_path: Path) -> None:
+    counts, dies = CountsEpochs(), DiesWatching("on_train_epoch_end", 1, attempt=0)
+    _, trainer = train(
+        STRATEGIES["ddp"](),
+        [counts, dies],  # type: ignore[list-item]
+        tmp_path,
+        max_steps=2,
+    )
+    assert len(trainer.failures) == 1
+    assert (trainer.global_step, counts.epochs) == (2, 1)
 
 
 def test_items_of_a_surviving_rank_are_appended_once(tmp_path: Path) -> None:
