@@ -119,12 +119,19 @@ def _memory(model: Transformer, cluster: Cluster, layout: Layout) -> float:
 
 
 def _estimate(model: Transformer, cluster: Cluster, layout: Layout) -> float:
-    """Return a lower estimate of the time of a step: the slowest stage has all microbatches and waits for the first."""
+    """Return a lower bound of the time of a step: each rank computes all microbatches, and waits for earlier chunks.
+
+    A rank waits for the first forward of earlier chunks, and these for its last backward; later ranks may compute while
+    it does. With deferred weight gradients it may still compute while the earlier chunks have their last backward.
+    """
     measured = predicted_parts(model, cluster, layout)
-    chunks = times_of(measured, cut(model, layout, measured))
-    slowest = max(sum(chunks[rank :: layout.pipeline]) for rank in range(layout.pipeline))
-    waits = (sum(chunks) - slowest) / layout.virtual
-    return layout.microbatches * slowest + (waits / 3 if layout.schedule == "zero_bubble" else waits)
+    chunks, block = times_of(measured, cut(model, layout, measured)), measured.parts[1]
+    forward = block.products + sum(block.forward.values())
+    waits = forward / block.total if layout.schedule == "zero_bubble" else 1.0
+    return max(
+        layout.microbatches * sum(chunks[rank :: layout.pipeline]) + waits * sum(chunks[:rank])
+        for rank in range(layout.pipeline)
+    )
 
 
 def _least_memory(model: Transformer, layout: Layout) -> float:

@@ -4,7 +4,7 @@ import re
 
 from fabricx.model_parallel.scaling.cost import predict
 from fabricx.model_parallel.scaling.dimensions import Cluster, Layout, Transformer
-from fabricx.model_parallel.scaling.search import chart, fastest, layouts, name_of, table, traffic_table
+from fabricx.model_parallel.scaling.search import _estimate, chart, fastest, layouts, name_of, table, traffic_table
 
 SMALL = Transformer(layers=8, hidden=512, heads=8, kv_heads=4, ffn=1024, vocabulary=1000, sequence=512)
 
@@ -18,6 +18,13 @@ def test_the_fastest_layout_that_fits_is_equal_to_an_exhaustive_search():
         assert best is not None
         assert best.memory <= cluster.memory
         assert best.step <= 1.001 * min(prediction.step for prediction in fitting)
+
+
+def test_the_estimate_of_a_layout_is_no_longer_than_its_predicted_time():
+    model = Transformer(layers=6, hidden=256, heads=8, kv_heads=4, ffn=512, vocabulary=500, sequence=512)
+    cluster = Cluster()
+    for layout in layouts(model, cluster, 8, 16):
+        assert _estimate(model, cluster, layout) <= 1.000001 * predict(model, cluster, layout).step, layout
 
 
 def test_the_smallest_layout_is_shown_if_no_layout_fits():
