@@ -37,7 +37,8 @@ class Trace(TorchDispatchMode):
 
     Args:
         names: names of the blocks, in the order of their calls.
-        parameters, buffers: of the module, by name.
+        parameters: of the module, by name.
+        buffers: returns those of the module, by name, also later, when the step may have assigned others.
         outside: boundaries b for which the code after block b may use the arguments of block b, as `x = block(x) + x`.
         carries: at these boundaries, tensors may pass blocks by, as in the U-Net: the stages between pass them on.
 
@@ -54,7 +55,7 @@ class Trace(TorchDispatchMode):
     """
 
     def __init__(
-        self, names: Sequence[str], parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor],
+        self, names: Sequence[str], parameters: Mapping[str, Tensor], buffers: Callable[[], Mapping[str, Tensor]],
         outside: Collection[int] = (), *, carries: bool = False,
     ) -> None:  # fmt: skip
         super().__init__()  # type: ignore[no-untyped-call]
@@ -64,8 +65,9 @@ class Trace(TorchDispatchMode):
         self.joined: dict[int, str] = {}
         self.changing = False
         self.saved = dict.fromkeys(range(-1, len(names) + 1), 0)
-        self._names, self._buffers = list(names), dict(buffers)
-        self._state = {storage_of(tensor): name for name, tensor in {**buffers, **parameters}.items()}
+        self._names, self._present, self._buffers = list(names), buffers, dict(buffers())
+        self._assigned = dict(self._buffers)  # the newest tensor of each buffer
+        self._state = {storage_of(tensor): name for name, tensor in {**self._buffers, **parameters}.items()}
         self._parameters = set(parameters)
         self._position, self._inside, self._calls = -1, False, 0
         self._gradients = torch.is_grad_enabled()
@@ -194,8 +196,14 @@ class Trace(TorchDispatchMode):
         self.entries[number] = tuple(paths)
 
     def _move(self, position: int) -> None:
-        """Begin a position; find the buffers that were written in the previous position."""
+        """Begin a position; find the buffers that were written or assigned in the previous position."""
         self._paused = True
+        for name, tensor in self._present().items():
+            if name in self._buffers and tensor is not self._assigned[name]:
+                self.uses.setdefault(name, set()).add(self._position)
+                self._assigned[name] = tensor
+                if self._position >= 0 or storage_of(tensor) in self._made:
+                    self._written.setdefault(name, set()).add(self._position)
         for name in self._buffers:
             used = self._position in self.uses.get(name, ())
             if used and not same_values(self._buffers[name], self._values.get(name)):
@@ -408,7 +416,8 @@ def tracing(
         calls_blocks: the step has to call the blocks.
         outside, carries: see `Trace`.
     """
-    trace = Trace(names, dict(module.named_parameters()), dict(module.named_buffers()), outside, carries=carries)
+    buffers = lambda: dict(module.named_buffers())  # noqa: E731
+    trace = Trace(names, dict(module.named_parameters()), buffers, outside, carries=carries)
     parts = {part: name for name, part in module.named_modules()}
 
     def returned(part: nn.Module, inputs: Any, output: Any) -> None:

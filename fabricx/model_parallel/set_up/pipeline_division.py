@@ -54,7 +54,12 @@ def find_chain(whole: Divided, trial: Trial, *, shared: bool) -> Chain:
     """
 
     def run() -> Any:
-        return trial.step(trial.batch, 0)
+        if (outputs := trial.step(trial.batch, 0)) is None:
+            raise ValueError(
+                f"strategy={whole.settings.name} finds its stages in a run of training_step on the first two samples, "
+                "for which it returned None: begin the data with samples that have a loss"
+            )
+        return outputs
 
     chunks = whole.world.axis("pipeline").size * whole.settings.virtual
     # Outside of the traces, in which this context would use all buffers.

@@ -542,6 +542,22 @@ def test_a_buffer_that_is_written_in_one_stage_and_read_in_another_joins_them():
 
     assert not joined(Counts())
 
+    class Assigns(Model):
+        def body(self, x):
+            x = super().body(x)
+            self.unused = x.detach().mean(0)
+            return x
+
+    chain = observe(Assigns())
+    assert chain.uses["unused"] == {3}, "the last stage has the value to save"
+    assert not chain.joined
+
+    class Replaces(Assigns):
+        def body(self, x):
+            return super().body(x + self.unused.mean())
+
+    assert list(joined(Replaces())) == [1, 2]
+
 
 def test_data_dependent_shapes_are_found():
     class Packs(Model):
