@@ -87,6 +87,10 @@ _OF_GRADIENTS: Final = frozenset(
 )
 _SETS: Final = "aten.set_."  # in a message of torch
 _SET: Final = "a hook changes the memory of a weight that fsdp has sharded, by set_: use weight.copy_(values)"
+_EARLY: Final = (
+    "on this rank, steps end before the code after the blocks of the pipeline: lists that they extend there, and their "
+    "outputs, are empty in hooks. Call self.log in the step, or skip such code in the hook where they are empty"
+)
 _TIED = "another tensor can't share the memory of {name}, which is divided over ranks: use copy_"
 _GRADIENTS = (
     "gradients of {name} in a hook: the weight is divided over ranks, and weight.detach() or weight.data has no "
@@ -219,6 +223,8 @@ class HookWeights(TorchFunctionMode):
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        if isinstance(error, Exception) and self._division.ends_early:
+            error.add_note(_EARLY)
         if isinstance(error, AssertionError) and _NO_COPY in str(error):
             raise DividedWeight(_COPIED) from error
         if isinstance(error, RuntimeError) and _SETS in str(error):  # torch passes set_ to no mode

@@ -161,6 +161,11 @@ class Division:
         """Return whether these ranks are stages of a pipeline."""
         return self._pipeline is not None
 
+    @property
+    def ends_early(self) -> bool:
+        """Return whether steps end on this rank before the code after the blocks: it is not the last stage."""
+        return self._pipeline is not None and not self._pipeline.last
+
     def divided_tensors(self, *, also_shared: bool = False) -> Iterator[tuple[str, Tensor, bool]]:
         """Yield parameters and buffers that not all ranks hold whole: name, part, whether it belongs to another stage.
 

@@ -23,7 +23,7 @@ ROWS = 4
 class Halves:
     """The first of two ranks, with rows 0 and 1 of `weight`; the second rank repeats the calls of this rank."""
 
-    staged, divides = False, True
+    staged, divides, ends_early = False, True, False
 
     def __init__(self, module: nn.Module, whole: Tensor, absent: bool = False) -> None:
         self.module, self.other, self.absent, self.gathers = module, whole.detach().clone(), absent, 0
@@ -264,3 +264,11 @@ def test_weights_are_read_and_changed_in_inference_mode() -> None:
         whole.weight.div_(whole.weight.norm())
         whole.weight[0].mul_(2)
     assert torch.equal(half.weight, whole.weight[:2])
+
+
+def test_an_error_of_a_hook_on_an_early_stage_has_a_note_that_outputs_are_missing() -> None:
+    _, _, division = divided()
+    for division.ends_early in (False, True):
+        with pytest.raises(IndexError) as error, HookWeights(division):  # type: ignore[arg-type]
+            torch.zeros(0)[0]
+        assert any("steps end before" in note for note in getattr(error.value, "__notes__", [])) is division.ends_early
