@@ -70,7 +70,11 @@ def _part(value: Any, rows: int, begin: int, end: int) -> Any:
     if isinstance(value, Tensor):
         if value.is_nested or value.layout is not torch.strided:
             raise ValueError(f"a batch has a nested or sparse tensor, whose rows can't be split: {REMEDY}")
-        return value[begin:end] if value.dim() and value.shape[0] == rows else value
+        if not value.dim() or value.shape[0] != rows:
+            return value
+        part = value[begin:end]
+        # Of `data`, a change in place by the step is not counted as a change of the other microbatches.
+        return part if part.requires_grad else part.data
     if isinstance(value, np.ndarray):
         return value[begin:end] if value.ndim and value.shape[0] == rows else value
     if isinstance(value, _PLAIN):
@@ -106,7 +110,7 @@ def shares(parts: Sequence[Any], weight: Callable[[Any], float] | None = None) -
     return [share / total if total else 1.0 / len(parts) for share in weights]
 
 
-def joined(outputs: Sequence[Any], parts: Sequence[Any], shares: Sequence[float]) -> Any:
+def joined(outputs: Sequence[Any], rows: Sequence[int | None], shares: Sequence[float]) -> Any:
     """Join the results of a step for the microbatches of a batch.
 
     Tensors with the rows of their microbatch are concatenated. Other floating-point tensors are averaged by the parts
@@ -115,20 +119,20 @@ def joined(outputs: Sequence[Any], parts: Sequence[Any], shares: Sequence[float]
 
     Args:
         outputs: outputs by microbatch; None for a microbatch without a loss.
-        parts: the microbatches.
+        rows: samples of the microbatches, before their steps, which may remove entries.
         shares: their parts of the batch.
 
     Returns:
         nested as the outputs, without graphs; None without an output.
 
     >>> losses = [{"loss": torch.tensor(1.0)}, {"loss": torch.tensor(4.0)}]
-    >>> joined(losses, [torch.ones(2), torch.ones(1)], [2 / 3, 1 / 3])
+    >>> joined(losses, [2, 1], [2 / 3, 1 / 3])
     {'loss': tensor(2.)}
     """
     numbers = [number for number, output in enumerate(outputs) if output is not None]
     if not numbers:
         return None
-    sizes = [rows_of(parts[number]) for number in numbers]
+    sizes = [rows[number] for number in numbers]
     weights = [shares[number] for number in numbers]
     total = sum(weights)
     weights = [weight / total if total else 1.0 / len(numbers) for weight in weights]

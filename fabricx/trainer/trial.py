@@ -6,7 +6,7 @@ import contextlib
 import copy
 import functools
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -21,6 +21,7 @@ from fabricx.core.module_state.rng import generators_of, random_kept
 from fabricx.core.strategy_support.trial import Trial, Validation
 from fabricx.data.combined import CombinedLoader
 from fabricx.data.loader_classes import fetches_lists
+from fabricx.model_parallel.nested import copied
 
 if TYPE_CHECKING:
     from fabricx.session.session import Session
@@ -41,13 +42,19 @@ def trial_of(session: Session) -> Trial:
     """
     with random_kept():
         batch = session.to_device(two_samples(session.data.train_dataloader), 0)
-    step = wrap_steps(session.module, session.precision, several_loaders=False)["training"]
+    compute = wrap_steps(session.module, session.precision, several_loaders=False)["training"]
+    step = functools.partial(_with_copy, compute)  # which is called several times with the same batch
     samples, rows = _sizes(session.data.train_dataloader)
     undisturbed = functools.partial(_undisturbed, session)
     validation = functools.partial(_validation_of, session)
     others = functools.partial(_others, session)
     half = "16" in session.precision.name
     return Trial(step, batch, undisturbed, samples, rows, session.weigh, validation, others, half)
+
+
+def _with_copy(step: Callable[..., Any], batch: Any, *args: Any) -> Any:
+    """Compute a step, which may change its batch in place."""
+    return step(copied(batch), *args)
 
 
 def _others(session: Session) -> list[Any]:
@@ -82,7 +89,7 @@ def _validation_of(session: Session, shared: Iterable[object]) -> Validation | N
 
     def step(*args: Any) -> Any:
         attach()
-        return computes(*args)
+        return _with_copy(computes, *args)
 
     def begin() -> None:
         attach()

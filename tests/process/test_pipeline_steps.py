@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
@@ -23,7 +23,7 @@ from fabricx.model_parallel.pipeline.seeds import seeded
 from fabricx.strategies import Mesh
 from fabricx.testing import run_ranks
 from tests.process import meshes
-from tests.process.stages import LENGTH, WIDTH, Language, batches, compute, divided, make, staged, whole
+from tests.process.stages import LENGTH, WIDTH, WORDS, Language, batches, compute, divided, make, staged, whole
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
@@ -192,6 +192,25 @@ class ExcludesPadding(Language):
         return super().training_step(batch[kept], index)
 
 
+class ChangesBuffers(Language):
+    """Normalises before the blocks and between two of them, and changes its batch in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.BatchNorm1d(WIDTH), nn.BatchNorm1d(WIDTH)])
+
+    def body(self, x: Tensor, mask: Tensor) -> Tensor:
+        x = self.norms[0](x.flatten(0, 1)).view_as(x)
+        for number, block in enumerate(self.blocks):
+            x = block(x, mask)
+            if number == 0:
+                x = self.norms[1](x.flatten(0, 1)).view_as(x)
+        return x
+
+    def training_step(self, batch: Tensor, index: int) -> Any:
+        return super().training_step(batch.add_(1).remainder_(WORDS), index)
+
+
 def traffic() -> dict[str, Any]:
     world()
     frozen = staged(make(Frozen), batches(ROWS)[:3])
@@ -215,6 +234,9 @@ def traffic() -> dict[str, Any]:
         compute(ragged, batch, 0)
     except ValueError as error:
         refused = str(error)
+    interleaved = divided(make(ChangesBuffers), batches(ROWS)[0], virtual=2)
+    compute(interleaved, batches(ROWS)[0], 0)
+    buffers = {name: value for name, value in whole(interleaved).items() if name in interleaved.chain.buffers}
     losses = [output and output["loss"].item() for output in changed]
     uneven_losses = [output and output["loss"].item() for output in rows]
     return {
@@ -224,10 +246,11 @@ def traffic() -> dict[str, Any]:
         "ragged": losses,
         "changing": ragged.chain.changing,
         "refused": refused,
+        "buffers": buffers,
     }
 
 
-def test_gradients_of_frozen_stages_are_not_sent_and_shapes_are_announced_once() -> None:
+def test_gradients_of_frozen_stages_are_not_sent_shapes_are_announced_once_and_buffers_change_once() -> None:
     first, last = run_ranks(traffic, 2)
     elements = ROWS * LENGTH * WIDTH * 8
     assert first["frozen"] < 3 * elements + 1500, "activations only"
@@ -238,6 +261,11 @@ def test_gradients_of_frozen_stages_are_not_sent_and_shapes_are_announced_once()
     assert short_header > short_batch
     expected = [make(Language).training_step(batches(ROWS)[0][:count], 0)["loss"].item() for count in UNEVEN]
     assert last["uneven"] == pytest.approx(expected, abs=1e-12)
+    module = make(ChangesBuffers)
+    for part in split(batches(ROWS)[0], 4):
+        module.training_step(part, 0)
+    for name, value in module.named_buffers():
+        assert torch.allclose(first["buffers"][name], value, rtol=0, atol=1e-12), name
     module = make(ExcludesPadding)
     expected = []
     for batch in batches(ROWS)[:4]:

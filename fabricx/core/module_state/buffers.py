@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import final
 
 from torch import Tensor, nn
@@ -28,11 +28,13 @@ class BufferMark:
 
     Args:
         module: the module; its submodules are included.
+        without: submodules whose buffers are not restored.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self._registered = [(part, dict(part._buffers)) for part in module.modules()]
-        self._values = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    def __init__(self, module: nn.Module, without: Collection[nn.Module] = ()) -> None:
+        self._registered = [(part, dict(part._buffers)) for part in module.modules() if part not in without]
+        buffers = {id(b): b for _, named in self._registered for b in named.values() if b is not None}
+        self._values = [(buffer, buffer.detach().clone()) for buffer in buffers.values()]
 
     def restore(self) -> None:
         """Restore names, tensors and values."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fabricx.consistency.weight_changes import WeightChanges, refused_change
+from fabricx.core.module_state.buffers import BufferMark
 from fabricx.core.module_state.rng import random_kept
 from fabricx.distributed.membership.lost_peers import raise_peer_lost
 from fabricx.distributed.point_to_point import Transfers
@@ -18,7 +19,7 @@ from fabricx.distributed.sharding.dtensors import is_dtensor
 from fabricx.distributed.world import World
 from fabricx.errors import PeerLost
 from fabricx.model_parallel import microbatches as rows
-from fabricx.model_parallel.nested import leaves
+from fabricx.model_parallel.nested import copied, leaves
 from fabricx.model_parallel.pipeline import placeholders
 from fabricx.model_parallel.pipeline.block_calls import intercept
 from fabricx.model_parallel.pipeline.chain import Chain
@@ -119,6 +120,8 @@ class Pipeline:
             intercept(module.get_submodule(name), functools.partial(self._call_outside, name))
             for name in sorted({path[1] for path in chain.carried if path[0] == "module"})
         ]
+        self._inside = {part for name in chain.blocks for part in module.get_submodule(name).modules()}
+        self._before: BufferMark | None = None  # buffers outside of blocks, until the first block of a further chunk
         self._pass: Pass | None = None
         self._trained: tuple[bool, ...] = ()  # `requires_grad` of all parameters at the call of the last block
 
@@ -164,11 +167,11 @@ class Pipeline:
         Raises:
             PeerLost: another rank has died.
             ValueError: the batch can't be split; the step ends, or calls the blocks, in another way than in the trial
-                run; it returns None after it has called the blocks; or its loss is a mean over ignored or weighted
-                targets that the microbatches have in unequal parts.
+                run; it returns None after it has called the blocks, or for a part of the batch; or its loss is a mean
+                over ignored or weighted targets that the microbatches have in unequal parts.
         """
         parts = rows.split(batch, self.microbatches)
-        shares = rows.shares(parts, self._weight)
+        shares, samples = rows.shares(parts, self._weight), [rows.rows_of(part) for part in parts]
         actions = schedule(self.schedule, self.world.rank, self.world.size, self.virtual, len(parts))
         trained = self._trained_now()
         keys = [None if self.chain.changing else (trained, _signature(part)) for part in parts]
@@ -186,11 +189,9 @@ class Pipeline:
                     seed_next = functools.partial(seed, now.microbatch)
                     counting = terms if self._is_last(now) else None
                     with counting or _NOTHING:
-                        self._forward(now, step, (parts[now.microbatch], index), seed_next)
+                        self._forward(now, step, parts[now.microbatch], (index,), seed_next)
                     if counting is not None:
-                        counting.end_microbatch(
-                            shares[now.microbatch], now.output, rows.rows_of(parts[now.microbatch]) or 1
-                        )
+                        counting.end_microbatch(shares[now.microbatch], now.output, samples[now.microbatch] or 1)
                     self._check_output(now)
                 elif action.kind == "weight_gradient":
                     for compute in delayed.pop(action[1:]):
@@ -206,7 +207,7 @@ class Pipeline:
             terms.check()
         if not any(now.reached for now in passes.values()):
             backward(None)
-        return rows.joined(outputs, parts, shares) if self.last else None
+        return rows.joined(outputs, samples, shares) if self.last else None
 
     @contextlib.contextmanager
     def _naming_changes(self, changes: WeightChanges) -> Iterator[None]:
@@ -269,7 +270,7 @@ class Pipeline:
         with random_kept():
             for chunk in range(self.virtual):
                 now = self._new_pass(Action("forward", chunk, 0), [None], seed)
-                self._forward(now, step, (batch, *args), functools.partial(seed, 0))
+                self._forward(now, step, batch, args, functools.partial(seed, 0))
                 output = now.output if self._is_last(now) else None
         self.transfers.finish(self.transfers.under_way - before)
         return output
@@ -286,15 +287,19 @@ class Pipeline:
     def _is_last(self, now: Pass) -> bool:
         return now.chunk == len(self.cuts) - 1
 
-    def _forward(self, now: Pass, step: Step, args: tuple[Any, ...], seed: Callable[[], None]) -> None:
+    def _forward(self, now: Pass, step: Step, batch: Any, args: tuple[Any, ...], seed: Callable[[], None]) -> None:
         """Run the user's step until the end of a chunk."""
+        if self.virtual > 1:  # each chunk of this rank begins with the same batch and buffers
+            batch = copied(batch)
+        if now.chunk >= self.world.size:
+            self._before = BufferMark(self.module, self._inside)
         seed()
         self._pass = now
         # The last stage counts what the step logs and updates before the blocks in the pass of its last chunk only.
         log_to = vars(self.module).get("_log_to") if self.last and not self._is_last(now) else None
         try:
             with self._deferred or _NOTHING, _NOTHING if log_to is None else log_to.muted():
-                now.output = step(*args)
+                now.output = step(batch, *args)
         except StageEnd:
             return
         except BaseException as error:
@@ -305,6 +310,7 @@ class Pipeline:
             raise
         finally:
             self._pass = None
+            self._restore_buffers()  # if the step has returned before the blocks
         if now.ended:
             raise RuntimeError(_SWALLOWED)
         if not now.reached:
@@ -367,7 +373,15 @@ class Pipeline:
             self._begin((args, kwargs))
         if number == len(self.chain.blocks) - 1:
             self._trained = self._trained_now()
+        if number == self.cuts[self._pass.chunk][0]:
+            self._restore_buffers()
         return self._pass.call(number, call, args, kwargs)
+
+    def _restore_buffers(self) -> None:
+        """Undo changes of buffers by code that this rank has computed before, in the pass of its first chunk."""
+        if self._before is not None:
+            self._before.restore()
+            self._before = None
 
     def _call_outside(
         self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

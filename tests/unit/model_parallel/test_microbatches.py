@@ -52,6 +52,17 @@ def test_nested_batches_are_split_and_values_without_rows_are_shared():
     assert batch["tokens"]["ids"].tolist() == [0, 1, 2, 3]
 
 
+def test_changes_of_a_microbatch_are_not_counted_as_changes_of_others():
+    weight = torch.ones((), requires_grad=True)
+    first, second = split(torch.ones(4), 2)
+    loss = (first * weight).sum()
+    second.mul_(2)
+    loss.backward()  # needs `first`, of which autograd has recorded the version
+    assert weight.grad is not None
+    assert weight.grad.item() == 2.0
+    assert split(torch.ones(2, requires_grad=True), 2)[0].requires_grad
+
+
 def test_a_single_microbatch_is_the_batch():
     batch = object()
     assert split(batch, 1) == [batch]
@@ -84,7 +95,7 @@ def test_the_number_of_rows_is_that_of_the_first_tensor_with_a_dimension():
 def test_results_of_microbatches_are_concatenated_to_the_result_of_the_batch():
     parts = split(torch.arange(3.0), 2)
     outputs = [{"loss": part.mean(), "logits": part * 2, "epoch": 4, "count": torch.tensor(7)} for part in parts]
-    whole = joined(outputs, parts, [2 / 3, 1 / 3])
+    whole = joined(outputs, [2, 1], [2 / 3, 1 / 3])
     assert whole["loss"] == torch.arange(3.0).mean()
     assert whole["logits"].tolist() == [0, 2, 4]
     assert whole["epoch"] == 4
@@ -92,7 +103,6 @@ def test_results_of_microbatches_are_concatenated_to_the_result_of_the_batch():
 
 
 def test_microbatches_without_a_loss_are_omitted():
-    parts = split(torch.arange(3.0), 2)
-    assert joined([None, torch.tensor(5.0, requires_grad=True)], parts, [2 / 3, 1 / 3]) == 5
-    assert not joined([torch.tensor(5.0, requires_grad=True)], parts[:1], [1.0]).requires_grad
-    assert joined([None, None], parts, [2 / 3, 1 / 3]) is None
+    assert joined([None, torch.tensor(5.0, requires_grad=True)], [2, 1], [2 / 3, 1 / 3]) == 5
+    assert not joined([torch.tensor(5.0, requires_grad=True)], [2], [1.0]).requires_grad
+    assert joined([None, None], [2, 1], [2 / 3, 1 / 3]) is None

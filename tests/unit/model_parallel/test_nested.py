@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 import torch
 
-from fabricx.model_parallel.nested import leaves, mapped, named
+from fabricx.model_parallel.nested import copied, leaves, mapped, named
 
 Pair = namedtuple("Pair", "first second")
 
@@ -40,6 +40,22 @@ def test_containers_without_a_change_are_not_copied():
     assert mapped(value, lambda path, leaf: leaf) is value
     frozen = Sample(torch.ones(1), "b")
     assert mapped(frozen, lambda path, leaf: "c" if leaf == "b" else leaf).name == "c"
+
+
+def test_copies_have_other_tensors_and_containers_of_the_same_classes():
+    x = torch.ones(2)
+    batch = [Pair(x, {"a": x[:1]}), Sample(torch.ones(1), "b"), UserDict(c=3), (), torch.Size([1])]
+    copy = copied(batch)
+    copy[0].first.zero_()
+    copy[0].second.pop("a")
+    copy[1].image.zero_()
+    copy[2].pop("c")
+    assert [type(part) for part in copy] == [type(part) for part in batch]
+    assert batch[0].second["a"].tolist() == batch[1].image.tolist() == [1.0]
+    assert batch[2] == {"c": 3}
+    same = copied({"ids": x, "labels": x, "other": MappingProxyType({"x": x})})
+    assert same["ids"] is same["labels"] is not x
+    assert same["other"]["x"] is x
 
 
 def test_arguments_are_named_as_in_the_call():

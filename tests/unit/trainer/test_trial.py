@@ -14,7 +14,7 @@ from fabricx.core.strategy import Traits
 from fabricx.data.combined import CombinedLoader
 from fabricx.distributed.world import World
 from fabricx.metrics.collector import Logbook
-from fabricx.trainer.trial import _undisturbed, other_batches, two_samples
+from fabricx.trainer.trial import _undisturbed, _with_copy, other_batches, two_samples
 
 
 class Stream(IterableDataset[Any]):
@@ -88,3 +88,11 @@ def test_a_step_whose_backward_needs_a_buffer_that_it_changed_can_be_tried() -> 
         loss = module.weight * module.scale  # batch normalisation keeps its statistics for backward
     assert float(module.scale) == 1.0
     loss.backward()
+
+
+def test_a_step_that_changes_its_batch_can_be_tried_again() -> None:
+    def step(batch: dict[str, Tensor], index: int) -> float:
+        return float(batch.pop("labels").add_(index).sum())
+
+    batch = {"ids": torch.ones(2), "labels": torch.ones(2)}
+    assert [_with_copy(step, batch, 1) for _ in range(2)] == [4.0, 4.0]

@@ -26,3 +26,11 @@ def test_buffers_are_restored_after_any_kind_of_change():
     assert module.late is None
     assert not hasattr(module, "new")
     assert all(torch.equal(value, state[name]) for name, value in module.state_dict().items())
+
+
+def test_buffers_of_excluded_parts_keep_their_changes():
+    module = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    mark = BufferMark(module, {module[1]})
+    module(torch.randn(4, 2))
+    mark.restore()
+    assert [int(part.num_batches_tracked) for part in module] == [0, 1]
