@@ -156,20 +156,23 @@ def skip_batches() -> Any:
 
         for parameter in pipeline.module.parameters():
             parameter.grad = None
-        result = pipeline.forward_backward(
-            pipeline.module.training_step, backward, batch, 0, seed=torch.manual_seed
-        )  # fmt: skip
+        arguments = (pipeline.module.training_step, backward, batch, 0)
+        if len(results) == 1:
+            refused = message(pipeline.forward_backward, *arguments, seed=torch.manual_seed)
+            results.append((list(calls), refused))
+            continue
+        result = pipeline.forward_backward(*arguments, seed=torch.manual_seed)
         results.append((list(calls), None if result is None else result.item()))
     return results, [p.grad is None for n, p in pipeline.module.named_parameters() if n in pipeline.own_names]
 
 
-def test_microbatches_without_a_loss_are_skipped_on_all_stages() -> None:
+def test_batches_without_a_loss_are_skipped_and_parts_without_a_loss_refused_on_all_stages() -> None:
     for results, without in run_ranks(skip_batches, 2):
         assert [calls for calls, _ in results] == [[False, False], [False], [True]]
         assert all(without)
+        assert "training_step returned None for microbatch 1 of 2" in results[1][1]
     losses = [loss for _, loss in results]
     assert losses[0] is not None
-    assert losses[1] is not None
     assert losses[2] is None
 
 

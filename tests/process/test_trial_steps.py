@@ -48,6 +48,7 @@ class Steps(fx.Module):
         x = self.inputs(x)
         for block in self.blocks:
             x = block(x) + noise
+        x = x.detach() if self.kinds[0] == "detach" else x
         return self.head(x)  # type: ignore[no-any-return]
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -190,10 +191,17 @@ def test_the_trial_does_not_count_in_attributes_of_the_module() -> None:
         torch.testing.assert_close(state[name], value, rtol=1e-10, atol=1e-12)
 
 
-def test_a_step_that_changes_requires_grad_on_the_last_stage_only_is_an_error() -> None:
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("unfreezes", "changes requires_grad after it has called the blocks"),
+        ("detach", r"does not depend on the output of blocks.0.*Freeze them by requires_grad_\(False\)"),
+    ],
+)
+def test_steps_that_the_last_stage_refuses_end_all_ranks(kind: str, message: str) -> None:
     trainer = fx.Trainer(devices=2, strategy=PipelineMesh(), **{**QUIET, "max_epochs": 1})  # type: ignore[arg-type]
-    with pytest.raises(WorkerFailed, match="changes requires_grad after it has called the blocks"):
-        trainer.fit(Steps("unfreezes"), DataLoader(samples(EQUAL), 4))
+    with pytest.raises(WorkerFailed, match=message):
+        trainer.fit(Steps(kind), DataLoader(samples(EQUAL), 4))
 
 
 class Averages(fx.Module):

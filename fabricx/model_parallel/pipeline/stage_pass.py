@@ -406,11 +406,23 @@ class Pass:
             ]  # fmt: skip
         return gradients
 
-    def send_gradients(self) -> None:
+    def send_gradients(self, *, computed: bool = True) -> None:
         """Send the gradients of the received tensors, and forget all tensors.
 
         Of several tensors, marks come first: zeros in the place of no gradient would change weights by weight decay.
+
+        Args:
+            computed: gradients were computed; False for a microbatch of weight 0.
+
+        Raises:
+            ValueError: the loss does not depend on the only tensor that has a gradient.
         """
+        if computed and len(self._received) == 1 and not self._received[0][1].exists:
+            raise ValueError(
+                f"the loss does not depend on the output of {self._chain.blocks[self._begin - 1]}, for example because "
+                "of detach(), so that weights before it have no gradient. Freeze them by requires_grad_(False), or "
+                "compute them within torch.no_grad()"
+            )
         if len(self._received) > 1:
             marks = torch.tensor([float(received.exists) for _, received in self._received], device=self._links.device)
             self._links.post(marks, "gradient", self.chunk, self.chunk - 1, self.microbatch)

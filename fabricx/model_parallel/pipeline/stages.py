@@ -51,6 +51,11 @@ _NO_BLOCKS: Final = (
     "training_step returned a loss without a call of the model; the other stages of the pipeline can't compute such a "
     "batch. Return None to skip a batch"
 )
+_SOME_LOSSES: Final = (
+    "training_step returned None for microbatch {number} of {parts}, and a loss for others, so that the mean over the "
+    "microbatches is not that of the batch. Let batch_weight(self, batch) of the module return 0 for such samples, or "
+    "the number of terms of the mean; or set microbatches=1"
+)
 _UNFROZEN: Final = (
     "training_step changes requires_grad after it has called the blocks; the other stages of the pipeline end the step "
     "before. Change it in on_train_batch_start or on_train_epoch_start"
@@ -203,9 +208,12 @@ class Pipeline:
                         outputs[now.microbatch] = now.take_output()
             self.transfers.finish()
         self._check_parameters(changes)
+        reached = {now.microbatch for now in passes.values() if now.reached}
+        if reached and (without := [number for number, share in enumerate(shares) if share and number not in reached]):
+            raise ValueError(_SOME_LOSSES.format(number=without[0] + 1, parts=len(parts)))
         if terms is not None:
             terms.check()
-        if not any(now.reached for now in passes.values()):
+        if not reached:
             backward(None)
         return rows.joined(outputs, samples, shares) if self.last else None
 
@@ -336,7 +344,7 @@ class Pipeline:
                     backward(output)
         finally:
             self._pass = None
-        now.send_gradients()
+        now.send_gradients(computed=bool(share))
 
     def backward(self, loss: Tensor, compute: Callable[[], None] | None = None) -> None:
         """Compute the gradients of this stage; called within `backward` of `forward_backward`.
