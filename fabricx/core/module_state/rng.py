@@ -10,6 +10,7 @@ import os
 import random
 import struct
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, Final, final
 
@@ -158,6 +159,14 @@ class RandomState:
         if numbers is not _PACKED[0]:
             _PACKED[:] = [numbers, struct.pack(f"{len(numbers)}I", *numbers)]
         return version, _PACKED[1], gauss, self.torch.numpy().tobytes(), cuda, self.numpy
+
+    def digest(self) -> int:
+        """Return a number that differs between different snapshots, also of different processes."""
+        version, numbers, gauss, cpu, cuda, numpy = self.packed()
+        digest = zlib.crc32(cuda or b"", zlib.crc32(cpu, zlib.crc32(numbers)))
+        if numpy is not None:
+            digest = zlib.crc32(numpy[1].tobytes(), digest)
+        return zlib.crc32(repr((version, gauss, numpy and numpy[2:])).encode(), digest)
 
     @classmethod
     def unpacked(cls, packed: Any) -> RandomState:

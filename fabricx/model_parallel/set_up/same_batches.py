@@ -1,4 +1,4 @@
-"""Check that ranks which compute a share of the data together have read the same batch."""
+"""Check that ranks which compute a share of the data together have read the same batch, and draw the same numbers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
+from fabricx.core.module_state.rng import RandomState
 from fabricx.distributed.messages.tensor_bytes import as_bytes
 from fabricx.distributed.world import World
 from fabricx.errors import RanksDisagree
@@ -19,7 +20,7 @@ EVERY: Final = 64  # afterwards: reading a batch back from an accelerator waits 
 
 @final
 class SameBatches:
-    """Compares the batches of ranks along the model's axes.
+    """Compares the batches of ranks along the model's axes, and their random number generators.
 
     Args:
         model: the ranks that compute a share of the data together.
@@ -30,6 +31,8 @@ class SameBatches:
 
     def check(self, batch: Any) -> None:
         """Raise an error if ranks have different batches; all ranks along the model's axes call it.
+
+        If a hook has drawn random numbers on some ranks only, all take over the generators of the first rank.
 
         Args:
             batch: batch on the device.
@@ -48,8 +51,10 @@ class SameBatches:
             if isinstance(leaf, Tensor):
                 words = as_bytes(leaf.cpu())
                 digest = zlib.crc32(words.numpy().data, zlib.crc32(str(tuple(leaf.shape)).encode(), digest))
-        pair = torch.tensor([digest, -digest], dtype=torch.int64, device=self._model.device)
-        highest, lowest = self._model.all_reduce(pair, "max").tolist()
+        random = RandomState()
+        values = [sign * number for number in (digest, random.digest()) for sign in (1, -1)]
+        pairs = torch.tensor(values, dtype=torch.int64, device=self._model.device)
+        highest, lowest, highest_random, lowest_random = self._model.all_reduce(pairs, "max").tolist()
         if highest != -lowest:
             raise RanksDisagree(
                 "ranks that compute a batch together have read different samples, so that their results can't be "
@@ -57,3 +62,5 @@ class SameBatches:
                 "are seeded alike, and divide a stream by trainer.distributed_sampler_kwargs, which are equal on these "
                 "ranks, or use a map-style data set"
             )
+        if highest_random != -lowest_random:
+            RandomState.unpacked(self._model.broadcast_object(random.packed())).restore()
