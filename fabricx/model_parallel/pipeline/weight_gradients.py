@@ -58,9 +58,9 @@ def _deferrable(weight: Any) -> bool:
 
 
 def _cast(inputs: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Return inputs and bias in the dtype of autocast, if it is active."""
+    """Return inputs and bias in the dtype of autocast, if it is active; float64 and complex numbers are not cast."""
     device = inputs.device.type
-    if not torch.is_autocast_enabled(device):
+    if not torch.is_autocast_enabled(device) or inputs.dtype is torch.float64 or inputs.is_complex():
         return inputs, bias
     dtype = torch.get_autocast_dtype(device)
     return inputs.to(dtype), None if bias is None else bias.to(dtype)
