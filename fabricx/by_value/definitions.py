@@ -208,6 +208,51 @@ def fill_class(value: type, state: Any) -> None:
     _class_setstate(value, state)
 
 
+def new_enumeration(
+    kind: Any, name: str, bases: tuple[type, ...], base: Any, members: Mapping[str, tuple[Any, tuple[Any, ...]]],
+    boundary: Any,
+) -> Any:  # fmt: skip
+    """Return an enumeration, whose methods and attributes of members are set later.
+
+    Args:
+        kind: metaclass.
+        name, bases: of the class.
+        base: the first of its base classes that is not defined in Python.
+        members: for each name, the value and the arguments of `base`.
+        boundary: of a flag; None for other enumerations.
+    """
+    contents = list(members.values())
+
+    def new(cls: type, number: int) -> Any:
+        value, content = contents[number]
+        member = base.__new__(cls, *content)
+        member._value_ = value
+        return member
+
+    body = kind.__prepare__(name, bases)
+    if members:
+        body["__new__"], body["__init__"] = new, lambda member, number: None
+    for number, member in enumerate(members):
+        body[member] = number
+    made = kind.__new__(kind, name, bases, body, boundary=boundary)
+    for added in ("__init__", "__new_member__") if members else ():
+        type.__delattr__(made, added)
+    return made
+
+
+def fill_enumeration(value: Any, state: tuple[dict[str, Any], Mapping[str, Mapping[str, Any]]]) -> None:
+    """Set the attributes of an enumeration and of its members.
+
+    Args:
+        value: value from `new_enumeration`.
+        state: attributes of the class; and those of the members, by name.
+    """
+    attributes, of_members = state
+    fill_class(value, (attributes, {}))
+    for name, of_member in of_members.items():
+        vars(value.__members__[name]).update(of_member)
+
+
 def fill_function(value: types.FunctionType, state: Any) -> None:
     """Complete a function; variables that its module has already are kept.
 

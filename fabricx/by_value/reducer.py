@@ -286,16 +286,21 @@ class Reducer:
         from cloudpickle.cloudpickle import _dynamic_class_reduce
 
         make, arguments, (attributes, slots), *_ = _dynamic_class_reduce(value)
-        if not issubclass(value, enum.Enum):
-            kind, name, bases, namespace, *rest = arguments
-            if issubclass(value, tuple):  # typing's NamedTuple among the original bases would make another class
-                bases = value.__bases__
-            if "__slots__" in vars(value):
-                namespace["__slots__"] = vars(value)["__slots__"]
-            arguments = (kind, name, bases, namespace, *rest)
         kept = {k: v for k, v in attributes.items() if not isinstance(v, types.MemberDescriptorType)}
         kept["__qualname__"] = value.__qualname__  # by which pickle finds a class within a class
-        return definitions.new_class, (make, arguments), (kept, slots), definitions.fill_class
+        if issubclass(value, enum.Enum):
+            return _reduced_enumeration(value, kept)
+        kind, name, bases, namespace, *rest = arguments
+        if issubclass(value, tuple):  # typing's NamedTuple among the original bases would make another class
+            bases = value.__bases__
+        if "__slots__" in vars(value):
+            namespace["__slots__"] = vars(value)["__slots__"]
+        return (
+            definitions.new_class,
+            (make, (kind, name, bases, namespace, *rest)),
+            (kept, slots),
+            definitions.fill_class,
+        )
 
     def _reduced_function(self, value: types.FunctionType) -> _Reduced:
         make, (code, variables, *rest), (attributes, slots), *_ = self._pickler()._dynamic_function_reduce(value)
@@ -341,6 +346,28 @@ def _with_names(pickler: Any, value: Any) -> Any:
 
 
 DEFINITIONS.forward = _with_names
+
+
+def _reduced_enumeration(value: type[enum.Enum], attributes: Mapping[str, Any]) -> _Reduced:
+    """Reduce an enumeration to the values, contents and attributes of its members, which are set without its methods.
+
+    Cloudpickle sends the values only: members have no attributes that `__init__` or `__new__` sets, and no aliases.
+    """
+    base: Any = next(cls for cls in value.__mro__ if not cls.__flags__ & _HEAP_TYPE)
+    members: dict[str, tuple[Any, tuple[Any, ...]]] = {}
+    for name, member in value.__members__.items():
+        content = member._value_ if isinstance(member._value_, tuple) else (member._value_,)
+        if hasattr(base, "__getnewargs__"):  # int, str, float, bytes, tuple
+            content = base.__getnewargs__(member)
+        members[name] = member._value_, () if base is object else content
+    kept = {name: attribute for name, attribute in attributes.items() if name not in members}
+    of_members = {
+        name: {key: item for key, item in vars(member).items() if not (key[0] == key[-1] == "_")}
+        for name, member in value.__members__.items()
+    }
+    boundary = getattr(value, "_boundary_", None)
+    arguments = (type(value), value.__name__, value.__bases__, base, members, boundary)
+    return definitions.new_enumeration, arguments, (kept, of_members), definitions.fill_enumeration
 
 
 @final

@@ -150,6 +150,57 @@ def test_classes_and_functions_of_all_kinds_are_sent_by_value(script: types.Modu
     assert (received.T.__name__, received.P.__name__) == ("T", "P")
 
 
+ENUMERATIONS = """
+import dataclasses, enum
+class Planet(enum.Enum):
+    EARTH = (5.976, "blue")
+    WORLD = (5.976, "blue")
+    def __init__(self, mass, colour): self.mass, self.colour = mass, colour
+class Key(bytes, enum.Enum):
+    A = (0, "first")
+    B = (1, "second")
+    def __new__(cls, number, label):
+        key = bytes.__new__(cls, [number])
+        key._value_, key.label = number, label
+        return key
+@dataclasses.dataclass
+class Size:
+    width: int
+    height: int
+class Sizes(Size, enum.Enum):
+    SMALL = 1, 2
+class Access(enum.Flag):
+    READ = enum.auto()
+    WRITE = enum.auto()
+    BOTH = READ | WRITE
+class Wide(enum.IntFlag, boundary=enum.KEEP):
+    LOW = 1
+    ALL = 255
+    def half(self): return Wide(self // 2)
+class Named(str, enum.Enum):
+    def _generate_next_value_(name, start, count, last): return name.lower()
+    LEFT = enum.auto()
+    def __str__(self): return f"<{self.value}>"
+"""
+
+
+def test_members_of_enumerations_keep_their_values_attributes_and_aliases(
+    script: types.ModuleType, receive: Receive
+) -> None:
+    exec(ENUMERATIONS, vars(script))
+    names = ("Planet", "Key", "Sizes", "Access", "Wide", "Named")
+    received = types.SimpleNamespace(**receive({name: vars(script)[name] for name in names}))
+    for name in names:
+        assert [*getattr(received, name).__members__] == [*vars(script)[name].__members__], name
+    assert received.Planet["WORLD"] is received.Planet.EARTH is received.Planet((5.976, "blue"))
+    assert (received.Planet.EARTH.mass, received.Planet.EARTH.colour) == (5.976, "blue")
+    assert (received.Key(1).label, bytes(received.Key.B)) == ("second", b"\1")
+    assert (received.Sizes.SMALL.width, received.Sizes.SMALL.height) == (1, 2)
+    assert received.Access["BOTH"] == received.Access.READ | received.Access.WRITE
+    assert (received.Wide.ALL.half(), received.Wide(256).name) == (127, script.Wide(256).name)  # type: ignore[attr-defined]
+    assert (received.Named("left"), str(received.Named.LEFT), received.Named.LEFT.upper()) == ("left", "<left>", "LEFT")
+
+
 def test_variables_of_the_script_are_copied_and_shared_by_its_functions(
     script: types.ModuleType, receive: Receive
 ) -> None:
