@@ -157,12 +157,13 @@ def _masked_text(text: str, pairs: re.Pattern[str]) -> str:
 def masked_values(text: str) -> str:
     """Mask passwords and tokens in URLs and registered secrets in foreign text, such as a log line or a traceback.
 
-    Pairs of key and value are not masked: `token = tokens[i]` in a traceback is not a secret.
+    Pairs of key and value are not masked: `token = tokens[i]` in a traceback is not a secret. The result can be written
+    to a file: see `encodable`.
 
     Args:
         text: the text.
     """
-    text = _PARAMETER.sub(_parameter, _URL.sub(_url, text))
+    text = _PARAMETER.sub(_parameter, _URL.sub(_url, encodable(text)))
     text = _BEARER.sub(rf"\g<kind> {MASK}", text)
     for secret in sorted(_secrets, key=len, reverse=True):
         text = text.replace(secret, MASK)
@@ -220,7 +221,19 @@ def masked_command(arguments: Sequence[str]) -> str:
         else:
             shown.append(_masked_text(argument, _STATED if "{" in argument else _ASSIGNED))
         hide_next = argument.startswith("--") and not equals and is_secret(key)
-    return shlex.join(shown)
+    return encodable(shlex.join(shown))
+
+
+def encodable(text: str) -> str:
+    r"""Escape what a file can't contain: bytes of a file name that are no text, which Python has as surrogates.
+
+    Args:
+        text: the text.
+
+    >>> encodable("images/\udcff.png")
+    'images/\\udcff.png'
+    """
+    return text.encode(errors="backslashreplace").decode()
 
 
 def printable(text: str) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import doctest
+import os
+from pathlib import Path
 
 import pytest
 
@@ -178,6 +180,11 @@ def test_a_command_line_keeps_its_form() -> None:
     assert "a, b" not in output
     for kept in ("python -m fabricx fit '~x'", "++a.token=", "project:x", "module.lr=0.1,0.2", "--verbose", "--fast"):
         assert kept in output
+
+
+def test_a_command_with_bytes_that_are_no_text_can_be_written(tmp_path: Path) -> None:
+    (tmp_path / "command.txt").write_text(masked_command(["fit", os.fsdecode(b"data=/\xff")]))
+    assert (tmp_path / "command.txt").read_text() == "fit 'data=/\\udcff'"
 
 
 def test_printed_text_sends_no_control_characters_to_the_terminal() -> None:

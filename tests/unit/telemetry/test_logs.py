@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from pathlib import Path
 
@@ -63,6 +64,27 @@ def test_a_process_that_launches_no_ranks_keeps_its_console_handler(
     file.close()
     assert capfd.readouterr().err == "the disk is slow\n"  # Python's default output without configuration
     assert logging.getLogger().level == level
+
+
+def test_the_name_of_a_file_that_is_no_text_can_be_logged(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_handlers(monkeypatch)
+    monkeypatch.setattr(warnings, "showwarning", lambda *rest, **more: None)
+    name = os.fsdecode(b"\xff.png")
+    file = EventFile(tmp_path, "worker 0", 0)
+    with logging_to(file, 0, None), warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn(f"empty: {name}", stacklevel=1)
+        logging.getLogger("own").warning("broken: %s", name)
+    file.close()
+    records = Files(tmp_path).new()
+    merge(tmp_path, records)
+    for written in ("rank-0.log", "all.log"):
+        text = (tmp_path / "logs" / written).read_text()
+        assert "empty: \\udcff.png (" in text
+        assert "broken: \\udcff.png\n" in text
+    assert "Logging error" not in capfd.readouterr().err
 
 
 def test_one_file_has_the_lines_of_all_ranks_in_the_order_of_time(tmp_path: Path) -> None:
