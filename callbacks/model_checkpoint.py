@@ -98,7 +98,7 @@ class ModelCheckpoint(Checkpoint, NameParts):
         save_last: also keep the newest checkpoint: "last.ckpt" is a link to it, or the file itself if it is not among
             the best (URLs have no links, and folders are not replaced: such a checkpoint has a regular name). "link" is
             the same as True.
-        every_n_train_steps: weight updates between two saves.
+        every_n_train_steps: weight updates between two saves; 0: none, also at the ends of epochs.
         every_n_epochs: epochs between two saves; default: 1 if neither steps nor time are set.
         train_time_interval: time between two saves: a `timedelta` or text such as "10m".
         save_on_train_epoch_end: save when training epochs end, rather than when validation ends. The default is True
@@ -165,7 +165,7 @@ class ModelCheckpoint(Checkpoint, NameParts):
         self.every_n_train_steps = every_n_train_steps or 0
         self.train_time_interval = None if train_time_interval is None else parse_duration(train_time_interval)
         if every_n_epochs is None:
-            every_n_epochs = 0 if self.every_n_train_steps or self.train_time_interval is not None else 1
+            every_n_epochs = int(every_n_train_steps is None and train_time_interval is None)
         self.every_n_epochs = every_n_epochs
         self.save_on_train_epoch_end = save_on_train_epoch_end
         self.save_weights_only, self.save_on_exception = save_weights_only, save_on_exception

@@ -29,8 +29,6 @@ _STORED: Final[Mapping[tuple[str, str], str]] = {
 # Attributes with other values than the arguments of the constructor.
 _TRANSLATED: Final[Mapping[tuple[str, str], Callable[[Any], Any]]] = {
     ("EarlyStopping", "min_delta"): abs,  # negated for mode="min"
-    ("ModelCheckpoint", "every_n_epochs"): lambda n: n or None,
-    ("ModelCheckpoint", "every_n_train_steps"): lambda n: n or None,
     ("ModelCheckpoint", "save_last"): bool,
     ("BasePredictionWriter", "write_interval"): lambda interval: getattr(interval, "value", interval),
     ("Timer", "duration"): lambda seconds: None if seconds is None else timedelta(seconds=seconds),
