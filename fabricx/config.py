@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, make_dataclass
 from pathlib import Path
@@ -98,7 +99,7 @@ def recorded_configuration(run_dir: Path) -> DictConfig:
         if is_committed(run_dir) or run_dir.is_file():
             of_run = run_dir.absolute().parent.parent
             known = provenance.newest_configuration(of_run).is_file()
-            hint = f"\n  to resume its run: fabricx resume {os.path.relpath(of_run)}" if known else ""
+            hint = f"\n  to resume its run: fabricx resume {shlex.quote(os.path.relpath(of_run))}" if known else ""
             raise ValueError(
                 f"{run_dir} is not the folder of a run{hint}\n  to begin a run with it: fabricx fit ckpt_path={run_dir}"
             )

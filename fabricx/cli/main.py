@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shlex
 import shutil
 import sys
 import textwrap
@@ -408,7 +409,7 @@ def _say_if_nothing_was_left(trainer: Trainer, run_dir: Path) -> None:
     if begun is None or trainer.interrupted or not is_committed(begun) or not trainer.is_global_zero:
         return
     if trainer.global_step == read_manifest(begun).get("step"):
-        command = f"{_command('fabricx')} resume {os.path.relpath(run_dir)}"
+        command = _command("fabricx", "resume", os.path.relpath(run_dir))
         print(
             f"the training was already complete; to continue it:\n  {command} "
             f"trainer.max_epochs={2 * max(1, trainer.current_epoch)}"
@@ -431,9 +432,8 @@ def _test(trainer: Trainer, data: Any, run_dir: Path) -> None:
         trainer.test(datamodule=data, ckpt_path="best" if saved is not None and saved.best_model_path else None)
     except WorkerFailed as error:
         if saved is not None:
-            error.add_remedy(
-                f"the training is complete; to repeat the test: {_command('fabricx')} resume {os.path.relpath(run_dir)}"
-            )
+            command = _command("fabricx", "resume", os.path.relpath(run_dir))
+            error.add_remedy(f"the training is complete; to repeat the test: {command}")
         raise
 
 
@@ -449,15 +449,16 @@ def _print_summary(trainer: Trainer, run_dir: Path, metrics: Mapping[str, Any]) 
         return
     print(f"run folder: {where}")
     if trainer.loggers:
-        print(f"charts: {_command('tensorboard')} --logdir {Path(where).parent}")
+        print(f"charts: {_command('tensorboard', '--logdir', str(Path(where).parent))}")
     if trainer.enable_telemetry and trainer.writes:
-        print(f"report: {_command('fabricx')} report {where}")
+        print(f"report: {_command('fabricx', 'report', where)}")
 
 
-def _command(name: str) -> str:
-    """Return the path of a command of this environment, or its name if the environment is activated."""
+def _command(name: str, *arguments: str) -> str:
+    """Return a command line for a shell: the command has a path, unless its environment is activated."""
     file = Path(sys.prefix, "bin", name)
-    return name if "VIRTUAL_ENV" in os.environ or not file.exists() else os.path.relpath(file)
+    named = "VIRTUAL_ENV" in os.environ or not file.exists()
+    return shlex.join([name if named else os.path.relpath(file), *arguments])
 
 
 if __name__ == "__main__":

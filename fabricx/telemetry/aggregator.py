@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 import threading
 import time
@@ -88,7 +89,7 @@ class Aggregator:
         """Print the diagnosis of a slow rank or of slow data loading."""
         diagnosis = diagnose(self.run)
         if self.run.steps >= _MIN_STEPS and ("waiting for data" in diagnosis or "is slow in" in diagnosis):
-            command = f"fabricx report {os.path.relpath(self.run_dir)}"
+            command = shlex.join(["fabricx", "report", os.path.relpath(self.run_dir)])
             print(f"{diagnosis}\nfor details: {command}", file=sys.stderr, flush=True)
 
     def _run(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
@@ -13,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 
 from fabricx import plugins
 from fabricx.cli.hydra_app import _new_stamp, _place, run_app
-from fabricx.cli.main import _demonstration
+from fabricx.cli.main import _command, _demonstration
 from fabricx.config import plain, recorded_configuration
 
 
@@ -123,6 +124,10 @@ def test_the_folder_of_the_main_configuration_is_relative_to_the_current_folder(
     run_app(lambda cfg: print(cfg.seed), options, None, "config")
     assert capsys.readouterr().out == "5\n"
     assert f"--config-path {own_folder / 'no'}: the folder does not exist" in explained([f"{flag}={own_folder / 'no'}"])
+
+
+def test_a_printed_command_can_be_copied_into_a_shell() -> None:
+    assert shlex.split(_command("fabricx", "report", "my runs/lr=0.1 (a)"))[1:] == ["report", "my runs/lr=0.1 (a)"]
 
 
 def test_launches_of_two_containers_have_different_folders(monkeypatch: pytest.MonkeyPatch) -> None:
