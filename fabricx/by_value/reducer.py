@@ -357,8 +357,8 @@ def _reduced_enumeration(value: type[enum.Enum], attributes: Mapping[str, Any]) 
     members: dict[str, tuple[Any, tuple[Any, ...]]] = {}
     for name, member in value.__members__.items():
         content = member._value_ if isinstance(member._value_, tuple) else (member._value_,)
-        if hasattr(base, "__getnewargs__"):  # int, str, float, bytes, tuple
-            content = base.__getnewargs__(member)
+        if (arguments_of := getattr(base, "__getnewargs__", None)) is not None:  # int, str, float, bytes, tuple
+            content = arguments_of(member)
         members[name] = member._value_, () if base is object else content
     kept = {name: attribute for name, attribute in attributes.items() if name not in members}
     of_members = {

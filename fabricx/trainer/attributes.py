@@ -185,6 +185,7 @@ class Changed:
         module: of the module and its submodules, by path and name.
         hooks: that the run has registered on the module and its submodules.
         removed: keys of hooks that the run has removed from them.
+        requires_grad: of parameters, by name.
         data: of the data module.
         remaining: reasons why other changed attributes of the data module are not sent, by name.
     """
@@ -192,6 +193,7 @@ class Changed:
     module: dict[str, dict[str, Any]] = field(default_factory=dict)
     hooks: list[Hook] = field(default_factory=list)
     removed: list[Key] = field(default_factory=list)
+    requires_grad: dict[str, bool] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
     remaining: dict[str, str] = field(default_factory=dict)
 
@@ -214,6 +216,8 @@ class Changed:
                 else:
                     part._buffers[name] = value
         register(module, self.hooks, self.removed)
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(self.requires_grad.get(name, parameter.requires_grad))
         if data is not None:
             vars(data).update(self.data)
             vars(data)["_in_workers"] = self.remaining
@@ -230,7 +234,7 @@ class AttributesBefore:
 
     def __init__(self, module: nn.Module, data: DataModule | None) -> None:
         self._module = {path: _digests(attributes) for path, attributes in _of_module(module)}
-        self._hooks = keys_of_hooks(module)
+        self._hooks, self._requires_grad = keys_of_hooks(module), _requires_grad(module)
         self._data = _digests(_of_data(data))
 
     def changed(
@@ -257,6 +261,7 @@ class AttributesBefore:
                     changed.module[path] = kept
             changed.hooks = new_hooks(module, self._hooks, lambda hook: not isinstance(_digest_of(hook), _Unsent))
             changed.removed = removed_hooks(module, self._hooks)
+            changed.requires_grad = dict(_requires_grad(module).items() - self._requires_grad.items())
         if data is None:
             return changed
         now = _digests(_of_data(data))
@@ -303,6 +308,10 @@ def _digest_of(value: Any) -> Any:
 
 def _digests(attributes: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _digest_of(value) for name, value in attributes.items()}
+
+
+def _requires_grad(module: nn.Module) -> dict[str, bool]:
+    return {name: parameter.requires_grad for name, parameter in module.named_parameters()}
 
 
 def _portable(shown: Any) -> str:

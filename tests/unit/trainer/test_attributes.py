@@ -66,6 +66,21 @@ def test_plain_and_private_attributes_of_submodules_are_returned() -> None:
     assert buffer.tolist() == [3.0, 3.0]
 
 
+def test_parameters_that_hooks_freeze_and_unfreeze_are_so_in_the_next_run() -> None:
+    caller = nn.Sequential(*[nn.Linear(1, 1) for _ in range(3)])
+    caller[1].requires_grad_(False)
+    worker = copy.deepcopy(caller)
+    caller[2].bias.requires_grad_(False)  # between the start and the end of the run
+    before = AttributesBefore(worker, None)
+    worker[0].requires_grad_(False)
+    worker[1].weight.requires_grad_(True)
+    sent(changed(before, worker, None), {}, {}).absorb(caller, None)
+    flags = {name: parameter.requires_grad for name, parameter in caller.named_parameters()}
+    assert flags == {
+        "0.weight": False, "0.bias": False, "1.weight": True, "1.bias": False, "2.weight": True, "2.bias": False,
+    }  # fmt: skip
+
+
 def test_attributes_of_a_data_module_are_returned_if_all_ranks_have_set_equal_values() -> None:
     caller, worker, other = Data(), Data(), Data()
     before, elsewhere = AttributesBefore(nn.Module(), worker), AttributesBefore(nn.Module(), other)
