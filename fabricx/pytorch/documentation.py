@@ -48,6 +48,8 @@ _DIFFERS: Final[Mapping[str, str]] = {
     "ModelCheckpoint without dirpath": "saves in the run's folder; in Lightning in that of the first logger",
     "ModelCheckpoint(filename='{a/b}')": "`a_b=...`; in Lightning a file in a folder `a`",
     "lr_find": "equal steps of rates, unbiased mean losses; in Lightning within one epoch",
+    "suggestion of lr_find": "where the loss falls fastest from step to step; in Lightning 2.6 fastest by the rate, so "
+    "that noise at the least rates decides",
     "CombinedLoader": "has a length before `iter`; `limits` end the iteration in each mode; a run refuses them",
     "num_val_batches of a CombinedLoader": "of combined batches; in Lightning of each loader, in every mode",
     "a list of lists or tensors as data": "one loader, whose items are the batches; in Lightning each item is a loader",

@@ -51,7 +51,7 @@ class LRFinder:
     results: dict[str, list[float]] = field(default_factory=lambda: {"lr": [], "loss": []})
 
     def suggestion(self, skip_begin: int = 10, skip_end: int = 1) -> float | None:
-        """Return the rate at which the loss falls fastest.
+        """Return the rate at which the loss falls fastest from step to step.
 
         Args:
             skip_begin, skip_end: steps at the ends of the test that do not count.
