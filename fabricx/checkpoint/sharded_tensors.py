@@ -75,7 +75,12 @@ def plan(tensors: Mapping[str, Tensor], world: World, earlier: Part | None = Non
         world: the ranks.
         earlier: part that has been written. Its memory is reused, which takes a fraction of the time, and its plan, if
             the tensors have the same layout.
+
+    Raises:
+        ValueError: a tensor has a layout or a dtype that files of safetensors do not have.
     """
+    for name, tensor in tensors.items():
+        _check(name, tensor)
     planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner(dict(tensors), is_coordinator=world.main_rank)
     entries = [_entry(item) for item in planner.create_local_plan().items]
@@ -172,9 +177,17 @@ def _enter(index: Index, item: WriteItem, file: str) -> None:
     )
 
 
+def _check(name: str, tensor: Tensor) -> None:
+    reason = f"layout {tensor.layout}" if tensor.layout is not torch.strided else ""
+    if tensor.dtype not in DTYPES:
+        reason = f"dtype {tensor.dtype}"
+    if reason:
+        raise ValueError(
+            f"a checkpoint can't hold {name} with {reason}; convert it, or register a buffer with persistent=False"
+        )
+
+
 def _copy(tensor: Any, room: Tensor | None) -> Tensor:
-    if tensor.layout is not torch.strided:
-        raise ValueError(f"a checkpoint can't hold a tensor with layout {tensor.layout}; make it dense first")
     if room is None or room.shape != tensor.shape or room.dtype != tensor.dtype:
         room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return room.copy_(tensor, non_blocking=tensor.is_cuda)  # `Writer` waits for copies of CUDA only

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -58,3 +59,12 @@ def test_a_plan_and_its_memory_are_kept_until_the_layout_changes() -> None:
     assert all(torch.equal(copy, 2 * tensors()[name]) for name, copy in second.tensors.items())
     third = sharded_tensors.plan(tensors(71), world, second)
     assert (Replicas.sent, len(third.index)) == (2, 71)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.zeros(2).to(torch.float8_e4m3fnuz), torch.zeros(2).to(torch.float8_e8m0fnu), torch.eye(2).to_sparse()],
+)
+def test_a_tensor_that_a_file_can_not_hold_is_named(tensor: Tensor) -> None:
+    with pytest.raises(ValueError, match=r"can't hold module/scale with (dtype torch\.|layout)"):
+        sharded_tensors.plan({"module/scale": tensor}, World())
